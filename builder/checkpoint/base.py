@@ -1,0 +1,56 @@
+"""A checkpoint as the builder sees it: a config, a tokenizer, and tensors that are read one at a time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor without reading it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The tokenizer as the engine stores it.
+
+    tokenizer_json: tokenizers' own JSON. config: bos_token, eos_token, add_bos_token and such, with the keys
+    of tokenizer_config.json. chat_template: a Jinja template, or None.
+    """
+
+    tokenizer_json: bytes
+    config: Mapping[str, Any]
+    chat_template: str | None
+
+
+class Checkpoint(Protocol):
+    """Tensor names and shapes are those of the Hugging Face model, whatever the files hold."""
+
+    @property
+    def name(self) -> str:
+        """Last part of where it came from: `SmolLM2-135M-Instruct`."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """config.json, with `model_type`."""
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """generation_config.json, or {}."""
+
+    @property
+    def tokenizer(self) -> TokenizerFiles: ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in its stored dtype (GGUF: dequantized to float32). Nothing is kept."""
+
+    def source_hashes(self) -> Mapping[str, str]:
+        """File name -> SHA-256 of every file that the engine depends on."""

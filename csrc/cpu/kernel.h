@@ -1,0 +1,101 @@
+// What a kernel is to the executor: operands with fixed addresses in, one call a step by every thread.
+//
+// A kernel is built once from its operands and attributes; there it checks dtypes and shapes and throws
+// std::invalid_argument when they do not fit. run() is called by all threads of the pool at once and never
+// allocates, throws, or blocks except in Worker::sync(). The executor puts a barrier behind every kernel.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <variant>
+
+namespace enginewright {
+
+enum class DType : uint8_t { f32, bf16, i32, i8 };
+
+// Sizes of one step; see enginewright/plan.py.
+struct Sizes {
+  int64_t tokens, sequences, logit_rows, kv_blocks, kv_splits;
+};
+
+// constant + sum of coefficient * size.
+struct Linear {
+  int64_t constant, tokens, sequences, logit_rows, kv_blocks, kv_splits;
+  int64_t at(const Sizes& s) const {
+    return constant + tokens * s.tokens + sequences * s.sequences + logit_rows * s.logit_rows +
+           kv_blocks * s.kv_blocks + kv_splits * s.kv_splits;
+  }
+};
+
+// How a weight lies in the engine file. K is padded with zeros to a multiple of 64 elements (K_pad).
+//   plain      row-major [rows, columns], no padding.
+//   r16        blocks of 16 rows (the last one padded with zero rows); in a block, 64-byte lines of
+//              4 bytes of K for each of the 16 rows. bf16: element (n, k) is at line
+//              (n / 16) * (K_pad / 2) + k / 2, position (n % 16) * 2 + k % 2. i8: the same with 4 for 2.
+//   r16_pairs  two matrices of rows / 2 rows each, stored as r16 with their blocks interleaved:
+//              first[0:16], second[0:16], first[16:32], … (gate and up of a gated MLP).
+enum class Layout : uint8_t { plain, r16, r16_pairs };
+
+// Head of the layout above in the other direction: KV pools, bf16. head_dim is padded with zeros to a
+// multiple of 32 (head_dim_pad). For block b and kv head h both pools have a tile of
+// block_size * head_dim_pad elements at tile index b * kv_heads + h:
+//   K  [block_size / 16][head_dim_pad / 2][16 tokens][2]   an r16 block of 16 tokens (rows) x head_dim (K)
+//   V  [block_size / 2][head_dim_pad][2 tokens]
+// A slot is block * block_size + position in the block.
+struct KvPool {
+  uint16_t* keys;
+  uint16_t* values;
+  int64_t num_blocks, block_size, kv_heads, head_dim, head_dim_pad;
+};
+
+// A matrix with a fixed address. Inputs are i32. A row starts every `stride` elements; in arena buffers the
+// stride is a multiple of 64, and a kernel that writes bf16 to a whole buffer (pad > 0) also writes zeros to
+// the `pad` columns behind `columns`, so that GEMMs may read K_pad columns of it.
+struct Operand {
+  std::byte* data = nullptr;
+  DType dtype = DType::f32;
+  Layout layout = Layout::plain;
+  Linear rows{};
+  int64_t columns = 0;
+  int64_t stride = 0;
+  int64_t pad = 0;
+  int64_t max_rows = 0;
+  KvPool kv{};  // set for KV operands alone
+
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(data);
+  }
+};
+
+using Attribute = std::variant<int64_t, double, std::string>;
+using Operands = std::map<std::string, Operand>;
+using Attributes = std::map<std::string, Attribute>;
+
+// One thread's view of a step.
+class Worker {
+ public:
+  int index;  // 0 … count - 1
+  int count;
+  virtual void sync() = 0;  // barrier over all threads of the pool
+
+ protected:
+  Worker(int index, int count) : index(index), count(count) {}
+  ~Worker() = default;
+};
+
+class Kernel {
+ public:
+  virtual ~Kernel() = default;
+  virtual void run(const Sizes& sizes, Worker& worker) const = 0;
+};
+
+using KernelFactory = std::unique_ptr<Kernel> (*)(const Operands&, const Attributes&);
+// Versioned name ("gemm_bf16@1") -> factory. One table an instruction set; see dispatch.cpp.
+using KernelTable = std::map<std::string, KernelFactory>;
+
+}  // namespace enginewright

@@ -1,0 +1,53 @@
+"""Errors people see. Each says what failed, why, and what to do, and carries the exit code of `engine`."""
+
+
+class EngineError(Exception):
+    """A documented failure.
+
+    Args:
+        what: what failed, as a short clause without a full stop.
+        why: the reason, if it is not plain from `what`.
+        fix: what to do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+        self.what, self.why, self.fix = what, why, fix
+        super().__init__("\n".join([": ".join(part for part in (what, why) if part), *([fix] if fix else [])]))
+
+
+class UsageError(EngineError):
+    """The command or the request asks for something that cannot be meant."""
+
+    exit_code = 2
+
+
+class UnsupportedModelError(EngineError):
+    """The checkpoint is of a kind, or uses a feature, that is not implemented."""
+
+    exit_code = 3
+
+
+class NotEnoughMemoryError(EngineError):
+    """The memory at hand does not hold what was asked for."""
+
+    exit_code = 4
+
+
+class CorruptEngineError(EngineError):
+    """The engine file is cut short, altered, or not an engine."""
+
+    exit_code = 5
+
+
+class NoCodeForMachineError(EngineError):
+    """The engine holds no kernels for this machine."""
+
+    exit_code = 6
+
+
+class QualityGateError(EngineError):
+    """The built engine is further from its source than the gate allows."""
+
+    exit_code = 7

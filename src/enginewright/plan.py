@@ -1,0 +1,199 @@
+"""The plan: what an executor needs to run a model, and no more.
+
+A plan is a list of kernel calls over matrices. A matrix is a weight, a step input, or a buffer in one
+arena. Its columns are known at build time; its rows are linear in the sizes of a step (`Sizes`), so the
+runtime chooses its own limits and the arena is laid out once, at those limits (`arena_offsets`).
+The builder writes plans (`enginewright.builder.lower`), the runtime reads them; this module is all that both
+know of one. Encoded as canonical JSON in the engine file.
+"""
+
+from typing import Any
+
+import msgspec
+
+from enginewright.errors import CorruptEngineError
+
+ARENA_ALIGN_BYTES = 64
+COLUMN_ALIGN = 64  # elements; a row of a buffer starts at a multiple of this
+DTYPE_BYTES = {"f32": 4, "bf16": 2, "i32": 4, "i8": 1}
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """The sizes of one step, or their limits.
+
+    tokens: packed tokens of all sequences. sequences: sequences with at least one token in the step.
+    logit_rows: tokens whose logits are wanted. kv_blocks: KV blocks of the longest sequence (the width of
+    a block table). kv_splits: splits of 256 positions of the longest sequence (attention's partial results).
+    """
+
+    tokens: int
+    sequences: int
+    logit_rows: int
+    kv_blocks: int
+    kv_splits: int
+
+
+class Linear(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """constant + Σ coefficient × size: a number of rows or columns."""
+
+    constant: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    logit_rows: int = 0
+    kv_blocks: int = 0
+    kv_splits: int = 0
+
+    def at(self, sizes: Sizes) -> int:
+        return (
+            self.constant
+            + self.tokens * sizes.tokens
+            + self.sequences * sizes.sequences
+            + self.logit_rows * sizes.logit_rows
+            + self.kv_blocks * sizes.kv_blocks
+            + self.kv_splits * sizes.kv_splits
+        )
+
+
+class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An int32 array given with each step, [rows] or [rows, columns]."""
+
+    name: str
+    rows: Linear
+    columns: Linear = Linear(constant=1)
+
+
+class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row-major matrix in the arena; a row takes `stride` elements. Buffers of one slot are never alive together."""
+
+    dtype: str
+    rows: Linear
+    columns: int
+    slot: int
+
+    @property
+    def stride(self) -> int:
+        """Elements from one row to the next: columns rounded up to COLUMN_ALIGN."""
+        return -(-self.columns // COLUMN_ALIGN) * COLUMN_ALIGN
+
+    def bytes_at(self, sizes: Sizes) -> int:
+        return self.rows.at(sizes) * self.stride * DTYPE_BYTES[self.dtype]
+
+
+class KvGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Layers whose KV lives and dies together, under one block table a sequence.
+
+    window: positions a query sees, itself included; 0 means all. bytes_per_token: K and V of all layers in
+    the group, as stored (padding included). block_size: tokens a block.
+    """
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    window: int
+    dtype: str
+    block_size: int
+    bytes_per_token: int
+
+
+class InputOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="step"):
+    name: str
+
+
+class WeightOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="weights"):
+    name: str
+
+
+class BufferOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="arena"):
+    """Columns [column, column + columns) of a buffer."""
+
+    index: int
+    column: int
+    columns: int
+
+
+class KvOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="kv"):
+    """The K and V pools of one layer."""
+
+    layer: int
+
+
+Operand = InputOperand | WeightOperand | BufferOperand | KvOperand
+
+
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One kernel call. kernel: versioned name, `gemm_bf16@1`."""
+
+    kernel: str
+    operands: dict[str, Operand]
+    attributes: dict[str, int | float | str]
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything an executor runs, in order. logits: the buffer that holds the step's result, f32 [logit_rows, vocab]."""
+
+    target: str
+    inputs: tuple[Input, ...]
+    kv_groups: tuple[KvGroup, ...]
+    buffers: tuple[Buffer, ...]
+    steps: tuple[Step, ...]
+    logits: int
+    vocab_size: int
+    max_seq_len: int
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self, order="sorted")
+
+    @staticmethod
+    def from_json(data: bytes) -> "Plan":
+        try:
+            plan = msgspec.json.decode(data, type=Plan)
+        except msgspec.MsgspecError as error:
+            raise CorruptEngineError("the plan cannot be read", str(error), "Build the engine again.") from error
+        plan._check()
+        return plan
+
+    def _check(self) -> None:
+        """References stay inside the plan; sizes are sane. Kernels check shapes among themselves."""
+
+        def require(holds: Any, what: str) -> None:
+            if not holds:
+                raise CorruptEngineError("the plan is damaged", what, "Build the engine again.")
+
+        inputs = {entry.name for entry in self.inputs}
+        layers = {layer for group in self.kv_groups for layer in group.layers}
+        require(len(inputs) == len(self.inputs), "two inputs have one name")
+        for buffer in self.buffers:
+            require(buffer.dtype in DTYPE_BYTES, f"unknown dtype {buffer.dtype!r}")
+            coefficients = msgspec.structs.astuple(buffer.rows)
+            require(0 < buffer.columns < 2**31 and min(coefficients) >= 0, "a buffer has no size")
+            require(max(coefficients) < 2**31 and 0 <= buffer.slot < len(self.buffers), "a buffer is out of range")
+        for group in self.kv_groups:
+            fields = (group.kv_heads, group.head_dim, group.block_size, group.bytes_per_token)
+            require(group.layers and min(fields) > 0 and max(fields) < 2**31 and group.window >= 0, "a KV group is empty")
+        for step in self.steps:
+            for name, operand in step.operands.items():
+                match operand:
+                    case InputOperand():
+                        require(operand.name in inputs, f"{step.kernel} reads no such input {operand.name!r}")
+                    case BufferOperand():
+                        require(0 <= operand.index < len(self.buffers), f"{step.kernel}.{name} is no buffer")
+                        columns = self.buffers[operand.index].columns
+                        inside = 0 <= operand.column and 0 < operand.columns <= columns - operand.column
+                        require(inside, f"{step.kernel}.{name} leaves its buffer")
+                    case KvOperand():
+                        require(operand.layer in layers, f"{step.kernel}.{name} is no KV layer")
+        require(0 <= self.logits < len(self.buffers), "the logits are no buffer")
+        require(self.vocab_size == self.buffers[self.logits].columns, "the logits are not as wide as the vocabulary")
+
+    def arena_offsets(self, limits: Sizes) -> tuple[list[int], int]:
+        """Byte offset of each buffer, and the arena's size, with every step size at its limit."""
+        slot_bytes = [0] * (1 + max((buffer.slot for buffer in self.buffers), default=-1))
+        for buffer in self.buffers:
+            slot_bytes[buffer.slot] = max(slot_bytes[buffer.slot], buffer.bytes_at(limits))
+        starts = [0]
+        for size in slot_bytes:
+            starts.append(starts[-1] + -(-size // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES)
+        return [starts[buffer.slot] for buffer in self.buffers], starts[-1]
+
+    def kv_bytes_per_token(self) -> int:
+        return sum(group.bytes_per_token for group in self.kv_groups)
