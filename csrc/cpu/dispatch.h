@@ -1,0 +1,25 @@
+// Which instruction sets this machine has, and their kernels.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernel.h"
+
+namespace enginewright {
+
+// Best first, of "amx", "avx512", "portable". "amx" is avx512 with GEMMs on tiles.
+std::vector<std::string> isa_names();
+
+// std::invalid_argument when this machine has no such instruction set.
+const KernelTable& kernel_table(const std::string& isa);
+
+// One a source file, isa_*.cpp.
+KernelTable portable_table();
+#if defined(__x86_64__)
+KernelTable avx512_table();
+KernelTable amx_table();
+bool amx_allowed();  // asks the system for leave to use tiles, once a process
+#endif
+
+}  // namespace enginewright

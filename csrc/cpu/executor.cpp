@@ -1,0 +1,207 @@
+#include "executor.h"
+
+#include <cstring>
+
+#include "dispatch.h"
+#include "operands.h"
+
+namespace enginewright {
+
+namespace {
+
+constexpr int64_t kMostThreads = 1024;
+constexpr int64_t kStrideElements = 64;  // plan.py: COLUMN_ALIGN
+constexpr int64_t kAlignBytes = 64;
+constexpr int64_t kMostColumns = int64_t{1} << 31;
+
+int64_t checked_threads(int64_t threads) {
+  require(1 <= threads && threads <= kMostThreads, "the number of threads must be in 1 … 1024");
+  return threads;
+}
+
+// linear.at(sizes), refusing negative terms and overflow.
+int64_t checked_at(const Linear& linear, const Sizes& sizes) {
+  int64_t sum = checked_add(linear.constant, checked_mul(linear.tokens, sizes.tokens));
+  sum = checked_add(sum, checked_mul(linear.sequences, sizes.sequences));
+  sum = checked_add(sum, checked_mul(linear.logit_rows, sizes.logit_rows));
+  sum = checked_add(sum, checked_mul(linear.kv_blocks, sizes.kv_blocks));
+  return checked_add(sum, checked_mul(linear.kv_splits, sizes.kv_splits));
+}
+
+const Sizes& checked_limits(const Sizes& s) {
+  require(s.tokens > 0 && s.sequences > 0 && s.logit_rows > 0 && s.kv_blocks >= 0 && s.kv_splits >= 0,
+          "the limits must allow a token, a sequence and a row of logits");
+  const int64_t most = int64_t{1} << 31;  // indices are int32
+  require(s.tokens < most && s.sequences < most && s.logit_rows < most && s.kv_blocks < most && s.kv_splits < most,
+          "the limits must be below 2^31");
+  return s;
+}
+
+class StepJob final : public Job {
+ public:
+  StepJob(const std::vector<std::unique_ptr<Kernel>>& kernels, const Sizes& sizes)
+      : kernels_(kernels), sizes_(sizes) {}
+
+  void run(Worker& worker) override {
+    for (size_t i = 0; i < kernels_.size(); ++i) {
+      if (i != 0) worker.sync();
+      kernels_[i]->run(sizes_, worker);
+    }
+  }
+
+ private:
+  const std::vector<std::unique_ptr<Kernel>>& kernels_;
+  const Sizes& sizes_;
+};
+
+}  // namespace
+
+Executor::Executor(const std::string& isa, int threads, const Sizes& limits,
+                   const std::vector<InputSpec>& inputs, int64_t arena_bytes)
+    : table_(kernel_table(isa)),
+      limits_(checked_limits(limits)),
+      arena_(std::make_unique<Memory>(checked_add(arena_bytes, 0))),
+      pool_(static_cast<int>(checked_threads(threads))) {
+  int64_t elements = 0;
+  for (const InputSpec& spec : inputs) {
+    const int64_t rows = checked_at(spec.rows, limits_), columns = checked_at(spec.columns, limits_);
+    for (const Input& other : inputs_) {
+      require(other.spec.name != spec.name, "two inputs are called '" + spec.name + "'");
+    }
+    inputs_.push_back({spec, elements, rows, columns});
+    const int64_t padded = round_up(checked_mul(rows, columns), kAlignBytes / 4);
+    elements = checked_add(elements, padded);
+  }
+  staging_ = std::make_unique<Memory>(checked_mul(elements, 4));
+  Operands bound;
+  for (const InputSpec& spec : inputs) bound[spec.name] = bind_step(spec.name);
+  checks_ = std::make_unique<InputChecks>(bound);
+}
+
+Operand Executor::bind(const std::string& label, const ArenaSpec& spec) const {
+  Operand operand;
+  const std::string the = "the buffer of '" + label + "' ";
+  require(spec.offset_bytes >= 0 && spec.offset_bytes % kAlignBytes == 0, the + "starts at an odd address");
+  require(spec.columns > 0 && spec.column_offset >= 0 && spec.pad >= 0 && spec.stride < kMostColumns &&
+              spec.stride % kStrideElements == 0,
+          the + "has no proper columns");
+  require(checked_add(checked_add(spec.column_offset, spec.columns), spec.pad) <= spec.stride,
+          the + "is narrower than the columns used of it");
+  operand.max_rows = checked_at(spec.rows, limits_);
+  const int64_t row_bytes = spec.stride * bytes_of(spec.dtype);
+  operand.data = arena(spec.offset_bytes, checked_mul(operand.max_rows, row_bytes)) +
+                 spec.column_offset * bytes_of(spec.dtype);
+  operand.dtype = spec.dtype;
+  operand.rows = spec.rows;
+  operand.columns = spec.columns;
+  operand.stride = spec.stride;
+  operand.pad = spec.pad;
+  operand.kind = Operand::Kind::arena;
+  operand.label = label;
+  return operand;
+}
+
+Operand Executor::bind(const std::string& label, const WeightSpec& spec) const {
+  require(spec.rows > 0 && spec.columns > 0 && spec.columns < kMostColumns, "the weight '" + label + "' is empty");
+  int64_t rows = spec.rows, columns = spec.columns;
+  if (spec.layout != Layout::plain) {
+    require(spec.dtype == DType::bf16 || spec.dtype == DType::i8,
+            "the weight '" + label + "' has a layout of bf16 and i8 weights, but is " + name_of(spec.dtype));
+    require(spec.layout == Layout::r16 || rows % 2 == 0, "the weight '" + label + "' has no two halves");
+    require(rows < (int64_t{1} << 40), "the weight '" + label + "' has too many rows");
+    rows = spec.layout == Layout::r16 ? round_up(rows, 16) : 2 * round_up(rows / 2, 16);
+    columns = round_up(columns, 64);
+  }
+  const int64_t bytes = checked_mul(checked_mul(rows, columns), bytes_of(spec.dtype));
+  require(bytes <= spec.bytes, "the weight '" + label + "' has " + std::to_string(spec.bytes) +
+                                   " bytes, but its shape takes " + std::to_string(bytes));
+  const uintptr_t align = spec.layout == Layout::plain ? static_cast<uintptr_t>(bytes_of(spec.dtype)) : kAlignBytes;
+  require(reinterpret_cast<uintptr_t>(spec.data) % align == 0,
+          "the weight '" + label + "' is not aligned to " + std::to_string(align) + " bytes");
+  Operand operand;
+  operand.data = spec.data;
+  operand.dtype = spec.dtype;
+  operand.layout = spec.layout;
+  operand.rows = {spec.rows, 0, 0, 0, 0, 0};
+  operand.columns = spec.columns;
+  operand.stride = columns;
+  operand.max_rows = spec.rows;
+  operand.kind = Operand::Kind::weight;
+  operand.label = label;
+  return operand;
+}
+
+Operand Executor::bind_step(const std::string& name) const {
+  for (const Input& input : inputs_) {
+    if (input.spec.name != name) continue;
+    Operand operand;
+    operand.data = staging_->data() + input.offset * 4;
+    operand.dtype = DType::i32;
+    operand.rows = input.spec.rows;
+    operand.columns = operand.stride = input.stride;
+    operand.max_rows = input.max_rows;
+    operand.kind = Operand::Kind::step;
+    operand.label = name;
+    return operand;
+  }
+  throw std::invalid_argument("a step has no input '" + name + "'");
+}
+
+Operand Executor::bind_kv(const std::string& label, const KvPool& pool) const {
+  Operand operand;
+  operand.dtype = DType::bf16;
+  operand.kv = pool;
+  operand.kind = Operand::Kind::kv;
+  operand.label = label;
+  return operand;
+}
+
+void Executor::add_kernel(const std::string& name, const Operands& operands, const Attributes& attributes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto factory = table_.find(name);
+  require(factory != table_.end(), "there is no kernel '" + name + "'");
+  try {
+    std::unique_ptr<Kernel> kernel = factory->second(operands, attributes);
+    checks_->add(*kernel);
+    pool_.reserve_scratch(kernel->scratch_bytes());
+    kernels_.push_back(std::move(kernel));
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(name + ": " + error.what());
+  }
+}
+
+void Executor::run(const std::vector<InputArray>& arrays, const Sizes& sizes) {
+  const auto within = [](int64_t value, int64_t limit) { return 0 <= value && value <= limit; };
+  require(within(sizes.tokens, limits_.tokens) && within(sizes.sequences, limits_.sequences) &&
+              within(sizes.logit_rows, limits_.logit_rows) && within(sizes.kv_blocks, limits_.kv_blocks) &&
+              within(sizes.kv_splits, limits_.kv_splits),
+          "the step is larger than the limits");
+  require(arrays.size() == inputs_.size(), "a step takes " + std::to_string(inputs_.size()) + " inputs, not " +
+                                               std::to_string(arrays.size()));
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = 0; i < arrays.size(); ++i) stage(inputs_[i], arrays[i], sizes);
+  checks_->check(sizes);
+  StepJob job(kernels_, sizes);
+  pool_.run(job);
+}
+
+// Copied before it is checked: what is checked is what kernels read, whatever the caller's memory does.
+void Executor::stage(const Input& input, const InputArray& array, const Sizes& sizes) {
+  const int64_t rows = input.spec.rows.at(sizes), columns = input.spec.columns.at(sizes);
+  if (array.rows != rows || array.columns != columns) {
+    throw std::invalid_argument("the input '" + input.spec.name + "' must be [" + std::to_string(rows) + ", " +
+                                std::to_string(columns) + "] in this step, not [" + std::to_string(array.rows) +
+                                ", " + std::to_string(array.columns) + "]");
+  }
+  int32_t* staged = reinterpret_cast<int32_t*>(staging_->data()) + input.offset;
+  for (int64_t r = 0; r < rows; ++r) {
+    std::memcpy(staged + r * input.stride, array.data + r * columns, static_cast<size_t>(columns) * 4);
+  }
+}
+
+std::byte* Executor::arena(int64_t offset_bytes, int64_t bytes) const {
+  require(checked_add(offset_bytes, bytes) <= arena_->bytes(), "a buffer ends behind the arena");
+  return arena_->data() + offset_bytes;
+}
+
+}  // namespace enginewright

@@ -1,0 +1,83 @@
+// A plan bound to memory: kernels with fixed addresses, run in order by one pool, one call a step.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "kernel.h"
+#include "memory.h"
+#include "step_checks.h"
+#include "thread_pool.h"
+
+namespace enginewright {
+
+// An int32 array given with each step.
+struct InputSpec {
+  std::string name;
+  Linear rows, columns;
+};
+
+// One of them as the caller gives it: [rows, columns], contiguous.
+struct InputArray {
+  const int32_t* data;
+  int64_t rows, columns;
+};
+
+// Columns [column_offset, column_offset + columns) of the arena buffer at offset_bytes.
+struct ArenaSpec {
+  int64_t offset_bytes;
+  DType dtype;
+  Linear rows;
+  int64_t columns, stride, column_offset, pad;
+};
+
+// A packed weight of `bytes` bytes, alive as long as the executor.
+struct WeightSpec {
+  std::byte* data;
+  int64_t bytes;
+  DType dtype;
+  Layout layout;
+  int64_t rows, columns;
+};
+
+// Errors of all members: std::invalid_argument with a sentence.
+class Executor {
+ public:
+  Executor(const std::string& isa, int threads, const Sizes& limits, const std::vector<InputSpec>& inputs,
+           int64_t arena_bytes);
+
+  Operand bind(const std::string& label, const ArenaSpec& spec) const;
+  Operand bind(const std::string& label, const WeightSpec& spec) const;
+  Operand bind_step(const std::string& name) const;
+  Operand bind_kv(const std::string& label, const KvPool& pool) const;
+
+  bool has_kernel(const std::string& name) const { return table_.count(name) != 0; }
+  void add_kernel(const std::string& name, const Operands& operands, const Attributes& attributes);
+
+  // One step. `arrays` in the order of the constructor's inputs. Everything is checked before anything is
+  // computed; one step at a time (others wait).
+  void run(const std::vector<InputArray>& arrays, const Sizes& sizes);
+
+  std::byte* arena(int64_t offset_bytes, int64_t bytes) const;  // checked to lie inside
+
+ private:
+  struct Input {
+    InputSpec spec;
+    int64_t offset;  // into staging_, in elements
+    int64_t max_rows, stride;
+  };
+  void stage(const Input& input, const InputArray& array, const Sizes& sizes);
+
+  const KernelTable& table_;
+  const Sizes limits_;
+  std::vector<Input> inputs_;
+  std::unique_ptr<Memory> staging_, arena_;
+  std::unique_ptr<InputChecks> checks_;
+  std::vector<std::unique_ptr<Kernel>> kernels_;
+  ThreadPool pool_;
+  std::mutex mutex_;
+};
+
+}  // namespace enginewright

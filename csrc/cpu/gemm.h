@@ -1,0 +1,185 @@
+// GEMM for any instruction set: out = x · weightᵀ, weights bf16 or i8 (gemm_operands.h has the shapes).
+//
+// A tile of M tokens x N blocks of 16 rows keeps its accumulators in registers while K passes once, from 0 up,
+// by one dot() for every pair of k: each output is one chain of roundings, the same whatever M and N are, so
+// that a token's result depends neither on its company nor on the number of threads.
+//
+// Threads own ranges of blocks. A strip of them, small enough for L2, stays while all tokens pass. i8 weights
+// become bf16 exactly, in registers, or, for many tokens, once a strip into scratch.
+#pragma once
+
+#include "gemm_epilogue.h"
+#include "gemm_operands.h"
+#include "operands.h"
+
+namespace enginewright {
+namespace {
+
+// How a tile reads lines of weights: `step` pairs of k from each of kPairs-wide memory lines.
+template <class S>
+struct Bf16Lines {
+  static constexpr int kPairs = 1;  // pairs of k in a line
+  static ENGINEWRIGHT_INLINE void load(const std::byte* p, typename S::Line* lines) {
+    lines[0] = S::load_line(p);
+  }
+};
+
+template <class S>
+struct I8Lines {
+  static constexpr int kPairs = 2;
+  static ENGINEWRIGHT_INLINE void load(const std::byte* p, typename S::Line* lines) {
+    S::expand_i8(p, lines[0], lines[1]);
+  }
+};
+
+constexpr int64_t kPrefetchLines = 16;  // ahead in each block, where weights come from memory
+
+// acc[m][n] += x[m] · block n. x: (M, k_pad) bf16, rows x_stride apart; weight: N blocks of block_bytes.
+template <class S, class Lines, int M, int N, bool prefetch>
+ENGINEWRIGHT_INLINE void gemm_tile(const uint16_t* x, int64_t x_stride, const std::byte* weight,
+                                   int64_t block_bytes, typename S::F (&acc)[M][N]) {
+  for (int64_t at = 0; at < block_bytes; at += 64, x += 2 * Lines::kPairs) {
+    typename S::Line lines[N][Lines::kPairs];
+    for (int n = 0; n < N; ++n) {
+      const std::byte* line = weight + n * block_bytes + at;
+      if (prefetch) S::prefetch(line + kPrefetchLines * 64);
+      Lines::load(line, lines[n]);
+    }
+    for (int m = 0; m < M; ++m) {
+      for (int p = 0; p < Lines::kPairs; ++p) {
+        const typename S::Pair pair = S::load_pair(x + m * x_stride + 2 * p);
+        for (int n = 0; n < N; ++n) acc[m][n] = S::dot(acc[m][n], pair, lines[n][p]);
+      }
+    }
+  }
+}
+
+// One strip: `blocks` blocks of weights, of which the first is block `first_block` of the matrix.
+template <class S, class Lines>
+class Strip {
+ public:
+  using F = typename S::F;
+  Strip(const GemmOperands& g, const std::byte* weight, int64_t block_bytes, int64_t first_block, int64_t blocks)
+      : g_(g), finish_(g), weight_(weight), block_bytes_(block_bytes), first_block_(first_block), blocks_(blocks) {}
+
+  void run(int64_t tokens) const {
+    if (tokens == 1) return pass_blocks<1, S::gemv_blocks, true>(0, 0);
+    int64_t row = 0;
+    for (; row + S::tile_tokens <= tokens; row += S::tile_tokens) {
+      pass_blocks<S::tile_tokens, S::tile_blocks, false>(row, 0);
+    }
+    pass_rest<S::tile_tokens - 1>(row, tokens - row);
+  }
+
+ private:
+  template <int M>
+  void pass_rest(int64_t row, int64_t tokens) const {
+    if constexpr (M > 0) {
+      if (tokens == M) return pass_blocks<M, S::tile_blocks, false>(row, 0);
+      pass_rest<M - 1>(row, tokens);
+    }
+  }
+
+  // M tokens past all blocks from `block`, N at once while there are N, then half as many. N is a power of 2
+  // and at least 2, so that the pairs of a gated epilogue, an even number of blocks, are never divided.
+  template <int M, int N, bool prefetch>
+  void pass_blocks(int64_t row, int64_t block) const {
+    for (; block + N <= blocks_; block += N) tile<M, N, prefetch>(row, block);
+    if constexpr (N > 1) {
+      if (block < blocks_) pass_blocks<M, N / 2, prefetch>(row, block);
+    }
+  }
+
+  template <int M, int N, bool prefetch>
+  void tile(int64_t row, int64_t block) const {
+    F acc[M][N];
+    for (int m = 0; m < M; ++m) {
+      for (int n = 0; n < N; ++n) acc[m][n] = S::zero();
+    }
+    const uint16_t* x = g_.x.as<const uint16_t>() + row * g_.x.stride;
+    gemm_tile<S, Lines, M, N, prefetch>(x, g_.x.stride, weight_ + block * block_bytes_, block_bytes_, acc);
+    const int64_t first = first_block_ + block;
+    for (int m = 0; m < M; ++m) {
+      if constexpr (N % 2 == 0) {
+        if (g_.gated()) {
+          for (int n = 0; n < N; n += 2) finish_.gated(row + m, (first + n) / 2, acc[m][n], acc[m][n + 1]);
+          continue;
+        }
+      }
+      for (int n = 0; n < N; ++n) finish_.plain(row + m, first + n, acc[m][n]);
+    }
+  }
+
+  const GemmOperands& g_;
+  const Finish<S> finish_;
+  const std::byte* const weight_;
+  const int64_t block_bytes_, first_block_, blocks_;
+};
+
+constexpr int64_t kStripBytes = 512 << 10;  // of bf16 weights, a part of L2
+constexpr int64_t kExpandTokens = 16;       // from here on i8 weights are expanded a strip at a time
+
+// Units of a strip whose weights take block_bytes a block: as many as fit, at least two blocks.
+inline int64_t strip_units(const GemmOperands& g, int64_t block_bytes) {
+  const int64_t blocks = kStripBytes / block_bytes;
+  return blocks < 4 ? 4 / g.unit_blocks : blocks / g.unit_blocks;
+}
+
+template <class S>
+class GemmBf16 final : public Kernel {
+ public:
+  GemmBf16(const Operands& operands, const Attributes& attributes) : g_(operands, attributes, DType::bf16) {}
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    const int64_t tokens = g_.x.rows.at(sizes), most = strip_units(g_, g_.block_bytes);
+    const Range mine = share(g_.units, worker);
+    for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
+      const int64_t units = mine.end - unit < most ? mine.end - unit : most;
+      const int64_t block = unit * g_.unit_blocks;
+      Strip<S, Bf16Lines<S>>(g_, g_.block(block), g_.block_bytes, block, units * g_.unit_blocks).run(tokens);
+    }
+  }
+
+ private:
+  const GemmOperands g_;
+};
+
+template <class S>
+class GemmW8A16 final : public Kernel {
+ public:
+  GemmW8A16(const Operands& operands, const Attributes& attributes) : g_(operands, attributes, DType::i8) {}
+
+  int64_t scratch_bytes() const override {
+    return strip_units(g_, 2 * g_.block_bytes) * g_.unit_blocks * 2 * g_.block_bytes;
+  }
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    const int64_t tokens = g_.x.rows.at(sizes), most = strip_units(g_, 2 * g_.block_bytes);
+    const Range mine = share(g_.units, worker);
+    for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
+      const int64_t units = mine.end - unit < most ? mine.end - unit : most;
+      const int64_t block = unit * g_.unit_blocks, blocks = units * g_.unit_blocks;
+      if (tokens < kExpandTokens) {
+        Strip<S, I8Lines<S>>(g_, g_.block(block), g_.block_bytes, block, blocks).run(tokens);
+        continue;
+      }
+      expand(g_.block(block), blocks * g_.block_bytes, worker.scratch);
+      Strip<S, Bf16Lines<S>>(g_, worker.scratch, 2 * g_.block_bytes, block, blocks).run(tokens);
+    }
+  }
+
+ private:
+  static void expand(const std::byte* from, int64_t bytes, std::byte* to) {
+    for (int64_t at = 0; at < bytes; at += 64) {
+      typename S::Line a, b;
+      S::expand_i8(from + at, a, b);
+      S::store_line(to + 2 * at, a);
+      S::store_line(to + 2 * at + 64, b);
+    }
+  }
+
+  const GemmOperands g_;
+};
+
+}  // namespace
+}  // namespace enginewright

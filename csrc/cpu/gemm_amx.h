@@ -1,0 +1,298 @@
+// GEMM on AMX tiles (Intel SDM vol. 1, ch. 18): the same kernels as gemm.h, for machines with TDPBF16PS.
+//
+// A block of r16 weights is a row of AMX B tiles as it lies in memory: 16 lines are 32 of K x 16 rows. A tiles
+// are 16 tokens x 32 of K, straight from x; C tiles are 16 tokens x 16 rows in fp32. Every output is the chain
+// C += A · B over K in steps of 32, ascending, and what TDPBF16PS adds to an element depends on nothing else in
+// the tile: the same bits in each of the shapes below.
+//
+//   panel of 17 … 32 tokens   2 A tiles x 2 blocks
+//   panel of 1 … 16 tokens    1 A tile x 4 blocks
+//
+// Few i8 weights at a time become bf16 in scratch: pieces of K that stay in L1 for few tokens, a strip that
+// stays in L2 for many.
+#pragma once
+
+#include "gemm.h"
+
+namespace enginewright {
+namespace {
+
+// What LDTILECFG reads.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+static_assert(sizeof(TileConfig) == 64);
+
+// The instructions; assembly since the intrinsics take no template arguments.
+struct Amx {
+  template <int T>
+  static ENGINEWRIGHT_INLINE void load(const void* p, int64_t stride_bytes) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride_bytes), "i"(T));
+  }
+  template <int T>
+  static ENGINEWRIGHT_INLINE void store(void* p, int64_t stride_bytes) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride_bytes), "i"(T) : "memory");
+  }
+  template <int T>
+  static ENGINEWRIGHT_INLINE void zero() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(T));
+  }
+  template <int C, int A, int B>
+  static ENGINEWRIGHT_INLINE void dot() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+  }
+  static ENGINEWRIGHT_INLINE void configure(const TileConfig& config) {
+    asm volatile("ldtilecfg %0" ::"m"(config));
+  }
+  static ENGINEWRIGHT_INLINE void release() { asm volatile("tilerelease"); }
+  // Loads above name no memory: what was written to it before must be there.
+  static ENGINEWRIGHT_INLINE void written() { asm volatile("" ::: "memory"); }
+};
+
+constexpr int64_t kTileK = 32, kTileBytes = 1024, kTileRowBytes = 64;
+
+// Tiles 0 … 3 are C, 4 … 7 A and B. `first`, `second`: tokens in the two A tiles, `second` 0 if there is but one.
+inline TileConfig tile_config(int64_t first, int64_t second) {
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) {
+    config.row_bytes[tile] = kTileRowBytes;
+    config.rows[tile] = 16;
+  }
+  const bool two = second > 0;
+  for (const int tile : {0, 1, 4}) config.rows[tile] = static_cast<uint8_t>(first);
+  for (const int tile : {2, 3}) config.rows[tile] = static_cast<uint8_t>(two ? second : first);
+  if (two) config.rows[5] = static_cast<uint8_t>(second);
+  return config;
+}
+
+void expand_to_bf16(const std::byte* from, int64_t bytes, std::byte* to) {
+  for (int64_t at = 0; at < bytes; at += 64) {
+    Avx512::Line a, b;
+    Avx512::expand_i8(from + at, a, b);
+    Avx512::store_line(to + 2 * at, a);
+    Avx512::store_line(to + 2 * at + 64, b);
+  }
+}
+
+// Weights of N blocks as bf16 tiles, a piece of K at a time.
+struct Bf16Tiles {
+  static constexpr int64_t kPieceK = int64_t{1} << 40;  // all of it
+  const std::byte* weight;
+  int64_t block_bytes;
+  template <int N>
+  const std::byte* piece(int64_t block, int64_t k, int64_t, int64_t* stride) const {
+    *stride = block_bytes;
+    return weight + block * block_bytes + k * 32;
+  }
+};
+
+struct I8Tiles {
+  static constexpr int64_t kPieceK = 128;
+  const std::byte* weight;
+  int64_t block_bytes;
+  std::byte* scratch;  // 4 * kPieceK * 32 bytes
+  template <int N>
+  const std::byte* piece(int64_t block, int64_t k, int64_t depth, int64_t* stride) const {
+    *stride = kPieceK * 32;
+    for (int n = 0; n < N; ++n) {
+      expand_to_bf16(weight + (block + n) * block_bytes + k * 16, depth * 16, scratch + n * *stride);
+    }
+    Amx::written();
+    return scratch;
+  }
+};
+
+template <class Tiles>
+class AmxStrip {
+ public:
+  AmxStrip(const GemmOperands& g, const Tiles& tiles, int64_t first_block, int64_t blocks)
+      : g_(g), finish_(g), tiles_(tiles), first_block_(first_block), blocks_(blocks) {}
+
+  void run(int64_t tokens) const {
+    int64_t row = 0;
+    if (tokens >= 32) {
+      Amx::configure(tile_config(16, 16));
+      for (; row + 32 <= tokens; row += 32) wide(row, 16, 16);
+    }
+    const int64_t rest = tokens - row;
+    if (rest > 16) {
+      Amx::configure(tile_config(16, rest - 16));
+      wide(row, 16, rest - 16);
+    } else if (rest > 0) {
+      Amx::configure(tile_config(rest, 0));
+      narrow<4>(row, rest, 0);
+    }
+  }
+
+ private:
+  const uint16_t* x(int64_t row) const { return g_.x.as<const uint16_t>() + row * g_.x.stride; }
+
+  void wide(int64_t row, int64_t first, int64_t second) const {
+    int64_t block = 0;
+    for (; block + 2 <= blocks_; block += 2) wide_tile<2>(row, first, second, block);
+    if (block < blocks_) wide_tile<1>(row, first, second, block);
+  }
+
+  template <int N>
+  void wide_tile(int64_t row, int64_t first, int64_t second, int64_t block) const {
+    const int64_t x_stride = g_.x.stride * 2;
+    const uint16_t *upper = x(row), *lower = x(row + 16);
+    Amx::zero<0>();
+    Amx::zero<2>();
+    if (N == 2) {
+      Amx::zero<1>();
+      Amx::zero<3>();
+    }
+    for (int64_t piece = 0; piece < g_.k_pad; piece += Tiles::kPieceK) {
+      const int64_t end = g_.k_pad - piece < Tiles::kPieceK ? g_.k_pad : piece + Tiles::kPieceK;
+      int64_t stride = 0;
+      const std::byte* b = tiles_.template piece<N>(block, piece, end - piece, &stride);
+      for (int64_t k = piece; k < end; k += kTileK, b += kTileBytes) {
+        Amx::load<4>(upper + k, x_stride);
+        Amx::load<6>(b, kTileRowBytes);
+        Amx::dot<0, 4, 6>();
+        Amx::load<5>(lower + k, x_stride);
+        Amx::dot<2, 5, 6>();
+        if (N == 2) {
+          Amx::load<7>(b + stride, kTileRowBytes);
+          Amx::dot<1, 4, 7>();
+          Amx::dot<3, 5, 7>();
+        }
+      }
+    }
+    alignas(64) float c[4][16][16];
+    Amx::store<0>(c[0], 64);
+    Amx::store<2>(c[2], 64);
+    if (N == 2) {
+      Amx::store<1>(c[1], 64);
+      Amx::store<3>(c[3], 64);
+    }
+    finish_rows<N>(c, row, first, block);
+    finish_rows<N>(c + 2, row + 16, second, block);
+  }
+
+  template <int N>
+  void narrow(int64_t row, int64_t tokens, int64_t block) const {
+    for (; block + N <= blocks_; block += N) narrow_tile<N>(row, tokens, block);
+    if constexpr (N > 1) {
+      if (block < blocks_) narrow<N / 2>(row, tokens, block);
+    }
+  }
+
+  template <int N>
+  void narrow_tile(int64_t row, int64_t tokens, int64_t block) const {
+    const int64_t x_stride = g_.x.stride * 2;
+    const uint16_t* a = x(row);
+    Amx::zero<0>();
+    if (N > 1) Amx::zero<1>();
+    if (N > 2) {
+      Amx::zero<2>();
+      Amx::zero<3>();
+    }
+    for (int64_t piece = 0; piece < g_.k_pad; piece += Tiles::kPieceK) {
+      const int64_t end = g_.k_pad - piece < Tiles::kPieceK ? g_.k_pad : piece + Tiles::kPieceK;
+      int64_t stride = 0;
+      const std::byte* b = tiles_.template piece<N>(block, piece, end - piece, &stride);
+      for (int64_t k = piece; k < end; k += kTileK, b += kTileBytes) {
+        Amx::load<4>(a + k, x_stride);
+        Amx::load<5>(b, kTileRowBytes);
+        Amx::dot<0, 4, 5>();
+        if (N > 1) {
+          Amx::load<6>(b + stride, kTileRowBytes);
+          Amx::dot<1, 4, 6>();
+        }
+        if (N > 2) {
+          Amx::load<7>(b + 2 * stride, kTileRowBytes);
+          Amx::dot<2, 4, 7>();
+          Amx::load<5>(b + 3 * stride, kTileRowBytes);
+          Amx::dot<3, 4, 5>();
+        }
+      }
+    }
+    alignas(64) float c[4][16][16];
+    Amx::store<0>(c[0], 64);
+    if (N > 1) Amx::store<1>(c[1], 64);
+    if (N > 2) {
+      Amx::store<2>(c[2], 64);
+      Amx::store<3>(c[3], 64);
+    }
+    finish_rows<N>(c, row, tokens, block);
+  }
+
+  // c: N tiles, of blocks `block` …
+  template <int N>
+  ENGINEWRIGHT_INLINE void finish_rows(const float (*c)[16][16], int64_t row, int64_t tokens, int64_t block) const {
+    const int64_t first = first_block_ + block;
+    for (int64_t m = 0; m < tokens; ++m) {
+      if constexpr (N % 2 == 0) {
+        if (g_.gated()) {
+          for (int n = 0; n < N; n += 2) {
+            finish_.gated(row + m, (first + n) / 2, Avx512::load(c[n][m]), Avx512::load(c[n + 1][m]));
+          }
+          continue;
+        }
+      }
+      for (int n = 0; n < N; ++n) finish_.plain(row + m, first + n, Avx512::load(c[n][m]));
+    }
+  }
+
+  const GemmOperands& g_;
+  const Finish<Avx512> finish_;
+  const Tiles tiles_;
+  const int64_t first_block_, blocks_;
+};
+
+class GemmBf16Amx final : public Kernel {
+ public:
+  GemmBf16Amx(const Operands& operands, const Attributes& attributes) : g_(operands, attributes, DType::bf16) {}
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    const int64_t tokens = g_.x.rows.at(sizes), most = strip_units(g_, g_.block_bytes);
+    const Range mine = share(g_.units, worker);
+    for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
+      const int64_t units = mine.end - unit < most ? mine.end - unit : most;
+      const int64_t block = unit * g_.unit_blocks;
+      const Bf16Tiles tiles{g_.block(block), g_.block_bytes};
+      AmxStrip<Bf16Tiles>(g_, tiles, block, units * g_.unit_blocks).run(tokens);
+    }
+    Amx::release();
+  }
+
+ private:
+  const GemmOperands g_;
+};
+
+class GemmW8A16Amx final : public Kernel {
+ public:
+  GemmW8A16Amx(const Operands& operands, const Attributes& attributes) : g_(operands, attributes, DType::i8) {}
+
+  int64_t scratch_bytes() const override {
+    return strip_units(g_, 2 * g_.block_bytes) * g_.unit_blocks * 2 * g_.block_bytes + 4 * I8Tiles::kPieceK * 32;
+  }
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    const int64_t tokens = g_.x.rows.at(sizes), most = strip_units(g_, 2 * g_.block_bytes);
+    const Range mine = share(g_.units, worker);
+    for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
+      const int64_t units = mine.end - unit < most ? mine.end - unit : most;
+      const int64_t block = unit * g_.unit_blocks, blocks = units * g_.unit_blocks;
+      if (tokens <= 16) {
+        const I8Tiles tiles{g_.block(block), g_.block_bytes, worker.scratch};
+        AmxStrip<I8Tiles>(g_, tiles, block, blocks).run(tokens);
+        continue;
+      }
+      expand_to_bf16(g_.block(block), blocks * g_.block_bytes, worker.scratch);
+      Amx::written();
+      AmxStrip<Bf16Tiles>(g_, {worker.scratch, 2 * g_.block_bytes}, block, blocks).run(tokens);
+    }
+    Amx::release();
+  }
+
+ private:
+  const GemmOperands g_;
+};
+
+}  // namespace
+}  // namespace enginewright

@@ -1,0 +1,49 @@
+#include "gemm_operands.h"
+
+#include "operands.h"
+
+namespace enginewright {
+
+namespace {
+
+Epilogue epilogue_of(const Attributes& attributes) {
+  const std::string name = text(attributes, "epilogue");
+  if (name == "none") return Epilogue::none;
+  if (name == "swiglu") return Epilogue::swiglu;
+  require(name == "geglu", "there is no epilogue '" + name + "'; known: none, swiglu, geglu");
+  return Epilogue::geglu;
+}
+
+}  // namespace
+
+GemmOperands::GemmOperands(const Operands& operands, const Attributes& attributes, DType weight_dtype)
+    : x(matrix(operands, "x", DType::bf16)),
+      weight(operand(operands, "weight")),
+      out(float_matrix(operands, "out")),
+      epilogue(epilogue_of(attributes)) {
+  require(weight.kind == Operand::Kind::weight && weight.dtype == weight_dtype,
+          std::string("'weight' must be a weight of ") + name_of(weight_dtype));
+  const bool gated = epilogue != Epilogue::none;
+  require(weight.layout == (gated ? Layout::r16_pairs : Layout::r16),
+          gated ? "'weight' must have the layout r16_pairs, since the epilogue is gated"
+                : "'weight' must have the layout r16");
+  unit_blocks = gated ? 2 : 1;
+  outputs = weight.max_rows / unit_blocks;
+  units = (outputs + 15) / 16;
+  k_pad = weight.stride;
+  block_bytes = 16 * k_pad * bytes_of(weight.dtype);
+  require_columns(x, weight.columns);
+  require(x.columns + x.pad >= k_pad, "'x' has no zeros behind its columns up to a multiple of 64");
+  require(x.kind == Operand::Kind::arena && out.kind == Operand::Kind::arena, "'x' and 'out' must be buffers");
+  require_columns(out, outputs);
+  require_same_rows(x, out);
+  if (weight_dtype == DType::i8) {
+    require_known(operands, attributes, {"x", "weight", "scale", "bias", "out"}, {"epilogue"});
+    scale = vector_weight(operands, "scale", weight.max_rows).as<const float>();
+  } else {
+    require_known(operands, attributes, {"x", "weight", "bias", "out"}, {"epilogue"});
+  }
+  if (operands.count("bias") != 0) bias = vector_weight(operands, "bias", weight.max_rows).as<const float>();
+}
+
+}  // namespace enginewright

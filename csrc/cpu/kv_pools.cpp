@@ -1,0 +1,53 @@
+#include "kv_pools.h"
+
+#include <cstring>
+
+#include "operands.h"
+
+namespace enginewright {
+
+namespace {
+
+KvPool shape_of(int64_t layers, int64_t num_blocks, int64_t block_size, int64_t kv_heads, int64_t head_dim) {
+  require(layers > 0 && num_blocks > 0 && kv_heads > 0 && head_dim > 0, "a KV pool has no size");
+  require(block_size > 0 && block_size % 16 == 0, "a KV block must hold a multiple of 16 tokens");
+  require(head_dim < (int64_t{1} << 31), "a KV head is too large");
+  return {nullptr, nullptr, num_blocks, block_size, kv_heads, head_dim, round_up(head_dim, 32)};
+}
+
+int64_t block_elements(const KvPool& shape) {
+  return checked_mul(checked_mul(shape.kv_heads, shape.block_size), shape.head_dim_pad);
+}
+
+}  // namespace
+
+KvPools::KvPools(int64_t layers, int64_t num_blocks, int64_t block_size, int64_t kv_heads, int64_t head_dim)
+    : layers_(layers),
+      shape_(shape_of(layers, num_blocks, block_size, kv_heads, head_dim)),
+      block_elements_(block_elements(shape_)),
+      memory_(checked_mul(checked_mul(checked_mul(block_elements_, num_blocks), layers), 4)) {}
+
+KvPool KvPools::pool(int64_t layer) const {
+  require(0 <= layer && layer < layers_, "the KV group has no layer " + std::to_string(layer));
+  const int64_t elements = block_elements_ * shape_.num_blocks;
+  KvPool pool = shape_;
+  pool.keys = reinterpret_cast<uint16_t*>(memory_.data()) + layer * 2 * elements;
+  pool.values = pool.keys + elements;
+  return pool;
+}
+
+void KvPools::scrub(const std::vector<int64_t>& blocks) {
+  for (const int64_t block : blocks) {
+    require(0 <= block && block < shape_.num_blocks, "the KV pool has no block " + std::to_string(block));
+  }
+  for (int64_t layer = 0; layer < layers_; ++layer) {
+    const KvPool pool = this->pool(layer);
+    for (const int64_t block : blocks) {
+      const auto bytes = static_cast<size_t>(block_elements_ * 2);
+      std::memset(pool.keys + block * block_elements_, 0, bytes);
+      std::memset(pool.values + block * block_elements_, 0, bytes);
+    }
+  }
+}
+
+}  // namespace enginewright

@@ -1,0 +1,30 @@
+// K and V of the layers of one KV group (kernel.h: KvPool).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernel.h"
+#include "memory.h"
+
+namespace enginewright {
+
+class KvPools {
+ public:
+  // std::invalid_argument for sizes that are no sizes; std::bad_alloc.
+  KvPools(int64_t layers, int64_t num_blocks, int64_t block_size, int64_t kv_heads, int64_t head_dim);
+
+  int64_t layers() const { return layers_; }
+  int64_t bytes() const { return memory_.bytes(); }
+  KvPool pool(int64_t layer) const;  // layer: index in the group
+  // Zeroes blocks in all layers (std::invalid_argument for one that is not there).
+  void scrub(const std::vector<int64_t>& blocks);
+
+ private:
+  const int64_t layers_;
+  const KvPool shape_;
+  const int64_t block_elements_;  // of K, or of V
+  Memory memory_;                 // [layers][K, V][num_blocks][block_elements]
+};
+
+}  // namespace enginewright

@@ -1,0 +1,38 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+
+#include <new>
+#include <stdexcept>
+
+namespace enginewright {
+
+namespace {
+constexpr int64_t kMostBytes = int64_t{1} << 62;
+}
+
+Memory::Memory(int64_t bytes) : bytes_(bytes) {
+  if (bytes == 0) return;
+  void* p = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+  madvise(p, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // a wish; refused is fine
+#endif
+  data_ = static_cast<std::byte*>(p);
+}
+
+Memory::~Memory() {
+  if (data_ != nullptr) munmap(data_, static_cast<size_t>(bytes_));
+}
+
+int64_t checked_mul(int64_t a, int64_t b) {
+  if (a < 0 || b < 0 || (b != 0 && a > kMostBytes / b)) throw std::invalid_argument("a size overflows");
+  return a * b;
+}
+
+int64_t checked_add(int64_t a, int64_t b) {
+  if (a < 0 || b < 0 || a > kMostBytes - b) throw std::invalid_argument("a size overflows");
+  return a + b;
+}
+
+}  // namespace enginewright

@@ -1,0 +1,214 @@
+// The Python module enginewright._cpu (types: src/enginewright/_cpu.pyi).
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "dispatch.h"
+#include "executor.h"
+#include "kv_pools.h"
+#include "operands.h"
+
+namespace py = pybind11;
+
+namespace enginewright {
+
+void bind_sampling(py::module_& module);  // sampling_binding.cpp
+
+namespace {
+
+using LinearTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
+using SizesTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
+
+Linear linear_of(const LinearTuple& tuple) {
+  const auto [constant, tokens, sequences, logit_rows, kv_blocks, kv_splits] = tuple;
+  return {constant, tokens, sequences, logit_rows, kv_blocks, kv_splits};
+}
+
+Sizes sizes_of(const SizesTuple& tuple) {
+  const auto [tokens, sequences, logit_rows, kv_blocks, kv_splits] = tuple;
+  return {tokens, sequences, logit_rows, kv_blocks, kv_splits};
+}
+
+DType dtype_of(const std::string& name) {
+  for (const DType dtype : {DType::f32, DType::bf16, DType::i32, DType::i8}) {
+    if (name == name_of(dtype)) return dtype;
+  }
+  throw std::invalid_argument("there is no dtype '" + name + "'; known: f32, bf16, i32, i8");
+}
+
+Layout layout_of(const std::string& name) {
+  if (name == "plain") return Layout::plain;
+  if (name == "r16") return Layout::r16;
+  require(name == "r16_pairs", "there is no layout '" + name + "'; known: plain, r16, r16_pairs");
+  return Layout::r16_pairs;
+}
+
+struct StepSpec {
+  std::string name;
+};
+
+struct OperandSpec {
+  std::variant<WeightSpec, ArenaSpec, StepSpec, KvPool> where;
+  py::object owner;  // of the memory that `where` points to, if that is not the executor
+};
+
+OperandSpec weight_spec(const py::buffer& buffer, const std::string& dtype, const std::string& layout, int64_t rows,
+                        int64_t columns) {
+  auto info = std::make_unique<py::buffer_info>(buffer.request());
+  require(PyBuffer_IsContiguous(info->view(), 'C') != 0, "a weight's buffer must be contiguous");
+  auto* data = static_cast<std::byte*>(info->ptr);
+  const int64_t bytes = info->view()->len;
+  const py::capsule owner(info.release(), [](void* p) { delete static_cast<py::buffer_info*>(p); });
+  return {WeightSpec{data, bytes, dtype_of(dtype), layout_of(layout), rows, columns}, owner};
+}
+
+OperandSpec arena_spec(int64_t offset_bytes, const std::string& dtype, const LinearTuple& rows, int64_t columns,
+                       int64_t stride, int64_t column_offset, int64_t pad) {
+  return {ArenaSpec{offset_bytes, dtype_of(dtype), linear_of(rows), columns, stride, column_offset, pad}, py::none()};
+}
+
+// View of memory that `owner` keeps alive.
+template <class T>
+py::array view(std::byte* data, const std::vector<py::ssize_t>& shape, const std::vector<py::ssize_t>& strides,
+               const py::object& owner) {
+  return py::array(py::dtype::of<T>(), shape, strides, reinterpret_cast<T*>(data), owner);
+}
+
+py::array kv_view(const uint16_t* data, const KvPool& pool, const py::object& owner) {
+  const py::ssize_t tile = pool.block_size * pool.head_dim_pad;
+  auto* bytes = reinterpret_cast<std::byte*>(const_cast<uint16_t*>(data));
+  return view<uint16_t>(bytes, {pool.num_blocks, pool.kv_heads, tile}, {pool.kv_heads * tile * 2, tile * 2, 2}, owner);
+}
+
+// The executor, and the Python objects whose memory it uses.
+class PyExecutor {
+ public:
+  PyExecutor(const std::string& isa, int threads, const SizesTuple& limits,
+             const std::vector<std::tuple<std::string, LinearTuple, LinearTuple>>& inputs, int64_t arena_bytes)
+      : executor_(isa, threads, sizes_of(limits), input_specs(inputs), arena_bytes) {}
+
+  void add_kernel(const std::string& name, const std::map<std::string, OperandSpec>& specs,
+                  const std::map<std::string, std::variant<int64_t, double, std::string>>& attributes) {
+    if (!executor_.has_kernel(name)) throw py::key_error("there is no kernel '" + name + "'");
+    Operands operands;
+    for (const auto& [label, spec] : specs) operands[label] = bind(label, spec);
+    executor_.add_kernel(name, operands, attributes);
+    for (const auto& [label, spec] : specs) owners_.push_back(spec.owner);
+  }
+
+  void run(const std::vector<py::array>& arrays, const SizesTuple& sizes) {
+    std::vector<InputArray> inputs;
+    for (const py::array& array : arrays) {
+      require(array.dtype().equal(py::dtype::of<int32_t>()), "the inputs of a step must be int32");
+      require((array.flags() & py::array::c_style) != 0, "the inputs of a step must be contiguous");
+      require(array.ndim() == 1 || array.ndim() == 2, "the inputs of a step must have one or two dimensions");
+      inputs.push_back({static_cast<const int32_t*>(array.data()), array.shape(0),
+                        array.ndim() == 2 ? array.shape(1) : 1});
+    }
+    const py::gil_scoped_release release;
+    executor_.run(inputs, sizes_of(sizes));
+  }
+
+  static py::array buffer(const py::object& self, int64_t offset_bytes, int64_t rows, int64_t columns, int64_t stride,
+                          const std::string& dtype_name) {
+    const DType dtype = dtype_of(dtype_name);
+    const int64_t item = bytes_of(dtype);
+    require(rows >= 0 && columns > 0 && columns <= stride, "the buffer has no such columns");
+    require(offset_bytes >= 0 && offset_bytes % item == 0, "the buffer starts at an odd address");
+    const int64_t bytes = checked_mul(checked_mul(rows, stride), item);
+    std::byte* data = self.cast<PyExecutor&>().executor_.arena(offset_bytes, bytes);
+    const std::vector<py::ssize_t> shape{rows, columns}, strides{stride * item, item};
+    switch (dtype) {
+      case DType::f32:
+        return view<float>(data, shape, strides, self);
+      case DType::bf16:
+        return view<uint16_t>(data, shape, strides, self);
+      case DType::i32:
+        return view<int32_t>(data, shape, strides, self);
+      default:
+        return view<int8_t>(data, shape, strides, self);
+    }
+  }
+
+ private:
+  static std::vector<InputSpec> input_specs(
+      const std::vector<std::tuple<std::string, LinearTuple, LinearTuple>>& inputs) {
+    std::vector<InputSpec> specs;
+    for (const auto& [name, rows, columns] : inputs) specs.push_back({name, linear_of(rows), linear_of(columns)});
+    return specs;
+  }
+
+  Operand bind(const std::string& label, const OperandSpec& spec) const {
+    if (const auto* weight = std::get_if<WeightSpec>(&spec.where)) return executor_.bind(label, *weight);
+    if (const auto* arena = std::get_if<ArenaSpec>(&spec.where)) return executor_.bind(label, *arena);
+    if (const auto* step = std::get_if<StepSpec>(&spec.where)) return executor_.bind_step(step->name);
+    return executor_.bind_kv(label, std::get<KvPool>(spec.where));
+  }
+
+  Executor executor_;
+  std::vector<py::object> owners_;
+};
+
+void bind_kv_pools(py::module_& module) {
+  py::class_<KvPools>(module, "KvPools")
+      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t>(), py::arg("layers"), py::arg("num_blocks"),
+           py::arg("block_size"), py::arg("kv_heads"), py::arg("head_dim"))
+      .def_property_readonly("nbytes", &KvPools::bytes)
+      .def("scrub", &KvPools::scrub, py::arg("blocks"))
+      .def(
+          "keys",
+          [](const py::object& self, int64_t layer) {
+            const KvPool pool = self.cast<KvPools&>().pool(layer);
+            return kv_view(pool.keys, pool, self);
+          },
+          py::arg("layer"))
+      .def(
+          "values",
+          [](const py::object& self, int64_t layer) {
+            const KvPool pool = self.cast<KvPools&>().pool(layer);
+            return kv_view(pool.values, pool, self);
+          },
+          py::arg("layer"));
+}
+
+void bind_executor(py::module_& module) {
+  py::class_<OperandSpec>(module, "OperandSpec")
+      .def_static("weight", &weight_spec, py::arg("buffer"), py::arg("dtype"), py::arg("layout"), py::arg("rows"),
+                  py::arg("columns"))
+      .def_static("arena", &arena_spec, py::arg("offset_bytes"), py::arg("dtype"), py::arg("rows"),
+                  py::arg("columns"), py::arg("stride"), py::arg("column_offset") = 0, py::arg("pad") = 0)
+      .def_static(
+          "step", [](const std::string& name) { return OperandSpec{StepSpec{name}, py::none()}; }, py::arg("name"))
+      .def_static(
+          "kv",
+          [](const py::object& pools, int64_t layer) {
+            return OperandSpec{pools.cast<KvPools&>().pool(layer), pools};
+          },
+          py::arg("pools"), py::arg("layer"));
+  py::class_<PyExecutor>(module, "Executor")
+      .def(py::init<const std::string&, int, const SizesTuple&,
+                    const std::vector<std::tuple<std::string, LinearTuple, LinearTuple>>&, int64_t>(),
+           py::arg("isa"), py::arg("threads"), py::arg("limits"), py::arg("inputs"), py::arg("arena_bytes"))
+      .def("add_kernel", &PyExecutor::add_kernel, py::arg("name"), py::arg("operands"), py::arg("attributes"))
+      .def("run", &PyExecutor::run, py::arg("arrays"), py::arg("sizes"))
+      .def("buffer", &PyExecutor::buffer, py::arg("offset_bytes"), py::arg("rows"), py::arg("columns"),
+           py::arg("stride"), py::arg("dtype"));
+}
+
+std::vector<std::string> kernel_names(const std::string& isa) {
+  std::vector<std::string> names;
+  for (const auto& [name, factory] : kernel_table(isa)) names.push_back(name);
+  return names;
+}
+
+}  // namespace
+}  // namespace enginewright
+
+PYBIND11_MODULE(_cpu, module) {
+  module.doc() = "The CPU target: executor, kernels, KV pools, sampling.";
+  module.def("isa_names", &enginewright::isa_names);
+  module.def("kernel_names", &enginewright::kernel_names, pybind11::arg("isa"));
+  enginewright::bind_kv_pools(module);
+  enginewright::bind_executor(module);
+  enginewright::bind_sampling(module);
+}

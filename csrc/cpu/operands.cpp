@@ -1,0 +1,139 @@
+#include "operands.h"
+
+#include <cmath>
+
+namespace enginewright {
+
+void require(bool holds, const std::string& sentence) {
+  if (!holds) throw std::invalid_argument(sentence);
+}
+
+const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+      return "f32";
+    case DType::bf16:
+      return "bf16";
+    case DType::i32:
+      return "i32";
+    default:
+      return "i8";
+  }
+}
+
+int64_t bytes_of(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+    case DType::i32:
+      return 4;
+    case DType::bf16:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
+int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+const Operand& operand(const Operands& operands, const std::string& name) {
+  const auto found = operands.find(name);
+  require(found != operands.end(), "the operand '" + name + "' is missing");
+  return found->second;
+}
+
+const Operand& matrix(const Operands& operands, const std::string& name, DType dtype) {
+  const Operand& m = operand(operands, name);
+  require(m.kind != Operand::Kind::kv, "'" + name + "' must be a matrix, not a KV pool");
+  require(m.dtype == dtype, "'" + name + "' must be " + name_of(dtype) + ", not " + name_of(m.dtype));
+  require(m.layout == Layout::plain, "'" + name + "' must have plain layout");
+  return m;
+}
+
+const Operand& float_matrix(const Operands& operands, const std::string& name) {
+  const Operand& m = operand(operands, name);
+  return matrix(operands, name, m.dtype == DType::bf16 ? DType::bf16 : DType::f32);
+}
+
+const Operand& vector_weight(const Operands& operands, const std::string& name, int64_t columns) {
+  const Operand& m = matrix(operands, name, DType::f32);
+  require(m.kind == Operand::Kind::weight, "'" + name + "' must be a weight");
+  require(m.max_rows == 1, "'" + name + "' must have one row, not " + std::to_string(m.max_rows));
+  require_columns(m, columns);
+  return m;
+}
+
+const Operand& step_input(const Operands& operands, const std::string& name) {
+  const Operand& m = matrix(operands, name, DType::i32);
+  require(m.kind == Operand::Kind::step, "'" + name + "' must be an input of the step");
+  return m;
+}
+
+const KvPool& kv_pool(const Operands& operands, const std::string& name) {
+  const Operand& m = operand(operands, name);
+  require(m.kind == Operand::Kind::kv, "'" + name + "' must be a KV pool");
+  return m.kv;
+}
+
+void require_same_rows(const Operand& a, const Operand& b) {
+  require(a.rows == b.rows, "'" + a.label + "' and '" + b.label + "' differ in their rows");
+}
+
+void require_columns(const Operand& a, int64_t columns) {
+  require(a.columns == columns, "'" + a.label + "' must have " + std::to_string(columns) + " columns, not " +
+                                    std::to_string(a.columns));
+}
+
+namespace {
+
+void require_among(const std::string& name, std::initializer_list<const char*> names, const char* what) {
+  for (const char* known : names) {
+    if (name == known) return;
+  }
+  throw std::invalid_argument("there is no " + std::string(what) + " '" + name + "'");
+}
+
+}  // namespace
+
+void require_known(const Operands& operands, const Attributes& attributes,
+                   std::initializer_list<const char*> operand_names,
+                   std::initializer_list<const char*> attribute_names) {
+  for (const auto& [name, value] : operands) require_among(name, operand_names, "operand");
+  for (const auto& [name, value] : attributes) require_among(name, attribute_names, "attribute");
+}
+
+namespace {
+
+const Attribute& attribute(const Attributes& attributes, const std::string& name) {
+  const auto found = attributes.find(name);
+  require(found != attributes.end(), "the attribute '" + name + "' is missing");
+  return found->second;
+}
+
+}  // namespace
+
+double number(const Attributes& attributes, const std::string& name) {
+  const Attribute& value = attribute(attributes, name);
+  require(!std::holds_alternative<std::string>(value), "the attribute '" + name + "' must be a number");
+  const double result = std::holds_alternative<double>(value) ? std::get<double>(value)
+                                                              : static_cast<double>(std::get<int64_t>(value));
+  require(std::isfinite(result), "the attribute '" + name + "' must be finite");
+  return result;
+}
+
+int64_t integer(const Attributes& attributes, const std::string& name, int64_t low, int64_t high) {
+  const Attribute& value = attribute(attributes, name);
+  require(std::holds_alternative<int64_t>(value), "the attribute '" + name + "' must be an integer");
+  const int64_t result = std::get<int64_t>(value);
+  require(low <= result && result <= high, "the attribute '" + name + "' must be in " + std::to_string(low) +
+                                               " … " + std::to_string(high) + ", not " +
+                                               std::to_string(result));
+  return result;
+}
+
+std::string text(const Attributes& attributes, const std::string& name) {
+  const Attribute& value = attribute(attributes, name);
+  require(std::holds_alternative<std::string>(value), "the attribute '" + name + "' must be text");
+  return std::get<std::string>(value);
+}
+
+}  // namespace enginewright

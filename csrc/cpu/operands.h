@@ -1,0 +1,47 @@
+// Checks that kernels make of their operands when they are built. Each failure is std::invalid_argument with a
+// sentence (ValueError in Python).
+#pragma once
+
+#include <string>
+
+#include "kernel.h"
+
+namespace enginewright {
+
+void require(bool holds, const std::string& sentence);
+const char* name_of(DType dtype);
+int64_t bytes_of(DType dtype);
+int64_t round_up(int64_t value, int64_t multiple);
+
+// The operand `name`, or std::invalid_argument.
+const Operand& operand(const Operands& operands, const std::string& name);
+// The same, also checked: a matrix (weight plain, arena or step) of this dtype.
+const Operand& matrix(const Operands& operands, const std::string& name, DType dtype);
+const Operand& float_matrix(const Operands& operands, const std::string& name);  // f32 or bf16
+// f32 plain weight of `columns` values.
+const Operand& vector_weight(const Operands& operands, const std::string& name, int64_t columns);
+// An i32 step input.
+const Operand& step_input(const Operands& operands, const std::string& name);
+const KvPool& kv_pool(const Operands& operands, const std::string& name);
+void require_same_rows(const Operand& a, const Operand& b);
+void require_columns(const Operand& a, int64_t columns);
+// Only these operands and attributes; anything else is a mistake of the plan.
+void require_known(const Operands& operands, const Attributes& attributes,
+                   std::initializer_list<const char*> operand_names,
+                   std::initializer_list<const char*> attribute_names);
+
+double number(const Attributes& attributes, const std::string& name);  // int or float; finite
+int64_t integer(const Attributes& attributes, const std::string& name, int64_t low, int64_t high);
+std::string text(const Attributes& attributes, const std::string& name);
+
+// [begin, end) of `count` items for one of the threads: contiguous, sizes differ by at most one.
+struct Range {
+  int64_t begin, end;
+};
+inline Range share(int64_t count, const Worker& worker) {
+  const int64_t each = count / worker.count, extra = count % worker.count;
+  const int64_t begin = worker.index * each + (worker.index < extra ? worker.index : extra);
+  return {begin, begin + each + (worker.index < extra ? 1 : 0)};
+}
+
+}  // namespace enginewright

@@ -1,0 +1,312 @@
+#include "sampling.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+
+#include "philox.h"
+
+// Compiled for several instruction sets, chosen at load. No sum is left to the compiler to order, so all of
+// them give the same bits.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
+#define ENGINEWRIGHT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define ENGINEWRIGHT_CLONES
+#endif
+#define ENGINEWRIGHT_INLINE inline __attribute__((always_inline))
+#pragma GCC diagnostic ignored "-Wpsabi"  // about vectors as arguments of functions, which are all inlined
+
+namespace enginewright {
+namespace {
+
+constexpr int64_t kBlock = 64;  // values under one maximum and one sum
+constexpr int64_t kLanes = 16;  // partial results in a block: what one vector register holds
+constexpr float kGreedyBelow = 1e-5f;  // a temperature under this is greedy, as in vLLM
+
+// One vector register, or several where they are shorter.
+typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
+typedef int32_t IntLanes __attribute__((vector_size(kLanes * sizeof(float))));
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
+
+// The first n of kLanes values; the others are `otherwise`.
+ENGINEWRIGHT_INLINE Lanes load(const float* x, int64_t n, float otherwise) {
+  Lanes lanes = Lanes{} + otherwise;
+  if (n >= kLanes) {
+    std::memcpy(&lanes, x, sizeof lanes);
+  } else {
+    std::memcpy(&lanes, x, n * sizeof(float));
+  }
+  return lanes;
+}
+
+ENGINEWRIGHT_INLINE void store(float* x, const Lanes& lanes, int64_t n) {
+  if (n >= kLanes) {
+    std::memcpy(x, &lanes, sizeof lanes);
+  } else {
+    std::memcpy(x, &lanes, n * sizeof(float));
+  }
+}
+
+// e^x for x <= 0 within 2 ulp: exactly 1 at 0, exactly 0 from -87 down. Cody-Waite reduction, then the
+// polynomial of Cephes' expf. Adding 1.5 * 2^23 rounds to an integer that lands in the low bits.
+ENGINEWRIGHT_INLINE Lanes exp_of_negative(const Lanes& x) {
+  const Lanes lowest = Lanes{} - 87.0f, clamped = x > lowest ? x : lowest;
+  const Lanes shifted = clamped * 1.44269504088896341f + 12582912.0f;
+  const Lanes n = shifted - 12582912.0f;
+  const Lanes r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+  Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const Lanes mantissa = (p * (r * r) + r) + 1.0f;
+  const Lanes power = (Lanes)(((IntLanes)shifted + 127) << 23);
+  return x > lowest ? mantissa * power : Lanes{};
+}
+
+// The maximum of each block; true if nothing is NaN or +inf.
+ENGINEWRIGHT_CLONES bool block_maxima(const float* x, int64_t n, float* block_max) {
+  IntLanes bad{};
+  for (int64_t start = 0; start < n; start += kBlock) {
+    Lanes lane = Lanes{} + kMinusInfinity;
+    for (int64_t i = start; i < std::min(start + kBlock, n); i += kLanes) {
+      const Lanes value = load(x + i, n - i, kMinusInfinity);
+      lane = value > lane ? value : lane;
+      bad |= ~(value <= FLT_MAX);
+    }
+    float max = kMinusInfinity;
+    for (int64_t j = 0; j < kLanes; ++j) max = lane[j] > max ? lane[j] : max;
+    block_max[start / kBlock] = max;
+  }
+  int32_t any = 0;
+  for (int64_t j = 0; j < kLanes; ++j) any |= bad[j];
+  return any == 0;
+}
+
+// weights = e^((x - max) * inverse_temperature), and their sum in each block.
+ENGINEWRIGHT_CLONES void weigh(const float* x, int64_t n, float max, float inverse_temperature, float* weights,
+                     double* block_mass) {
+  for (int64_t start = 0; start < n; start += kBlock) {
+    Lanes lane{};
+    for (int64_t i = start; i < std::min(start + kBlock, n); i += kLanes) {
+      const Lanes weight = exp_of_negative((load(x + i, n - i, kMinusInfinity) - max) * inverse_temperature);
+      store(weights + i, weight, n - i);
+      lane += weight;
+    }
+    double mass = 0;
+    for (int64_t j = 0; j < kLanes; ++j) mass += lane[j];
+    block_mass[start / kBlock] = mass;
+  }
+}
+
+// The least likely token that a filter keeps: it keeps higher weights, and equal ones up to this index.
+struct Floor {
+  float weight;
+  int32_t index;
+};
+
+// Weights under the floor become 0; block_mass anew. No weight is greater than its block's mass.
+void cut(float* weights, int64_t n, Floor floor, double* block_mass) {
+  for (int64_t start = 0; start < n; start += kBlock) {
+    const int64_t end = std::min(start + kBlock, n);
+    if (block_mass[start / kBlock] < floor.weight) {
+      std::fill(weights + start, weights + end, 0.0f);
+      block_mass[start / kBlock] = 0;
+      continue;
+    }
+    double mass = 0;
+    for (int64_t i = start; i < end; ++i) {
+      const bool kept = weights[i] > floor.weight || (weights[i] == floor.weight && i <= floor.index);
+      weights[i] = kept ? weights[i] : 0.0f;
+      mass += weights[i];
+    }
+    block_mass[start / kBlock] = mass;
+  }
+}
+
+double sum(const std::vector<double>& values) {
+  double total = 0;
+  for (const double value : values) total += value;
+  return total;
+}
+
+// Into `ids`: the k largest of x, equal ones by id; in no order. The k-th largest block maximum is a lower
+// bound of the k-th largest value, so few values beside those k are looked at.
+template <class Order>
+void select_largest(const float* x, int64_t n, int64_t k, SamplingScratch& scratch, Order order) {
+  float least = kMinusInfinity;
+  if (k <= static_cast<int64_t>(scratch.block_max.size())) {
+    scratch.bound = scratch.block_max;
+    std::nth_element(scratch.bound.begin(), scratch.bound.begin() + (k - 1), scratch.bound.end(), std::greater<>());
+    least = scratch.bound[k - 1];
+  }
+  scratch.ids.clear();
+  for (int64_t start = 0; start < n; start += kBlock) {
+    if (scratch.block_max[start / kBlock] < least) continue;
+    for (int64_t i = start; i < std::min(start + kBlock, n); ++i) {
+      if (x[i] >= least) scratch.ids.push_back(static_cast<int32_t>(i));
+    }
+  }
+  std::nth_element(scratch.ids.begin(), scratch.ids.begin() + (k - 1), scratch.ids.end(), order);
+  scratch.ids.resize(k);
+}
+
+struct Descending {
+  const float* x;
+  bool operator()(int32_t a, int32_t b) const { return x[a] > x[b] || (x[a] == x[b] && a < b); }
+};
+
+// Smaller weights are in higher buckets, 32 of them to a factor of 2.
+inline int64_t bucket_of(float weight) {
+  int32_t bits;
+  std::memcpy(&bits, &weight, sizeof bits);
+  return std::max(0, 0x3F800000 - bits) >> 18;
+}
+constexpr int64_t kBuckets = (0x3F800000 >> 18) + 1;
+
+// The smallest set of the most likely tokens whose mass reaches top_p: the token that reaches it is kept.
+// Mass is counted in buckets, and only the bucket where it reaches top_p is sorted.
+Floor nucleus(const float* weights, int64_t n, double top_p, SamplingScratch& scratch) {
+  const double total = sum(scratch.block_mass);
+  const double wanted = top_p * total;
+  const float negligible = static_cast<float>(0.5 * (1.0 - top_p) * total / n);  // all of these together don't matter
+  auto& ids = scratch.boundary;
+  ids.resize(n);
+  int64_t count = 0;
+  for (int64_t start = 0; start < n; start += kBlock) {
+    if (scratch.block_mass[start / kBlock] < negligible) continue;
+    for (int64_t i = start; i < std::min(start + kBlock, n); ++i) {
+      ids[count] = static_cast<int32_t>(i);
+      count += weights[i] >= negligible;
+    }
+  }
+  auto& mass = scratch.bucket_mass;
+  mass.assign(kBuckets, 0.0);
+  for (int64_t i = 0; i < count; ++i) mass[bucket_of(weights[ids[i]])] += weights[ids[i]];
+  double reached = 0;
+  int64_t bucket = 0;
+  for (; bucket < kBuckets && reached + mass[bucket] < wanted; ++bucket) reached += mass[bucket];
+  if (bucket == kBuckets) return {0.0f, std::numeric_limits<int32_t>::max()};  // by rounding: keep all
+
+  int64_t inside = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (bucket_of(weights[ids[i]]) == bucket) ids[inside++] = ids[i];
+  }
+  std::sort(ids.begin(), ids.begin() + inside, Descending{weights});
+  int64_t last = 0;
+  for (; last + 1 < inside; ++last) {
+    reached += weights[ids[last]];
+    if (reached >= wanted) break;
+  }
+  return {weights[ids[last]], ids[last]};
+}
+
+// The index at which the running sum of weights exceeds `uniform` of the total.
+int64_t draw(const float* weights, int64_t n, const std::vector<double>& block_mass, double uniform) {
+  const double target = uniform * sum(block_mass);
+  double reached = 0;
+  int64_t block = 0, last_block = 0;
+  for (; block < static_cast<int64_t>(block_mass.size()) && reached + block_mass[block] <= target; ++block) {
+    reached += block_mass[block];
+    if (block_mass[block] > 0) last_block = block;
+  }
+  if (block == static_cast<int64_t>(block_mass.size())) block = last_block;  // target rounded up to the total
+  int64_t last = block * kBlock;
+  for (int64_t i = block * kBlock; i < std::min((block + 1) * kBlock, n); ++i) {
+    if (weights[i] == 0.0f) continue;
+    last = i;
+    reached += weights[i];
+    if (reached > target) break;
+  }
+  return last;
+}
+
+const float* adjust(const float* logits, int64_t vocab, const SamplingRow& row, Span<TokenCount> history,
+                    Span<TokenBias> biases, std::vector<float>& adjusted) {
+  const bool penalized =
+      row.repetition_penalty != 1.0f || row.frequency_penalty != 0.0f || row.presence_penalty != 0.0f;
+  if (biases.size == 0 && (!penalized || history.size == 0)) return logits;
+  adjusted.assign(logits, logits + vocab);
+  for (const auto [token, bias] : biases) adjusted[token] += bias;
+  if (!penalized) return adjusted.data();
+  for (const auto [token, count] : history) {
+    float& x = adjusted[token];
+    x = x > 0.0f ? x / row.repetition_penalty : x * row.repetition_penalty;
+    x -= row.frequency_penalty * static_cast<float>(count);
+    x -= count > 0 ? row.presence_penalty : 0.0f;
+  }
+  return adjusted.data();
+}
+
+// Temperature, top-k, top-p, min-p and the draw. `max` is the largest of x, and finite.
+int32_t sample_token(const float* x, int64_t vocab, float max, const SamplingRow& row, SamplingScratch& scratch) {
+  if (row.temperature < kGreedyBelow || row.top_k == 1) {
+    const auto& block_max = scratch.block_max;
+    const int64_t start = (std::find(block_max.begin(), block_max.end(), max) - block_max.begin()) * kBlock;
+    return static_cast<int32_t>(std::find(x + start, x + vocab, max) - x);
+  }
+  const bool some = row.top_k > 0 && row.top_k < vocab;
+  int64_t n = vocab;
+  if (some) {
+    n = row.top_k;
+    select_largest(x, vocab, n, scratch, Descending{x});
+    std::sort(scratch.ids.begin(), scratch.ids.end());
+    scratch.bound.resize(n);
+    for (int64_t i = 0; i < n; ++i) scratch.bound[i] = x[scratch.ids[i]];
+    x = scratch.bound.data();
+  }
+  scratch.weights.resize(n);
+  scratch.block_mass.resize(blocks_of(n));
+  float* weights = scratch.weights.data();
+  weigh(x, n, max, 1.0f / row.temperature, weights, scratch.block_mass.data());
+  Floor floor{0.0f, std::numeric_limits<int32_t>::max()};
+  if (row.top_p < 1.0f) floor = nucleus(weights, n, row.top_p, scratch);
+  if (row.min_p > floor.weight) floor = {row.min_p, std::numeric_limits<int32_t>::max()};
+  if (floor.weight > 0.0f) cut(weights, n, floor, scratch.block_mass.data());
+  const int64_t index = draw(weights, n, scratch.block_mass, philox_uniform(row.seed, row.choice, row.position));
+  return some ? scratch.ids[index] : static_cast<int32_t>(index);
+}
+
+}  // namespace
+
+SampledRow sample_row(const float* logits, int64_t vocab, const SamplingRow& row, Span<TokenCount> history,
+                      Span<TokenBias> biases, SamplingScratch& scratch, int32_t* top_tokens, float* top_values) {
+  auto& block_max = scratch.block_max;
+  block_max.resize(blocks_of(vocab));
+  if (!block_maxima(logits, vocab, block_max.data())) return {0, RowStatus::not_finite, 0.0f};
+  float max = *std::max_element(block_max.begin(), block_max.end());
+  if (max == kMinusInfinity) return {0, RowStatus::no_token, 0.0f};
+
+  double log_total = 0;  // log Σ e^logit
+  if (row.logprobs) {
+    scratch.weights.resize(vocab);
+    scratch.block_mass.resize(blocks_of(vocab));
+    weigh(logits, vocab, max, 1.0f, scratch.weights.data(), scratch.block_mass.data());
+    log_total = max + std::log(sum(scratch.block_mass));
+  }
+  if (row.top_logprobs > 0) {
+    select_largest(logits, vocab, row.top_logprobs, scratch, Descending{logits});
+    std::sort(scratch.ids.begin(), scratch.ids.end(), Descending{logits});
+    for (int32_t i = 0; i < row.top_logprobs; ++i) {
+      top_tokens[i] = scratch.ids[i];
+      top_values[i] = static_cast<float>(logits[scratch.ids[i]] - log_total);
+    }
+  }
+
+  const float* x = adjust(logits, vocab, row, history, biases, scratch.adjusted);
+  if (x != logits) {
+    if (!block_maxima(x, vocab, block_max.data())) return {0, RowStatus::not_finite, 0.0f};
+    max = *std::max_element(block_max.begin(), block_max.end());
+    if (max == kMinusInfinity) return {0, RowStatus::no_token, 0.0f};
+  }
+  const int32_t token = sample_token(x, vocab, max, row, scratch);
+  return {token, RowStatus::ok, row.logprobs ? static_cast<float>(logits[token] - log_total) : 0.0f};
+}
+
+}  // namespace enginewright

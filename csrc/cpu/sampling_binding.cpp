@@ -1,0 +1,126 @@
+// Sampling as Python sees it: `_cpu.sample`, the dtypes of its arguments, and `_cpu.philox4x32`.
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+#include "philox.h"
+#include "sampling.h"
+
+namespace py = pybind11;
+
+namespace enginewright {
+namespace {
+
+template <class T>
+using Array = py::array_t<T, py::array::c_style>;
+
+void require_row(bool holds, int64_t row, const char* sentence) {
+  if (!holds) throw std::invalid_argument("row " + std::to_string(row) + ": " + sentence);
+}
+
+template <class Entry>
+void check_entries(const Entry* entries, int64_t begin, int64_t end, int64_t size, int64_t vocab, int64_t row) {
+  require_row(begin <= end && end <= size, row, "its entries end outside of the array");
+  for (int64_t i = begin; i < end; ++i) {
+    require_row(0 <= entries[i].token && entries[i].token < vocab, row, "a token is outside of the vocabulary");
+  }
+}
+
+void check_row(const SamplingRow& row, int64_t index, int64_t vocab, int64_t top_width) {
+  require_row(row.temperature >= 0 && std::isfinite(row.temperature), index, "temperature must be finite and >= 0");
+  require_row(row.top_k >= 0, index, "top_k must be >= 0");
+  require_row(row.top_p > 0 && row.top_p <= 1, index, "top_p must be in (0, 1]");
+  require_row(row.min_p >= 0 && row.min_p <= 1, index, "min_p must be in [0, 1]");
+  require_row(row.repetition_penalty > 0 && std::isfinite(row.repetition_penalty), index,
+              "repetition_penalty must be finite and > 0");
+  require_row(std::isfinite(row.frequency_penalty) && std::isfinite(row.presence_penalty), index,
+              "penalties must be finite");
+  require_row(row.top_logprobs >= 0 && row.top_logprobs <= std::min(vocab, top_width), index,
+              "top_logprobs must be between 0 and the least of the vocabulary and top_width");
+  require_row(row.top_logprobs == 0 || row.logprobs != 0, index, "top_logprobs without logprobs");
+}
+
+py::tuple sample(const py::array_t<float, 0>& logits, const Array<SamplingRow>& rows, const Array<TokenCount>& history,
+                 const Array<TokenBias>& biases, int64_t top_width) {
+  if (logits.ndim() != 2 || rows.ndim() != 1 || history.ndim() != 1 || biases.ndim() != 1) {
+    throw std::invalid_argument("logits must have two dimensions, rows, history and biases one");
+  }
+  const int64_t n = logits.shape(0), vocab = logits.shape(1);
+  const int64_t stride = logits.strides(0) / static_cast<int64_t>(sizeof(float));  // rows may be padded
+  if (vocab > 1 && logits.strides(1) != static_cast<int64_t>(sizeof(float))) {
+    throw std::invalid_argument("a row of logits must be contiguous");
+  }
+  if (rows.shape(0) != n) throw std::invalid_argument("logits and rows differ in their number");
+  if (vocab < 1 || vocab >= int64_t{1} << 31) throw std::invalid_argument("the vocabulary has no size");
+  if (top_width < 0 || top_width > vocab) throw std::invalid_argument("top_width must be in 0 … vocabulary");
+
+  int64_t history_begin = 0, bias_begin = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const SamplingRow& row = rows.data()[i];
+    check_row(row, i, vocab, top_width);
+    check_entries(history.data(), history_begin, row.history_end, history.shape(0), vocab, i);
+    check_entries(biases.data(), bias_begin, row.bias_end, biases.shape(0), vocab, i);
+    history_begin = row.history_end;
+    bias_begin = row.bias_end;
+  }
+
+  Array<int32_t> tokens(n), status(n), top_tokens({n, top_width});
+  Array<float> logprobs(n), top_logprobs({n, top_width});
+  std::fill_n(top_tokens.mutable_data(), n * top_width, 0);
+  std::fill_n(top_logprobs.mutable_data(), n * top_width, 0.0f);
+  {
+    const float* x = logits.data();
+    const SamplingRow* row = rows.data();
+    const TokenCount* counts = history.data();
+    const TokenBias* bias = biases.data();
+    int32_t *token = tokens.mutable_data(), *state = status.mutable_data(), *top_token = top_tokens.mutable_data();
+    float *logprob = logprobs.mutable_data(), *top_logprob = top_logprobs.mutable_data();
+    const py::gil_scoped_release release;
+    SamplingScratch scratch;
+    history_begin = bias_begin = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const SampledRow sampled = sample_row(
+          x + i * stride, vocab, row[i], {counts + history_begin, row[i].history_end - history_begin},
+          {bias + bias_begin, row[i].bias_end - bias_begin}, scratch, top_token + i * top_width,
+          top_logprob + i * top_width);
+      token[i] = sampled.token;
+      state[i] = static_cast<int32_t>(sampled.status);
+      logprob[i] = sampled.logprob;
+      history_begin = row[i].history_end;
+      bias_begin = row[i].bias_end;
+    }
+  }
+  return py::make_tuple(tokens, status, logprobs, top_tokens, top_logprobs);
+}
+
+}  // namespace
+
+void bind_sampling(py::module_& module) {
+  PYBIND11_NUMPY_DTYPE(SamplingRow, seed, position, choice, top_k, temperature, top_p, min_p, repetition_penalty,
+                       frequency_penalty, presence_penalty, logprobs, top_logprobs, history_end, bias_end);
+  PYBIND11_NUMPY_DTYPE(TokenCount, token, count);
+  PYBIND11_NUMPY_DTYPE(TokenBias, token, bias);
+  module.attr("SAMPLING_ROW") = py::dtype::of<SamplingRow>();
+  module.attr("TOKEN_COUNT") = py::dtype::of<TokenCount>();
+  module.attr("TOKEN_BIAS") = py::dtype::of<TokenBias>();
+  module.def("sample", &sample, py::arg("logits").noconvert(), py::arg("rows").noconvert(),
+             py::arg("history").noconvert(), py::arg("biases").noconvert(), py::arg("top_width"),
+             R"(Draws one token for each row of logits.
+
+logits: f32 [n, vocab]. rows: SAMPLING_ROW [n]. history: TOKEN_COUNT, the tokens of prompt and output, each once,
+row after row; biases: TOKEN_BIAS likewise. top_width: columns of the top arrays.
+Returns tokens i32 [n], status i32 [n] (0 drawn, 1 NaN or +inf among the logits, 2 no token is possible),
+logprobs f32 [n], top_tokens i32 [n, top_width], top_logprobs f32 [n, top_width].
+Raises ValueError for arguments that do not fit.)");
+  module.def(
+      "philox4x32", [](PhiloxCounter counter, PhiloxKey key) { return philox4x32(counter, key); }, py::arg("counter"),
+      py::arg("key"), "Philox4x32-10: four words of counter and two of key to four random words.");
+}
+
+}  // namespace enginewright

@@ -1,0 +1,115 @@
+// AVX-512 with BF16, VNNI and VBMI (Zen 4 and later, Sapphire Rapids and later). Members as in simd_portable.h.
+// To be compiled under isa_avx512.cpp's target pragma alone.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "simd_portable.h"  // ENGINEWRIGHT_INLINE
+
+namespace enginewright {
+namespace {
+
+struct Avx512 {
+  using F = __m512;
+  using Line = __m512i;
+  using Pair = __m512i;
+  static constexpr int tile_tokens = 6, tile_blocks = 4, gemv_blocks = 8;
+
+  static ENGINEWRIGHT_INLINE __mmask16 below(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+
+  static ENGINEWRIGHT_INLINE F set1(float x) { return _mm512_set1_ps(x); }
+  static ENGINEWRIGHT_INLINE F zero() { return _mm512_setzero_ps(); }
+  static ENGINEWRIGHT_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
+  static ENGINEWRIGHT_INLINE void store(float* p, F a) { _mm512_storeu_ps(p, a); }
+  static ENGINEWRIGHT_INLINE F load_first(const float* p, int64_t n) {
+    return _mm512_maskz_loadu_ps(below(n), p);
+  }
+  static ENGINEWRIGHT_INLINE void store_first(float* p, F a, int64_t n) {
+    _mm512_mask_storeu_ps(p, below(n), a);
+  }
+
+  static ENGINEWRIGHT_INLINE F widen(__m256i a) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(a), 16));
+  }
+  static ENGINEWRIGHT_INLINE F load_bf16(const uint16_t* p) {
+    return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static ENGINEWRIGHT_INLINE F load_bf16_first(const uint16_t* p, int64_t n) {
+    return widen(_mm256_maskz_loadu_epi16(below(n), p));
+  }
+  static ENGINEWRIGHT_INLINE void store_bf16(uint16_t* p, F a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(a));
+  }
+  static ENGINEWRIGHT_INLINE void store_bf16_first(uint16_t* p, F a, int64_t n) {
+    _mm256_mask_storeu_epi16(p, below(n), (__m256i)_mm512_cvtneps_pbh(a));
+  }
+
+  static ENGINEWRIGHT_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static ENGINEWRIGHT_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static ENGINEWRIGHT_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static ENGINEWRIGHT_INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static ENGINEWRIGHT_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static ENGINEWRIGHT_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static ENGINEWRIGHT_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static ENGINEWRIGHT_INLINE F abs(F a) { return _mm512_abs_ps(a); }
+  static ENGINEWRIGHT_INLINE F sqrt(F a) { return _mm512_sqrt_ps(a); }
+  static ENGINEWRIGHT_INLINE F round(F a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static ENGINEWRIGHT_INLINE F scale_pow2(F a, F n) { return _mm512_scalef_ps(a, n); }
+  static ENGINEWRIGHT_INLINE F first(int64_t n, F a, F b) { return _mm512_mask_blend_ps(below(n), b, a); }
+  static ENGINEWRIGHT_INLINE F where_less(F a, F b, F x, F y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+  }
+  static ENGINEWRIGHT_INLINE float reduce_add(F a) {
+    const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
+  }
+  static ENGINEWRIGHT_INLINE float reduce_max(F a) {
+    const __m256 h = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    const __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_max_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
+  }
+
+  static ENGINEWRIGHT_INLINE Line load_line(const void* p) { return _mm512_loadu_si512(p); }
+  static ENGINEWRIGHT_INLINE void store_line(void* p, Line a) { _mm512_storeu_si512(p, a); }
+  static ENGINEWRIGHT_INLINE Pair pair(uint32_t bits) { return _mm512_set1_epi32(static_cast<int>(bits)); }
+  static ENGINEWRIGHT_INLINE Pair load_pair(const void* p) {
+    uint32_t bits;
+    std::memcpy(&bits, p, 4);
+    return pair(bits);
+  }
+  static ENGINEWRIGHT_INLINE F dot(F acc, Pair a, Line b) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+  }
+  static ENGINEWRIGHT_INLINE F dot_bf16(F acc, uint32_t a, const void* line) {
+    return dot(acc, pair(a), load_line(line));
+  }
+  // An integer below 2^8 is a float whose low 16 bits are zero, so that bf16 is its upper half.
+  static ENGINEWRIGHT_INLINE void expand_i8(const void* p, Line& a, Line& b) {
+    const __m512i word = _mm512_loadu_si512(p);
+    const __m512i k0 = float_bits(_mm512_srai_epi32(_mm512_slli_epi32(word, 24), 24));
+    const __m512i k1 = float_bits(_mm512_srai_epi32(_mm512_slli_epi32(word, 16), 24));
+    const __m512i k2 = float_bits(_mm512_srai_epi32(_mm512_slli_epi32(word, 8), 24));
+    const __m512i k3 = float_bits(_mm512_srai_epi32(word, 24));
+    a = _mm512_or_si512(_mm512_srli_epi32(k0, 16), k1);
+    b = _mm512_or_si512(_mm512_srli_epi32(k2, 16), k3);
+  }
+  static ENGINEWRIGHT_INLINE void prefetch(const void* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+  }
+
+ private:
+  static ENGINEWRIGHT_INLINE __m512i float_bits(__m512i a) {
+    return _mm512_castps_si512(_mm512_cvtepi32_ps(a));
+  }
+};
+
+}  // namespace
+}  // namespace enginewright

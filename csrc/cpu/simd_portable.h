@@ -1,0 +1,218 @@
+// The portable instruction set: 16 fp32 lanes as four 16-byte vectors, in GCC/Clang vector extensions.
+//
+// This file also says what an instruction set S offers to kernels; simd_avx512.h has the same members, and
+// simd_math.h adds exp, tanh, silu, … on top of them:
+//
+//   F                              16 fp32 lanes
+//   zero set1 load store           unaligned; load_first / store_first touch the first n lanes alone (the others
+//                                  read as 0), 0 <= n <= 16
+//   load_bf16 store_bf16 (…_first) 16 bf16 in memory; stores round to nearest even
+//   add sub mul div sqrt abs       lane by lane
+//   fma(a, b, c)                   a * b + c; one rounding or two, as the instruction set has it
+//   max min                        a > b ? a : b: where a lane is NaN the second operand is returned
+//   round                          to the nearest integer, ties to even; |x| < 2^22
+//   scale_pow2(x, n)               x * 2^n for integral lanes n in [-252, 254]
+//   first(n, a, b)                 lanes i < n of a, the others of b
+//   where_less(a, b, x, y)         a < b ? x : y
+//   reduce_add reduce_max          over lanes, in one fixed tree (halves folded: 16 -> 8 -> 4 -> 2 -> 1)
+//   Line                           64 bytes of an r16 block: a pair of bf16 along K for each of 16 rows
+//   Pair                           one pair of bf16 for all lanes
+//   load_line store_line load_pair pair(uint32_t)
+//   dot(acc, Pair a, Line b)       acc[i] + a.lo * b[i].lo + a.hi * b[i].hi, in one fixed order of rounding
+//   dot_bf16(acc, uint32_t, ptr)   dot(acc, pair(…), load_line(ptr))
+//   expand_i8(ptr, Line&, Line&)   an i8 line (4 along K) as two bf16 lines, exactly
+//   prefetch(ptr)                  towards L1
+//   tile_tokens, tile_blocks       the GEMM tile whose accumulators fit the registers; gemv_blocks: blocks of
+//                                  16 rows that one token passes together; both powers of 2, at least 2
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define ENGINEWRIGHT_INLINE inline __attribute__((always_inline))
+
+namespace enginewright {
+namespace {
+
+struct Portable {
+  typedef float Quad __attribute__((vector_size(16)));
+  typedef uint32_t Bits __attribute__((vector_size(16)));
+  typedef int32_t Ints __attribute__((vector_size(16)));
+  struct F {
+    Quad q[4];
+  };
+  struct Line {
+    Bits q[4];
+  };
+  struct Pair {
+    float lo, hi;
+  };
+  static constexpr int tile_tokens = 2, tile_blocks = 2, gemv_blocks = 2;
+
+  static ENGINEWRIGHT_INLINE F set1(float x) {
+    const Quad q = {x, x, x, x};
+    return {{q, q, q, q}};
+  }
+  static ENGINEWRIGHT_INLINE F zero() { return set1(0.0f); }
+  static ENGINEWRIGHT_INLINE F load(const float* p) {
+    F r;
+    std::memcpy(&r, p, 64);
+    return r;
+  }
+  static ENGINEWRIGHT_INLINE void store(float* p, F a) { std::memcpy(p, &a, 64); }
+  static ENGINEWRIGHT_INLINE F load_first(const float* p, int64_t n) {
+    float lanes[16] = {};
+    for (int64_t i = 0; i < n; ++i) lanes[i] = p[i];
+    return load(lanes);
+  }
+  static ENGINEWRIGHT_INLINE void store_first(float* p, F a, int64_t n) {
+    float lanes[16];
+    store(lanes, a);
+    for (int64_t i = 0; i < n; ++i) p[i] = lanes[i];
+  }
+
+  static ENGINEWRIGHT_INLINE F load_bf16(const uint16_t* p) {
+    float lanes[16];
+    for (int i = 0; i < 16; ++i) lanes[i] = from_bits(uint32_t{p[i]} << 16);
+    return load(lanes);
+  }
+  static ENGINEWRIGHT_INLINE F load_bf16_first(const uint16_t* p, int64_t n) {
+    float lanes[16] = {};
+    for (int64_t i = 0; i < n; ++i) lanes[i] = from_bits(uint32_t{p[i]} << 16);
+    return load(lanes);
+  }
+  static ENGINEWRIGHT_INLINE void store_bf16(uint16_t* p, F a) {
+    float lanes[16];
+    store(lanes, a);
+    for (int i = 0; i < 16; ++i) p[i] = round_bf16(lanes[i]);
+  }
+  static ENGINEWRIGHT_INLINE void store_bf16_first(uint16_t* p, F a, int64_t n) {
+    float lanes[16];
+    store(lanes, a);
+    for (int64_t i = 0; i < n; ++i) p[i] = round_bf16(lanes[i]);
+  }
+
+  static ENGINEWRIGHT_INLINE F add(F a, F b) {
+    for (int i = 0; i < 4; ++i) a.q[i] = a.q[i] + b.q[i];
+    return a;
+  }
+  static ENGINEWRIGHT_INLINE F sub(F a, F b) {
+    for (int i = 0; i < 4; ++i) a.q[i] = a.q[i] - b.q[i];
+    return a;
+  }
+  static ENGINEWRIGHT_INLINE F mul(F a, F b) {
+    for (int i = 0; i < 4; ++i) a.q[i] = a.q[i] * b.q[i];
+    return a;
+  }
+  static ENGINEWRIGHT_INLINE F div(F a, F b) {
+    for (int i = 0; i < 4; ++i) a.q[i] = a.q[i] / b.q[i];
+    return a;
+  }
+  static ENGINEWRIGHT_INLINE F fma(F a, F b, F c) { return add(mul(a, b), c); }
+  static ENGINEWRIGHT_INLINE F max(F a, F b) {
+    for (int i = 0; i < 4; ++i) a.q[i] = a.q[i] > b.q[i] ? a.q[i] : b.q[i];
+    return a;
+  }
+  static ENGINEWRIGHT_INLINE F min(F a, F b) {
+    for (int i = 0; i < 4; ++i) a.q[i] = a.q[i] < b.q[i] ? a.q[i] : b.q[i];
+    return a;
+  }
+  static ENGINEWRIGHT_INLINE F abs(F a) {
+    for (int i = 0; i < 4; ++i) a.q[i] = (Quad)((Bits)a.q[i] & 0x7fffffffu);
+    return a;
+  }
+  static ENGINEWRIGHT_INLINE F sqrt(F a) {
+    for (int i = 0; i < 4; ++i) {
+      for (int j = 0; j < 4; ++j) a.q[i][j] = std::sqrt(a.q[i][j]);
+    }
+    return a;
+  }
+  static ENGINEWRIGHT_INLINE F round(F a) {  // below 2^22, adding 1.5 * 2^23 leaves no bits of fraction
+    const F magic = set1(12582912.0f);
+    return sub(add(a, magic), magic);
+  }
+  static ENGINEWRIGHT_INLINE F scale_pow2(F a, F n) {  // in two factors, since 2^n itself may overflow
+    for (int i = 0; i < 4; ++i) {
+      const Ints whole = __builtin_convertvector(n.q[i], Ints), half = whole >> 1;
+      a.q[i] = a.q[i] * (Quad)((half + 127) << 23) * (Quad)((whole - half + 127) << 23);
+    }
+    return a;
+  }
+  static ENGINEWRIGHT_INLINE F first(int64_t n, F a, F b) {
+    float x[16], y[16];
+    store(x, a);
+    store(y, b);
+    for (int64_t i = n < 0 ? 0 : n; i < 16; ++i) x[i] = y[i];
+    return load(x);
+  }
+  static ENGINEWRIGHT_INLINE F where_less(F a, F b, F x, F y) {
+    for (int i = 0; i < 4; ++i) x.q[i] = a.q[i] < b.q[i] ? x.q[i] : y.q[i];
+    return x;
+  }
+  static ENGINEWRIGHT_INLINE float reduce_add(F a) {
+    const Quad s = (a.q[0] + a.q[2]) + (a.q[1] + a.q[3]);
+    return (s[0] + s[2]) + (s[1] + s[3]);
+  }
+  static ENGINEWRIGHT_INLINE float reduce_max(F a) {
+    float r = a.q[0][0];
+    for (int i = 0; i < 4; ++i) {
+      for (int j = 0; j < 4; ++j) r = a.q[i][j] > r ? a.q[i][j] : r;
+    }
+    return r;
+  }
+
+  static ENGINEWRIGHT_INLINE Line load_line(const void* p) {
+    Line r;
+    std::memcpy(&r, p, 64);
+    return r;
+  }
+  static ENGINEWRIGHT_INLINE void store_line(void* p, Line a) { std::memcpy(p, &a, 64); }
+  static ENGINEWRIGHT_INLINE Pair pair(uint32_t bits) {
+    return {from_bits(bits << 16), from_bits(bits & 0xffff0000u)};
+  }
+  static ENGINEWRIGHT_INLINE Pair load_pair(const void* p) {
+    uint32_t bits;
+    std::memcpy(&bits, p, 4);
+    return pair(bits);
+  }
+  static ENGINEWRIGHT_INLINE F dot(F acc, Pair a, const Line& b) {
+    for (int i = 0; i < 4; ++i) {
+      acc.q[i] = acc.q[i] + a.lo * (Quad)(b.q[i] << 16);
+      acc.q[i] = acc.q[i] + a.hi * (Quad)(b.q[i] & 0xffff0000u);
+    }
+    return acc;
+  }
+  static ENGINEWRIGHT_INLINE F dot_bf16(F acc, uint32_t a, const void* line) {
+    return dot(acc, pair(a), load_line(line));
+  }
+  static ENGINEWRIGHT_INLINE void expand_i8(const void* p, Line& a, Line& b) {
+    Ints word[4];
+    std::memcpy(word, p, 64);
+    for (int i = 0; i < 4; ++i) {  // an integer below 2^8 is a float whose low 16 bits are zero
+      const Quad k0 = __builtin_convertvector((word[i] << 24) >> 24, Quad);
+      const Quad k1 = __builtin_convertvector((word[i] << 16) >> 24, Quad);
+      const Quad k2 = __builtin_convertvector((word[i] << 8) >> 24, Quad);
+      const Quad k3 = __builtin_convertvector(word[i] >> 24, Quad);
+      a.q[i] = ((Bits)k0 >> 16) | (Bits)k1;
+      b.q[i] = ((Bits)k2 >> 16) | (Bits)k3;
+    }
+  }
+  static ENGINEWRIGHT_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+
+ private:
+  static ENGINEWRIGHT_INLINE float from_bits(uint32_t bits) {
+    float r;
+    std::memcpy(&r, &bits, 4);
+    return r;
+  }
+  static ENGINEWRIGHT_INLINE uint16_t round_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);  // NaN
+    return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+  }
+};
+
+}  // namespace
+}  // namespace enginewright

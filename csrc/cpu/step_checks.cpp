@@ -1,0 +1,123 @@
+#include "step_checks.h"
+
+#include <algorithm>
+
+#include "operands.h"
+
+namespace enginewright {
+
+namespace {
+
+constexpr Linear kTokens{0, 1, 0, 0, 0, 0}, kSequences{0, 0, 1, 0, 0, 0}, kSequenceEnds{1, 0, 1, 0, 0, 0};
+
+const int32_t* find(const Operands& inputs, const std::string& name, const Linear& rows) {
+  const auto found = inputs.find(name);
+  if (found == inputs.end()) return nullptr;
+  require(found->second.rows == rows && found->second.columns == 1,
+          "the input '" + name + "' has another shape than is known of it");
+  return found->second.as<int32_t>();
+}
+
+// require() would build its sentence also where it holds, and these run before every step.
+[[noreturn]] void refuse(const std::string& sentence) { throw std::invalid_argument(sentence); }
+
+std::string text(int64_t value) { return std::to_string(value); }
+
+}  // namespace
+
+InputChecks::InputChecks(const Operands& inputs)
+    : query_start_(find(inputs, "query_start", kSequenceEnds)),
+      kv_len_(find(inputs, "kv_len", kSequences)),
+      positions_(find(inputs, "positions", kTokens)) {}
+
+void InputChecks::add(const Kernel& kernel) {
+  StepChecks wanted;
+  kernel.add_checks(wanted);
+  for (const IndexCheck& check : wanted.indices) {
+    require(check.values.kind == Operand::Kind::step && check.values.columns == 1,
+            "'" + check.values.label + "' must be an input of one column");
+    const auto same = [&](const IndexCheck& other) {
+      return other.values.data == check.values.data && other.limit == check.limit;
+    };
+    const auto& known = checks_.indices;
+    if (std::none_of(known.begin(), known.end(), same)) checks_.indices.push_back(check);
+  }
+  for (const BlockTableCheck& check : wanted.block_tables) {
+    require(query_start_ != nullptr && check.query_start.as<int32_t>() == query_start_ && kv_len_ != nullptr &&
+                check.kv_len.as<int32_t>() == kv_len_,
+            "attention needs the inputs 'query_start' and 'kv_len'");
+    require(check.block_table.kind == Operand::Kind::step && check.block_table.rows == kSequences,
+            "'" + check.block_table.label + "' must be an input with a row for each sequence");
+    const auto same = [&](const BlockTableCheck& other) {
+      return other.block_table.data == check.block_table.data && other.block_size == check.block_size &&
+             other.num_blocks == check.num_blocks && other.window == check.window;
+    };
+    const auto& known = checks_.block_tables;
+    if (std::none_of(known.begin(), known.end(), same)) checks_.block_tables.push_back(check);
+  }
+}
+
+void InputChecks::check(const Sizes& sizes) const {
+  check_sequences(sizes);
+  for (const IndexCheck& check : checks_.indices) check_index(check, sizes);
+  for (const BlockTableCheck& check : checks_.block_tables) check_block_table(check, sizes);
+}
+
+void InputChecks::check_sequences(const Sizes& sizes) const {
+  if (query_start_ != nullptr) {
+    if (query_start_[0] != 0) refuse("query_start begins with " + text(query_start_[0]) + ", not 0");
+    for (int64_t s = 0; s < sizes.sequences; ++s) {
+      const int64_t tokens = int64_t{query_start_[s + 1]} - query_start_[s];
+      if (tokens <= 0) refuse("query_start does not rise at sequence " + text(s));
+      if (kv_len_ != nullptr && kv_len_[s] < tokens) {
+        refuse("kv_len of sequence " + text(s) + " is less than its " + text(tokens) + " new tokens");
+      }
+    }
+    const int32_t end = query_start_[sizes.sequences];
+    if (end != sizes.tokens) refuse("query_start ends with " + text(end) + ", not with the number of tokens");
+  }
+  if (positions_ == nullptr) return;
+  if (query_start_ == nullptr || kv_len_ == nullptr) {
+    for (int64_t t = 0; t < sizes.tokens; ++t) {
+      if (positions_[t] < 0) refuse("the position of token " + text(t) + " is negative");
+    }
+    return;
+  }
+  for (int64_t s = 0; s < sizes.sequences; ++s) {
+    for (int32_t t = query_start_[s]; t < query_start_[s + 1]; ++t) {
+      if (positions_[t] != kv_len_[s] - (query_start_[s + 1] - t)) {
+        refuse("token " + text(t) + " is not at the position that follows from kv_len");
+      }
+    }
+  }
+}
+
+void InputChecks::check_index(const IndexCheck& check, const Sizes& sizes) const {
+  const int64_t rows = check.values.rows.at(sizes), limit = check.limit.at(sizes);
+  const int32_t* values = check.values.as<int32_t>();
+  for (int64_t i = 0; i < rows; ++i) {
+    if (0 <= values[i] && values[i] < limit) continue;
+    refuse(check.values.label + "[" + text(i) + "] is " + text(values[i]) + ", outside 0 … " + text(limit - 1));
+  }
+}
+
+void InputChecks::check_block_table(const BlockTableCheck& check, const Sizes& sizes) const {
+  for (int64_t s = 0; s < sizes.sequences; ++s) {
+    const int64_t kv_len = kv_len_[s], tokens = query_start_[s + 1] - query_start_[s];
+    if (kv_len > sizes.kv_blocks * check.block_size) {
+      refuse("sequence " + text(s) + " is longer than its block table");
+    }
+    if (kv_len > sizes.kv_splits * kSplitPositions) {
+      refuse("sequence " + text(s) + " has more splits than kv_splits");
+    }
+    const int64_t oldest = check.window > 0 ? std::max<int64_t>(0, kv_len - tokens - check.window + 1) : 0;
+    const int32_t* blocks = check.block_table.as<int32_t>() + s * check.block_table.stride;
+    for (int64_t b = oldest / check.block_size; b * check.block_size < kv_len; ++b) {
+      if (0 <= blocks[b] && blocks[b] < check.num_blocks) continue;
+      refuse(check.block_table.label + "[" + text(s) + ", " + text(b) + "] is " + text(blocks[b]) +
+             ", outside 0 … " + text(check.num_blocks - 1));
+    }
+  }
+}
+
+}  // namespace enginewright

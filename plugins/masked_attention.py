@@ -1,0 +1,29 @@
+"""Attention in standard ops: shared by the references of the ops that attend."""
+
+import numpy as np
+import onnx_ir as ir
+
+from enginewright.plugins.writer import Writer
+
+
+def masked_attention(
+    write: Writer, q: ir.Value, k: ir.Value, v: ir.Value, visible: ir.Value, scale: float, softcap: float
+) -> ir.Value:
+    """softmax(cap(q kᵀ · scale) where visible) v, over the last two of four dimensions; the first two broadcast.
+
+    q: [., ., rows, head_dim]. k, v: [., ., keys, head_dim]. visible: bool, broadcasts to [., ., rows, keys].
+    softcap 0 means none.
+    """
+    scores = write.op("Mul", write.op("MatMul", q, write.op("Transpose", k, perm=[0, 1, 3, 2])), scale)
+    if softcap:
+        scores = write.op("Mul", write.op("Tanh", write.op("Div", scores, softcap)), softcap)
+    masked = write.op("Where", visible, scores, np.array(-np.inf, np.float32))
+    return write.op("MatMul", write.op("Softmax", masked, axis=-1), v)
+
+
+def in_window(write: Writer, query: ir.Value, key: ir.Value, window: int) -> ir.Value:
+    """Whether a query at position `query` sees a key at position `key`; window 0 sees all that came before."""
+    visible = write.op("LessOrEqual", key, query)
+    if not window:
+        return visible
+    return write.op("And", visible, write.op("Greater", key, write.op("Sub", query, window)))

@@ -1,0 +1,111 @@
+"""What an op of the domain `enginewright` is: a schema, a reference in standard ops, and kernels by target."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from enginewright.errors import EngineError
+from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.writer import Writer
+
+DOMAIN = "enginewright"
+Dims = tuple[int | ir.SymbolicDim, ...]
+TypeAndDims = tuple[ir.DataType, Dims]
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """An op.
+
+    inputs, outputs: names in order; an input whose name ends in "?" may be absent. attributes: name → type;
+    every attribute is always written. reference: writes the node in standard ops and gives what takes the
+    place of its outputs; a function, so that optional inputs and attributes shape what is written. infer: dtype
+    and dimensions of the outputs. kernels: target → kernel; an op that no target runs (it stands in the graph for
+    a while, until a pass replaces it) has none.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, type]
+    reference: Callable[[Writer, ir.Node], Sequence[ir.Value]]
+    infer: Callable[[ir.Node], Sequence[TypeAndDims]]
+    kernels: Mapping[str, KernelBinding] = field(default_factory=dict)
+
+    def check(self, node: ir.Node) -> None:
+        """Inputs, outputs and attributes of a node are those of the schema.
+
+        Raises:
+            EngineError: naming the node and what does not fit.
+        """
+        given = [*node.inputs, *[None] * (len(self.inputs) - len(node.inputs))]
+        absent = [name for name, value in zip(self.inputs, given, strict=False) if value is None and name[-1] != "?"]
+        types = {name: type(attribute.value) for name, attribute in node.attributes.items()}
+        for wrong, why in (
+            (len(given) > len(self.inputs), f"it has {len(given)} inputs, not {len(self.inputs)}"),
+            (absent, f"it lacks {', '.join(absent)}"),
+            (len(node.outputs) != len(self.outputs), f"it has {len(node.outputs)} outputs, not {len(self.outputs)}"),
+            (types != self.attributes, f"its attributes are {_listed(types)}, not {_listed(self.attributes)}"),
+        ):
+            if wrong:
+                raise EngineError(f"node {node.name or self.name} is no {self.name}", why)
+
+    def node(self, inputs: Sequence[ir.Value | None], **attributes: int | float | str) -> ir.Node:
+        """A node of this op, checked, with its outputs typed and shaped."""
+        node = ir.Node(
+            DOMAIN,
+            self.name,
+            inputs,
+            [ir.convenience.convert_attribute(name, value) for name, value in attributes.items()],
+            num_outputs=len(self.outputs),
+            version=1,
+        )
+        self.check(node)
+        for output, (dtype, dims) in zip(node.outputs, self.infer(node), strict=True):
+            output.type, output.shape = ir.TensorType(dtype), ir.Shape(dims)
+        return node
+
+
+def _listed(types: Mapping[str, type]) -> str:
+    return ", ".join(f"{name}: {kind.__name__}" for name, kind in sorted(types.items())) or "none"
+
+
+def operand(node: ir.Node, index: int) -> ir.Value:
+    """Input `index`, which must be there."""
+    value = node.inputs[index]
+    assert value is not None, f"{node.name} lacks input {index}"
+    return value
+
+
+def optional(node: ir.Node, index: int) -> ir.Value | None:
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def dims_of(value: ir.Value) -> Dims:
+    assert value.shape is not None, f"{value.name} has no shape"
+    return value.shape.dims
+
+
+def width_of(value: ir.Value) -> int:
+    """The last dimension, which must be known."""
+    width = dims_of(value)[-1]
+    assert isinstance(width, int), f"{value.name} is of unknown width"
+    return width
+
+
+def dtype_of(value: ir.Value) -> ir.DataType:
+    assert value.dtype is not None, f"{value.name} has no dtype"
+    return value.dtype
+
+
+def int_of(node: ir.Node, name: str) -> int:
+    return node.attributes[name].as_int()
+
+
+def float_of(node: ir.Node, name: str) -> float:
+    return node.attributes[name].as_float()
+
+
+def dtype_attribute(node: ir.Node, name: str = "to") -> ir.DataType:
+    return ir.DataType(node.attributes[name].as_int())

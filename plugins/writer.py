@@ -1,0 +1,55 @@
+"""Writes nodes one after the other: how a reference says what its op means in standard ops."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+# A Python int (or several) stands for an INT64 constant, a float for a FLOAT scalar; None for an absent input.
+Operand = ir.Value | npt.NDArray[np.generic] | Sequence[int] | int | float | None
+Attribute = int | float | str | Sequence[int]
+
+
+class Writer:
+    """Collects nodes in `nodes`, in order."""
+
+    def __init__(self) -> None:
+        self.nodes: list[ir.Node] = []
+
+    def op(self, op_type: str, *inputs: Operand, **attributes: Attribute) -> ir.Value:
+        """Write a standard op with one output."""
+        (output,) = self.ops(op_type, *inputs, outputs=1, **attributes)
+        return output
+
+    def ops(self, op_type: str, *inputs: Operand, outputs: int, **attributes: Attribute) -> Sequence[ir.Value]:
+        """Write a standard op with several outputs."""
+        values = [
+            operand if operand is None or isinstance(operand, ir.Value) else self.constant(operand)
+            for operand in inputs
+        ]
+        return self._append(
+            "", op_type, values, [ir.convenience.convert_attribute(*item) for item in attributes.items()], outputs
+        )
+
+    def constant(self, data: npt.NDArray[np.generic] | Sequence[int] | int | float) -> ir.Value:
+        if isinstance(data, np.ndarray):
+            array = data
+        else:
+            array = np.array(data, np.float32 if isinstance(data, float) else np.int64)
+        (output,) = self._append("", "Constant", [], [ir.AttrTensor("value", ir.tensor(array))], 1)
+        return output
+
+    def cast(self, value: Operand, to: ir.DataType) -> ir.Value:
+        return self.op("Cast", value, to=to.value)
+
+    def round_to(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """A FLOAT value as `dtype`: itself if that is FLOAT."""
+        return value if dtype == ir.DataType.FLOAT else self.cast(value, dtype)
+
+    def _append(
+        self, domain: str, op_type: str, inputs: Sequence[ir.Value | None], attributes: Sequence[ir.Attr], outputs: int
+    ) -> Sequence[ir.Value]:
+        node = ir.Node(domain, op_type, inputs, attributes, num_outputs=outputs)
+        self.nodes.append(node)
+        return node.outputs

@@ -1,0 +1,71 @@
+"""Goldens: prompts with the logits that the builder saw, replayed on the machine at hand by `engine verify`.
+
+They catch what hashes cannot: a kernel that computes something else here than it did there. Instruction sets
+round differently, so values are compared within a tolerance, as log-probabilities of the tokens that were
+likeliest then.
+"""
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from enginewright.errors import CorruptEngineError
+from enginewright.runtime.executor import CpuExecutor
+from enginewright.runtime.score import score
+
+GOLDENS = "goldens"  # the section of the engine file
+PROMPT_TOKENS = (1, 7, 40)  # one token; a partial KV block; more than one KV block
+TOP = 16  # tokens kept of each prompt's last position
+DECIMALS = 2  # what is written is evidence, rounded so that machines of one class write the same
+# Log-probabilities of the 16 likeliest tokens differ by up to 0.06 between instruction sets on SmolLM2 bf16
+# (a bf16 ulp in the last norm); a wrong kernel moves them by whole units.
+TOLERANCE = 0.3
+
+
+class Golden(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """prompt: token ids. top: token id → log-probability after the prompt, likeliest first."""
+
+    prompt: tuple[int, ...]
+    top: tuple[tuple[int, float], ...]
+
+
+class Goldens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tolerance: float
+    entries: tuple[Golden, ...]
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self, order="sorted")
+
+    @staticmethod
+    def from_json(data: bytes) -> "Goldens":
+        try:
+            return msgspec.json.decode(data, type=Goldens)
+        except msgspec.MsgspecError as error:
+            raise CorruptEngineError("the goldens cannot be read", str(error), "Build the engine again.") from error
+
+
+def _last_logprobs(executor: CpuExecutor, prompt: tuple[int, ...]) -> NDArray[np.float64]:
+    (logits,) = score(executor, [list(prompt)])
+    last = logits[-1].astype(np.float64)
+    shifted: NDArray[np.float64] = last - last.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def record(executor: CpuExecutor, vocab_size: int) -> Goldens:
+    """Run prompts of fixed pseudo-random tokens and keep what came out."""
+    entries = []
+    for count in PROMPT_TOKENS:
+        prompt = tuple((index * 7919 + 10) % vocab_size for index in range(1, count + 1))
+        logprobs = _last_logprobs(executor, prompt)
+        top = np.argsort(-logprobs, kind="stable")[:TOP]
+        entries.append(Golden(prompt, tuple((int(token), round(float(logprobs[token]), DECIMALS)) for token in top)))
+    return Goldens(TOLERANCE, tuple(entries))
+
+
+def replay(goldens: Goldens, executor: CpuExecutor) -> list[float]:
+    """The largest difference in log-probability, a golden; an engine is right where none is above the tolerance."""
+    deviations = []
+    for golden in goldens.entries:
+        logprobs = _last_logprobs(executor, golden.prompt)
+        deviations.append(max(abs(float(logprobs[token]) - expected) for token, expected in golden.top))
+    return deviations

@@ -1,0 +1,241 @@
+"""From logits to tokens: what a request may ask for, and the draw.
+
+The arithmetic is C++ (csrc/cpu/sampling.h says what it is and in which order). A draw depends on the logits, the
+request's parameters and history, and Philox(seed, choice, position), and on nothing else.
+"""
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from enginewright import _cpu
+from enginewright.errors import UsageError
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_BIASED_TOKENS = 1024
+MAX_PENALTY = 2.0  # frequency and presence, as in OpenAI's API
+MAX_BIAS = 100.0  # likewise
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request wants its tokens drawn and when it wants to end; names and defaults as in vLLM.
+
+    n: answers to one prompt. temperature: 0 is greedy. top_k: 0 (or -1) is all. top_p: the smallest set of the
+    likeliest tokens that has this probability. min_p: tokens at least this likely, relative to the likeliest.
+    repetition_penalty: over prompt and output; frequency_penalty, presence_penalty: over the output.
+    seed: of the draws; None draws one. max_tokens: None is up to the model's length. min_tokens: before these,
+    neither an end-of-text nor a stop token is drawn. logprobs: None is none; n also names the n likeliest tokens.
+    logit_bias: added to the logits of tokens by id.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _require_whole("n", self.n, 1, MAX_CHOICES)
+        _require_number("temperature", self.temperature, 0, 1000)
+        _require_number("top_p", self.top_p, 0, 1)
+        _require(self.top_p > 0, "top_p", "must be above 0")
+        _require_whole("top_k", self.top_k, -1, 2**31 - 1)
+        _require_number("min_p", self.min_p, 0, 1)
+        _require_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _require_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        if self.seed is not None:
+            _require_whole("seed", self.seed, -(2**63), 2**64 - 1)
+        _require(isinstance(self.stop, tuple), "stop", "must be a tuple of strings")
+        _require(all(isinstance(text, str) and text for text in self.stop), "stop", "must hold strings that are not empty")
+        _require(len(self.stop) <= MAX_STOPS, "stop", f"must not hold more than {MAX_STOPS} strings")
+        _require(isinstance(self.stop_token_ids, tuple), "stop_token_ids", "must be a tuple of token ids")
+        _require(len(self.stop_token_ids) <= MAX_STOPS, "stop_token_ids", f"must not hold more than {MAX_STOPS} ids")
+        for token in self.stop_token_ids:
+            _require_whole("stop_token_ids", token, 0, 2**31 - 1)
+        if self.max_tokens is not None:
+            _require_whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _require_whole("min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens)
+        if self.logprobs is not None:
+            _require_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _require(isinstance(self.logit_bias, Mapping), "logit_bias", "must map token ids to numbers")
+        _require(len(self.logit_bias) <= MAX_BIASED_TOKENS, "logit_bias", f"must not hold more than {MAX_BIASED_TOKENS}")
+        for token, bias in self.logit_bias.items():
+            _require_whole("logit_bias", token, 0, 2**31 - 1)
+            _require_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+
+    @property
+    def penalized(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+
+def _require(holds: bool, name: str, rule: str) -> None:
+    if not holds:
+        raise UsageError(f"{name} {rule}")
+
+
+def _require_whole(name: str, value: Any, low: int, high: int) -> None:
+    _require(isinstance(value, int) and not isinstance(value, bool), name, f"must be a whole number, not {value!r}")
+    _require(low <= value <= high, name, f"must be between {low} and {high}, not {value}")
+
+
+def _require_number(name: str, value: Any, low: float, high: float) -> None:
+    _require(isinstance(value, int | float) and not isinstance(value, bool), name, f"must be a number, not {value!r}")
+    _require(math.isfinite(value) and low <= value <= high, name, f"must be between {low} and {high}, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A drawn token. logprob is None if not asked for; top_logprobs are the likeliest tokens, most likely first.
+
+    Log-probabilities are the model's own, before penalties and temperature. is_nan: the logits held NaN or left no
+    token possible; token means nothing then, and the request has failed.
+    """
+
+    token: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    is_nan: bool = False
+
+
+class SamplingRequest:
+    """One answer in the making: its parameters, and how often each token has occurred.
+
+    Args:
+        params: what the request asks for.
+        prompt: token ids.
+        vocab_size: width of the logits; token ids are held against it.
+        eos_token_ids: the model's end-of-text tokens, not drawn before `min_tokens` (nor at all with `ignore_eos`? no:
+            then they are ordinary tokens).
+        choice: which of the n answers this is.
+        seed: of all n answers, for requests that name none: draw it once and give it to each.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        choice: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            for token in tokens:
+                _require(token < vocab_size, name, f"names token {token}, and the vocabulary has {vocab_size}")
+        self.params = params
+        self.num_prompt_tokens = len(prompt)
+        self.num_output_tokens = 0
+        own_seed = params.seed if params.seed is not None else seed
+        row = np.zeros((), dtype=_cpu.SAMPLING_ROW)
+        row["seed"] = (secrets.randbits(64) if own_seed is None else own_seed) % 2**64
+        row["position"] = len(prompt)
+        row["choice"] = choice
+        row["top_k"] = max(params.top_k, 0)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+            row[name] = getattr(params, name)
+        row["logprobs"] = params.logprobs is not None
+        row["top_logprobs"] = min(params.logprobs or 0, vocab_size)
+        self.row = row
+        self._history = _History(prompt) if params.penalized else None
+        held_back = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
+        biases = dict(params.logit_bias)
+        self._biases = _biases(biases)
+        self._biases_at_first = _biases(biases | dict.fromkeys(held_back, -math.inf)) if params.min_tokens else self._biases
+
+    @property
+    def history(self) -> npt.NDArray[np.void]:
+        """TOKEN_COUNT, each token of prompt and output once; empty if no penalty asks for it."""
+        return _NO_HISTORY if self._history is None else self._history.entries
+
+    @property
+    def biases(self) -> npt.NDArray[np.void]:
+        """TOKEN_BIAS, each token once."""
+        return self._biases_at_first if self.num_output_tokens < self.params.min_tokens else self._biases
+
+    def append(self, token: int) -> None:
+        """The answer goes on with this token."""
+        self.num_output_tokens += 1
+        self.row["position"] = self.num_prompt_tokens + self.num_output_tokens
+        if self._history is not None:
+            self._history.append(token)
+
+
+class _History:
+    """Tokens seen so far, each once, and how often each is in the output."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self._entries = np.zeros(2 * len(self._places) + 16, dtype=_cpu.TOKEN_COUNT)
+        self._entries["token"][: len(self._places)] = list(self._places)
+
+    @property
+    def entries(self) -> npt.NDArray[np.void]:
+        return self._entries[: len(self._places)]
+
+    def append(self, token: int) -> None:
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._entries):
+            self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)])
+        self._entries["token"][place] = token
+        self._entries["count"][place] += 1
+
+
+def _biases(values: Mapping[int, float]) -> npt.NDArray[np.void]:
+    return np.array(list(values.items()), dtype=_cpu.TOKEN_BIAS)
+
+
+_NO_HISTORY = np.zeros(0, dtype=_cpu.TOKEN_COUNT)
+
+
+class Sampler:
+    """Draws the next token of each request, and adds it to the request's history."""
+
+    def sample(self, logits: npt.NDArray[np.float32], requests: Sequence[SamplingRequest]) -> list[SampledToken]:
+        """logits: [requests, vocab_size]. Requests whose row holds NaN are left as they were."""
+        if not requests:
+            return []
+        rows = np.array([request.row for request in requests])
+        histories = [request.history for request in requests]
+        biases = [request.biases for request in requests]
+        rows["history_end"] = np.cumsum([len(entries) for entries in histories])
+        rows["bias_end"] = np.cumsum([len(entries) for entries in biases])
+        top_width = int(rows["top_logprobs"].max())
+        tokens, status, logprobs, top_tokens, top_logprobs = (
+            result.tolist()
+            for result in _cpu.sample(logits, rows, np.concatenate(histories), np.concatenate(biases), top_width)
+        )
+        sampled = []
+        for i, request in enumerate(requests):
+            if status[i] != 0:
+                sampled.append(SampledToken(0, is_nan=True))
+                continue
+            request.append(tokens[i])
+            wanted = request.params.logprobs
+            if wanted is None:
+                sampled.append(SampledToken(tokens[i]))
+            else:
+                top = tuple(zip(top_tokens[i][:wanted], top_logprobs[i][:wanted], strict=True))
+                sampled.append(SampledToken(tokens[i], logprobs[i], top))
+        return sampled

@@ -1,0 +1,64 @@
+"""Types of the C++ extension (csrc/cpu/module.cpp)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Linear = tuple[int, int, int, int, int, int]  # constant, tokens, sequences, logit_rows, kv_blocks, kv_splits
+_Sizes = tuple[int, int, int, int, int]  # tokens, sequences, logit_rows, kv_blocks, kv_splits
+
+def isa_names() -> list[str]:
+    """Instruction sets of this machine, best first: of "amx", "avx512", "portable"."""
+
+def kernel_names(isa: str) -> list[str]: ...
+
+class KvPools:
+    """K and V of the layers of one KV group: zeroed, 64-byte aligned, committed as it is touched."""
+
+    def __init__(self, layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """Zeroes blocks, in all layers. A kernel may assume that pools hold finite numbers only."""
+
+    def keys(self, layer: int) -> NDArray[np.uint16]:
+        """View of the bf16 pool, [num_blocks, kv_heads, block_size * head_dim_pad] (layout: csrc/cpu/kernel.h)."""
+
+    def values(self, layer: int) -> NDArray[np.uint16]: ...
+
+class OperandSpec:
+    """Where an operand of a kernel lies. dtype: "f32", "bf16", "i32", "i8"; layout: "plain", "r16", "r16_pairs"."""
+
+    @staticmethod
+    def weight(buffer: Any, dtype: str, layout: str, rows: int, columns: int) -> OperandSpec:
+        """A packed weight: any object with the buffer protocol (kept alive). A vector is [1, columns]."""
+
+    @staticmethod
+    def arena(
+        offset_bytes: int, dtype: str, rows: _Linear, columns: int, stride: int, column_offset: int = 0, pad: int = 0
+    ) -> OperandSpec:
+        """Columns [column_offset, column_offset + columns) of the buffer at offset_bytes; stride and offset in
+        elements. pad: columns behind `columns` that belong to the operand (a whole buffer: stride - columns)."""
+
+    @staticmethod
+    def step(name: str) -> OperandSpec: ...
+    @staticmethod
+    def kv(pools: KvPools, layer: int) -> OperandSpec:
+        """layer: index inside the group."""
+
+class Executor:
+    """A plan, bound to memory. ValueError for whatever does not fit; KeyError for an unknown kernel."""
+
+    def __init__(
+        self, isa: str, threads: int, limits: _Sizes, inputs: Sequence[tuple[str, _Linear, _Linear]], arena_bytes: int
+    ) -> None: ...
+    def add_kernel(
+        self, name: str, operands: dict[str, OperandSpec], attributes: dict[str, int | float | str]
+    ) -> None: ...
+    def run(self, arrays: Sequence[NDArray[np.int32]], sizes: _Sizes) -> None:
+        """One step: the inputs in the constructor's order, checked (ValueError) before anything is written."""
+
+    def buffer(self, offset_bytes: int, rows: int, columns: int, stride: int, dtype: str) -> NDArray[Any]:
+        """View of the arena: f32, i32 or i8 as such, bf16 as uint16. Overwritten by the next step."""

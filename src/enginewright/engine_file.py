@@ -1,0 +1,292 @@
+"""The engine file: a safetensors file of sections, written in one stream and read with every bound checked.
+
+    u64 N | JSON header, space-padded to N bytes | sections, each 64-byte aligned and zero-padded to 64 bytes
+
+docs/engine-file.md specifies the format. Whatever the bytes, reading raises nothing but EngineError.
+"""
+
+import contextlib
+import hashlib
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from enginewright.engine_header import ALIGN, REBUILD, EngineHeader, encode_header, header_end, padded, parse_header
+from enginewright.errors import CorruptEngineError, EngineError, UsageError
+from enginewright.manifest import WEIGHTS, About, Manifest, SectionForm, check_form
+from enginewright.new_file import NewFile
+
+HEADER_BASE_BYTES = 16 << 10  # the manifest without its sections
+HEADER_SECTION_BYTES = 640  # a section in header and manifest, with a name of 100 characters
+PIECE_BYTES = 1 << 20  # read and hashed at once
+_BUILD_IT = "Make an engine of it with `engine build`."
+
+BytesLike = bytes | bytearray | memoryview
+
+
+class EngineFile:
+    """An engine, open for reading; use it in `with`, or close it. Threads may share it."""
+
+    def __init__(self, path: Path, fd: int, header: EngineHeader, file_bytes: int) -> None:
+        self.path = path
+        self.manifest = header.manifest
+        self.manifest_hash = header.manifest_hash
+        self.offsets = header.offsets
+        self.file_bytes = file_bytes
+        self._fd = fd
+        self._map = mmap.mmap(fd, file_bytes, access=mmap.ACCESS_READ)
+
+    @classmethod
+    def open(cls, path: str | Path, *, check_sections: bool = True) -> "EngineFile":
+        """Open an engine and check its header, and the hash of every section but weights (`verify_sections` does).
+
+        Args:
+            check_sections: False checks the header alone.
+
+        Raises:
+            CorruptEngineError: the file is cut short, altered, or not an engine.
+            EngineError: it cannot be read, or a newer release wrote it.
+        """
+        path = Path(path)
+        with _failing(f"{path} cannot be opened"):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not hang us
+        try:
+            with _failing(f"{path} cannot be read"):
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
+                    why = "this is a folder, not an engine" if stat.S_ISDIR(status.st_mode) else "it is not a file"
+                    raise CorruptEngineError(f"{path} cannot be read", why, _BUILD_IT)
+                end = header_end(os.pread(fd, 8, 0), status.st_size, str(path))
+                header = parse_header(b"".join(_pieces(fd, path, 0, end)), status.st_size, str(path))
+                engine = cls(path, fd, header, status.st_size)
+        except BaseException:
+            os.close(fd)
+            raise
+        try:
+            if check_sections:
+                damaged = engine.verify_sections(name for name in engine.sections if not name.startswith(WEIGHTS))
+                if damaged:
+                    raise CorruptEngineError(f"{path} is damaged", f"section {', '.join(damaged)}", REBUILD)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    @property
+    def sections(self) -> Mapping[str, SectionForm]:
+        return self.manifest.sections
+
+    def section(self, name: str) -> memoryview:
+        """A section's bytes, read-only and where they are mapped; valid for as long as the view is held.
+
+        A file that somebody truncates afterwards is a SIGBUS here: `read_section` copies, and checks the hash.
+        """
+        form, start = self._find(name)
+        return memoryview(self._map)[start : start + form.nbytes]
+
+    def read_section(self, name: str) -> bytes:
+        """A copy of a section's bytes, read without the mapping and checked against their hash.
+
+        Raises:
+            CorruptEngineError: they are damaged, or there is no such section.
+        """
+        form, start = self._find(name)
+        data = b"".join(_pieces(self._fd, self.path, start, form.nbytes))
+        if len(data) != form.nbytes or hashlib.sha256(data).hexdigest() != form.sha256:
+            raise CorruptEngineError(f"{self.path} is damaged", f"section {name}", REBUILD)
+        return data
+
+    def verify_sections(
+        self, names: Iterable[str] | None = None, progress: Callable[[int], None] | None = None
+    ) -> list[str]:
+        """Hash sections, all of them by default.
+
+        Args:
+            progress: called with the number of bytes that were just hashed.
+
+        Returns:
+            Names of damaged sections, in the order of `names` or of the file.
+        """
+        in_file_order = sorted(self.sections, key=lambda name: (self.offsets[name], self.sections[name].nbytes))
+        return [name for name in (in_file_order if names is None else names) if not self._intact(name, progress)]
+
+    def close(self) -> None:
+        """Views of sections stay valid: the mapping goes with the last of them."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+            with contextlib.suppress(BufferError):
+                self._map.close()
+
+    def __enter__(self) -> "EngineFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _find(self, name: str) -> tuple[SectionForm, int]:
+        if name not in self.sections:
+            raise CorruptEngineError(f"{self.path} is incomplete", f"it has no section {name!r}", REBUILD)
+        return self.sections[name], self.offsets[name]
+
+    def _intact(self, name: str, progress: Callable[[int], None] | None) -> bool:
+        form, start = self._find(name)
+        digest, filling = hashlib.sha256(), padded(form.nbytes) - form.nbytes
+        for piece in _pieces(self._fd, self.path, start, form.nbytes):
+            digest.update(piece)
+            if progress is not None:
+                progress(len(piece))
+        zeros = b"".join(_pieces(self._fd, self.path, start + form.nbytes, filling))
+        return digest.hexdigest() == form.sha256 and zeros == bytes(filling)
+
+
+def _pieces(fd: int, path: Path, start: int, nbytes: int) -> Iterator[bytes]:
+    """At most `nbytes` bytes of a file from `start` on; fewer where it ends."""
+    end = start + nbytes
+    while start < end:
+        with _failing(f"{path} cannot be read"):
+            piece = os.pread(fd, min(end - start, PIECE_BYTES), start)
+        if not piece:
+            return
+        start += len(piece)
+        yield piece
+
+
+@contextlib.contextmanager
+def _failing(what: str, fix: str = "") -> Iterator[None]:
+    """The system's errors as ours; mmap says ValueError of a file that has become shorter."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise EngineError(what, why or str(error), fix) from error
+
+
+class EngineWriter:
+    """Writes an engine that appears under its name whole, by `commit`, or not at all.
+
+    with EngineWriter(path, expected_sections=300) as writer:
+        writer.add("weights/…", chunks, dtype="bf16", shape=(576, 192), layout="r16")
+        writer.write_header(about)  # from here on `temporary_path` is a readable engine
+        writer.add("goldens", goldens, evidence=True)
+        writer.commit(about)
+
+    The file's bytes depend on the calls alone. A failure of the system raises EngineError; after any exception
+    inside `add`, `write_header` or `commit`, or at the end of `with`, nothing is left of what was not committed.
+
+    Args:
+        expected_sections: space for these (and the manifest) is reserved in front; a few more do no harm.
+        total_bytes: of all sections, if known: a disk without that space is refused at once.
+    """
+
+    def __init__(self, path: str | Path, expected_sections: int, total_bytes: int | None = None) -> None:
+        self.path = Path(path)
+        self._data_start = padded(HEADER_BASE_BYTES + HEADER_SECTION_BYTES * expected_sections)
+        self._total_bytes = None if total_bytes is None else total_bytes + ALIGN * expected_sections
+        self._forms: dict[str, SectionForm] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        self._file: NewFile | None = None
+
+    def __enter__(self) -> "EngineWriter":
+        with self._all_or_nothing(), self._writing():
+            if self.path.is_dir():
+                raise UsageError(f"{self.path} cannot be written", "it is a folder", "Name a file with --output.")
+            self._file = NewFile(self.path)
+            free = self._file.free_bytes()
+            if self._total_bytes is not None and free is not None and free < self._data_start + self._total_bytes:
+                needed = f"it takes {self._data_start + self._total_bytes:,} bytes, {free:,} are free"
+                raise EngineError(f"the disk has no space for {self.path}", needed, "Make room, or name another disk.")
+            self._file.write(b" ", self._data_start - 1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.discard()
+            self._file = None
+
+    @property
+    def temporary_path(self) -> Path:
+        """The unfinished file, readable as an engine between `write_header` and the next `add`."""
+        return self._open_file.temporary_path
+
+    @property
+    def _open_file(self) -> NewFile:
+        if self._file is None:
+            raise EngineError(f"{self.path} cannot be written", "its writer is closed")
+        return self._file
+
+    def add(
+        self,
+        name: str,
+        chunks: BytesLike | Iterable[BytesLike],
+        *,
+        dtype: str | None = None,
+        shape: tuple[int, ...] | None = None,
+        layout: str | None = None,
+        evidence: bool = False,
+    ) -> SectionForm:
+        """Append a section; chunks are C-contiguous, written as they come, and hashed on the way."""
+        file, start, digest = self._open_file, padded(self._open_file.size), hashlib.sha256()
+        end = start
+        with self._all_or_nothing():
+            if name in self._forms:
+                raise EngineError(f"section {name!r} cannot be written", "there is one of that name")
+            for chunk in (chunks,) if isinstance(chunks, BytesLike) else chunks:
+                view = memoryview(chunk)
+                if view.nbytes:
+                    view = view.cast("B")
+                    with self._writing():
+                        file.write(view, end)
+                    digest.update(view)
+                    end += view.nbytes
+            with self._writing():
+                file.write(bytes(padded(end) - end), end)
+            form = SectionForm(end - start, digest.hexdigest(), dtype, shape, layout, evidence)
+            try:
+                check_form(name, form)
+            except ValueError as error:
+                raise EngineError("a section cannot be written", str(error)) from error
+        self._forms[name] = form
+        self._places[name] = (start - self._data_start, padded(end) - self._data_start)
+        return form
+
+    def write_header(self, about: About) -> Manifest:
+        """Describe the sections so far, which makes the temporary file a whole engine. More may follow."""
+        with self._all_or_nothing():
+            try:
+                manifest = Manifest.of(about, self._forms)
+                header = encode_header(manifest.to_json(), self._places)
+            except (ValueError, OverflowError, RecursionError, TypeError) as error:
+                raise EngineError(f"the manifest of {self.path} cannot be written", str(error)) from error
+            reserved = self._data_start - 8
+            if len(header) > reserved:
+                why = f"{len(self._forms)} sections take {len(header)} bytes of the {reserved} reserved"
+                raise EngineError(f"the header of {self.path} cannot be written", why)
+            with self._writing():
+                self._open_file.write(reserved.to_bytes(8, "little") + header.ljust(reserved), 0)
+        return manifest
+
+    def commit(self, about: About) -> Manifest:
+        """Write the header and give the file its name, durably: it has survived a power cut from here on."""
+        manifest = self.write_header(about)
+        with self._all_or_nothing(), self._writing():
+            self._open_file.publish()
+        self._file = None
+        return manifest
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        fix = "Nothing is left of it: make room, or name another place with --output, and build again."
+        return _failing(f"{self.path} cannot be written", fix)

@@ -1,0 +1,146 @@
+"""The header of an engine file, from and to bytes; every bound is checked before anything is allocated or mapped.
+
+What is accepted is exactly what `encode_header` writes, so that there is one header for one set of sections, and
+no byte of it can change unnoticed. Whatever the bytes, nothing but EngineError is raised.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from enginewright.errors import CorruptEngineError, EngineError
+from enginewright.manifest import FORMAT_VERSION, Manifest, SectionForm
+
+ALIGN = 64  # bytes; where a section starts, and what its size is filled up to
+MAX_HEADER_BYTES = 100_000_000  # what safetensors readers accept
+MESSAGE_CHARACTERS = 300
+REBUILD = "Copy the file again, or build it again with `engine build`."
+_BUILD_IT = "Make an engine of it with `engine build`."
+_FOREIGN = {  # how files start that people take for engines → what they are, what to do
+    b"GGUF": ("this is a GGUF checkpoint, not an engine", _BUILD_IT),
+    b"version ": ("this is a Git LFS pointer, not an engine", "Fetch the file itself with `git lfs pull`."),
+    b"PK\x03\x04": ("this is a zip archive (a pickle checkpoint?), not an engine", ""),
+}
+
+
+class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: Literal["U8"]
+    shape: tuple[int]
+    data_offsets: tuple[int, int]
+
+
+class _Version(msgspec.Struct):
+    """What every version of the format has in its manifest."""
+
+    format_version: int
+
+
+_ENTRIES = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_METADATA = msgspec.json.Decoder(dict[str, str])
+_TENSOR = msgspec.json.Decoder(_Tensor)
+_VERSION = msgspec.json.Decoder(_Version)
+
+
+@dataclass(frozen=True)
+class EngineHeader:
+    """A header that holds together. offsets: section → where it starts in the file."""
+
+    manifest: Manifest
+    manifest_hash: str  # SHA-256 of the manifest's text: the engine's identity
+    offsets: Mapping[str, int]
+
+
+def padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def encode_header(manifest_text: bytes, offsets: Mapping[str, tuple[int, int]]) -> bytes:
+    """The one header of these sections. offsets: section → [begin, end) in the data."""
+    text, digest = manifest_text.decode(), hashlib.sha256(manifest_text).hexdigest()
+    metadata = {"enginewright": text, "enginewright.sha256": digest, "format": "enginewright"}
+    tensors = {name: _Tensor("U8", (end - begin,), (begin, end)) for name, (begin, end) in offsets.items()}
+    return msgspec.json.encode({"__metadata__": metadata, **tensors}, order="sorted")
+
+
+def header_end(start: bytes, file_bytes: int, name: str = "the file") -> int:
+    """Where the data starts, from the first eight bytes of a file.
+
+    Raises:
+        CorruptEngineError: there cannot be a header of that length.
+    """
+    if file_bytes < 8 or len(start) < 8:
+        raise CorruptEngineError(f"{name} is cut short", f"it has {file_bytes} bytes", REBUILD)
+    length = int.from_bytes(start[:8], "little")
+    if length > min(file_bytes - 8, MAX_HEADER_BYTES):
+        for magic, (why, fix) in _FOREIGN.items():
+            if start.startswith(magic):
+                raise CorruptEngineError(f"{name} cannot be read", why, fix)
+        why = f"its header should take {length} bytes, the file has {file_bytes}"
+        raise CorruptEngineError(f"{name} is cut short, damaged, or not an engine", why, REBUILD)
+    return 8 + length
+
+
+def parse_header(data: bytes, file_bytes: int, name: str = "the file") -> EngineHeader:
+    """Read and check a header.
+
+    Args:
+        data: the file's first bytes, the whole header among them.
+        file_bytes: length of the file.
+        name: what messages call the file.
+
+    Raises:
+        CorruptEngineError: anything is not as it should be.
+        EngineError: a newer release wrote the file.
+    """
+    end = header_end(data[:8], file_bytes, name)
+    if len(data) < end:
+        raise CorruptEngineError(f"{name} is cut short", "its header is incomplete", REBUILD)
+    header = data[8:end].rstrip(b" ")
+    try:
+        entries = _ENTRIES.decode(header)
+        metadata = _METADATA.decode(entries.pop("__metadata__", b"{}"))
+        if metadata.get("format") != "enginewright" and "enginewright" not in metadata:
+            why = "this is a checkpoint (safetensors), not an engine" if entries else "it holds no manifest"
+            raise CorruptEngineError(f"{name} cannot be read", why, _BUILD_IT)
+        text = metadata.get("enginewright", "")
+        version = _VERSION.decode(text).format_version
+        if version > FORMAT_VERSION:
+            why = f"it has format version {version}, and this release reads {FORMAT_VERSION}"
+            raise EngineError(f"{name} was built by a newer release", why, "Upgrade: pip install -U enginewright")
+        if hashlib.sha256(text.encode()).hexdigest() != metadata.get("enginewright.sha256"):
+            raise ValueError("the manifest does not match its hash")
+        tensors = {section: _TENSOR.decode(entry) for section, entry in entries.items()}
+        manifest = Manifest.from_json(text)
+        _check_places(tensors, manifest.sections, file_bytes - end)
+        places = {section: tensor.data_offsets for section, tensor in tensors.items()}
+        if encode_header(text.encode(), places) != header:
+            raise ValueError("it is not canonical JSON")
+        if end % ALIGN:
+            raise ValueError(f"the data starts at {end}, which is no multiple of {ALIGN}")
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptEngineError(f"the header of {name} is damaged", _printable(str(error)), REBUILD) from error
+    offsets = {section: end + begin for section, (begin, _) in places.items()}
+    return EngineHeader(manifest, metadata["enginewright.sha256"], offsets)
+
+
+def _printable(text: str) -> str:
+    """Messages of the decoder quote the file, which may be long, or talk to the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text[:MESSAGE_CHARACTERS])
+
+
+def _check_places(tensors: Mapping[str, _Tensor], forms: Mapping[str, SectionForm], data_bytes: int) -> None:
+    """Sections are those of the manifest, each as long as it must be, and fill the data without gap or overlap."""
+    if tensors.keys() != forms.keys():
+        odd = min(tensors.keys() ^ forms.keys())
+        raise ValueError(f"section {odd[:80]!r} is not in both header and manifest")
+    position = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        begin, end = tensor.data_offsets
+        if begin != position or end - begin != padded(forms[name].nbytes) or tensor.shape != (end - begin,):
+            raise ValueError(f"section {name!r} is not where or as long as it must be")
+        position = end
+    if position != data_bytes:
+        raise ValueError(f"the sections take {position} bytes, the file has {data_bytes} for them")

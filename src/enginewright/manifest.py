@@ -1,0 +1,166 @@
+"""The manifest: what an engine is made of, where that came from, and the hashes that hold it together.
+
+Canonical JSON: sorted keys, no spaces, defaults left out, whole numbers only, so that one manifest has one text.
+docs/engine-file.md specifies every field.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from enginewright.plan import DTYPE_BYTES
+
+FORMAT_VERSION = 1
+WEIGHTS = "weights/"  # sections of this prefix are weights: large, typed, and hashed only on demand
+
+MAX_BYTES = 2**53  # of a section or a file: whole numbers up to here survive every JSON reader
+MAX_NAME = 255
+ROWS = 16  # rows of an r16 block
+K_ALIGN = 64  # elements; columns of r16 layouts are padded to this
+MATRIX_DTYPES = ("bf16", "i8")  # what the r16 layouts hold
+_SECTION_NAME = re.compile(r"[!#-\[\]-~]{1,255}")  # printable ASCII but '"' and '\\'
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+
+
+class SectionForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a section's bytes are.
+
+    nbytes: length, without the zeros that fill the section up to a multiple of 64. dtype, shape, layout: how a
+    kernel reads a weight (csrc/cpu/kernel.h); None for plain bytes. evidence: measured by the build (goldens, a
+    quality report) and therefore no part of the content.
+    """
+
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+    sha256: Sha256
+    dtype: str | None = None
+    shape: tuple[Count, ...] | None = None
+    layout: str | None = None
+    evidence: bool = False
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Defaults for the runtime, which may go beyond max_batch_size."""
+
+    max_seq_len: Count
+    max_batch_size: Count
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """What only the builder knows about an engine.
+
+    name, model_type: the model's. targets: what there is code for ("cpu"). recipe: every choice that changes
+    the content, as JSON without fractions (write "0.5"). sources: input file, relative to its checkpoint → SHA-256.
+    """
+
+    builder_version: str
+    name: str
+    model_type: str
+    targets: tuple[str, ...]
+    recipe: dict[str, Any]
+    sources: dict[str, Sha256]
+    limits: Limits
+
+
+class Manifest(About, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """sections: name → form. content_hash: SHA-256 over everything here but evidence, however it lies in the file."""
+
+    format_version: Annotated[int, msgspec.Meta(ge=1, le=FORMAT_VERSION)]
+    sections: dict[str, SectionForm]
+    content_hash: Sha256
+
+    @staticmethod
+    def of(about: About, sections: Mapping[str, SectionForm]) -> "Manifest":
+        """Raises ValueError for what no reader would accept."""
+        fields = {name: getattr(about, name) for name in About.__struct_fields__}
+        fields |= {"format_version": FORMAT_VERSION, "sections": dict(sections)}
+        manifest = Manifest(**fields, content_hash=_content_hash(fields))
+        return Manifest.from_json(manifest.to_json())
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self, order="sorted")
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Manifest":
+        """Raises ValueError (msgspec's errors are ValueErrors too) or RecursionError, saying what is wrong."""
+        manifest = _DECODER.decode(text)
+        _check(manifest)
+        if manifest.to_json() != (text.encode() if isinstance(text, str) else text):
+            raise ValueError("the manifest is not canonical JSON")
+        fields = {name: getattr(manifest, name) for name in Manifest.__struct_fields__ if name != "content_hash"}
+        if _content_hash(fields) != manifest.content_hash:
+            raise ValueError("the manifest does not match its content hash")
+        return manifest
+
+
+_DECODER = msgspec.json.Decoder(Manifest)
+
+
+def _content_hash(fields: Mapping[str, Any]) -> str:
+    sections = {name: form for name, form in fields["sections"].items() if not form.evidence}
+    return hashlib.sha256(msgspec.json.encode({**fields, "sections": sections}, order="sorted")).hexdigest()
+
+
+def _check(manifest: Manifest) -> None:
+    texts = (manifest.builder_version, manifest.name, manifest.model_type, *manifest.targets)
+    for text in texts:
+        if not text.isprintable() or not 0 < len(text) <= MAX_NAME:
+            raise ValueError(f"{text[:MAX_NAME]!r} is no name: 1 to {MAX_NAME} printable characters")
+    for file in manifest.sources:
+        if not file.isprintable() or file.startswith("/") or ".." in file.split("/") or not file:
+            raise ValueError(f"the source {file!r} is not a file inside its checkpoint")
+    _check_whole_numbers(manifest.recipe)
+    for name, form in manifest.sections.items():
+        check_form(name, form)
+
+
+def _check_whole_numbers(recipe: Any) -> None:
+    pending = [recipe]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            pending.extend(value.values())
+        elif isinstance(value, list | tuple):
+            pending.extend(value)
+        elif isinstance(value, float):
+            raise ValueError(f"the recipe has the fraction {value!r}; write it as a string")
+        elif isinstance(value, int) and abs(value) > MAX_BYTES:
+            raise ValueError("the recipe has a number beyond 2^53; write it as a string")
+
+
+def check_form(name: str, form: SectionForm) -> None:
+    """Raises ValueError if the section may not be called so, or cannot have this form."""
+    if not _SECTION_NAME.fullmatch(name) or name == "__metadata__":
+        raise ValueError(f"{name[:MAX_NAME]!r} is no section name: 1 to {MAX_NAME} printable ASCII characters")
+    if form.dtype is None and form.shape is None and form.layout is None:
+        if name.startswith(WEIGHTS):
+            raise ValueError(f"section {name!r} is a weight without dtype, shape, and layout")
+    elif form.dtype is None or form.shape is None or form.layout is None:
+        raise ValueError(f"section {name!r} has only a part of dtype, shape, and layout")
+    else:
+        try:
+            expected = packed_bytes(form.dtype, form.shape, form.layout)
+        except ValueError as error:
+            raise ValueError(f"section {name!r} is impossible: {error}") from None
+        if form.nbytes != expected:
+            raise ValueError(f"section {name!r} has {form.nbytes} bytes where its form takes {expected}")
+
+
+def packed_bytes(dtype: str, shape: tuple[int, ...], layout: str) -> int:
+    """Bytes of a matrix or vector in one of the layouts of csrc/cpu/kernel.h; ValueError if there is no such one."""
+    if not 1 <= len(shape) <= 2 or not all(1 <= size <= MAX_BYTES for size in shape):
+        raise ValueError(f"shape {shape} is neither [columns] nor [rows, columns]")
+    rows, columns = shape if len(shape) == 2 else (1, shape[0])
+    if layout == "plain" and dtype in DTYPE_BYTES:
+        return rows * columns * DTYPE_BYTES[dtype]
+    if layout not in ("r16", "r16_pairs") or dtype not in MATRIX_DTYPES or len(shape) != 2:
+        raise ValueError(f"no {dtype!r} tensor of {len(shape)} dimensions has the layout {layout!r}")
+    parts = 2 if layout == "r16_pairs" else 1
+    if rows % parts:
+        raise ValueError(f"{rows} rows cannot be pairs")
+    blocks = parts * -(-(rows // parts) // ROWS)
+    return blocks * ROWS * -(-columns // K_ALIGN) * K_ALIGN * DTYPE_BYTES[dtype]

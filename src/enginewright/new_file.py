@@ -1,0 +1,186 @@
+"""A file that appears whole, under its final name, or not at all: whatever fails, and whenever the process dies.
+
+Where the system can (O_TMPFILE), the file has no name while it is written, so that even SIGKILL leaves nothing.
+Elsewhere it has a hidden name beside the final one, `.NAME.PID-RANDOM.building`, which its writer keeps locked; the
+next build of the same target removes hidden files that nobody holds any more.
+
+A link with a name cannot replace a file. So a build over an existing file links the finished, synced file under a
+hidden name and renames that; only a process killed between these two calls leaves something behind (a hidden,
+whole file, until the next build). The old file stays linked until the rename is known to be durable.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+_O_TMPFILE = getattr(os, "O_TMPFILE", 0)  # Linux only
+_NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_STEM_BYTES = 200  # of the final name, in a hidden name; file systems stop at 255
+_ATTEMPTS = 8
+
+
+class NewFile:
+    """Raises OSError where the system does; `discard` then, and the folder is as it was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0  # bytes written, from the start to the end of the file
+        self._fd = -1
+        self._hidden: str | None = None  # the file's temporary name, if it has one
+        self._leftovers: list[str] = []  # names to remove, whatever happens
+        self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._remove_abandoned()
+            self._open()
+        except BaseException:
+            self.discard()
+            raise
+
+    @property
+    def temporary_path(self) -> Path:
+        """Where the unfinished file can be read, from this process or another one of the same user."""
+        if self._hidden is not None:
+            return self.path.parent / self._hidden
+        return Path(f"/proc/{os.getpid()}/fd/{self._fd}")
+
+    def free_bytes(self) -> int | None:
+        """Bytes that can be written, if the file system says so."""
+        status = os.fstatvfs(self._fd)
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+    def write(self, data: bytes | memoryview, offset: int) -> None:
+        """data: bytes; a memoryview is one of format "B"."""
+        view = memoryview(data)
+        while view:
+            count = os.pwrite(self._fd, view, offset)
+            offset += count
+            view = view[count:]
+        self.size = max(self.size, offset)
+
+    def publish(self) -> None:
+        """Give the file its final name, durably. On any failure an earlier file of that name is still there."""
+        os.fsync(self._fd)
+        restore: str | None = None  # the name that holds the earlier file
+        existed = True
+        if self._hidden is None:
+            existed = not self._link_unnamed(self.path.name)
+            if existed:
+                hidden = self._new_name("building")
+                self._leftovers.append(hidden)
+                if not self._link_unnamed(hidden):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), hidden)
+                self._hidden = hidden
+        if self._hidden is not None:
+            restore, existed = self._keep_earlier()
+            os.replace(self._hidden, self.path.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        try:
+            os.fsync(self._folder)
+        except BaseException:
+            if restore is not None:
+                os.replace(restore, self.path.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            elif not existed:
+                os.unlink(self.path.name, dir_fd=self._folder)
+            raise
+        self._close()
+
+    def discard(self) -> None:
+        """Remove what is not published, and let go of the rest. Never fails."""
+        self._close()
+
+    def _open(self) -> None:
+        if _O_TMPFILE and self._open_unnamed():
+            return
+        for _ in range(_ATTEMPTS):
+            self._hidden = self._new_name("building")
+            self._leftovers.append(self._hidden)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._fd = os.open(self._hidden, flags, 0o666, dir_fd=self._folder)
+            if _lock(self._fd) is not False and os.fstat(self._fd).st_nlink:
+                return
+            os.close(self._fd)  # another build took it for abandoned before it was locked
+            self._fd = -1
+        raise FileExistsError(errno.EEXIST, "another build keeps removing the temporary file", str(self.path))
+
+    def _open_unnamed(self) -> bool:
+        try:
+            self._fd = os.open(".", _O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666, dir_fd=self._folder)
+        except OSError as error:
+            if error.errno in _NO_TMPFILE:
+                return False
+            raise
+        _lock(self._fd)  # for the moment that it has a hidden name
+        if os.path.exists(f"/proc/self/fd/{self._fd}"):  # what it will be linked by
+            return True
+        os.close(self._fd)
+        self._fd = -1
+        return False
+
+    def _link_unnamed(self, name: str) -> bool:
+        """False if there is a file of that name."""
+        try:
+            # With a folder descriptor this is linkat(AT_SYMLINK_FOLLOW), without one it would link the symlink.
+            os.link(f"/proc/self/fd/{self._fd}", name, dst_dir_fd=self._folder, follow_symlinks=True)
+        except FileExistsError:
+            return False
+        return True
+
+    def _keep_earlier(self) -> tuple[str | None, bool]:
+        """A second name of the file about to be replaced, if it can have one; and whether there is such a file."""
+        previous = self._new_name("previous")
+        self._leftovers.append(previous)
+        try:
+            os.link(self.path.name, previous, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return None, False
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                return None, True
+            raise
+        return previous, True
+
+    def _new_name(self, role: str) -> str:
+        return f"{self._prefix()}{os.getpid()}-{secrets.token_hex(4)}.{role}"
+
+    def _prefix(self) -> str:
+        return f".{os.fsdecode(os.fsencode(self.path.name)[:_STEM_BYTES])}."
+
+    def _remove_abandoned(self) -> None:
+        """Remove hidden files of dead builds of this target: those that are not locked."""
+        pattern = re.compile(re.escape(self._prefix()) + r"[0-9]+-[0-9a-f]{8}\.(building|previous)")
+        for name in filter(pattern.fullmatch, os.listdir(self._folder)):
+            with contextlib.suppress(OSError):
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                fd = os.open(name, flags, dir_fd=self._folder)
+                try:
+                    if stat.S_ISREG(os.fstat(fd).st_mode) and _lock(fd):
+                        os.unlink(name, dir_fd=self._folder)
+                finally:
+                    os.close(fd)
+
+    def _close(self) -> None:
+        for name in self._leftovers:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=self._folder)
+        self._leftovers.clear()
+        for fd in (self._fd, self._folder):
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        self._fd = self._folder = -1
+
+
+def _lock(fd: int) -> bool | None:
+    """Whether the file is now locked by us; None where files cannot be locked."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

@@ -1,0 +1,28 @@
+"""Engines for tests: built once a process, from real or tiny checkpoints."""
+
+import atexit
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.builder.checkpoint import open_checkpoint
+from enginewright.passes.quant import quant_config
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.executor import CpuExecutor
+
+
+@cache
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="enginewright-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@cache
+def built(checkpoint: Path, quant: str) -> Path:
+    """The engine of a checkpoint, for the CPU."""
+    output = _folder() / f"{len(list(_folder().iterdir()))}-{quant}.engine"
+    build_engine(open_checkpoint(str(checkpoint)), BuildConfig(quant=quant_config(quant)), output)
+    return output

@@ -1,0 +1,53 @@
+"""Runs graphs in onnxruntime, the oracle of every rewrite."""
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime
+
+from enginewright.plugins import expand_references
+
+Array = npt.NDArray[np.generic]
+
+
+class Oracle:
+    """A graph in onnxruntime, the references of our ops inlined. bfloat16 goes in and comes out as ml_dtypes' type."""
+
+    def __init__(self, model: ir.Model) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        # Nothing of onnxruntime's own fusions: the graph is run as it is written.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        data = ir.to_proto(expand_references(model)).SerializeToString()
+        self.session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        self.bfloat16 = {value.name for value in model.graph.outputs if value.dtype == ir.DataType.BFLOAT16}
+
+    def __call__(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        values = {name: _to_ort(array) for name, array in feeds.items()}
+        names = [output.name for output in self.session.get_outputs()]
+        results = self.session.run_with_ort_values(names, values)
+        return {
+            name: _bits_to_bfloat16(value) if name in self.bfloat16 else value.numpy()
+            for name, value in zip(names, results, strict=True)
+        }
+
+
+def run(model: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    return Oracle(model)(feeds)
+
+
+def _to_ort(array: Array) -> onnxruntime.OrtValue:
+    if array.dtype == ml_dtypes.bfloat16:
+        bits = np.ascontiguousarray(array).view(np.uint16)
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, ir.DataType.BFLOAT16.value)
+    return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+
+
+def _bits_to_bfloat16(value: onnxruntime.OrtValue) -> Array:
+    import torch
+
+    return torch.from_dlpack(value._ortvalue.to_dlpack()).view(torch.uint16).numpy().view(ml_dtypes.bfloat16)

@@ -1,0 +1,284 @@
+"""GGUF checkpoints: tensors and config come back as the Hugging Face model had them."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+
+from enginewright.builder.checkpoint import Checkpoint, gguf_file, open_checkpoint
+from enginewright.errors import EngineError, UnsupportedModelError, UsageError
+from tests.tiny_gguf import TOKENS, TinyGguf, state_of, tiny_model, write_model
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": False},
+    "gemma3": {"sliding_window": 8, "final_logit_softcapping": 9.0, "query_pre_attn_scalar": 18},
+}
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_gguf: Path) -> PreTrainedModel:
+    """The real model, as transformers reads it from the same file."""
+    return AutoModelForCausalLM.from_pretrained(
+        smollm2_gguf.parent,
+        gguf_file=smollm2_gguf.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+
+
+def test_real_model(smollm2_gguf: Path, reference: PreTrainedModel) -> None:
+    checkpoint = open_checkpoint(str(smollm2_gguf))
+    state = state_of(reference)
+    assert checkpoint.tensors.keys() == state.keys()
+    for name, tensor in state.items():
+        assert checkpoint.tensors[name].dtype == torch.float32
+        assert checkpoint.tensors[name].shape == tensor.shape
+        assert torch.equal(checkpoint.read(name), tensor), name
+    assert checkpoint.name == "SmolLM2-135M-Instruct"
+    assert checkpoint.config["model_type"] == "llama"
+    config = {key: value for key, value in checkpoint.config.items() if key != "model_type"}
+    read, expected = AutoConfig.for_model("llama", **config).to_dict(), reference.config.to_dict()
+    for key in config.keys() & expected.keys() - {"rms_norm_eps", "eos_token_id"} | {"rope_parameters"}:
+        assert read[key] == expected[key], key
+    assert np.float32(read["rms_norm_eps"]) == np.float32(expected["rms_norm_eps"])
+    assert checkpoint.generation_config == {"bos_token_id": 1, "pad_token_id": 2, "eos_token_id": [2, 0]}
+
+
+def test_real_tokenizer(smollm2_gguf: Path) -> None:
+    template = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name).chat_template
+    tokenizer = open_checkpoint(str(smollm2_gguf)).tokenizer
+    assert tokenizer.chat_template == template
+    assert tokenizer.config["bos_token"] == "<|im_start|>"
+    assert tokenizer.config["eos_token"] == "<|im_end|>"
+    assert tokenizer.config["add_bos_token"] is False
+
+
+def test_hashes(smollm2_gguf: Path) -> None:
+    expected = hashlib.sha256(smollm2_gguf.read_bytes()).hexdigest()
+    assert open_checkpoint(str(smollm2_gguf)).source_hashes() == {smollm2_gguf.name: expected}
+
+
+def assert_model(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """The same tensors, and a config by which transformers computes the same logits from them."""
+    state = state_of(model)
+    assert checkpoint.tensors.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(checkpoint.read(name), tensor), name
+        assert checkpoint.tensors[name].shape == tensor.shape
+    config = {key: value for key, value in checkpoint.config.items() if key != "model_type"}
+    rebuilt = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        AutoConfig.for_model(checkpoint.config["model_type"], **config)
+    )
+    rebuilt.load_state_dict({name: checkpoint.read(name) for name in checkpoint.tensors}, strict=False)
+    rebuilt.tie_weights()
+    tokens = torch.arange(53).remainder(model.config.vocab_size)[None]
+    with torch.no_grad():
+        assert torch.equal(rebuilt.eval()(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(tmp_path: Path, family: str) -> None:
+    model = tiny_model(family, **FAMILIES[family])
+    writer = write_model(tmp_path / "tiny.gguf", family, model)
+    writer.add_rope_freq_base(1_000_000.0 if family == "gemma3" else 10_000.0)
+    if family == "gemma3":
+        writer.add_sliding_window(8)
+        writer.add_final_logit_softcapping(9.0)
+    checkpoint = open_checkpoint(str(writer.finish()))
+    assert checkpoint.config["model_type"] == {"gemma3": "gemma3_text"}.get(family, family)
+    assert checkpoint.config["vocab_size"] == 71
+    assert_model(checkpoint, model)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 5e5},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 83,
+        "beta_fast": 24.0,
+        "rope_theta": 5e5,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_theta": 5e5,
+    },
+}
+
+
+def llama_with_rope(path: Path, rope: dict[str, Any]) -> tuple[TinyGguf, PreTrainedModel]:
+    model = tiny_model("llama", rope_parameters=dict(rope), max_position_embeddings=65536, tie_word_embeddings=True)
+    writer = write_model(path, "llama", model)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    return writer, model
+
+
+@pytest.mark.parametrize("rope", ["linear", "yarn"])
+def test_rope_scaling(tmp_path: Path, rope: str) -> None:
+    writer, model = llama_with_rope(tmp_path / "tiny.gguf", ROPES[rope])
+    writer.add_rope_scaling_type(gguf.RopeScalingType(rope))
+    writer.add_rope_scaling_factor(ROPES[rope]["factor"])
+    if rope == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(83)
+        writer.add_rope_scaling_yarn_beta_fast(24.0)
+    checkpoint = open_checkpoint(str(writer.finish()))
+    assert checkpoint.config["rope_scaling"]["rope_type"] == rope
+    assert_model(checkpoint, model)
+
+
+def llama3_divisors(model: PreTrainedModel) -> np.ndarray:
+    """From transformers' own frequencies: unscaled over scaled."""
+    plain = tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    divisors: torch.Tensor = plain.model.rotary_emb.inv_freq / model.model.rotary_emb.inv_freq
+    return divisors.numpy()
+
+
+def test_llama3_rope_from_its_factors(tmp_path: Path) -> None:
+    writer, model = llama_with_rope(tmp_path / "tiny.gguf", ROPES["llama3"])
+    divisors = llama3_divisors(model)
+    assert len(np.unique(divisors)) > 2, "a wave between the long and the short"
+    writer.add_tensor("rope_freqs.weight", divisors)
+    checkpoint = open_checkpoint(str(writer.finish()))
+    assert checkpoint.config["rope_scaling"] == {
+        key: ROPES["llama3"][key] for key in ROPES["llama3"] if key != "rope_theta"
+    }
+    assert_model(checkpoint, model)
+
+
+def test_rope_factors_of_ones_change_nothing(tmp_path: Path) -> None:
+    writer, model = llama_with_rope(tmp_path / "tiny.gguf", {"rope_type": "default", "rope_theta": 5e5})
+    writer.add_tensor("rope_freqs.weight", np.ones(9, np.float32))
+    assert_model(open_checkpoint(str(writer.finish())), model)
+
+
+def test_rope_factors_of_another_kind_are_refused(tmp_path: Path) -> None:
+    writer, model = llama_with_rope(tmp_path / "tiny.gguf", ROPES["llama3"])
+    divisors = llama3_divisors(model)
+    divisors[4] *= 1.001
+    writer.add_tensor("rope_freqs.weight", divisors)
+    with pytest.raises(UnsupportedModelError, match="rope factors are not those of a llama3 scaling"):
+        open_checkpoint(str(writer.finish()))
+
+
+def test_gemma3_patterns(tmp_path: Path) -> None:
+    for pattern, expected in [(None, "LLLLLGL"), (3, "LLGLLGL"), ([1, 0, 0, 1, 1, 1, 0], "LGGLLLG")]:
+        writer = write_model(tmp_path / "tiny.gguf", "gemma3", tiny_model("gemma3"))
+        writer.add_sliding_window(8)
+        if isinstance(pattern, int):
+            writer.add_uint32("gemma3.attention.sliding_window_pattern", pattern)
+        elif pattern:
+            writer.add_array("gemma3.attention.sliding_window_pattern", [bool(flag) for flag in pattern])
+        types = open_checkpoint(str(writer.finish())).config["layer_types"]
+        assert "".join("L" if kind == "sliding_attention" else "G" for kind in types) == expected
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_dequantized_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(gguf_file, "PIECE_ELEMENTS", 500)  # of rows of 96: pieces of 5 and a tail of 1
+    model = tiny_model("qwen3", hidden_size=96, tie_word_embeddings=True)
+    state = state_of(model)
+    name = "model.embed_tokens.weight"
+    quantized = gguf.quantize(state.pop(name).numpy(), gguf.GGMLQuantizationType[kind])
+    writer = TinyGguf(tmp_path / "tiny.gguf", "qwen3", model.config)
+    writer.add_spelled_vocabulary()
+    writer.add_state(state)
+    writer.add_tensor("token_embd.weight", quantized, raw_dtype=gguf.GGMLQuantizationType[kind])
+    checkpoint = open_checkpoint(str(writer.finish()))
+    read = checkpoint.read(name)
+    assert read.shape == (71, 96)
+    assert torch.equal(read, torch.from_numpy(gguf.dequantize(quantized, gguf.GGMLQuantizationType[kind])))
+
+
+def refused(writer: TinyGguf, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message) as error:
+        open_checkpoint(str(writer.finish()))
+    assert error.value.exit_code == 3
+
+
+def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    model = tiny_model("llama")
+
+    def tiny() -> TinyGguf:
+        return write_model(path, "llama", model)
+
+    refused(TinyGguf(path, "falcon", model.config), "architecture 'falcon' are not read: known are llama, qwen2")
+    writer = tiny()
+    writer.add_expert_count(8)
+    refused(writer, r"llama\.expert_count = 8 is not implemented")
+    writer = tiny()
+    writer.add_float32("llama.new_feature", 1.0)
+    refused(writer, r"llama\.new_feature = 1\.0 is not implemented")
+    writer = tiny()
+    writer.add_rope_dimension_count(4)
+    refused(writer, r"llama\.rope\.dimension_count = 4 is not implemented")
+    writer = tiny()
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+    refused(writer, "rope scaling 'longrope'")
+    writer = tiny()
+    writer.add_tensor("blk.0.ffn_gate_exps.weight", np.zeros((2, 3), np.float32))
+    refused(writer, r"tensor blk\.0\.ffn_gate_exps\.weight is not known")
+    writer = tiny()
+    writer.add_tensor("blk.1.attn_q_norm.weight", np.zeros(3, np.float32))
+    refused(writer, r"tensor blk\.1\.attn_q_norm\.weight is not known")
+    writer = tiny()
+    writer.add_tensor("output.bias", np.zeros(3, np.int32))
+    refused(writer, r"tensor output\.bias has unknown type I32")
+    writer = tiny()
+    writer.add_uint16("split.count", 3)
+    refused(writer, r"tiny\.gguf is one of 3 files")
+
+
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "context_length", "attention.head_count"])
+def test_missing_or_senseless_metadata(tmp_path: Path, key: str) -> None:
+    model = tiny_model("llama")
+    for value in (None, 0, 1 << 31):
+        writer = write_model(tmp_path / "tiny.gguf", "llama", model)
+        del writer.kv_data[0][f"llama.{key}"]
+        if value is not None:
+            writer.add_uint32(f"llama.{key}", value)
+        with pytest.raises(EngineError, match=rf"llama\.{key} is"):
+            open_checkpoint(str(writer.finish()))
+
+
+def test_heads_that_do_not_divide_the_rows(tmp_path: Path) -> None:
+    writer = write_model(tmp_path / "tiny.gguf", "llama", tiny_model("llama"))
+    writer.kv_data[0]["llama.attention.head_count_kv"].value = 5
+    with pytest.raises(EngineError, match=r"blk\.\d\.attn_k\.weight has 36 rows"):
+        open_checkpoint(str(writer.finish()))
+
+
+def test_vocabulary_larger_than_the_embedding(tmp_path: Path) -> None:
+    model = tiny_model("llama", vocab_size=len(TOKENS) - 1)
+    with pytest.raises(EngineError, match="the embedding table has 66 rows"):
+        open_checkpoint(str(write_model(tmp_path / "tiny.gguf", "llama", model).finish()))
+
+
+def test_folder_with_one_gguf_file(tmp_path: Path) -> None:
+    model = tiny_model("qwen3")
+    write_model(tmp_path / "Tiny-1B-Q4_K_M.gguf", "qwen3", model).finish()
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert checkpoint.name == "Tiny-1B"
+    assert checkpoint.tensors.keys() == state_of(model).keys()
+    write_model(tmp_path / "Tiny-1B.BF16.gguf", "qwen3", model).finish()
+    with pytest.raises(UsageError, match="2 GGUF files"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_sampling_defaults(tmp_path: Path) -> None:
+    writer = write_model(tmp_path / "tiny.gguf", "qwen3", tiny_model("qwen3"))
+    writer.add_float32("general.sampling.temp", 0.6)
+    writer.add_int32("general.sampling.top_k", 20)
+    expected = {"bos_token_id": 1, "eos_token_id": 2, "temperature": 0.6, "top_k": 20, "do_sample": True}
+    assert open_checkpoint(str(writer.finish())).generation_config == expected

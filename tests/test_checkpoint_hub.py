@@ -1,0 +1,201 @@
+"""Hub ids, against a hub of our own: the part of its HTTP interface that huggingface_hub uses, on this machine."""
+
+import functools
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import torch
+from safetensors.torch import save
+from tokenizers import Tokenizer, models
+
+from enginewright.builder.checkpoint import Checkpoint, hub, open_checkpoint, opening
+from enginewright.errors import EngineError, UnsupportedModelError, UsageError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TEXTS = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])).to_str().encode(),
+    "README.md": b"not needed",
+}
+
+
+@dataclass
+class Hub:
+    """One repository, owner/Tiny, and what was fetched of it."""
+
+    endpoint: str
+    files: dict[str, bytes] = field(default_factory=dict)
+    fetched: list[str] = field(default_factory=list)
+    refusal: tuple[int, str] | None = None  # status, and the hub's name for the error
+
+    def answer(self, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
+        if self.refusal:
+            return self.refusal[0], {"X-Error-Code": self.refusal[1]}, b""
+        match path.strip("/").split("/"):
+            case ["api", "models", "owner", "Tiny", *rest]:
+                if rest and rest[:1] in (["revision"], ["tree"]) and rest[1] not in ("main", COMMIT):
+                    return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+                if rest and rest[0] == "tree":
+                    tree = [
+                        {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                        for name, content in self.files.items()
+                    ]
+                    return 200, {}, json.dumps(tree).encode()
+                info = {"id": "owner/Tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}
+                return 200, {}, json.dumps(info).encode()
+            case ["owner", "Tiny", "resolve", _, *name] if "/".join(name) in self.files:
+                content = self.files["/".join(name)]
+                if method == "GET":
+                    self.fetched.append("/".join(name))
+                return 200, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}, content
+        return 404, {"X-Error-Code": "RepoNotFound"}, b""
+
+
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub at work; open_checkpoint asks it, with a cache of its own."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, headers, content = served.answer(self.command, unquote(urlsplit(self.path).path))
+            self.send_response(status)
+            for key, value in (headers | {"Content-Length": str(len(content))}).items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    served = Hub(f"http://127.0.0.1:{server.server_port}", dict(TEXTS))
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    ask = functools.partial(hub.download, endpoint=served.endpoint, cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(opening, "download", ask)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    yield served
+    server.shutdown()
+    server.server_close()
+
+
+def shard(**values: float) -> bytes:
+    return save({name: torch.tensor([value]) for name, value in values.items()})
+
+
+def assert_opens(ref: str, **values: float) -> Checkpoint:
+    checkpoint = open_checkpoint(ref)
+    assert {name: checkpoint.read(name).item() for name in checkpoint.tensors} == values
+    return checkpoint
+
+
+def test_one_file(remote: Hub) -> None:
+    remote.files |= {"model.safetensors": shard(x=1.5), "pytorch_model.bin": b"pickle", "onnx/model.onnx": b"onnx"}
+    checkpoint = assert_opens("owner/Tiny", x=1.5)
+    assert checkpoint.name == "Tiny"
+    assert checkpoint.config == {"model_type": "llama"}
+    assert sorted(remote.fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(checkpoint.source_hashes()) == sorted(remote.fetched)
+    assert_opens("owner/Tiny@main", x=1.5)
+    assert len(remote.fetched) == 3, "what is in the cache is not fetched again"
+
+
+def test_shards_of_the_index_and_no_others(remote: Hub) -> None:
+    index = {"weight_map": {"x": "part/a.safetensors", "y": "b.safetensors"}}
+    remote.files |= {
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "part/a.safetensors": shard(x=1.0),
+        "b.safetensors": shard(y=2.0),
+        "consolidated.safetensors": shard(z=3.0),
+    }
+    checkpoint = assert_opens("owner/Tiny", x=1.0, y=2.0)
+    assert "part/a.safetensors" in checkpoint.source_hashes()
+    assert "consolidated.safetensors" not in remote.fetched
+
+
+def test_index_of_the_hub_that_leads_out(remote: Hub, tmp_path: Path) -> None:
+    (tmp_path / "out.safetensors").write_bytes(shard(x=1.0))
+    index = {"weight_map": {"x": "../../../../out.safetensors"}}
+    remote.files["model.safetensors.index.json"] = json.dumps(index).encode()
+    with pytest.raises(EngineError, match="leads out of the checkpoint's folder"):
+        open_checkpoint("owner/Tiny")
+
+
+def test_without_network_the_cache_serves(remote: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote.files["model.safetensors"] = shard(x=1.5)
+    assert_opens("owner/Tiny", x=1.5)
+    closed = functools.partial(hub.download, endpoint="http://127.0.0.1:9", cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(opening, "download", closed)
+    assert_opens("owner/Tiny", x=1.5)
+    with pytest.raises(EngineError, match=r"owner/Other cannot be had: .*the hub cannot be reached") as refused:
+        open_checkpoint("owner/Other")
+    assert refused.value.exit_code == 1
+    assert "hf download owner/Other --local-dir FOLDER" in refused.value.fix
+
+
+def test_told_to_stay_offline(remote: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote.files["model.safetensors"] = shard(x=1.5)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(EngineError, match="HF_HUB_OFFLINE is set"):
+        open_checkpoint("owner/Tiny")
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_hub_out_of_order(remote: Hub, status: int) -> None:
+    remote.refusal = (status, "")
+    with pytest.raises(EngineError, match="the hub cannot be reached"):
+        open_checkpoint("owner/Tiny")
+
+
+def test_no_such_repository(remote: Hub, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such folder here, and no such repository on the hub") as refused:
+        open_checkpoint("owner/Nothing")
+    assert refused.value.exit_code == 2
+    (tmp_path / "owner" / "Nothing-1B").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"Did you mean owner/Nothing-1B\?"):
+        open_checkpoint("owner/Nothing-2B")
+
+
+def test_no_such_revision(remote: Hub) -> None:
+    with pytest.raises(UsageError, match="owner/Tiny has no revision v7"):
+        open_checkpoint("owner/Tiny@v7")
+
+
+def test_gated(remote: Hub) -> None:
+    remote.refusal = (403, "GatedRepo")
+    with pytest.raises(EngineError, match="the hub denies access to owner/Tiny") as refused:
+        open_checkpoint("owner/Tiny")
+    assert "hf auth login" in refused.value.fix
+
+
+def test_pickles_are_not_even_fetched(remote: Hub) -> None:
+    remote.files["pytorch_model.bin"] = b"pickle"
+    with pytest.raises(UnsupportedModelError, match=r"pytorch_model\.bin in owner/Tiny is a pickle"):
+        open_checkpoint("owner/Tiny")
+    assert remote.fetched == []
+
+
+def test_several_gguf_files(remote: Hub) -> None:
+    remote.files |= {"Tiny.Q4_0.gguf": b"", "Tiny.Q8_0.gguf": b""}
+    with pytest.raises(UsageError, match=r"2 GGUF files: Tiny\.Q4_0\.gguf, Tiny\.Q8_0\.gguf"):
+        open_checkpoint("owner/Tiny")
+
+
+def test_no_weights(remote: Hub) -> None:
+    with pytest.raises(EngineError, match="owner/Tiny on the hub holds no weights"):
+        open_checkpoint("owner/Tiny")
+
+
+@pytest.mark.parametrize("ref", ["owner/Tiny/more", "../Tiny", "owner/", "/owner/Tiny", "owner/Tiny@", "owner/-x"])
+def test_what_is_no_hub_id(ref: str) -> None:
+    assert hub.parse_hub_id(ref) is None

@@ -1,0 +1,59 @@
+"""A sequence's logits are the same bits alone, in any batch, and however its prompt was cut (DESIGN §7)."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from enginewright import _cpu
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.passes.quant import Bf16, Int8Wo
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.executor import CpuExecutor
+from enginewright.runtime.score import score
+from tests.engines import built
+from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_config, tiny_model
+
+LENGTHS = [1, 2, 17, 31, 32, 33, 64, 65, 100, 255, 256, 257, 300, 5, 290, 280, *[7 * n % 61 + 1 for n in range(16)]]
+CUTS = (1, 7, 64, 255, 512)
+
+
+def texts_of(vocab_size: int) -> list[list[int]]:
+    random = np.random.default_rng(3)
+    return [random.integers(0, vocab_size, length).tolist() for length in LENGTHS]
+
+
+def last_logits(executor: CpuExecutor, texts: list[list[int]]) -> list[NDArray[np.float32]]:
+    return [rows[-1].copy() for rows in score(executor, texts, last_only=True)]
+
+
+def check(path: Path, isa: str, threads: int) -> None:
+    with Engine.open(path) as engine:
+        texts = texts_of(engine.plan.vocab_size)
+
+        def run(batches: list[list[list[int]]], cut: int, sequences: int) -> list[NDArray[np.float32]]:
+            executor = CpuExecutor(
+                engine, isa=isa, threads=threads, max_num_batched_tokens=cut, max_num_seqs=sequences, max_model_len=320
+            )
+            return [row for batch in batches for row in last_logits(executor, batch)]
+
+        alone = run([[text] for text in texts], 512, 1)
+        for cut in CUTS:
+            together = run([texts], cut, 32)
+            for length, expected, actual in zip(LENGTHS, alone, together, strict=True):
+                assert np.array_equal(expected, actual), f"{length} tokens, cut at {cut}, {isa}, {threads} threads"
+
+
+@pytest.mark.parametrize("isa", _cpu.isa_names())
+@pytest.mark.parametrize("quant", [Bf16(), Int8Wo()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tiny_models(family: str, quant: Bf16 | Int8Wo, isa: str, tmp_path: Path) -> None:
+    config = tiny_config(family)
+    path = tmp_path / "tiny.engine"
+    build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(quant=quant), path)
+    check(path, isa, threads=2)
+
+
+def test_a_real_model(smollm2_gguf: Path) -> None:
+    check(built(smollm2_gguf, "bf16"), _cpu.isa_names()[0], threads=2)

@@ -1,0 +1,189 @@
+"""GEMM kernels against float64, on every instruction set of this machine."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from tests.kernel_runner import Buffer, KernelRunner, weight
+from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
+
+from enginewright import _cpu
+
+ISAS = _cpu.isa_names()
+TOKENS = [1, 2, 5, 7, 16, 17, 33, 61]
+DTYPES = {"gemm_bf16@1": torch.bfloat16, "gemm_w8a16@1": torch.int8}
+KERNELS = list(DTYPES)
+
+
+def generator(*seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(hash(seed))
+
+
+def random_weight(kernel: str, rows: int, columns: int) -> torch.Tensor:
+    values = torch.randn(rows, columns, generator=generator(rows, columns))
+    return (values * 40).clamp(-127, 127).to(torch.int8) if "w8" in kernel else values.bfloat16()
+
+
+class Problem:
+    """x [tokens, columns], weight [rows, columns], and what a GEMM makes of them."""
+
+    def __init__(self, kernel: str, tokens: int, rows: int, columns: int, epilogue: str = "none", bias: bool = False):
+        self.kernel, self.epilogue, self.rows = kernel, epilogue, rows
+        self.outputs = rows if epilogue == "none" else rows // 2
+        self.x = torch.randn(tokens, columns, generator=generator(tokens, columns)).bfloat16()
+        self.weight = random_weight(kernel, rows, columns)
+        self.vectors: dict[str, torch.Tensor] = {}
+        if "w8" in kernel:
+            self.vectors["scale"] = torch.rand(rows, generator=generator(rows)) * 0.02 + 0.01
+        if bias:
+            self.vectors["bias"] = torch.randn(rows, generator=generator(rows, 1)) * 3
+
+    def run(self, isa: str, dtype: str, threads: int = 1, x: torch.Tensor | None = None) -> torch.Tensor:
+        """The kernel's result, float32; fails if pad columns of a bf16 result are not zero."""
+        x = self.x if x is None else x
+        runner = KernelRunner(isa, threads, tokens=len(x))
+        out = runner.buffer(len(x), self.outputs, dtype)
+        operands: dict[str, Buffer | _cpu.OperandSpec] = {
+            "x": runner.filled(x),
+            "weight": weight(self.weight, "r16" if self.epilogue == "none" else "r16_pairs"),
+            "out": out,
+        }
+        operands |= {name: weight(vector) for name, vector in self.vectors.items()}
+        runner.call(self.kernel, operands, {"epilogue": self.epilogue})
+        if dtype == "bf16":
+            assert not runner.read_pad(out).any()
+        else:
+            assert runner.read_pad(out).isnan().all(), "written behind the columns of an f32 result"
+        return runner.read(out)
+
+    def expected(self) -> torch.Tensor:
+        """float64"""
+        y = self.x.double() @ self.weight.double().T
+        if "scale" in self.vectors:
+            y = y * self.vectors["scale"].double()
+        if "bias" in self.vectors:
+            y = y + self.vectors["bias"].double()
+        if self.epilogue == "none":
+            return y
+        gate, up = y.chunk(2, dim=1)
+        if self.epilogue == "swiglu":
+            return torch.nn.functional.silu(gate) * up
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error over the largest value expected; NaN if there is one in the result."""
+    return float((result.double() - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_gemm(isa: str, kernel: str, tokens: int) -> None:
+    problem = Problem(kernel, tokens, 37, 577)
+    assert relative_error(problem.run(isa, "f32"), problem.expected()) < GEMM_F32
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (16, 64), (48, 129), (130, 31), (200, 64), (300, 700)])
+def test_gemm_of_other_shapes(isa: str, kernel: str, rows: int, columns: int) -> None:
+    for tokens in (1, 3, 40):
+        problem = Problem(kernel, tokens, rows, columns)
+        assert relative_error(problem.run(isa, "f32", threads=2), problem.expected()) < GEMM_F32
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("epilogue", ["none", "swiglu", "geglu"])
+@pytest.mark.parametrize("tokens", [1, 7, 33])
+def test_epilogues_with_bias(isa: str, kernel: str, epilogue: str, tokens: int) -> None:
+    problem = Problem(kernel, tokens, 74, 577, epilogue, bias=True)
+    assert relative_error(problem.run(isa, "f32"), problem.expected()) < GEMM_F32
+    assert relative_error(problem.run(isa, "bf16"), problem.expected()) < GEMM_BF16_OUT
+    assert torch.equal(problem.run(isa, "bf16"), problem.run(isa, "f32").bfloat16().float())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("epilogue", ["none", "swiglu"])
+def test_bits_depend_neither_on_company_nor_on_threads(isa: str, kernel: str, epilogue: str) -> None:
+    problem = Problem(kernel, max(TOKENS), 330, 577, epilogue)
+    together = problem.run(isa, "f32")
+    assert torch.equal(together[:1], problem.run(isa, "f32", x=problem.x[:1]))
+    assert torch.equal(together[60:], problem.run(isa, "f32", x=problem.x[60:]))
+    for tokens, threads in itertools.product(TOKENS, (1, 2, 3)):
+        start = (tokens * 5) % (max(TOKENS) - tokens + 1)
+        alone = problem.run(isa, "f32", threads, problem.x[start : start + tokens])
+        assert torch.equal(together[start : start + tokens], alone)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_weights_beyond_a_strip(isa: str, kernel: str) -> None:
+    """A thread's weights do not fit L2, so that tokens pass more than one strip."""
+    problem = Problem(kernel, 19, 1100, 1000)
+    assert relative_error(problem.run(isa, "f32"), problem.expected()) < GEMM_F32
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_infinite_inputs_do_not_reach_pad_columns(isa: str, kernel: str) -> None:
+    problem = Problem(kernel, 3, 37, 100)
+    problem.x[1, 5] = float("inf")
+    result = problem.run(isa, "bf16")  # asserts zeros in the pad
+    assert result[[0, 2]].isfinite().all() and not result[1].isfinite().any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_x_may_be_columns_of_a_buffer(isa: str) -> None:
+    problem = Problem("gemm_bf16@1", 5, 37, 128)
+    runner = KernelRunner(isa, tokens=5)
+    wide = runner.filled(torch.cat((torch.full((5, 64), 7.0).bfloat16(), problem.x), dim=1))
+    out = runner.buffer(5, 37, "f32")
+    operands = {"x": wide.view(64, 128), "weight": weight(problem.weight, "r16"), "out": out}
+    runner.call("gemm_bf16@1", operands, {"epilogue": "none"})
+    assert torch.equal(runner.read(out), problem.run(isa, "f32"))
+
+
+def malformed() -> list[tuple[str, dict[str, object]]]:
+    bf16, i8 = torch.zeros(32, 64).bfloat16(), torch.zeros(32, 64, dtype=torch.int8)
+    vector = torch.zeros(32)
+    return [
+        ("layout r16", {"weight": weight(bf16, "r16_pairs")}),
+        ("layout r16_pairs", {"epilogue": "swiglu", "out": 16}),
+        ("weight of bf16", {"weight": weight(i8, "r16")}),
+        ("64 columns, not 65", {"x": 65}),
+        ("32 columns, not 33", {"out": 33}),
+        ("differ in their rows", {"linear": (0, 0, 1, 0, 0, 0)}),
+        ("no epilogue 'relu'", {"epilogue": "relu"}),
+        ("must be text", {"epilogue": 3}),
+        ("'bias' must have 32 columns", {"bias": weight(torch.zeros(31))}),
+        ("'bias' must be f32", {"bias": weight(vector.bfloat16())}),
+        ("no operand 'scale'", {"scale": weight(vector)}),
+        ("no zeros behind", {"weight": weight(torch.zeros(32, 40).bfloat16(), "r16"), "x": 40, "view": True}),
+    ]
+
+
+@pytest.mark.parametrize(("message", "change"), malformed(), ids=lambda value: value if isinstance(value, str) else "")
+def test_malformed_operands_are_refused(message: str, change: dict[str, object]) -> None:
+    runner = KernelRunner("portable")
+    columns = int(str(change.get("x", 64)))
+    x = runner.filled(torch.zeros(1, 128).bfloat16()).view(0, columns)
+    if "view" not in change:
+        x = runner.filled(torch.zeros(1, columns).bfloat16())
+    linear = change.get("linear", (0, 1, 0, 0, 0, 0))
+    out = runner.buffer(1, int(str(change.get("out", 32))), "f32", linear)  # type: ignore[arg-type]
+    operands = {"x": x, "weight": change.get("weight", weight(torch.zeros(32, 64).bfloat16(), "r16")), "out": out}
+    operands |= {name: change[name] for name in ("bias", "scale") if name in change}
+    with pytest.raises(ValueError, match=message):
+        runner.call("gemm_bf16@1", operands, {"epilogue": change.get("epilogue", "none")})  # type: ignore[arg-type]
+
+
+def test_a_weight_with_too_few_bytes_is_refused() -> None:
+    runner = KernelRunner("portable")
+    short = _cpu.OperandSpec.weight(np.zeros(16 * 64 * 2, np.uint8), "bf16", "r16", 17, 64)
+    operands = {"x": runner.filled(torch.zeros(1, 64).bfloat16()), "weight": short, "out": runner.buffer(1, 17, "f32")}
+    with pytest.raises(ValueError, match="2048 bytes, but its shape takes 4096"):
+        runner.call("gemm_bf16@1", operands, {"epilogue": "none"})

@@ -1,0 +1,354 @@
+"""A build that fails or is killed, at any call to the system, leaves the folder as it was.
+
+Every call that a build of a small engine makes is made to fail in turn, and a build is killed before and after every
+one of them; with and without unnamed temporary files, over an earlier engine and beside it.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginewright import new_file
+from enginewright.engine_file import EngineFile, EngineWriter
+from enginewright.errors import EngineError
+from tests.small_engine_file import ABOUT, add_content, replaced, write_engine
+
+CALLS = ("open", "pwrite", "fsync", "link", "replace", "unlink", "close", "fstat", "fstatvfs", "listdir")
+FORGIVEN = {"unlink", "close", "flock"}  # what a build can do without: removing, letting go, locking
+EARLIER = replaced(name="earlier")
+NEW = "new.engine"
+
+Intercept = Callable[[str, Callable[[], Any]], Any]
+
+
+@contextlib.contextmanager
+def intercepted(intercept: Intercept) -> Iterator[None]:
+    """Every call to the system goes through `intercept(name, call)`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, names in ((os, CALLS), (fcntl, ("flock",))):
+            for name in names:
+                patch.setattr(module, name, _wrapper(name, getattr(module, name), intercept))
+        yield
+
+
+def _wrapper(name: str, call: Callable[..., Any], intercept: Intercept) -> Callable[..., Any]:
+    return lambda *args, **kwargs: intercept(name, lambda: call(*args, **kwargs))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {entry.name: entry.read_bytes() for entry in folder.iterdir()}
+
+
+def without_hidden(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: data for name, data in files.items() if not name.startswith(".")}
+
+
+@pytest.fixture
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("whole") / NEW
+    write_engine(path)
+    return path.read_bytes()
+
+
+@pytest.fixture(params=["unnamed", "hidden"])
+def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether temporary files have a name."""
+    if request.param == "hidden":
+        monkeypatch.setattr(new_file, "_O_TMPFILE", 0)
+    return bool(request.param == "hidden")
+
+
+@pytest.fixture(params=["fresh", "over"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with a stranger's file, and perhaps an earlier engine."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / ".new.engine.notes").write_text("not ours")
+    if request.param == "over":
+        write_engine(folder / NEW, EARLIER)
+    return folder
+
+
+def test_unnamed_files_are_tested_here(tmp_path: Path) -> None:
+    with EngineWriter(tmp_path / NEW, 8) as writer:
+        assert writer.temporary_path.parts[1] == "proc", f"{tmp_path} is on a file system without O_TMPFILE"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_every_call_that_fails(number: int, named: bool, folder: Path, whole: bytes) -> None:
+    before = contents(folder)
+    fatal: set[str] = set()
+    for failing in range(1000):
+        made: list[str] = []
+
+        def fail(name: str, call: Callable[[], Any], made: list[str] = made, failing: int = failing) -> Any:
+            made.append(name)
+            if len(made) - 1 != failing:
+                return call()
+            if name == "close":
+                call()  # as Linux does: closed, whatever it says
+            raise OSError(number, os.strerror(number))
+
+        error = None
+        with intercepted(fail):
+            try:
+                write_engine(folder / NEW)
+            except EngineError as caught:
+                error = caught
+        if len(made) <= failing:
+            break
+        if error is not None:
+            fatal.add(made[failing])
+            assert os.strerror(number) in str(error) and str(folder / NEW) in str(error)
+            assert contents(folder) == before, f"call {failing}, {made[failing]}"
+        else:
+            assert made[failing] in FORGIVEN
+            after = contents(folder)
+            assert without_hidden(after) == {NEW: whole}
+            hidden = after.keys() - before.keys() - {NEW}
+            assert not hidden or made[failing] == "unlink", f"call {failing}, {made[failing]}"
+            for name in {NEW, *hidden}:
+                (folder / name).unlink()
+            if NEW in before:
+                (folder / NEW).write_bytes(before[NEW])
+    else:
+        pytest.fail("the build never ends")
+    expected = {"open", "pwrite", "fsync", "fstatvfs", "listdir"}
+    expected |= {"replace"} if named or NEW in before else set()
+    expected |= {"link"} if not named or NEW in before else set()
+    assert fatal >= expected and not fatal & FORGIVEN
+    assert contents(folder) == {**before, NEW: whole}
+
+
+def test_nothing_gets_its_name_before_it_is_on_disk(named: bool, folder: Path) -> None:
+    calls: list[str] = []
+
+    def record(name: str, call: Callable[[], Any]) -> Any:
+        if name in ("pwrite", "fsync", "link", "replace"):
+            calls.append(name)
+        return call()
+
+    over = (folder / NEW).exists()
+    with intercepted(record):
+        write_engine(folder / NEW)
+    naming = calls[len(calls) - calls[::-1].index("pwrite") :]
+    if named:
+        assert naming == ["fsync", "link", "replace", "fsync"]  # link: a second name for the earlier file, if any
+    elif over:
+        assert naming == ["fsync", "link", "link", "link", "replace", "fsync"]  # the first finds the name taken
+    else:
+        assert naming == ["fsync", "link", "fsync"]
+
+
+def test_short_writes(named: bool, folder: Path, whole: bytes) -> None:
+    pwrite = os.pwrite
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, bytes(data[:1000]), offset))
+        write_engine(folder / NEW)
+    assert (folder / NEW).read_bytes() == whole
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, OSError])
+def test_weights_that_cannot_be_made(error: type[BaseException], named: bool, folder: Path) -> None:
+    """What the caller's chunks raise goes up as it is."""
+    before = contents(folder)
+
+    def failing() -> Iterator[bytes]:
+        yield b"some"
+        raise error
+
+    with pytest.raises(error), EngineWriter(folder / NEW, 8) as writer:
+        writer.add("weights/x", failing(), dtype="i8", shape=(5,), layout="plain")
+    assert contents(folder) == before
+
+
+def test_a_writer_that_failed_is_closed(named: bool, folder: Path) -> None:
+    before = contents(folder)
+    with EngineWriter(folder / NEW, 8) as writer:
+        writer.add("a", b"")
+        with pytest.raises(EngineError, match="one of that name"):
+            writer.add("a", b"")
+        assert contents(folder) == before
+        for call in (lambda: writer.add("b", b""), lambda: writer.commit(ABOUT), lambda: writer.temporary_path):
+            with pytest.raises(EngineError, match="writer is closed"):
+                call()
+    assert contents(folder) == before
+
+
+def test_a_disk_known_to_be_too_small(named: bool, folder: Path) -> None:
+    before = contents(folder)
+    message = r"no space for .*: it takes 1,152,921,\d{3},\d{3},\d{3},\d{3} bytes, [\d,]+ are free"
+    with pytest.raises(EngineError, match=message), EngineWriter(folder / NEW, 8, total_bytes=2**60):
+        pass
+    assert contents(folder) == before
+
+
+def test_file_systems_without_links(folder: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No unnamed files, no second names, no locks: an engine is built and replaced all the same."""
+    monkeypatch.setattr(new_file, "_O_TMPFILE", 0)
+
+    def refuse(name: str, call: Callable[[], Any]) -> Any:
+        if name in ("link", "flock"):
+            raise OSError(errno.EPERM if name == "link" else errno.ENOLCK, "not here")
+        return call()
+
+    with intercepted(refuse):
+        write_engine(folder / NEW)
+    assert without_hidden(contents(folder)) == {NEW: whole}
+
+
+def test_unnamed_files_are_not_supported(folder: Path, whole: bytes) -> None:
+    before = contents(folder)
+    refused = []
+
+    def refuse(name: str, call: Callable[[], Any]) -> Any:
+        if name == "open" and len(refused) < 2:
+            refused.append(name)
+            if len(refused) == 2:  # the first opens the folder
+                raise OSError(errno.EOPNOTSUPP, "not here")
+        return call()
+
+    with intercepted(refuse), EngineWriter(folder / NEW, 8) as writer:
+        assert writer.temporary_path.parent == folder
+        assert contents(folder).keys() - before.keys() == {writer.temporary_path.name}
+        add_content(writer)
+        writer.add("goldens", b"measured", evidence=True)
+        writer.commit(ABOUT)
+    assert contents(folder) == {**before, NEW: whole}
+
+
+def test_what_dead_builds_left_is_removed(named: bool, folder: Path) -> None:
+    """And nothing else: not what a living build holds, not another engine's, not a user's."""
+    before = contents(folder)
+    for kind in ("building", "previous"):
+        (folder / f".{NEW}.123-0a1b2c3d.{kind}").write_bytes(b"dead")
+    living = folder / f".{NEW}.124-0a1b2c3d.building"
+    others = [
+        folder / f".{name}" for name in (f"{NEW}.1-0a1b2c3d", "newXengine.1-0a1b2c3d.building", f"{NEW}x.building")
+    ]
+    for path in (living, *others):
+        path.write_bytes(b"kept")
+    with living.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with EngineWriter(folder / NEW, 8) as first, EngineWriter(folder / NEW, 8) as second:
+            kept = before.keys() | {path.name for path in (living, *others)}
+            temporary = {writer.temporary_path.name for writer in (first, second)} if named else set()
+            assert contents(folder).keys() == kept | temporary
+            for writer in (first, second):
+                writer.add("a", b"")
+                writer.commit(ABOUT)
+    assert contents(folder).keys() == kept | {NEW}
+
+
+def test_long_names(named: bool, tmp_path: Path) -> None:
+    path = tmp_path / ("ä" * 127)
+    for _ in range(2):
+        write_engine(path)
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_link_is_replaced_and_not_followed(named: bool, tmp_path: Path, whole: bytes) -> None:
+    (tmp_path / "target").write_text("mine")
+    (tmp_path / NEW).symlink_to("target")
+    write_engine(tmp_path / NEW)
+    assert contents(tmp_path) == {"target": b"mine", NEW: whole} and not (tmp_path / NEW).is_symlink()
+
+
+def run_self(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """This file as a program, in a process of its own that may fork and lower its limits."""
+    root = Path(__file__).resolve().parent.parent
+    command = [sys.executable, "-c", f"from tests.{Path(__file__).stem} import main; main()", *arguments]
+    return subprocess.run(command, cwd=root, text=True, capture_output=True, timeout=300)
+
+
+def test_a_full_disk(named: bool, folder: Path) -> None:
+    """The kernel itself refuses to write, in the middle of a section: no mock."""
+    before = contents(folder)
+    done = run_self("limit", str(folder), str(int(named)))
+    assert done.returncode == 0 and "File too large" in done.stdout, done.stderr
+    assert contents(folder) == before
+
+
+def test_killed_at_every_call(named: bool, folder: Path, whole: bytes) -> None:
+    """Under the final name there is the earlier file or the new one, whole; the next build removes the rest."""
+    before = contents(folder)
+    done = run_self("kill", str(folder), str(int(named)))
+    assert done.returncode == 0 and int(done.stdout) >= 20, done.stderr  # builds that were killed
+    assert contents(folder) == {**before, NEW: whole}
+
+
+def build_and_die(folder: Path, place: int, afterwards: bool) -> bool:
+    """Build in a child that is killed at its call number `place`; True if it got that far."""
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def kill(_: str, call: Callable[[], Any]) -> Any:
+            nonlocal count
+            count += 1
+            if count == place and not afterwards:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = call()
+            if count == place:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        with intercepted(kill):
+            write_engine(folder / NEW)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL)
+    return bool(status)
+
+
+def kill_everywhere(folder: Path, named: bool) -> None:
+    before = contents(folder)
+    killed = 0
+    for afterwards in (False, True):
+        place = 0
+        alive = False
+        while not alive:
+            place += 1
+            alive = not build_and_die(folder, place, afterwards)
+            killed += not alive
+            after = contents(folder)
+            if after.get(NEW) != before.get(NEW):
+                EngineFile.open(folder / NEW).close()
+                assert after[NEW] != before.get(NEW)
+            hidden = after.keys() - before.keys() - {NEW}
+            assert not hidden or named or NEW in before, "an unnamed file has appeared"
+            with EngineWriter(folder / NEW, 1):
+                rest = contents(folder)
+            hidden = rest.keys() - before.keys() - {NEW}
+            assert len(hidden) == named and without_hidden(rest) == without_hidden(after), f"{place}: {hidden}"
+            if not alive:
+                (folder / NEW).unlink(missing_ok=True)
+                if NEW in before:
+                    (folder / NEW).write_bytes(before[NEW])
+    print(killed)
+
+
+def main() -> None:
+    what, folder, named = sys.argv[1], Path(sys.argv[2]), bool(int(sys.argv[3]))
+    if named:
+        new_file._O_TMPFILE = 0
+    if what == "kill":
+        return kill_everywhere(folder, named)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with contextlib.suppress(EngineError), EngineWriter(folder / NEW, 1) as writer:
+        try:
+            writer.add("big", bytes(100_000))
+        except EngineError as error:
+            print(error)
+            raise

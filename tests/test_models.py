@@ -1,0 +1,337 @@
+"""Every family's dense graph in onnxruntime against transformers, both in fp32 on weights rounded to bfloat16."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from enginewright.builder.checkpoint import open_checkpoint
+from enginewright.builder.config import ConfigReader
+from enginewright.builder.models import build_graph, model_types
+from enginewright.builder.models.common.rope import read_rope
+from enginewright.builder.models.common.sizes import Sizes
+from enginewright.builder.weights import Weights
+from enginewright.errors import EngineError
+from enginewright.plugins import expand_references
+from tests import tolerances
+from tests.onnx_run import Oracle
+from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+
+Logits = npt.NDArray[np.float32]
+STEPS = (17, 5, 1)  # tokens: a prefill, a chunk that follows it, a decode
+
+LINEAR = {"rope_type": "linear", "factor": 2.5}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"vocab_size": 131, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 10}),
+    ("llama", {"num_key_value_heads": None, "rms_norm_eps": 1e-3}),
+    ("llama", {"hidden_size": 50, "num_attention_heads": 5, "num_key_value_heads": 1, "num_hidden_layers": 1}),
+    ("llama", {"attention_bias": True}),
+    ("llama", {"mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    ("llama", {"rope_theta": 123456.7}),
+    ("llama", {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("llama", {"rope_parameters": {"rope_theta": 777.0, **LINEAR}}),
+    ("llama", {"rope_scaling": LLAMA3}),
+    ("llama", {"rope_scaling": YARN}),
+    ("llama", {"rope_parameters": {"rope_theta": 10000.0, **YARN, "attention_factor": 1.5, "truncate": False}}),
+    ("llama", {"rope_scaling": {**YARN, "mscale": 1.2, "mscale_all_dim": 0.7, "beta_fast": 20.0, "beta_slow": 2.0}}),
+    ("qwen2", {}),
+    ("qwen2", {"head_dim": 14, "num_key_value_heads": 5, "tie_word_embeddings": True}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 1}),
+    (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}}),
+    ("qwen3", {}),
+    ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("qwen3", {"head_dim": 10, "num_attention_heads": 5, "rope_theta": 1e6}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
+    ("gemma3_text", {}),
+    ("gemma3_text", {"tie_word_embeddings": False, "attention_bias": True, "final_logit_softcapping": None}),
+    ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 3, "sliding_window": 1}),
+    ("gemma3_text", {"layer_types": None, "num_hidden_layers": 7, "sliding_window": 23}),
+    ("gemma3_text", {"layer_types": ["full_attention"] * 3}),
+    ("gemma3_text", {"layer_types": ["sliding_attention"] * 3}),
+    ("gemma3_text", {"attn_logit_softcapping": 1.5}),
+    ("gemma3_text", {"rope_local_base_freq": 200.0, "rope_theta": 3000.0, "rope_scaling": LINEAR}),
+    (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+                "full_attention": {"rope_theta": 5000.0, **LLAMA3},
+            }
+        },
+    ),
+]
+
+
+def reference_logits(model: PreTrainedModel, tokens: npt.NDArray[np.int64]) -> Logits:
+    """All logits of one sequence, in one pass without a cache."""
+    settings: dict[str, Any] = {}
+    if model.config.model_type == "gemma3_text":
+        scale = model.model.embed_tokens.embed_scale
+        scale.copy_(scale.to(torch.bfloat16))  # as it is beside bfloat16 weights
+        # transformers' own Gemma 3 reads the key and then leaves it out of its attention.
+        settings["softcap"] = model.config.attn_logit_softcapping
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens), use_cache=False, **settings).logits.numpy()  # type: ignore[no-any-return]
+
+
+def graph_logits(graph: ir.Model, tokens: npt.NDArray[np.int64]) -> Logits:
+    """The same from the dense graph, in STEPS, the present of each step being the past of the next."""
+    oracle, parts, done = Oracle(graph), [], 0
+    past = {
+        str(value.name): np.zeros([0 if isinstance(dim, ir.SymbolicDim) else dim for dim in value.shape], np.float32)
+        for value in graph.graph.inputs[2:]
+        if value.shape is not None
+    }
+    for count in STEPS:
+        positions = np.arange(done, done + count)[None]
+        outputs = oracle({"tokens": tokens[:, done : done + count], "positions": positions, **past})
+        parts.append(outputs.pop("logits"))
+        past = {name.replace("present", "past"): value for name, value in outputs.items()}
+        done += count
+    return np.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize(("family", "overrides"), CASES, ids=[f"{family}-{list(o)}" for family, o in CASES])
+def test_logits_are_those_of_transformers(family: str, overrides: dict[str, Any]) -> None:
+    config = tiny_config(family, **overrides)
+    model = tiny_model(config)
+    tokens = np.random.default_rng(0).integers(0, config["vocab_size"], (1, sum(STEPS)))
+    expected = reference_logits(model, tokens)
+    assert expected.std() > 0.5
+    # The config as it was given, of the older form, and as transformers writes it today.
+    for form in (config, json.loads(model.config.to_json_string())):
+        difference = np.abs(graph_logits(build_graph(MemoryCheckpoint.of(model, form)), tokens) - expected)
+        assert difference.max() < tolerances.DENSE_LOGITS
+
+
+@pytest.mark.parametrize(
+    "changed", [{"rms_norm_eps": 1e-5}, {"rope_theta": 9900.0}, {"hidden_act": "gelu_pytorch_tanh"}]
+)
+def test_the_comparison_sees_small_faults(changed: dict[str, Any]) -> None:
+    model = tiny_model(tiny_config("llama"))
+    tokens = np.random.default_rng(0).integers(0, 307, (1, sum(STEPS)))
+    wrong = graph_logits(build_graph(MemoryCheckpoint.of(model, tiny_config("llama", **changed))), tokens)
+    assert np.abs(wrong - reference_logits(model, tokens)).max() > 10 * tolerances.DENSE_LOGITS
+
+
+@pytest.mark.parametrize("scaling", [None, LINEAR, LLAMA3, YARN, {**YARN, "beta_fast": 8, "factor": 1.0}])
+@pytest.mark.parametrize("head_dim", [6, 64, 128])
+def test_frequencies_are_transformers_bits(scaling: dict[str, Any] | None, head_dim: int) -> None:
+    values = tiny_config("llama", head_dim=head_dim, rope_theta=10007.0, rope_scaling=scaling)
+    settings = {key: value for key, value in values.items() if key != "model_type"}
+    config = AutoConfig.for_model("llama", **json.loads(json.dumps(settings)))
+    embedding = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    reader = ConfigReader(values)
+    rope = read_rope(reader, Sizes.read(reader))
+    np.testing.assert_array_equal(rope.inv_freq, embedding.inv_freq.numpy())
+    assert rope.scale == embedding.attention_scaling
+
+
+@pytest.mark.parametrize(("family", "overrides"), [*((family, {}) for family in FAMILIES), *CASES[-3:]])
+def test_graphs_are_valid_and_say_their_shapes(family: str, overrides: dict[str, Any]) -> None:
+    config = tiny_config(family, **overrides)
+    graph = build_graph(MemoryCheckpoint.of(tiny_model(config), config))
+    names = [node.name for node in graph.graph]
+    assert None not in names
+    assert len(set(names)) == len(names)
+    standard = ir.to_proto(expand_references(graph))
+    onnx.checker.check_model(standard)
+
+    said = {value.name: value for value in standard.graph.value_info}
+    del standard.graph.value_info[:]
+    inferred = onnx.shape_inference.infer_shapes(standard, check_type=True, strict_mode=True, data_prop=True)
+    compared = 0
+    for value in inferred.graph.value_info:
+        if value.name in said:
+            ours, theirs = (_dims(v) for v in (said[value.name], value))
+            assert len(ours) == len(theirs), value.name
+            assert all(a == b for a, b in zip(ours, theirs, strict=True) if a and b), (value.name, ours, theirs)
+            compared += 1
+    assert compared > len(names) / 2
+    assert _dims(inferred.graph.output[0])[-1] == config["vocab_size"]
+
+
+def _dims(value: onnx.ValueInfoProto) -> list[int]:
+    return [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+
+
+def test_kv_groups_follow_the_windows() -> None:
+    config = tiny_config("gemma3_text")
+    metadata = build_graph(MemoryCheckpoint.of(tiny_model(config), config)).metadata_props
+    assert json.loads(metadata["enginewright.kv_groups"]) == [
+        {"layers": [0, 2], "kv_heads": 3, "head_dim": 10, "window": 7},
+        {"layers": [1], "kv_heads": 3, "head_dim": 10, "window": 0},
+    ]
+    assert metadata["enginewright.max_seq_len"] == "512"
+
+
+def large_checkpoint(layers: int) -> MemoryCheckpoint:
+    """Llama 70B's sizes, on torch's meta device: a tensor that is read fails."""
+    config = {
+        **tiny_config("llama", num_hidden_layers=layers, vocab_size=128256, max_position_embeddings=131072),
+        **{"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8},
+    }
+    with torch.device("meta"):
+        settings = {key: value for key, value in config.items() if key != "model_type"}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **settings))
+    return MemoryCheckpoint.of(model, config)
+
+
+def test_a_large_graph_is_built_at_once_and_reads_nothing() -> None:
+    checkpoint = large_checkpoint(layers=80)
+    start = time.process_time()
+    graph = build_graph(checkpoint)
+    assert time.process_time() - start < 1
+    assert len(graph.graph) == 80 * 24 + 5
+    expand_references(graph)
+    assert checkpoint.reads == []
+
+
+def test_weights_are_rounded_and_counted() -> None:
+    stored = {"w": torch.tensor([[1.0, 1.001], [3.14159, -65504.0]]), "norm": torch.tensor([0.00390625, 1.001])}
+    checkpoint = MemoryCheckpoint({}, stored)
+    weights = Weights(checkpoint)
+    value, norm = weights.tensor("w", (2, 2)), weights.tensor("norm", (2,), offset=1.0)
+    assert weights.tensor("w", (2, 2)) is value
+    assert (weights.reads, checkpoint.reads) == (0, [])
+    assert value.const_value is not None and norm.const_value is not None
+    np.testing.assert_array_equal(value.const_value.numpy(), stored["w"].to(torch.bfloat16).float().numpy())
+    np.testing.assert_array_equal(
+        norm.const_value.numpy(), np.array([1.00390625, 2.0], np.float32)
+    )  # 1 + w is not rounded
+    assert (weights.reads, checkpoint.reads) == (2, ["w", "norm"])
+
+
+def broken(**changes: torch.Tensor | None) -> MemoryCheckpoint:
+    """A tiny llama with some tensors replaced, or without them where None."""
+    config = tiny_config("llama")
+    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    stored = {name: value for name, value in {**checkpoint.stored, **changes}.items() if value is not None}
+    return MemoryCheckpoint(config, stored)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "exit_code"),
+    [
+        ({"model.layers.1.mlp.up_proj.weight": None}, r"no tensor model\.layers\.1\.mlp\.up_proj\.weight", 1),
+        ({"lm_head.weight": torch.zeros(307, 47)}, r"lm_head.*\[307, 47\].*\[307, 48\]", 1),
+        ({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}, "stored as int8", 3),
+        ({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}, r"1 of .*self_attn\.q_proj\.bias", 3),
+        ({f"extra.{i}": torch.zeros(1) for i in range(7)}, r"7 of .*extra\.0, .*extra\.4 and 2 more", 3),
+    ],
+)
+def test_tensors_that_do_not_fit(changes: dict[str, torch.Tensor | None], message: str, exit_code: int) -> None:
+    with pytest.raises(EngineError, match=message) as error:
+        build_graph(broken(**changes))
+    assert error.value.exit_code == exit_code
+
+
+def test_tensors_that_may_be_left_over() -> None:
+    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.zeros(4) for layer in range(3)}
+    build_graph(broken(**frequencies))
+    tied = broken()
+    tied.config = {**tied.config, "tie_word_embeddings": True}
+    build_graph(tied)
+
+
+REFUSED: list[tuple[str, Mapping[str, Any], str, int]] = [
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'.*llama3, yarn", 3),
+    ("llama", {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0]}}, "rope_type = 'longrope'", 3),
+    ("llama", {"rope_scaling": {**LINEAR, "mrope_section": [2, 1, 1]}}, "mrope_section", 3),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor is missing", 1),
+    ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor", 1),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5", 3),
+    ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary", 3),
+    ("llama", {"hidden_act": "relu2"}, "hidden_act = 'relu2'.*silu", 3),
+    ("llama", {"sliding_window": 4096}, "sliding_window = 4096", 3),
+    ("llama", {"num_experts": 8}, "num_experts = 8", 3),
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "already quantized", 3),
+    ("llama", {"num_key_value_heads": 4}, "no multiple of num_key_value_heads", 1),
+    ("llama", {"head_dim": 7}, "head_dim is 7", 1),
+    ("qwen2", {"attention_bias": True}, "attention_bias", 3),
+    ("qwen2", {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "chunked_attention", 3),
+    ("qwen2", {"layer_types": ["full_attention"] * 4}, "names 4 layers", 1),
+    ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "sliding_window is None", 1),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention", 3),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type = 'linear'", 3),
+    (
+        "gemma3_text",
+        {"rope_scaling": LINEAR, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "both rope_scaling and rope_parameters",
+        3,
+    ),
+    ("gemma3", {}, "'gemma3' are not implemented.*Did you mean gemma3_text", 3),
+    ("qwen4", {}, "known are gemma3_text, llama, qwen2, qwen3.*Did you mean qwen", 3),
+    ("../llama", {}, "are not implemented", 3),
+    ("common", {}, "are not implemented", 3),
+    ("bert", {}, "'bert' are not implemented", 3),
+]
+
+
+@pytest.mark.parametrize(("model_type", "overrides", "message", "exit_code"), REFUSED)
+def test_what_is_not_implemented_is_refused_by_name(
+    model_type: str, overrides: Mapping[str, Any], message: str, exit_code: int
+) -> None:
+    family = model_type if model_type in FAMILIES else "llama"
+    checkpoint = MemoryCheckpoint.of(tiny_model(tiny_config(family)), {})
+    checkpoint.config = {**tiny_config(family, **overrides), "model_type": model_type}
+    with pytest.raises(EngineError, match=f"(?s){message}") as error:
+        build_graph(checkpoint)
+    assert error.value.exit_code == exit_code
+    assert checkpoint.reads == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_in_a_folder_is_the_same_model(tmp_path: Path, family: str) -> None:
+    config = tiny_config(family)
+    tokens = np.random.default_rng(0).integers(0, config["vocab_size"], (1, sum(STEPS)))
+    folder = tiny_checkpoint(tmp_path, family, max_shard_size="100KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    ours = graph_logits(build_graph(open_checkpoint(str(folder))), tokens)
+    np.testing.assert_array_equal(
+        ours, graph_logits(build_graph(MemoryCheckpoint.of(tiny_model(config), config)), tokens)
+    )
+
+
+def test_a_real_model_has_a_graph(smollm2_gguf: Path) -> None:
+    graph = build_graph(open_checkpoint(str(smollm2_gguf)))
+    assert len(graph.graph) == 30 * 24 + 5
+    assert json.loads(graph.metadata_props["enginewright.kv_groups"])[0]["head_dim"] == 64
+
+
+def test_the_type_of_the_model_is_needed() -> None:
+    with pytest.raises(EngineError, match="model_type is missing"):
+        build_graph(MemoryCheckpoint({}, {}))
+
+
+def test_every_family_is_tested() -> None:
+    assert set(model_types()) == set(FAMILIES) == {family for family, _ in CASES}

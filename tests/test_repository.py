@@ -1,0 +1,146 @@
+"""What has to hold of the repository itself, and that each of these checks can fail."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.source_rules import violations
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKS = ("builder", "cli.py", "passes", "plugins", "runtime")
+PRODUCT = (*LINKS, "src", "benchmarks", "setup.py")
+MAX_LINES = 400
+
+
+def files(*roots: str, suffixes: tuple[str, ...] = (".py",)) -> list[Path]:
+    """Every file under `roots` with one of `suffixes`, without following links."""
+    found = [path for root in roots for path in [ROOT / root, *(ROOT / root).rglob("*")] if path.suffix in suffixes]
+    return sorted(path for path in found if path.is_file() and not path.is_symlink())
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def read_toml(name: str) -> dict[str, dict[str, dict[str, list[str]]]]:
+    return tomllib.loads((ROOT / name).read_text())
+
+
+def test_no_source_runs_what_it_reads() -> None:
+    sources = files(*PRODUCT)
+    assert len(sources) > len(PRODUCT)
+    assert [f"{relative(path)}:{found}" for path in sources for found in violations(path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import os, pickle as p",
+        "from pickle import loads",
+        "import torch.serialization, dill",
+        "import torch\ntorch.load('x', weights_only=True)",
+        "import torch as t\nread = t.load",
+        "from torch import load as read\nread('x')",
+        "eval('1')",
+        "run = exec",
+        "import yaml\nyaml.load(text, Loader=yaml.SafeLoader)",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "from_pretrained('x', trust_remote_code=flag)",
+        "subprocess.run('ls', shell=True)",
+        "import os\nos.system('ls')",
+    ],
+)
+def test_the_source_check_finds(source: str) -> None:
+    assert list(violations(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import re\nre.compile('x')",
+        "model.eval()",
+        "import yaml\nyaml.safe_load(text)",
+        "import json\njson.load(f)",
+        "import numpy as np\nnp.load('x', allow_pickle=False)",
+    ],
+)
+def test_the_source_check_leaves_alone(source: str) -> None:
+    assert list(violations(source)) == []
+
+
+def test_files_are_short() -> None:
+    lines = (ROOT / "tests/long_files.txt").read_text().splitlines()
+    allowed = dict(line.split(": ", 1) for line in lines if line and not line.startswith("#"))
+    sources = files(*PRODUCT, "csrc", "tests", suffixes=(".py", ".pyi", ".cpp", ".h", ".cu", ".cuh"))
+    long = {relative(path) for path in sources if len(path.read_text().splitlines()) > MAX_LINES}
+    assert long == set(allowed), "a long file wants dividing, or a line with its reason in tests/long_files.txt"
+    assert all(len(reason.split()) >= 4 for reason in allowed.values())
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_the_package_is_links_to_the_root(name: str) -> None:
+    link = ROOT / "src/enginewright" / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("../..") / name
+    assert link.resolve(strict=True) == ROOT / name
+
+
+def test_every_folder_of_python_is_a_package() -> None:
+    folders = {path.parent for path in files("builder", "passes", "plugins", "runtime", "src/enginewright")}
+    assert [relative(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "README.md"])
+def test_paths_in_documents_are_real(name: str) -> None:
+    """Links, and what stands in backquotes and begins with a file or folder of the root; `<name>` is the reader's."""
+    text = (ROOT / name).read_text()
+    linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+    tops = "|".join(re.escape(path.name) for path in ROOT.iterdir() if path.name not in (".git", ".venv", ".cache"))
+    quoted = re.findall(rf"`((?:{tops})(?:/[\w./*-]*)?)`", text)
+    assert quoted
+    assert [path for path in sorted({*linked, *quoted}) if not list(ROOT.glob(path.rstrip("/")))] == []
+
+
+def test_every_requirement_is_locked() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    assert [str(pin) for pin in pins if pin.url or not re.fullmatch(r"==[\w.]+", str(pin.specifier))] == []
+    versions = {canonicalize_name(pin.name): str(pin.specifier)[2:] for pin in pins}
+    assert len(versions) == len(pins)
+
+    project = read_toml("pyproject.toml")["project"]
+    wanted = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
+    for requirement in map(Requirement, wanted):
+        locked = versions.get(canonicalize_name(requirement.name))
+        assert locked and requirement.specifier.contains(locked), f"{requirement} is not met by constraints.txt"
+
+
+def test_a_second_direction_of_imports_is_refused(tmp_path: Path) -> None:
+    """import-linter follows the links of src/enginewright: planted wrong imports break its contracts."""
+    package = tmp_path / "enginewright"
+    package.mkdir()
+    for entry in (ROOT / "src/enginewright").iterdir():
+        if entry.name != "__pycache__" and entry.suffix != ".so":
+            (package / entry.name).symlink_to(entry.resolve())
+    (package / "runtime").unlink()
+    (package / "runtime").mkdir()
+    (package / "runtime/__init__.py").write_text("import torch\nfrom enginewright.plugins import plugin\n")
+    command = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    found = subprocess.run(
+        [sys.executable, "-c", command, "--no-logo", "--no-cache", "--config", str(ROOT / "pyproject.toml")],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "PATH": "", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 1, found.stdout + found.stderr
+    assert "enginewright.runtime -> torch" in found.stdout
+    assert "enginewright.runtime -> enginewright.plugins" in found.stdout

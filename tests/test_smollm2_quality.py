@@ -1,0 +1,87 @@
+"""A real model's engine beside transformers: the same tokens, and logits no further from fp32 than bf16 is.
+
+The text is what transformers writes greedily in fp32 after 20 prompts; every implementation is then given that
+text (teacher forcing), and its next-token distributions at the 64 written positions are compared with fp32's.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from enginewright.runtime.engine import Engine
+from tests import tolerances
+from tests.engines import built, executor_for
+from tests.prompts import PROMPTS
+
+NEW_TOKENS = 64
+
+
+class Reference:
+    """transformers on the checkpoint: texts as token ids, and logits at the positions that predict new tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.fp32 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.texts: list[list[int]] = []
+        self.prompt_lengths: list[int] = []
+        for prompt in PROMPTS:
+            ids = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
+            )
+            text = self.fp32.generate(
+                torch.tensor([ids]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+            )
+            self.prompt_lengths.append(len(ids))
+            self.texts.append(text[0].tolist())
+        self.fp32_logits = self.logits(self.fp32)
+        bf16 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        self.bf16_logits = self.logits(bf16)
+
+    @torch.inference_mode()
+    def logits(self, model: torch.nn.Module) -> torch.Tensor:
+        rows = [model(torch.tensor([text])).logits[0].float() for text in self.texts]
+        return self.predicting(rows)
+
+    def predicting(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        """Of each text's logits, those at the positions before a written token."""
+        cut = [row[start - 1 : -1] for row, start in zip(rows, self.prompt_lengths, strict=True)]
+        return torch.cat(cut).double()
+
+
+def mean_kl(reference: torch.Tensor, other: torch.Tensor) -> float:
+    """Mean KL(reference || other) over positions, in nats."""
+    expected, actual = reference.log_softmax(-1), other.log_softmax(-1)
+    return float((expected.exp() * (expected - actual)).sum(-1).mean())
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_folder: Path) -> Reference:
+    return Reference(smollm2_folder)
+
+
+def engine_logits(reference: Reference, path: Path) -> torch.Tensor:
+    from enginewright.runtime.score import score
+
+    with Engine.open(path) as engine:
+        rows = score(executor_for(engine), reference.texts)
+        return reference.predicting([torch.from_numpy(np.array(row)) for row in rows])
+
+
+def test_bf16_engine_agrees_with_fp32(reference: Reference, smollm2_gguf: Path) -> None:
+    logits = engine_logits(reference, built(smollm2_gguf, "bf16"))
+    top = reference.fp32_logits.topk(2).values
+    clear = top[:, 0] - top[:, 1] > tolerances.CLEAR_MARGIN
+    assert clear.float().mean() >= 0.85, "too many positions have no clear winner for this test to mean anything"
+    assert torch.equal(logits.argmax(-1)[clear], reference.fp32_logits.argmax(-1)[clear])
+    ours, theirs = mean_kl(reference.fp32_logits, logits), mean_kl(reference.fp32_logits, reference.bf16_logits)
+    print(f"\nmean KL to fp32: engine bf16 {ours:.6f}, transformers bf16 {theirs:.6f}; clear {clear.float().mean():.3f}")
+    assert ours <= theirs
+
+
+def test_int8_weights_stay_close_to_fp32(reference: Reference, smollm2_gguf: Path) -> None:
+    kl = mean_kl(reference.fp32_logits, engine_logits(reference, built(smollm2_gguf, "int8-wo")))
+    print(f"\nmean KL to fp32: engine int8-wo {kl:.6f}")
+    assert kl <= tolerances.INT8_WO_KL

@@ -1,0 +1,136 @@
+"""Small GGUF files, written as llama.cpp's converter would: names, keys and layouts by the `gguf` package."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
+}
+CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "gemma3": Gemma3TextConfig,
+}
+TOKENS = ["<unk>", "<s>", "</s>", *(chr(code) for code in range(33, 97))]
+
+
+def tiny_model(architecture: str, **changes: Any) -> PreTrainedModel:
+    """A random model of awkward sizes. Norm weights are such that 1 + w is exact in float32."""
+    sizes = {
+        "vocab_size": 71,
+        "hidden_size": 60 if architecture == "qwen2" else 54,
+        "intermediate_size": 61,
+        "num_hidden_layers": 7 if architecture == "gemma3" else 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 331,
+        "rms_norm_eps": 1e-5,
+    }
+    if architecture != "qwen2":  # whose heads have hidden / heads dimensions
+        sizes["head_dim"] = 18
+    torch.manual_seed(7)
+    config = CONFIGS[architecture](**(sizes | changes))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    for parameter in model.parameters():
+        parameter.data = torch.randint(-200, 200, parameter.shape).float() / 256
+    return model.eval()
+
+
+def state_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    state = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return state
+
+
+class TinyGguf(gguf.GGUFWriter):
+    """A writer with everything that a file needs to be opened, but for the tensors."""
+
+    def __init__(self, path: Path, architecture: str, config: PretrainedConfig) -> None:
+        super().__init__(path, architecture)
+        self.add_context_length(config.max_position_embeddings)
+        self.add_embedding_length(config.hidden_size)
+        self.add_block_count(config.num_hidden_layers)
+        self.add_feed_forward_length(config.intermediate_size)
+        self.add_head_count(config.num_attention_heads)
+        self.add_head_count_kv(config.num_key_value_heads)
+        self.add_layer_norm_rms_eps(config.rms_norm_eps)
+        if getattr(config, "head_dim", None):
+            self.add_key_length(config.head_dim)
+            self.add_value_length(config.head_dim)
+        self.architecture = architecture
+        self.config = config
+
+    def add_spelled_vocabulary(
+        self, tokens: Sequence[str] = TOKENS, types: Sequence[int] | None = None, scores: Sequence[float] | None = None
+    ) -> None:
+        """SentencePiece's kind: `<unk>`, `<s>`, `</s>` unless said otherwise, then normal tokens."""
+        self.add_tokenizer_model("llama")
+        self.add_token_list(tokens)
+        self.add_token_types(types or [2, 3, 3] + [1] * (len(tokens) - 3))
+        self.add_token_scores(scores or [-float(id) for id in range(len(tokens))])
+
+    def add_merged_vocabulary(self, pre: str, vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:
+        """GPT-2's kind, all of it normal tokens."""
+        self.add_tokenizer_model("gpt2")
+        self.add_tokenizer_pre(pre)
+        self.add_token_list(sorted(vocabulary, key=lambda token: vocabulary[token]))
+        self.add_token_types([1] * len(vocabulary))
+        self.add_token_merges([" ".join(merge) for merge in merges])
+
+    def add_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """The model's tensors, changed as the converter changes them."""
+        names = gguf.get_tensor_name_map(ARCHITECTURES[self.architecture], self.config.num_hidden_layers)
+        for hf_name, tensor in state.items():
+            name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+            assert name is not None
+            values = tensor.numpy()
+            if self.architecture == "gemma3" and "norm" in hf_name:
+                values = values + np.float32(1)
+            if self.architecture == "llama" and "q_proj" in hf_name:
+                values = interleave(values, self.config.num_attention_heads)
+            if self.architecture == "llama" and "k_proj" in hf_name:
+                values = interleave(values, self.config.num_key_value_heads)
+            self.add_tensor(name, np.ascontiguousarray(values))
+
+    def finish(self) -> Path:
+        self.write_header_to_file()
+        self.write_kv_data_to_file()
+        self.write_tensors_to_file()
+        self.close()
+        assert isinstance(self.path, Path)
+        return self.path
+
+
+def interleave(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from (first half, second half) to pairs of one row of each."""
+    head_dim = len(values) // heads
+    half = head_dim // 2
+    order = [head * head_dim + half * part + pair for head in range(heads) for pair in range(half) for part in (0, 1)]
+    return values[order]
+
+
+def write_model(path: Path, architecture: str, model: PreTrainedModel) -> TinyGguf:
+    """A file with the model's tensors and a vocabulary; `finish` is still to be called."""
+    writer = TinyGguf(path, architecture, model.config)
+    writer.add_spelled_vocabulary()
+    writer.add_state(state_of(model))
+    return writer

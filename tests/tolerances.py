@@ -1,0 +1,16 @@
+"""Every tolerance of the tests, with its reason."""
+
+# Largest error of a GEMM with exact (bf16, int8) inputs, over the largest result. K ≤ 1000 products summed in one
+# fp32 chain: the error of a sum is about sqrt(K) * 2^-24 of its size, and results at 4 sigma are the largest.
+GEMM_F32 = 2e-6
+
+# The same with the result rounded to bf16, which has 8 bits: half a unit of the last is at most 2^-8 of a value.
+GEMM_BF16_OUT = 2.0**-8 + 2e-6
+
+# Largest difference of logits (about ±9) between a dense graph in onnxruntime and transformers, both in fp32 on the
+# same weights. Three layers of sums of a hundred products or so, in different orders: at most 8e-6 over all cases. The
+# smallest fault that we tried, a norm's epsilon of 1e-5 in place of 1e-6, is 5e-4.
+DENSE_LOGITS = 2e-5
+
+# The same for a graph exported in fp16: 11 bits, so 5e-4 of a value at each of some thirty roundings; measured 6e-3.
+DENSE_LOGITS_FP16 = 2e-2
