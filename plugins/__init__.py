@@ -3,6 +3,6 @@
 from enginewright.plugins.expand import expand_references
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import DOMAIN, Plugin
-from enginewright.plugins.registry import PLUGINS, plugin_of
+from enginewright.plugins.registry import PLUGINS, binding_of, plugin_of
 
-__all__ = ["DOMAIN", "PLUGINS", "KernelBinding", "Plugin", "expand_references", "plugin_of"]
+__all__ = ["DOMAIN", "PLUGINS", "KernelBinding", "Plugin", "binding_of", "expand_references", "plugin_of"]

@@ -5,15 +5,36 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from enginewright.errors import EngineError
+from enginewright.plugins.add_rms_norm import ADD_RMS_NORM
 from enginewright.plugins.causal_window import CAUSAL_WINDOW
+from enginewright.plugins.embed_bf16 import EMBED_BF16
+from enginewright.plugins.embed_w8 import EMBED_W8
+from enginewright.plugins.gemm_bf16 import GEMM_BF16
+from enginewright.plugins.gemm_w8a16 import GEMM_W8A16
+from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.kv_write import KV_WRITE
+from enginewright.plugins.paged_attention import PAGED_ATTENTION
 from enginewright.plugins.plugin import DOMAIN, Plugin
+from enginewright.plugins.rms_norm import RMS_NORM
+from enginewright.plugins.rope import ROPE
+from enginewright.plugins.rope_kv_write import ROPE_KV_WRITE
 from enginewright.plugins.rope_table import ROPE_TABLE
 from enginewright.plugins.softcap import SOFTCAP
 
 PLUGINS: Mapping[str, Plugin] = {
     plugin.name: plugin
     for plugin in (
+        ADD_RMS_NORM,
         CAUSAL_WINDOW,
+        EMBED_BF16,
+        EMBED_W8,
+        GEMM_BF16,
+        GEMM_W8A16,
+        KV_WRITE,
+        PAGED_ATTENTION,
+        RMS_NORM,
+        ROPE,
+        ROPE_KV_WRITE,
         ROPE_TABLE,
         SOFTCAP,
     )
@@ -34,3 +55,27 @@ def plugin_of(node: ir.Node) -> Plugin | None:
             f"node {node.name} is of an unknown op {DOMAIN}.{node.op_type}", f"known: {', '.join(PLUGINS)}"
         )
     return plugin
+
+
+# Standard ops that a lowered graph may still hold.
+STANDARD_KERNELS: Mapping[str, Mapping[str, KernelBinding]] = {
+    "cpu": {
+        "Add": KernelBinding("add@1", ("a", "b"), ("out",), in_place={"out": 0}),
+        "Cast": KernelBinding("cast@1", ("x",), ("out",)),
+        "Gather": KernelBinding("gather_rows@1", ("x", "rows"), ("out",)),
+        "RMSNormalization": RMS_NORM.kernels["cpu"],
+    }
+}
+
+
+def binding_of(node: ir.Node, target: str) -> KernelBinding:
+    """The kernel that runs a node on a target.
+
+    Raises:
+        EngineError: there is none; the message names the node.
+    """
+    plugin = plugin_of(node)
+    kernels = STANDARD_KERNELS[target].get(node.op_type) if plugin is None else plugin.kernels.get(target)
+    if kernels is None:
+        raise EngineError(f"node {node.name} ({node.op_type}) has no kernel for {target}", "no pass took it up")
+    return kernels

@@ -1,10 +1,10 @@
 """Runs one kernel by itself: a plan of one step, from tensors, through `_cpu.Executor`.
 
-    runner = KernelRunner("avx512", threads=2, tokens=7)
-    x = runner.input_buffer(torch_tensor)            # an arena buffer, filled before the step
-    out = runner.output_buffer(7, 37, "bf16")        # one that is full of NaN
-    runner.call("gemm_bf16@1", {"x": x, "weight": runner.weight(w, "r16"), "out": out}, {"epilogue": "none"})
-    result = runner.read(out)                        # float32 tensor [7, 37]
+runner = KernelRunner("avx512", threads=2, tokens=7)
+x = runner.input_buffer(torch_tensor)            # an arena buffer, filled before the step
+out = runner.output_buffer(7, 37, "bf16")        # one that is full of NaN
+runner.call("gemm_bf16@1", {"x": x, "weight": runner.weight(w, "r16"), "out": out}, {"epilogue": "none"})
+result = runner.read(out)                        # float32 tensor [7, 37]
 """
 
 from collections.abc import Mapping
@@ -69,6 +69,9 @@ class Buffer:
         )
 
 
+Operands = dict[str, Buffer | _cpu.OperandSpec]
+
+
 class KernelRunner:
     """One executor with one arena; buffers are laid out one behind the other and NaN everywhere at first."""
 
@@ -104,7 +107,8 @@ class KernelRunner:
 
     def filled(self, value: torch.Tensor, linear: Linear = TOKENS) -> Buffer:
         """A new buffer with a tensor [rows, columns] (float32 or bfloat16); zeros in the pad columns of bf16."""
-        buffer = self.buffer(*value.shape, NAMES[value.dtype], linear)
+        rows, columns = value.shape
+        buffer = self.buffer(rows, columns, NAMES[value.dtype], linear)
         whole = self._array(buffer, buffer.stride)
         if value.dtype == torch.bfloat16:
             whole[:] = 0

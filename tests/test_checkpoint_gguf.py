@@ -133,7 +133,7 @@ def test_rope_scaling(tmp_path: Path, rope: str) -> None:
         writer.add_rope_scaling_orig_ctx_len(83)
         writer.add_rope_scaling_yarn_beta_fast(24.0)
     checkpoint = open_checkpoint(str(writer.finish()))
-    assert checkpoint.config["rope_scaling"]["rope_type"] == rope
+    assert checkpoint.config["rope_scaling"] == {key: ROPES[rope][key] for key in ROPES[rope] if key != "rope_theta"}
     assert_model(checkpoint, model)
 
 
@@ -162,12 +162,38 @@ def test_rope_factors_of_ones_change_nothing(tmp_path: Path) -> None:
     assert_model(open_checkpoint(str(writer.finish())), model)
 
 
-def test_rope_factors_of_another_kind_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [1.001, 0.0, -1.0, float("nan"), float("inf")])
+def test_rope_factors_of_another_kind_are_refused(tmp_path: Path, times: float) -> None:
     writer, model = llama_with_rope(tmp_path / "tiny.gguf", ROPES["llama3"])
     divisors = llama3_divisors(model)
-    divisors[4] *= 1.001
+    divisors[4 if times == 1.001 else slice(None)] *= times
     writer.add_tensor("rope_freqs.weight", divisors)
     with pytest.raises(UnsupportedModelError, match="rope factors are not those of a llama3 scaling"):
+        open_checkpoint(str(writer.finish()))
+
+
+def test_rope_factors_of_an_unknown_type_or_shape(tmp_path: Path) -> None:
+    for values, message in [(np.ones(9, np.int32), "unknown type I32"), (np.ones(8, np.float32), r"shape \(8,\)")]:
+        writer, _ = llama_with_rope(tmp_path / "tiny.gguf", ROPES["llama3"])
+        writer.add_tensor("rope_freqs.weight", values)
+        with pytest.raises(EngineError, match=message):
+            open_checkpoint(str(writer.finish()))
+
+
+@pytest.mark.parametrize("base", [0.0, -1.0, float("nan"), float("inf")])
+def test_rope_base_without_sense(tmp_path: Path, base: float) -> None:
+    writer, model = llama_with_rope(tmp_path / "tiny.gguf", ROPES["llama3"])
+    writer.kv_data[0]["llama.rope.freq_base"].value = base
+    writer.add_tensor("rope_freqs.weight", llama3_divisors(model))
+    with pytest.raises(EngineError, match=r"llama\.rope\.freq_base is"):
+        open_checkpoint(str(writer.finish()))
+
+
+def test_more_layers_than_tensors(tmp_path: Path) -> None:
+    """Two thousand million layers: refused before there is a list of them."""
+    writer = write_model(tmp_path / "tiny.gguf", "gemma3", tiny_model("gemma3"))
+    writer.kv_data[0]["gemma3.block_count"].value = (1 << 31) - 1
+    with pytest.raises(EngineError, match="2147483647 layers"):
         open_checkpoint(str(writer.finish()))
 
 

@@ -137,12 +137,16 @@ def test_metadata_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     refuses(tmp_path / "bad.gguf", file_of(values, []), "header has more than 4096 bytes")
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=[("llama", "llama"), ("llama", "gpt2"), ("gemma3", "llama")])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A file that opens, with a tokenizer of either kind."""
-    model = tiny_model("llama", num_hidden_layers=1)
-    writer = TinyGguf(tmp_path_factory.mktemp("whole") / "tiny.gguf", "llama", model.config)
-    if request.param == "llama":
+    """A file that opens, of an architecture and a kind of tokenizer."""
+    architecture, vocabulary = request.param
+    model = tiny_model(architecture, num_hidden_layers=1)
+    writer = TinyGguf(tmp_path_factory.mktemp("whole") / "tiny.gguf", architecture, model.config)
+    writer.add_rope_freq_base(1e6)
+    if architecture == "llama":
+        writer.add_tensor("rope_freqs.weight", np.ones(9, np.float32))
+    if vocabulary == "llama":
         writer.add_spelled_vocabulary()
     else:
         writer.add_merged_vocabulary(

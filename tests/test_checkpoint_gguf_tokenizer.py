@@ -134,6 +134,16 @@ def test_llama3_takes_whole_words_and_bos(tmp_path: Path) -> None:
     assert tokenizer.config == {"bos_token": "<s>", "add_bos_token": True, "add_eos_token": False}
 
 
+@pytest.mark.parametrize(
+    ("pre", "expected"), [("smollm", [0, 1]), ("qwen2", [0, 1]), ("gpt-2", [2]), ("llama-bpe", [2])]
+)
+def test_digits(tmp_path: Path, pre: str, expected: list[int]) -> None:
+    """Whether a merge of two digits is ever used. No trained vocabulary shows it: it has such merges or not."""
+    writer = writer_for(tmp_path)
+    writer.add_merged_vocabulary(pre, {"1": 0, "2": 1, "12": 2}, [("1", "2")])
+    assert ids(built(writer, 3), "12") == expected
+
+
 @pytest.mark.parametrize("pre", ["tekken", None])
 def test_unknown_pre_tokenizer(tmp_path: Path, pre: str | None) -> None:
     writer = writer_for(tmp_path)
@@ -209,6 +219,13 @@ def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
     assert ids(tokenizer, "a", add_special_tokens=True)[0] == 1
     assert tokenizer.config["add_bos_token"] is True
     assert tokenizer.config["unk_token"] == "<unk>"
+
+
+def test_sentencepiece_without_bytes(tmp_path: Path) -> None:
+    """What is no piece is unknown, a run of it once."""
+    writer = writer_for(tmp_path)
+    writer.add_spelled_vocabulary(["<unk>", "<s>", "</s>", "a", "▁"])
+    assert ids(built(writer, 5), "a日本a日") == [4, 3, 0, 3, 0]
 
 
 def test_special_tokens(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
 """GEMM kernels against float64, on every instruction set of this machine."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.kernel_runner import Buffer, KernelRunner, weight
-from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 from enginewright import _cpu
+from tests.kernel_runner import KernelRunner, Operands, weight
+from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 ISAS = _cpu.isa_names()
 TOKENS = [1, 2, 5, 7, 16, 17, 33, 61]
@@ -44,7 +45,7 @@ class Problem:
         x = self.x if x is None else x
         runner = KernelRunner(isa, threads, tokens=len(x))
         out = runner.buffer(len(x), self.outputs, dtype)
-        operands: dict[str, Buffer | _cpu.OperandSpec] = {
+        operands: Operands = {
             "x": runner.filled(x),
             "weight": weight(self.weight, "r16" if self.epilogue == "none" else "r16_pairs"),
             "out": out,
@@ -142,12 +143,12 @@ def test_x_may_be_columns_of_a_buffer(isa: str) -> None:
     runner = KernelRunner(isa, tokens=5)
     wide = runner.filled(torch.cat((torch.full((5, 64), 7.0).bfloat16(), problem.x), dim=1))
     out = runner.buffer(5, 37, "f32")
-    operands = {"x": wide.view(64, 128), "weight": weight(problem.weight, "r16"), "out": out}
+    operands: Operands = {"x": wide.view(64, 128), "weight": weight(problem.weight, "r16"), "out": out}
     runner.call("gemm_bf16@1", operands, {"epilogue": "none"})
     assert torch.equal(runner.read(out), problem.run(isa, "f32"))
 
 
-def malformed() -> list[tuple[str, dict[str, object]]]:
+def malformed() -> list[tuple[str, dict[str, Any]]]:
     bf16, i8 = torch.zeros(32, 64).bfloat16(), torch.zeros(32, 64, dtype=torch.int8)
     vector = torch.zeros(32)
     return [
@@ -167,23 +168,31 @@ def malformed() -> list[tuple[str, dict[str, object]]]:
 
 
 @pytest.mark.parametrize(("message", "change"), malformed(), ids=lambda value: value if isinstance(value, str) else "")
-def test_malformed_operands_are_refused(message: str, change: dict[str, object]) -> None:
+def test_malformed_operands_are_refused(message: str, change: dict[str, Any]) -> None:
     runner = KernelRunner("portable")
-    columns = int(str(change.get("x", 64)))
+    columns = change.get("x", 64)
     x = runner.filled(torch.zeros(1, 128).bfloat16()).view(0, columns)
     if "view" not in change:
         x = runner.filled(torch.zeros(1, columns).bfloat16())
     linear = change.get("linear", (0, 1, 0, 0, 0, 0))
-    out = runner.buffer(1, int(str(change.get("out", 32))), "f32", linear)  # type: ignore[arg-type]
-    operands = {"x": x, "weight": change.get("weight", weight(torch.zeros(32, 64).bfloat16(), "r16")), "out": out}
+    out = runner.buffer(1, change.get("out", 32), "f32", linear)
+    operands: Operands = {
+        "x": x,
+        "weight": change.get("weight", weight(torch.zeros(32, 64).bfloat16(), "r16")),
+        "out": out,
+    }
     operands |= {name: change[name] for name in ("bias", "scale") if name in change}
     with pytest.raises(ValueError, match=message):
-        runner.call("gemm_bf16@1", operands, {"epilogue": change.get("epilogue", "none")})  # type: ignore[arg-type]
+        runner.call("gemm_bf16@1", operands, {"epilogue": change.get("epilogue", "none")})
 
 
 def test_a_weight_with_too_few_bytes_is_refused() -> None:
     runner = KernelRunner("portable")
     short = _cpu.OperandSpec.weight(np.zeros(16 * 64 * 2, np.uint8), "bf16", "r16", 17, 64)
-    operands = {"x": runner.filled(torch.zeros(1, 64).bfloat16()), "weight": short, "out": runner.buffer(1, 17, "f32")}
+    operands: Operands = {
+        "x": runner.filled(torch.zeros(1, 64).bfloat16()),
+        "weight": short,
+        "out": runner.buffer(1, 17, "f32"),
+    }
     with pytest.raises(ValueError, match="2048 bytes, but its shape takes 4096"):
         runner.call("gemm_bf16@1", operands, {"epilogue": "none"})

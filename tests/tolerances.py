@@ -14,3 +14,24 @@ DENSE_LOGITS = 2e-5
 
 # The same for a graph exported in fp16: 11 bits, so 5e-4 of a value at each of some thirty roundings; measured 6e-3.
 DENSE_LOGITS_FP16 = 2e-2
+
+# Largest error of an fp32 RMS norm, over the value or 1. Squares summed in 64 chains, one root, one division and two
+# products: a few times 2^-24, on values of at most about 12.
+NORM_F32 = 2e-6
+
+# Rounding to bf16 (8 bits), and a little for the fp32 value that was rounded.
+BF16_ROUNDING = 2.0**-8 * 1.001
+
+# Largest relative error of cap * tanh(x / cap): a polynomial or an exponential of 2 units, and two roundings.
+SOFTCAP_F32 = 6e-7
+
+# Largest error of silu and gelu in fp32, over the value or 1e-3: exponential (2 units, at an argument that is itself
+# rounded: |u| * 2^-24 more), sum, division.
+TANH_GELU_SILU = 1e-5
+
+# Largest error of attention with fp32 results, over the largest |V|. Weights are rounded to bf16 (2^-9 of each on
+# average at most, random signs, and they still add up to one); scores of bf16 queries are off by 1e-6 or so.
+ATTENTION = 2.0**-9
+
+# The same where all visible positions weigh exactly 1: sums of at most 600 bf16 values and one division.
+ATTENTION_UNIFORM = 5e-7

@@ -59,6 +59,12 @@ class Keys:
             raise EngineError(f"metadata {self._architecture}.{key} is {value}")
         return value
 
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self.get(float, key, default)
+        if not 0 < value < math.inf:
+            raise EngineError(f"metadata {self._architecture}.{key} is {value}")
+        return value
+
     def refuse(self, key: str, *harmless: object) -> None:
         """Raises:
         UnsupportedModelError: the key is there with another than a harmless value.
@@ -116,14 +122,18 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
         "num_key_value_heads": keys.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": keys.size("context_length"),
-        "rms_norm_eps": keys.get(float, "attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.positive("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in names,
     }
+    if config["num_hidden_layers"] > len(names):
+        raise EngineError(
+            f"the GGUF file is said to have {config['num_hidden_layers']} layers", f"in {len(names)} tensors"
+        )
     scaling = _rope_scaling(keys, config["max_position_embeddings"])
     if architecture.model_type == "gemma3_text":
         config |= _gemma3(keys, config) | {"rope_scaling": scaling}
     else:
-        config |= {"hidden_act": "silu", "rope_theta": keys.get(float, "rope.freq_base", 10_000.0)}
+        config |= {"hidden_act": "silu", "rope_theta": keys.positive("rope.freq_base", 10_000.0)}
         if rope_factors is not None:
             if scaling is not None:
                 raise UnsupportedModelError("rope factors beside a rope scaling are not implemented")
@@ -169,8 +179,8 @@ def _gemma3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     own = {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
-        "rope_theta": keys.get(float, "rope.freq_base", 10_000.0),
-        "rope_local_base_freq": keys.get(float, "rope.freq_base_swa", GEMMA3_LOCAL_BASE),
+        "rope_theta": keys.positive("rope.freq_base", 10_000.0),
+        "rope_local_base_freq": keys.positive("rope.freq_base_swa", GEMMA3_LOCAL_BASE),
         "layer_types": ["sliding_attention" if window and flag else "full_attention" for flag in local],
         "final_logit_softcapping": keys.find(float, "final_logit_softcapping"),
         "attn_logit_softcapping": keys.find(float, "attn_logit_softcapping"),
@@ -192,7 +202,7 @@ def _llama3_scaling(factors: torch.Tensor, base: float, head_dim: int) -> dict[s
         raise EngineError(f"the rope factors have shape {tuple(factors.shape)}", f"{head_dim // 2} are needed")
     if bool((factors == 1).all()):
         return None
-    factor = float(factors.max())
+    factor = max(1.0, float(factors.max()))
     computed = torch.tensor(llama3_factors(base, head_dim, factor, LLAMA3_CONTEXT_TOKENS))
     if not torch.allclose(computed, factors, rtol=LLAMA3_RELATIVE_ERROR, atol=0.0):
         raise UnsupportedModelError(

@@ -43,8 +43,9 @@ class GgufCheckpoint:
         _refuse_split(header.metadata, path.name)
         architecture = find_architecture(header)
         factors = header.tensors.get(ROPE_FACTORS)
-        rope_factors = self._dequantized(factors) if factors else None
-        config = synthesize(header, architecture, rope_factors)
+        if factors:
+            _check_type(factors)
+        config = synthesize(header, architecture, self._dequantized(factors) if factors else None)
         self._vocabulary = Vocabulary(header.metadata, config["vocab_size"])
         self._sources = map_tensors(header, architecture, config["num_attention_heads"], config["num_key_value_heads"])
         for tensor in {source.tensor.type: source.tensor for source in self._sources.values()}.values():

@@ -75,9 +75,7 @@ class Softcap final : public Kernel {
   }
   void run(const Sizes& sizes, Worker& worker) const override { for_pieces<S>(out_, *this, sizes, worker); }
 
-  ENGINEWRIGHT_INLINE F cap(F x) const {
-    return S::mul(S::set1(cap_), tanh<S>(S::div(x, S::set1(cap_))));
-  }
+  ENGINEWRIGHT_INLINE F cap(F x) const { return S::mul(S::set1(cap_), tanh<S>(S::div(x, S::set1(cap_)))); }
   ENGINEWRIGHT_INLINE F all(int64_t row, int64_t column) const {
     return cap(RowReader<S>(x_, row).at(column));
   }
@@ -115,7 +113,9 @@ template <class S>
 class GatherRows final : public Kernel {
  public:
   GatherRows(const Operands& operands, const Attributes& attributes)
-      : x_(float_matrix(operands, "x")), rows_(step_input(operands, "rows")), out_(float_matrix(operands, "out")) {
+      : x_(float_matrix(operands, "x")),
+        rows_(step_input(operands, "rows")),
+        out_(float_matrix(operands, "out")) {
     require_known(operands, attributes, {"x", "rows", "out"}, {});
     require(x_.dtype == out_.dtype, "'x' and 'out' differ in their dtype");
     require_same_rows(rows_, out_);

@@ -67,7 +67,8 @@ template <class S>
 class EmbedW8 final : public Kernel {
  public:
   EmbedW8(const Operands& operands, const Attributes& attributes)
-      : o_(operands, attributes, DType::i8), table_scale_(vector_weight(operands, "table_scale", o_.table.max_rows)) {
+      : o_(operands, attributes, DType::i8),
+        table_scale_(vector_weight(operands, "table_scale", o_.table.max_rows)) {
     require_known(operands, attributes, {"tokens", "table", "table_scale", "out"}, {"scale"});
   }
   void add_checks(StepChecks& checks) const override { checks.indices.push_back({o_.tokens, o_.table.rows}); }

@@ -32,7 +32,8 @@ const Sizes& checked_limits(const Sizes& s) {
   require(s.tokens > 0 && s.sequences > 0 && s.logit_rows > 0 && s.kv_blocks >= 0 && s.kv_splits >= 0,
           "the limits must allow a token, a sequence and a row of logits");
   const int64_t most = int64_t{1} << 31;  // indices are int32
-  require(s.tokens < most && s.sequences < most && s.logit_rows < most && s.kv_blocks < most && s.kv_splits < most,
+  require(s.tokens < most && s.sequences < most && s.logit_rows < most && s.kv_blocks < most &&
+              s.kv_splits < most,
           "the limits must be below 2^31");
   return s;
 }
@@ -102,7 +103,8 @@ Operand Executor::bind(const std::string& label, const ArenaSpec& spec) const {
 }
 
 Operand Executor::bind(const std::string& label, const WeightSpec& spec) const {
-  require(spec.rows > 0 && spec.columns > 0 && spec.columns < kMostColumns, "the weight '" + label + "' is empty");
+  require(spec.rows > 0 && spec.columns > 0 && spec.columns < kMostColumns,
+          "the weight '" + label + "' is empty");
   int64_t rows = spec.rows, columns = spec.columns;
   if (spec.layout != Layout::plain) {
     require(spec.dtype == DType::bf16 || spec.dtype == DType::i8,
@@ -115,7 +117,8 @@ Operand Executor::bind(const std::string& label, const WeightSpec& spec) const {
   const int64_t bytes = checked_mul(checked_mul(rows, columns), bytes_of(spec.dtype));
   require(bytes <= spec.bytes, "the weight '" + label + "' has " + std::to_string(spec.bytes) +
                                    " bytes, but its shape takes " + std::to_string(bytes));
-  const uintptr_t align = spec.layout == Layout::plain ? static_cast<uintptr_t>(bytes_of(spec.dtype)) : kAlignBytes;
+  const uintptr_t align =
+      spec.layout == Layout::plain ? static_cast<uintptr_t>(bytes_of(spec.dtype)) : kAlignBytes;
   require(reinterpret_cast<uintptr_t>(spec.data) % align == 0,
           "the weight '" + label + "' is not aligned to " + std::to_string(align) + " bytes");
   Operand operand;
@@ -176,8 +179,8 @@ void Executor::run(const std::vector<InputArray>& arrays, const Sizes& sizes) {
               within(sizes.logit_rows, limits_.logit_rows) && within(sizes.kv_blocks, limits_.kv_blocks) &&
               within(sizes.kv_splits, limits_.kv_splits),
           "the step is larger than the limits");
-  require(arrays.size() == inputs_.size(), "a step takes " + std::to_string(inputs_.size()) + " inputs, not " +
-                                               std::to_string(arrays.size()));
+  require(arrays.size() == inputs_.size(),
+          "a step takes " + std::to_string(inputs_.size()) + " inputs, not " + std::to_string(arrays.size()));
   std::lock_guard<std::mutex> lock(mutex_);
   for (size_t i = 0; i < arrays.size(); ++i) stage(inputs_[i], arrays[i], sizes);
   checks_->check(sizes);
@@ -189,9 +192,9 @@ void Executor::run(const std::vector<InputArray>& arrays, const Sizes& sizes) {
 void Executor::stage(const Input& input, const InputArray& array, const Sizes& sizes) {
   const int64_t rows = input.spec.rows.at(sizes), columns = input.spec.columns.at(sizes);
   if (array.rows != rows || array.columns != columns) {
-    throw std::invalid_argument("the input '" + input.spec.name + "' must be [" + std::to_string(rows) + ", " +
-                                std::to_string(columns) + "] in this step, not [" + std::to_string(array.rows) +
-                                ", " + std::to_string(array.columns) + "]");
+    throw std::invalid_argument("the input '" + input.spec.name + "' must be [" + std::to_string(rows) +
+                                ", " + std::to_string(columns) + "] in this step, not [" +
+                                std::to_string(array.rows) + ", " + std::to_string(array.columns) + "]");
   }
   int32_t* staged = reinterpret_cast<int32_t*>(staging_->data()) + input.offset;
   for (int64_t r = 0; r < rows; ++r) {

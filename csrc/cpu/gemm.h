@@ -1,8 +1,8 @@
 // GEMM for any instruction set: out = x · weightᵀ, weights bf16 or i8 (gemm_operands.h has the shapes).
 //
-// A tile of M tokens x N blocks of 16 rows keeps its accumulators in registers while K passes once, from 0 up,
-// by one dot() for every pair of k: each output is one chain of roundings, the same whatever M and N are, so
-// that a token's result depends neither on its company nor on the number of threads.
+// A tile of M tokens x N blocks of 16 rows keeps its accumulators in registers while K passes once, from 0
+// up, by one dot() for every pair of k: each output is one chain of roundings, the same whatever M and N are,
+// so that a token's result depends neither on its company nor on the number of threads.
 //
 // Threads own ranges of blocks. A strip of them, small enough for L2, stays while all tokens pass. i8 weights
 // become bf16 exactly, in registers, or, for many tokens, once a strip into scratch.
@@ -59,8 +59,14 @@ template <class S, class Lines>
 class Strip {
  public:
   using F = typename S::F;
-  Strip(const GemmOperands& g, const std::byte* weight, int64_t block_bytes, int64_t first_block, int64_t blocks)
-      : g_(g), finish_(g), weight_(weight), block_bytes_(block_bytes), first_block_(first_block), blocks_(blocks) {}
+  Strip(const GemmOperands& g, const std::byte* weight, int64_t block_bytes, int64_t first_block,
+        int64_t blocks)
+      : g_(g),
+        finish_(g),
+        weight_(weight),
+        block_bytes_(block_bytes),
+        first_block_(first_block),
+        blocks_(blocks) {}
 
   void run(int64_t tokens) const {
     if (tokens == 1) return pass_blocks<1, S::gemv_blocks, true>(0, 0);

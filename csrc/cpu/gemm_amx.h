@@ -1,9 +1,9 @@
 // GEMM on AMX tiles (Intel SDM vol. 1, ch. 18): the same kernels as gemm.h, for machines with TDPBF16PS.
 //
-// A block of r16 weights is a row of AMX B tiles as it lies in memory: 16 lines are 32 of K x 16 rows. A tiles
-// are 16 tokens x 32 of K, straight from x; C tiles are 16 tokens x 16 rows in fp32. Every output is the chain
-// C += A · B over K in steps of 32, ascending, and what TDPBF16PS adds to an element depends on nothing else in
-// the tile: the same bits in each of the shapes below.
+// A block of r16 weights is a row of AMX B tiles as it lies in memory: 16 lines are 32 of K x 16 rows. A
+// tiles are 16 tokens x 32 of K, straight from x; C tiles are 16 tokens x 16 rows in fp32. Every output is
+// the chain C += A · B over K in steps of 32, ascending, and what TDPBF16PS adds to an element depends on
+// nothing else in the tile: the same bits in each of the shapes below.
 //
 //   panel of 17 … 32 tokens   2 A tiles x 2 blocks
 //   panel of 1 … 16 tokens    1 A tile x 4 blocks
@@ -31,6 +31,11 @@ struct Amx {
   static ENGINEWRIGHT_INLINE void load(const void* p, int64_t stride_bytes) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride_bytes), "i"(T));
   }
+  // The same for what will not be read again soon: it does not drive A out of L1.
+  template <int T>
+  static ENGINEWRIGHT_INLINE void load_once(const void* p, int64_t stride_bytes) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride_bytes), "i"(T));
+  }
   template <int T>
   static ENGINEWRIGHT_INLINE void store(void* p, int64_t stride_bytes) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride_bytes), "i"(T) : "memory");
@@ -53,7 +58,8 @@ struct Amx {
 
 constexpr int64_t kTileK = 32, kTileBytes = 1024, kTileRowBytes = 64;
 
-// Tiles 0 … 3 are C, 4 … 7 A and B. `first`, `second`: tokens in the two A tiles, `second` 0 if there is but one.
+// Tiles 0 … 3 are C, 4 … 7 A and B. `first`, `second`: tokens in the two A tiles, `second` 0 if there is but
+// one.
 inline TileConfig tile_config(int64_t first, int64_t second) {
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) {
@@ -90,9 +96,10 @@ struct Bf16Tiles {
 
 struct I8Tiles {
   static constexpr int64_t kPieceK = 128;
+  static constexpr int64_t kScratchBytes = 4 * kPieceK * 32;
   const std::byte* weight;
   int64_t block_bytes;
-  std::byte* scratch;  // 4 * kPieceK * 32 bytes
+  std::byte* scratch;
   template <int N>
   const std::byte* piece(int64_t block, int64_t k, int64_t depth, int64_t* stride) const {
     *stride = kPieceK * 32;
@@ -104,22 +111,38 @@ struct I8Tiles {
   }
 };
 
+// Where a panel of A stays in L1: its K is cut into pieces of about this, C waiting in scratch.
+constexpr int64_t kWideK = 640;
+constexpr int64_t kAmxStripBytes = 1 << 20;  // of bf16 weights: half of these machines' L2
+
+// Units of a strip.
+inline int64_t amx_strip_units(const GemmOperands& g) {
+  const int64_t blocks = kAmxStripBytes / (g.k_pad * 32);
+  return blocks < 4 ? 4 / g.unit_blocks : blocks / g.unit_blocks;
+}
+
+// Of C, for one panel and a strip.
+inline int64_t amx_partial_bytes(const GemmOperands& g) {
+  return g.k_pad <= kWideK ? 0 : (amx_strip_units(g) * g.unit_blocks + 1) * 2 * kTileBytes;
+}
+
 template <class Tiles>
 class AmxStrip {
  public:
-  AmxStrip(const GemmOperands& g, const Tiles& tiles, int64_t first_block, int64_t blocks)
-      : g_(g), finish_(g), tiles_(tiles), first_block_(first_block), blocks_(blocks) {}
+  // partial: amx_partial_bytes().
+  AmxStrip(const GemmOperands& g, const Tiles& tiles, int64_t first_block, int64_t blocks, std::byte* partial)
+      : g_(g), finish_(g), tiles_(tiles), first_block_(first_block), blocks_(blocks), partial_(partial) {}
 
   void run(int64_t tokens) const {
     int64_t row = 0;
     if (tokens >= 32) {
       Amx::configure(tile_config(16, 16));
-      for (; row + 32 <= tokens; row += 32) wide(row, 16, 16);
+      for (; row + 32 <= tokens; row += 32) wide(row, 16);
     }
     const int64_t rest = tokens - row;
     if (rest > 16) {
       Amx::configure(tile_config(16, rest - 16));
-      wide(row, 16, rest - 16);
+      wide(row, rest - 16);
     } else if (rest > 0) {
       Amx::configure(tile_config(rest, 0));
       narrow<4>(row, rest, 0);
@@ -129,50 +152,71 @@ class AmxStrip {
  private:
   const uint16_t* x(int64_t row) const { return g_.x.as<const uint16_t>() + row * g_.x.stride; }
 
-  void wide(int64_t row, int64_t first, int64_t second) const {
-    int64_t block = 0;
-    for (; block + 2 <= blocks_; block += 2) wide_tile<2>(row, first, second, block);
-    if (block < blocks_) wide_tile<1>(row, first, second, block);
+  // A panel of 16 + `second` tokens past all blocks.
+  void wide(int64_t row, int64_t second) const {
+    const int64_t pieces = (g_.k_pad + kWideK - 1) / kWideK;
+    const int64_t depth = (g_.k_pad / kTileK + pieces - 1) / pieces * kTileK;
+    for (int64_t begin = 0; begin < g_.k_pad; begin += depth) {
+      const int64_t end = g_.k_pad - begin < depth ? g_.k_pad : begin + depth;
+      int64_t block = 0;
+      for (; block + 2 <= blocks_; block += 2) wide_tile<2>(row, second, block, begin, end);
+      if (block < blocks_) wide_tile<1>(row, second, block, begin, end);
+    }
+  }
+
+  // 2 x N tiles over [begin, end) of K. Tiles: C 0 1 / 2 3, A 4 / 5, B 6 7.
+  template <int N>
+  void wide_tile(int64_t row, int64_t second, int64_t block, int64_t begin, int64_t end) const {
+    std::byte* const partial = partial_ + block * 2 * kTileBytes;
+    if (begin == 0) {
+      zero_tiles<N>();
+    } else {
+      Amx::load<0>(partial, 64);
+      Amx::load<2>(partial + kTileBytes, 64);
+      if (N == 2) Amx::load<1>(partial + 2 * kTileBytes, 64);
+      if (N == 2) Amx::load<3>(partial + 3 * kTileBytes, 64);
+    }
+    const int64_t x_stride = g_.x.stride * 2;
+    const uint16_t *upper = x(row), *lower = x(row + 16);
+    int64_t stride = 0;
+    const std::byte* b = tiles_.template piece<N>(block, begin, end - begin, &stride);
+    for (int64_t k = begin; k < end; k += kTileK, b += kTileBytes) {
+      Amx::load<4>(upper + k, x_stride);
+      Amx::load_once<6>(b, kTileRowBytes);
+      Amx::dot<0, 4, 6>();
+      Amx::load<5>(lower + k, x_stride);
+      Amx::dot<2, 5, 6>();
+      if (N == 2) {
+        Amx::load_once<7>(b + stride, kTileRowBytes);
+        Amx::dot<1, 4, 7>();
+        Amx::dot<3, 5, 7>();
+      }
+    }
+    if (end < g_.k_pad) {
+      Amx::store<0>(partial, 64);
+      Amx::store<2>(partial + kTileBytes, 64);
+      if (N == 2) Amx::store<1>(partial + 2 * kTileBytes, 64);
+      if (N == 2) Amx::store<3>(partial + 3 * kTileBytes, 64);
+      return;
+    }
+    alignas(64) float c[4][256];
+    Amx::store<0>(c[0], 64);
+    Amx::store<2>(c[2], 64);
+    if (N == 2) Amx::store<1>(c[1], 64);
+    if (N == 2) Amx::store<3>(c[3], 64);
+    finish_tiles<N>(c, row, 16, block);
+    finish_tiles<N>(c + 2, row + 16, second, block);
   }
 
   template <int N>
-  void wide_tile(int64_t row, int64_t first, int64_t second, int64_t block) const {
-    const int64_t x_stride = g_.x.stride * 2;
-    const uint16_t *upper = x(row), *lower = x(row + 16);
+  static ENGINEWRIGHT_INLINE void zero_tiles() {
     Amx::zero<0>();
     Amx::zero<2>();
-    if (N == 2) {
-      Amx::zero<1>();
-      Amx::zero<3>();
-    }
-    for (int64_t piece = 0; piece < g_.k_pad; piece += Tiles::kPieceK) {
-      const int64_t end = g_.k_pad - piece < Tiles::kPieceK ? g_.k_pad : piece + Tiles::kPieceK;
-      int64_t stride = 0;
-      const std::byte* b = tiles_.template piece<N>(block, piece, end - piece, &stride);
-      for (int64_t k = piece; k < end; k += kTileK, b += kTileBytes) {
-        Amx::load<4>(upper + k, x_stride);
-        Amx::load<6>(b, kTileRowBytes);
-        Amx::dot<0, 4, 6>();
-        Amx::load<5>(lower + k, x_stride);
-        Amx::dot<2, 5, 6>();
-        if (N == 2) {
-          Amx::load<7>(b + stride, kTileRowBytes);
-          Amx::dot<1, 4, 7>();
-          Amx::dot<3, 5, 7>();
-        }
-      }
-    }
-    alignas(64) float c[4][16][16];
-    Amx::store<0>(c[0], 64);
-    Amx::store<2>(c[2], 64);
-    if (N == 2) {
-      Amx::store<1>(c[1], 64);
-      Amx::store<3>(c[3], 64);
-    }
-    finish_rows<N>(c, row, first, block);
-    finish_rows<N>(c + 2, row + 16, second, block);
+    if (N > 1) Amx::zero<1>();
+    if (N > 1) Amx::zero<3>();
   }
 
+  // A panel of at most 16 tokens past the blocks from `block`; N as in gemm.h's pass_blocks.
   template <int N>
   void narrow(int64_t row, int64_t tokens, int64_t block) const {
     for (; block + N <= blocks_; block += N) narrow_tile<N>(row, tokens, block);
@@ -181,81 +225,75 @@ class AmxStrip {
     }
   }
 
+  // 1 x N tiles. Tiles: C 0 … 3, A 4, B 5 … 7.
   template <int N>
   void narrow_tile(int64_t row, int64_t tokens, int64_t block) const {
     const int64_t x_stride = g_.x.stride * 2;
     const uint16_t* a = x(row);
-    Amx::zero<0>();
-    if (N > 1) Amx::zero<1>();
-    if (N > 2) {
-      Amx::zero<2>();
-      Amx::zero<3>();
-    }
-    for (int64_t piece = 0; piece < g_.k_pad; piece += Tiles::kPieceK) {
-      const int64_t end = g_.k_pad - piece < Tiles::kPieceK ? g_.k_pad : piece + Tiles::kPieceK;
+    zero_tiles<N>();
+    for (int64_t begin = 0; begin < g_.k_pad; begin += Tiles::kPieceK) {
+      const int64_t end = g_.k_pad - begin < Tiles::kPieceK ? g_.k_pad : begin + Tiles::kPieceK;
       int64_t stride = 0;
-      const std::byte* b = tiles_.template piece<N>(block, piece, end - piece, &stride);
-      for (int64_t k = piece; k < end; k += kTileK, b += kTileBytes) {
+      const std::byte* b = tiles_.template piece<N>(block, begin, end - begin, &stride);
+      for (int64_t k = begin; k < end; k += kTileK, b += kTileBytes) {
         Amx::load<4>(a + k, x_stride);
-        Amx::load<5>(b, kTileRowBytes);
+        Amx::load_once<5>(b, kTileRowBytes);
         Amx::dot<0, 4, 5>();
         if (N > 1) {
-          Amx::load<6>(b + stride, kTileRowBytes);
+          Amx::load_once<6>(b + stride, kTileRowBytes);
           Amx::dot<1, 4, 6>();
         }
         if (N > 2) {
-          Amx::load<7>(b + 2 * stride, kTileRowBytes);
+          Amx::load_once<7>(b + 2 * stride, kTileRowBytes);
           Amx::dot<2, 4, 7>();
-          Amx::load<5>(b + 3 * stride, kTileRowBytes);
+          Amx::load_once<5>(b + 3 * stride, kTileRowBytes);
           Amx::dot<3, 4, 5>();
         }
       }
     }
-    alignas(64) float c[4][16][16];
+    alignas(64) float c[4][256];
     Amx::store<0>(c[0], 64);
     if (N > 1) Amx::store<1>(c[1], 64);
-    if (N > 2) {
-      Amx::store<2>(c[2], 64);
-      Amx::store<3>(c[3], 64);
-    }
-    finish_rows<N>(c, row, tokens, block);
+    if (N > 2) Amx::store<2>(c[2], 64);
+    if (N > 2) Amx::store<3>(c[3], 64);
+    finish_tiles<N>(c, row, tokens, block);
   }
 
-  // c: N tiles, of blocks `block` …
+  // c: (N blocks from `block`, 16 tokens, 16)
   template <int N>
-  ENGINEWRIGHT_INLINE void finish_rows(const float (*c)[16][16], int64_t row, int64_t tokens, int64_t block) const {
+  ENGINEWRIGHT_INLINE void finish_tiles(const float (*c)[256], int64_t row, int64_t tokens,
+                                        int64_t block) const {
     const int64_t first = first_block_ + block;
-    for (int64_t m = 0; m < tokens; ++m) {
-      if constexpr (N % 2 == 0) {
-        if (g_.gated()) {
-          for (int n = 0; n < N; n += 2) {
-            finish_.gated(row + m, (first + n) / 2, Avx512::load(c[n][m]), Avx512::load(c[n + 1][m]));
-          }
-          continue;
-        }
+    if constexpr (N % 2 == 0) {
+      if (g_.gated()) {
+        for (int n = 0; n < N; n += 2) finish_.gated_rows(row, tokens, (first + n) / 2, c[n], c[n + 1]);
+        return;
       }
-      for (int n = 0; n < N; ++n) finish_.plain(row + m, first + n, Avx512::load(c[n][m]));
     }
+    for (int n = 0; n < N; ++n) finish_.plain_rows(row, tokens, first + n, c[n]);
   }
 
   const GemmOperands& g_;
   const Finish<Avx512> finish_;
   const Tiles tiles_;
   const int64_t first_block_, blocks_;
+  std::byte* const partial_;
 };
 
 class GemmBf16Amx final : public Kernel {
  public:
-  GemmBf16Amx(const Operands& operands, const Attributes& attributes) : g_(operands, attributes, DType::bf16) {}
+  GemmBf16Amx(const Operands& operands, const Attributes& attributes)
+      : g_(operands, attributes, DType::bf16) {}
+
+  int64_t scratch_bytes() const override { return amx_partial_bytes(g_); }
 
   void run(const Sizes& sizes, Worker& worker) const override {
-    const int64_t tokens = g_.x.rows.at(sizes), most = strip_units(g_, g_.block_bytes);
+    const int64_t tokens = g_.x.rows.at(sizes), most = amx_strip_units(g_);
     const Range mine = share(g_.units, worker);
     for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
       const int64_t units = mine.end - unit < most ? mine.end - unit : most;
-      const int64_t block = unit * g_.unit_blocks;
-      const Bf16Tiles tiles{g_.block(block), g_.block_bytes};
-      AmxStrip<Bf16Tiles>(g_, tiles, block, units * g_.unit_blocks).run(tokens);
+      const int64_t block = unit * g_.unit_blocks, blocks = units * g_.unit_blocks;
+      AmxStrip<Bf16Tiles>(g_, {g_.block(block), g_.block_bytes}, block, blocks, worker.scratch).run(tokens);
     }
     Amx::release();
   }
@@ -266,26 +304,30 @@ class GemmBf16Amx final : public Kernel {
 
 class GemmW8A16Amx final : public Kernel {
  public:
-  GemmW8A16Amx(const Operands& operands, const Attributes& attributes) : g_(operands, attributes, DType::i8) {}
+  GemmW8A16Amx(const Operands& operands, const Attributes& attributes)
+      : g_(operands, attributes, DType::i8) {}
 
+  // Partial results, then a strip as bf16.
   int64_t scratch_bytes() const override {
-    return strip_units(g_, 2 * g_.block_bytes) * g_.unit_blocks * 2 * g_.block_bytes + 4 * I8Tiles::kPieceK * 32;
+    const int64_t strip = amx_strip_units(g_) * g_.unit_blocks * 2 * g_.block_bytes;
+    return amx_partial_bytes(g_) + (strip > I8Tiles::kScratchBytes ? strip : I8Tiles::kScratchBytes);
   }
 
   void run(const Sizes& sizes, Worker& worker) const override {
-    const int64_t tokens = g_.x.rows.at(sizes), most = strip_units(g_, 2 * g_.block_bytes);
+    const int64_t tokens = g_.x.rows.at(sizes), most = amx_strip_units(g_);
+    std::byte* const expanded = worker.scratch + amx_partial_bytes(g_);
     const Range mine = share(g_.units, worker);
     for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
       const int64_t units = mine.end - unit < most ? mine.end - unit : most;
       const int64_t block = unit * g_.unit_blocks, blocks = units * g_.unit_blocks;
       if (tokens <= 16) {
-        const I8Tiles tiles{g_.block(block), g_.block_bytes, worker.scratch};
-        AmxStrip<I8Tiles>(g_, tiles, block, blocks).run(tokens);
+        const I8Tiles tiles{g_.block(block), g_.block_bytes, expanded};
+        AmxStrip<I8Tiles>(g_, tiles, block, blocks, worker.scratch).run(tokens);
         continue;
       }
-      expand_to_bf16(g_.block(block), blocks * g_.block_bytes, worker.scratch);
+      expand_to_bf16(g_.block(block), blocks * g_.block_bytes, expanded);
       Amx::written();
-      AmxStrip<Bf16Tiles>(g_, {worker.scratch, 2 * g_.block_bytes}, block, blocks).run(tokens);
+      AmxStrip<Bf16Tiles>(g_, {expanded, 2 * g_.block_bytes}, block, blocks, worker.scratch).run(tokens);
     }
     Amx::release();
   }

@@ -34,7 +34,8 @@ GemmOperands::GemmOperands(const Operands& operands, const Attributes& attribute
   block_bytes = 16 * k_pad * bytes_of(weight.dtype);
   require_columns(x, weight.columns);
   require(x.columns + x.pad >= k_pad, "'x' has no zeros behind its columns up to a multiple of 64");
-  require(x.kind == Operand::Kind::arena && out.kind == Operand::Kind::arena, "'x' and 'out' must be buffers");
+  require(x.kind == Operand::Kind::arena && out.kind == Operand::Kind::arena,
+          "'x' and 'out' must be buffers");
   require_columns(out, outputs);
   require_same_rows(x, out);
   if (weight_dtype == DType::i8) {

@@ -21,7 +21,7 @@
 #include "operands.h"
 
 #if defined(__clang__)
-#pragma clang attribute push( \
+#pragma clang attribute push(                                                                           \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,fma"))), \
     apply_to = function)
 #else

@@ -9,7 +9,8 @@
 // `namespace enginewright { namespace {`, and one line in table.h. S is the instruction set (simd_portable.h
 // says what it offers). Everything in such a header stays in the anonymous namespace: each isa_*.cpp compiles
 // its own copy, and the linker must never merge code compiled for different machines. For the same reason a
-// kernel header includes no std header that isa_*.cpp has not included before its target pragma: add it there.
+// kernel header includes no std header that isa_*.cpp has not included before its target pragma: add it
+// there.
 #pragma once
 
 #include <cstddef>
@@ -66,9 +67,9 @@ struct KvPool {
 
 // A matrix with a fixed address. A row starts every `stride` elements; in arena buffers the stride is a
 // multiple of 64, and a kernel that writes bf16 to a whole buffer (pad > 0) also writes zeros to the `pad`
-// columns behind `columns`, so that GEMMs may read K_pad columns of it. Step inputs are i32; where their columns
-// depend on the step (block tables) `columns` and `stride` are those at the limits, and only the step's own
-// columns hold values.
+// columns behind `columns`, so that GEMMs may read K_pad columns of it. Step inputs are i32; where their
+// columns depend on the step (block tables) `columns` and `stride` are those at the limits, and only the
+// step's own columns hold values.
 struct Operand {
   std::byte* data = nullptr;
   DType dtype = DType::f32;

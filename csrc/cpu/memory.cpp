@@ -13,7 +13,8 @@ constexpr int64_t kMostBytes = int64_t{1} << 62;
 
 Memory::Memory(int64_t bytes) : bytes_(bytes) {
   if (bytes == 0) return;
-  void* p = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* p =
+      mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (p == MAP_FAILED) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
   madvise(p, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // a wish; refused is fine

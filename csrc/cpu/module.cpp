@@ -52,8 +52,8 @@ struct OperandSpec {
   py::object owner;  // of the memory that `where` points to, if that is not the executor
 };
 
-OperandSpec weight_spec(const py::buffer& buffer, const std::string& dtype, const std::string& layout, int64_t rows,
-                        int64_t columns) {
+OperandSpec weight_spec(const py::buffer& buffer, const std::string& dtype, const std::string& layout,
+                        int64_t rows, int64_t columns) {
   auto info = std::make_unique<py::buffer_info>(buffer.request());
   require(PyBuffer_IsContiguous(info->view(), 'C') != 0, "a weight's buffer must be contiguous");
   auto* data = static_cast<std::byte*>(info->ptr);
@@ -62,29 +62,32 @@ OperandSpec weight_spec(const py::buffer& buffer, const std::string& dtype, cons
   return {WeightSpec{data, bytes, dtype_of(dtype), layout_of(layout), rows, columns}, owner};
 }
 
-OperandSpec arena_spec(int64_t offset_bytes, const std::string& dtype, const LinearTuple& rows, int64_t columns,
-                       int64_t stride, int64_t column_offset, int64_t pad) {
-  return {ArenaSpec{offset_bytes, dtype_of(dtype), linear_of(rows), columns, stride, column_offset, pad}, py::none()};
+OperandSpec arena_spec(int64_t offset_bytes, const std::string& dtype, const LinearTuple& rows,
+                       int64_t columns, int64_t stride, int64_t column_offset, int64_t pad) {
+  return {ArenaSpec{offset_bytes, dtype_of(dtype), linear_of(rows), columns, stride, column_offset, pad},
+          py::none()};
 }
 
 // View of memory that `owner` keeps alive.
 template <class T>
-py::array view(std::byte* data, const std::vector<py::ssize_t>& shape, const std::vector<py::ssize_t>& strides,
-               const py::object& owner) {
+py::array view(std::byte* data, const std::vector<py::ssize_t>& shape,
+               const std::vector<py::ssize_t>& strides, const py::object& owner) {
   return py::array(py::dtype::of<T>(), shape, strides, reinterpret_cast<T*>(data), owner);
 }
 
 py::array kv_view(const uint16_t* data, const KvPool& pool, const py::object& owner) {
   const py::ssize_t tile = pool.block_size * pool.head_dim_pad;
   auto* bytes = reinterpret_cast<std::byte*>(const_cast<uint16_t*>(data));
-  return view<uint16_t>(bytes, {pool.num_blocks, pool.kv_heads, tile}, {pool.kv_heads * tile * 2, tile * 2, 2}, owner);
+  return view<uint16_t>(bytes, {pool.num_blocks, pool.kv_heads, tile},
+                        {pool.kv_heads * tile * 2, tile * 2, 2}, owner);
 }
 
 // The executor, and the Python objects whose memory it uses.
 class PyExecutor {
  public:
   PyExecutor(const std::string& isa, int threads, const SizesTuple& limits,
-             const std::vector<std::tuple<std::string, LinearTuple, LinearTuple>>& inputs, int64_t arena_bytes)
+             const std::vector<std::tuple<std::string, LinearTuple, LinearTuple>>& inputs,
+             int64_t arena_bytes)
       : executor_(isa, threads, sizes_of(limits), input_specs(inputs), arena_bytes) {}
 
   void add_kernel(const std::string& name, const std::map<std::string, OperandSpec>& specs,
@@ -109,8 +112,8 @@ class PyExecutor {
     executor_.run(inputs, sizes_of(sizes));
   }
 
-  static py::array buffer(const py::object& self, int64_t offset_bytes, int64_t rows, int64_t columns, int64_t stride,
-                          const std::string& dtype_name) {
+  static py::array buffer(const py::object& self, int64_t offset_bytes, int64_t rows, int64_t columns,
+                          int64_t stride, const std::string& dtype_name) {
     const DType dtype = dtype_of(dtype_name);
     const int64_t item = bytes_of(dtype);
     require(rows >= 0 && columns > 0 && columns <= stride, "the buffer has no such columns");
@@ -134,7 +137,8 @@ class PyExecutor {
   static std::vector<InputSpec> input_specs(
       const std::vector<std::tuple<std::string, LinearTuple, LinearTuple>>& inputs) {
     std::vector<InputSpec> specs;
-    for (const auto& [name, rows, columns] : inputs) specs.push_back({name, linear_of(rows), linear_of(columns)});
+    for (const auto& [name, rows, columns] : inputs)
+      specs.push_back({name, linear_of(rows), linear_of(columns)});
     return specs;
   }
 
@@ -173,12 +177,13 @@ void bind_kv_pools(py::module_& module) {
 
 void bind_executor(py::module_& module) {
   py::class_<OperandSpec>(module, "OperandSpec")
-      .def_static("weight", &weight_spec, py::arg("buffer"), py::arg("dtype"), py::arg("layout"), py::arg("rows"),
-                  py::arg("columns"))
+      .def_static("weight", &weight_spec, py::arg("buffer"), py::arg("dtype"), py::arg("layout"),
+                  py::arg("rows"), py::arg("columns"))
       .def_static("arena", &arena_spec, py::arg("offset_bytes"), py::arg("dtype"), py::arg("rows"),
                   py::arg("columns"), py::arg("stride"), py::arg("column_offset") = 0, py::arg("pad") = 0)
       .def_static(
-          "step", [](const std::string& name) { return OperandSpec{StepSpec{name}, py::none()}; }, py::arg("name"))
+          "step", [](const std::string& name) { return OperandSpec{StepSpec{name}, py::none()}; },
+          py::arg("name"))
       .def_static(
           "kv",
           [](const py::object& pools, int64_t layer) {

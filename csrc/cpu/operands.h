@@ -1,5 +1,5 @@
-// Checks that kernels make of their operands when they are built. Each failure is std::invalid_argument with a
-// sentence (ValueError in Python).
+// Checks that kernels make of their operands when they are built. Each failure is std::invalid_argument with
+// a sentence (ValueError in Python).
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
-// AVX-512 with BF16, VNNI and VBMI (Zen 4 and later, Sapphire Rapids and later). Members as in simd_portable.h.
-// To be compiled under isa_avx512.cpp's target pragma alone.
+// AVX-512 with BF16, VNNI and VBMI (Zen 4 and later, Sapphire Rapids and later). Members as in
+// simd_portable.h. To be compiled under isa_avx512.cpp's target pragma alone.
 #pragma once
 
 #include <immintrin.h>

@@ -43,8 +43,8 @@ void InputChecks::add(const Kernel& kernel) {
     if (std::none_of(known.begin(), known.end(), same)) checks_.indices.push_back(check);
   }
   for (const BlockTableCheck& check : wanted.block_tables) {
-    require(query_start_ != nullptr && check.query_start.as<int32_t>() == query_start_ && kv_len_ != nullptr &&
-                check.kv_len.as<int32_t>() == kv_len_,
+    require(query_start_ != nullptr && check.query_start.as<int32_t>() == query_start_ &&
+                kv_len_ != nullptr && check.kv_len.as<int32_t>() == kv_len_,
             "attention needs the inputs 'query_start' and 'kv_len'");
     require(check.block_table.kind == Operand::Kind::step && check.block_table.rows == kSequences,
             "'" + check.block_table.label + "' must be an input with a row for each sequence");
@@ -97,7 +97,8 @@ void InputChecks::check_index(const IndexCheck& check, const Sizes& sizes) const
   const int32_t* values = check.values.as<int32_t>();
   for (int64_t i = 0; i < rows; ++i) {
     if (0 <= values[i] && values[i] < limit) continue;
-    refuse(check.values.label + "[" + text(i) + "] is " + text(values[i]) + ", outside 0 … " + text(limit - 1));
+    refuse(check.values.label + "[" + text(i) + "] is " + text(values[i]) + ", outside 0 … " +
+           text(limit - 1));
   }
 }
 

@@ -1,17 +1,13 @@
 // Every kernel of the CPU target: one line each.
 #pragma once
 
+#include "attention.h"
 #include "elementwise.h"
 #include "embed.h"
 #include "gemm.h"
 #include "kernel.h"
 #include "norm.h"
-#if __has_include("attention.h")
-#include "attention.h"
-#endif
-#if __has_include("rope.h")
 #include "rope.h"
-#endif
 
 namespace enginewright {
 namespace {
@@ -27,10 +23,11 @@ KernelTable make_table() {
       {"gather_rows@1", make_kernel<GatherRows<S>>},
       {"gemm_bf16@1", make_kernel<GemmBf16<S>>},
       {"gemm_w8a16@1", make_kernel<GemmW8A16<S>>},
+      {"paged_attention@1", make_kernel<PagedAttention<S>>},
       {"rms_norm@1", make_kernel<RmsNorm<S>>},
+      {"rope_kv_write@1", make_kernel<RopeKvWrite<S>>},
+      {"rope_table@1", make_kernel<RopeTable<S>>},
       {"softcap@1", make_kernel<Softcap<S>>},
-      // rope.h and attention.h: {"rope_table@1", make_kernel<RopeTable<S>>},
-      // {"rope_kv_write@1", make_kernel<RopeKvWrite<S>>}, {"paged_attention@1", make_kernel<PagedAttention<S>>},
   };
 }
 

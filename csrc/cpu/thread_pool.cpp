@@ -19,7 +19,8 @@ inline void pause() {
 
 class PoolWorker final : public Worker {
  public:
-  PoolWorker(ThreadPool& pool, int index, std::byte* scratch) : Worker(index, pool.threads(), scratch), pool_(pool) {}
+  PoolWorker(ThreadPool& pool, int index, std::byte* scratch)
+      : Worker(index, pool.threads(), scratch), pool_(pool) {}
   void sync() override { pool_.sync(); }
 
  private:
@@ -33,7 +34,9 @@ class PoolWorker final : public Worker {
 void Gate::advance() {
   turn_.fetch_add(1);
   if (sleepers_.load() == 0) return;
-  { std::lock_guard<std::mutex> lock(mutex_); }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+  }
   condition_.notify_all();
 }
 

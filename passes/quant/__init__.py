@@ -1,0 +1,15 @@
+"""Quantization methods: one file and one frozen config each."""
+
+from enginewright.passes.quant.bf16 import Bf16
+from enginewright.passes.quant.int8_wo import Int8Wo
+from enginewright.passes.quant.method import QuantConfig
+
+METHODS: tuple[type[QuantConfig], ...] = (Bf16, Int8Wo)
+
+
+def quant_config(name: str) -> QuantConfig:
+    """The method that `--quant` names, with its defaults. Raises KeyError for a name that is none."""
+    return {method.name: method for method in METHODS}[name]()
+
+
+__all__ = ["METHODS", "Bf16", "Int8Wo", "QuantConfig", "quant_config"]

@@ -1,0 +1,227 @@
+// paged_attention@1: causal attention of a ragged batch over paged KV (attention_tile.h has the arithmetic).
+//
+// q: bf16 [tokens, heads * head_dim]; kv: the pools (kernel.h); query_start: i32 [sequences + 1]; kv_len: i32
+// [sequences]; block_table: i32 [sequences, kv_blocks]; out: f32 or bf16 [tokens, heads * head_dim];
+// partials: f32 [kv_splits, heads * (head_dim_pad + 16)], this kernel's own memory.
+// The query at position p sees max(0, p - window + 1) … p; window 0 is all.
+//
+// Two schedules with the same bits. As a rule an item is a tile of a sequence, rows of its queries that share a
+// KV head, with all splits; threads take the next item when they are done with one. Where a sequence with one
+// new token is a large part of the step's work, threads share its splits instead, leave partial rows in
+// `partials`, and combine them afterwards.
+#pragma once
+
+#include "attention_tile.h"
+#include "operands.h"
+#include "rows.h"
+
+namespace enginewright {
+namespace {
+
+template <class S>
+class PagedAttention final : public Kernel {
+ public:
+  PagedAttention(const Operands& operands, const Attributes& attributes)
+      : q_(matrix(operands, "q", DType::bf16)),
+        out_(float_matrix(operands, "out")),
+        partials_(matrix(operands, "partials", DType::f32)),
+        query_start_(step_input(operands, "query_start")),
+        kv_len_(step_input(operands, "kv_len")),
+        block_table_(step_input(operands, "block_table")),
+        pool_(kv_pool(operands, "kv")),
+        heads_(integer(attributes, "heads", 1, 1 << 16)),
+        kv_heads_(integer(attributes, "kv_heads", 1, 1 << 16)),
+        head_dim_(integer(attributes, "head_dim", 1, 1 << 16)),
+        window_(integer(attributes, "window", 0, int64_t{1} << 31)),
+        group_(heads_ / kv_heads_),
+        split_(head_dim_, pool_.head_dim_pad, static_cast<float>(number(attributes, "scale")),
+               static_cast<float>(number(attributes, "softcap"))) {
+    require_known(operands, attributes,
+                  {"q", "kv", "query_start", "kv_len", "block_table", "partials", "out"},
+                  {"heads", "kv_heads", "head_dim", "scale", "window", "softcap"});
+    require(heads_ % kv_heads_ == 0, "'kv_heads' does not divide 'heads'");
+    require(head_dim_ % 2 == 0, "attention needs an even 'head_dim'");
+    require(number(attributes, "softcap") >= 0, "the attribute 'softcap' must not be negative");
+    require(pool_.kv_heads == kv_heads_ && pool_.head_dim == head_dim_, "'kv' has heads of another shape");
+    require(kSplitPositions % pool_.block_size == 0, "KV blocks must divide 256 positions");
+    require_same_rows(q_, out_);
+    require_columns(q_, heads_ * head_dim_);
+    require_columns(out_, heads_ * head_dim_);
+    require_columns(partials_, heads_ * row_floats());
+    require(partials_.rows == Linear{0, 0, 0, 0, 0, 1}, "'partials' must have a row for each split");
+  }
+
+  void add_checks(StepChecks& checks) const override {
+    checks.block_tables.push_back(
+        {query_start_, kv_len_, block_table_, pool_.block_size, pool_.num_blocks, window_});
+  }
+
+  int64_t scratch_bytes() const override {
+    return kTileRows * (2 * row_floats() * 4 + kSplitPositions * 6 + pool_.head_dim_pad * 2);
+  }
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    int64_t work = 0;
+    for (int64_t s = 0; s < sizes.sequences; ++s) work += kv_heads_ * tiles(s) * positions_seen(s);
+    bool first = true;
+    for (int64_t s = 0; s < sizes.sequences; ++s) {
+      if (!is_shared(s, work, worker)) continue;
+      if (!first) worker.sync();  // partials are free again
+      first = false;
+      run_shared(s, worker);
+    }
+    run_items(sizes, work, worker);
+  }
+
+ private:
+  // An item of a thread has at most this part of the work of a step, divided by the number of threads.
+  static constexpr int64_t kItemsPerThread = 8;
+
+  struct Scratch {
+    uint16_t* q;
+    TileScratch tile;
+    float *total, *next;  // (kTileRows, row_floats)
+  };
+  Scratch scratch(const Worker& worker) const {
+    Scratch scratch{};
+    scratch.total = reinterpret_cast<float*>(worker.scratch);
+    scratch.next = scratch.total + kTileRows * row_floats();
+    scratch.tile.scores = scratch.next + kTileRows * row_floats();
+    scratch.tile.p = reinterpret_cast<uint16_t*>(scratch.tile.scores + kTileRows * kSplitPositions);
+    scratch.q = scratch.tile.p + kTileRows * kSplitPositions;
+    return scratch;
+  }
+
+  int64_t row_floats() const { return partial_floats(pool_.head_dim_pad); }
+  int64_t first_token(int64_t s) const { return query_start_.as<const int32_t>()[s * query_start_.stride]; }
+  int64_t tokens(int64_t s) const { return first_token(s + 1) - first_token(s); }
+  int64_t kv_len(int64_t s) const { return kv_len_.as<const int32_t>()[s * kv_len_.stride]; }
+  int64_t first_seen(int64_t position) const {
+    return window_ == 0 || position < window_ ? 0 : position - window_ + 1;
+  }
+  int64_t positions_seen(int64_t s) const { return kv_len(s) - first_seen(kv_len(s) - tokens(s)); }
+
+  // Tiles of a sequence and a KV head: rows are numbered token * group + head in the group.
+  int64_t tiles(int64_t s) const { return (tokens(s) * group_ + kTileRows - 1) / kTileRows; }
+  int64_t tile_begin(int64_t s, int64_t tile) const { return tokens(s) * group_ * tile / tiles(s); }
+
+  bool is_shared(int64_t s, int64_t work, const Worker& worker) const {
+    return worker.count > 1 && tokens(s) == 1 && positions_seen(s) > kSplitPositions &&
+           positions_seen(s) * kItemsPerThread * worker.count > work;
+  }
+
+  void run_shared(int64_t s, Worker& worker) const {
+    const Scratch mine = scratch(worker);
+    const int64_t last = kv_len(s) - 1, first_split = first_seen(last) / kSplitPositions;
+    const int64_t splits = last / kSplitPositions + 1 - first_split;
+    const int64_t parts = kv_heads_ * tiles(s);
+    const Range items = share(splits * parts, worker);
+    for (int64_t item = items.begin; item < items.end; ++item) {
+      const int64_t split = item / parts, kv_head = item % parts / tiles(s), begin = tile_begin(s, item % tiles(s));
+      const TileQueries tile = queries(s, kv_head, item % tiles(s), mine.q);
+      const SplitKv kv = split_kv(s, kv_head, tile, first_split + split);
+      split_.run(tile, kv, mine.tile, partial(split, kv_head * group_ + begin));
+    }
+    worker.sync();
+    const Range heads = share(heads_, worker);
+    for (int64_t head = heads.begin; head < heads.end; ++head) {
+      for (int64_t split = 1; split < splits; ++split) split_.combine(partial(0, head), partial(split, head));
+      write(first_token(s), head, partial(0, head));
+    }
+  }
+  float* partial(int64_t split, int64_t head) const {
+    return partials_.as<float>() + split * partials_.stride + head * row_floats();
+  }
+
+  void run_items(const Sizes& sizes, int64_t work, Worker& worker) const {
+    int64_t s = 0, begin = 0;  // item number of the sequence's first
+    for (;;) {
+      const int64_t item = __atomic_fetch_add(&next_item_, 1, __ATOMIC_RELAXED);
+      for (; s < sizes.sequences; ++s) {
+        const int64_t count = is_shared(s, work, worker) ? 0 : kv_heads_ * tiles(s);
+        if (item < begin + count) break;
+        begin += count;
+      }
+      if (s == sizes.sequences) break;
+      const int64_t tile = tiles(s) - 1 - (item - begin) % tiles(s);  // the last queries see the most: first
+      run_item(s, (item - begin) / tiles(s), tile, scratch(worker));
+    }
+    // Who leaves last makes the counter ready for the next step: nobody takes items any more.
+    if (__atomic_add_fetch(&threads_done_, 1, __ATOMIC_ACQ_REL) == worker.count) {
+      __atomic_store_n(&next_item_, 0, __ATOMIC_RELAXED);
+      __atomic_store_n(&threads_done_, 0, __ATOMIC_RELAXED);
+    }
+  }
+
+  void run_item(int64_t s, int64_t kv_head, int64_t tile_index, const Scratch& mine) const {
+    const TileQueries tile = queries(s, kv_head, tile_index, mine.q);
+    const int64_t first = tile.low[0] / kSplitPositions, last = tile.high[tile.rows - 1] / kSplitPositions;
+    split_.run(tile, split_kv(s, kv_head, tile, first), mine.tile, mine.total);
+    for (int64_t split = first + 1; split <= last; ++split) {
+      split_.run(tile, split_kv(s, kv_head, tile, split), mine.tile, mine.next);
+      for (int64_t r = 0; r < tile.rows; ++r) {
+        split_.combine(mine.total + r * row_floats(), mine.next + r * row_floats());
+      }
+    }
+    const int64_t begin = tile_begin(s, tile_index);
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      const int64_t token = first_token(s) + (begin + r) / group_, head = kv_head * group_ + (begin + r) % group_;
+      write(token, head, mine.total + r * row_floats());
+    }
+  }
+
+  // A tile's queries, copied to `q`.
+  TileQueries queries(int64_t s, int64_t kv_head, int64_t tile_index, uint16_t* q) const {
+    const int64_t begin = tile_begin(s, tile_index);
+    TileQueries tile{};
+    tile.q = q;
+    tile.q_stride = pool_.head_dim_pad;
+    tile.rows = tile_begin(s, tile_index + 1) - begin;
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      const int64_t token = (begin + r) / group_, head = kv_head * group_ + (begin + r) % group_;
+      const uint16_t* from = q_.as<const uint16_t>() + (first_token(s) + token) * q_.stride + head * head_dim_;
+      std::memcpy(q + r * tile.q_stride, from, static_cast<size_t>(head_dim_) * sizeof(uint16_t));
+      tile.high[r] = kv_len(s) - tokens(s) + token;
+      tile.low[r] = first_seen(tile.high[r]);
+    }
+    return tile;
+  }
+
+  // The part of a split that the tile sees. Nothing is read of a block outside of it, nor of its entry.
+  SplitKv split_kv(int64_t s, int64_t kv_head, const TileQueries& tile, int64_t split) const {
+    const int32_t* blocks = block_table_.as<const int32_t>() + s * block_table_.stride;
+    const int64_t low = tile.low[0], high = tile.high[tile.rows - 1];
+    SplitKv kv{};
+    kv.begin = split * kSplitPositions;
+    if (kv.begin < low) kv.begin = low / kGroup * kGroup;
+    for (int64_t at = kv.begin; at <= high && at < (split + 1) * kSplitPositions; at += kGroup) {
+      const int64_t block = blocks[at / pool_.block_size];
+      const int64_t first_row = (block * kv_heads_ + kv_head) * pool_.block_size + at % pool_.block_size;
+      kv.keys[kv.groups] = pool_.keys + first_row * pool_.head_dim_pad;
+      kv.values[kv.groups] = pool_.values + first_row * pool_.head_dim_pad;
+      ++kv.groups;
+    }
+    return kv;
+  }
+
+  // out[token, head] = o / sum. The added zero turns -0 into 0: the sign of a zero is all that positions behind
+  // a query could change.
+  void write(int64_t token, int64_t head, const float* partial) const {
+    const RowWriter<S> row(out_, token);
+    const auto sum = S::set1(partial[pool_.head_dim_pad + 1]);
+    const auto value = [&](int64_t i) { return S::add(S::div(S::load(partial + i), sum), S::zero()); };
+    int64_t i = 0;
+    for (; i + 16 <= head_dim_; i += 16) row.put(head * head_dim_ + i, value(i));
+    if (i < head_dim_) row.put_first(head * head_dim_ + i, value(i), head_dim_ - i);
+    if (head == heads_ - 1) row.zero_pad(out_);
+  }
+
+  const Operand q_, out_, partials_, query_start_, kv_len_, block_table_;
+  const KvPool pool_;
+  const int64_t heads_, kv_heads_, head_dim_, window_, group_;
+  const SplitAttention<S> split_;
+  mutable int64_t next_item_ = 0, threads_done_ = 0;  // of the step in progress
+};
+
+}  // namespace
+}  // namespace enginewright

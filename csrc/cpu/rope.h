@@ -1,0 +1,159 @@
+// Rotary position embedding, Su et al. 2021 (arXiv:2104.09864), half-split ("neox") pairs, and the KV write.
+//
+//   rope_table@1     cos, sin [tokens, R/2] = cos, sin(position * inv_freq) * scale. The product is fp32, as
+//                    models were trained with it; its cosine is exact to the last bit or so.
+//   rope_kv_write@1  bf16(rope(q)) to q_out, bf16(rope(k)) and bf16(v) to the pools at `slots`.
+//                    (x[i], x[i + R/2]) turns by angle i for i < R/2; dims from R on pass unchanged.
+//
+// q: f32 [tokens, heads * D]; k, v: f32 [tokens, kv_heads * D]; cos, sin: f32 [tokens, R/2], R <= D;
+// slots: i32 step input [tokens]; kv: the pools (kernel.h); q_out: bf16 [tokens, heads * D].
+// Threads share heads of tokens. Tokens of one V pair or K line may be different threads' work: they write
+// different 16-bit or 32-bit words.
+#pragma once
+
+#include "operands.h"
+#include "rows.h"
+
+namespace enginewright {
+namespace {
+
+template <class S>
+class RopeTable final : public Kernel {
+ public:
+  RopeTable(const Operands& operands, const Attributes& attributes)
+      : positions_(step_input(operands, "positions")),
+        inv_freq_(vector_weight(operands, "inv_freq", operand(operands, "inv_freq").columns)),
+        cos_(matrix(operands, "cos", DType::f32)),
+        sin_(matrix(operands, "sin", DType::f32)),
+        scale_(static_cast<float>(number(attributes, "scale"))) {
+    require_known(operands, attributes, {"positions", "inv_freq", "cos", "sin"}, {"scale"});
+    require_columns(positions_, 1);
+    for (const Operand* table : {&cos_, &sin_}) {
+      require_same_rows(positions_, *table);
+      require_columns(*table, inv_freq_.columns);
+    }
+  }
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    const int64_t half = inv_freq_.columns;
+    const Range mine = share(positions_.rows.at(sizes) * half, worker);
+    for (int64_t item = mine.begin; item < mine.end; ++item) {
+      const int64_t token = item / half, i = item % half;
+      const auto position = static_cast<float>(positions_.as<const int32_t>()[token * positions_.stride]);
+      const double angle = position * inv_freq_.as<const float>()[i];
+      cos_.as<float>()[token * cos_.stride + i] = static_cast<float>(std::cos(angle)) * scale_;
+      sin_.as<float>()[token * sin_.stride + i] = static_cast<float>(std::sin(angle)) * scale_;
+    }
+  }
+
+ private:
+  const Operand positions_, inv_freq_, cos_, sin_;
+  const float scale_;
+};
+
+template <class S>
+class RopeKvWrite final : public Kernel {
+ public:
+  RopeKvWrite(const Operands& operands, const Attributes& attributes)
+      : q_(matrix(operands, "q", DType::f32)),
+        k_(matrix(operands, "k", DType::f32)),
+        v_(matrix(operands, "v", DType::f32)),
+        cos_(matrix(operands, "cos", DType::f32)),
+        sin_(matrix(operands, "sin", DType::f32)),
+        q_out_(matrix(operands, "q_out", DType::bf16)),
+        slots_(step_input(operands, "slots")),
+        pool_(kv_pool(operands, "kv")),
+        heads_(integer(attributes, "heads", 1, 1 << 16)),
+        kv_heads_(integer(attributes, "kv_heads", 1, 1 << 16)),
+        head_dim_(integer(attributes, "head_dim", 1, 1 << 16)),
+        half_(cos_.columns) {
+    require_known(operands, attributes, {"q", "k", "v", "cos", "sin", "slots", "kv", "q_out"},
+                  {"heads", "kv_heads", "head_dim"});
+    for (const Operand* other : {&k_, &v_, &cos_, &sin_, &q_out_, &slots_}) require_same_rows(q_, *other);
+    require_columns(q_, heads_ * head_dim_);
+    require_columns(q_out_, heads_ * head_dim_);
+    require_columns(k_, kv_heads_ * head_dim_);
+    require_columns(v_, kv_heads_ * head_dim_);
+    require_columns(sin_, half_);
+    require_columns(slots_, 1);
+    require(2 * half_ <= head_dim_, "the rotation is wider than a head");
+    require(pool_.kv_heads == kv_heads_ && pool_.head_dim == head_dim_, "'kv' has heads of another shape");
+  }
+
+  int64_t scratch_bytes() const override { return pool_.head_dim_pad * 8; }  // a head in f32, two in bf16
+
+  void add_checks(StepChecks& checks) const override {
+    checks.indices.push_back({slots_, Linear{pool_.num_blocks * pool_.block_size, 0, 0, 0, 0, 0}});
+  }
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    const int64_t units = heads_ + kv_heads_;
+    const Range mine = share(q_.rows.at(sizes) * units, worker);
+    for (int64_t item = mine.begin; item < mine.end; ++item) {
+      const int64_t token = item / units, unit = item % units;
+      if (unit < heads_) {
+        write_query(token, unit, worker.scratch);
+      } else {
+        write_kv(token, unit - heads_, worker.scratch);
+      }
+    }
+  }
+
+ private:
+  const float* row(const Operand& x, int64_t token, int64_t column) const {
+    return x.as<const float>() + token * x.stride + column;
+  }
+
+  // x, a head, turned; head_dim floats.
+  ENGINEWRIGHT_INLINE void rotate(const float* x, int64_t token, float* out) const {
+    const float *cos = row(cos_, token, 0), *sin = row(sin_, token, 0);
+    for (int64_t i = 0; i < half_; i += 16) {
+      const int64_t n = half_ - i < 16 ? half_ - i : 16;
+      const auto a = S::load_first(x + i, n), b = S::load_first(x + half_ + i, n);
+      const auto c = S::load_first(cos + i, n), s = S::load_first(sin + i, n);
+      S::store_first(out + i, S::sub(S::mul(a, c), S::mul(b, s)), n);
+      S::store_first(out + half_ + i, S::add(S::mul(b, c), S::mul(a, s)), n);
+    }
+    for (int64_t i = 2 * half_; i < head_dim_; ++i) out[i] = x[i];
+  }
+
+  // n floats to bf16.
+  static ENGINEWRIGHT_INLINE void round(const float* x, int64_t n, uint16_t* out) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) S::store_bf16(out + i, S::load(x + i));
+    if (i < n) S::store_bf16_first(out + i, S::load_first(x + i, n - i), n - i);
+  }
+
+  void write_query(int64_t token, int64_t head, std::byte* scratch) const {
+    auto* turned = reinterpret_cast<float*>(scratch);
+    rotate(row(q_, token, head * head_dim_), token, turned);
+    round(turned, head_dim_, q_out_.as<uint16_t>() + token * q_out_.stride + head * head_dim_);
+    if (head == heads_ - 1) RowWriter<S>(q_out_, token).zero_pad(q_out_);
+  }
+
+  void write_kv(int64_t token, int64_t head, std::byte* scratch) const {
+    const int64_t width = pool_.head_dim_pad;
+    auto* turned = reinterpret_cast<float*>(scratch);
+    auto* key = reinterpret_cast<uint16_t*>(turned + width);
+    uint16_t* value = key + width;
+    rotate(row(k_, token, head * head_dim_), token, turned);
+    round(turned, head_dim_, key);
+    round(row(v_, token, head * head_dim_), head_dim_, value);
+    for (int64_t i = head_dim_; i < width; ++i) key[i] = value[i] = 0;
+
+    const int64_t slot = slots_.as<const int32_t>()[token * slots_.stride];
+    const int64_t block = slot / pool_.block_size, at = slot % pool_.block_size;
+    const int64_t tile = (block * kv_heads_ + head) * pool_.block_size * width;
+    uint16_t* keys = pool_.keys + tile + at / 16 * 16 * width + at % 16 * 2;
+    for (int64_t i = 0; i < width; i += 2) std::memcpy(keys + i * 16, key + i, 4);
+    uint16_t* values = pool_.values + tile + at / 2 * 2 * width + at % 2;
+    for (int64_t i = 0; i < width; ++i) values[2 * i] = value[i];
+  }
+
+  const Operand q_, k_, v_, cos_, sin_, q_out_, slots_;
+  const KvPool pool_;
+  const int64_t heads_, kv_heads_, head_dim_, half_;
+};
+
+}  // namespace
+}  // namespace enginewright

@@ -1,0 +1,30 @@
+"""The gate and up projections of a gated MLP become one matrix product. https://arxiv.org/abs/2002.05202"""
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from enginewright.passes.fusion.gated import gated_product
+from enginewright.passes.fusion.siblings import stack
+from enginewright.passes.graph import linear_of, nodes_of
+from enginewright.passes.pass_manager import PassResult
+
+
+@dataclass(frozen=True)
+class FuseGateUp:
+    name: str = "fuse_gate_up"
+
+    def __call__(self, model: ir.Model) -> PassResult:
+        rewrites, refusals = 0, []
+        for node in nodes_of(model, "Mul"):
+            gated = gated_product(node)
+            if gated is None:
+                continue
+            gate, up = linear_of(gated.gate), linear_of(gated.up)
+            if gate is None or up is None:
+                refusal: str | None = f"{node.name} does not multiply two linear layers."
+            else:
+                refusal = stack((gate, up), "gate_up_proj")
+            rewrites += refusal is None
+            refusals += [refusal] if refusal else []
+        return PassResult(rewrites, tuple(refusals))

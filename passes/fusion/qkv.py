@@ -1,0 +1,41 @@
+"""The projections to queries, keys and values of one attention become one matrix product."""
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from enginewright.passes.fusion.siblings import stack
+from enginewright.passes.graph import linear_of, nodes_of
+from enginewright.passes.pass_manager import PassResult
+from enginewright.plugins import DOMAIN
+
+# What may stand between a projection and the attention: rotary embedding, and a norm by head between two reshapes.
+BETWEEN = ("RotaryEmbedding", "Reshape", "RMSNormalization")
+
+
+@dataclass(frozen=True)
+class FuseQkv:
+    name: str = "fuse_qkv"
+
+    def __call__(self, model: ir.Model) -> PassResult:
+        rewrites, refusals = 0, []
+        attentions = (*nodes_of(model, "Attention"), *nodes_of(model, "CausalWindow", domain=DOMAIN))
+        for node in attentions:
+            found = [linear_of(_projection(value)) for value in node.inputs[:3]]
+            siblings = [linear for linear in found if linear is not None]
+            if len(siblings) < 3:
+                refusal: str | None = f"{node.name} does not attend to three linear layers."
+            else:
+                refusal = stack(siblings, "qkv_proj")
+            rewrites += refusal is None
+            refusals += [refusal] if refusal else []
+        return PassResult(rewrites, tuple(refusals))
+
+
+def _projection(value: ir.Value | None) -> ir.Value | None:
+    while value is not None:
+        node = value.producer()
+        if node is None or node.op_type not in BETWEEN:
+            break
+        value = node.inputs[0]
+    return value

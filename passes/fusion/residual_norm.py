@@ -1,0 +1,35 @@
+"""Add and the norm of the sum become one: the residual is read and written once."""
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from enginewright.passes.graph import made_by, nodes_of, replace
+from enginewright.passes.pass_manager import PassResult
+from enginewright.plugins.add_rms_norm import ADD_RMS_NORM
+
+
+@dataclass(frozen=True)
+class FuseResidualNorm:
+    name: str = "fuse_residual_norm"
+
+    def __call__(self, model: ir.Model) -> PassResult:
+        rewrites, refusals = 0, []
+        for norm in nodes_of(model, "RMSNormalization"):
+            total, weight = norm.inputs
+            add = made_by(total, "Add")
+            if add is None or weight is None:
+                continue
+            x, delta = add.inputs
+            if x is None or delta is None or x.is_initializer() or delta.is_initializer():
+                refusals.append(f"{norm.name} normalizes a sum with a constant.")
+                continue
+            if x.shape != delta.shape:
+                refusals.append(f"{norm.name} normalizes a sum of different shapes.")
+                continue
+            epsilon = norm.attributes["epsilon"].as_float()
+            fused = ADD_RMS_NORM.node([x, delta, weight], epsilon=epsilon, to=int(ir.DataType.FLOAT))
+            fused.name = norm.name
+            replace([add, norm], [fused], list(zip((add.outputs[0], norm.outputs[0]), fused.outputs, strict=True)))
+            rewrites += 1
+        return PassResult(rewrites, tuple(refusals))

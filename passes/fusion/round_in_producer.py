@@ -1,0 +1,81 @@
+"""A value that is only ever read as bfloat16 is written as bfloat16: the Cast goes into the node before it."""
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from enginewright.passes.graph import nodes_of, replace, standard, typed
+from enginewright.passes.pass_manager import PassResult
+from enginewright.plugins import plugin_of
+from enginewright.plugins.plugin import Plugin
+from enginewright.plugins.rms_norm import RMS_NORM
+
+
+@dataclass(frozen=True)
+class RoundInProducer:
+    name: str = "round_in_producer"
+
+    def __call__(self, model: ir.Model) -> PassResult:
+        rewrites, refusals = 0, []
+        # From the end: a Cast that moves up across a Gather comes to the node above it later.
+        for cast in reversed(tuple(nodes_of(model, "Cast"))):
+            refusal = _round(cast)
+            rewrites += refusal is None
+            refusals += [refusal] if refusal else []
+        return PassResult(rewrites, tuple(refusals))
+
+
+def _round(cast: ir.Node) -> str | None:
+    (value,) = cast.inputs
+    assert value is not None
+    to, producer = cast.attributes["to"].as_int(), value.producer()
+    if producer is None:
+        return f"{cast.name} rounds an input of the graph."
+    users = tuple(value.consumers())
+    if value.is_graph_output() or any(user.op_type != "Cast" or user.attributes["to"].as_int() != to for user in users):
+        return f"{value.name} is used unrounded, too."
+    if producer.op_type == "Gather" and producer.domain == "":
+        return _above_gather(producer, users, ir.DataType(to))
+    rounding = _rounding(producer, to)
+    if rounding is None:
+        return f"{producer.name} ({producer.op_type}) cannot round."
+    rounding.name = producer.name
+    outputs = dict(zip(producer.outputs, rounding.outputs, strict=True))
+    rounded = outputs.pop(value)
+    rounded.name = value.name
+    for user in users:
+        ir.convenience.replace_all_uses_with(user.outputs[0], rounded, replace_graph_outputs=True)
+    graph = producer.graph
+    assert graph is not None
+    graph.remove(users, safe=True)
+    replace([producer], [rounding], list(outputs.items()))
+    return None
+
+
+def _rounding(producer: ir.Node, to: int) -> ir.Node | None:
+    """The node that does what `producer` does, and rounds."""
+    if producer.op_type == "RMSNormalization":
+        return RMS_NORM.node(producer.inputs, epsilon=producer.attributes["epsilon"].as_float(), to=to)
+    plugin: Plugin | None = plugin_of(producer)
+    if plugin is None or "to" not in plugin.attributes:
+        return None
+    attributes = {name: attribute.value for name, attribute in producer.attributes.items()}
+    return plugin.node(producer.inputs, **{**attributes, "to": to})
+
+
+def _above_gather(gather: ir.Node, users: tuple[ir.Node, ...], to: ir.DataType) -> str | None:
+    """Cast(Gather(x, rows)) becomes Gather(Cast(x), rows), and the Cast is tried there."""
+    source, rows = gather.inputs
+    assert source is not None and source.shape is not None and gather.outputs[0].shape is not None
+    rounded = typed(f"{source.name}.rounded", to, source.shape.dims)
+    gathered = typed("", to, gather.outputs[0].shape.dims)
+    cast = standard("Cast", [source], [rounded], str(rounded.name), to=int(to))
+    moved = standard("Gather", [rounded, rows], [gathered], str(gather.name), axis=0)
+    graph = gather.graph
+    assert graph is not None
+    for user in users:
+        ir.convenience.replace_all_uses_with(user.outputs[0], gathered, replace_graph_outputs=True)
+    gathered.name = gather.outputs[0].name
+    graph.insert_before(gather, [cast, moved])
+    graph.remove([*users, gather], safe=True)
+    return _round(cast)

@@ -1,0 +1,40 @@
+"""The gated product of an MLP moves into the epilogue of the matrix product before it."""
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from enginewright.passes.fusion.gated import gated_product
+from enginewright.passes.graph import made_by, nodes_of, only_used_by, replace
+from enginewright.passes.pass_manager import PassResult
+from enginewright.plugins import plugin_of
+
+GEMMS = ("GemmBf16", "GemmW8A16")
+
+
+@dataclass(frozen=True)
+class FuseSwiGlu:
+    name: str = "fuse_swiglu"
+
+    def __call__(self, model: ir.Model) -> PassResult:
+        rewrites, refusals = 0, []
+        for node in nodes_of(model, "Mul"):
+            gated = gated_product(node)
+            split = made_by(gated.gate, "Split") if gated else None
+            gemm = split.inputs[0].producer() if split is not None and split.inputs[0] is not None else None
+            if gated is None or split is None or gemm is None or gemm.op_type not in GEMMS:
+                continue
+            if tuple(split.outputs) != (gated.gate, gated.up):
+                refusals.append(f"{node.name} takes other columns than the gate and the up of {gemm.name}.")
+                continue
+            inner = [gemm.outputs[0], *split.outputs, *(each.outputs[0] for each in gated.nodes[:-1])]
+            if not all(only_used_by(value, split, *gated.nodes) for value in inner):
+                refusals.append(f"A value between {gemm.name} and {node.name} is used elsewhere, too.")
+                continue
+            plugin = plugin_of(gemm)
+            assert plugin is not None
+            fused = plugin.node(gemm.inputs, epilogue=gated.epilogue, to=int(ir.DataType.FLOAT))
+            fused.name = gemm.name
+            replace([gemm, split, *gated.nodes], [fused], [(node.outputs[0], fused.outputs[0])])
+            rewrites += 1
+        return PassResult(rewrites, tuple(refusals))

@@ -1,0 +1,84 @@
+"""Small questions and edits that passes share."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+
+def made_by(value: ir.Value | None, op_type: str, domain: str = "") -> ir.Node | None:
+    """The node that writes a value, if it is of this op."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == op_type and node.domain == domain else None
+
+
+def only_used_by(value: ir.Value, *nodes: ir.Node) -> bool:
+    """Whether nobody but these nodes reads a value; a graph output has a reader outside."""
+    return not value.is_graph_output() and all(user in nodes for user in value.consumers())
+
+
+def nodes_of(model: ir.Model, *op_types: str, domain: str = "") -> Iterator[ir.Node]:
+    """The nodes of these ops, as they are now: the graph may be rewritten meanwhile."""
+    for node in tuple(model.graph):
+        if node.op_type in op_types and node.domain == domain and node.graph is not None:
+            yield node
+
+
+def replace(old: Sequence[ir.Node], new: Sequence[ir.Node], values: Sequence[tuple[ir.Value, ir.Value]]) -> None:
+    """New nodes take the place of the first of the old ones; (old, new) values keep the old one's name.
+
+    Unlike a value's name, its dtype and shape are the new one's own.
+    """
+    graph = old[0].graph
+    assert graph is not None
+    for before, after in values:
+        after.name = before.name
+        before.name = None
+        ir.convenience.replace_all_uses_with(before, after, replace_graph_outputs=True)
+    graph.insert_before(old[0], new)
+    graph.remove(old, safe=True)
+
+
+def standard(
+    op_type: str, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Value], name: str, **attributes: int | float
+) -> ir.Node:
+    """A node of a standard op that writes `outputs`."""
+    converted = [ir.convenience.convert_attribute(*item) for item in attributes.items()]
+    return ir.Node("", op_type, inputs, converted, outputs=outputs, name=name)
+
+
+def typed(name: str, dtype: ir.DataType, dims: Sequence[int | ir.SymbolicDim]) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(dims))
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x weightᵀ (+ bias), found in a graph: MatMul(x, Transpose(weight)), and Add if there is a bias."""
+
+    x: ir.Value
+    weight: ir.Value  # [N, K], an initializer
+    bias: ir.Value | None
+    output: ir.Value
+    nodes: tuple[ir.Node, ...]  # Transpose, MatMul, Add; the Transpose may have other users
+
+
+def linear_of(output: ir.Value | None) -> Linear | None:
+    """The linear layer that writes a value, if one does."""
+    add = made_by(output, "Add")
+    product, bias = (output, None) if add is None else (add.inputs[0], add.inputs[1])
+    if bias is not None and not (bias.is_initializer() and bias.shape is not None and len(bias.shape) == 1):
+        return None
+    matmul = made_by(product, "MatMul")
+    if matmul is None or output is None:
+        return None
+    x, across = matmul.inputs
+    transpose = made_by(across, "Transpose")
+    if x is None or transpose is None:
+        return None
+    (weight,) = transpose.inputs
+    if weight is None or not weight.is_initializer():
+        return None
+    nodes = (transpose, matmul) if add is None else (transpose, matmul, add)
+    if add is not None and not only_used_by(matmul.outputs[0], add):
+        return None
+    return Linear(x, weight, bias, output, nodes)

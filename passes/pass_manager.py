@@ -1,0 +1,82 @@
+"""Runs passes one after the other, and checks the graph after each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import onnx_ir as ir
+
+from enginewright.errors import EngineError
+from enginewright.passes.dump import dump_graph
+from enginewright.plugins import plugin_of
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """rewrites: how often the pass changed the graph. refusals: why it did not where it might have, a sentence each."""
+
+    rewrites: int
+    refusals: tuple[str, ...] = ()
+
+
+class Pass(Protocol):
+    """Graph → graph, in place. name: as tables and dumped files call it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, model: ir.Model) -> PassResult: ...
+
+
+def run_passes(model: ir.Model, passes: Sequence[Pass], dump_graphs: Path | None = None) -> dict[str, PassResult]:
+    """Run passes in order; the results by name (a pass that runs twice is counted twice under one name).
+
+    Args:
+        dump_graphs: a folder for one ONNX file a pass, without weights: `00-imported.onnx`, `01-cleanup.onnx`, …
+
+    Raises:
+        EngineError: a pass left a graph that is none; the message names the pass and the node.
+    """
+    results: dict[str, PassResult] = {}
+    if dump_graphs is not None:
+        dump_graph(model, dump_graphs / "00-imported.onnx")
+    for index, each in enumerate(passes, start=1):
+        result = each(model)
+        try:
+            check_graph(model)
+        except EngineError as error:
+            raise EngineError(f"the pass {each.name} left a broken graph", str(error), "Please report this.") from error
+        if dump_graphs is not None:
+            dump_graph(model, dump_graphs / f"{index:02d}-{each.name}.onnx")
+        before = results.get(each.name, PassResult(0))
+        results[each.name] = PassResult(before.rewrites + result.rewrites, before.refusals + result.refusals)
+    return results
+
+
+def check_graph(model: ir.Model) -> None:
+    """Every value is written once and before it is read, typed and shaped; every op of ours fits its schema.
+
+    Raises:
+        EngineError: the first node that breaks this.
+    """
+    graph = model.graph
+    known = {*graph.inputs, *graph.initializers.values()}
+    names: set[str | None] = {value.name for value in known}
+    for node in graph:
+        for value in node.inputs:
+            if value is not None and value not in known:
+                raise EngineError(f"node {node.name} reads {value.name}", "which nothing before it writes")
+        plugin = plugin_of(node)
+        if plugin is not None:
+            plugin.check(node)
+        for value in node.outputs:
+            if value.dtype is None or value.shape is None:
+                raise EngineError(f"node {node.name} writes {value.name}", "whose type or shape is not known")
+            if value.name in names:
+                raise EngineError(f"node {node.name} writes {value.name}", "a name that is taken")
+            names.add(value.name)
+            known.add(value)
+    for value in graph.outputs:
+        if value not in known:
+            raise EngineError(f"the graph gives {value.name}", "which nothing writes")

@@ -1,0 +1,59 @@
+"""The compiler's table of contents: every pass, in order."""
+
+from pathlib import Path
+
+import onnx_ir as ir
+
+from enginewright.errors import EngineError
+from enginewright.passes.cleanup import Cleanup
+from enginewright.passes.fusion.gate_up import FuseGateUp
+from enginewright.passes.fusion.qkv import FuseQkv
+from enginewright.passes.fusion.residual_norm import FuseResidualNorm
+from enginewright.passes.fusion.rope_kv_write import FuseRopeKvWrite
+from enginewright.passes.fusion.round_in_producer import RoundInProducer
+from enginewright.passes.fusion.swiglu import FuseSwiGlu
+from enginewright.passes.pass_manager import Pass, PassResult, run_passes
+from enginewright.passes.quant import QuantConfig
+from enginewright.passes.quant.method import Quantize
+from enginewright.passes.to_ragged import ToRagged
+from enginewright.plugins import DOMAIN, PLUGINS
+from enginewright.plugins.registry import STANDARD_KERNELS
+
+VIEWS = ("Split", "Reshape")  # ops that a lowering makes no kernel of
+
+
+def pipeline(quant: QuantConfig) -> list[Pass]:
+    return [
+        # Standard ONNX, one dense sequence.
+        Cleanup(),
+        FuseQkv(),
+        FuseGateUp(),
+        FuseResidualNorm(),
+        # Formats of weights and activations.
+        Quantize(quant),
+        FuseSwiGlu(),
+        # Packed tokens of many sequences, KV pools.
+        ToRagged(),
+        FuseRopeKvWrite(),
+        RoundInProducer(),
+        Cleanup(),
+    ]
+
+
+def run_pipeline(
+    model: ir.Model, quant: QuantConfig, dump_graphs: Path | None = None
+) -> tuple[ir.Model, dict[str, PassResult]]:
+    """A dense graph to one that has only ops with kernels (and views); the model is changed in place.
+
+    Raises:
+        EngineError: an op is left that no target has a kernel for.
+    """
+    results = run_passes(model, pipeline(quant), dump_graphs)
+    for node in model.graph:
+        kernels = PLUGINS[node.op_type].kernels if node.domain == DOMAIN else STANDARD_KERNELS["cpu"]
+        if not kernels or (node.domain != DOMAIN and node.op_type not in (*kernels, *VIEWS)):
+            refusals = "; ".join(refusal for result in results.values() for refusal in result.refusals)
+            raise EngineError(
+                f"node {node.name} ({node.op_type}) has no kernel", refusals or "no pass took it up", "Please report this."
+            )
+    return model, results

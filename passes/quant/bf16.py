@@ -1,0 +1,29 @@
+"""`--quant bf16`: weights as the checkpoint has them, rounded to bfloat16; activations in front of GEMMs as well."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import onnx_ir as ir
+import torch
+
+from enginewright.passes.quant.method import QuantConfig
+from enginewright.passes.weights import derived, read, shape_of
+from enginewright.plugins.embed_bf16 import EMBED_BF16
+from enginewright.plugins.gemm_bf16 import GEMM_BF16
+
+
+@dataclass(frozen=True)
+class Bf16(QuantConfig):
+    name: ClassVar[str] = "bf16"
+
+    def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
+        shape = shape_of(weight)
+        return [derived(str(weight.name), torch.bfloat16, shape, lambda: read(weight).to(torch.bfloat16))]
+
+    def gemm(self, x: ir.Value, weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
+        operands = [x, *weights] if bias is None else [x, *weights, bias]
+        return GEMM_BF16.node(operands, epilogue="none", to=int(ir.DataType.FLOAT))
+
+    def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:
+        return EMBED_BF16.node([tokens, *weights], scale=scale)

@@ -1,0 +1,44 @@
+"""`--quant int8-wo`: int8 weights with a scale an output row, symmetric; activations stay bfloat16 (W8A16).
+
+The embedding has a scale a row as well, so that a tied table is stored once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import onnx_ir as ir
+import torch
+
+from enginewright.passes.quant.method import QuantConfig
+from enginewright.passes.weights import derived, read, shape_of
+from enginewright.plugins.embed_w8 import EMBED_W8
+from enginewright.plugins.gemm_w8a16 import GEMM_W8A16
+
+LARGEST = 127  # codes are in [-127, 127]: sign and absolute value fit, which AVX2 needs
+
+
+@dataclass(frozen=True)
+class Int8Wo(QuantConfig):
+    name: ClassVar[str] = "int8-wo"
+
+    def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
+        shape, name = shape_of(weight), str(weight.name)
+        return [
+            derived(name, torch.int8, shape, lambda: quantize_rows(read(weight))[0]),
+            derived(f"{name}.scale", torch.float32, shape[:1], lambda: quantize_rows(read(weight))[1]),
+        ]
+
+    def gemm(self, x: ir.Value, weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
+        operands = [x, *weights] if bias is None else [x, *weights, bias]
+        return GEMM_W8A16.node(operands, epilogue="none", to=int(ir.DataType.FLOAT))
+
+    def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:
+        return EMBED_W8.node([tokens, *weights], scale=scale)
+
+
+def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes INT8 [N, K], rounded half to even, and scales FLOAT [N] = max|row| / 127; a row of zeros has scale 0."""
+    scale = weight.abs().amax(dim=1) / LARGEST
+    codes = weight / torch.where(scale > 0, scale, 1.0).unsqueeze(1)
+    return codes.round().clamp(-LARGEST, LARGEST).to(torch.int8), scale

@@ -1,0 +1,128 @@
+"""What quantization methods share: they take up every linear layer and every embedding, and write their own ops.
+
+A method fixes the precision of activations, too (DESIGN §3): a Cast stands in front of each GEMM.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import onnx_ir as ir
+
+from enginewright.passes.graph import Linear, linear_of, nodes_of, only_used_by, replace, standard, typed
+from enginewright.passes.pass_manager import PassResult
+from enginewright.passes.weights import read
+
+ACTIVATIONS = ir.DataType.BFLOAT16
+
+
+@dataclass(frozen=True)
+class QuantConfig(ABC):
+    """A method and its settings. name: what `--quant` calls it."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
+        """The initializers that stand for a weight [N, K]: the values first, then scales if there are any."""
+
+    @abstractmethod
+    def gemm(self, x: ir.Value, weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
+        """x: [..., K] in bfloat16. Gives FLOAT [..., N]."""
+
+    @abstractmethod
+    def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:
+        """Gives FLOAT [..., H]."""
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Applies a method to a dense graph."""
+
+    config: QuantConfig
+
+    @property
+    def name(self) -> str:
+        return f"quantize_{self.config.name.replace('-', '_')}"
+
+    def __call__(self, model: ir.Model) -> PassResult:
+        run = _Run(model, self.config)
+        for node in nodes_of(model, "MatMul"):
+            run.linear(node)
+        for node in nodes_of(model, "Gather"):
+            run.embedding(node)
+        run.swap_initializers()
+        return PassResult(run.rewrites, tuple(run.refusals))
+
+
+class _Run:
+    def __init__(self, model: ir.Model, config: QuantConfig) -> None:
+        self.model, self.config = model, config
+        self.rewrites = 0
+        self.refusals: list[str] = []
+        self._weights: dict[ir.Value, Sequence[ir.Value]] = {}
+        self._rounded: dict[ir.Value, ir.Value] = {}
+
+    def linear(self, matmul: ir.Node) -> None:
+        product = matmul.outputs[0]
+        add = next((user for user in product.consumers() if user.op_type == "Add"), None)
+        found = (linear_of(add.outputs[0]) if add is not None else None) or linear_of(product)
+        if found is None:
+            self.refusals.append(f"{matmul.name} does not multiply with a weight.")
+            return
+        x, casts = self._round(found)
+        gemm = self.config.gemm(x, self._quantized(found.weight), found.bias)
+        gemm.name = found.output.name
+        transpose, *own = found.nodes
+        replace(own, [*casts, gemm], [(found.output, gemm.outputs[0])])
+        self.rewrites += 1
+        del transpose  # another layer may share it (a tied head); cleanup removes it when nobody does
+
+    def embedding(self, gather: ir.Node) -> None:
+        table, tokens = gather.inputs
+        if table is None or tokens is None or not table.is_initializer():
+            return
+        scale, old = 1.0, [gather]
+        (output,) = gather.outputs
+        multiply = next((user for user in output.consumers() if user.op_type == "Mul"), None)
+        if multiply is not None and only_used_by(output, multiply):
+            factor = multiply.inputs[1]
+            if factor is not None and factor.is_initializer() and factor.shape == ():
+                scale, old, output = float(read(factor)), [gather, multiply], multiply.outputs[0]
+        embed = self.config.embed(tokens, self._quantized(table), scale)
+        embed.name = gather.name
+        replace(old, [embed], [(output, embed.outputs[0])])
+        self.rewrites += 1
+
+    def swap_initializers(self) -> None:
+        """Quantized weights take the names of what they stand for."""
+        initializers = self.model.graph.initializers
+        for old, new in self._weights.items():
+            assert old.name is not None
+            del initializers[old.name]
+            for value in new:
+                self.model.graph.register_initializer(value)
+        # Transposes whose products are gone still hold the old values.
+        for node in nodes_of(self.model, "Transpose"):
+            if node.inputs[0] in self._weights:
+                if node.outputs[0].uses():
+                    raise AssertionError(f"{node.name} is still used")
+                self.model.graph.remove(node, safe=True)
+
+    def _quantized(self, weight: ir.Value) -> Sequence[ir.Value]:
+        if weight not in self._weights:
+            self._weights[weight] = self.config.weights(weight)
+        return self._weights[weight]
+
+    def _round(self, linear: Linear) -> tuple[ir.Value, list[ir.Node]]:
+        """x in the precision of activations; layers with one input share the Cast."""
+        x = linear.x
+        if x in self._rounded:
+            return self._rounded[x], []
+        assert x.shape is not None
+        rounded = typed(f"{x.name}.rounded", ACTIVATIONS, x.shape.dims)
+        self._rounded[x] = rounded
+        return rounded, [standard("Cast", [x], [rounded], str(rounded.name), to=int(ACTIVATIONS))]
+
+

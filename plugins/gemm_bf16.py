@@ -1,0 +1,15 @@
+"""Matrix product with bfloat16 weights: see gemm.py. weight: BFLOAT16 [N, K]."""
+
+from enginewright.plugins import gemm
+from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.plugin import Plugin
+
+GEMM_BF16 = Plugin(
+    name="GemmBf16",
+    inputs=("x", "weight", "bias?"),
+    outputs=("out",),
+    attributes=gemm.ATTRIBUTES,
+    reference=lambda write, node: gemm.reference(write, node, None, 2),
+    infer=gemm.infer,
+    kernels={"cpu": KernelBinding("gemm_bf16@1", ("x", "weight", "bias"), ("out",), ("epilogue",))},
+)

@@ -1,0 +1,18 @@
+"""Matrix product with int8 weights and bfloat16 activations: see gemm.py.
+
+weight: INT8 [N, K] in [-127, 127]. scale: FLOAT [N]; row n of the weight stands for weight[n] · scale[n].
+"""
+
+from enginewright.plugins import gemm
+from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.plugin import Plugin, operand
+
+GEMM_W8A16 = Plugin(
+    name="GemmW8A16",
+    inputs=("x", "weight", "scale", "bias?"),
+    outputs=("out",),
+    attributes=gemm.ATTRIBUTES,
+    reference=lambda write, node: gemm.reference(write, node, operand(node, 2), 3),
+    infer=gemm.infer,
+    kernels={"cpu": KernelBinding("gemm_w8a16@1", ("x", "weight", "scale", "bias"), ("out",), ("epilogue",))},
+)

@@ -1,0 +1,37 @@
+"""Rotary embedding of packed tokens: RotaryEmbedding without a batch, first half of a head against the second.
+
+x: FLOAT [tokens, heads·D]. cos, sin: FLOAT [tokens, R/2], R ≤ D; dimensions from R on pass. No target has a kernel
+for it alone: fusion/rope_kv_write.py takes it up. https://arxiv.org/abs/2104.09864
+"""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, int_of, operand, width_of
+from enginewright.plugins.writer import Writer
+
+
+def rotated(write: Writer, x: ir.Value, cos: ir.Value, sin: ir.Value, heads: int) -> ir.Value:
+    batched = [write.op("Unsqueeze", value, [0]) for value in (x, cos, sin)]
+    rotary = 2 * width_of(cos)
+    partial = {} if rotary == width_of(x) // heads else {"rotary_embedding_dim": rotary}
+    return write.op("Squeeze", write.op("RotaryEmbedding", *batched, num_heads=heads, **partial), [0])
+
+
+def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
+    return [rotated(write, operand(node, 0), operand(node, 1), operand(node, 2), int_of(node, "heads"))]
+
+
+def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
+    return [(ir.DataType.FLOAT, dims_of(operand(node, 0)))]
+
+
+ROPE = Plugin(
+    name="Rope",
+    inputs=("x", "cos", "sin"),
+    outputs=("out",),
+    attributes={"heads": int},
+    reference=_reference,
+    infer=_infer,
+)

@@ -1,0 +1,49 @@
+"""Rotary embedding of queries and keys, and the write of keys and values to their slots: rope.py and kv_write.py.
+
+q: FLOAT [tokens, heads·D]. k, v: FLOAT [tokens, kv_heads·D]. cos, sin: FLOAT [tokens, R/2]. key_pool, value_pool:
+BFLOAT16 [slots, kv_heads, D]. slots: INT32 [tokens]. q_out: BFLOAT16 [tokens, heads·D].
+"""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.kv_write import written
+from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, dtype_of, int_of, operand
+from enginewright.plugins.rope import rotated
+from enginewright.plugins.writer import Writer
+
+
+def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
+    q, k, v, cos, sin, key_pool, value_pool, slots = (operand(node, index) for index in range(8))
+    heads, kv_heads, head_dim = (int_of(node, name) for name in ("heads", "kv_heads", "head_dim"))
+    keys = rotated(write, k, cos, sin, kv_heads)
+    return [
+        write.cast(rotated(write, q, cos, sin, heads), ir.DataType.BFLOAT16),
+        written(write, key_pool, keys, slots, kv_heads, head_dim),
+        written(write, value_pool, v, slots, kv_heads, head_dim),
+    ]
+
+
+def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
+    pools = [(dtype_of(pool), dims_of(pool)) for pool in (operand(node, 5), operand(node, 6))]
+    return [(ir.DataType.BFLOAT16, dims_of(operand(node, 0))), *pools]
+
+
+ROPE_KV_WRITE = Plugin(
+    name="RopeKvWrite",
+    inputs=("q", "k", "v", "cos", "sin", "key_pool", "value_pool", "slots"),
+    outputs=("q_out", "key_pool", "value_pool"),
+    attributes={"heads": int, "kv_heads": int, "head_dim": int},
+    reference=_reference,
+    infer=_infer,
+    kernels={
+        "cpu": KernelBinding(
+            "rope_kv_write@1",
+            ("q", "k", "v", "cos", "sin", "kv", "", "slots"),
+            ("q_out", "", ""),
+            ("heads", "kv_heads", "head_dim"),
+        )
+    },
+)

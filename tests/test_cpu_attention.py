@@ -1,0 +1,280 @@
+"""paged_attention@1 against float64, and its promise that results depend on nothing but the sequence."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from tests.kernel_runner import ONE_COLUMN, KernelRunner
+from tests.paged_kv import SPLIT, Chunk, Heads, PagedKv, Text, random_text
+from tests.tolerances import ATTENTION, ATTENTION_UNIFORM, BF16_ROUNDING
+
+from enginewright import _cpu
+
+ISAS = _cpu.isa_names()
+SEQUENCES, SEQUENCE_ENDS, KV_BLOCKS, KV_SPLITS = (0, 0, 1, 0, 0, 0), (1, 0, 1, 0, 0, 0), (0, 0, 0, 0, 1, 0), (0, 0, 0, 0, 0, 1)
+SMOL = Heads(9, 3, 64)
+LENGTHS = [1, 31, 255, 256, 257, 700]
+
+
+@dataclass(frozen=True)
+class Attention:
+    heads: Heads
+    window: int = 0
+    softcap: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        return self.heads.head_dim**-0.5
+
+    def run(self, isa: str, chunks: Sequence[Chunk], threads: int = 1, dtype: str = "f32") -> list[torch.Tensor]:
+        return self.run_and_look(isa, chunks, threads, dtype)[0]
+
+    def run_and_look(
+        self, isa: str, chunks: Sequence[Chunk], threads: int, dtype: str = "f32"
+    ) -> tuple[list[torch.Tensor], bool]:
+        """The result of each chunk, float32 [tokens, heads, head_dim], and whether splits were shared by threads."""
+        heads, kv = self.heads, PagedKv(self.heads, chunks, self.window)
+        lengths = [chunk.end - chunk.start for chunk in chunks]
+        inputs = {
+            "query_start": (np.cumsum([0, *lengths]), SEQUENCE_ENDS, ONE_COLUMN),
+            "kv_len": (np.array([chunk.end for chunk in chunks]), SEQUENCES, ONE_COLUMN),
+            "block_table": (kv.block_table, SEQUENCES, KV_BLOCKS),
+        }
+        tokens, splits = sum(lengths), -(-max(chunk.end for chunk in chunks) // SPLIT)
+        runner = KernelRunner(
+            isa,
+            threads,
+            tokens=tokens,
+            sequences=len(chunks),
+            kv_blocks=kv.kv_blocks,
+            kv_splits=splits,
+            inputs=inputs,
+            arena_bytes=1 << 23,
+        )
+        width = heads.heads * heads.head_dim
+        q = torch.cat([chunk.text.q[chunk.start : chunk.end] for chunk in chunks])
+        out = runner.buffer(tokens, width, dtype)
+        partials = runner.buffer(splits, heads.heads * (heads.head_dim_pad + 16), "f32", KV_SPLITS)
+        operands = {
+            "q": runner.filled(q.reshape(tokens, width)),
+            "kv": _cpu.OperandSpec.kv(kv.pools, 0),
+            "query_start": _cpu.OperandSpec.step("query_start"),
+            "kv_len": _cpu.OperandSpec.step("kv_len"),
+            "block_table": _cpu.OperandSpec.step("block_table"),
+            "partials": partials,
+            "out": out,
+        }
+        attributes: dict[str, int | float | str] = {
+            "heads": heads.heads,
+            "kv_heads": heads.kv_heads,
+            "head_dim": heads.head_dim,
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+        }
+        runner.call("paged_attention@1", operands, attributes)
+        first = runner.read(out)
+        runner.run()
+        assert torch.equal(first.view(torch.int32), runner.read(out).view(torch.int32)), "a second step gives other bits"
+        pad = runner.read_pad(out)
+        assert not pad.any() if dtype == "bf16" else pad.isnan().all()
+        shared = not runner.read(partials).isnan().all()
+        return list(first.reshape(tokens, heads.heads, heads.head_dim).split(lengths)), shared
+
+    def expected(self, chunk: Chunk) -> torch.Tensor:
+        """float64 [tokens, heads, head_dim]"""
+        group = self.heads.heads // self.heads.kv_heads
+        q = chunk.text.q[chunk.start : chunk.end].double()
+        k, v = (x[: chunk.end].double().repeat_interleave(group, dim=1) for x in (chunk.text.k, chunk.text.v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        behind = torch.arange(chunk.start, chunk.end)[:, None] - torch.arange(chunk.end)  # [query, key]
+        seen = (behind >= 0) & (behind < self.window) if self.window else behind >= 0
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        return torch.einsum("hqk,khd->qhd", weights, v)
+
+    def check(self, isa: str, chunks: Sequence[Chunk], threads: int = 1, tolerance: float = ATTENTION) -> None:
+        for chunk, result in zip(chunks, self.run(isa, chunks, threads), strict=True):
+            error = (result.double() - self.expected(chunk)).abs().max() / chunk.text.v.double().abs().max()
+            assert float(error) < tolerance, f"tokens {chunk.start} … {chunk.end - 1}"
+
+
+@functools.cache
+def text(heads: Heads, length: int, seed: int = 0) -> Text:
+    return random_text(heads, length, seed)
+
+
+def whole(heads: Heads, length: int, seed: int = 0) -> Chunk:
+    return Chunk(text(heads, length, seed), 0, length)
+
+
+def decode(heads: Heads, length: int, seed: int = 0) -> Chunk:
+    return Chunk(text(heads, length, seed), length - 1, length)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("counts", [(9, 3), (4, 4), (7, 1), (8, 2)], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 128])
+def test_heads_of_all_shapes(isa: str, counts: tuple[int, int], head_dim: int) -> None:
+    heads = Heads(*counts, head_dim)
+    chunks = [whole(heads, 61), decode(heads, 300), Chunk(text(heads, 270, 1), 250, 270)]
+    Attention(heads).check(isa, chunks)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths(isa: str, length: int) -> None:
+    chunks = [decode(SMOL, length), Chunk(text(SMOL, length, 1), length * 2 // 3, length)]
+    Attention(SMOL).check(isa, chunks, threads=2)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("window", [1, 17, 300])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_windows_and_soft_caps(isa: str, window: int, softcap: float) -> None:
+    heads = Heads(4, 2, 40)
+    chunks = [decode(heads, 700), whole(heads, 280), Chunk(text(heads, 530, 1), 500, 530), decode(heads, 1)]
+    Attention(heads, window, softcap).check(isa, chunks)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_soft_cap_without_a_window(isa: str) -> None:
+    heads = Heads(4, 4, 16)
+    Attention(heads, softcap=3.0).check(isa, [whole(heads, 90), decode(heads, 300)])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("window", [0, 1, 17, 256, 300])
+def test_exactly_the_visible_positions_count(isa: str, window: int) -> None:
+    """With queries of zero every visible position has the same weight, exactly, and the result is the mean of V."""
+    heads = Heads(6, 2, 16)
+    base = text(heads, 600)
+    flat = Text(torch.zeros_like(base.q), base.k, base.v)
+    chunks = [Chunk(flat, 0, 290), Chunk(flat, 599, 600), Chunk(flat, 255, 258), Chunk(flat, 500, 513)]
+    Attention(heads, window).check(isa, chunks, threads=2, tolerance=ATTENTION_UNIFORM)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("counts", [(40, 1), (64, 2)], ids=str)
+def test_groups_larger_than_a_tile(isa: str, counts: tuple[int, int]) -> None:
+    heads = Heads(*counts, 16)
+    Attention(heads).check(isa, [decode(heads, 700), whole(heads, 7)], threads=3)
+    result, shared = Attention(heads).run_and_look(isa, [decode(heads, 700)], threads=3)
+    assert shared
+    assert torch.equal(result[0], Attention(heads).run(isa, [decode(heads, 700)])[0])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_large_scores(isa: str) -> None:
+    """Scores of hundreds: e^s would overflow, and whole splits weigh nothing."""
+    heads = Heads(2, 1, 32)
+    chunk = Chunk(random_text(heads, 600, seed=5, spread=100.0), 580, 600)
+    Attention(heads).check(isa, [chunk])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("head_dim", [40, 64])
+def test_bf16_output_is_the_rounded_f32(isa: str, head_dim: int) -> None:
+    heads = Heads(5, 5, head_dim)
+    attention, chunks = Attention(heads), [whole(heads, 37), decode(heads, 300)]
+    for exact, rounded in zip(attention.run(isa, chunks), attention.run(isa, chunks, dtype="bf16"), strict=True):
+        assert torch.equal(exact.bfloat16().float(), rounded)
+        assert float(((exact - rounded).abs() / exact.abs()).max()) < BF16_ROUNDING
+
+
+def cuts(chunk: Chunk, *sizes: int) -> list[Chunk]:
+    """The chunk in pieces of these sizes, the last one again and again."""
+    pieces, start = [], chunk.start
+    while start < chunk.end:
+        size = sizes[min(len(pieces), len(sizes) - 1)]
+        pieces.append(Chunk(chunk.text, start, min(start + size, chunk.end)))
+        start += size
+    return pieces
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("window", [0, 17, 300])
+@pytest.mark.parametrize("heads", [SMOL, Heads(7, 1, 40)], ids=str)
+def test_bits_do_not_depend_on_cuts_company_or_threads(isa: str, window: int, heads: Heads) -> None:
+    attention, length = Attention(heads, window), 561
+    alone = attention.run(isa, [whole(heads, length)])[0]
+
+    for sizes in [(1,), (256, 256, 7), (3, 250, 61), (255, 2, 100)]:
+        pieces = cuts(whole(heads, length), *sizes)[-40:]
+        together = torch.cat(attention.run(isa, pieces, threads=2))
+        assert torch.equal(together, alone[pieces[0].start :]), f"cut in {sizes}"
+
+    company = [decode(heads, 40 + 19 * seed, seed) for seed in range(1, 29)] + [whole(heads, 100, 30)]
+    batch = [*company, decode(heads, length), Chunk(text(heads, length), 300, 333), decode(heads, 513)]
+    for threads in (1, 2, 3):
+        results = attention.run(isa, batch, threads)
+        assert torch.equal(results[-3], alone[-1:])
+        assert torch.equal(results[-2], alone[300:333])
+        assert torch.equal(attention.run(isa, [whole(heads, length)], threads)[0], alone)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("window", [0, 300])
+def test_shared_splits_have_the_same_bits(isa: str, window: int) -> None:
+    attention = Attention(SMOL, window)
+    chunks = [decode(SMOL, 700), decode(SMOL, 1000, 1), decode(SMOL, 20, 2)]
+    alone, shared = attention.run_and_look(isa, chunks, threads=1)
+    assert not shared
+    for threads in (2, 3, 7):
+        results, shared = attention.run_and_look(isa, chunks, threads)
+        assert shared
+        assert all(torch.equal(a, b) for a, b in zip(results, alone, strict=True))
+    crowd = [*chunks, *(decode(SMOL, 90 + seed, seed) for seed in range(3, 60))]
+    results, shared = attention.run_and_look(isa, [chunks[0]] + crowd[3:] * 3, threads=2)
+    assert not shared
+    assert torch.equal(results[0], alone[0])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_nan_stays_in_its_sequence(isa: str) -> None:
+    bad = random_text(SMOL, 300, seed=9)
+    bad.q[299, 4, 7] = torch.nan
+    result = Attention(SMOL).run(isa, [decode(SMOL, 270), Chunk(bad, 290, 300), whole(SMOL, 31)], threads=2)
+    assert result[1][9, 4].isnan().all()
+    result[1][9, 4] = 0
+    assert all(not part.isnan().any() for part in result)
+    assert torch.equal(result[0], Attention(SMOL).run(isa, [decode(SMOL, 270)])[0])
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("does not divide 'heads'", {"kv_heads": 2}),
+        ("heads of another shape", {"head_dim": 32, "heads": 18}),
+        ("even 'head_dim'", {"head_dim": 3, "heads": 192}),
+        ("576 columns, not 512", {"heads": 9, "width": 512}),
+        ("must not be negative", {"softcap": -1.0}),
+        ("'window' must be in", {"window": -1}),
+        ("'partials' must have", {"partials": 720 - 64}),
+        ("a row for each split", {"linear": SEQUENCES}),
+        ("'scale' must be finite", {"scale": float("nan")}),
+    ],
+)
+def test_malformed_operands_are_refused(message: str, change: dict[str, object]) -> None:
+    inputs = {
+        "query_start": (np.array([0, 1]), SEQUENCE_ENDS, ONE_COLUMN),
+        "kv_len": (np.array([1]), SEQUENCES, ONE_COLUMN),
+        "block_table": (np.zeros((1, 1), np.int32), SEQUENCES, KV_BLOCKS),
+    }
+    runner = KernelRunner("portable", kv_blocks=1, kv_splits=1, inputs=inputs)
+    width = int(str(change.pop("width", 576)))
+    linear = change.pop("linear", KV_SPLITS)
+    operands = {
+        "q": runner.filled(torch.zeros(1, width).bfloat16()),
+        "kv": _cpu.OperandSpec.kv(_cpu.KvPools(1, 1, 32, 3, 64), 0),
+        **{name: _cpu.OperandSpec.step(name) for name in inputs},
+        "partials": runner.buffer(1, int(str(change.pop("partials", 720))), "f32", linear),  # type: ignore[arg-type]
+        "out": runner.buffer(1, width, "f32"),
+    }
+    attributes = {"heads": 9, "kv_heads": 3, "head_dim": 64, "scale": 0.125, "window": 0, "softcap": 0.0, **change}
+    with pytest.raises(ValueError, match=message):
+        runner.call("paged_attention@1", operands, attributes)  # type: ignore[arg-type]

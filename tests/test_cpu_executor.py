@@ -1,0 +1,376 @@
+"""The executor: what it binds, what it refuses, and its threads. Kernels have their own tests."""
+
+import gc
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from enginewright import _cpu
+from tests.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, Operands, aligned, weight
+
+SEQUENCES = (0, 0, 1, 0, 0, 0)
+SEQUENCE_ENDS = (1, 0, 1, 0, 0, 0)
+LIMITS = (8, 2, 2, 4, 1)
+spec = _cpu.OperandSpec
+
+
+def int32(*values: int) -> NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+def test_isas_are_listed_best_first() -> None:
+    order = ["amx", "avx512", "portable"]
+    names = _cpu.isa_names()
+    assert names[-1] == "portable" and names == [name for name in order if name in names]
+    assert len({tuple(_cpu.kernel_names(name)) for name in names}) == 1, "every ISA has every kernel"
+
+
+def test_an_unknown_isa_is_refused_with_those_known() -> None:
+    with pytest.raises(ValueError, match=r"no instruction set 'sse9'; it has .*portable"):
+        _cpu.Executor("sse9", 1, LIMITS, [], 0)
+
+
+def test_an_unknown_kernel_is_a_key_error() -> None:
+    with pytest.raises(KeyError, match="gemm_bf16@7"):
+        _cpu.Executor("portable", 1, LIMITS, [], 0).add_kernel("gemm_bf16@7", {}, {})
+
+
+@pytest.mark.parametrize(
+    ("threads", "limits", "arena_bytes"),
+    [
+        (0, LIMITS, 0),
+        (-1, LIMITS, 0),
+        (100_000, LIMITS, 0),
+        (1, (0, 1, 1, 1, 1), 0),
+        (1, (1, -1, 1, 1, 1), 0),
+        (1, (2**31, 1, 1, 1, 1), 0),
+        (1, (2**62, 1, 1, 1, 1), 0),
+        (1, LIMITS, -1),
+        (1, LIMITS, 2**63 - 1),
+    ],
+)
+def test_senseless_limits_are_refused(threads: int, limits: tuple[int, int, int, int, int], arena_bytes: int) -> None:
+    with pytest.raises(ValueError):
+        _cpu.Executor("portable", threads, limits, [], arena_bytes)
+
+
+@pytest.mark.parametrize("rows", [(0, 2**62, 0, 0, 0, 0), (0, -1, 0, 0, 0, 0), (2**62, 1, 1, 1, 1, 1)])
+def test_inputs_whose_size_overflows_are_refused(rows: tuple[int, int, int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="overflows"):
+        _cpu.Executor("portable", 1, LIMITS, [("tokens", rows, (4, 0, 0, 0, 0, 0))], 0)
+
+
+def test_two_inputs_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="two inputs"):
+        _cpu.Executor("portable", 1, LIMITS, [("a", TOKENS, ONE_COLUMN), ("a", TOKENS, ONE_COLUMN)], 0)
+
+
+def cast(executor: _cpu.Executor, x: _cpu.OperandSpec, out: _cpu.OperandSpec) -> None:
+    executor.add_kernel("cast@1", {"x": x, "out": out}, {})
+
+
+def arena(offset: int, columns: int = 64, stride: int = 64, column: int = 0, pad: int = 0) -> _cpu.OperandSpec:
+    return spec.arena(offset, "f32", TOKENS, columns, stride, column, pad)
+
+
+ROW_BYTES = 8 * 64 * 4  # of a buffer as above, at the limits
+
+
+@pytest.mark.parametrize(
+    ("operand", "message"),
+    [
+        (arena(ROW_BYTES + 64), "behind the arena"),
+        (arena(2**62), "behind the arena|overflows"),
+        (arena(-64), "odd address"),
+        (arena(32), "odd address"),
+        (arena(0, stride=63, columns=63), "no proper columns"),
+        (arena(0, stride=2**31), "no proper columns"),
+        (arena(0, columns=0), "no proper columns"),
+        (arena(0, column=1), "narrower"),
+        (arena(0, pad=1), "narrower"),
+        (arena(0, pad=2**63 - 1), "overflows"),
+        (arena(0, column=-1), "no proper columns"),
+        (spec.arena(0, "f32", (0, -1, 0, 0, 0, 0), 64, 64), "overflows"),
+        (spec.arena(0, "f32", (0, 2**61, 0, 0, 0, 0), 64, 64), "overflows"),
+        (spec.step("nothing"), "no input 'nothing'"),
+    ],
+)
+def test_operands_outside_of_the_arena_are_refused(operand: _cpu.OperandSpec, message: str) -> None:
+    executor = _cpu.Executor("portable", 1, LIMITS, [], 2 * ROW_BYTES)
+    cast(executor, arena(0), arena(ROW_BYTES))
+    with pytest.raises(ValueError, match=message):
+        cast(executor, arena(0), operand)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "dtype", "layout", "rows", "columns", "message"),
+    [
+        (4 * 64 - 1, "f32", "plain", 1, 64, "255 bytes, but its shape takes 256"),
+        (6143, "bf16", "r16", 33, 64, "6143 bytes, but its shape takes 6144"),
+        (2048 * 2 - 1, "bf16", "r16_pairs", 4, 64, "takes 4096"),
+        (4096, "bf16", "r16_pairs", 5, 64, "no two halves"),
+        (4096, "bf16", "r16", 0, 64, "is empty"),
+        (4096, "bf16", "r16", -16, 64, "is empty"),
+        (4096, "i8", "r16", 2**39, 2**30, "overflows"),
+        (4096, "i8", "r16", 2**62, 64, "too many rows"),
+        (4096, "f32", "r16", 16, 64, "layout of bf16 and i8"),
+    ],
+)
+def test_weights_smaller_than_their_shape_are_refused(
+    nbytes: int, dtype: str, layout: str, rows: int, columns: int, message: str
+) -> None:
+    executor = _cpu.Executor("portable", 1, LIMITS, [], ROW_BYTES)
+    operand = spec.weight(aligned(bytes(nbytes)), dtype, layout, rows, columns)
+    with pytest.raises(ValueError, match=message):
+        executor.add_kernel("rms_norm@1", {"x": arena(0), "weight": operand, "out": arena(0)}, {"epsilon": 0.0})
+
+
+def test_unaligned_weights_are_refused() -> None:
+    operand = spec.weight(aligned(bytes(4096 + 64))[32:], "bf16", "r16", 16, 64)
+    with pytest.raises(ValueError, match="not aligned to 64 bytes"):
+        _cpu.Executor("portable", 1, LIMITS, [], 0).add_kernel("gemm_bf16@1", {"weight": operand}, {})
+
+
+def test_unknown_dtypes_and_layouts_are_refused() -> None:
+    with pytest.raises(ValueError, match="no dtype 'fp8'"):
+        spec.arena(0, "fp8", TOKENS, 1, 64)
+    with pytest.raises(ValueError, match="no layout 'r32'"):
+        spec.weight(b"", "bf16", "r32", 1, 1)
+
+
+def test_strided_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        spec.weight(np.zeros(200, np.uint8)[::2], "i8", "plain", 1, 100)
+
+
+def sequence_executor() -> _cpu.Executor:
+    inputs = [
+        ("tokens", TOKENS, ONE_COLUMN),
+        ("positions", TOKENS, ONE_COLUMN),
+        ("query_start", SEQUENCE_ENDS, ONE_COLUMN),
+        ("kv_len", SEQUENCES, ONE_COLUMN),
+        ("block_table.0", SEQUENCES, (0, 0, 0, 0, 1, 0)),
+    ]
+    return _cpu.Executor("portable", 2, LIMITS, inputs, 0)
+
+
+def sequence_step() -> dict[str, NDArray[np.int32]]:
+    """Two sequences: the tokens at positions 3, 4, 5 of one, and at position 9 of another."""
+    return {
+        "tokens": int32(1, 2, 3, 4),
+        "positions": int32(3, 4, 5, 9),
+        "query_start": int32(0, 3, 4),
+        "kv_len": int32(6, 10),
+        "block_table.0": np.zeros((2, 3), np.int32),
+    }
+
+
+SIZES = (4, 2, 0, 3, 1)
+
+
+def test_a_step_may_be_smaller_than_the_limits() -> None:
+    executor = sequence_executor()
+    executor.run(list(sequence_step().values()), SIZES)
+    one = [int32(5), int32(0), int32(0, 1), int32(1), np.zeros((1, 1), np.int32)]
+    executor.run(one, (1, 1, 0, 1, 1))
+    none = [int32(), int32(), int32(0), int32(), np.zeros((0, 0), np.int32)]
+    executor.run(none, (0, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("query_start", int32(1, 3, 4), "begins with 1"),
+        ("query_start", int32(0, 3, 3), "does not rise at sequence 1"),
+        ("query_start", int32(0, 5, 4), "does not rise at sequence 1|less than"),
+        ("query_start", int32(0, 3, 5), "ends with 5"),
+        ("query_start", int32(0, -(2**31), 4), "does not rise at sequence 0"),
+        ("kv_len", int32(2, 10), "kv_len of sequence 0 is less than its 3"),
+        ("kv_len", int32(-1, 10), "kv_len of sequence 0"),
+        ("positions", int32(3, 4, 6, 9), "token 2 is not at the position"),
+        ("positions", int32(3, 4, 5, -1), "token 3 is not at the position"),
+        ("tokens", int32(1, 2, 3), r"must be \[4, 1\] in this step, not \[3, 1\]"),
+        ("block_table.0", np.zeros((2, 4), np.int32), r"must be \[2, 3\]"),
+        ("block_table.0", np.zeros(6, np.int32), r"must be \[2, 3\]"),
+        ("tokens", np.zeros(4, np.int64), "int32"),
+        ("tokens", np.zeros(8, np.int32)[::2], "contiguous"),
+        ("tokens", np.zeros((4, 1, 1), np.int32), "one or two dimensions"),
+    ],
+)
+def test_inputs_that_contradict_each_other_are_refused(name: str, value: NDArray[np.int32], message: str) -> None:
+    step = sequence_step() | {name: value}
+    with pytest.raises(ValueError, match=message):
+        sequence_executor().run(list(step.values()), SIZES)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(9, 2, 0, 3, 1), (4, 3, 0, 3, 1), (4, 2, 3, 3, 1), (4, 2, 0, 5, 1), (-1, 2, 0, 3, 1)]
+)
+def test_a_step_beyond_the_limits_is_refused(sizes: tuple[int, int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="larger than the limits"):
+        sequence_executor().run(list(sequence_step().values()), sizes)
+
+
+def test_a_step_with_too_few_inputs_is_refused() -> None:
+    with pytest.raises(ValueError, match="takes 5 inputs, not 1"):
+        sequence_executor().run([int32(1)], SIZES)
+
+
+def test_buffer_is_a_view_that_keeps_the_executor() -> None:
+    executor = _cpu.Executor("portable", 1, LIMITS, [], 4096)
+    view = executor.buffer(64, 3, 5, 64, "f32")
+    assert view.shape == (3, 5) and view.strides == (256, 4) and not view.any()
+    view[2, 4] = 7.0
+    assert executor.buffer(64 + 2 * 256, 1, 5, 64, "f32")[0, 4] == 7.0
+    assert executor.buffer(64, 3, 5, 64, "bf16").dtype == np.uint16
+    del executor
+    gc.collect()
+    assert view[2, 4] == 7.0
+
+
+@pytest.mark.parametrize("shape", [(0, 17, 5, 64), (4096, 1, 1, 64), (0, 1, 65, 64), (-64, 1, 1, 64), (2, 1, 1, 64)])
+def test_a_view_outside_of_the_arena_is_refused(shape: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError):
+        _cpu.Executor("portable", 1, LIMITS, [], 4096).buffer(*shape, "f32")
+
+
+def test_weights_live_as_long_as_the_executor() -> None:
+    executor = _cpu.Executor("portable", 1, LIMITS, [], ROW_BYTES)
+    data = aligned(np.ones(64, np.float32).tobytes())
+    alive = weakref.ref(data)
+    operands = {"x": arena(0), "weight": spec.weight(data, "f32", "plain", 1, 64), "out": arena(0)}
+    executor.add_kernel("rms_norm@1", operands, {"epsilon": 1.0})
+    del data, operands
+    gc.collect()
+    assert alive() is not None
+    del executor
+    gc.collect()
+    assert alive() is None
+
+
+def test_kv_pools() -> None:
+    pools = _cpu.KvPools(layers=2, num_blocks=5, block_size=32, kv_heads=3, head_dim=40)
+    assert pools.nbytes == 2 * 2 * 5 * 3 * 32 * 64 * 2
+    for array in (pools.keys(0), pools.values(0), pools.keys(1), pools.values(1)):
+        assert array.shape == (5, 3, 32 * 64) and not array.any() and array.ctypes.data % 64 == 0
+        array[:] = 1
+    pools.scrub([4, 1])
+    for array in (pools.keys(0), pools.values(0), pools.keys(1), pools.values(1)):
+        assert not array[[1, 4]].any() and array[[0, 2, 3]].all()
+    for blocks in ([5], [-1], [0, 5]):
+        with pytest.raises(ValueError, match="no block"):
+            pools.scrub(blocks)
+    assert pools.keys(0)[0].all(), "nothing is scrubbed where one block is refused"
+    for layer in (-1, 2):
+        with pytest.raises(ValueError, match="no layer"):
+            pools.keys(layer)
+        with pytest.raises(ValueError, match="no layer"):
+            spec.kv(pools, layer)
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 1, 32, 1, 64), (1, 0, 32, 1, 64), (1, 1, 24, 1, 64), (1, 1, 0, 1, 64), (1, 1, 32, 0, 64)]
+)
+def test_kv_pools_without_a_size_are_refused(shape: tuple[int, int, int, int, int]) -> None:
+    with pytest.raises(ValueError):
+        _cpu.KvPools(*shape)
+
+
+@pytest.mark.parametrize("shape", [(2**40, 2**40, 32, 1, 64), (1, 2**62, 32, 1, 64), (1, 1, 32, 1, 2**62)])
+def test_kv_pools_whose_size_overflows_are_refused(shape: tuple[int, int, int, int, int]) -> None:
+    with pytest.raises(ValueError):
+        _cpu.KvPools(*shape)
+
+
+def slow_runner(threads: int) -> KernelRunner:
+    """A step of some 50 ms on one thread."""
+    runner = KernelRunner("portable", threads, tokens=64, arena_bytes=1 << 20)
+    x, out = runner.filled(torch.randn(64, 1000)), runner.buffer(64, 1000, "f32")
+    for _ in range(100):
+        runner.executor.add_kernel("softcap@1", {"x": x.spec(), "out": out.spec()}, {"cap": 3.0})
+    return runner
+
+
+def test_python_runs_while_a_step_computes() -> None:
+    runner = slow_runner(1)
+    started, ended = threading.Event(), threading.Event()
+
+    def step() -> None:
+        started.set()
+        runner.run()
+        ended.set()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    started.wait()
+    ticks = 0
+    while not ended.is_set():
+        ticks += 1
+        time.sleep(0.001)
+    thread.join()
+    assert ticks > 3
+
+
+def test_steps_from_many_python_threads_take_turns() -> None:
+    x, w = torch.randn(3, 96).bfloat16(), torch.randn(40, 96).bfloat16()
+    runner = KernelRunner("portable", 2, tokens=3)
+    out = runner.buffer(3, 40, "f32")
+    operands: Operands = {"x": runner.filled(x), "weight": weight(w, "r16"), "out": out}
+    runner.call("gemm_bf16@1", operands, {"epilogue": "none"})
+    expected = runner.read(out)
+
+    def steps() -> None:
+        for _ in range(50):
+            runner.run()
+
+    threads = [threading.Thread(target=steps) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(runner.read(out), expected)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_every_kernel_sees_what_the_one_before_wrote(threads: int) -> None:
+    """GEMMs, whose columns threads divide, and casts, whose rows they divide, pass a matrix around its columns."""
+    rounds, columns = 40, 128
+    x = torch.randn(5, columns).bfloat16()
+    turn = weight(torch.eye(columns).roll(1, dims=0).bfloat16(), "r16")
+    runner = KernelRunner("portable", threads, tokens=5)
+    half, full = runner.filled(x), runner.buffer(5, columns, "f32")
+    for _ in range(rounds):
+        gemm = {"x": half.spec(), "weight": turn, "out": full.spec()}
+        runner.executor.add_kernel("gemm_bf16@1", gemm, {"epilogue": "none"})
+        runner.executor.add_kernel("cast@1", {"x": full.spec(), "out": half.spec()}, {})
+    for step in range(1, 11):
+        runner.run()
+        assert torch.equal(runner.read(half), x.float().roll(step * rounds, dims=1))
+
+
+def test_an_idle_pool_sleeps() -> None:
+    runner = slow_runner(4)
+    runner.run()
+    time.sleep(0.01)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1
+
+
+def test_threads_end_with_their_executor() -> None:
+    tasks = Path("/proc/self/task")
+    if not tasks.exists():
+        pytest.skip("counts threads in /proc")
+    before = len(list(tasks.iterdir()))
+    for _ in range(20):
+        runner = KernelRunner("portable", 4, arena_bytes=1 << 16)
+        runner.run()
+        assert len(list(tasks.iterdir())) == before + 3
+        del runner
+    assert len(list(tasks.iterdir())) == before
