@@ -115,7 +115,7 @@ def build(
     from enginewright.builder.build import BuildConfig, build_engine
     from enginewright.builder.checkpoint import open_checkpoint
     from enginewright.builder.console import ConsoleProgress, describe
-    from enginewright.passes.quant import quant_config
+    from enginewright.builder.build import quant_config
 
     config = BuildConfig(
         quant=quant_config(quant),

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.passes.quant import quant_config
+from enginewright.builder.build import quant_config
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.generate import Generator
 from enginewright.runtime.sampling import SamplingParams

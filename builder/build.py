@@ -17,11 +17,12 @@ from enginewright.engine_file import EngineWriter
 from enginewright.errors import UsageError
 from enginewright.manifest import WEIGHTS, About, Limits
 from enginewright.passes.pipeline import run_pipeline
-from enginewright.passes.quant import Bf16, QuantConfig
+from enginewright.passes.quant import Bf16, QuantConfig, quant_config
+from enginewright.passes.weights import as_torch
 from enginewright.plan import Plan
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.executor import CpuExecutor
-from enginewright.runtime.goldens import GOLDENS, PROMPT_TOKENS, record
+from enginewright.runtime.goldens import GOLDENS, record, replay_config
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def build_engine(
     model = build_graph(checkpoint)
     max_seq_len = _max_seq_len(config, int(model.metadata_props["enginewright.max_seq_len"]))
     progress.phase("run the passes")
-    ragged, rewrites = run_pipeline(model, config.quant, config.dump_graphs)
+    ragged, results = run_pipeline(model, config.quant, config.dump_graphs)
     progress.phase("lower to a plan")
     lowered = {target: lower(ragged, target, max_seq_len) for target in config.targets}
 
@@ -106,7 +107,7 @@ def build_engine(
         weight_bytes=weight_bytes,
         kv_bytes_per_token=plan.kv_bytes_per_token(),
         max_seq_len=max_seq_len,
-        rewrites=rewrites,
+        rewrites={name: result.rewrites for name, result in results.items()},
     )
 
 
@@ -149,5 +150,8 @@ def _packed(weight: Weight, progress: Progress) -> Iterator[memoryview]:
 def _goldens(path: Path) -> bytes:
     """What the finished engine computes on this machine."""
     with Engine.open(path) as engine:
-        executor = CpuExecutor(engine, max_logit_rows=max(PROMPT_TOKENS))
+        executor = CpuExecutor(engine, replay_config())
         return record(executor, engine.plan.vocab_size).to_json()
+
+
+__all__ = ["BuildConfig", "BuildReport", "build_engine", "quant_config"]

@@ -15,7 +15,7 @@ ONNX_DTYPES = {
 def as_torch(tensor: ir.TensorProtocol) -> torch.Tensor:
     """The values of a tensor; a lazy one is read now."""
     while isinstance(tensor, ir.LazyTensor):
-        tensor = tensor.raw
+        tensor = tensor.raw()  # the function that was given; a cache is never asked for
     if isinstance(tensor, ir.tensor_adapters.TorchTensor):
         raw: torch.Tensor = tensor.raw
         return raw

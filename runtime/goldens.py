@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright.errors import CorruptEngineError
+from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 
@@ -44,8 +45,13 @@ class Goldens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise CorruptEngineError("the goldens cannot be read", str(error), "Build the engine again.") from error
 
 
+def replay_config(threads: int | None = None) -> RuntimeConfig:
+    """Limits that the prompts need and no more."""
+    return RuntimeConfig(max_num_seqs=1, max_num_batched_tokens=max(PROMPT_TOKENS), threads=threads)
+
+
 def _last_logprobs(executor: CpuExecutor, prompt: tuple[int, ...]) -> NDArray[np.float64]:
-    (logits,) = score(executor, [list(prompt)])
+    (logits,) = score(executor, [list(prompt)], last_only=True)
     last = logits[-1].astype(np.float64)
     shifted: NDArray[np.float64] = last - last.max()
     return shifted - np.log(np.exp(shifted).sum())

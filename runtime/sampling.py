@@ -68,7 +68,9 @@ class SamplingParams:
         if self.seed is not None:
             _require_whole("seed", self.seed, -(2**63), 2**64 - 1)
         _require(isinstance(self.stop, tuple), "stop", "must be a tuple of strings")
-        _require(all(isinstance(text, str) and text for text in self.stop), "stop", "must hold strings that are not empty")
+        _require(
+            all(isinstance(text, str) and text for text in self.stop), "stop", "must hold strings that are not empty"
+        )
         _require(len(self.stop) <= MAX_STOPS, "stop", f"must not hold more than {MAX_STOPS} strings")
         _require(isinstance(self.stop_token_ids, tuple), "stop_token_ids", "must be a tuple of token ids")
         _require(len(self.stop_token_ids) <= MAX_STOPS, "stop_token_ids", f"must not hold more than {MAX_STOPS} ids")
@@ -80,7 +82,9 @@ class SamplingParams:
         if self.logprobs is not None:
             _require_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _require(isinstance(self.logit_bias, Mapping), "logit_bias", "must map token ids to numbers")
-        _require(len(self.logit_bias) <= MAX_BIASED_TOKENS, "logit_bias", f"must not hold more than {MAX_BIASED_TOKENS}")
+        _require(
+            len(self.logit_bias) <= MAX_BIASED_TOKENS, "logit_bias", f"must not hold more than {MAX_BIASED_TOKENS}"
+        )
         for token, bias in self.logit_bias.items():
             _require_whole("logit_bias", token, 0, 2**31 - 1)
             _require_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
@@ -126,8 +130,8 @@ class SamplingRequest:
         params: what the request asks for.
         prompt: token ids.
         vocab_size: width of the logits; token ids are held against it.
-        eos_token_ids: the model's end-of-text tokens, not drawn before `min_tokens` (nor at all with `ignore_eos`? no:
-            then they are ordinary tokens).
+        eos_token_ids: the model's end-of-text tokens: not drawn before `min_tokens`, unless `ignore_eos` makes them
+            tokens like others.
         choice: which of the n answers this is.
         seed: of all n answers, for requests that name none: draw it once and give it to each.
     """
@@ -160,9 +164,8 @@ class SamplingRequest:
         self.row = row
         self._history = _History(prompt) if params.penalized else None
         held_back = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
-        biases = dict(params.logit_bias)
-        self._biases = _biases(biases)
-        self._biases_at_first = _biases(biases | dict.fromkeys(held_back, -math.inf)) if params.min_tokens else self._biases
+        self._biases = _biases(params.logit_bias)
+        self._biases_at_first = _biases({**params.logit_bias, **dict.fromkeys(held_back, -math.inf)})
 
     @property
     def history(self) -> npt.NDArray[np.void]:

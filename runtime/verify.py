@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from enginewright.engine_file import EngineFile
-from enginewright.errors import EngineError
+from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.executor import CpuExecutor
-from enginewright.runtime.goldens import PROMPT_TOKENS, replay
+from enginewright.runtime.goldens import GOLDENS, Goldens, replay, replay_config
 
 
 def verify(path: Path, *, goldens: bool, threads: int | None) -> dict[str, Any]:
@@ -17,15 +17,17 @@ def verify(path: Path, *, goldens: bool, threads: int | None) -> dict[str, Any]:
         CorruptEngineError: the header, the manifest or a section is not as it was built; all such sections are named.
         EngineError: the engine computes something else on this machine.
     """
-    with EngineFile.open(path) as file:
-        file.verify_sections()
+    with EngineFile.open(path, check_sections=False) as file:
+        damaged = file.verify_sections()
+        if damaged:
+            raise CorruptEngineError(f"{path} is damaged", f"section {', '.join(damaged)}", "Build it again.")
         report: dict[str, Any] = {"file": str(path), "sections": len(file.manifest.sections), "hashes": "right"}
         report["content"] = f"sha256:{file.manifest.content_hash}"
     if not goldens:
         return report | {"goldens": "not replayed"}
     with Engine.open(path) as engine:
-        expected = engine.goldens
-        executor = CpuExecutor(engine, threads=threads, max_logit_rows=max(PROMPT_TOKENS))
+        expected = Goldens.from_json(engine.file.read_section(GOLDENS))
+        executor = CpuExecutor(engine, replay_config(threads))
         deviations = replay(expected, executor)
     worst = max(deviations, default=0.0)
     if worst > expected.tolerance:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.passes.quant import quant_config
+from enginewright.builder.build import quant_config
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.executor import CpuExecutor
 

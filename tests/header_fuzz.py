@@ -119,7 +119,7 @@ def _rehashed(manifest: bytes) -> bytes:
     return manifest.replace(old, hashlib.sha256(text).hexdigest().encode()) if len(old) == 64 else manifest
 
 
-def _signed(manifest: bytes) -> bytes:
+def signed(manifest: bytes) -> bytes:
     """The manifest's part of the header: its text, and the hash of that."""
     escaped = manifest.replace(b"\\", b"\\\\").replace(b'"', b'\\"')
     digest = hashlib.sha256(manifest).hexdigest().encode()
@@ -134,13 +134,13 @@ def mutants(folder: Path, seed: int, count: int) -> Iterator[tuple[bytes, int]]:
     data_bytes = len(data) - 8 - int.from_bytes(data[:8], "little")
     header = header_text(data)
     manifest = json.loads(header)["__metadata__"]["enginewright"].encode()
-    before, after = header.split(_signed(manifest))
+    before, after = header.split(signed(manifest))
     random = Random(seed)
     for _ in range(count):
         text = header
         if random.random() < 0.5:
             changed = _damaged(manifest, random)
-            text = before + _signed(_rehashed(changed) if random.random() < 0.7 else changed) + after
+            text = before + signed(_rehashed(changed) if random.random() < 0.7 else changed) + after
         if text is header or random.random() < 0.1:
             text = _damaged(text, random)
         text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)

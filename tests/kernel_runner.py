@@ -28,7 +28,7 @@ TOKENS = (0, 1, 0, 0, 0, 0)
 
 
 def aligned(data: bytes | memoryview) -> NDArray[np.uint8]:
-    """A copy that starts at a multiple of 64 bytes and ends where its memory ends."""
+    """A copy that starts at a multiple of 64 bytes."""
     source = np.frombuffer(data, np.uint8)
     memory = np.empty(len(source) + 64, np.uint8)
     start = -memory.ctypes.data % 64

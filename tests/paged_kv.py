@@ -56,6 +56,26 @@ def bits(values: torch.Tensor) -> NDArray[np.uint16]:
     return values.bfloat16().contiguous().view(torch.uint16).numpy()
 
 
+class PoolViews:
+    """K and V of one layer, as arrays of bf16 bits that share the pools' memory.
+
+    keys: [blocks, kv_heads, groups, pairs of dims, 16 tokens, 2]; values: [blocks, kv_heads, pairs of tokens, dims, 2].
+    """
+
+    def __init__(self, heads: Heads, pools: _cpu.KvPools, layer: int) -> None:
+        self.heads, count, width = heads, heads.kv_heads, heads.head_dim_pad
+        self.keys = pools.keys(layer).reshape(-1, count, BLOCK_SIZE // 16, width // 2, 16, 2)
+        self.values = pools.values(layer).reshape(-1, count, BLOCK_SIZE // 2, width, 2)
+
+    def write(self, slots: NDArray[np.integer], k: torch.Tensor, v: torch.Tensor) -> None:
+        """k, v: [tokens, kv_heads, head_dim]. Dims that pad a head become zeros."""
+        missing = self.heads.head_dim_pad - self.heads.head_dim
+        k, v = (torch.nn.functional.pad(x, (0, missing)) for x in (k, v))
+        block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        self.keys[block, :, at // 16, :, at % 16] = bits(k).reshape(len(slots), self.heads.kv_heads, -1, 2)
+        self.values[block, :, at // 2, :, at % 2] = bits(v)
+
+
 class PagedKv:
     """The pools and block tables of some chunks: each has its own blocks, in no order.
 
@@ -64,13 +84,12 @@ class PagedKv:
     """
 
     def __init__(self, heads: Heads, chunks: Sequence[Chunk], window: int = 0, seed: int = 0) -> None:
-        self.heads, self.window = heads, window
         counts = [-(-chunk.end // BLOCK_SIZE) for chunk in chunks]
         self.kv_blocks = max(counts)
         self.pools = _cpu.KvPools(1, sum(counts) + 3, BLOCK_SIZE, heads.kv_heads, heads.head_dim)
-        self.keys, self.values = self.views()
+        views = PoolViews(heads, self.pools, 0)
         random = np.random.default_rng(seed)
-        for pool in (self.keys, self.values):
+        for pool in (views.keys, views.values):
             pool[:] = bits(torch.from_numpy(random.choice([1.0, -1.0, 3e30, -3e30], pool.shape)))
             pool[0] = 0x7FC0  # NaN
         free = iter(random.permutation(sum(counts)) + 1)
@@ -81,18 +100,4 @@ class PagedKv:
                 row[block] = next(free)
             positions = np.arange(oldest, chunk.end)
             slots = row[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-            self.write(slots, chunk.text.k[oldest : chunk.end], chunk.text.v[oldest : chunk.end])
-
-    def views(self) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-        """K [blocks, kv_heads, groups, pairs of dims, 16 tokens, 2], V [blocks, kv_heads, pairs of tokens, dims, 2]."""
-        heads, width = self.heads.kv_heads, self.heads.head_dim_pad
-        keys = self.pools.keys(0).reshape(-1, heads, BLOCK_SIZE // 16, width // 2, 16, 2)
-        return keys, self.pools.values(0).reshape(-1, heads, BLOCK_SIZE // 2, width, 2)
-
-    def write(self, slots: NDArray[np.int64], k: torch.Tensor, v: torch.Tensor) -> None:
-        """k, v: [tokens, kv_heads, head_dim]. Dims that pad a head become zeros."""
-        missing = self.heads.head_dim_pad - self.heads.head_dim
-        k, v = (torch.nn.functional.pad(x, (0, missing)) for x in (k, v))
-        block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-        self.keys[block, :, at // 16, :, at % 16] = bits(k).reshape(len(slots), self.heads.kv_heads, -1, 2)
-        self.values[block, :, at // 2, :, at % 2] = bits(v)
+            views.write(slots, chunk.text.k[oldest : chunk.end], chunk.text.v[oldest : chunk.end])

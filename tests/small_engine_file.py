@@ -59,5 +59,5 @@ def with_header(text: bytes, old: bytes) -> bytes:
     return old[:8] + text.ljust(reserved) + old[8 + reserved :]
 
 
-def replaced(about: About = ABOUT, **fields: object) -> About:
-    return msgspec.structs.replace(about, **fields)
+def replaced(**fields: object) -> About:
+    return msgspec.structs.replace(ABOUT, **fields)

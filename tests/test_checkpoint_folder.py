@@ -331,7 +331,9 @@ def test_did_you_mean(folder: Path, ref: str, monkeypatch: pytest.MonkeyPatch) -
     assert refused.value.exit_code == 2
 
 
-@pytest.mark.parametrize("ref", ["", "no-such-thing", "/no/such/thing", "a/b/c", "x\0y", "n" * 5000, "./a/b"])
+@pytest.mark.parametrize(
+    "ref", ["", "no-such-thing", "/no/such/thing", "a/b/c", "x\0y", "n" * 5000, "./a/b", "~nobody-of-this-name/x"]
+)
 def test_nothing_there(ref: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as refused:

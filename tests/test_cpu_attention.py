@@ -14,7 +14,12 @@ from tests.tolerances import ATTENTION, ATTENTION_UNIFORM, BF16_ROUNDING
 from enginewright import _cpu
 
 ISAS = _cpu.isa_names()
-SEQUENCES, SEQUENCE_ENDS, KV_BLOCKS, KV_SPLITS = (0, 0, 1, 0, 0, 0), (1, 0, 1, 0, 0, 0), (0, 0, 0, 0, 1, 0), (0, 0, 0, 0, 0, 1)
+SEQUENCES, SEQUENCE_ENDS, KV_BLOCKS, KV_SPLITS = (
+    (0, 0, 1, 0, 0, 0),
+    (1, 0, 1, 0, 0, 0),
+    (0, 0, 0, 0, 1, 0),
+    (0, 0, 0, 0, 0, 1),
+)
 SMOL = Heads(9, 3, 64)
 LENGTHS = [1, 31, 255, 256, 257, 700]
 
@@ -78,7 +83,9 @@ class Attention:
         runner.call("paged_attention@1", operands, attributes)
         first = runner.read(out)
         runner.run()
-        assert torch.equal(first.view(torch.int32), runner.read(out).view(torch.int32)), "a second step gives other bits"
+        assert torch.equal(first.view(torch.int32), runner.read(out).view(torch.int32)), (
+            "a second step gives other bits"
+        )
         pad = runner.read_pad(out)
         assert not pad.any() if dtype == "bf16" else pad.isnan().all()
         shared = not runner.read(partials).isnan().all()

@@ -15,10 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from enginewright.engine_file import EngineFile, EngineWriter
-from enginewright.engine_header import MAX_HEADER_BYTES, parse_header
+from enginewright.engine_header import MAX_HEADER_BYTES, header_end, parse_header
 from enginewright.errors import CorruptEngineError, EngineError, UsageError
 from enginewright.manifest import About, Manifest
-from tests.header_fuzz import mutants, read_all
+from tests.header_fuzz import mutants, read_all, signed
 from tests.small_engine_file import (
     ABOUT,
     PLAN,
@@ -267,6 +267,49 @@ def test_a_newer_format_wants_an_upgrade(path: Path) -> None:
     with pytest.raises(EngineError, match=r"newer release.* format version 2[^$]*[Uu]pgrade") as error:
         EngineFile.open(path)
     assert error.value.exit_code == 1
+
+
+def test_messages_of_hostile_headers_are_short_and_quiet(path: Path) -> None:
+    data = path.read_bytes()
+    text = header_text(data)
+    for name in (rb"\u001b[2J", b"x" * 5000):
+        said = opening_fails(with_header(text.replace(b'"dtype"', b'"%s"' % name, 1), data), path.parent)
+        assert "unknown field" in said and len(said) < 600 and "\x1b" not in said
+
+
+def test_lengths_are_checked_before_anything_is_read() -> None:
+    with pytest.raises(CorruptEngineError, match="cut short, damaged, or not an engine"):
+        header_end(struct.pack("<Q", MAX_HEADER_BYTES + 1), 2**50)
+    assert header_end(struct.pack("<Q", MAX_HEADER_BYTES), 2**50) == 8 + MAX_HEADER_BYTES
+
+
+def test_a_header_read_in_part(path: Path) -> None:
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    assert parse_header(data[:end], len(data)) == parse_header(data, len(data))
+    with pytest.raises(CorruptEngineError, match="incomplete"):
+        parse_header(data[: end - 1], len(data))  # of which only a space is missing
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"int8-wo"', b'"int8-w"', "content hash"),
+        (b'"nbytes":8,', b'"nbytes": 8,', "canonical"),
+        (b'"evidence":true,', b'"dtype":null,"evidence":true,', "canonical"),
+        (b'"nbytes":8,', b'"nbytes":8,"nbytes":8,', "canonical"),
+        (b'"nbytes":8,', b'"nbytes":8.0,', "Expected `int`"),
+        (b'"model_type":', b'"model":"","model_type":', "unknown field"),
+        (b'"format_version":1', b'"format_version":0', "Expected `int` >= 1"),
+        (b'"name":', b'"Name":', "missing required field `name`|unknown field `Name`"),
+    ],
+)
+def test_a_manifest_that_was_hashed_again(old: bytes, new: bytes, message: str, path: Path) -> None:
+    data = path.read_bytes()
+    manifest = json.loads(header_text(data))["__metadata__"]["enginewright"].encode()
+    assert old in manifest
+    text = header_text(data).replace(signed(manifest), signed(manifest.replace(old, new)))
+    assert re.search(message, opening_fails(with_header(text, data), path.parent))
 
 
 @pytest.mark.parametrize(

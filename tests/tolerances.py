@@ -35,3 +35,7 @@ ATTENTION = 2.0**-9
 
 # The same where all visible positions weigh exactly 1: sums of at most 600 bf16 values and one division.
 ATTENTION_UNIFORM = 5e-7
+
+# Largest error of rope's cos and sin, over their scale: cosine and scale rounded to fp32 (2^-25 each), and their
+# product (at most 2^-24).
+ROPE_TABLE = 2.0**-23

@@ -23,14 +23,14 @@ def open_checkpoint(ref: str) -> Checkpoint:
         UnsupportedModelError: it is a checkpoint of a kind that is not read, such as pickled weights.
         EngineError: it is damaged, incomplete, or the hub cannot be reached.
     """
-    path = Path(ref).expanduser()
     try:
+        path = Path(ref).expanduser()
         if path.is_dir():
             return open_folder(path)
         if path.is_file():
             return _open_file(path)
-    except OSError as error:
-        raise UsageError(f"{ref} cannot be read", error.strerror or str(error)) from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of somebody unknown
+        raise UsageError(f"{ref} cannot be read", str(error)) from error
     hub_id = None if path.suffix.lower() == ".gguf" else parse_hub_id(ref)
     if hub_id is None:
         raise UsageError(

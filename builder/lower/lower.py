@@ -14,6 +14,7 @@ from enginewright.builder.lower.arena import assign_slots
 from enginewright.builder.lower.pack import PackedForm
 from enginewright.errors import EngineError
 from enginewright.plan import (
+    DTYPE_BYTES,
     Buffer,
     BufferOperand,
     Input,
@@ -90,7 +91,7 @@ def kv_groups_of(model: ir.Model) -> tuple[KvGroup, ...]:
                 window=entry["window"],
                 dtype=KV_DTYPE,
                 block_size=BLOCK_SIZE,
-                bytes_per_token=len(layers) * 2 * kv_heads * padded * ir.DataType.BFLOAT16.itemsize,
+                bytes_per_token=len(layers) * 2 * kv_heads * padded * DTYPE_BYTES[KV_DTYPE],
             )
         )
     return tuple(groups)

@@ -5,9 +5,9 @@
 // partials: f32 [kv_splits, heads * (head_dim_pad + 16)], this kernel's own memory.
 // The query at position p sees max(0, p - window + 1) … p; window 0 is all.
 //
-// Two schedules with the same bits. As a rule an item is a tile of a sequence, rows of its queries that share a
-// KV head, with all splits; threads take the next item when they are done with one. Where a sequence with one
-// new token is a large part of the step's work, threads share its splits instead, leave partial rows in
+// Two schedules with the same bits. As a rule an item is a tile of a sequence, rows of its queries that share
+// a KV head, with all splits; threads take the next item when they are done with one. Where a sequence with
+// one new token is a large part of the step's work, threads share its splits instead, leave partial rows in
 // `partials`, and combine them afterwards.
 #pragma once
 
@@ -117,7 +117,8 @@ class PagedAttention final : public Kernel {
     const int64_t parts = kv_heads_ * tiles(s);
     const Range items = share(splits * parts, worker);
     for (int64_t item = items.begin; item < items.end; ++item) {
-      const int64_t split = item / parts, kv_head = item % parts / tiles(s), begin = tile_begin(s, item % tiles(s));
+      const int64_t split = item / parts, kv_head = item % parts / tiles(s),
+                    begin = tile_begin(s, item % tiles(s));
       const TileQueries tile = queries(s, kv_head, item % tiles(s), mine.q);
       const SplitKv kv = split_kv(s, kv_head, tile, first_split + split);
       split_.run(tile, kv, mine.tile, partial(split, kv_head * group_ + begin));
@@ -165,7 +166,8 @@ class PagedAttention final : public Kernel {
     }
     const int64_t begin = tile_begin(s, tile_index);
     for (int64_t r = 0; r < tile.rows; ++r) {
-      const int64_t token = first_token(s) + (begin + r) / group_, head = kv_head * group_ + (begin + r) % group_;
+      const int64_t token = first_token(s) + (begin + r) / group_,
+                    head = kv_head * group_ + (begin + r) % group_;
       write(token, head, mine.total + r * row_floats());
     }
   }
@@ -179,7 +181,8 @@ class PagedAttention final : public Kernel {
     tile.rows = tile_begin(s, tile_index + 1) - begin;
     for (int64_t r = 0; r < tile.rows; ++r) {
       const int64_t token = (begin + r) / group_, head = kv_head * group_ + (begin + r) % group_;
-      const uint16_t* from = q_.as<const uint16_t>() + (first_token(s) + token) * q_.stride + head * head_dim_;
+      const uint16_t* from =
+          q_.as<const uint16_t>() + (first_token(s) + token) * q_.stride + head * head_dim_;
       std::memcpy(q + r * tile.q_stride, from, static_cast<size_t>(head_dim_) * sizeof(uint16_t));
       tile.high[r] = kv_len(s) - tokens(s) + token;
       tile.low[r] = first_seen(tile.high[r]);
@@ -204,8 +207,8 @@ class PagedAttention final : public Kernel {
     return kv;
   }
 
-  // out[token, head] = o / sum. The added zero turns -0 into 0: the sign of a zero is all that positions behind
-  // a query could change.
+  // out[token, head] = o / sum. The added zero turns -0 into 0: the sign of a zero is all that positions
+  // behind a query could change.
   void write(int64_t token, int64_t head, const float* partial) const {
     const RowWriter<S> row(out_, token);
     const auto sum = S::set1(partial[pool_.head_dim_pad + 1]);

@@ -1,14 +1,15 @@
-// Attention of a tile, some queries that share a KV head, over one split: 256 positions aligned to absolute 0.
+// Attention of a tile, some queries that share a KV head, over one split: 256 positions aligned to absolute
+// 0.
 //
 //   s = q · k * scale, then cap * tanh(s / cap) if there is a cap
 //   p = bf16(e^(s - max s))      over the split's visible positions; 0 elsewhere
 //   o = Σ p v,  sum = Σ p
 //
-// A split's result for a query is a partial row: o (head_dim_pad floats), max s, sum. Partial rows are combined
-// in ascending order of splits by one function. No number depends on which other queries are in the tile, or on
-// where the sequence was cut: a score is one chain over head_dim, an output one chain over the split's pairs of
-// positions, and what a query doesn't see adds exact zeros to it. The sum is of the rounded p, so that weights
-// add up to one and rounding them doesn't shrink or swell the result.
+// A split's result for a query is a partial row: o (head_dim_pad floats), max s, sum. Partial rows are
+// combined in ascending order of splits by one function. No number depends on which other queries are in the
+// tile, or on where the sequence was cut: a score is one chain over head_dim, an output one chain over the
+// split's pairs of positions, and what a query doesn't see adds exact zeros to it. The sum is of the rounded
+// p, so that weights add up to one and rounding them doesn't shrink or swell the result.
 #pragma once
 
 #include "simd_math.h"
@@ -123,9 +124,10 @@ class SplitAttention {
 
   // scores (R, kSplitPositions) of R queries and some groups of keys, N at once, then half as many.
   template <int R, int N = wide<R>>
-  ENGINEWRIGHT_INLINE void score(const uint16_t* q, int64_t q_stride, const uint16_t* const* keys, int64_t groups,
-                                 float* scores) const {
-    for (; groups >= N; groups -= N, keys += N, scores += N * kGroup) score_tile<R, N>(q, q_stride, keys, scores);
+  ENGINEWRIGHT_INLINE void score(const uint16_t* q, int64_t q_stride, const uint16_t* const* keys,
+                                 int64_t groups, float* scores) const {
+    for (; groups >= N; groups -= N, keys += N, scores += N * kGroup)
+      score_tile<R, N>(q, q_stride, keys, scores);
     if constexpr (N > 1) {
       if (groups > 0) score<R, N / 2>(q, q_stride, keys, groups, scores);
     }
@@ -138,10 +140,7 @@ class SplitAttention {
     }
     for (int64_t i = 0; i < pairs_; ++i) {
       typename S::Line lines[N];
-      for (int n = 0; n < N; ++n) {
-        lines[n] = S::load_line(keys[n] + i * 2 * kGroup);
-        if (R <= 3) S::prefetch(keys[n + kSplitGroups] + i * 2 * kGroup);
-      }
+      for (int n = 0; n < N; ++n) lines[n] = S::load_line(keys[n] + i * 2 * kGroup);
       for (int r = 0; r < R; ++r) {
         const typename S::Pair pair = S::load_pair(q + r * q_stride + 2 * i);
         for (int n = 0; n < N; ++n) acc[r][n] = S::dot(acc[r][n], pair, lines[n]);
@@ -149,12 +148,14 @@ class SplitAttention {
     }
     const F scale = S::set1(scale_);
     for (int r = 0; r < R; ++r) {
-      for (int n = 0; n < N; ++n) S::store(scores + r * kSplitPositions + n * kGroup, S::mul(acc[r][n], scale));
+      for (int n = 0; n < N; ++n)
+        S::store(scores + r * kSplitPositions + n * kGroup, S::mul(acc[r][n], scale));
     }
   }
 
   // One query's scores to p; max and sum to max_sum[0], [1].
-  void softmax(float* scores, const SplitKv& kv, int64_t low, int64_t high, uint16_t* p, float* max_sum) const {
+  void softmax(float* scores, const SplitKv& kv, int64_t low, int64_t high, uint16_t* p,
+               float* max_sum) const {
     const int64_t positions = kv.groups * kGroup;
     low = clamp(low - kv.begin, 0, positions);
     const int64_t end = clamp(high + 1 - kv.begin, 0, positions);
@@ -189,7 +190,8 @@ class SplitAttention {
 
   // out (R, partial_floats) = p · v for `blocks` x 16 dims from `dim` on.
   template <int R, int N = wide<R>>
-  ENGINEWRIGHT_INLINE void weigh(const uint16_t* p, const SplitKv& kv, int64_t dim, int64_t blocks, float* out) const {
+  ENGINEWRIGHT_INLINE void weigh(const uint16_t* p, const SplitKv& kv, int64_t dim, int64_t blocks,
+                                 float* out) const {
     for (; blocks >= N; blocks -= N, dim += N * 16, out += N * 16) weigh_tile<R, N>(p, kv, dim, out);
     if constexpr (N > 1) {
       if (blocks > 0) weigh<R, N / 2>(p, kv, dim, blocks, out);

@@ -22,8 +22,8 @@
 namespace enginewright {
 namespace {
 
-constexpr int64_t kBlock = 64;  // values under one maximum and one sum
-constexpr int64_t kLanes = 16;  // partial results in a block: what one vector register holds
+constexpr int64_t kBlock = 64;         // values under one maximum and one sum
+constexpr int64_t kLanes = 16;         // partial results in a block: what one vector register holds
 constexpr float kGreedyBelow = 1e-5f;  // a temperature under this is greedy, as in vLLM
 
 // One vector register, or several where they are shorter.
@@ -90,8 +90,8 @@ ENGINEWRIGHT_CLONES bool block_maxima(const float* x, int64_t n, float* block_ma
 }
 
 // weights = e^((x - max) * inverse_temperature), and their sum in each block.
-ENGINEWRIGHT_CLONES void weigh(const float* x, int64_t n, float max, float inverse_temperature, float* weights,
-                     double* block_mass) {
+ENGINEWRIGHT_CLONES void weigh(const float* x, int64_t n, float max, float inverse_temperature,
+                               float* weights, double* block_mass) {
   for (int64_t start = 0; start < n; start += kBlock) {
     Lanes lane{};
     for (int64_t i = start; i < std::min(start + kBlock, n); i += kLanes) {
@@ -143,7 +143,8 @@ void select_largest(const float* x, int64_t n, int64_t k, SamplingScratch& scrat
   float least = kMinusInfinity;
   if (k <= static_cast<int64_t>(scratch.block_max.size())) {
     scratch.bound = scratch.block_max;
-    std::nth_element(scratch.bound.begin(), scratch.bound.begin() + (k - 1), scratch.bound.end(), std::greater<>());
+    std::nth_element(scratch.bound.begin(), scratch.bound.begin() + (k - 1), scratch.bound.end(),
+                     std::greater<>());
     least = scratch.bound[k - 1];
   }
   scratch.ids.clear();
@@ -175,7 +176,8 @@ constexpr int64_t kBuckets = (0x3F800000 >> 18) + 1;
 Floor nucleus(const float* weights, int64_t n, double top_p, SamplingScratch& scratch) {
   const double total = sum(scratch.block_mass);
   const double wanted = top_p * total;
-  const float negligible = static_cast<float>(0.5 * (1.0 - top_p) * total / n);  // all of these together don't matter
+  const float negligible =
+      static_cast<float>(0.5 * (1.0 - top_p) * total / n);  // all of these together don't matter
   auto& ids = scratch.boundary;
   ids.resize(n);
   int64_t count = 0;
@@ -245,7 +247,8 @@ const float* adjust(const float* logits, int64_t vocab, const SamplingRow& row, 
 }
 
 // Temperature, top-k, top-p, min-p and the draw. `max` is the largest of x, and finite.
-int32_t sample_token(const float* x, int64_t vocab, float max, const SamplingRow& row, SamplingScratch& scratch) {
+int32_t sample_token(const float* x, int64_t vocab, float max, const SamplingRow& row,
+                     SamplingScratch& scratch) {
   if (row.temperature < kGreedyBelow || row.top_k == 1) {
     const auto& block_max = scratch.block_max;
     const int64_t start = (std::find(block_max.begin(), block_max.end(), max) - block_max.begin()) * kBlock;
@@ -269,14 +272,16 @@ int32_t sample_token(const float* x, int64_t vocab, float max, const SamplingRow
   if (row.top_p < 1.0f) floor = nucleus(weights, n, row.top_p, scratch);
   if (row.min_p > floor.weight) floor = {row.min_p, std::numeric_limits<int32_t>::max()};
   if (floor.weight > 0.0f) cut(weights, n, floor, scratch.block_mass.data());
-  const int64_t index = draw(weights, n, scratch.block_mass, philox_uniform(row.seed, row.choice, row.position));
+  const int64_t index =
+      draw(weights, n, scratch.block_mass, philox_uniform(row.seed, row.choice, row.position));
   return some ? scratch.ids[index] : static_cast<int32_t>(index);
 }
 
 }  // namespace
 
 SampledRow sample_row(const float* logits, int64_t vocab, const SamplingRow& row, Span<TokenCount> history,
-                      Span<TokenBias> biases, SamplingScratch& scratch, int32_t* top_tokens, float* top_values) {
+                      Span<TokenBias> biases, SamplingScratch& scratch, int32_t* top_tokens,
+                      float* top_values) {
   auto& block_max = scratch.block_max;
   block_max.resize(blocks_of(vocab));
   if (!block_maxima(logits, vocab, block_max.data())) return {0, RowStatus::not_finite, 0.0f};

@@ -2,8 +2,8 @@
 //
 // In this order, as in vLLM and transformers: logit bias, penalties (repetition, frequency, presence); then
 // greedy, or temperature, top-k, top-p, min-p and one draw. Equal values are ordered by token id, so top-k
-// keeps exactly k tokens, and top_k = 1 is greedy. Log-probabilities are those of the logits as the model gave
-// them. Nothing depends on other rows, on threads, or on the instruction set: sums have one order.
+// keeps exactly k tokens, and top_k = 1 is greedy. Log-probabilities are those of the logits as the model
+// gave them. Nothing depends on other rows, on threads, or on the instruction set: sums have one order.
 #pragma once
 
 #include <cstdint>
@@ -14,19 +14,19 @@ namespace enginewright {
 // One row's parameters; the same bytes as numpy's `_cpu.SAMPLING_ROW`.
 struct SamplingRow {
   uint64_t seed;
-  uint64_t position;      // of the token to be drawn, in the whole text
-  uint32_t choice;        // which of the request's n answers
-  int32_t top_k;          // 0: all
-  float temperature;      // 0: greedy
-  float top_p;            // 1: all
-  float min_p;            // 0: all
+  uint64_t position;         // of the token to be drawn, in the whole text
+  uint32_t choice;           // which of the request's n answers
+  int32_t top_k;             // 0: all
+  float temperature;         // 0: greedy
+  float top_p;               // 1: all
+  float min_p;               // 0: all
   float repetition_penalty;  // 1: none
   float frequency_penalty;   // 0: none
   float presence_penalty;    // 0: none
-  int32_t logprobs;       // 1: wanted
-  int32_t top_logprobs;   // how many of the most likely tokens, too
-  int32_t history_end;    // this row's entries in `history` and `biases` end here
-  int32_t bias_end;       // and begin where the row before ends
+  int32_t logprobs;          // 1: wanted
+  int32_t top_logprobs;      // how many of the most likely tokens, too
+  int32_t history_end;       // this row's entries in `history` and `biases` end here
+  int32_t bias_end;          // and begin where the row before ends
 };
 
 // A token of the prompt or the output so far, each once; `count` is how often it is in the output.
@@ -68,6 +68,7 @@ struct Span {
 
 // logits: (vocab). top_tokens, top_values: (row.top_logprobs), most likely first.
 SampledRow sample_row(const float* logits, int64_t vocab, const SamplingRow& row, Span<TokenCount> history,
-                      Span<TokenBias> biases, SamplingScratch& scratch, int32_t* top_tokens, float* top_values);
+                      Span<TokenBias> biases, SamplingScratch& scratch, int32_t* top_tokens,
+                      float* top_values);
 
 }  // namespace enginewright

@@ -25,15 +25,18 @@ void require_row(bool holds, int64_t row, const char* sentence) {
 }
 
 template <class Entry>
-void check_entries(const Entry* entries, int64_t begin, int64_t end, int64_t size, int64_t vocab, int64_t row) {
+void check_entries(const Entry* entries, int64_t begin, int64_t end, int64_t size, int64_t vocab,
+                   int64_t row) {
   require_row(begin <= end && end <= size, row, "its entries end outside of the array");
   for (int64_t i = begin; i < end; ++i) {
-    require_row(0 <= entries[i].token && entries[i].token < vocab, row, "a token is outside of the vocabulary");
+    require_row(0 <= entries[i].token && entries[i].token < vocab, row,
+                "a token is outside of the vocabulary");
   }
 }
 
 void check_row(const SamplingRow& row, int64_t index, int64_t vocab, int64_t top_width) {
-  require_row(row.temperature >= 0 && std::isfinite(row.temperature), index, "temperature must be finite and >= 0");
+  require_row(row.temperature >= 0 && std::isfinite(row.temperature), index,
+              "temperature must be finite and >= 0");
   require_row(row.top_k >= 0, index, "top_k must be >= 0");
   require_row(row.top_p > 0 && row.top_p <= 1, index, "top_p must be in (0, 1]");
   require_row(row.min_p >= 0 && row.min_p <= 1, index, "min_p must be in [0, 1]");
@@ -46,8 +49,8 @@ void check_row(const SamplingRow& row, int64_t index, int64_t vocab, int64_t top
   require_row(row.top_logprobs == 0 || row.logprobs != 0, index, "top_logprobs without logprobs");
 }
 
-py::tuple sample(const py::array_t<float, 0>& logits, const Array<SamplingRow>& rows, const Array<TokenCount>& history,
-                 const Array<TokenBias>& biases, int64_t top_width) {
+py::tuple sample(const py::array_t<float, 0>& logits, const Array<SamplingRow>& rows,
+                 const Array<TokenCount>& history, const Array<TokenBias>& biases, int64_t top_width) {
   if (logits.ndim() != 2 || rows.ndim() != 1 || history.ndim() != 1 || biases.ndim() != 1) {
     throw std::invalid_argument("logits must have two dimensions, rows, history and biases one");
   }
@@ -79,16 +82,17 @@ py::tuple sample(const py::array_t<float, 0>& logits, const Array<SamplingRow>& 
     const SamplingRow* row = rows.data();
     const TokenCount* counts = history.data();
     const TokenBias* bias = biases.data();
-    int32_t *token = tokens.mutable_data(), *state = status.mutable_data(), *top_token = top_tokens.mutable_data();
+    int32_t *token = tokens.mutable_data(), *state = status.mutable_data(),
+            *top_token = top_tokens.mutable_data();
     float *logprob = logprobs.mutable_data(), *top_logprob = top_logprobs.mutable_data();
     const py::gil_scoped_release release;
     SamplingScratch scratch;
     history_begin = bias_begin = 0;
     for (int64_t i = 0; i < n; ++i) {
-      const SampledRow sampled = sample_row(
-          x + i * stride, vocab, row[i], {counts + history_begin, row[i].history_end - history_begin},
-          {bias + bias_begin, row[i].bias_end - bias_begin}, scratch, top_token + i * top_width,
-          top_logprob + i * top_width);
+      const SampledRow sampled = sample_row(x + i * stride, vocab, row[i],
+                                            {counts + history_begin, row[i].history_end - history_begin},
+                                            {bias + bias_begin, row[i].bias_end - bias_begin}, scratch,
+                                            top_token + i * top_width, top_logprob + i * top_width);
       token[i] = sampled.token;
       state[i] = static_cast<int32_t>(sampled.status);
       logprob[i] = sampled.logprob;
@@ -102,25 +106,19 @@ py::tuple sample(const py::array_t<float, 0>& logits, const Array<SamplingRow>& 
 }  // namespace
 
 void bind_sampling(py::module_& module) {
-  PYBIND11_NUMPY_DTYPE(SamplingRow, seed, position, choice, top_k, temperature, top_p, min_p, repetition_penalty,
-                       frequency_penalty, presence_penalty, logprobs, top_logprobs, history_end, bias_end);
+  PYBIND11_NUMPY_DTYPE(SamplingRow, seed, position, choice, top_k, temperature, top_p, min_p,
+                       repetition_penalty, frequency_penalty, presence_penalty, logprobs, top_logprobs,
+                       history_end, bias_end);
   PYBIND11_NUMPY_DTYPE(TokenCount, token, count);
   PYBIND11_NUMPY_DTYPE(TokenBias, token, bias);
   module.attr("SAMPLING_ROW") = py::dtype::of<SamplingRow>();
   module.attr("TOKEN_COUNT") = py::dtype::of<TokenCount>();
   module.attr("TOKEN_BIAS") = py::dtype::of<TokenBias>();
   module.def("sample", &sample, py::arg("logits").noconvert(), py::arg("rows").noconvert(),
-             py::arg("history").noconvert(), py::arg("biases").noconvert(), py::arg("top_width"),
-             R"(Draws one token for each row of logits.
-
-logits: f32 [n, vocab]. rows: SAMPLING_ROW [n]. history: TOKEN_COUNT, the tokens of prompt and output, each once,
-row after row; biases: TOKEN_BIAS likewise. top_width: columns of the top arrays.
-Returns tokens i32 [n], status i32 [n] (0 drawn, 1 NaN or +inf among the logits, 2 no token is possible),
-logprobs f32 [n], top_tokens i32 [n, top_width], top_logprobs f32 [n, top_width].
-Raises ValueError for arguments that do not fit.)");
+             py::arg("history").noconvert(), py::arg("biases").noconvert(), py::arg("top_width"));
   module.def(
-      "philox4x32", [](PhiloxCounter counter, PhiloxKey key) { return philox4x32(counter, key); }, py::arg("counter"),
-      py::arg("key"), "Philox4x32-10: four words of counter and two of key to four random words.");
+      "philox4x32", [](PhiloxCounter counter, PhiloxKey key) { return philox4x32(counter, key); },
+      py::arg("counter"), py::arg("key"));
 }
 
 }  // namespace enginewright

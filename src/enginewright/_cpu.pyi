@@ -62,3 +62,25 @@ class Executor:
 
     def buffer(self, offset_bytes: int, rows: int, columns: int, stride: int, dtype: str) -> NDArray[Any]:
         """View of the arena: f32, i32 or i8 as such, bf16 as uint16. Overwritten by the next step."""
+
+SAMPLING_ROW: np.dtype[np.void]  # struct SamplingRow of csrc/cpu/sampling.h
+TOKEN_COUNT: np.dtype[np.void]  # token, count: i32
+TOKEN_BIAS: np.dtype[np.void]  # token: i32, bias: f32
+
+def sample(
+    logits: NDArray[np.float32],
+    rows: NDArray[np.void],
+    history: NDArray[np.void],
+    biases: NDArray[np.void],
+    top_width: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]:
+    """Draws a token for each row of logits [n, vocab] (a row is contiguous, rows may be padded).
+
+    rows: SAMPLING_ROW [n]. history: TOKEN_COUNT, the tokens of prompt and output, each once, row after row; biases:
+    TOKEN_BIAS likewise; a row's entries end at its history_end and bias_end. top_width: columns of the top arrays.
+    Returns tokens [n], status [n] (0 drawn, 1 NaN or +inf among the logits, 2 no token is possible), logprobs [n],
+    top_tokens [n, top_width], top_logprobs [n, top_width]. ValueError for whatever does not fit.
+    """
+
+def philox4x32(counter: Sequence[int], key: Sequence[int]) -> list[int]:
+    """Philox4x32-10: four words of counter and two of key to four random words."""

@@ -1,0 +1,20 @@
+"""Environment variables: all of them are read here."""
+
+import os
+
+from enginewright.errors import UsageError
+
+
+def cpu_isa() -> str | None:
+    """ENGINEWRIGHT_CPU_ISA: the instruction set to use, instead of the best one this machine has."""
+    return os.environ.get("ENGINEWRIGHT_CPU_ISA") or None
+
+
+def num_threads() -> int | None:
+    """ENGINEWRIGHT_NUM_THREADS: threads of the CPU executor, instead of one a core."""
+    text = os.environ.get("ENGINEWRIGHT_NUM_THREADS")
+    if not text:
+        return None
+    if not text.isdecimal() or not 0 < int(text) <= 1024:
+        raise UsageError(f"ENGINEWRIGHT_NUM_THREADS is {text!r}", "it must be a number from 1 to 1024")
+    return int(text)

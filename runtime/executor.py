@@ -1,0 +1,116 @@
+"""Runs plans on the CPU: binds an engine's plan to memory, and hands each step to the C++ executor in one call."""
+
+import os
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from enginewright import _cpu
+from enginewright.errors import CorruptEngineError, NoCodeForMachineError, UsageError
+from enginewright.plan import Buffer, BufferOperand, InputOperand, KvOperand, Linear, Operand, WeightOperand
+from enginewright.runtime import env
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig, envelope
+from enginewright.runtime.scheduler import StepPlan
+
+
+class CpuExecutor:
+    """An engine's plan, ready to run on this machine's CPU.
+
+    Raises:
+        NoCodeForMachineError: the instruction set asked for is not there.
+        NotEnoughMemoryError: the KV cache does not fit.
+        CorruptEngineError: plan and weights do not fit together.
+    """
+
+    def __init__(self, engine: Engine, config: RuntimeConfig | None = None) -> None:
+        config = config or RuntimeConfig()
+        self.engine = engine
+        self.plan = engine.plan
+        self.envelope = envelope(self.plan, config)
+        self.isa = _choose_isa(config.isa or env.cpu_isa())
+        self.threads = config.threads or env.num_threads() or len(os.sched_getaffinity(0))
+        self._offsets, arena_bytes = self.plan.arena_offsets(self.envelope.limits)
+        self.pools = [
+            _cpu.KvPools(len(group.layers), blocks, group.block_size, group.kv_heads, group.head_dim)
+            for group, blocks in zip(self.plan.kv_groups, self.envelope.num_blocks, strict=True)
+        ]
+        inputs = [(entry.name, _tuple(entry.rows), _tuple(entry.columns)) for entry in self.plan.inputs]
+        limits = cast("_cpu.Sizes", msgspec.structs.astuple(self.envelope.limits))
+        try:
+            self._executor = _cpu.Executor(self.isa, self.threads, limits, inputs, arena_bytes)
+            for step in self.plan.steps:
+                operands = {name: self._operand(operand) for name, operand in step.operands.items()}
+                self._executor.add_kernel(step.kernel, operands, step.attributes)
+        except KeyError as error:
+            raise NoCodeForMachineError(
+                f"{engine.file.path} calls a kernel that this release does not have",
+                str(error.args[0]),
+                "Run it with the release that built it, or build it again.",
+            ) from error
+        except ValueError as error:
+            raise CorruptEngineError(f"{engine.file.path} cannot run", str(error), "Build it again.") from error
+
+    def run(self, plan: StepPlan) -> NDArray[np.float32]:
+        """One step.
+
+        Returns:
+            Logits [logit_rows, vocab_size], a view of memory that the next step overwrites.
+        """
+        arrays = [plan.inputs[entry.name] for entry in self.plan.inputs]
+        self._executor.run(arrays, cast("_cpu.Sizes", msgspec.structs.astuple(plan.sizes)))
+        buffer, offset = self.plan.buffers[self.plan.logits], self._offsets[self.plan.logits]
+        return self._executor.buffer(offset, plan.sizes.logit_rows, buffer.columns, buffer.stride, buffer.dtype)
+
+    def scrub(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Zero KV blocks, a group: those of a text whose logits were not numbers may hold NaN."""
+        for pool, held in zip(self.pools, blocks, strict=True):
+            if held:
+                pool.scrub(held)
+
+    def _operand(self, operand: Operand) -> _cpu.OperandSpec:
+        match operand:
+            case InputOperand():
+                return _cpu.OperandSpec.step(operand.name)
+            case WeightOperand():
+                data, form = self.engine.weight(operand.name)
+                assert form.dtype is not None and form.shape is not None and form.layout is not None
+                rows, columns = form.shape if len(form.shape) == 2 else (1, form.shape[0])
+                return _cpu.OperandSpec.weight(data, form.dtype, form.layout, rows, columns)
+            case BufferOperand():
+                buffer: Buffer = self.plan.buffers[operand.index]
+                whole = operand.columns == buffer.columns
+                return _cpu.OperandSpec.arena(
+                    self._offsets[operand.index],
+                    buffer.dtype,
+                    _tuple(buffer.rows),
+                    operand.columns,
+                    buffer.stride,
+                    operand.column,
+                    buffer.stride - buffer.columns if whole else 0,
+                )
+            case KvOperand():
+                for pool, group in zip(self.pools, self.plan.kv_groups, strict=True):
+                    if operand.layer in group.layers:
+                        return _cpu.OperandSpec.kv(pool, group.layers.index(operand.layer))
+        raise CorruptEngineError("the plan is damaged", f"{operand} is nowhere")
+
+
+def _tuple(linear: Linear) -> "_cpu.Linear":
+    return cast("_cpu.Linear", msgspec.structs.astuple(linear))
+
+
+def _choose_isa(wanted: str | None) -> str:
+    names = _cpu.isa_names()
+    if wanted is None:
+        return names[0]
+    if wanted in names:
+        return wanted
+    if wanted in ("amx", "avx512", "portable"):
+        raise NoCodeForMachineError(f"this CPU has no {wanted}", f"it has {', '.join(names)}")
+    raise UsageError(f"{wanted!r} is no instruction set", f"this CPU has {', '.join(names)}")
+
+

@@ -1,0 +1,139 @@
+"""rope_table@1 against float64, rope_kv_write@1 against the layout of the KV pools."""
+
+import numpy as np
+import pytest
+import torch
+from tests.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, weight
+from tests.paged_kv import BLOCK_SIZE, Heads, PoolViews
+from tests.tolerances import ROPE_TABLE
+
+from enginewright import _cpu
+
+ISAS = _cpu.isa_names()
+POISON = 0x4321
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("columns", "scale"), [(1, 1.0), (20, 1.3465736), (64, 0.5)])
+def test_rope_table(isa: str, columns: int, scale: float) -> None:
+    positions = np.array([0, 1, 2, 77, 8191, 131071, 1000003, 2**24 - 1], np.int32)
+    inv_freq = 10000.0 ** (-torch.arange(columns, dtype=torch.float32) / columns)
+    runner = KernelRunner(isa, 3, tokens=len(positions), inputs={"positions": (positions, TOKENS, ONE_COLUMN)})
+    cos, sin = (runner.buffer(len(positions), columns, "f32") for _ in range(2))
+    operands = {
+        "positions": _cpu.OperandSpec.step("positions"),
+        "inv_freq": weight(inv_freq),
+        "cos": cos,
+        "sin": sin,
+    }
+    runner.call("rope_table@1", operands, {"scale": scale})
+    angles = (torch.from_numpy(positions).float()[:, None] * inv_freq).double()  # the product is fp32
+    for table, expected in ((cos, angles.cos()), (sin, angles.sin())):
+        assert float((runner.read(table) - expected * scale).abs().max()) < ROPE_TABLE * scale
+
+
+class Write:
+    """Some tokens' q, k, v, their angles, and the slots they go to."""
+
+    def __init__(self, heads: Heads, tokens: int, rotated: int) -> None:
+        self.heads, self.tokens, self.rotated = heads, tokens, rotated
+        generator = torch.Generator().manual_seed(tokens)
+        counts = (heads.heads, heads.kv_heads, heads.kv_heads)
+        self.qkv = torch.randn(tokens, sum(counts) * heads.head_dim, generator=generator)
+        self.q, self.k, self.v = self.qkv.reshape(tokens, -1, heads.head_dim).split(counts, dim=1)
+        angles = torch.randn(tokens, rotated // 2, generator=generator)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        blocks = -(-tokens // BLOCK_SIZE) + 2
+        self.slots = torch.randperm(blocks * BLOCK_SIZE, generator=generator)[:tokens].int().numpy()
+        self.pools = self.poisoned_pools(blocks)
+
+    def poisoned_pools(self, blocks: int) -> _cpu.KvPools:
+        pools = _cpu.KvPools(2, blocks, BLOCK_SIZE, self.heads.kv_heads, self.heads.head_dim)
+        for layer in (0, 1):
+            pools.keys(layer)[:] = POISON
+            pools.values(layer)[:] = POISON
+        return pools
+
+    def run(self, isa: str, threads: int = 1) -> torch.Tensor:
+        """q_out [tokens, heads, head_dim]; k and v go to layer 1 of `pools`."""
+        heads = self.heads
+        runner = KernelRunner(isa, threads, tokens=self.tokens, inputs={"slots.0": (self.slots, TOKENS, ONE_COLUMN)})
+        fused, out = runner.filled(self.qkv), runner.buffer(self.tokens, self.q[0].numel(), "bf16")
+        q_columns, kv_columns = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
+        operands = {
+            "q": fused.view(0, q_columns),
+            "k": fused.view(q_columns, kv_columns),
+            "v": fused.view(q_columns + kv_columns, kv_columns),
+            "cos": runner.filled(self.cos),
+            "sin": runner.filled(self.sin),
+            "slots": _cpu.OperandSpec.step("slots.0"),
+            "kv": _cpu.OperandSpec.kv(self.pools, 1),
+            "q_out": out,
+        }
+        attributes = {"heads": heads.heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
+        runner.call("rope_kv_write@1", operands, dict(attributes))
+        assert not runner.read_pad(out).any()
+        return runner.read(out).reshape(self.tokens, heads.heads, heads.head_dim)
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        """In fp32 and in transformers' order; a product and a sum are each rounded, so the bits are those too."""
+        cos, sin = (torch.cat((table, table), dim=-1)[:, None] for table in (self.cos, self.sin))
+        first, second = x[..., : self.rotated].chunk(2, dim=-1)
+        turned = x[..., : self.rotated] * cos + torch.cat((-second, first), dim=-1) * sin
+        return torch.cat((turned, x[..., self.rotated :]), dim=-1).bfloat16()
+
+    def check(self, isa: str, threads: int = 1) -> None:
+        assert torch.equal(self.run(isa, threads), self.turned(self.q).float())
+        expected = self.poisoned_pools(len(self.pools.keys(0)))
+        PoolViews(self.heads, expected, 1).write(self.slots, self.turned(self.k), self.v)
+        for layer in (0, 1):  # other slots and layers are as they were
+            assert np.array_equal(self.pools.keys(layer), expected.keys(layer))
+            assert np.array_equal(self.pools.values(layer), expected.values(layer))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 128])
+@pytest.mark.parametrize("counts", [(9, 3), (4, 4), (7, 1)], ids=str)
+def test_rope_kv_write(isa: str, head_dim: int, counts: tuple[int, int]) -> None:
+    Write(Heads(*counts, head_dim), 37, head_dim).check(isa)
+    Write(Heads(*counts, head_dim), 1, head_dim).check(isa, threads=3)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rotated", [2, 6, 32, 50])
+def test_the_first_dims_turn_alone(isa: str, rotated: int) -> None:
+    Write(Heads(4, 2, 50), 19, rotated).check(isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_threads_do_not_disturb_each_other(isa: str, threads: int) -> None:
+    """Neighbours in a K line or V pair are different threads' tokens: all slots of some blocks in their order."""
+    write = Write(Heads(2, 1, 16), 5 * BLOCK_SIZE, 16)
+    write.slots = np.arange(5 * BLOCK_SIZE, dtype=np.int32)
+    for _ in range(20):
+        write.check(isa, threads)
+
+
+def test_a_slot_outside_of_the_pool_is_refused() -> None:
+    for slot in (-1, 3 * BLOCK_SIZE):
+        write = Write(Heads(2, 1, 16), 2, 16)
+        write.slots[1] = slot
+        with pytest.raises(ValueError, match=r"slots\.0\[1\] is"):
+            write.run("portable")
+        assert (write.pools.keys(1) == POISON).all()
+
+
+@pytest.mark.parametrize(
+    ("message", "heads", "rotated", "pool_heads"),
+    [
+        ("wider than a head", Heads(2, 1, 16), 18, Heads(2, 1, 16)),
+        ("heads of another shape", Heads(2, 1, 16), 16, Heads(2, 2, 16)),
+        ("heads of another shape", Heads(2, 1, 16), 16, Heads(2, 1, 8)),
+    ],
+)
+def test_malformed_operands_are_refused(message: str, heads: Heads, rotated: int, pool_heads: Heads) -> None:
+    write = Write(heads, 2, rotated)
+    write.pools = _cpu.KvPools(2, 3, BLOCK_SIZE, pool_heads.kv_heads, pool_heads.head_dim)
+    with pytest.raises(ValueError, match=message):
+        write.run("portable")
