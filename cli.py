@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,14 @@ from enginewright import __version__
 from enginewright.errors import EngineError, UsageError
 
 if TYPE_CHECKING:
+    from enginewright.runtime.generate import Generator
     from enginewright.runtime.sampling import SamplingParams
 
 QUANTS = ("bf16", "int8-wo")
 TARGETS = ("cpu",)
 
 
-class Count(click.ParamType):
+class Count(click.ParamType[int]):
     """A positive whole number; `32k` is 32768."""
 
     name = "count"
@@ -47,9 +49,9 @@ class Commands(click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
-            if near:
-                error.message += f" Did you mean '{near[0]}'?"
-            raise
+            if not near:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean '{near[0]}'?", ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -112,10 +114,9 @@ def build(
     as_json: bool,
 ) -> None:
     """Build MODEL (a folder, a .gguf file, or a hub id) into one engine file."""
-    from enginewright.builder.build import BuildConfig, build_engine
+    from enginewright.builder.build import BuildConfig, build_engine, quant_config
     from enginewright.builder.checkpoint import open_checkpoint
     from enginewright.builder.console import ConsoleProgress, describe
-    from enginewright.builder.build import quant_config
 
     config = BuildConfig(
         quant=quant_config(quant),
@@ -217,3 +218,57 @@ def generate(
     **sampling: Any,
 ) -> None:
     """Let ENGINE answer: --prompt, --chat, or a batch of JSON lines."""
+    from enginewright.runtime.batch import run_batch
+    from enginewright.runtime.engine import Engine
+    from enginewright.runtime.envelope import RuntimeConfig
+    from enginewright.runtime.generate import Generator, default_params
+
+    if sum(given is not None for given in (prompt, chat, batch)) != 1:
+        raise UsageError("engine generate takes one of --prompt, --chat and --input")
+    config = RuntimeConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs if batch else 1,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory=kv_cache_memory,
+        threads=threads,
+    )
+    sampling["stop"] = sampling["stop"] or None
+    with Engine.open(engine) as opened:
+        if batch is not None:
+            run_batch(opened, config, batch, output, sampling)
+            return
+        params = default_params(opened, **sampling)
+        generator = Generator(opened, config)
+        messages = [{"role": "system", "content": system}] if system else []
+        question = prompt if chat is None else [*messages, {"role": "user", "content": chat}]
+        assert question is not None
+        if as_json:
+            (result,) = generator.generate([question], params)
+            click.echo(json.dumps(result.to_dict()))
+            return
+        _stream(generator, question, params, engine)
+
+
+def _stream(generator: "Generator", question: Any, params: "SamplingParams", path: Path) -> None:
+    """Text on stdout as it comes; how fast, and what to try next, on stderr."""
+    start = time.perf_counter()
+    first = last = start
+    count = 0
+    reason = None
+    for delta in generator.stream(question, params):
+        last = time.perf_counter()
+        first = last if count == 0 else first
+        count += 1
+        reason = delta.finish_reason
+        click.echo(delta.text, nl=False)
+        sys.stdout.flush()
+    click.echo()
+    if reason == "error":
+        raise EngineError("the model's logits are not numbers", fix="Check the engine with `engine verify`.")
+    pace = f", then {(count - 1) / (last - first):.0f} tokens/s" if count > 1 else ""
+    click.echo(f"[{count} tokens; the first after {first - start:.2f} s{pace}; ended by {reason}]", err=True)
+    click.echo(f'[next: engine inspect {path}, or engine generate {path} --chat "…" --temperature 0.8]', err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from enginewright.errors import UsageError
@@ -36,6 +36,17 @@ class GenerationResult:
     num_prompt_tokens: int
     first_token_s: float
     total_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON would hold it; log-probabilities only where they were asked for."""
+        fields = asdict(self)
+        del fields["tokens"]
+        if any(token.logprob is not None for token in self.tokens):
+            fields["logprobs"] = [
+                {"token_id": token.token, "logprob": token.logprob, "top": dict(token.top_logprobs)}
+                for token in self.tokens
+            ]
+        return fields
 
 
 @dataclass(eq=False)

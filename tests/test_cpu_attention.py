@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+
+from enginewright import _cpu
 from tests.kernel_runner import ONE_COLUMN, KernelRunner
 from tests.paged_kv import SPLIT, Chunk, Heads, PagedKv, Text, random_text
 from tests.tolerances import ATTENTION, ATTENTION_UNIFORM, BF16_ROUNDING
-
-from enginewright import _cpu
 
 ISAS = _cpu.isa_names()
 SEQUENCES, SEQUENCE_ENDS, KV_BLOCKS, KV_SPLITS = (

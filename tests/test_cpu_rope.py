@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+
+from enginewright import _cpu
 from tests.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, weight
 from tests.paged_kv import BLOCK_SIZE, Heads, PoolViews
 from tests.tolerances import ROPE_TABLE
-
-from enginewright import _cpu
 
 ISAS = _cpu.isa_names()
 POISON = 0x4321

@@ -39,3 +39,10 @@ ATTENTION_UNIFORM = 5e-7
 # Largest error of rope's cos and sin, over their scale: cosine and scale rounded to fp32 (2^-25 each), and their
 # product (at most 2^-24).
 ROPE_TABLE = 2.0**-23
+
+# How far a draw may be from the ends of its token's part of [0, 1): weights are fp32 and within 2 units (2^-23), and
+# so are sums of 64 of them.
+SAMPLING_BOUNDARY = 5e-7
+
+# Largest error of a log-probability (about -15 … 0): rounded to fp32 (2^-21), over a sum of weights as above.
+LOGPROB = 1e-6

@@ -1,0 +1,133 @@
+"""`engine generate --input`: a file of prompts in, a file of answers out, in the same order.
+
+A line is {"prompt": text} or {"messages": [{"role": …, "content": …}, …]}; other keys are sampling options that differ
+from those of the command line (SamplingParams), or "id", which the answer carries.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from enginewright.errors import EngineError, UsageError
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.generate import Generator, default_params
+from enginewright.runtime.sampling import SamplingParams
+
+MAX_LINE_BYTES = 16 << 20
+_OPTIONS = frozenset(SamplingParams.__dataclass_fields__)
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A line of the input: prompt is a text or messages."""
+
+    prompt: str | list[dict[str, str]]
+    options: dict[str, Any]
+    id: Any = None
+
+
+def read_requests(path: Path) -> list[Request]:
+    """Raises UsageError, with the number of the line, for what is no request."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read", error.strerror or str(error)) from error
+    requests = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            requests.append(_request(line))
+        except (UsageError, msgspec.MsgspecError, RecursionError) as error:
+            raise UsageError(f"{path}, line {number}", str(error)) from error
+    if not requests:
+        raise UsageError(f"{path} has no request", fix='Write one a line: {"prompt": "…"}.')
+    return requests
+
+
+def _request(line: bytes) -> Request:
+    if len(line) > MAX_LINE_BYTES:
+        raise UsageError(f"longer than {MAX_LINE_BYTES} bytes")
+    fields = msgspec.json.decode(line, type=dict[str, Any])
+    prompt, messages, key = fields.pop("prompt", None), fields.pop("messages", None), fields.pop("id", None)
+    if (prompt is None) == (messages is None):
+        raise UsageError('needs either "prompt" or "messages"')
+    unknown = sorted(fields.keys() - _OPTIONS)
+    if unknown:
+        raise UsageError(f"has unknown keys: {', '.join(unknown)}")
+    given = msgspec.convert(prompt if messages is None else messages, type=str | list[dict[str, str]])
+    for name in ("stop", "stop_token_ids"):
+        if name in fields:
+            fields[name] = (fields[name],) if isinstance(fields[name], str) else tuple(fields[name])
+    if fields.get("n", 1) != 1:
+        raise UsageError("n is not implemented for batches yet: repeat the line")
+    return Request(given, fields, key)
+
+
+def run_batch(
+    engine: Engine, config: RuntimeConfig, source: Path, output: Path | None, common: Mapping[str, Any]
+) -> None:
+    """Answer every line of `source`; answers go to `output` (whole, or not at all) or stdout."""
+    requests = read_requests(source)
+    params = [default_params(engine, **{**common, **request.options}) for request in requests]
+    generator = Generator(engine, config)
+    encoded = [generator.encode(request.prompt) for request in requests]
+    with _Progress(len(requests)) as progress:
+        results = generator.generate(encoded, params, progress.update)
+    lines = []
+    for request, result in zip(requests, results, strict=True):
+        answer = result.to_dict() if request.id is None else {"id": request.id} | result.to_dict()
+        lines.append(msgspec.json.encode(answer))
+    _write(b"".join(line + b"\n" for line in lines), output)
+
+
+def _write(data: bytes, output: Path | None) -> None:
+    if output is None:
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+        return
+    temporary = output.with_name(f".{output.name}.part")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(output)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise EngineError(f"{output} cannot be written", error.strerror or str(error)) from error
+
+
+class _Progress:
+    """A bar on a terminal; nothing elsewhere but one line at the end."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._tokens = total, 0, 0
+        self._bar: Any = None
+
+    def __enter__(self) -> "_Progress":
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns: Sequence[Any] = (
+                TextColumn("answers"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[tokens]} tokens"),
+                TimeElapsedColumn(),
+            )
+            self._bar = Progress(*columns, console=Console(file=sys.stderr))
+            self._bar.add_task("answers", total=self._total, tokens=0)
+            self._bar.start()
+        return self
+
+    def update(self, done: int, tokens: int) -> None:
+        self._done, self._tokens = done, tokens
+        if self._bar is not None:
+            self._bar.update(0, completed=done, tokens=tokens)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        print(f"[{self._done} of {self._total} answers, {self._tokens} tokens]", file=sys.stderr)

@@ -1,0 +1,103 @@
+"""`engine inspect`: what is in an engine file, and how many sequences of which length fit a memory."""
+
+from pathlib import Path
+from typing import Any
+
+from enginewright.manifest import WEIGHTS
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig, envelope, free_memory, sequence_bytes
+
+LENGTHS = (512, 2048, 8192, 32768, 131072)
+
+
+def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
+    """Everything `inspect` shows, as JSON would hold it.
+
+    Args:
+        memory: bytes for weights, arena and KV together; None takes what is free on this machine.
+
+    Raises:
+        CorruptEngineError: the file is damaged.
+    """
+    with Engine.open(path) as engine:
+        manifest, plan = engine.manifest, engine.plan
+        config = RuntimeConfig(max_num_seqs=manifest.limits.max_batch_size, kv_cache_memory=1 << 60)
+        sizes = envelope(plan, config)
+        total = free_memory() if memory is None else memory
+        left = total - engine.weight_bytes - sizes.arena_bytes
+        lengths = [length for length in LENGTHS if length < plan.max_seq_len] + [plan.max_seq_len]
+        fits = {
+            length: max(left // sequence_bytes(plan.kv_groups, length, sizes.limits.tokens), 0) for length in lengths
+        }
+        return {
+            "path": str(path),
+            "file_bytes": engine.file.file_bytes,
+            "name": manifest.name,
+            "model_type": manifest.model_type,
+            "targets": list(manifest.targets),
+            "recipe": manifest.recipe,
+            "content_hash": manifest.content_hash,
+            "format_version": manifest.format_version,
+            "builder_version": manifest.builder_version,
+            "sources": manifest.sources,
+            "vocab_size": plan.vocab_size,
+            "max_seq_len": plan.max_seq_len,
+            "kernels": sorted({step.kernel for step in plan.steps}),
+            "steps": len(plan.steps),
+            "kv_groups": [
+                {
+                    "layers": len(group.layers),
+                    "kv_heads": group.kv_heads,
+                    "head_dim": group.head_dim,
+                    "window": group.window,
+                    "bytes_per_token": group.bytes_per_token,
+                }
+                for group in plan.kv_groups
+            ],
+            "memory": {
+                "given_bytes": total,
+                "weight_bytes": engine.weight_bytes,
+                "arena_bytes": sizes.arena_bytes,
+                "kv_bytes_per_token": plan.kv_bytes_per_token(),
+                "sequences_by_length": fits,
+            },
+            "sections": {
+                name: {"bytes": form.nbytes, "dtype": form.dtype, "shape": form.shape, "layout": form.layout}
+                for name, form in engine.file.sections.items()
+            },
+        }
+
+
+def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
+    """A summary for people."""
+    memory, recipe = summary["memory"], summary["recipe"]
+    lines = [
+        f"{summary['path']}: {summary['name']} ({summary['model_type']}), {summary['file_bytes'] / 1e6:.1f} MB",
+        f"  recipe     {', '.join(f'{key} {value}' for key, value in recipe.items())}",
+        f"  targets    {', '.join(summary['targets'])}; built by enginewright {summary['builder_version']}",
+        f"  content    sha256:{summary['content_hash']}",
+        f"  plan       {summary['steps']} kernel calls of {', '.join(summary['kernels'])}",
+    ]
+    for group in summary["kv_groups"]:
+        window = f"window {group['window']}" if group["window"] else "all positions"
+        lines.append(
+            f"  KV         {group['layers']} layers of {group['kv_heads']} heads of {group['head_dim']}, {window}: "
+            f"{group['bytes_per_token'] / 1e3:.1f} kB a token"
+        )
+    lines.append(
+        f"  memory     {memory['weight_bytes'] / 1e6:.1f} MB weights, {memory['arena_bytes'] / 1e6:.1f} MB arena; "
+        f"in {memory['given_bytes'] / 1e9:.1f} GB fit"
+    )
+    for length, count in memory["sequences_by_length"].items():
+        lines.append(f"{count:>16,} sequences of {length:,} positions")
+    lines.append("  sections")
+    sections = summary["sections"]
+    weights = {name: entry for name, entry in sections.items() if name.startswith(WEIGHTS)}
+    shown = sections if every_section else {name: entry for name, entry in sections.items() if name not in weights}
+    for name, entry in sorted(shown.items()):
+        form = f"{entry['dtype']} {list(entry['shape'])} {entry['layout']}" if entry["dtype"] else ""
+        lines.append(f"{entry['bytes']:>16,} bytes  {name}  {form}".rstrip())
+    if not every_section:
+        total = sum(entry["bytes"] for entry in weights.values())
+        lines.append(f"{total:>16,} bytes  {len(weights)} weights (--sections lists them)")
+    return "\n".join(lines)

@@ -1,0 +1,390 @@
+"""Sampling against a reference in numpy and float64, its distributions, and its requests."""
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from enginewright import _cpu
+from enginewright.errors import UsageError
+from enginewright.runtime.sampling import SampledToken, Sampler, SamplingParams, SamplingRequest
+from tests.tolerances import LOGPROB, SAMPLING_BOUNDARY
+
+VOCABULARIES = [1, 2, 15, 16, 63, 64, 65, 1000, 20011]
+Floats = NDArray[np.float64]
+
+
+def logits_of(vocab: int, rows: int = 1, seed: int = 0, spread: float = 3.0) -> NDArray[np.float32]:
+    return (np.random.default_rng([vocab, seed]).standard_normal((rows, vocab)) * spread).astype(np.float32)
+
+
+def request(params: SamplingParams, vocab: int, prompt: list[int] | None = None, **more: Any) -> SamplingRequest:
+    return SamplingRequest(params, prompt or [0], vocab, **more)
+
+
+# The reference: plain, with full sorts.
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    for _ in range(10):
+        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        low = 2**32 - 1
+        counter = [(second >> 32) ^ counter[1] ^ key[0], second & low, (first >> 32) ^ counter[3] ^ key[1], first & low]
+        key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
+    return counter
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    low = 2**32 - 1
+    words = philox([position & low, position >> 32, choice, 0], [seed & low, seed >> 32])
+    return ((words[0] >> 5) * 2**26 + (words[1] >> 6)) / 2**53
+
+
+def adjusted(logits: NDArray[np.float32], params: SamplingParams, prompt: list[int], output: list[int]) -> Floats:
+    x = logits.astype(np.float64)
+    for token, bias in params.logit_bias.items():
+        x[token] += bias
+    for token in {*prompt, *output}:
+        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+    for token, count in Counter(output).items():
+        x[token] -= params.frequency_penalty * count + params.presence_penalty
+    return x
+
+
+def probabilities(x: Floats, params: SamplingParams) -> Floats:
+    """Of each token, after temperature, top-k, top-p and min-p."""
+    x = x / params.temperature
+    order = sorted(range(len(x)), key=lambda token: (-x[token], token))
+    kept = order[: params.top_k] if params.top_k > 0 else order
+    weights = np.exp(x[kept] - x[order[0]])
+    if params.top_p < 1:
+        before = np.cumsum(weights) - weights
+        count = int((before < params.top_p * weights.sum()).sum())
+        kept, weights = kept[:count], weights[:count]
+    enough = weights >= params.min_p
+    result = np.zeros(len(x))
+    result[np.array(kept)[enough]] = weights[enough]
+    return result / result.sum()
+
+
+def check_draw(token: int, chances: Floats, chance: float) -> None:
+    """The token is the one at which the sum of chances passes `chance`, but for rounding at its ends."""
+    assert chances[token] > 0, "a token that had been taken out"
+    end = chances[: token + 1].sum()
+    assert end - chances[token] - SAMPLING_BOUNDARY <= chance <= end + SAMPLING_BOUNDARY
+
+
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 50.0},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 300},
+    {"top_k": 10**6},
+    {"top_p": 1e-6},
+    {"top_p": 0.3},
+    {"top_p": 0.95},
+    {"top_p": 0.99999},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_k": 12, "top_p": 0.8, "min_p": 0.02, "temperature": 1.7},
+    {"top_p": 0.9, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize("spread", [0.2, 5.0])
+def test_draws_are_those_of_the_reference(filters: dict[str, Any], vocab: int, spread: float) -> None:
+    params = SamplingParams(seed=vocab, **filters)
+    rows = 12 if vocab > 1000 else 40
+    logits = logits_of(vocab, rows, spread=spread)
+    requests = [request(params, vocab, [0] * (row + 1), choice=row % 3) for row in range(rows)]
+    for row, sampled in enumerate(Sampler().sample(logits, requests)):
+        chances = probabilities(logits[row].astype(np.float64), params)
+        check_draw(sampled.token, chances, uniform(vocab, row % 3, row + 1))
+
+
+def chi_square(params: SamplingParams, logits: NDArray[np.float32], draws: int) -> tuple[float, int]:
+    """The statistic and its degrees of freedom; tokens that must not be drawn fail at once."""
+    requests = [request(params, len(logits), seed=seed) for seed in range(draws)]
+    sampled = Sampler().sample(np.broadcast_to(logits, (draws, len(logits))), requests)
+    counts = np.bincount([entry.token for entry in sampled], minlength=len(logits))
+    expected = probabilities(logits.astype(np.float64), params) * draws
+    assert not counts[expected == 0].any()
+    seen = expected > 0
+    return float(((counts - expected)[seen] ** 2 / expected[seen]).sum()), int(seen.sum()) - 1
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"temperature": 0.7}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1, "top_p": 0.95}], ids=str
+)
+def test_draws_have_the_right_distribution(filters: dict[str, Any]) -> None:
+    statistic, freedom = chi_square(SamplingParams(**filters), logits_of(40, spread=1.0)[0], draws=20000)
+    assert statistic < freedom + 4 * math.sqrt(2 * freedom)  # 4 deviations; the seeds are fixed
+
+
+def test_choices_and_positions_are_independent() -> None:
+    """Pairs of draws, of two choices and of two positions, over four equal tokens: all sixteen pairs are as likely."""
+    params, logits, draws = SamplingParams(), np.zeros((1, 4), np.float32), 4000
+    for other in ({"choice": 1}, {"prompt": [0, 0]}):
+        requests = [request(params, 4, seed=seed, **more) for seed in range(draws) for more in ({}, other)]  # type: ignore[arg-type]
+        tokens = [entry.token for entry in Sampler().sample(np.broadcast_to(logits, (2 * draws, 4)), requests)]
+        counts = np.array(list(Counter(zip(tokens[::2], tokens[1::2], strict=True)).values()))
+        assert len(counts) == 16
+        assert ((counts - draws / 16) ** 2 / (draws / 16)).sum() < 15 + 4 * math.sqrt(30)
+
+
+def test_philox_gives_the_published_numbers() -> None:
+    """Known answers of Random123, the authors' library."""
+    low = 2**32 - 1
+    assert _cpu.philox4x32([0] * 4, [0] * 2) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert _cpu.philox4x32([low] * 4, [low] * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
+    assert _cpu.philox4x32(pi, [0xA4093822, 0x299F31D0]) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+    assert philox(pi, [0xA4093822, 0x299F31D0]) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize("filters", [{"temperature": 0.0}, {"temperature": 0.0, "top_p": 0.5}, {"top_k": 1}], ids=str)
+def test_greedy_takes_the_first_of_equals(vocab: int, filters: dict[str, Any]) -> None:
+    logits = np.round(logits_of(vocab, 30, spread=0.8))
+    sampled = Sampler().sample(logits, [request(SamplingParams(**filters), vocab) for _ in logits])
+    assert [entry.token for entry in sampled] == logits.argmax(axis=1).tolist()
+
+
+def test_top_k_keeps_the_first_of_equals() -> None:
+    logits = np.zeros((500, 200), np.float32)
+    logits[:, 150] = 1.0
+    sampled = Sampler().sample(logits, [request(SamplingParams(top_k=5, seed=seed), 200) for seed in range(500)])
+    assert {entry.token for entry in sampled} == {0, 1, 2, 3, 150}
+
+
+def test_top_p_keeps_the_first_of_equals() -> None:
+    logits = np.zeros((500, 8), np.float32)
+    sampled = Sampler().sample(logits, [request(SamplingParams(top_p=0.375, seed=seed), 8) for seed in range(500)])
+    assert {entry.token for entry in sampled} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"repetition_penalty": 1.5},
+        {"repetition_penalty": 0.7},
+        {"presence_penalty": 1.1},
+        {"frequency_penalty": -0.6},
+        {
+            "repetition_penalty": 1.2,
+            "presence_penalty": -0.5,
+            "frequency_penalty": 0.9,
+            "logit_bias": {1: 2.0, 0: -3.0},
+        },
+        {"logit_bias": {2: 100.0, 0: -100.0}},
+    ],
+    ids=str,
+)
+def test_penalties_and_biases(penalties: dict[str, Any]) -> None:
+    """A text of forty tokens, each drawn with the history of all before it."""
+    params, vocab, prompt = SamplingParams(seed=3, **penalties), 6, [0, 0, 4]
+    entry, output = request(params, vocab, prompt), list[int]()
+    for step in range(40):
+        logits = logits_of(vocab, seed=step, spread=1.0)
+        chances = probabilities(adjusted(logits[0], params, prompt, output), params)
+        token = Sampler().sample(logits, [entry])[0].token
+        check_draw(token, chances, uniform(3, 0, len(prompt) + step))
+        output.append(token)
+    assert len(set(output)) > 1 or "logit_bias" in penalties
+
+
+def test_history_grows_with_the_text() -> None:
+    entry = request(SamplingParams(frequency_penalty=1.0), 1000, [7, 3, 7])
+    for token in [*range(100, 200), 7, 150, 7]:
+        entry.append(token)
+    counts = {int(token): int(count) for token, count in entry.history}
+    assert counts == {3: 0, 7: 2, **{token: 1 + (token == 150) for token in range(100, 200)}}
+
+
+def test_min_tokens_holds_back_what_would_end_the_text() -> None:
+    params = SamplingParams(min_tokens=3, stop_token_ids=(1,), temperature=0.0)
+    logits = np.array([[9.0, 8.0, 7.0, 6.0]], np.float32)
+    entry, ignoring = (
+        request(p, 4, eos_token_ids=[0]) for p in (params, SamplingParams(**(asdict(params) | {"ignore_eos": True})))
+    )
+    assert [Sampler().sample(logits, [entry])[0].token for _ in range(5)] == [2, 2, 2, 0, 0]
+    assert [Sampler().sample(logits, [ignoring])[0].token for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("vocab", [1, 16, 65, 20011])
+@pytest.mark.parametrize("logprobs", [0, 1, 5, 20])
+def test_logprobs_are_the_models_own(vocab: int, logprobs: int) -> None:
+    params = SamplingParams(logprobs=logprobs, temperature=0.5, presence_penalty=2.0, logit_bias={0: 5.0}, seed=1)
+    logits = np.round(logits_of(vocab, 9), 1)  # with equals
+    exact = logits.astype(np.float64)
+    exact -= np.log(np.exp(exact).sum(axis=1, keepdims=True))
+    entries = [request(params, vocab, [row % vocab]) for row in range(9)]
+    for row, sampled in enumerate(Sampler().sample(logits, entries)):
+        order = sorted(range(vocab), key=lambda token: (-exact[row, token], token))[:logprobs]
+        assert [token for token, _ in sampled.top_logprobs] == order
+        named = [(sampled.token, sampled.logprob), *sampled.top_logprobs]
+        assert all(value is not None and abs(value - exact[row, token]) < LOGPROB for token, value in named)
+
+
+def test_what_a_row_gets_does_not_depend_on_the_others() -> None:
+    vocab, filters = 1003, [*FILTERS, {"temperature": 0.0}, {"logprobs": 3}, {"presence_penalty": 1.0, "logprobs": 1}]
+    logits = logits_of(vocab, len(filters))
+
+    def entries() -> list[SamplingRequest]:
+        return [request(SamplingParams(seed=5, **entry), vocab, [1, 2, row]) for row, entry in enumerate(filters)]
+
+    together = Sampler().sample(logits, entries())
+    alone = [Sampler().sample(logits[row : row + 1], [entry])[0] for row, entry in enumerate(entries())]
+    assert together == alone
+    assert Sampler().sample(logits[::-1].copy(), entries()[::-1])[::-1] == together
+    padded = np.full((len(filters), 1024), np.nan, np.float32)
+    padded[:, :vocab] = logits
+    assert Sampler().sample(padded[:, :vocab], entries()) == together
+
+
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"logprobs": 2}], ids=str)
+@pytest.mark.parametrize("vocab", [1, 15, 16, 100, 129])
+def test_nan_fails_its_row_alone(filters: dict[str, Any], vocab: int) -> None:
+    clean = logits_of(vocab, 5)
+    bad = clean.copy()
+    bad[1, vocab // 2], bad[2, -1], bad[3] = np.nan, np.inf, -np.inf
+    entries, twins = ([request(SamplingParams(seed=1, **filters), vocab) for _ in range(5)] for _ in range(2))
+    result, expected = Sampler().sample(bad, entries), Sampler().sample(clean, twins)
+    assert [entry.is_nan for entry in result] == [False, True, True, True, False]
+    assert [result[0], result[4]] == [expected[0], expected[4]]
+    assert [entry.num_output_tokens for entry in entries] == [1, 0, 0, 0, 1]
+    assert result[1] == SampledToken(0, is_nan=True)
+
+
+def test_tokens_at_minus_infinity_are_never_drawn() -> None:
+    logits = np.full((200, 70), -np.inf, np.float32)
+    logits[:, [3, 69]] = 0.0
+    for filters in FILTERS:
+        sampled = Sampler().sample(logits, [request(SamplingParams(seed=s, **filters), 70) for s in range(200)])
+        assert {entry.token for entry in sampled} <= {3, 69}
+        assert not any(entry.is_nan for entry in sampled)
+
+
+def test_penalties_may_make_a_row_impossible() -> None:
+    """A finite row that overflows: its request fails, not the process."""
+    logits = np.full((1, 2), 3e38, np.float32)
+    entry = request(SamplingParams(repetition_penalty=0.01, seed=1), 2, [0, 1])
+    assert Sampler().sample(logits, [entry])[0].is_nan
+
+
+def test_a_seed_is_drawn_where_none_is_named() -> None:
+    logits = np.zeros((1, 1 << 16), np.float32)
+    tokens = {Sampler().sample(logits, [request(SamplingParams(), 1 << 16)])[0].token for _ in range(8)}
+    assert len(tokens) > 4
+    same = {Sampler().sample(logits, [request(SamplingParams(seed=-7), 1 << 16)])[0].token for _ in range(8)}
+    assert len(same) == 1
+
+
+def test_no_requests_no_tokens() -> None:
+    assert Sampler().sample(np.zeros((0, 5), np.float32), []) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *itertools.product(["n", "max_tokens"], [0, -1, 1.5, True, "1"]),
+        ("n", 129),
+        *itertools.product(["temperature", "min_p"], [-0.1, math.nan, math.inf, "0", None]),
+        *itertools.product(["top_p"], [0, 0.0, 1.01, -1, math.nan]),
+        *itertools.product(["top_k"], [-2, 0.5, 2**31]),
+        *itertools.product(["presence_penalty", "frequency_penalty"], [-2.1, 2.1, math.nan]),
+        *itertools.product(["repetition_penalty"], [0, -1.0, math.inf]),
+        ("seed", 2**64),
+        ("seed", 0.5),
+        ("stop", "text"),
+        ("stop", ("",)),
+        ("stop", ("x",) * 65),
+        ("stop_token_ids", [1]),
+        ("stop_token_ids", (-1,)),
+        ("min_tokens", 17),
+        ("min_tokens", -1),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1: 101.0}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", dict.fromkeys(range(1025), 0.0)),
+        ("logit_bias", [1]),
+    ],
+)
+def test_parameters_that_cannot_be_meant_are_refused(name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=name):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(stop_token_ids=(9, 10)), SamplingParams(logit_bias={10: 1.0})])
+def test_tokens_outside_of_the_vocabulary_are_refused(params: SamplingParams) -> None:
+    request(params, 11)
+    with pytest.raises(UsageError, match="names token 10, and the vocabulary has 10"):
+        request(params, 10)
+
+
+def arguments(**change: Any) -> dict[str, Any]:
+    """Of _cpu.sample, for two rows; `change` sets fields of the second row, or whole arguments."""
+    rows = np.array([request(SamplingParams(), 10).row] * 2)
+    result = {
+        "logits": np.zeros((2, 10), np.float32),
+        "rows": rows,
+        "history": np.zeros(4, _cpu.TOKEN_COUNT),
+        "biases": np.zeros(4, _cpu.TOKEN_BIAS),
+        "top_width": 2,
+    }
+    for name, value in change.items():
+        if name in result:
+            result[name] = value
+        else:
+            rows[name][1] = value
+    return result
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": np.zeros((3, 10), np.float32)}, "differ in their number"),
+        ({"logits": np.zeros((2, 0), np.float32)}, "no size"),
+        ({"logits": np.zeros((10, 2), np.float32).T}, "contiguous"),
+        ({"logits": np.zeros(10, np.float32)}, "two dimensions"),
+        ({"top_width": 11}, "top_width"),
+        ({"top_width": -1}, "top_width"),
+        ({"history_end": 5}, "row 1: its entries end"),
+        ({"history_end": -1}, "row 1: its entries end"),
+        ({"bias_end": 5}, "row 1: its entries end"),
+        ({"history": np.full(1, 10, _cpu.TOKEN_COUNT), "history_end": 1}, "row 1: a token is outside"),
+        ({"biases": np.full(1, -1, _cpu.TOKEN_BIAS), "bias_end": 1}, "row 1: a token is outside"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": np.nan}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": np.nan}, "top_p"),
+        ({"min_p": 2}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"frequency_penalty": np.inf}, "penalties"),
+        ({"logprobs": 1, "top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": 0, "top_logprobs": 1}, "without logprobs"),
+    ],
+    ids=str,
+)
+def test_malformed_arguments_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _cpu.sample(**arguments(**change))
+
+
+def test_arguments_of_other_types_are_refused() -> None:
+    assert _cpu.sample(**arguments())[1].tolist() == [0, 0]
+    for name, value in [("logits", np.zeros((2, 10))), ("rows", np.zeros(2)), ("history", np.zeros(4))]:
+        with pytest.raises(TypeError):
+            _cpu.sample(**arguments(**{name: value}))
