@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig
 
-from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.builder.build import quant_config
 from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.generate import Generator
 from enginewright.runtime.sampling import SamplingParams
 
@@ -54,7 +54,7 @@ def transformers_round(checkpoint: Path) -> Round:
 
 
 def engine_round(path: Path) -> Round:
-    generator = Generator(Engine.open(path), max_num_batched_tokens=PREFILL, max_num_seqs=1)
+    generator = Generator(Engine.open(path), RuntimeConfig(max_num_batched_tokens=PREFILL, max_num_seqs=1))
     params = SamplingParams(temperature=0.0, max_tokens=DECODE + 1, ignore_eos=True)
 
     def run(ids: list[int]) -> tuple[float, float]:

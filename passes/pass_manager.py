@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import onnx
 import onnx_ir as ir
 
 from enginewright.errors import EngineError
@@ -55,7 +56,8 @@ def run_passes(model: ir.Model, passes: Sequence[Pass], dump_graphs: Path | None
 
 
 def check_graph(model: ir.Model) -> None:
-    """Every value is written once and before it is read, typed and shaped; every op of ours fits its schema.
+    """Every value is written once and before it is read, typed and shaped, and has a name of its own; every op is
+    known; those of ours fit their schema, and their outputs are what it infers.
 
     Raises:
         EngineError: the first node that breaks this.
@@ -63,6 +65,9 @@ def check_graph(model: ir.Model) -> None:
     graph = model.graph
     known = {*graph.inputs, *graph.initializers.values()}
     names: set[str | None] = {value.name for value in known}
+    if len(names) < len(known):
+        raise EngineError("two inputs or weights of the graph have one name")
+    opset = graph.opset_imports[""]
     for node in graph:
         for value in node.inputs:
             if value is not None and value not in known:
@@ -70,6 +75,11 @@ def check_graph(model: ir.Model) -> None:
         plugin = plugin_of(node)
         if plugin is not None:
             plugin.check(node)
+            inferred = [(dtype, ir.Shape(dims)) for dtype, dims in plugin.infer(node)]
+            if inferred != [(value.dtype, value.shape) for value in node.outputs]:
+                raise EngineError(f"node {node.name} writes {list(node.outputs)}", f"which should be {inferred}")
+        elif node.domain or not onnx.defs.has(node.op_type, opset, ""):
+            raise EngineError(f"node {node.name} is of an unknown op {node.domain}.{node.op_type}")
         for value in node.outputs:
             if value.dtype is None or value.shape is None:
                 raise EngineError(f"node {node.name} writes {value.name}", "whose type or shape is not known")

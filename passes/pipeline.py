@@ -16,7 +16,7 @@ from enginewright.passes.pass_manager import Pass, PassResult, run_passes
 from enginewright.passes.quant import QuantConfig
 from enginewright.passes.quant.method import Quantize
 from enginewright.passes.to_ragged import ToRagged
-from enginewright.plugins import DOMAIN, PLUGINS
+from enginewright.plugins import plugin_of
 from enginewright.plugins.registry import STANDARD_KERNELS
 
 VIEWS = ("Split", "Reshape")  # ops that a lowering makes no kernel of
@@ -50,10 +50,18 @@ def run_pipeline(
     """
     results = run_passes(model, pipeline(quant), dump_graphs)
     for node in model.graph:
-        kernels = PLUGINS[node.op_type].kernels if node.domain == DOMAIN else STANDARD_KERNELS["cpu"]
-        if not kernels or (node.domain != DOMAIN and node.op_type not in (*kernels, *VIEWS)):
-            refusals = "; ".join(refusal for result in results.values() for refusal in result.refusals)
-            raise EngineError(
-                f"node {node.name} ({node.op_type}) has no kernel", refusals or "no pass took it up", "Please report this."
-            )
+        if not _has_kernel(node):
+            refusals = [refusal for result in results.values() for refusal in result.refusals]
+            why = " ".join(refusals[:3]) or "no pass took it up"
+            raise EngineError(f"node {node.name} ({node.op_type}) has no kernel", why, "Please report this.")
     return model, results
+
+
+def _has_kernel(node: ir.Node) -> bool:
+    """Whether some target runs a node, or a lowering makes views of it."""
+    plugin = plugin_of(node)
+    if plugin is not None:
+        return bool(plugin.kernels)
+    if any(node.op_type in kernels for kernels in STANDARD_KERNELS.values()):
+        return node.op_type != "Add" or not any(value is None or value.is_initializer() for value in node.inputs)
+    return node.op_type in VIEWS

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from enginewright.errors import EngineError
-from enginewright.passes.graph import nodes_of, replace, standard, typed
+from enginewright.passes.graph import made_by, nodes_of, only_used_by, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import DOMAIN
 from enginewright.plugins.kv_write import KV_WRITE
@@ -88,13 +88,19 @@ class _Switch:
             node.replace_input_with(1, shape)
 
     def _rotary(self, node: ir.Node) -> None:
+        if len(node.inputs) > 3 or node.attributes.get_int("interleaved", 0) != 0:
+            raise EngineError(f"{node.name} rotates neighbours or looks positions up", "Rope does neither")
         rope = ROPE.node(node.inputs[:3], heads=node.attributes["num_heads"].as_int())
         rope.name = node.name
         replace([node], [rope], [(node.outputs[0], rope.outputs[0])])
 
     def _attention(self, node: ir.Node, layer: int, group: int) -> None:
-        q, k, v = node.inputs[:3]
+        q, k, v, *masks = node.inputs[:4] if node.op_type == "Attention" else node.inputs[:3]
         assert q is not None and q.shape is not None
+        if node.op_type == "Attention" and (masks != [None] or node.attributes.get_int("is_causal", 0) != 1):
+            raise EngineError(
+                f"{node.name} has a mask or is not causal", "PagedAttention is causal and has no other mask"
+            )
         heads, kv_heads = (node.attributes[name].as_int() for name in ("q_num_heads", "kv_num_heads"))
         width = q.shape.dims[-1]
         assert isinstance(width, int)
@@ -119,7 +125,7 @@ class _Switch:
             [rounded, *write.outputs, *tables],
             heads=heads,
             **shape,
-            scale=node.attributes["scale"].as_float(),
+            scale=node.attributes.get_float("scale", shape["head_dim"] ** -0.5),
             window=node.attributes.get_int("window", 0),
             softcap=node.attributes.get_float("softcap", 0.0),
             block_size=BLOCK_SIZE,
@@ -147,13 +153,11 @@ class _Switch:
         if head is None or not head.op_type.startswith("Gemm"):
             raise EngineError("the logits come from no matrix product", "so their rows cannot be chosen")
         x = head.inputs[0]
-        cast = x.producer() if x is not None else None
-        assert x is not None and x.shape is not None
-        if cast is not None and cast.op_type == "Cast":
+        cast = made_by(x, "Cast")
+        if cast is not None and only_used_by(cast.outputs[0], head):
             path.append(cast)
             head, x = cast, cast.inputs[0]
-            assert x is not None and x.shape is not None
-        assert x.dtype is not None
+        assert x is not None and x.shape is not None and x.dtype is not None
         chosen = typed(f"{x.name}.chosen", x.dtype, (LOGIT_ROWS, x.shape.dims[-1]))
         gather = standard("Gather", [x, self._input("logit_rows", LOGIT_ROWS)], [chosen], str(chosen.name), axis=0)
         self.model.graph.insert_before(head, gather)

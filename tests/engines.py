@@ -6,11 +6,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.builder.build import quant_config
-from enginewright.runtime.engine import Engine
-from enginewright.runtime.executor import CpuExecutor
 
 
 @cache

@@ -21,6 +21,7 @@ from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 from enginewright.passes.quant import Bf16, Int8Wo, QuantConfig
 from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from tests import tolerances
@@ -49,7 +50,7 @@ def test_an_engine_computes_what_transformers_does(family: str, quant: QuantConf
         expected = [model(torch.tensor([text])).logits[0].numpy() for text in texts]
     for isa in _cpu.isa_names():
         with Engine.open(path) as engine:
-            actual = score(CpuExecutor(engine, isa=isa, max_num_batched_tokens=64, max_logit_rows=64), texts)
+            actual = score(CpuExecutor(engine, RuntimeConfig(isa=isa, max_num_batched_tokens=64, max_logit_rows=64)), texts)
         for rows, reference in zip(actual, expected, strict=True):
             assert relative_error(rows, reference) < tolerances.ENGINE_LOGITS[quant.name]
 

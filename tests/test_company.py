@@ -10,6 +10,7 @@ from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.passes.quant import Bf16, Int8Wo
 from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from tests.engines import built
@@ -24,19 +25,16 @@ def texts_of(vocab_size: int) -> list[list[int]]:
     return [random.integers(0, vocab_size, length).tolist() for length in LENGTHS]
 
 
-def last_logits(executor: CpuExecutor, texts: list[list[int]]) -> list[NDArray[np.float32]]:
-    return [rows[-1].copy() for rows in score(executor, texts, last_only=True)]
-
-
 def check(path: Path, isa: str, threads: int) -> None:
     with Engine.open(path) as engine:
         texts = texts_of(engine.plan.vocab_size)
 
         def run(batches: list[list[list[int]]], cut: int, sequences: int) -> list[NDArray[np.float32]]:
-            executor = CpuExecutor(
-                engine, isa=isa, threads=threads, max_num_batched_tokens=cut, max_num_seqs=sequences, max_model_len=320
+            config = RuntimeConfig(
+                isa=isa, threads=threads, max_num_batched_tokens=cut, max_num_seqs=sequences, max_model_len=320
             )
-            return [row for batch in batches for row in last_logits(executor, batch)]
+            executor = CpuExecutor(engine, config)
+            return [row for batch in batches for row in score(executor, batch, last_only=True)]
 
         alone = run([[text] for text in texts], 512, 1)
         for cut in CUTS:

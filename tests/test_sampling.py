@@ -335,7 +335,7 @@ def test_tokens_outside_of_the_vocabulary_are_refused(params: SamplingParams) ->
 
 def arguments(**change: Any) -> dict[str, Any]:
     """Of _cpu.sample, for two rows; `change` sets fields of the second row, or whole arguments."""
-    rows = np.array([request(SamplingParams(), 10).row] * 2)
+    rows = np.concatenate([request(SamplingParams(), 10).row] * 2)
     result = {
         "logits": np.zeros((2, 10), np.float32),
         "rows": rows,

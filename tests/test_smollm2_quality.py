@@ -6,14 +6,16 @@ text (teacher forcing), and its next-token distributions at the 64 written posit
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.executor import CpuExecutor
+from enginewright.runtime.score import score
 from tests import tolerances
-from tests.engines import built, executor_for
+from tests.engines import built
 from tests.prompts import PROMPTS
 
 NEW_TOKENS = 64
@@ -25,17 +27,20 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         self.fp32 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.texts: list[list[int]] = []
-        self.prompt_lengths: list[int] = []
-        for prompt in PROMPTS:
-            ids = tokenizer.apply_chat_template(
+        prompts = [
+            tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
             )
-            text = self.fp32.generate(
-                torch.tensor([ids]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
-            )
-            self.prompt_lengths.append(len(ids))
-            self.texts.append(text[0].tolist())
+            for prompt in PROMPTS
+        ]
+        self.prompt_lengths = [len(prompt) for prompt in prompts]
+        longest = max(self.prompt_lengths)
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        written = self.fp32.generate(
+            padded, attention_mask=mask, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        self.texts = [prompt + row[longest:].tolist() for prompt, row in zip(prompts, written, strict=True)]
         self.fp32_logits = self.logits(self.fp32)
         bf16 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         self.bf16_logits = self.logits(bf16)
@@ -63,11 +68,9 @@ def reference(smollm2_folder: Path) -> Reference:
 
 
 def engine_logits(reference: Reference, path: Path) -> torch.Tensor:
-    from enginewright.runtime.score import score
-
     with Engine.open(path) as engine:
-        rows = score(executor_for(engine), reference.texts)
-        return reference.predicting([torch.from_numpy(np.array(row)) for row in rows])
+        rows = score(CpuExecutor(engine, RuntimeConfig(max_num_seqs=1, max_logit_rows=512)), reference.texts)
+        return reference.predicting([torch.from_numpy(row) for row in rows])
 
 
 def test_bf16_engine_agrees_with_fp32(reference: Reference, smollm2_gguf: Path) -> None:

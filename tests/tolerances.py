@@ -46,3 +46,18 @@ SAMPLING_BOUNDARY = 5e-7
 
 # Largest error of a log-probability (about -15 … 0): rounded to fp32 (2^-21), over a sum of weights as above.
 LOGPROB = 1e-6
+
+# relative_error of all logits of a text, engine against transformers in fp32 on the same bf16-exact weights. bf16
+# activations have a relative error of 2^-9; a few dozen roundings in tiny random models end at 3.5e-5 at most. A wrong
+# rope, mask or layout gives 0.1 and more. int8 rows add 1/254 of each row's largest weight: 5.2e-4 at most.
+ENGINE_LOGITS = {"bf16": 1e-4, "int8-wo": 1e-3}
+
+# Logits. Where fp32's best token leads by more than this, bf16 arithmetic must choose it, too (from the specification).
+CLEAR_MARGIN = 0.25
+
+# Mean KL to fp32 in nats, SmolLM2, int8 weights with a scale a row: measured 0.0043; 4-bit formats start near 0.05.
+INT8_WO_KL = 0.01
+
+# relative_error of logits, packed sequences over KV pools against each by itself, both in onnxruntime with the same
+# roundings to bf16. Sums in another order (2^-22 of a value) turn a rounding (2^-8) now and then.
+RAGGED_LOGITS = 1e-6

@@ -1,4 +1,4 @@
-// paged_attention@1: causal attention of a ragged batch over paged KV (attention_tile.h has the arithmetic).
+// paged_attention@1: causal attention of a ragged batch over paged KV (attention_split.h has the arithmetic).
 //
 // q: bf16 [tokens, heads * head_dim]; kv: the pools (kernel.h); query_start: i32 [sequences + 1]; kv_len: i32
 // [sequences]; block_table: i32 [sequences, kv_blocks]; out: f32 or bf16 [tokens, heads * head_dim];
@@ -18,7 +18,8 @@
 namespace enginewright {
 namespace {
 
-template <class S>
+// Split: SplitAttention<S>, or another with the same members.
+template <class S, class Split = SplitAttention<S>>
 class PagedAttention final : public Kernel {
  public:
   PagedAttention(const Operands& operands, const Attributes& attributes)
@@ -43,7 +44,9 @@ class PagedAttention final : public Kernel {
     require(head_dim_ % 2 == 0, "attention needs an even 'head_dim'");
     require(number(attributes, "softcap") >= 0, "the attribute 'softcap' must not be negative");
     require(pool_.kv_heads == kv_heads_ && pool_.head_dim == head_dim_, "'kv' has heads of another shape");
-    require(kSplitPositions % pool_.block_size == 0, "KV blocks must divide 256 positions");
+    require(number(attributes, "scale") > 0, "the attribute 'scale' must be positive");
+    require(pool_.block_size % kStepPositions == 0 && kSplitPositions % pool_.block_size == 0,
+            "KV blocks must hold 32, 64, 128 or 256 positions");
     require_same_rows(q_, out_);
     require_columns(q_, heads_ * head_dim_);
     require_columns(out_, heads_ * head_dim_);
@@ -57,7 +60,7 @@ class PagedAttention final : public Kernel {
   }
 
   int64_t scratch_bytes() const override {
-    return kTileRows * (2 * row_floats() * 4 + kSplitPositions * 6 + pool_.head_dim_pad * 2);
+    return Split::tile_rows * (2 * row_floats() * 4 + kSplitPositions * 6 + pool_.head_dim_pad * 2);
   }
 
   void run(const Sizes& sizes, Worker& worker) const override {
@@ -71,6 +74,7 @@ class PagedAttention final : public Kernel {
       run_shared(s, worker);
     }
     run_items(sizes, work, worker);
+    split_.end();
   }
 
  private:
@@ -80,15 +84,15 @@ class PagedAttention final : public Kernel {
   struct Scratch {
     uint16_t* q;
     TileScratch tile;
-    float *total, *next;  // (kTileRows, row_floats)
+    float *total, *next;  // (tile_rows, row_floats)
   };
   Scratch scratch(const Worker& worker) const {
     Scratch scratch{};
     scratch.total = reinterpret_cast<float*>(worker.scratch);
-    scratch.next = scratch.total + kTileRows * row_floats();
-    scratch.tile.scores = scratch.next + kTileRows * row_floats();
-    scratch.tile.p = reinterpret_cast<uint16_t*>(scratch.tile.scores + kTileRows * kSplitPositions);
-    scratch.q = scratch.tile.p + kTileRows * kSplitPositions;
+    scratch.next = scratch.total + Split::tile_rows * row_floats();
+    scratch.tile.scores = scratch.next + Split::tile_rows * row_floats();
+    scratch.tile.p = reinterpret_cast<uint16_t*>(scratch.tile.scores + Split::tile_rows * kSplitPositions);
+    scratch.q = scratch.tile.p + Split::tile_rows * kSplitPositions;
     return scratch;
   }
 
@@ -102,7 +106,7 @@ class PagedAttention final : public Kernel {
   int64_t positions_seen(int64_t s) const { return kv_len(s) - first_seen(kv_len(s) - tokens(s)); }
 
   // Tiles of a sequence and a KV head: rows are numbered token * group + head in the group.
-  int64_t tiles(int64_t s) const { return (tokens(s) * group_ + kTileRows - 1) / kTileRows; }
+  int64_t tiles(int64_t s) const { return (tokens(s) * group_ + Split::tile_rows - 1) / Split::tile_rows; }
   int64_t tile_begin(int64_t s, int64_t tile) const { return tokens(s) * group_ * tile / tiles(s); }
 
   bool is_shared(int64_t s, int64_t work, const Worker& worker) const {
@@ -121,6 +125,7 @@ class PagedAttention final : public Kernel {
                     begin = tile_begin(s, item % tiles(s));
       const TileQueries tile = queries(s, kv_head, item % tiles(s), mine.q);
       const SplitKv kv = split_kv(s, kv_head, tile, first_split + split);
+      split_.begin(tile.rows);
       split_.run(tile, kv, mine.tile, partial(split, kv_head * group_ + begin));
     }
     worker.sync();
@@ -157,6 +162,7 @@ class PagedAttention final : public Kernel {
   void run_item(int64_t s, int64_t kv_head, int64_t tile_index, const Scratch& mine) const {
     const TileQueries tile = queries(s, kv_head, tile_index, mine.q);
     const int64_t first = tile.low[0] / kSplitPositions, last = tile.high[tile.rows - 1] / kSplitPositions;
+    split_.begin(tile.rows);
     split_.run(tile, split_kv(s, kv_head, tile, first), mine.tile, mine.total);
     for (int64_t split = first + 1; split <= last; ++split) {
       split_.run(tile, split_kv(s, kv_head, tile, split), mine.tile, mine.next);
@@ -172,18 +178,19 @@ class PagedAttention final : public Kernel {
     }
   }
 
-  // A tile's queries, copied to `q`.
+  // A tile's queries, copied to `q`, zeros in the pad dims.
   TileQueries queries(int64_t s, int64_t kv_head, int64_t tile_index, uint16_t* q) const {
     const int64_t begin = tile_begin(s, tile_index);
     TileQueries tile{};
     tile.q = q;
-    tile.q_stride = pool_.head_dim_pad;
     tile.rows = tile_begin(s, tile_index + 1) - begin;
     for (int64_t r = 0; r < tile.rows; ++r) {
       const int64_t token = (begin + r) / group_, head = kv_head * group_ + (begin + r) % group_;
       const uint16_t* from =
           q_.as<const uint16_t>() + (first_token(s) + token) * q_.stride + head * head_dim_;
-      std::memcpy(q + r * tile.q_stride, from, static_cast<size_t>(head_dim_) * sizeof(uint16_t));
+      uint16_t* row = q + r * pool_.head_dim_pad;
+      std::memcpy(row, from, static_cast<size_t>(head_dim_) * sizeof(uint16_t));
+      std::memset(row + head_dim_, 0, static_cast<size_t>(pool_.head_dim_pad - head_dim_) * sizeof(uint16_t));
       tile.high[r] = kv_len(s) - tokens(s) + token;
       tile.low[r] = first_seen(tile.high[r]);
     }
@@ -196,8 +203,10 @@ class PagedAttention final : public Kernel {
     const int64_t low = tile.low[0], high = tile.high[tile.rows - 1];
     SplitKv kv{};
     kv.begin = split * kSplitPositions;
-    if (kv.begin < low) kv.begin = low / kGroup * kGroup;
-    for (int64_t at = kv.begin; at <= high && at < (split + 1) * kSplitPositions; at += kGroup) {
+    if (kv.begin < low) kv.begin = low / kStepPositions * kStepPositions;
+    const int64_t split_end = (split + 1) * kSplitPositions;
+    const int64_t end = high < split_end ? (high / kStepPositions + 1) * kStepPositions : split_end;
+    for (int64_t at = kv.begin; at < end; at += kGroup) {
       const int64_t block = blocks[at / pool_.block_size];
       const int64_t first_row = (block * kv_heads_ + kv_head) * pool_.block_size + at % pool_.block_size;
       kv.keys[kv.groups] = pool_.keys + first_row * pool_.head_dim_pad;
@@ -222,7 +231,7 @@ class PagedAttention final : public Kernel {
   const Operand q_, out_, partials_, query_start_, kv_len_, block_table_;
   const KvPool pool_;
   const int64_t heads_, kv_heads_, head_dim_, window_, group_;
-  const SplitAttention<S> split_;
+  const Split split_;
   mutable int64_t next_item_ = 0, threads_done_ = 0;  // of the step in progress
 };
 

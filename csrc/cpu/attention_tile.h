@@ -1,72 +1,39 @@
-// Attention of a tile, some queries that share a KV head, over one split: 256 positions aligned to absolute
-// 0.
+// The products of attention for any instruction set (attention_split.h says what they are for).
 //
-//   s = q · k * scale, then cap * tanh(s / cap) if there is a cap
-//   p = bf16(e^(s - max s))      over the split's visible positions; 0 elsewhere
-//   o = Σ p v,  sum = Σ p
-//
-// A split's result for a query is a partial row: o (head_dim_pad floats), max s, sum. Partial rows are
-// combined in ascending order of splits by one function. No number depends on which other queries are in the
-// tile, or on where the sequence was cut: a score is one chain over head_dim, an output one chain over the
-// split's pairs of positions, and what a query doesn't see adds exact zeros to it. The sum is of the rounded
-// p, so that weights add up to one and rounding them doesn't shrink or swell the result.
+// Sixteen scores, or sixteen dims of a result, are the lanes of a register; a few queries and a few such
+// groups keep their accumulators in registers while head_dim, or the positions, pass once.
 #pragma once
 
-#include "simd_math.h"
-#include "step_checks.h"
+#include "attention_split.h"
 
 namespace enginewright {
 namespace {
 
-constexpr int64_t kTileRows = 24;  // queries in a tile, four register tiles of six
-constexpr int64_t kGroup = 16;     // positions whose scores are the lanes of a register
-constexpr int64_t kSplitGroups = kSplitPositions / kGroup;
 constexpr int64_t kKeyGroups = 8;  // that stay in L1 while the tile's queries pass
 
-// A tile's queries. q: (rows, q_stride) bf16. Query r sees the positions low[r] … high[r]; both rise with r.
-struct TileQueries {
-  const uint16_t* q;
-  int64_t q_stride, rows;
-  int64_t low[kTileRows], high[kTileRows];
-};
-
-// The part of a split that a tile sees: groups of 16 positions from `begin` on.
-struct SplitKv {
-  const uint16_t* keys[kSplitGroups];    // each (head_dim_pad / 2, 16 positions, 2)
-  const uint16_t* values[kSplitGroups];  // each (8, head_dim_pad, 2 positions)
-  int64_t begin, groups;
-};
-
-// What a query row of a tile takes in scratch, beside its partial rows.
-struct TileScratch {
-  float* scores;  // (kTileRows, kSplitPositions)
-  uint16_t* p;    // the same
-};
-
-inline int64_t partial_floats(int64_t head_dim_pad) { return head_dim_pad + 16; }
-
 template <class S>
-class SplitAttention {
+class SplitAttention : public SplitSoftmax<S> {
  public:
   using F = typename S::F;
+  static constexpr int64_t tile_rows = 24;  // four register tiles of six
+
   SplitAttention(int64_t head_dim, int64_t head_dim_pad, float scale, float softcap)
-      : pairs_(head_dim / 2), width_(head_dim_pad), scale_(scale), softcap_(softcap) {}
+      : SplitSoftmax<S>(head_dim_pad, scale, softcap), pairs_(head_dim / 2) {}
+
+  // Around run()s with `rows` queries, and after all of a thread.
+  static void begin(int64_t) {}
+  static void end() {}
 
   // partial: (rows, partial_floats)
   void run(const TileQueries& tile, const SplitKv& kv, const TileScratch& scratch, float* partial) const {
     for (int64_t g = 0; g < kv.groups; g += kKeyGroups) {
       const int64_t groups = kv.groups - g < kKeyGroups ? kv.groups - g : kKeyGroups;
       for_row_chunks(tile.rows, [&](int64_t row, auto chunk) {
-        const uint16_t* q = tile.q + row * tile.q_stride;
-        score<decltype(chunk)::rows>(q, tile.q_stride, kv.keys + g, groups,
+        score<decltype(chunk)::rows>(tile.q + row * width_, kv.keys + g, groups,
                                      scratch.scores + row * kSplitPositions + g * kGroup);
       });
     }
-    for (int64_t row = 0; row < tile.rows; ++row) {
-      float* result = partial + row * partial_floats(width_);
-      const int64_t at = row * kSplitPositions;
-      softmax(scratch.scores + at, kv, tile.low[row], tile.high[row], scratch.p + at, result + width_);
-    }
+    this->softmax(tile, kv, scratch, partial);
     for (int64_t dim = 0; dim < width_; dim += kKeyGroups * 16) {
       const int64_t blocks = (width_ - dim) / 16 < kKeyGroups ? (width_ - dim) / 16 : kKeyGroups;
       for_row_chunks(tile.rows, [&](int64_t row, auto chunk) {
@@ -76,25 +43,9 @@ class SplitAttention {
     }
   }
 
-  // total := total and then `next`; both partial rows.
-  void combine(float* total, const float* next) const {
-    if (next[width_ + 1] == 0.0f) return;  // sees nothing of that split
-    if (total[width_ + 1] == 0.0f) {
-      std::memcpy(total, next, static_cast<size_t>(width_ + 2) * sizeof(float));
-      return;
-    }
-    const F total_max = S::set1(total[width_]), next_max = S::set1(next[width_]);
-    const F max = S::max(next_max, total_max);
-    const F keep = exp<S>(S::sub(total_max, max)), take = exp<S>(S::sub(next_max, max));
-    for (int64_t i = 0; i < width_; i += 16) {
-      S::store(total + i, S::fma(S::load(total + i), keep, S::mul(S::load(next + i), take)));
-    }
-    const F sum = S::fma(S::set1(total[width_ + 1]), keep, S::mul(S::set1(next[width_ + 1]), take));
-    S::store_first(total + width_, max, 1);
-    S::store_first(total + width_ + 1, sum, 1);
-  }
-
  private:
+  using SplitSoftmax<S>::width_;
+
   template <int R>
   struct Chunk {
     static constexpr int rows = R;
@@ -124,16 +75,15 @@ class SplitAttention {
 
   // scores (R, kSplitPositions) of R queries and some groups of keys, N at once, then half as many.
   template <int R, int N = wide<R>>
-  ENGINEWRIGHT_INLINE void score(const uint16_t* q, int64_t q_stride, const uint16_t* const* keys,
-                                 int64_t groups, float* scores) const {
-    for (; groups >= N; groups -= N, keys += N, scores += N * kGroup)
-      score_tile<R, N>(q, q_stride, keys, scores);
+  ENGINEWRIGHT_INLINE void score(const uint16_t* q, const uint16_t* const* keys, int64_t groups,
+                                 float* scores) const {
+    for (; groups >= N; groups -= N, keys += N, scores += N * kGroup) score_tile<R, N>(q, keys, scores);
     if constexpr (N > 1) {
-      if (groups > 0) score<R, N / 2>(q, q_stride, keys, groups, scores);
+      if (groups > 0) score<R, N / 2>(q, keys, groups, scores);
     }
   }
   template <int R, int N>
-  void score_tile(const uint16_t* q, int64_t q_stride, const uint16_t* const* keys, float* scores) const {
+  void score_tile(const uint16_t* q, const uint16_t* const* keys, float* scores) const {
     F acc[R][N];
     for (int r = 0; r < R; ++r) {
       for (int n = 0; n < N; ++n) acc[r][n] = S::zero();
@@ -142,50 +92,13 @@ class SplitAttention {
       typename S::Line lines[N];
       for (int n = 0; n < N; ++n) lines[n] = S::load_line(keys[n] + i * 2 * kGroup);
       for (int r = 0; r < R; ++r) {
-        const typename S::Pair pair = S::load_pair(q + r * q_stride + 2 * i);
+        const typename S::Pair pair = S::load_pair(q + r * width_ + 2 * i);
         for (int n = 0; n < N; ++n) acc[r][n] = S::dot(acc[r][n], pair, lines[n]);
       }
     }
-    const F scale = S::set1(scale_);
     for (int r = 0; r < R; ++r) {
-      for (int n = 0; n < N; ++n)
-        S::store(scores + r * kSplitPositions + n * kGroup, S::mul(acc[r][n], scale));
+      for (int n = 0; n < N; ++n) S::store(scores + r * kSplitPositions + n * kGroup, acc[r][n]);
     }
-  }
-
-  // One query's scores to p; max and sum to max_sum[0], [1].
-  void softmax(float* scores, const SplitKv& kv, int64_t low, int64_t high, uint16_t* p,
-               float* max_sum) const {
-    const int64_t positions = kv.groups * kGroup;
-    low = clamp(low - kv.begin, 0, positions);
-    const int64_t end = clamp(high + 1 - kv.begin, 0, positions);
-    const F minus_infinity = S::set1(-INFINITY);
-    max_sum[0] = -INFINITY;
-    max_sum[1] = 0.0f;
-    if (low >= end) {
-      std::memset(p, 0, static_cast<size_t>(positions) * sizeof(uint16_t));
-      return;
-    }
-    F max = minus_infinity;
-    for (int64_t i = 0; i < positions; i += kGroup) {
-      F s = S::load(scores + i);
-      if (softcap_ > 0) s = S::mul(S::set1(softcap_), tanh<S>(S::div(s, S::set1(softcap_))));
-      if (i < low) s = S::first(clamp(low - i, 0, kGroup), minus_infinity, s);
-      if (i + kGroup > end) s = S::first(clamp(end - i, 0, kGroup), s, minus_infinity);
-      S::store(scores + i, s);
-      max = S::max(s, max);
-    }
-    max_sum[0] = S::reduce_max(max);
-    max = S::set1(max_sum[0]);
-    F sum = S::zero();
-    for (int64_t i = 0; i < positions; i += kGroup) {
-      S::store_bf16(p + i, exp<S>(S::sub(S::load(scores + i), max)));
-      sum = S::add(sum, S::load_bf16(p + i));
-    }
-    max_sum[1] = S::reduce_add(sum);
-  }
-  static ENGINEWRIGHT_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) {
-    return x < low ? low : x < high ? x : high;
   }
 
   // out (R, partial_floats) = p · v for `blocks` x 16 dims from `dim` on.
@@ -219,8 +132,7 @@ class SplitAttention {
     }
   }
 
-  const int64_t pairs_, width_;
-  const float scale_, softcap_;
+  const int64_t pairs_;
 };
 
 }  // namespace

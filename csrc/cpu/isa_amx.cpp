@@ -34,6 +34,8 @@
 #include "simd_avx512.h"
 
 // Behind it, since it uses Avx512.
+#include "attention.h"
+#include "attention_amx.h"
 #include "gemm_amx.h"
 
 #if defined(__clang__)
@@ -58,6 +60,7 @@ KernelTable amx_table() {
   KernelTable table = avx512_table();
   table["gemm_bf16@1"] = make_kernel<GemmBf16Amx>;
   table["gemm_w8a16@1"] = make_kernel<GemmW8A16Amx>;
+  table["paged_attention@1"] = make_kernel<PagedAttention<Avx512, AmxSplitAttention>>;
   return table;
 }
 

@@ -20,6 +20,9 @@ class FuseResidualNorm:
             add = made_by(total, "Add")
             if add is None or weight is None:
                 continue
+            if norm.attributes.get_int("axis", -1) != -1:
+                refusals.append(f"{norm.name} does not normalize the last dimension alone.")
+                continue
             x, delta = add.inputs
             if x is None or delta is None or x.is_initializer() or delta.is_initializer():
                 refusals.append(f"{norm.name} normalizes a sum with a constant.")
@@ -27,7 +30,7 @@ class FuseResidualNorm:
             if x.shape != delta.shape:
                 refusals.append(f"{norm.name} normalizes a sum of different shapes.")
                 continue
-            epsilon = norm.attributes["epsilon"].as_float()
+            epsilon = norm.attributes.get_float("epsilon", 1e-5)
             fused = ADD_RMS_NORM.node([x, delta, weight], epsilon=epsilon, to=int(ir.DataType.FLOAT))
             fused.name = norm.name
             replace([add, norm], [fused], list(zip((add.outputs[0], norm.outputs[0]), fused.outputs, strict=True)))

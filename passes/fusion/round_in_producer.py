@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from enginewright.passes.graph import nodes_of, replace, standard, typed
+from enginewright.passes.graph import nodes_of, only_used_by, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import plugin_of
-from enginewright.plugins.plugin import Plugin
 from enginewright.plugins.rms_norm import RMS_NORM
 
 
@@ -17,8 +16,9 @@ class RoundInProducer:
 
     def __call__(self, model: ir.Model) -> PassResult:
         rewrites, refusals = 0, []
-        # From the end: a Cast that moves up across a Gather comes to the node above it later.
-        for cast in reversed(tuple(nodes_of(model, "Cast"))):
+        for cast in tuple(nodes_of(model, "Cast")):
+            if cast.graph is None:
+                continue  # gone together with another one of the same value
             refusal = _round(cast)
             rewrites += refusal is None
             refusals += [refusal] if refusal else []
@@ -35,10 +35,10 @@ def _round(cast: ir.Node) -> str | None:
     if value.is_graph_output() or any(user.op_type != "Cast" or user.attributes["to"].as_int() != to for user in users):
         return f"{value.name} is used unrounded, too."
     if producer.op_type == "Gather" and producer.domain == "":
-        return _above_gather(producer, users, ir.DataType(to))
-    rounding = _rounding(producer, to)
-    if rounding is None:
+        return _above_gather(producer, users, to)
+    if not _can_round(producer):
         return f"{producer.name} ({producer.op_type}) cannot round."
+    rounding = _rounding(producer, to)
     rounding.name = producer.name
     outputs = dict(zip(producer.outputs, rounding.outputs, strict=True))
     rounded = outputs.pop(value)
@@ -52,24 +52,31 @@ def _round(cast: ir.Node) -> str | None:
     return None
 
 
-def _rounding(producer: ir.Node, to: int) -> ir.Node | None:
+def _can_round(producer: ir.Node) -> bool:
+    plugin = plugin_of(producer)
+    return producer.op_type == "RMSNormalization" or (plugin is not None and "to" in plugin.attributes)
+
+
+def _rounding(producer: ir.Node, to: int) -> ir.Node:
     """The node that does what `producer` does, and rounds."""
-    if producer.op_type == "RMSNormalization":
-        return RMS_NORM.node(producer.inputs, epsilon=producer.attributes["epsilon"].as_float(), to=to)
-    plugin: Plugin | None = plugin_of(producer)
-    if plugin is None or "to" not in plugin.attributes:
-        return None
+    plugin = plugin_of(producer)
+    if plugin is None:
+        return RMS_NORM.node(producer.inputs, epsilon=producer.attributes.get_float("epsilon", 1e-5), to=to)
     attributes = {name: attribute.value for name, attribute in producer.attributes.items()}
     return plugin.node(producer.inputs, **{**attributes, "to": to})
 
 
-def _above_gather(gather: ir.Node, users: tuple[ir.Node, ...], to: ir.DataType) -> str | None:
-    """Cast(Gather(x, rows)) becomes Gather(Cast(x), rows), and the Cast is tried there."""
+def _above_gather(gather: ir.Node, users: tuple[ir.Node, ...], to: int) -> str | None:
+    """Cast(Gather(x, rows)) becomes Gather(Cast(x), rows), and the Cast goes into what writes x."""
     source, rows = gather.inputs
     assert source is not None and source.shape is not None and gather.outputs[0].shape is not None
-    rounded = typed(f"{source.name}.rounded", to, source.shape.dims)
-    gathered = typed("", to, gather.outputs[0].shape.dims)
-    cast = standard("Cast", [source], [rounded], str(rounded.name), to=int(to))
+    producer = source.producer()
+    if producer is None or not _can_round(producer) or not only_used_by(source, gather):
+        return f"{gather.name} gathers rows that cannot be rounded before."
+    dtype = ir.DataType(to)
+    rounded = typed(f"{source.name}.rounded", dtype, source.shape.dims)
+    gathered = typed("", dtype, gather.outputs[0].shape.dims)
+    cast = standard("Cast", [source], [rounded], str(rounded.name), to=to)
     moved = standard("Gather", [rounded, rows], [gathered], str(gather.name), axis=0)
     graph = gather.graph
     assert graph is not None

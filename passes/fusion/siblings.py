@@ -84,6 +84,7 @@ def _transpose(weight: ir.Value, across: ir.Value) -> ir.Node:
 
 def _renamed(name: str, part: str) -> str:
     """`model.layers.0.self_attn.q_proj.weight` with another last name: `model.layers.0.self_attn.qkv_proj.weight`."""
-    pieces = name.split(".")
-    at = max(index for index, piece in enumerate(pieces) if piece.endswith("_proj"))
-    return ".".join((*pieces[:at], part, *pieces[at + 1 :]))
+    layer, dot, kind = name.rpartition(".")
+    if kind not in ("weight", "bias"):
+        layer, dot, kind = name, "", ""
+    return f"{layer.rpartition('.')[0]}.{part}{dot}{kind}"

@@ -124,5 +124,3 @@ class _Run:
         rounded = typed(f"{x.name}.rounded", ACTIVATIONS, x.shape.dims)
         self._rounded[x] = rounded
         return rounded, [standard("Cast", [x], [rounded], str(rounded.name), to=int(ACTIVATIONS))]
-
-

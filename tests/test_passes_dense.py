@@ -1,0 +1,237 @@
+"""Passes over the dense graph: what onnxruntime computes before and after is the same."""
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+from enginewright.passes.pass_manager import run_passes
+from enginewright.passes.quant import Bf16, Int8Wo, QuantConfig
+from enginewright.passes.quant.int8_wo import quantize_rows
+from enginewright.passes.quant.method import Quantize
+from enginewright.passes.weights import read
+from tests import tolerances
+from tests.graphs import CASES, DenseRun, checkpoint_of, dense_graph, graph_before, random_tokens
+from tests.onnx_run import Array, run
+
+STEPS = (11, 1, 4)  # tokens
+bfloat16 = ml_dtypes.bfloat16
+
+
+def everything(model: ir.Model) -> dict[str, Array]:
+    """Logits of all STEPS, and what is present after the last."""
+    dense, tokens = DenseRun(model), random_tokens(sum(STEPS), seed=3)
+    parts = [dense.step(part) for part in np.split(tokens, np.cumsum(STEPS)[:-1])]
+    return {"logits": np.concatenate(parts), **dense.past}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["cleanup", "fuse_qkv", "fuse_gate_up", "fuse_residual_norm", "fuse_swiglu"])
+def test_results_are_the_same_before_and_after(name: str, case: str) -> None:
+    model, own = graph_before(case, name)
+    before = everything(model)
+    (result,) = run_passes(model, [own]).values()
+    assert (result.rewrites > 0, result.refusals) == (name != "cleanup", ())
+    after = everything(model)
+    assert before.keys() == after.keys()
+    for output, expected in before.items():
+        # A product with more columns may be summed in another order; all else is the same operations.
+        if name in ("fuse_qkv", "fuse_gate_up"):
+            assert np.abs(after[output] - expected).max() < tolerances.DENSE_LOGITS, output
+        else:
+            np.testing.assert_array_equal(after[output], expected, output)
+
+
+def test_cleanup_removes_what_nothing_reads() -> None:
+    model, own = graph_before("llama", "cleanup")
+    size, weights = len(model.graph), len(model.graph.initializers)
+    extra = ir.Value(
+        name="extra",
+        type=ir.TensorType(ir.DataType.FLOAT),
+        shape=ir.Shape((48,)),
+        const_value=ir.tensor(np.ones(48, np.float32), name="extra"),
+    )
+    model.graph.register_initializer(extra)
+    for op_type in ("Sigmoid", "Tanh"):
+        extra_node = ir.Node("", op_type, [extra], num_outputs=1)
+        model.graph.append(extra_node)
+        (extra,) = extra_node.outputs
+        extra.type, extra.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape((48,))
+    assert own(model).rewrites == 2
+    assert (len(model.graph), len(model.graph.initializers)) == (size, weights)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fused_weights_are_the_siblings_one_below_the_other(case: str) -> None:
+    model, own = graph_before(case, "fuse_qkv")
+    own(model)
+    stored = checkpoint_of(case).stored
+    biased = "model.layers.0.self_attn.q_proj.bias" in stored
+    for kind in ("weight", "bias") if biased else ("weight",):
+        fused = read(model.graph.initializers[f"model.layers.1.self_attn.qkv_proj.{kind}"])
+        parts = [stored[f"model.layers.1.self_attn.{part}_proj.{kind}"] for part in "qkv"]
+        torch.testing.assert_close(fused, torch.cat(parts).float(), rtol=0, atol=0)
+        assert f"model.layers.1.self_attn.q_proj.{kind}" in model.graph.initializers  # until cleanup
+
+
+def numpy_weight(weight: torch.Tensor, quant: QuantConfig) -> list[Array]:
+    """What a method makes of a weight [N, K]; as its initializers are: values, then scales."""
+    exact = weight.float().numpy()
+    if isinstance(quant, Bf16):
+        return [exact.astype(bfloat16)]
+    scale = np.abs(exact).max(axis=1) / np.float32(127)
+    codes = np.rint(np.divide(exact, scale[:, None], out=np.zeros_like(exact), where=scale[:, None] > 0))
+    return [codes.astype(np.int8), scale]
+
+
+def numpy_values(model: ir.Model, name: str) -> Array:
+    tensor = model.graph.initializers[name].const_value
+    assert tensor is not None
+    return tensor.numpy()
+
+
+@pytest.mark.parametrize("quant", [Bf16(), Int8Wo()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("case", CASES)
+def test_quantized_weights_are_numpys(case: str, quant: QuantConfig) -> None:
+    model, own = graph_before(case, f"quantize_{quant.name.replace('-', '_')}", quant)
+    own(model)
+    stored, config = checkpoint_of(case).stored, checkpoint_of(case).config
+    compared = set()
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        for fused, parts in (
+            ("self_attn.qkv_proj", [f"self_attn.{part}_proj" for part in "qkv"]),
+            ("self_attn.o_proj", ["self_attn.o_proj"]),
+            ("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"]),
+            ("mlp.down_proj", ["mlp.down_proj"]),
+        ):
+            weight = torch.cat([stored[f"{prefix}.{part}.weight"] for part in parts])
+            compared |= _compare(model, f"{prefix}.{fused}.weight", weight, quant)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in stored:
+            compared |= _compare(model, name, stored[name], quant)
+    # Nothing but these was quantized: norms and biases stay as they are.
+    others = {name: value for name, value in model.graph.initializers.items() if name not in compared}
+    assert {value.dtype for value in others.values()} <= {ir.DataType.FLOAT, ir.DataType.INT64}
+
+
+def _compare(model: ir.Model, name: str, weight: torch.Tensor, quant: QuantConfig) -> set[str]:
+    names = [name, f"{name}.scale"][: 1 if isinstance(quant, Bf16) else 2]
+    for own, expected in zip(names, numpy_weight(weight, quant), strict=True):
+        actual = numpy_values(model, own)
+        assert actual.dtype == expected.dtype
+        np.testing.assert_array_equal(actual, expected, own)
+    return set(names)
+
+
+@pytest.mark.parametrize("quant", [Bf16(), Int8Wo()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("case", CASES)
+def test_quantized_logits_are_near(case: str, quant: QuantConfig) -> None:
+    model, own = graph_before(case, f"quantize_{quant.name.replace('-', '_')}", quant)
+    exact = everything(model)["logits"]
+    result = own(model)
+    assert result.refusals == ()
+    quantized = everything(model)["logits"]
+    error = relative_error(quantized, exact)
+    assert 1e-8 < error < tolerances.ENGINE_LOGITS[quant.name]
+
+
+def relative_error(actual: Array, expected: Array) -> float:
+    """1 - 2<x, y> / (<x, x> + <y, y>): 0 if they are equal, 1 if they have nothing in common."""
+    x, y = actual.astype(np.float64), expected.astype(np.float64)
+    return float(1 - 2 * (x * y).sum() / ((x * x).sum() + (y * y).sum()))
+
+
+def test_rows_are_quantized_half_to_even() -> None:
+    weight = torch.tensor(
+        [[127.0, 0.5, 1.5, 2.5, -0.5, -2.5, 126.5], [0.0] * 7, [-254.0, 1.0, 3.0, 253.0, 2.0, -1.0, 5.0]]
+    )
+    codes, scale = quantize_rows(weight)
+    assert codes.tolist() == [[127, 0, 2, 2, 0, -2, 126], [0] * 7, [-127, 0, 2, 126, 1, 0, 2]]
+    assert scale.tolist() == [1.0, 0.0, 2.0]
+    extremes = torch.randn(999, 7, generator=torch.Generator().manual_seed(0)) * 1e-38
+    assert quantize_rows(extremes)[0].min() == -127  # never -128, also where the scale is subnormal
+
+
+TABLE, WEIGHT, BIAS = (307, 21), (13, 21), (13,)
+
+
+def small_graph(scale: float) -> tuple[ir.Model, dict[str, Array]]:
+    """logits = (rows of a table · scale) weightᵀ + bias, and again times a weight. Sixteenths: sums are exact."""
+    random = np.random.default_rng(5)
+    shapes = {"table": TABLE, "weight": WEIGHT, "bias": BIAS, "head": (307, 13)}
+    arrays = {name: (random.integers(-64, 65, shape) / 16).astype(np.float32) for name, shape in shapes.items()}
+    values = {
+        name: ir.Value(
+            name=name,
+            type=ir.TensorType(ir.DataType.FLOAT),
+            shape=ir.Shape(array.shape),
+            const_value=ir.tensor(array, name=name),
+        )
+        for name, array in {**arrays, "scale": np.array(scale, np.float32)}.items()
+    }
+    tokens = ir.Value(name="tokens", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape((1, "T")))
+    nodes: list[ir.Node] = []
+
+    def op(op_type: str, inputs: list[ir.Value], width: int, **attributes: int | list[int]) -> ir.Value:
+        converted = [ir.convenience.convert_attribute(*item) for item in attributes.items()]
+        dims = (inputs[0].shape[1], width) if op_type == "Transpose" and inputs[0].shape else (1, "T", width)
+        name = f"{op_type}.{len(nodes)}"
+        output = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(dims))
+        nodes.append(ir.Node("", op_type, inputs, converted, outputs=[output], name=name))
+        return output
+
+    x = op("Mul", [op("Gather", [values["table"], tokens], 21, axis=0), values["scale"]], 21)
+    y = op("MatMul", [x, op("Transpose", [values["weight"]], 13, perm=[1, 0])], 13)
+    y = op("Add", [y, values["bias"]], 13)
+    logits = op("MatMul", [y, op("Transpose", [values["head"]], 307, perm=[1, 0])], 307)
+    logits.name = "logits"
+    graph = ir.Graph(
+        [tokens], [logits], nodes=nodes, initializers=list(values.values()), opset_imports={"": 24, "enginewright": 1}
+    )
+    return ir.Model(graph, ir_version=10), arrays
+
+
+@pytest.mark.parametrize("quant", [Bf16(), Int8Wo()], ids=lambda quant: quant.name)
+def test_quantized_arithmetic_is_numpys(quant: QuantConfig) -> None:
+    model, arrays = small_graph(scale=0.75)
+    assert Quantize(quant)(model).rewrites == 3
+    assert [node.op_type for node in model.graph if node.domain] == (
+        ["EmbedBf16", "GemmBf16", "GemmBf16"] if isinstance(quant, Bf16) else ["EmbedW8", "GemmW8A16", "GemmW8A16"]
+    )
+    tokens = random_tokens(29, seed=1)
+    logits = run(model, {"tokens": tokens[None]})["logits"][0]
+
+    def stored(name: str) -> tuple[Array, Array]:
+        """Values in fp32, and scales (1 where there are none)."""
+        values, *scale = numpy_weight(torch.from_numpy(arrays[name]), quant)
+        return values.astype(np.float32), scale[0] if scale else np.ones(len(values), np.float32)
+
+    def rounded(x: Array) -> Array:
+        return x.astype(bfloat16).astype(np.float32)
+
+    (table, table_scale), (weight, weight_scale), (head, head_scale) = map(stored, ("table", "weight", "head"))
+    x = rounded(table[tokens] * table_scale[tokens][:, None] * np.float32(0.75))
+    y = rounded(((x @ weight.T) * weight_scale + arrays["bias"]).astype(np.float32))
+    expected = (y @ head.T) * head_scale
+    # A row's scale makes activations inexact, so that a sum in another order may differ in its last bits.
+    assert np.abs(logits - expected).max() <= tolerances.GEMM_F32 * np.abs(expected).max()
+    unrounded = (
+        ((table[tokens] * table_scale[tokens][:, None] * 0.75) @ weight.T) * weight_scale + arrays["bias"]
+    ) @ head.T
+    assert np.abs(logits - unrounded * head_scale).max() > 100 * tolerances.GEMM_F32 * np.abs(expected).max()
+
+
+def test_layers_of_one_input_share_its_rounding_and_a_tied_table_is_stored_once() -> None:
+    model, own = graph_before("llama, biases, tied", "quantize_int8_wo", Int8Wo())
+    own(model)
+    casts = [node for node in model.graph if node.op_type == "Cast"]
+    assert len({node.inputs[0] for node in casts}) == len(casts) == 4 * 3 + 1
+    (embed,) = (node for node in model.graph if node.op_type == "EmbedW8")
+    head = model.graph.outputs[0].producer()
+    assert head is not None and head.op_type == "GemmW8A16"
+    assert embed.inputs[1:3] == head.inputs[1:3]
+    unfused = dense_graph("llama")
+    Quantize(Bf16())(unfused)  # q, k, v of one input, and gate and up
+    assert len([node for node in unfused.graph if node.op_type == "Cast"]) == 4 * 3 + 1

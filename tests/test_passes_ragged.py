@@ -1,0 +1,225 @@
+"""The switch to packed tokens over KV pools, and the passes behind it."""
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from enginewright.errors import EngineError
+from enginewright.passes.graph import standard, typed
+from enginewright.passes.pass_manager import run_passes
+from enginewright.passes.pipeline import run_pipeline
+from enginewright.passes.quant import Bf16, Int8Wo, QuantConfig
+from tests import tolerances
+from tests.graphs import CASES, DenseRun, dense_graph, graph_before, random_tokens
+from tests.onnx_run import Array
+from tests.ragged import RaggedRun
+from tests.test_passes_dense import relative_error
+
+LENGTHS = {"long": 75, "short": 3, "middle": 41}
+# New tokens of each sequence, in the order in which they are packed: a prefill in chunks (one ends inside a block, one
+# at a block's end), decodes beside it, sequences that come later and that leave.
+STEPS: list[dict[str, int]] = [
+    {"long": 31},
+    {"short": 2, "long": 1},
+    {"long": 32, "middle": 40, "short": 1},
+    {"middle": 1, "long": 11},
+]
+BLOCKS = 9  # of each pool: one that is nobody's, and some that stay free
+
+
+def texts() -> dict[str, Array]:
+    return {name: random_tokens(length, seed) for seed, (name, length) in enumerate(LENGTHS.items())}
+
+
+def ragged_logits(model: ir.Model) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Logits of every token of every sequence, and the pools at the end."""
+    ragged, tokens = RaggedRun(model, BLOCKS), texts()
+    done = dict.fromkeys(tokens, 0)
+    logits: dict[str, list[Array]] = {name: [] for name in tokens}
+    for step in STEPS:
+        new = {name: tokens[name][done[name] : done[name] + count] for name, count in step.items()}
+        for name, rows in ragged.step(new).items():
+            logits[name].append(rows)
+            done[name] += step[name]
+    assert done == LENGTHS
+    return {name: np.concatenate(parts) for name, parts in logits.items()}, ragged.pools
+
+
+def dense_logits(model: ir.Model) -> dict[str, Array]:
+    """The same, each sequence by itself: a prefill, a chunk and a decode."""
+    logits = {}
+    for name, tokens in texts().items():
+        dense = DenseRun(model)
+        parts = np.split(tokens, [max(1, len(tokens) - 20), len(tokens) - 1])
+        logits[name] = np.concatenate([dense.step(part) for part in parts if len(part)])
+    return logits
+
+
+def round_what_attention_reads(model: ir.Model) -> None:
+    """Queries, keys and values go through bfloat16, as they do on their way into the KV pools."""
+    graph = model.graph
+    for node in [each for each in graph if each.op_type in ("Attention", "CausalWindow")]:
+        for index in range(3):
+            value = node.inputs[index]
+            assert value is not None and value.shape is not None
+            name = f"{node.name}.{index}"
+            low = typed(f"{name}.low", ir.DataType.BFLOAT16, value.shape.dims)
+            back = typed(f"{name}.back", ir.DataType.FLOAT, value.shape.dims)
+            casts = [
+                standard("Cast", [value], [low], f"{name}.low", to=ir.DataType.BFLOAT16.value),
+                standard("Cast", [low], [back], f"{name}.back", to=ir.DataType.FLOAT.value),
+            ]
+            graph.insert_before(node, casts)
+            node.replace_input_with(index, back)
+
+
+@pytest.mark.parametrize("quant", [Bf16(), Int8Wo()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("case", CASES)
+def test_packed_sequences_are_as_each_by_itself(case: str, quant: QuantConfig) -> None:
+    dense, to_ragged = graph_before(case, "to_ragged", quant)
+    ragged = dense.clone()
+    (result,) = run_passes(ragged, [to_ragged]).values()
+    assert result.rewrites == 3
+    round_what_attention_reads(dense)
+    expected, (actual, _) = dense_logits(dense), ragged_logits(ragged)
+    for name, rows in expected.items():
+        assert relative_error(actual[name], rows) < tolerances.RAGGED_LOGITS, name
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["fuse_rope_kv_write", "round_in_producer"])
+def test_results_are_the_same_before_and_after(name: str, case: str) -> None:
+    model, own = graph_before(case, name)
+    logits, pools = ragged_logits(model)
+    (result,) = run_passes(model, [own]).values()
+    assert result.rewrites > 0
+    fused_logits, fused_pools = ragged_logits(model)
+    for one, other in ((logits, fused_logits), (pools, fused_pools)):
+        assert one.keys() == other.keys()
+        for key, expected in one.items():
+            np.testing.assert_array_equal(other[key], expected, key)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "change"), [("window", lambda w: w + 1 if w else 0), ("scale", lambda x: x * 1.01)]
+)
+def test_the_comparison_sees_faults(attribute: str, change: Callable[[float], float]) -> None:
+    model, _ = run_pipeline(dense_graph("gemma3_text"), Bf16())
+    expected, _ = ragged_logits(model)
+    for node in model.graph:
+        if node.op_type == "PagedAttention":
+            wrong = change(node.attributes[attribute].value)
+            node.attributes.add(ir.convenience.convert_attribute(attribute, wrong))
+    actual, _ = ragged_logits(model)
+    assert relative_error(actual["long"], expected["long"]) > 10 * tolerances.RAGGED_LOGITS
+    if attribute == "window":
+        np.testing.assert_array_equal(actual["short"], expected["short"])  # it ends inside the window
+
+
+FINAL_OPS = {
+    "Add", "AddRmsNorm", "Cast", "EmbedBf16", "EmbedW8", "Gather", "GemmBf16", "GemmW8A16", "PagedAttention",
+    "RMSNormalization", "Reshape", "RmsNorm", "RopeKvWrite", "RopeTable", "Softcap", "Split",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("quant", [Bf16(), Int8Wo()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("case", CASES)
+def test_the_finished_graph_is_what_a_lowering_takes(case: str, quant: QuantConfig) -> None:
+    dense = dense_graph(case)
+    groups = json.loads(dense.metadata_props["enginewright.kv_groups"])
+    model, _ = run_pipeline(dense, quant)
+    assert {node.op_type for node in model.graph} <= FINAL_OPS
+    shapes = {str(value.name): (value.dtype, str(value.shape)) for value in model.graph.inputs}
+    tables = {f"slots.{group}": "[tokens]" for group in range(len(groups))}
+    tables |= {f"block_table.{group}": "[sequences,kv_blocks]" for group in range(len(groups))}
+    expected = {
+        "tokens": "[tokens]",
+        "positions": "[tokens]",
+        "query_start": "[sequences + 1]",
+        "kv_len": "[sequences]",
+        "logit_rows": "[logit_rows]",
+        **tables,
+    }
+    pools = {
+        f"{kind}_pool.{layer}": (ir.DataType.BFLOAT16, f"[slots.{group},{entry['kv_heads']},{entry['head_dim']}]")
+        for group, entry in enumerate(groups)
+        for layer in entry["layers"]
+        for kind in ("key", "value")
+    }
+    assert shapes == {name: (ir.DataType.INT32, shape) for name, shape in expected.items()} | pools
+    logits, *written = model.graph.outputs
+    assert (logits.name, logits.dtype, str(logits.shape)) == ("logits", ir.DataType.FLOAT, "[logit_rows,307]")
+    assert {str(value.name): (value.dtype, str(value.shape)) for value in written} == {
+        f"{name}.out": pool for name, pool in pools.items()
+    }
+    assert json.loads(model.metadata_props["enginewright.kv_groups"]) == groups
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3_text"])
+def test_only_wanted_rows_reach_the_head_and_no_cast_is_left(case: str) -> None:
+    model, _ = run_pipeline(dense_graph(case), Bf16())
+    (gather,) = (node for node in model.graph if node.op_type == "Gather")
+    (x,) = (value for value in gather.inputs if value is not None and value.name != "logit_rows")
+    assert x.dtype == gather.outputs[0].dtype == ir.DataType.BFLOAT16
+    (head,) = gather.outputs[0].consumers()
+    assert head.op_type == "GemmBf16" and str(head.outputs[0].shape) == "[logit_rows,307]"
+    assert not [node for node in model.graph if node.op_type == "Cast"]
+
+
+def _mask(model: ir.Model) -> None:
+    node = next(node for node in model.graph if node.op_type == "Attention")
+    mask = typed("mask", ir.DataType.FLOAT, (1, 1))
+    mask.const_value = ir.tensor(np.zeros((1, 1), np.float32), name="mask")
+    model.graph.register_initializer(mask)
+    node.replace_input_with(3, mask)
+
+
+def _see_everything(model: ir.Model) -> None:
+    next(node for node in model.graph if node.op_type == "Attention").attributes.add(ir.AttrInt64("is_causal", 0))
+
+
+def _interleave(model: ir.Model) -> None:
+    next(node for node in model.graph if node.op_type == "RotaryEmbedding").attributes.add(
+        ir.AttrInt64("interleaved", 1)
+    )
+
+
+def _logits_from_a_norm(model: ir.Model) -> None:
+    head = model.graph.outputs[0].producer()
+    assert head is not None
+    (x, *_) = head.inputs
+    cast = x.producer() if x is not None else None
+    assert cast is not None and cast.inputs[0] is not None
+    model.graph.outputs[0].name = "old"
+    model.graph.outputs[0] = cast.inputs[0]
+    cast.inputs[0].name = "logits"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_mask, r"layers\.0\.attention has a mask or is not causal"),
+        (_see_everything, r"layers\.0\.attention has a mask or is not causal"),
+        (_interleave, r"q_proj\.rotated rotates neighbours"),
+        (_logits_from_a_norm, "the logits come from no matrix product"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_cannot_be_packed_is_named(spoil: object, message: str) -> None:
+    model, to_ragged = graph_before("llama", "to_ragged")
+    assert callable(spoil)
+    spoil(model)
+    with pytest.raises(EngineError, match=message):
+        to_ragged(model)
+
+
+def test_a_layer_without_rotation_has_no_kernel() -> None:
+    model = dense_graph("llama")
+    for node in [node for node in model.graph if node.op_type == "RotaryEmbedding"][2:4]:
+        assert node.inputs[0] is not None
+        ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
+    with pytest.raises(EngineError, match=r"layers\.1\.attention\.kv_write \(KvWrite\) has no kernel.*not rotated"):
+        run_pipeline(model, Bf16())
