@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
@@ -24,7 +24,7 @@ class Count(click.ParamType[int]):
     """A positive whole number; `32k` is 32768."""
 
     name = "count"
-    units = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+    units: ClassVar = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
@@ -101,7 +101,9 @@ def main() -> None:
 @click.option("--max-seq-len", type=Count(), help="Longest sequence, 32k is accepted.  [the model's]")
 @click.option("--max-batch-size", type=Count(), default=32, show_default=True, help="Recorded as the run's default.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="[MODEL-QUANT.engine]")
-@click.option("--dump-graphs", type=click.Path(path_type=Path, file_okay=False), help="One ONNX file a pass, no weights.")
+@click.option(
+    "--dump-graphs", type=click.Path(path_type=Path, file_okay=False), help="One ONNX file a pass, no weights."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def build(
     model: str,
@@ -187,7 +189,9 @@ def export(model: str, path: Path, dtype: str) -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help='JSON lines, each {"prompt": …} or {"messages": […]}, with sampling options if they differ.',
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="JSON lines of --input.  [stdout]")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="JSON lines of --input.  [stdout]"
+)
 @click.option("--max-tokens", type=Count(), help="Tokens to write at most.  [to the model's length]")
 @click.option("--temperature", type=float)
 @click.option("--top-k", type=int)

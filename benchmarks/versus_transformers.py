@@ -76,7 +76,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.engine"
         build_engine(open_checkpoint(str(arguments.checkpoint)), BuildConfig(quant=quant_config(arguments.quant)), path)
-        rounds = {"transformers bf16": transformers_round(arguments.checkpoint), f"engine {arguments.quant}": engine_round(path)}
+        rounds = {
+            "transformers bf16": transformers_round(arguments.checkpoint),
+            f"engine {arguments.quant}": engine_round(path),
+        }
         figures: dict[str, list[tuple[float, float]]] = {name: [] for name in rounds}
         for run in rounds.values():
             run(ids)  # warm-up

@@ -26,7 +26,9 @@ class ConsoleProgress:
             self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             self._end_phase()
         if self._bars:
@@ -60,8 +62,9 @@ def describe(report: BuildReport) -> str:
             f"engine   {report.path}",
             f"size     {report.size_bytes / 1e6:.1f} MB",
             f"content  sha256:{report.content_hash}",
-            f"memory   {report.weight_bytes / 1e6:.1f} MB of weights, {report.kv_bytes_per_token / 1e3:.1f} kB of KV a token"
-            f" ({context_mb:.0f} MB for a sequence of {report.max_seq_len})",
+            f"memory   {report.weight_bytes / 1e6:.1f} MB of weights, "
+            f"{report.kv_bytes_per_token / 1e3:.1f} kB of KV a token "
+            f"({context_mb:.0f} MB for a sequence of {report.max_seq_len})",
             "",
             f'next     engine generate {report.path} --chat "What is the capital of France?"',
         )

@@ -15,7 +15,7 @@ def dump_graph(model: ir.Model, path: Path) -> None:
         assert tensor is not None, value.name
         if isinstance(tensor, ir.LazyTensor) or tensor.nbytes > INLINE_BYTES:
             value.const_value = ir.ExternalTensor(
-                "weights", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape), name=str(value.name)
+                "weights", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=str(value.name)
             )
     path.parent.mkdir(parents=True, exist_ok=True)
     ir.save(shell, path)

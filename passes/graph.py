@@ -24,6 +24,11 @@ def nodes_of(model: ir.Model, *op_types: str, domain: str = "") -> Iterator[ir.N
             yield node
 
 
+def norms_rows(node: ir.Node) -> bool:
+    """Whether an RMSNormalization is over the last dimension alone, whatever the number of dimensions."""
+    return node.attributes.get_int("axis", -1) == -1
+
+
 def replace(old: Sequence[ir.Node], new: Sequence[ir.Node], values: Sequence[tuple[ir.Value, ir.Value]]) -> None:
     """New nodes take the place of the first of the old ones; (old, new) values keep the old one's name.
 

@@ -33,7 +33,9 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
-            raise EngineError("the chat template is too long", f"{len(source)} characters, the limit is {MAX_TEMPLATE_CHARS}")
+            raise EngineError(
+                "the chat template is too long", f"{len(source)} characters, the limit is {MAX_TEMPLATE_CHARS}"
+            )
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -45,7 +47,9 @@ class ChatTemplate:
         except (TemplateError, RecursionError) as error:
             raise EngineError("the chat template cannot be read", str(error)) from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **names: Any) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], names: Mapping[str, Any], *, add_generation_prompt: bool = True
+    ) -> str:
         """The text of a conversation.
 
         Raises:

@@ -2,15 +2,13 @@
 
 import os
 from collections.abc import Sequence
-from typing import cast
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from enginewright import _cpu
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, UsageError
-from enginewright.plan import Buffer, BufferOperand, InputOperand, KvOperand, Linear, Operand, WeightOperand
+from enginewright.plan import Buffer, BufferOperand, InputOperand, KvOperand, Operand, WeightOperand
 from enginewright.runtime import env
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, envelope
@@ -38,8 +36,8 @@ class CpuExecutor:
             _cpu.KvPools(len(group.layers), blocks, group.block_size, group.kv_heads, group.head_dim)
             for group, blocks in zip(self.plan.kv_groups, self.envelope.num_blocks, strict=True)
         ]
-        inputs = [(entry.name, _tuple(entry.rows), _tuple(entry.columns)) for entry in self.plan.inputs]
-        limits = cast("_cpu.Sizes", msgspec.structs.astuple(self.envelope.limits))
+        inputs = [(entry.name, entry.rows.as_tuple(), entry.columns.as_tuple()) for entry in self.plan.inputs]
+        limits = self.envelope.limits.as_tuple()
         try:
             self._executor = _cpu.Executor(self.isa, self.threads, limits, inputs, arena_bytes)
             for step in self.plan.steps:
@@ -61,7 +59,7 @@ class CpuExecutor:
             Logits [logit_rows, vocab_size], a view of memory that the next step overwrites.
         """
         arrays = [plan.inputs[entry.name] for entry in self.plan.inputs]
-        self._executor.run(arrays, cast("_cpu.Sizes", msgspec.structs.astuple(plan.sizes)))
+        self._executor.run(arrays, plan.sizes.as_tuple())
         buffer, offset = self.plan.buffers[self.plan.logits], self._offsets[self.plan.logits]
         return self._executor.buffer(offset, plan.sizes.logit_rows, buffer.columns, buffer.stride, buffer.dtype)
 
@@ -86,7 +84,7 @@ class CpuExecutor:
                 return _cpu.OperandSpec.arena(
                     self._offsets[operand.index],
                     buffer.dtype,
-                    _tuple(buffer.rows),
+                    buffer.rows.as_tuple(),
                     operand.columns,
                     buffer.stride,
                     operand.column,
@@ -99,10 +97,6 @@ class CpuExecutor:
         raise CorruptEngineError("the plan is damaged", f"{operand} is nowhere")
 
 
-def _tuple(linear: Linear) -> "_cpu.Linear":
-    return cast("_cpu.Linear", msgspec.structs.astuple(linear))
-
-
 def _choose_isa(wanted: str | None) -> str:
     names = _cpu.isa_names()
     if wanted is None:
@@ -112,5 +106,3 @@ def _choose_isa(wanted: str | None) -> str:
     if wanted in ("amx", "avx512", "portable"):
         raise NoCodeForMachineError(f"this CPU has no {wanted}", f"it has {', '.join(names)}")
     raise UsageError(f"{wanted!r} is no instruction set", f"this CPU has {', '.join(names)}")
-
-

@@ -157,9 +157,7 @@ class Generator:
         whole = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
         ends = () if params.ignore_eos else self.engine.eos_token_ids
         request = SamplingRequest(params, prompt, self.engine.plan.vocab_size, ends)
-        text = Text(
-            list(prompt), len(prompt), whole, frozenset((*ends, *params.stop_token_ids)), request
-        )
+        text = Text(list(prompt), len(prompt), whole, frozenset((*ends, *params.stop_token_ids)), request)
         detokenizer = Detokenizer(self.engine.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
         stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
         return _Answer(text, detokenizer, stops, time.perf_counter())

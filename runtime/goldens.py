@@ -54,7 +54,8 @@ def _last_logprobs(executor: CpuExecutor, prompt: tuple[int, ...]) -> NDArray[np
     (logits,) = score(executor, [list(prompt)], last_only=True)
     last = logits[-1].astype(np.float64)
     shifted: NDArray[np.float64] = last - last.max()
-    return shifted - np.log(np.exp(shifted).sum())
+    logprobs: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return logprobs
 
 
 def record(executor: CpuExecutor, vocab_size: int) -> Goldens:

@@ -1,8 +1,8 @@
 """What runs in the next step: decodes first, then as much of the prompts as the token budget takes.
 
-    plan = scheduler.schedule()
-    logits = executor.run(plan)
-    scheduler.commit(plan, sampler.sample(logits, plan.requests))
+plan = scheduler.schedule()
+logits = executor.run(plan)
+scheduler.commit(plan, sampler.sample(logits, plan.requests))
 """
 
 from collections import deque

@@ -60,7 +60,7 @@ class Tokenizer:
             UsageError: the model has no chat template, or it refuses the messages.
         """
         names = {name: self.config.get(name) or "" for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        return self._template.render(messages, **names)
+        return self._template.render(messages, names)
 
     @cached_property
     def _template(self) -> "ChatTemplate":

@@ -34,8 +34,6 @@ def verify(path: Path, *, goldens: bool, threads: int | None) -> dict[str, Any]:
         raise EngineError(
             f"{path} computes something else on this machine",
             f"log-probabilities of its goldens differ by up to {worst:.2f}, allowed is {expected.tolerance}",
-            "Report it with `engine inspect --json` and the output of lscpu; ENGINEWRIGHT_CPU_ISA=portable may still be right.",
+            "Please report it, with the output of lscpu; ENGINEWRIGHT_CPU_ISA=portable may still be right.",
         )
     return report | {"goldens": "right", "deviation": round(worst, 3), "isa": executor.isa}
-
-

@@ -37,6 +37,7 @@ class RaggedRun:
     num_blocks: int
     seed: int = 0
     pools: dict[str, Array] = field(init=False)
+    outputs: dict[str, Array] = field(init=False)  # of the last step, as the graph gave them
 
     def __post_init__(self) -> None:
         self._oracle = Oracle(self.model)
@@ -58,10 +59,10 @@ class RaggedRun:
         feeds, starts = self._feeds(new)
         total = starts[-1]
         rows = self._random.permutation(total).astype(np.int32)
-        outputs = self._oracle({**feeds, "logit_rows": rows, **self.pools})
-        packed = np.empty_like(outputs["logits"])
-        packed[rows] = outputs.pop("logits")
-        self.pools = {name.removesuffix(".out"): pool for name, pool in outputs.items()}
+        self.outputs = self._oracle({**feeds, "logit_rows": rows, **self.pools})
+        packed = np.empty_like(self.outputs["logits"])
+        packed[rows] = self.outputs["logits"]
+        self.pools = {name: self.outputs[f"{name}.out"] for name in self.pools}
         return {name: packed[start:end] for name, start, end in zip(new, starts, starts[1:], strict=False)}
 
     def _feeds(self, new: Mapping[str, Tokens]) -> tuple[dict[str, Array], list[int]]:

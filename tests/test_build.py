@@ -50,7 +50,9 @@ def test_an_engine_computes_what_transformers_does(family: str, quant: QuantConf
         expected = [model(torch.tensor([text])).logits[0].numpy() for text in texts]
     for isa in _cpu.isa_names():
         with Engine.open(path) as engine:
-            actual = score(CpuExecutor(engine, RuntimeConfig(isa=isa, max_num_batched_tokens=64, max_logit_rows=64)), texts)
+            actual = score(
+                CpuExecutor(engine, RuntimeConfig(isa=isa, max_num_batched_tokens=64, max_logit_rows=64)), texts
+            )
         for rows, reference in zip(actual, expected, strict=True):
             assert relative_error(rows, reference) < tolerances.ENGINE_LOGITS[quant.name]
 
@@ -171,7 +173,8 @@ def test_a_killed_build_leaves_nothing(tmp_path: Path) -> None:
         "def slow(weight, progress, pack=build._packed):\n"
         "    print('packing', flush=True); time.sleep(0.05); yield from pack(weight, progress)\n"
         "build._packed = slow\n"
-        f"build.build_engine(open_checkpoint({str(checkpoint)!r}), build.BuildConfig(), Path({str(folder)!r}) / 'x.engine')\n"
+        f"path = Path({str(folder)!r}) / 'x.engine'\n"
+        f"build.build_engine(open_checkpoint({str(checkpoint)!r}), build.BuildConfig(), path)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "packing\n"

@@ -80,7 +80,9 @@ def test_bf16_engine_agrees_with_fp32(reference: Reference, smollm2_gguf: Path) 
     assert clear.float().mean() >= 0.85, "too many positions have no clear winner for this test to mean anything"
     assert torch.equal(logits.argmax(-1)[clear], reference.fp32_logits.argmax(-1)[clear])
     ours, theirs = mean_kl(reference.fp32_logits, logits), mean_kl(reference.fp32_logits, reference.bf16_logits)
-    print(f"\nmean KL to fp32: engine bf16 {ours:.6f}, transformers bf16 {theirs:.6f}; clear {clear.float().mean():.3f}")
+    print(
+        f"\nmean KL to fp32: engine bf16 {ours:.6f}, transformers bf16 {theirs:.6f}; clear {clear.float().mean():.3f}"
+    )
     assert ours <= theirs
 
 

@@ -281,5 +281,3 @@ def _columns(value: ir.Value) -> int:
         assert isinstance(size, int), f"{value.name} has columns of unknown number"
         columns *= size
     return columns
-
-

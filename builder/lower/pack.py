@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from enginewright.manifest import K_ALIGN, ROWS, packed_bytes
 
@@ -50,4 +52,5 @@ def pack(weight: torch.Tensor, form: PackedForm) -> Iterator[memoryview]:
             packed = torch.stack((_r16_blocks(first), _r16_blocks(second)), dim=1)
         case _:
             raise ValueError(f"unknown layout {form.layout!r}")
-    yield memoryview(packed.contiguous().reshape(-1).view(torch.uint8).numpy())
+    as_bytes: NDArray[np.uint8] = packed.contiguous().reshape(-1).view(torch.uint8).numpy()
+    yield as_bytes.data

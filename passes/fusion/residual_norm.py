@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from enginewright.passes.graph import made_by, nodes_of, replace
+from enginewright.passes.graph import made_by, nodes_of, norms_rows, replace
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins.add_rms_norm import ADD_RMS_NORM
 
@@ -20,8 +20,8 @@ class FuseResidualNorm:
             add = made_by(total, "Add")
             if add is None or weight is None:
                 continue
-            if norm.attributes.get_int("axis", -1) != -1:
-                refusals.append(f"{norm.name} does not normalize the last dimension alone.")
+            if not norms_rows(norm):
+                refusals.append(f"{norm.name} normalizes over more than axis -1.")
                 continue
             x, delta = add.inputs
             if x is None or delta is None or x.is_initializer() or delta.is_initializer():

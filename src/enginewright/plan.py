@@ -32,6 +32,9 @@ class Sizes(msgspec.Struct, frozen=True):
     kv_blocks: int
     kv_splits: int
 
+    def as_tuple(self) -> tuple[int, int, int, int, int]:
+        return self.tokens, self.sequences, self.logit_rows, self.kv_blocks, self.kv_splits
+
 
 class Linear(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """constant + Σ coefficient × size: a number of rows or columns."""
@@ -42,6 +45,9 @@ class Linear(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     logit_rows: int = 0
     kv_blocks: int = 0
     kv_splits: int = 0
+
+    def as_tuple(self) -> tuple[int, int, int, int, int, int]:
+        return self.constant, self.tokens, self.sequences, self.logit_rows, self.kv_blocks, self.kv_splits
 
     def at(self, sizes: Sizes) -> int:
         return (
@@ -129,7 +135,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything an executor runs, in order. logits: the buffer that holds the step's result, f32 [logit_rows, vocab]."""
+    """Everything an executor runs, in order. logits: the buffer of the step's result, f32 [logit_rows, vocab_size]."""
 
     target: str
     inputs: tuple[Input, ...]
@@ -164,12 +170,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(len(inputs) == len(self.inputs), "two inputs have one name")
         for buffer in self.buffers:
             require(buffer.dtype in DTYPE_BYTES, f"unknown dtype {buffer.dtype!r}")
-            coefficients = msgspec.structs.astuple(buffer.rows)
+            coefficients = buffer.rows.as_tuple()
             require(0 < buffer.columns < 2**31 and min(coefficients) >= 0, "a buffer has no size")
             require(max(coefficients) < 2**31 and 0 <= buffer.slot < len(self.buffers), "a buffer is out of range")
         for group in self.kv_groups:
             fields = (group.kv_heads, group.head_dim, group.block_size, group.bytes_per_token)
-            require(group.layers and min(fields) > 0 and max(fields) < 2**31 and group.window >= 0, "a KV group is empty")
+            require(
+                group.layers and min(fields) > 0 and max(fields) < 2**31 and group.window >= 0, "a KV group is empty"
+            )
         for step in self.steps:
             for name, operand in step.operands.items():
                 match operand:
@@ -178,7 +186,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     case BufferOperand():
                         require(0 <= operand.index < len(self.buffers), f"{step.kernel}.{name} is no buffer")
                         columns = self.buffers[operand.index].columns
-                        inside = 0 <= operand.column and 0 < operand.columns <= columns - operand.column
+                        inside = operand.column >= 0 and 0 < operand.columns <= columns - operand.column
                         require(inside, f"{step.kernel}.{name} leaves its buffer")
                     case KvOperand():
                         require(operand.layer in layers, f"{step.kernel}.{name} is no KV layer")

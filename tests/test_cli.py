@@ -1,0 +1,197 @@
+"""The `engine` command as people meet it: what it prints, where, and its exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+from click.testing import CliRunner, Result
+
+from enginewright.cli import main
+from enginewright.engine_file import EngineFile, EngineWriter
+from enginewright.manifest import About
+from tests.tiny import tiny_checkpoint
+
+
+def run(*arguments: object, **environment: str) -> Result:
+    return CliRunner(env=environment).invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("engine") / "tiny.engine"
+    result = run("build", checkpoint, "-o", path)
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def test_build_reports_phases_and_the_next_command(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.engine"
+    result = run("build", checkpoint, "--quant", "int8_wo", "--max_seq_len", "512", "--output", path)
+    assert result.exit_code == 0 and result.stdout == ""
+    for piece in ("pack the weights", "sha256:", "MB of weights", f"next     engine generate {path}"):
+        assert piece in result.stderr
+
+
+def test_build_names_its_output_after_model_and_format(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("build", checkpoint, "--json")
+    report = json.loads(result.stdout)
+    assert report["path"] == "tiny-llama-bf16.engine" and Path(report["path"]).stat().st_size == report["size_bytes"]
+
+
+def test_dumped_graphs_name_weights_and_hold_none(checkpoint: Path, tmp_path: Path) -> None:
+    run("build", checkpoint, "-o", tmp_path / "x.engine", "--dump-graphs", tmp_path / "graphs")
+    files = sorted((tmp_path / "graphs").iterdir())
+    assert files[0].name == "00-imported.onnx" and files[-1].name.endswith("-cleanup.onnx")
+    for file in files:
+        graph = onnx.load(file, load_external_data=False).graph
+        assert graph.node and file.stat().st_size < 200_000
+
+
+def test_inspect_and_verify(engine: Path) -> None:
+    summary = json.loads(run("inspect", engine, "--memory", "1g", "--json").stdout)
+    fits = summary["memory"]["sequences_by_length"]["512"]
+    kv = fits * 512 * summary["memory"]["kv_bytes_per_token"]
+    assert 0.9 * 2**30 < kv + summary["memory"]["weight_bytes"] + summary["memory"]["arena_bytes"] <= 2**30
+    text = run("inspect", engine, "--sections").stdout
+    assert "weights/model.norm.weight" in text and "sequences of 512 positions" in text
+    report = json.loads(run("verify", engine, "--json").stdout)
+    assert report["hashes"] == report["goldens"] == "right"
+
+
+@pytest.mark.parametrize("isa", ["portable"])
+def test_goldens_hold_on_another_instruction_set(engine: Path, isa: str) -> None:
+    report = json.loads(run("verify", engine, "--json", ENGINEWRIGHT_CPU_ISA=isa).stdout)
+    assert report["isa"] == isa and report["goldens"] == "right"
+
+
+def test_generate_prints_the_answer_alone_on_stdout(engine: Path) -> None:
+    result = run("generate", engine, "--prompt", "The", "--max-tokens", "4", "--temperature", "0")
+    assert result.exit_code == 0 and result.stderr.startswith("[")
+    alone = json.loads(
+        run("generate", engine, "--prompt", "The", "--max-tokens", "4", "--temperature", "0", "--json").stdout
+    )
+    assert result.stdout == alone["text"] + "\n" and len(alone["token_ids"]) <= 4
+
+
+def test_sampling_follows_the_seed(engine: Path) -> None:
+    def text(seed: int) -> str:
+        return run("generate", engine, "-c", "Hi", "--max-tokens", "20", "--seed", seed, "--ignore-eos").stdout
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_a_batch_answers_each_line_in_order(engine: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": "The " * n, "id": n, "max_tokens": n, "ignore_eos": True} for n in (5, 1, 3)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = run("generate", engine, "--input", source, "--output", target)
+    assert result.exit_code == 0, result.stderr
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [(answer["id"], len(answer["token_ids"])) for answer in answers] == [(5, 5), (1, 1), (3, 3)]
+
+
+def test_export_writes_standard_onnx(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    assert run("export", checkpoint, "--onnx", path).exit_code == 0
+    assert {node.domain for node in onnx.load(path).graph.node} == {""}
+
+
+# --- What goes wrong, and the exit code of each
+
+
+def refused(code: int, *arguments: object, **environment: str) -> str:
+    result = run(*arguments, **environment)
+    assert result.exit_code == code, result.output
+    assert result.stdout == "" and "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_usage_is_2(engine: Path, tmp_path: Path) -> None:
+    assert "Did you mean 'inspect'?" in refused(2, "inspct", engine)
+    assert "--max-tokens" in refused(2, "generate", engine, "-p", "x", "--max-tokns", "3")
+    assert "one of --prompt" in refused(2, "generate", engine)
+    assert "such as 512, 32k" in refused(2, "build", "x", "--max-seq-len", "many")
+    assert refused(2, "build", tmp_path / "nothing-here")
+    long = refused(2, "generate", engine, "-p", "word " * 600)
+    assert "limit of 512" in long
+    assert "512 positions" in refused(2, "generate", engine, "-p", "x", "--max-model-len", "1k")
+    assert "top_p" in refused(2, "generate", engine, "-p", "x", "--top-p", "1.5")
+
+
+def test_unsupported_models_are_3(checkpoint: Path, tmp_path: Path) -> None:
+    def changed(name: str, **entries: object) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in checkpoint.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        config = json.loads((checkpoint / "config.json").read_text()) | entries
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    output = ("-o", tmp_path / "x.engine")
+    assert "Did you mean llama" in refused(3, "build", changed("a", model_type="lama"), *output)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4}
+    assert "longrope" in refused(3, "build", changed("b", rope_parameters=rope), *output)
+    assert "relu" in refused(3, "build", changed("c", hidden_act="relu"), *output)
+    pickled = changed("d")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    assert "pytorch_model.bin" in refused(3, "build", pickled, *output)
+    assert not (tmp_path / "x.engine").exists()
+
+
+def test_broken_checkpoints_are_1(checkpoint: Path, tmp_path: Path) -> None:
+    for missing, why in (("tokenizer.json", "tokenizer.json"), ("config.json", "config.json")):
+        folder = tmp_path / missing
+        folder.mkdir()
+        for file in checkpoint.iterdir():
+            if file.name != missing:
+                (folder / file.name).write_bytes(file.read_bytes())
+        result = run("build", folder, "-o", tmp_path / "x.engine")
+        assert result.exit_code in (1, 2) and why in result.stderr
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["config.json", "tokenizer.json"]
+
+
+def test_too_little_memory_is_4(engine: Path) -> None:
+    assert "--kv-cache-memory" in refused(4, "generate", engine, "-p", "x", "--kv-cache-memory", "1k")
+
+
+def test_damaged_engines_are_5(engine: Path, tmp_path: Path) -> None:
+    whole, path = engine.read_bytes(), tmp_path / "cut.engine"
+    for length in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        refused(5, "generate", path, "-p", "x")
+        refused(5, "verify", path)
+    with EngineFile.open(engine) as file:
+        at = file.offsets["weights/model.norm.weight"]
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    assert "weights/model.norm.weight" in refused(5, "verify", path)
+
+
+def test_an_engine_without_code_for_this_machine_is_6(engine: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cuda.engine"
+    with EngineFile.open(engine) as file, EngineWriter(path, 300) as writer:
+        for name, form in file.sections.items():
+            writer.add(name, file.section(name), dtype=form.dtype, shape=form.shape, layout=form.layout)
+        about = {field: getattr(file.manifest, field) for field in About.__struct_fields__}
+        writer.commit(About(**{**about, "targets": ("cuda:sm_90a",)}))
+    assert "cuda:sm_90a" in refused(6, "generate", path, "-p", "x")
+
+
+def test_an_instruction_set_that_is_not_there_is_refused(engine: Path) -> None:
+    assert "portable" in refused(2, "generate", engine, "-p", "x", ENGINEWRIGHT_CPU_ISA="sse9")
+
+
+def test_the_command_starts_without_heavy_imports() -> None:
+    code = "import sys, enginewright.cli; print({'numpy', 'torch', 'onnx', 'tokenizers', 'rich'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
