@@ -12,6 +12,7 @@ from enginewright.passes.fusion.residual_norm import FuseResidualNorm
 from enginewright.passes.fusion.rope_kv_write import FuseRopeKvWrite
 from enginewright.passes.fusion.round_in_producer import RoundInProducer
 from enginewright.passes.fusion.swiglu import FuseSwiGlu
+from enginewright.passes.graph import norms_rows
 from enginewright.passes.pass_manager import Pass, PassResult, run_passes
 from enginewright.passes.quant import QuantConfig
 from enginewright.passes.quant.method import Quantize
@@ -62,6 +63,8 @@ def _has_kernel(node: ir.Node) -> bool:
     plugin = plugin_of(node)
     if plugin is not None:
         return bool(plugin.kernels)
-    if any(node.op_type in kernels for kernels in STANDARD_KERNELS.values()):
-        return node.op_type != "Add" or not any(value is None or value.is_initializer() for value in node.inputs)
-    return node.op_type in VIEWS
+    if node.op_type == "Add" and any(value is None or value.is_initializer() for value in node.inputs):
+        return False
+    if node.op_type == "RMSNormalization" and not norms_rows(node):
+        return False
+    return node.op_type in VIEWS or any(node.op_type in kernels for kernels in STANDARD_KERNELS.values())

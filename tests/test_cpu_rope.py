@@ -58,6 +58,7 @@ class Write:
         """q_out [tokens, heads, head_dim]; k and v go to layer 1 of `pools`."""
         heads = self.heads
         runner = KernelRunner(isa, threads, tokens=self.tokens, inputs={"slots.0": (self.slots, TOKENS, ONE_COLUMN)})
+        self.fill_scratch(runner)
         fused, out = runner.filled(self.qkv), runner.buffer(self.tokens, self.q[0].numel(), "bf16")
         q_columns, kv_columns = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
         operands = {
@@ -74,6 +75,17 @@ class Write:
         runner.call("rope_kv_write@1", operands, dict(attributes))
         assert not runner.read_pad(out).any()
         return runner.read(out).reshape(self.tokens, heads.heads, heads.head_dim)
+
+    def fill_scratch(self, runner: KernelRunner) -> None:
+        """A kernel before this one that leaves numbers in the threads' scratch."""
+        ones = torch.ones(16 * 8, 512, dtype=torch.int8)
+        operands = {
+            "x": runner.filled(torch.ones(self.tokens, 512).bfloat16()),
+            "weight": weight(ones, "r16"),
+            "scale": weight(torch.ones(len(ones))),
+            "out": runner.buffer(self.tokens, len(ones), "f32"),
+        }
+        runner.call("gemm_w8a16@1", operands, {"epilogue": "none"})
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
         """In fp32 and in transformers' order; a product and a sum are each rounded, so the bits are those too."""

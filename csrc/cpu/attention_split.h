@@ -70,13 +70,10 @@ class SplitSoftmax {
   SplitSoftmax(int64_t head_dim_pad, float scale, float softcap)
       : width_(head_dim_pad), scale_(scale), softcap_(softcap) {}
 
-  // total := total and then `next`; both partial rows.
+  // total := total and then `next`; both partial rows. An empty total, of maximum -infinity, weighs exactly
+  // 0.
   void combine(float* total, const float* next) const {
     if (next[width_ + 1] == 0.0f) return;  // sees nothing of that split
-    if (total[width_ + 1] == 0.0f) {
-      std::memcpy(total, next, static_cast<size_t>(width_ + 2) * sizeof(float));
-      return;
-    }
     const F total_max = S::set1(total[width_]), next_max = S::set1(next[width_]);
     const F max = S::max(next_max, total_max);
     const F keep = exp2_of_negative<S>(S::sub(total_max, max)),

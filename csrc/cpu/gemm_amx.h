@@ -113,7 +113,7 @@ struct I8Tiles {
 
 // Where a panel of A stays in L1: its K is cut into pieces of about this, C waiting in scratch.
 constexpr int64_t kWideK = 640;
-constexpr int64_t kAmxStripBytes = 1 << 20;  // of bf16 weights: half of these machines' L2
+constexpr int64_t kAmxStripBytes = 1 << 19;  // of bf16 weights: half of these machines' L2
 
 // Units of a strip.
 inline int64_t amx_strip_units(const GemmOperands& g) {
@@ -197,6 +197,15 @@ class AmxStrip {
       Amx::store<2>(partial + kTileBytes, 64);
       if (N == 2) Amx::store<1>(partial + 2 * kTileBytes, 64);
       if (N == 2) Amx::store<3>(partial + 3 * kTileBytes, 64);
+      return;
+    }
+    if (finish_.is_copy(first_block_ + block + N - 1)) {
+      const int64_t row_bytes = g_.out.stride * 4;
+      std::byte* out = g_.out.data + row * row_bytes + (first_block_ + block) * kTileRowBytes;
+      Amx::store<0>(out, row_bytes);
+      Amx::store<2>(out + 16 * row_bytes, row_bytes);
+      if (N == 2) Amx::store<1>(out + kTileRowBytes, row_bytes);
+      if (N == 2) Amx::store<3>(out + 16 * row_bytes + kTileRowBytes, row_bytes);
       return;
     }
     alignas(64) float c[4][256];

@@ -19,6 +19,7 @@ class Finish {
         scale_(gemm.scale),
         bias_(gemm.bias),
         bf16_(gemm.out.dtype == DType::bf16),
+        gated_(gemm.gated()),
         swish_(gemm.epilogue == Epilogue::swiglu) {}
 
   // 16 columns of out in one row, from the accumulators of block `unit`.
@@ -32,6 +33,11 @@ class Finish {
     const int64_t n = columns_of(unit);
     const F g = affine(gate, constants(unit * 16, n)), u = affine(up, constants(outputs_ + unit * 16, n));
     store(row, unit, n, S::mul(activation(g), u));
+  }
+
+  // Whether out has the accumulators of blocks up to this one as they are.
+  bool is_copy(int64_t last_unit) const {
+    return !bf16_ && !gated_ && scale_ == nullptr && bias_ == nullptr && last_unit * 16 + 16 <= outputs_;
   }
 
   // `rows` rows of them, from accumulators in memory: acc, gate, up: (rows, 16).
@@ -101,7 +107,7 @@ class Finish {
   std::byte* const out_;
   const int64_t stride_, outputs_, pad_;
   const float *const scale_, *const bias_;  // null: none
-  const bool bf16_, swish_;
+  const bool bf16_, gated_, swish_;
 };
 
 }  // namespace

@@ -9,10 +9,9 @@
 
 #include "philox.h"
 
-// Compiled for several instruction sets, chosen at load. No sum is left to the compiler to order, so all of
-// them give the same bits.
+// Compiled twice, and chosen at load. No sum is left to the compiler to order, so both give the same bits.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
-#define ENGINEWRIGHT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#define ENGINEWRIGHT_CLONES __attribute__((target_clones("avx512f", "default")))
 #else
 #define ENGINEWRIGHT_CLONES
 #endif

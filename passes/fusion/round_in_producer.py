@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from enginewright.passes.graph import nodes_of, only_used_by, replace, standard, typed
+from enginewright.passes.graph import nodes_of, norms_rows, only_used_by, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import plugin_of
 from enginewright.plugins.rms_norm import RMS_NORM
@@ -54,7 +54,9 @@ def _round(cast: ir.Node) -> str | None:
 
 def _can_round(producer: ir.Node) -> bool:
     plugin = plugin_of(producer)
-    return producer.op_type == "RMSNormalization" or (plugin is not None and "to" in plugin.attributes)
+    if plugin is None:
+        return producer.op_type == "RMSNormalization" and norms_rows(producer)
+    return "to" in plugin.attributes
 
 
 def _rounding(producer: ir.Node, to: int) -> ir.Node:
