@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 QUANTS = ("bf16", "int8-wo")
 TARGETS = ("cpu",)
+# What the extra [build] brings; the base install does without.
+BUILDER_NEEDS = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "onnxscript", "safetensors", "torch")
 
 
 class Count(click.ParamType[int]):
@@ -59,6 +61,12 @@ class Commands(click.Group):
         except EngineError as error:
             click.echo(f"engine: {error}", err=True)
             ctx.exit(error.exit_code)
+        except ModuleNotFoundError as error:
+            if error.name not in BUILDER_NEEDS:
+                raise
+            click.echo(f"engine: this command needs the builder, and {error.name} is not installed", err=True)
+            click.echo("Install it with: pip install 'enginewright[build]'", err=True)
+            ctx.exit(UsageError.exit_code)
         except BrokenPipeError:
             ctx.exit(1)
 
