@@ -9,9 +9,10 @@ import onnx
 import pytest
 from click.testing import CliRunner, Result
 
-from enginewright.cli import main
+from enginewright.cli import QUANTS, main
 from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.manifest import About
+from enginewright.passes.quant import METHODS
 from tests.tiny import tiny_checkpoint
 
 
@@ -190,6 +191,11 @@ def test_an_engine_without_code_for_this_machine_is_6(engine: Path, tmp_path: Pa
 
 def test_an_instruction_set_that_is_not_there_is_refused(engine: Path) -> None:
     assert "portable" in refused(2, "generate", engine, "-p", "x", ENGINEWRIGHT_CPU_ISA="sse9")
+
+
+def test_quant_offers_what_there_is() -> None:
+    """The command line names the methods by itself: asking the builder would import torch for `--help`."""
+    assert QUANTS == tuple(method.name for method in METHODS)
 
 
 def test_the_command_starts_without_heavy_imports() -> None:
