@@ -195,7 +195,7 @@ def test_an_instruction_set_that_is_not_there_is_refused(engine: Path) -> None:
 
 def test_quant_offers_what_there_is() -> None:
     """The command line names the methods by itself: asking the builder would import torch for `--help`."""
-    assert QUANTS == tuple(method.name for method in METHODS)
+    assert tuple(method.name for method in METHODS) == QUANTS
 
 
 def test_the_command_starts_without_heavy_imports() -> None:
