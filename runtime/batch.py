@@ -5,7 +5,8 @@ from those of the command line (SamplingParams), or "id", which the answer carri
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,21 @@ from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.generate import Generator, default_params
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.sampling import SamplingParams, SamplingRequest
 
 MAX_LINE_BYTES = 16 << 20
 _OPTIONS = frozenset(SamplingParams.__dataclass_fields__)
+_FORMS: Mapping[str, Any] = {
+    "stop": tuple[str, ...],
+    "stop_token_ids": tuple[int, ...],
+    "logit_bias": dict[int, float],
+}
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A line of the input: prompt is a text or messages."""
+    """A line of the input, and its number: prompt is a text or messages."""
 
+    line: int
     prompt: str | list[dict[str, str]]
     options: dict[str, Any]
     id: Any = None
@@ -39,16 +46,22 @@ def read_requests(path: Path) -> list[Request]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            requests.append(_request(line))
-        except (UsageError, msgspec.MsgspecError, RecursionError) as error:
-            raise UsageError(f"{path}, line {number}", str(error)) from error
+        with _naming(path, number):
+            requests.append(_request(line, number))
     if not requests:
         raise UsageError(f"{path} has no request", fix='Write one a line: {"prompt": "…"}.')
     return requests
 
 
-def _request(line: bytes) -> Request:
+@contextmanager
+def _naming(path: Path, number: int) -> Iterator[None]:
+    try:
+        yield
+    except (UsageError, msgspec.MsgspecError, RecursionError) as error:
+        raise UsageError(f"{path}, line {number}", str(error)) from error
+
+
+def _request(line: bytes, number: int) -> Request:
     if len(line) > MAX_LINE_BYTES:
         raise UsageError(f"longer than {MAX_LINE_BYTES} bytes")
     fields = msgspec.json.decode(line, type=dict[str, Any])
@@ -58,13 +71,19 @@ def _request(line: bytes) -> Request:
     unknown = sorted(fields.keys() - _OPTIONS)
     if unknown:
         raise UsageError(f"has unknown keys: {', '.join(unknown)}")
-    given = msgspec.convert(prompt if messages is None else messages, type=str | list[dict[str, str]])
-    for name in ("stop", "stop_token_ids"):
-        if name in fields:
-            fields[name] = (fields[name],) if isinstance(fields[name], str) else tuple(fields[name])
-    if fields.get("n", 1) != 1:
+    given: str | list[dict[str, str]]
+    if messages is None:
+        given = msgspec.convert(prompt, type=str)
+    else:
+        given = msgspec.convert(messages, type=list[dict[str, str]])
+    options = {name: value for name, value in fields.items() if value is not None}
+    for name, form in _FORMS.items():
+        if name in options:
+            value = [options[name]] if name == "stop" and isinstance(options[name], str) else options[name]
+            options[name] = msgspec.convert(value, type=form, str_keys=True)
+    if options.get("n", 1) != 1:
         raise UsageError("n is not implemented for batches yet: repeat the line")
-    return Request(given, fields, key)
+    return Request(number, given, options, key)
 
 
 def run_batch(
@@ -72,9 +91,13 @@ def run_batch(
 ) -> None:
     """Answer every line of `source`; answers go to `output` (whole, or not at all) or stdout."""
     requests = read_requests(source)
-    params = [default_params(engine, **{**common, **request.options}) for request in requests]
     generator = Generator(engine, config)
-    encoded = [generator.encode(request.prompt) for request in requests]
+    params, encoded = [], []
+    for request in requests:
+        with _naming(source, request.line):
+            params.append(default_params(engine, **{**common, **request.options}))
+            encoded.append(generator.encode(request.prompt))
+            SamplingRequest(params[-1], (), engine.plan.vocab_size)  # refuses tokens that are none
     with _Progress(len(requests)) as progress:
         results = generator.generate(encoded, params, progress.update)
     lines = []

@@ -79,12 +79,12 @@ class Engine:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text: those of the generation config, or the tokenizer's own."""
+        """Tokens that end a text: those of the generation config and the tokenizer's own, as either may lack one."""
         listed = self.generation_config.get("eos_token_id")
-        if listed is None:
-            own = self.tokenizer.token_id(self.tokenizer.config.get("eos_token"))
-            return () if own is None else (own,)
-        return tuple(listed) if isinstance(listed, list) else (listed,)
+        own = self.tokenizer.token_id(self.tokenizer.config.get("eos_token"))
+        ends = [*(listed if isinstance(listed, list) else [listed]), own]
+        known = [token for token in ends if type(token) is int and 0 <= token < self.plan.vocab_size]
+        return tuple(dict.fromkeys(known))
 
     def _json(self, section: str) -> dict[str, Any]:
         try:

@@ -4,16 +4,16 @@ weights + arena + KV. The arena follows from the plan and the limits; the KV of 
 windows and the longest chunk that is computed at once.
 """
 
-import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from enginewright.errors import NotEnoughMemoryError, UsageError
 from enginewright.plan import KvGroup, Plan, Sizes
+from enginewright.runtime.machine import free_memory
 
 SPLIT_TOKENS = 256  # positions of one partial result of attention (DESIGN §7)
-FREE_SHARE = 0.5  # of free memory, for the KV cache where nobody says how much
+FREE_SHARE = 0.5  # of the memory that weights and arena leave, for the KV cache where nobody says how much
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,11 @@ class RuntimeConfig:
     """Limits that the runtime chooses; None is a default that depends on the engine or the machine.
 
     max_model_len: positions of a sequence. max_num_seqs: sequences in a step. max_num_batched_tokens: tokens in a
-    step. max_logit_rows: rows of logits in a step, at least max_num_seqs. kv_cache_memory: bytes.
+    step, at least max_num_seqs. max_logit_rows: rows of logits in a step, at least max_num_seqs. kv_cache_memory:
+    bytes.
+
+    Raises:
+        UsageError: a number is not positive.
     """
 
     max_model_len: int | None = None
@@ -31,6 +35,11 @@ class RuntimeConfig:
     kv_cache_memory: int | None = None
     threads: int | None = None
     isa: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "isa" and value is not None and value < 1:
+                raise UsageError(f"{name} is {value}", "it must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -49,8 +58,9 @@ def blocks_of(group: KvGroup, length: int, chunk: int) -> int:
     whole = -(-length // group.block_size)
     if not group.window:
         return whole
-    # A chunk sees the window before its first token; neither end need fall on a block's edge.
-    return min(whole, -(-(group.window + chunk - 1) // group.block_size) + 1)
+    # A chunk sees the window before its first token; its positions may begin at the end of a block.
+    positions = group.window + chunk - 1
+    return min(whole, -(-(positions - 1) // group.block_size) + 1)
 
 
 def block_bytes(group: KvGroup) -> int:
@@ -75,7 +85,7 @@ def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, Sizes]:
             f"its limit is {plan.max_seq_len} positions",
             f"Use --max-model-len {plan.max_seq_len} or less.",
         )
-    block = max(group.block_size for group in plan.kv_groups)
+    block = min(group.block_size for group in plan.kv_groups)  # of the widest block table
     tokens = min(config.max_num_batched_tokens, config.max_num_seqs * length)
     rows = max(config.max_logit_rows or 0, config.max_num_seqs)
     return length, Sizes(
@@ -87,41 +97,49 @@ def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, Sizes]:
     )
 
 
-def envelope(plan: Plan, config: RuntimeConfig, memory: int | None = None) -> Envelope:
+def envelope(plan: Plan, config: RuntimeConfig, weight_bytes: int = 0) -> Envelope:
     """What to allocate for these limits.
 
     Args:
-        memory: bytes for the KV cache where the config does not say; None asks the machine.
+        weight_bytes: of the engine; what is free on the machine must hold them, too.
 
     Raises:
         NotEnoughMemoryError: the memory does not hold one sequence of the longest length.
     """
     length, limits = limits_of(plan, config)
     _, arena_bytes = plan.arena_offsets(limits)
-    given = config.kv_cache_memory or memory
-    budget = given if given is not None else int(free_memory() * FREE_SHARE) - arena_bytes
+    budget = config.kv_cache_memory
+    if budget is None:
+        budget = int((free_memory() - weight_bytes - arena_bytes) * FREE_SHARE)
     one = sequence_bytes(plan.kv_groups, length, limits.tokens)
     if budget < one:
         raise NotEnoughMemoryError(
             f"the KV cache of one sequence of {length} positions takes {one / 1e6:.0f} MB",
             f"{max(budget, 0) / 1e6:.0f} MB are there for it",
-            "Use a smaller --max-model-len, or a larger --kv-cache-memory.",
+            "Use a smaller --max-model-len or --max-num-batched-tokens, or a larger --kv-cache-memory.",
         )
-    share = min(budget / one, limits.sequences)
-    blocks = tuple(int(blocks_of(group, length, limits.tokens) * share) for group in plan.kv_groups)
+    blocks = _share_out(plan.kv_groups, budget, limits.sequences, length, limits.tokens)
     kv_bytes = sum(count * block_bytes(group) for count, group in zip(blocks, plan.kv_groups, strict=True))
     return Envelope(length, limits, blocks, arena_bytes, kv_bytes)
 
 
-def free_memory() -> int:
-    """Bytes that this process may still take: of the machine, and of its control group."""
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    fields = dict(line.split(":", 1) for line in lines)
-    if "MemAvailable" in fields:
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    else:
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and limit.read_text().strip().isdecimal():
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return max(free, 0)
+def _share_out(groups: Sequence[KvGroup], budget: int, sequences: int, length: int, chunk: int) -> tuple[int, ...]:
+    """Blocks of each group: for one sequence of `length` positions, and for others of the most that then fits.
+
+    Windows take the same for a short sequence as for a long one, so to share by full lengths alone would leave many
+    short sequences without window blocks.
+    """
+
+    def blocks(common: int) -> list[int]:
+        return [blocks_of(group, length, chunk) + (sequences - 1) * blocks_of(group, common, chunk) for group in groups]
+
+    def bytes_of(common: int) -> int:
+        return sum(count * block_bytes(group) for count, group in zip(blocks(common), groups, strict=True))
+
+    given = blocks(bisect_right(range(length + 1), budget, key=bytes_of) - 1)
+    left = budget - sum(count * block_bytes(group) for count, group in zip(given, groups, strict=True))
+    for index, (most, group) in enumerate(zip(blocks(length), groups, strict=True)):
+        more = min(most - given[index], left // block_bytes(group))
+        given[index] += more
+        left -= more * block_bytes(group)
+    return tuple(given)

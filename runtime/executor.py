@@ -1,17 +1,15 @@
 """Runs plans on the CPU: binds an engine's plan to memory, and hands each step to the C++ executor in one call."""
 
-import os
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
 from enginewright import _cpu
-from enginewright.errors import CorruptEngineError, NoCodeForMachineError, UsageError
+from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
 from enginewright.plan import Buffer, BufferOperand, InputOperand, KvOperand, Operand, WeightOperand
 from enginewright.runtime import env
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, envelope
+from enginewright.runtime.machine import num_cores
 from enginewright.runtime.scheduler import StepPlan
 
 
@@ -28,17 +26,17 @@ class CpuExecutor:
         config = config or RuntimeConfig()
         self.engine = engine
         self.plan = engine.plan
-        self.envelope = envelope(self.plan, config)
+        self.envelope = envelope(self.plan, config, engine.weight_bytes)
         self.isa = _choose_isa(config.isa or env.cpu_isa())
-        self.threads = config.threads or env.num_threads() or len(os.sched_getaffinity(0))
+        self.threads = config.threads or env.num_threads() or num_cores()
         self._offsets, arena_bytes = self.plan.arena_offsets(self.envelope.limits)
-        self.pools = [
-            _cpu.KvPools(len(group.layers), blocks, group.block_size, group.kv_heads, group.head_dim)
-            for group, blocks in zip(self.plan.kv_groups, self.envelope.num_blocks, strict=True)
-        ]
         inputs = [(entry.name, entry.rows.as_tuple(), entry.columns.as_tuple()) for entry in self.plan.inputs]
         limits = self.envelope.limits.as_tuple()
         try:
+            self.pools = [
+                _cpu.KvPools(len(group.layers), blocks, group.block_size, group.kv_heads, group.head_dim)
+                for group, blocks in zip(self.plan.kv_groups, self.envelope.num_blocks, strict=True)
+            ]
             self._executor = _cpu.Executor(self.isa, self.threads, limits, inputs, arena_bytes)
             for step in self.plan.steps:
                 operands = {name: self._operand(operand) for name, operand in step.operands.items()}
@@ -51,6 +49,12 @@ class CpuExecutor:
             ) from error
         except ValueError as error:
             raise CorruptEngineError(f"{engine.file.path} cannot run", str(error), "Build it again.") from error
+        except MemoryError as error:
+            raise NotEnoughMemoryError(
+                f"{engine.file.path} cannot run within these limits",
+                f"arena {self.envelope.arena_bytes / 1e6:.0f} MB, KV cache {self.envelope.kv_bytes / 1e6:.0f} MB",
+                "Use smaller --max-num-batched-tokens, --max-num-seqs, --max-model-len or --kv-cache-memory.",
+            ) from error
 
     def run(self, plan: StepPlan) -> NDArray[np.float32]:
         """One step.
@@ -58,16 +62,13 @@ class CpuExecutor:
         Returns:
             Logits [logit_rows, vocab_size], a view of memory that the next step overwrites.
         """
+        for pool, blocks in zip(self.pools, plan.new_blocks, strict=True):
+            if blocks:
+                pool.scrub(blocks)
         arrays = [plan.inputs[entry.name] for entry in self.plan.inputs]
         self._executor.run(arrays, plan.sizes.as_tuple())
         buffer, offset = self.plan.buffers[self.plan.logits], self._offsets[self.plan.logits]
         return self._executor.buffer(offset, plan.sizes.logit_rows, buffer.columns, buffer.stride, buffer.dtype)
-
-    def scrub(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Zero KV blocks, a group: those of a text whose logits were not numbers may hold NaN."""
-        for pool, held in zip(self.pools, blocks, strict=True):
-            if held:
-                pool.scrub(held)
 
     def _operand(self, operand: Operand) -> _cpu.OperandSpec:
         match operand:

@@ -5,7 +5,8 @@ from typing import Any
 
 from enginewright.manifest import WEIGHTS
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig, envelope, free_memory, sequence_bytes
+from enginewright.runtime.envelope import RuntimeConfig, envelope, sequence_bytes
+from enginewright.runtime.machine import free_memory
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 

@@ -47,23 +47,28 @@ class KvCache:
         self._unpromised = [left - need for need, left in zip(needs, self._unpromised, strict=True)]
         return [BlockTable(need) for need in needs]
 
-    def extend(self, tables: Sequence[BlockTable], computed: int, length: int) -> None:
-        """Make room for positions up to `length`; positions before `computed` are there already."""
+    def extend(self, tables: Sequence[BlockTable], computed: int, length: int) -> list[list[int]]:
+        """Make room for positions up to `length`; positions before `computed` are there already.
+
+        Returns:
+            The blocks that were taken for it, a group.
+        """
+        taken = []
         for group, table, free in zip(self._groups, tables, self._free, strict=True):
             if group.window:
                 self._drop(table, free, max(computed - group.window + 1, 0) // group.block_size)
+            old = len(table.blocks)
             while len(table.blocks) * group.block_size < length:
                 table.blocks.append(free.pop())
+            taken.append(table.blocks[old:])
+        return taken
 
-    def release(self, tables: Sequence[BlockTable]) -> list[list[int]]:
-        """Take everything back; the blocks that were held, a group."""
-        held = []
+    def release(self, tables: Sequence[BlockTable]) -> None:
+        """Take everything back."""
         for index, (table, free) in enumerate(zip(tables, self._free, strict=True)):
-            held.append(table.blocks[table.dropped :])
-            free.extend(reversed(held[-1]))
+            free.extend(reversed(table.blocks[table.dropped :]))
             self._unpromised[index] += table.reserved
             table.blocks, table.dropped, table.reserved = [], 0, 0
-        return held
 
     @staticmethod
     def _drop(table: BlockTable, free: list[int], first_needed: int) -> None:

@@ -55,11 +55,16 @@ class Part:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step. inputs: int32 arrays by the names of the plan's inputs (enginewright/plan.py)."""
+    """One step.
+
+    inputs: int32 arrays by the names of the plan's inputs (enginewright/plan.py). new_blocks: KV blocks, a group, that
+    a text holds from this step on. Zero them first: kernels read whole blocks, and whoever had one may have left NaN.
+    """
 
     parts: tuple[Part, ...]
     sizes: Sizes
     inputs: dict[str, NDArray[np.int32]]
+    new_blocks: tuple[list[int], ...]
 
     @property
     def requests(self) -> list[SamplingRequest]:
@@ -80,7 +85,6 @@ class Scheduler:
         self._cache = KvCache(groups, envelope.num_blocks, envelope.limits.tokens)
         self._waiting: deque[Text] = deque()
         self._running: list[Text] = []
-        self._poisoned: list[list[int]] = [[] for _ in groups]
 
     @property
     def num_unfinished(self) -> int:
@@ -116,6 +120,8 @@ class Scheduler:
             part.text.num_computed_tokens += part.num_tokens
         for part, drawn in zip(plan.drawing, sampled, strict=True):
             text = part.text
+            if text.finish_reason is not None:  # by finish(), while the step was computed
+                continue
             if drawn.is_nan:
                 text.finish_reason = "error"
                 continue
@@ -126,7 +132,7 @@ class Scheduler:
                 text.finish_reason = "length"
         for part in plan.parts:
             if part.text.request is None and part.text.num_pending_tokens == 0:
-                part.text.finish_reason = "length"
+                part.text.finish_reason = part.text.finish_reason or "length"
         return self._retire()
 
     def finish(self, text: Text, reason: str) -> None:
@@ -136,19 +142,12 @@ class Scheduler:
             self._waiting.remove(text)
         self._retire()
 
-    def take_poisoned(self) -> list[list[int]]:
-        """Blocks, a group, of texts that ended with NaN: zero them before the next step, for they are free again."""
-        poisoned, self._poisoned = self._poisoned, [[] for _ in self._groups]
-        return poisoned
-
     def _retire(self) -> list[Text]:
         done = [text for text in self._running if text.finish_reason is not None]
         if done:
             self._running = [text for text in self._running if text.finish_reason is None]
             for text in done:
-                held = self._cache.release(text.tables)
-                if text.finish_reason == "error":
-                    self._poisoned = [before + now for before, now in zip(self._poisoned, held, strict=True)]
+                self._cache.release(text.tables)
         return done
 
     def _admit(self) -> None:
@@ -166,10 +165,12 @@ class Scheduler:
         positions = np.empty(starts[-1], np.int32)
         kv_len = np.empty(len(parts), np.int32)
         rows: list[int] = []
+        new_blocks: tuple[list[int], ...] = tuple([] for _ in self._groups)
         for index, part in enumerate(parts):
             text, first, here = part.text, part.text.num_computed_tokens, slice(starts[index], starts[index + 1])
             end = first + part.num_tokens
-            self._cache.extend(text.tables, first, end)
+            for blocks, taken in zip(new_blocks, self._cache.extend(text.tables, first, end), strict=True):
+                blocks += taken
             tokens[here] = text.token_ids[first:end]
             positions[here] = np.arange(first, end, dtype=np.int32)
             kv_len[index] = end
@@ -198,4 +199,4 @@ class Scheduler:
             block, place = np.divmod(positions, group.block_size)
             inputs[f"slots.{index}"] = (table[own, block] * group.block_size + place).astype(np.int32)
             inputs[f"block_table.{index}"] = table
-        return StepPlan(tuple(parts), sizes, inputs)
+        return StepPlan(tuple(parts), sizes, inputs, new_blocks)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from enginewright.errors import UsageError
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.scheduler import Scheduler, Text
 
@@ -12,7 +13,17 @@ from enginewright.runtime.scheduler import Scheduler, Text
 def score(
     executor: CpuExecutor, token_ids: Sequence[Sequence[int]], *, last_only: bool = False
 ) -> list[NDArray[np.float32]]:
-    """Logits of texts, computed together: one array [tokens, vocab_size] a text, or [1, vocab_size] with last_only."""
+    """Logits of texts, computed together: one array [tokens, vocab_size] a text, or [1, vocab_size] with last_only.
+
+    The KV cache is used from its beginning: nothing else may be running on the executor.
+
+    Raises:
+        UsageError: a text has no token, or more than fit the longest sequence.
+    """
+    longest = executor.envelope.max_model_len
+    for ids in token_ids:
+        if not 0 < len(ids) <= longest:
+            raise UsageError(f"a text has {len(ids)} tokens", f"it must have 1 to {longest}")
     texts = [
         Text(list(ids), num_prompt_tokens=len(ids), max_tokens=len(ids), every_logit=not last_only) for ids in token_ids
     ]

@@ -122,6 +122,19 @@ def test_bits_depend_neither_on_company_nor_on_threads(isa: str, kernel: str, ep
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_bits_of_the_tiniest_numbers_do_not_depend_on_company(isa: str, kernel: str) -> None:
+    """Products and sums around the smallest normal number, and inputs below it."""
+    problem = Problem(kernel, 40, 64, 200)
+    exponents = torch.randint(-133, -118, problem.x.shape, generator=generator(3)).float()
+    problem.x = (problem.x.float() * torch.exp2(exponents)).bfloat16()
+    together = problem.run(isa, "f32")
+    assert (together != 0).any()
+    for tokens in (1, 2, 3, 20):
+        assert torch.equal(together[:tokens], problem.run(isa, "f32", x=problem.x[:tokens]))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_weights_beyond_a_strip(isa: str, kernel: str) -> None:
     """A thread's weights do not fit L2, so that tokens pass more than one strip."""
     problem = Problem(kernel, 19, 1100, 1000)

@@ -103,6 +103,23 @@ def test_results_are_the_same_before_and_after(name: str, case: str) -> None:
             np.testing.assert_array_equal(other[key], expected, key)
 
 
+@pytest.mark.parametrize("quant", [Bf16(), Int8Wo()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("case", CASES)
+def test_the_finished_graph_is_near_the_imported_one(case: str, quant: QuantConfig) -> None:
+    imported = dense_graph(case)
+    expected = dense_logits(imported)
+    finished, _ = run_pipeline(imported, quant)
+    actual, pools = ragged_logits(finished)
+    for name, rows in expected.items():
+        # bf16 rounding is there at all, and nothing but it.
+        assert 1e-8 < relative_error(actual[name], rows) < tolerances.ENGINE_LOGITS[quant.name], name
+    for name, pool in pools.items():
+        blocks = pool.astype(np.float32).reshape(BLOCKS, -1)
+        untouched = (np.abs(blocks) == np.abs(blocks[0, 0])).all(axis=1)
+        # Three, one and two blocks hold sequences; the block that is nobody's and the free ones keep their garbage.
+        assert (untouched[0], untouched.sum()) == (True, BLOCKS - 6), name
+
+
 @pytest.mark.parametrize(
     ("attribute", "change"), [("window", lambda w: w + 1 if w else 0), ("scale", lambda x: x * 1.01)]
 )

@@ -38,12 +38,14 @@ class Watch:
     num_blocks: tuple[int, ...]
     seen: dict[int, list[int]] = field(default_factory=dict)  # by text: the tokens scheduled so far
     rows: Counter[int] = field(default_factory=Counter)
+    owners: dict[tuple[int, int], int] = field(default_factory=dict)  # by group and block: the text that had it last
     texts: list[Text] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.groups, Envelope(LONGEST, self.limits, self.num_blocks, 0, 0))
         # What each slot holds: whose key, and of which position.
-        self.pools = [np.full((count * g.block_size, 2), -1) for count, g in zip(self.num_blocks, self.groups)]  # noqa: B905
+        sizes = [count * kv.block_size for count, kv in zip(self.num_blocks, self.groups, strict=True)]
+        self.pools = [np.full((size, 2), -1) for size in sizes]
 
     def add(self, text: Text) -> None:
         self.texts.append(text)
@@ -90,6 +92,15 @@ class Watch:
         slots, table = plan.inputs[f"slots.{index}"], plan.inputs[f"block_table.{index}"]
         assert len(set(slots.tolist())) == len(slots) and slots.min() >= 0 and slots.max() < count * kv.block_size
         assert table.shape == (len(plan.parts), plan.sizes.kv_blocks)
+        new = set[int]()
+        for part in plan.parts:
+            for place, block in enumerate(part.text.tables[index].blocks):
+                if place >= part.text.tables[index].dropped and self.owners.get((index, block)) != id(part.text):
+                    self.owners[index, block] = id(part.text)
+                    new.add(block)
+        assert new <= set(plan.new_blocks[index]), "a block of another text would not be zeroed"
+        for block in plan.new_blocks[index]:
+            pool[block * kv.block_size : (block + 1) * kv.block_size] = -1
         for row, part in enumerate(plan.parts):
             held = part.text.tables[index].blocks
             assert {slot // kv.block_size for slot in slots[starts[row] : starts[row + 1]].tolist()} <= set(held)
@@ -151,7 +162,6 @@ def test_invariants(data: st.DataObject) -> None:
     coming = data.draw(st.lists(texts(), min_size=1, max_size=8))
     random = np.random.default_rng(data.draw(st.integers(0, 99)))
     work = sum(text.max_tokens for text in coming)
-    poisoned: list[set[int]] = [set() for _ in watch.groups]
     for steps in range(work + len(coming) + 1):
         while coming and (steps == 0 or random.random() < 0.3):
             watch.add(coming.pop())
@@ -170,7 +180,6 @@ def test_invariants(data: st.DataObject) -> None:
             aborted = plan.parts[random.integers(len(plan.parts))].text
             watch.scheduler.finish(aborted, "abort")
         before = {id(part.text): len(part.text.token_ids) for part in plan.parts}
-        held = {id(part.text): [table.blocks[table.dropped :] for table in part.text.tables] for part in plan.parts}
         drawn = [SampledToken(int(random.integers(VOCAB)), is_nan=random.random() < 0.03) for _ in plan.requests]
         ended = watch.scheduler.commit(plan, drawn)
         for part, token in zip(plan.drawing, drawn, strict=True):
@@ -178,8 +187,6 @@ def test_invariants(data: st.DataObject) -> None:
                 assert part.text.finish_reason == "abort" and len(part.text.token_ids) == before[id(part.text)]
             elif token.is_nan:
                 assert part.text.finish_reason == "error" and part.text in ended
-                for blocks, more in zip(poisoned, held[id(part.text)], strict=True):
-                    blocks |= set(more)
             else:
                 assert part.text.token_ids[before[id(part.text)] :] == [token.token]
                 stopped, full = token.token == STOP, len(part.text.token_ids) == part.text.max_tokens

@@ -78,7 +78,7 @@ class PagedAttention final : public Kernel {
   }
 
  private:
-  // An item of a thread has at most this part of the work of a step, divided by the number of threads.
+  // Items as large as a sequence's must be this many a thread, or its splits are shared.
   static constexpr int64_t kItemsPerThread = 8;
 
   struct Scratch {

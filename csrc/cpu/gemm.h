@@ -15,7 +15,7 @@
 namespace enginewright {
 namespace {
 
-// How a tile reads lines of weights: `step` pairs of k from each of kPairs-wide memory lines.
+// A line of weights in memory, as lines of bf16 pairs.
 template <class S>
 struct Bf16Lines {
   static constexpr int kPairs = 1;  // pairs of k in a line

@@ -7,12 +7,14 @@
 //
 //   panel of 17 … 32 tokens   2 A tiles x 2 blocks
 //   panel of 1 … 16 tokens    1 A tile x 4 blocks
+//   1 or 2 tokens in all: gemv_amx.h
 //
 // Few i8 weights at a time become bf16 in scratch: pieces of K that stay in L1 for few tokens, a strip that
 // stays in L2 for many.
 #pragma once
 
 #include "gemm.h"
+#include "gemv_amx.h"
 
 namespace enginewright {
 namespace {
@@ -73,9 +75,12 @@ inline TileConfig tile_config(int64_t first, int64_t second) {
   return config;
 }
 
-void expand_to_bf16(const std::byte* from, int64_t bytes, std::byte* to) {
+constexpr int64_t kPrefetchBytes = 2048;
+
+inline void expand_to_bf16(const std::byte* from, int64_t bytes, std::byte* to) {
   for (int64_t at = 0; at < bytes; at += 64) {
     Avx512::Line a, b;
+    Avx512::prefetch(from + at + kPrefetchBytes);
     Avx512::expand_i8(from + at, a, b);
     Avx512::store_line(to + 2 * at, a);
     Avx512::store_line(to + 2 * at + 64, b);
@@ -95,7 +100,7 @@ struct Bf16Tiles {
 };
 
 struct I8Tiles {
-  static constexpr int64_t kPieceK = 128;
+  static constexpr int64_t kPieceK = 64;
   static constexpr int64_t kScratchBytes = 4 * kPieceK * 32;
   const std::byte* weight;
   int64_t block_bytes;
@@ -113,7 +118,7 @@ struct I8Tiles {
 
 // Where a panel of A stays in L1: its K is cut into pieces of about this, C waiting in scratch.
 constexpr int64_t kWideK = 640;
-constexpr int64_t kAmxStripBytes = 1 << 19;  // of bf16 weights: half of these machines' L2
+constexpr int64_t kAmxStripBytes = 1 << 19;  // of bf16 weights; these machines have 2 MB of L2
 
 // Units of a strip.
 inline int64_t amx_strip_units(const GemmOperands& g) {
@@ -289,15 +294,28 @@ class AmxStrip {
   std::byte* const partial_;
 };
 
+template <class Floats>
+void few_tokens(const GemmOperands& g, int64_t tokens, Worker& worker) {
+  const Range mine = share(g.units, worker);
+  const FewTokens<Floats> few(g, tokens, reinterpret_cast<float*>(worker.scratch));
+  few.run(mine.begin * g.unit_blocks, mine.end * g.unit_blocks);
+}
+
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+inline int64_t few_tokens_bytes(const GemmOperands& g) { return FewTokens<Bf16Floats>::kMost * g.k_pad * 4; }
+
 class GemmBf16Amx final : public Kernel {
  public:
   GemmBf16Amx(const Operands& operands, const Attributes& attributes)
       : g_(operands, attributes, DType::bf16) {}
 
-  int64_t scratch_bytes() const override { return amx_partial_bytes(g_); }
+  int64_t scratch_bytes() const override { return larger(few_tokens_bytes(g_), amx_partial_bytes(g_)); }
 
   void run(const Sizes& sizes, Worker& worker) const override {
+    const FlushDenormals flush;
     const int64_t tokens = g_.x.rows.at(sizes), most = amx_strip_units(g_);
+    if (tokens <= FewTokens<Bf16Floats>::kMost) return few_tokens<Bf16Floats>(g_, tokens, worker);
     const Range mine = share(g_.units, worker);
     for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
       const int64_t units = mine.end - unit < most ? mine.end - unit : most;
@@ -319,11 +337,13 @@ class GemmW8A16Amx final : public Kernel {
   // Partial results, then a strip as bf16.
   int64_t scratch_bytes() const override {
     const int64_t strip = amx_strip_units(g_) * g_.unit_blocks * 2 * g_.block_bytes;
-    return amx_partial_bytes(g_) + (strip > I8Tiles::kScratchBytes ? strip : I8Tiles::kScratchBytes);
+    return larger(few_tokens_bytes(g_), amx_partial_bytes(g_) + larger(strip, I8Tiles::kScratchBytes));
   }
 
   void run(const Sizes& sizes, Worker& worker) const override {
+    const FlushDenormals flush;
     const int64_t tokens = g_.x.rows.at(sizes), most = amx_strip_units(g_);
+    if (tokens <= FewTokens<I8Floats>::kMost) return few_tokens<I8Floats>(g_, tokens, worker);
     std::byte* const expanded = worker.scratch + amx_partial_bytes(g_);
     const Range mine = share(g_.units, worker);
     for (int64_t unit = mine.begin; unit < mine.end; unit += most) {

@@ -23,12 +23,14 @@
 
 #if defined(__clang__)
 #pragma clang attribute push(                                                                           \
-    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,fma"))), \
+    __attribute__((target(                                                                              \
+        "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,fma,amx-tile,amx-bf16"))), \
     apply_to = function)
 #else
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false, in GCC's own intrinsics (its bug 105593)
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,fma")
+#pragma GCC target( \
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,fma,amx-tile,amx-bf16")
 #endif
 
 #include "simd_avx512.h"

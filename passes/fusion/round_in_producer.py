@@ -36,7 +36,7 @@ def _round(cast: ir.Node) -> str | None:
         return f"{value.name} is used unrounded, too."
     if producer.op_type == "Gather" and producer.domain == "":
         return _above_gather(producer, users, to)
-    if not _can_round(producer):
+    if not _can_round(value, producer):
         return f"{producer.name} ({producer.op_type}) cannot round."
     rounding = _rounding(producer, to)
     rounding.name = producer.name
@@ -52,7 +52,10 @@ def _round(cast: ir.Node) -> str | None:
     return None
 
 
-def _can_round(producer: ir.Node) -> bool:
+def _can_round(value: ir.Value, producer: ir.Node) -> bool:
+    """Whether the node can write this value rounded: `to` is of a node's last output, and nothing is rounded twice."""
+    if value.dtype != ir.DataType.FLOAT or value is not producer.outputs[-1]:
+        return False
     plugin = plugin_of(producer)
     if plugin is None:
         return producer.op_type == "RMSNormalization" and norms_rows(producer)
@@ -73,7 +76,7 @@ def _above_gather(gather: ir.Node, users: tuple[ir.Node, ...], to: int) -> str |
     source, rows = gather.inputs
     assert source is not None and source.shape is not None and gather.outputs[0].shape is not None
     producer = source.producer()
-    if producer is None or not _can_round(producer) or not only_used_by(source, gather):
+    if producer is None or not _can_round(source, producer) or not only_used_by(source, gather):
         return f"{gather.name} gathers rows that cannot be rounded before."
     dtype = ir.DataType(to)
     rounded = typed(f"{source.name}.rounded", dtype, source.shape.dims)

@@ -24,6 +24,9 @@ class FuseSwiGlu:
             gemm = split.inputs[0].producer() if split is not None and split.inputs[0] is not None else None
             if gated is None or split is None or gemm is None or gemm.op_type not in GEMMS:
                 continue
+            if gemm.attributes["epilogue"].as_string() != "none":
+                refusals.append(f"{gemm.name} has an epilogue already, and {node.name} would be its second.")
+                continue
             if tuple(split.outputs) != (gated.gate, gated.up):
                 refusals.append(f"{node.name} takes other columns than the gate and the up of {gemm.name}.")
                 continue

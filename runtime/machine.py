@@ -1,0 +1,86 @@
+"""What this process may use of the machine: memory and cores, within its control group's limits."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def free_memory(root: Path = ROOT) -> int:
+    """Bytes that the process may still take. Pages of files count as free: they are given up when memory is short."""
+    available = _fields(root / "proc/meminfo").get("MemAvailable")
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if available is None else available * 1024
+    for limit, used, files in _memory_limits(root):
+        free = min(free, limit - used + files)
+    return max(free, 0)
+
+
+def num_cores(root: Path = ROOT) -> int:
+    """Physical cores that the process may run on, and no more than its share of processor time fills."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings or str(cpu))
+    return max(1, min([len(cores), *_processor_limits(root)]))
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int, int]]:
+    """Of each control group around the process: its limit, what it uses, and the pages of files in that; bytes."""
+    for folder in _groups(root, "memory"):
+        stat = _fields(folder / "memory.stat")
+        # Version 2 of control groups, or version 1.
+        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
+        prefix = "total_" if "total_inactive_file" in stat else ""
+        if limit is not None and used is not None:
+            yield limit, used, stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
+
+
+def _processor_limits(root: Path) -> Iterator[int]:
+    """Of each control group around the process: cores that its share of time fills, rounded up."""
+    for folder in _groups(root, "cpu"):
+        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        if not quota:
+            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+        if quota.isdecimal() and period.isdecimal() and int(period) > 0:
+            yield -(-int(quota) // int(period))
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of the process's control groups, from the innermost out, as far as they can be seen from here."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if number == "0" and not controllers:
+            mount = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        names = [name for name in path.split("/") if name and name != ".."]
+        for depth in range(len(names), -1, -1):
+            yield mount.joinpath(*names[:depth])
+
+
+def _text(path: Path) -> str:
+    """Nothing for what is not there or may not be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    """None for what is not there, and for `max`."""
+    text = _text(path)
+    return int(text) if text.isdecimal() else None
+
+
+def _fields(path: Path) -> Mapping[str, int]:
+    """Lines of a name and a number, as in /proc/meminfo and memory.stat."""
+    fields = {}
+    for line in _text(path).splitlines():
+        name, number = (*line.replace(":", " ").split(), "", "")[:2]
+        if number.isdecimal():
+            fields[name] = int(number)
+    return fields

@@ -1,0 +1,177 @@
+"""The memory envelope: exact, within what was given, and the same as what the executor then allocates."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.errors import NotEnoughMemoryError, UsageError
+from enginewright.plan import Buffer, KvGroup, Linear, Plan, Sizes
+from enginewright.runtime import envelope as module
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig, blocks_of, envelope, sequence_bytes
+from enginewright.runtime.executor import CpuExecutor
+from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+
+DTYPE_BYTES = {"f32": 4, "bf16": 2}
+
+
+def plan_of(groups: Sequence[KvGroup], buffers: Sequence[Buffer], longest: int) -> Plan:
+    return Plan("cpu", (), tuple(groups), tuple(buffers), (), 0, buffers[0].columns, longest)
+
+
+GROUPS = st.builds(
+    KvGroup,
+    layers=st.just((0,)),
+    kv_heads=st.just(1),
+    head_dim=st.just(8),
+    window=st.sampled_from([0, 0, 7, 512, 4096]),
+    dtype=st.just("bf16"),
+    block_size=st.sampled_from([16, 32]),
+    bytes_per_token=st.integers(1, 2**20),
+)
+ROWS = st.builds(
+    Linear,
+    constant=st.integers(0, 3),
+    tokens=st.integers(0, 2),
+    sequences=st.integers(0, 2),
+    logit_rows=st.integers(0, 2),
+    kv_blocks=st.integers(0, 2),
+    kv_splits=st.integers(0, 2),
+)
+BUFFERS = st.builds(
+    Buffer, dtype=st.sampled_from(["f32", "bf16"]), rows=ROWS, columns=st.integers(1, 300), slot=st.integers(0, 3)
+)
+
+
+def naive_blocks(kv: KvGroup, length: int, chunk: int) -> int:
+    """Blocks that are touched from the first position a chunk sees to its last, over all places to begin."""
+    if not kv.window:
+        return -(-length // kv.block_size)
+    span = kv.window + chunk - 1
+    starts = range(min(length, kv.block_size))
+    return max(len({p // kv.block_size for p in range(start, min(start + span, length))}) for start in starts)
+
+
+@settings(max_examples=200, deadline=None)
+@given(window=st.integers(0, 70), block_size=st.integers(1, 33), length=st.integers(1, 300), chunk=st.integers(1, 80))
+def test_blocks_of_a_sequence(window: int, block_size: int, length: int, chunk: int) -> None:
+    """As many as some chunk needs at once: never fewer, and no more unless the text ends before."""
+    kv = KvGroup((0,), 1, 8, window, "bf16", block_size, 32)
+    whole, needed = -(-length // block_size), naive_blocks(kv, length, chunk)
+    assert needed <= blocks_of(kv, length, chunk) <= whole
+    if not window or length > 2 * block_size + window + chunk:
+        assert blocks_of(kv, length, chunk) == needed
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    groups=st.lists(GROUPS, min_size=1, max_size=3),
+    buffers=st.lists(BUFFERS, min_size=1, max_size=8),
+    longest=st.integers(1, 3000),
+    sequences=st.integers(1, 40),
+    tokens=st.integers(1, 600),
+    rows=st.none() | st.integers(1, 100),
+    memory=st.integers(0, 2**45),
+)
+def test_the_arithmetic(
+    groups: list[KvGroup],
+    buffers: list[Buffer],
+    longest: int,
+    sequences: int,
+    tokens: int,
+    rows: int | None,
+    memory: int,
+) -> None:
+    plan = plan_of(groups, buffers, longest)
+    config = RuntimeConfig(
+        max_num_seqs=sequences, max_num_batched_tokens=tokens, max_logit_rows=rows, kv_cache_memory=memory + 1
+    )
+    chunk = max(min(tokens, sequences * longest), sequences)
+    block = {kv: kv.block_size * kv.bytes_per_token for kv in groups}
+    one = sum(blocks_of(kv, longest, chunk) * block[kv] for kv in groups)
+    assert sequence_bytes(groups, longest, chunk) == one
+    if memory + 1 < one:
+        with pytest.raises(NotEnoughMemoryError) as refused:
+            envelope(plan, config)
+        assert refused.value.exit_code == 4 and str(longest) in str(refused.value)
+        return
+    result = envelope(plan, config)
+    limits = result.limits
+    assert result.max_model_len == longest
+    assert (limits.tokens, limits.sequences, limits.logit_rows) == (chunk, sequences, max(rows or 0, sequences))
+    assert limits.kv_blocks == max(-(-longest // kv.block_size) for kv in groups), "as wide as the widest table"
+    assert limits.kv_splits == -(-longest // 256)
+    assert result.kv_bytes == sum(count * block[kv] for count, kv in zip(result.num_blocks, groups, strict=True))
+    assert one <= result.kv_bytes <= memory + 1
+    for kv, count in zip(groups, result.num_blocks, strict=True):
+        most = blocks_of(kv, longest, chunk)
+        assert most <= count <= most * sequences
+        # Nothing that would be of use is left over.
+        assert count == most * sequences or memory + 1 - result.kv_bytes < block[kv]
+    assert result.arena_bytes == naive_arena(buffers, limits)
+
+
+def naive_arena(buffers: Sequence[Buffer], limits: Sizes) -> int:
+    total = 0
+    for slot in range(max(buffer.slot for buffer in buffers) + 1):
+        sizes = [0]
+        for buffer in buffers:
+            if buffer.slot == slot:
+                counts = (1, *limits.as_tuple())
+                rows = sum(factor * count for factor, count in zip(buffer.rows.as_tuple(), counts, strict=True))
+                stride = (buffer.columns + 63) // 64 * 64
+                sizes.append(rows * stride * DTYPE_BYTES[buffer.dtype])
+        total += (max(sizes) + 63) // 64 * 64
+    return total
+
+
+KV = KvGroup((0,), 1, 8, 0, "bf16", 32, 32)
+PLAN = plan_of([KV], [Buffer("f32", Linear(logit_rows=1), 100, 0)], 500)
+
+
+def test_a_length_beyond_the_engine_is_refused_with_both_numbers() -> None:
+    with pytest.raises(UsageError, match="501") as refused:
+        envelope(PLAN, RuntimeConfig(max_model_len=501))
+    assert refused.value.exit_code == 2 and "500" in str(refused.value)
+    assert envelope(PLAN, RuntimeConfig(max_model_len=500)).max_model_len == 500
+
+
+def test_one_byte_less_than_a_sequence_takes_is_not_enough() -> None:
+    one = 16 * 32 * 32
+    fits = envelope(PLAN, RuntimeConfig(kv_cache_memory=one))
+    assert fits.num_blocks == (16,) and fits.kv_bytes == one
+    with pytest.raises(NotEnoughMemoryError) as refused:
+        envelope(PLAN, RuntimeConfig(kv_cache_memory=one - 1))
+    assert refused.value.exit_code == 4
+    assert envelope(PLAN, RuntimeConfig(kv_cache_memory=one - 1, max_model_len=480)).num_blocks == (15,)
+
+
+def test_the_machine_is_asked_where_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RuntimeConfig(max_num_seqs=1000)
+    monkeypatch.setattr(module, "free_memory", lambda: 4_000_000)
+    result = envelope(PLAN, config)
+    assert 0 < result.kv_bytes <= 2_000_000 - result.arena_bytes // 2
+    monkeypatch.setattr(module, "free_memory", lambda: 1000)
+    with pytest.raises(NotEnoughMemoryError):
+        envelope(PLAN, config)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_the_executor_allocates_what_the_envelope_says(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family)
+    build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(), tmp_path / "tiny.engine")
+    limits = RuntimeConfig(max_model_len=301, max_num_seqs=5, max_num_batched_tokens=37, threads=1)
+    with Engine.open(tmp_path / "tiny.engine") as engine:
+        for memory in (2_000_000, 20_000_000):
+            executor = CpuExecutor(engine, replace(limits, kv_cache_memory=memory))
+            plan, promised = engine.plan, executor.envelope
+            assert sum(pool.nbytes for pool in executor.pools) == promised.kv_bytes <= memory
+            last = plan.arena_offsets(promised.limits)
+            assert last[1] == promised.arena_bytes
+            for offset, buffer in zip(last[0], plan.buffers, strict=True):
+                assert offset + buffer.bytes_at(promised.limits) <= promised.arena_bytes

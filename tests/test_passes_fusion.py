@@ -1,0 +1,142 @@
+"""Fusions where a pattern is nearly the one they know: small graphs, each with a node that must stay as it is."""
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from enginewright.passes.fusion.round_in_producer import RoundInProducer
+from enginewright.passes.fusion.swiglu import FuseSwiGlu
+from enginewright.passes.graph import standard, typed
+from enginewright.passes.pass_manager import Pass, PassResult, check_graph
+from enginewright.plugins.add_rms_norm import ADD_RMS_NORM
+from enginewright.plugins.gemm_bf16 import GEMM_BF16
+from enginewright.plugins.rms_norm import RMS_NORM
+from tests.onnx_run import Array, run
+
+FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+TOKENS, WIDTH = 7, 5
+
+
+def whole(inputs: list[ir.Value], outputs: list[ir.Value], nodes: list[ir.Node]) -> ir.Model:
+    graph = ir.Graph(inputs, outputs, nodes=nodes, opset_imports={"": 24, "enginewright": 1})
+    model = ir.Model(graph, ir_version=10)
+    check_graph(model)
+    return model
+
+
+def named(node: ir.Node, *names: str) -> list[ir.Value]:
+    node.name = names[0]
+    for value, name in zip(node.outputs, names, strict=True):
+        value.name = name
+    return [*node.outputs]
+
+
+def cast(value: ir.Value, name: str, to: ir.DataType) -> tuple[ir.Node, ir.Value]:
+    assert value.shape is not None
+    output = typed(name, to, value.shape.dims)
+    return standard("Cast", [value], [output], name, to=int(to)), output
+
+
+def add_and_norm(rounded: str) -> ir.Model:
+    """A residual and its norm, one of which ("sum" or "normed") is only read rounded."""
+    x, delta, weight = (typed(name, FLOAT, ("tokens", WIDTH)[-n:]) for name, n in (("x", 2), ("delta", 2), ("w", 1)))
+    node = ADD_RMS_NORM.node([x, delta, weight], epsilon=1e-6, to=int(FLOAT))
+    outputs = dict(zip(("sum", "normed"), named(node, "sum", "normed"), strict=True))
+    low, outputs[rounded] = cast(outputs[rounded], "low", BFLOAT16)
+    return whole([x, delta, weight], [*outputs.values()], [node, low])
+
+
+def chosen_sum() -> ir.Model:
+    """Rows of a residual are chosen, and only read rounded."""
+    x, delta, weight = (typed(name, FLOAT, ("tokens", WIDTH)[-n:]) for name, n in (("x", 2), ("delta", 2), ("w", 1)))
+    rows = typed("rows", ir.DataType.INT32, ("rows",))
+    node = ADD_RMS_NORM.node([x, delta, weight], epsilon=1e-6, to=int(FLOAT))
+    total, normed = named(node, "sum", "normed")
+    chosen = typed("chosen", FLOAT, ("rows", WIDTH))
+    gather = standard("Gather", [total, rows], [chosen], "chosen", axis=0)
+    low, rounded = cast(chosen, "low", BFLOAT16)
+    return whole([x, delta, weight, rows], [rounded, normed], [node, gather, low])
+
+
+def rounded_and_back() -> ir.Model:
+    """A norm that is rounded already, and is read in FLOAT."""
+    x, weight = typed("x", FLOAT, ("tokens", WIDTH)), typed("w", FLOAT, (WIDTH,))
+    node = RMS_NORM.node([x, weight], epsilon=1e-6, to=int(BFLOAT16))
+    up, output = cast(*named(node, "norm"), "up", FLOAT)
+    return whole([x, weight], [output], [node, up])
+
+
+def gated(epilogue: str) -> ir.Model:
+    """silu(gate) · up of the halves of what a matrix product gives, which has this epilogue itself."""
+    x, weight = typed("x", BFLOAT16, ("tokens", WIDTH)), typed("w", BFLOAT16, (12, WIDTH))
+    gemm = GEMM_BF16.node([x, weight], epilogue=epilogue, to=int(FLOAT))
+    (product,) = named(gemm, "product")
+    half = 6 if epilogue == "none" else 3
+    gate, up, sigmoid, silu, y = (
+        typed(name, FLOAT, ("tokens", half)) for name in ("gate", "up", "sigmoid", "silu", "y")
+    )
+    nodes = [
+        gemm,
+        standard("Split", [product], [gate, up], "split", axis=-1, num_outputs=2),
+        standard("Sigmoid", [gate], [sigmoid], "sigmoid"),
+        standard("Mul", [gate, sigmoid], [silu], "silu"),
+        standard("Mul", [silu, up], [y], "y"),
+    ]
+    return whole([x, weight], [y], nodes)
+
+
+def results(model: ir.Model) -> dict[str, Array]:
+    random = np.random.default_rng(4)
+    feeds: dict[str, Array] = {}
+    for value in model.graph.inputs:
+        assert value.shape is not None
+        shape = [dim if isinstance(dim, int) else TOKENS for dim in value.shape]
+        numbers = random.standard_normal(shape).astype(np.float32)
+        feeds[str(value.name)] = numbers.astype(ml_dtypes.bfloat16) if value.dtype == BFLOAT16 else numbers
+        if value.name == "rows":
+            feeds["rows"] = random.permutation(TOKENS).astype(np.int32)
+    return run(model, feeds)
+
+
+@pytest.mark.parametrize(
+    ("model", "own", "sentence"),
+    [
+        (add_and_norm("sum"), RoundInProducer(), "sum (AddRmsNorm) cannot round."),
+        (chosen_sum(), RoundInProducer(), "chosen gathers rows that cannot be rounded before."),
+        (rounded_and_back(), RoundInProducer(), "norm (RmsNorm) cannot round."),
+        (gated("swiglu"), FuseSwiGlu(), "product has an epilogue already, and y would be its second."),
+    ],
+    ids=["sum", "chosen sum", "rounded and back", "gated twice"],
+)
+def test_what_only_looks_like_the_pattern_is_left_alone(model: ir.Model, own: Pass, sentence: str) -> None:
+    before, ops = results(model), [node.op_type for node in model.graph]
+    assert own(model) == PassResult(0, (sentence,))
+    check_graph(model)
+    assert [node.op_type for node in model.graph] == ops
+    _same(results(model), before)
+
+
+@pytest.mark.parametrize(
+    ("model", "own", "left"),
+    [
+        (add_and_norm("normed"), RoundInProducer(), ["AddRmsNorm"]),
+        (gated("none"), FuseSwiGlu(), ["GemmBf16"]),
+    ],
+    ids=["normed", "gated"],
+)
+def test_the_pattern_beside_it_is_fused(model: ir.Model, own: Pass, left: list[str]) -> None:
+    before = results(model)
+    assert own(model).rewrites == 1
+    check_graph(model)
+    assert [node.op_type for node in model.graph] == left
+    after = results(model)
+    assert len(after) == len(before)
+    for one, other in zip(before.values(), after.values(), strict=True):
+        np.testing.assert_array_equal(other, one, strict=True)
+
+
+def _same(after: dict[str, Array], before: dict[str, Array]) -> None:
+    assert after.keys() == before.keys()
+    for name, expected in before.items():
+        np.testing.assert_array_equal(after[name], expected, name, strict=True)

@@ -1,0 +1,327 @@
+"""Every op of ours: what it says of its outputs is what onnxruntime gives, and what does not fit is refused."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from enginewright import _cpu
+from enginewright.errors import EngineError
+from enginewright.plugins import DOMAIN, PLUGINS, Plugin, binding_of, expand_references, plugin_of
+from enginewright.plugins.registry import STANDARD_KERNELS
+from tests.onnx_run import Array, run
+
+FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+INT8, INT32, INT64 = ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT64
+Operand = tuple[ir.DataType, tuple[int | str, ...]]
+# What symbolic dimensions are when a graph is run. A block has 4 slots.
+SIZES = {"T": 5, "P": 3, "tokens": 7, "slots": 24, "sequences": 2, "sequences + 1": 3, "kv_blocks": 2}
+SIZES |= {"P + T": 8}
+ONE = {**SIZES, "T": 1, "P": 0, "tokens": 1, "sequences": 1, "sequences + 1": 2, "P + T": 1}
+INDICES: Mapping[str, Sequence[int]] = {  # values that must be in range, or fit each other
+    "slots": [23, 4, 9, 0, 17, 5, 12],
+    "query_start": [0, 3, 7],
+    "kv_len": [5, 8],
+    "block_table": [4, 1, 5, 2],
+}
+INDICES_OF_ONE: Mapping[str, Sequence[int]] = {**INDICES, "query_start": [0, 1], "kv_len": [1]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A node: its operands by the names of the schema (absent ones left out), and its attributes."""
+
+    op: str
+    operands: Mapping[str, Operand]
+    attributes: Mapping[str, int | float | str] = field(default_factory=dict)
+
+    @property
+    def plugin(self) -> Plugin:
+        return PLUGINS[self.op]
+
+    def inputs(self) -> list[ir.Value | None]:
+        given = [
+            ir.Value(name=name, type=ir.TensorType(found[0]), shape=ir.Shape(found[1])) if found else None
+            for name, found in ((name, self.operands.get(name)) for name in (n.rstrip("?") for n in self.plugin.inputs))
+        ]
+        while given[-1] is None:
+            given.pop()
+        return given
+
+    def node(self) -> ir.Node:
+        node = self.plugin.node(self.inputs(), **self.attributes)
+        node.name = "it"
+        for index, output in enumerate(node.outputs):
+            output.name = f"out.{index}"
+        return node
+
+
+def _norm(to: ir.DataType) -> dict[str, int | float | str]:
+    return {"epsilon": 1e-6, "to": int(to)}
+
+
+def _gemms() -> list[Case]:
+    cases = []
+    for op, dtype, scale in (("GemmBf16", BFLOAT16, {}), ("GemmW8A16", INT8, {"scale": (FLOAT, (22,))})):
+        for epilogue in ("none", "swiglu", "geglu"):
+            for to in (FLOAT, BFLOAT16):
+                for bias in ({}, {"bias": (FLOAT, (22,))}):
+                    for rows in (("tokens",), (1, "T")):
+                        operands = {"x": (BFLOAT16, (*rows, 13)), "weight": (dtype, (22, 13)), **scale, **bias}
+                        cases.append(Case(op, operands, {"epilogue": epilogue, "to": int(to)}))
+    return cases
+
+
+HEADS = {"heads": 6, "kv_heads": 3, "head_dim": 10}
+POOLS: dict[str, Operand] = {"key_pool": (BFLOAT16, ("slots", 3, 10)), "value_pool": (BFLOAT16, ("slots", 3, 10))}
+NEW: dict[str, Operand] = {"k": (FLOAT, ("tokens", 30)), "v": (FLOAT, ("tokens", 30))}
+SLOTS: dict[str, Operand] = {"slots": (INT32, ("tokens",))}
+PAGED: dict[str, Operand] = {
+    "q": (BFLOAT16, ("tokens", 60)),
+    **POOLS,
+    "query_start": (INT32, ("sequences + 1",)),
+    "kv_len": (INT32, ("sequences",)),
+    "block_table": (INT32, ("sequences", "kv_blocks")),
+}
+PAST: dict[str, Operand] = {
+    "q": (FLOAT, (1, "T", 60)),
+    "k": (FLOAT, (1, "T", 30)),
+    "v": (FLOAT, (1, "T", 30)),
+    "past_key": (FLOAT, (1, 3, "P", 10)),
+    "past_value": (FLOAT, (1, 3, "P", 10)),
+}
+
+
+def _tables(rotary: int) -> dict[str, Operand]:
+    return {"cos": (FLOAT, ("tokens", rotary // 2)), "sin": (FLOAT, ("tokens", rotary // 2))}
+
+
+CASES: list[Case] = [
+    *(
+        Case(op, dict.fromkeys(operands, (FLOAT, (*rows, 11))) | {"weight": (FLOAT, (11,))}, _norm(to))
+        for op, operands in (("RmsNorm", ["x"]), ("AddRmsNorm", ["x", "delta"]))
+        for rows in (("tokens",), (1, "T"), ("tokens", 3))
+        for to in (FLOAT, BFLOAT16)
+    ),
+    *(
+        Case("EmbedBf16", {"tokens": (dtype, rows), "table": (BFLOAT16, (31, 9))}, {"scale": 2.5})
+        for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
+    ),
+    *(
+        Case(
+            "EmbedW8",
+            {"tokens": (dtype, rows), "table": (INT8, (31, 9)), "table_scale": (FLOAT, (31,))},
+            {"scale": 2.5},
+        )
+        for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
+    ),
+    *_gemms(),
+    *(
+        Case("RopeTable", {"positions": (dtype, rows), "inv_freq": (FLOAT, (7,))}, {"scale": 1.5})
+        for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
+    ),
+    *(Case("Rope", {"x": (FLOAT, ("tokens", 30)), **_tables(rotary)}, {"heads": 3}) for rotary in (10, 6)),
+    Case("KvWrite", {**NEW, **POOLS, **SLOTS}, {"kv_heads": 3, "head_dim": 10}),
+    *(
+        Case("RopeKvWrite", {"q": (FLOAT, ("tokens", 60)), **NEW, **_tables(rotary), **POOLS, **SLOTS}, HEADS)
+        for rotary in (10, 6)
+    ),
+    *(
+        Case(
+            "PagedAttention",
+            PAGED,
+            {**HEADS, "scale": 0.3, "window": window, "softcap": softcap, "block_size": 4, "to": int(to)},
+        )
+        for window, softcap, to in ((0, 0.0, FLOAT), (3, 0.0, BFLOAT16), (0, 2.0, FLOAT), (1, 2.0, BFLOAT16))
+    ),
+    *(
+        Case(
+            "CausalWindow",
+            PAST,
+            {"q_num_heads": 6, "kv_num_heads": 3, "scale": 0.3, "softcap": softcap, "window": window},
+        )
+        for window, softcap in ((3, 0.0), (1, 2.0))
+    ),
+    *(Case("Softcap", {"x": (FLOAT, rows)}, {"cap": 3.0}) for rows in (("tokens", 11), (1, "T", 11))),
+]
+FIRST = {case.op: case for case in reversed(CASES)}
+
+
+def _name(case: object) -> str:
+    if not isinstance(case, Case):
+        return ""
+    return f"{case.op}-{'-'.join(str(value) for value in case.attributes.values())}"
+
+
+def feed(name: str, operand: Operand, sizes: Mapping[str, int], indices: Mapping[str, Sequence[int]]) -> Array:
+    dtype, dims = operand
+    shape = [dim if isinstance(dim, int) else sizes[dim] for dim in dims]
+    random = np.random.default_rng(len(name))
+    if name in indices:
+        return np.array(indices[name][: int(np.prod(shape))], dtype.numpy()).reshape(shape)
+    if dtype in (INT8, INT32, INT64):
+        return random.integers(0, 31, shape).astype(dtype.numpy())
+    return random.standard_normal(shape).astype(dtype.numpy())
+
+
+def model_of(node: ir.Node) -> ir.Model:
+    inputs = [value for value in dict.fromkeys(node.inputs) if value is not None]
+    graph = ir.Graph(inputs, [*node.outputs], nodes=[node], opset_imports={"": 24, DOMAIN: 1})
+    return ir.Model(graph, ir_version=10)
+
+
+@pytest.mark.parametrize(("sizes", "indices"), [(SIZES, INDICES), (ONE, INDICES_OF_ONE)], ids=["some", "one"])
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_what_an_op_says_is_what_onnxruntime_gives(
+    case: Case, sizes: Mapping[str, int], indices: Mapping[str, Sequence[int]]
+) -> None:
+    node = case.node()
+    inferred = case.plugin.infer(node)
+    assert inferred == [(value.dtype, value.shape.dims) for value in node.outputs if value.shape is not None]
+    feeds = {name: feed(name, operand, sizes, indices) for name, operand in case.operands.items()}
+    actual = [*run(model_of(node), feeds).values()]
+    assert len(actual) == len(inferred) == len(case.plugin.outputs)
+    for array, (dtype, dims) in zip(actual, inferred, strict=True):
+        assert array.dtype == dtype.numpy()
+        assert array.shape == tuple(dim if isinstance(dim, int) else sizes[str(dim)] for dim in dims)
+        assert np.isfinite(array.astype(np.float32)).all()
+        assert len(np.unique(array)) > 1
+
+
+def test_every_op_is_run() -> None:
+    assert set(FIRST) == set(PLUGINS)
+    assert all(name == plugin.name for name, plugin in PLUGINS.items())
+
+
+def test_every_file_with_an_op_has_its_line_in_the_registry() -> None:
+    folder = Path(__file__).resolve().parent.parent / "plugins"
+    defined = {
+        path.stem: names
+        for path in folder.glob("*.py")
+        if (names := re.findall(r'^[A-Z0-9_]+ = Plugin\(\s+name="(\w+)"', path.read_text(), re.MULTILINE))
+    }
+    assert sorted(name for names in defined.values() for name in names) == sorted(PLUGINS)
+    for stem, names in defined.items():
+        assert [name.lower() for name in names] == [stem.replace("_", "")]
+
+
+def _wrong(plugin: Plugin, good: Case) -> list[tuple[str, ir.Node]]:
+    """Nodes that do not fit the schema, each with the reason to give."""
+    attributes, count = good.attributes, len(plugin.inputs)
+
+    def node(
+        changed: Mapping[str, int | float | str], outputs: int = 0, without: int | None = None, surplus: bool = False
+    ) -> ir.Node:
+        inputs = good.inputs()
+        inputs += [None] * (count - len(inputs))
+        if without is not None:
+            inputs[without] = None
+        if surplus:
+            inputs.append(inputs[0])
+        converted = [ir.convenience.convert_attribute(*item) for item in changed.items()]
+        return ir.Node(DOMAIN, plugin.name, inputs, converted, num_outputs=len(plugin.outputs) + outputs, name="it")
+
+    wrong = [
+        (f"it has {count + 1} inputs, not {count}", node(attributes, surplus=True)),
+        (f"it has {len(plugin.outputs) + 1} outputs", node(attributes, outputs=1)),
+        ("its attributes are .*surplus: int.*, not ", node({**attributes, "surplus": 1})),
+    ]
+    for index, name in enumerate(plugin.inputs):
+        if not name.endswith("?"):
+            wrong.append((f"it lacks {name}$", node(attributes, without=index)))
+    for name, kind in plugin.attributes.items():
+        others = {key: value for key, value in attributes.items() if key != name}
+        other: int | float = 1 if kind is not int else 1.0
+        wrong.append((rf"its attributes are .*, not .*\b{name}: {kind.__name__}", node(others)))
+        wrong.append((f"its attributes are .*{name}: {type(other).__name__}", node({**others, name: other})))
+    return wrong
+
+
+@pytest.mark.parametrize("plugin", PLUGINS.values(), ids=lambda plugin: plugin.name)
+def test_a_node_that_does_not_fit_its_schema_is_named(plugin: Plugin) -> None:
+    good = FIRST[plugin.name]
+    plugin.check(good.node())
+    for reason, node in _wrong(plugin, good):
+        with pytest.raises(EngineError, match=f"(?s)node it is no {plugin.name}: {reason}"):
+            plugin.check(node)
+        with pytest.raises(EngineError, match="node it is no"):
+            expand_references(model_of(node))
+
+
+def test_an_optional_input_may_be_absent_in_both_ways() -> None:
+    without = FIRST["GemmBf16"]
+    assert "bias" not in without.operands
+    for inputs in (without.inputs(), [*without.inputs(), None]):
+        without.plugin.node(inputs, **without.attributes)
+
+
+def test_an_op_that_we_do_not_have_is_named() -> None:
+    with pytest.raises(EngineError, match=r"node it is of an unknown op enginewright\.Gemm: known: AddRmsNorm, "):
+        plugin_of(ir.Node(DOMAIN, "Gemm", [], name="it"))
+    assert plugin_of(ir.Node("", "Gemm", [], name="it")) is None
+
+
+def test_expanding_gives_a_copy_in_standard_ops_and_leaves_the_graph() -> None:
+    model = model_of(FIRST["Softcap"].node())
+    expanded = expand_references(model)
+    assert [node.op_type for node in model.graph] == ["Softcap"]
+    assert {node.domain for node in expanded.graph} == {""}
+    assert set(expanded.graph.opset_imports) == {""}
+    assert [value.name for value in expanded.graph.outputs] == ["out.0"]
+
+
+BOUND = {name: plugin for name, plugin in PLUGINS.items() if plugin.kernels}
+
+
+@pytest.mark.parametrize("isa", _cpu.isa_names())
+def test_every_kernel_that_an_op_names_is_there_and_serves_an_op(isa: str) -> None:
+    named = {plugin.kernels["cpu"].kernel for plugin in BOUND.values()}
+    named |= {binding.kernel for binding in STANDARD_KERNELS["cpu"].values()}
+    assert named == set(_cpu.kernel_names(isa))
+
+
+def test_ops_without_a_kernel_are_those_that_a_pass_replaces() -> None:
+    assert set(PLUGINS) - set(BOUND) == {"CausalWindow", "KvWrite", "Rope"}
+    for name in ("CausalWindow", "KvWrite", "Rope"):
+        with pytest.raises(EngineError, match=rf"node it \({name}\) has no kernel for cpu"):
+            binding_of(FIRST[name].node(), "cpu")
+    with pytest.raises(EngineError, match=r"node it \(Exp\) has no kernel for cpu"):
+        binding_of(ir.Node("", "Exp", [], name="it"), "cpu")
+
+
+@pytest.mark.parametrize("plugin", BOUND.values(), ids=lambda plugin: plugin.name)
+def test_a_binding_speaks_of_the_op_it_stands_at(plugin: Plugin) -> None:
+    node = FIRST[plugin.name].node()
+    binding = binding_of(node, "cpu")
+    assert binding is plugin.kernels["cpu"]
+    assert len(binding.inputs) == len(plugin.inputs)
+    assert len(binding.outputs) == len(plugin.outputs)
+    operands = [name for name in (*binding.inputs, *binding.outputs) if name]
+    assert len(set(operands)) == len(operands)
+    # The dtype of an output and the size of a block are known from the operands.
+    assert set(plugin.attributes) - set(binding.attributes) <= {"to", "block_size"}
+    assert set(binding.attributes) <= set(plugin.attributes)
+    for output, index in binding.in_place.items():
+        before, after = node.inputs[index], node.outputs[binding.outputs.index(output)]
+        assert before is not None and before.shape == after.shape
+    if binding.scratch is not None:
+        name, _, columns = binding.scratch(node)
+        assert name not in operands
+        assert columns == 6 * (32 + 16)  # head_dim 10 padded, and the state of each head
+
+
+def test_standard_ops_are_bound_too() -> None:
+    signatures: Mapping[str, Callable[[], ir.Node]] = {
+        "Add": lambda: ir.Node("", "Add", [None, None], name="it"),
+        "Cast": lambda: ir.Node("", "Cast", [None], name="it"),
+        "Gather": lambda: ir.Node("", "Gather", [None, None], name="it"),
+        "RMSNormalization": lambda: ir.Node("", "RMSNormalization", [None, None], name="it"),
+    }
+    assert set(signatures) == set(STANDARD_KERNELS["cpu"])
+    for make in signatures.values():
+        node = make()
+        assert len(binding_of(node, "cpu").inputs) == len(node.inputs)
