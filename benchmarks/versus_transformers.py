@@ -21,6 +21,7 @@ from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.generate import Generator
+from enginewright.runtime.machine import num_cores
 from enginewright.runtime.sampling import SamplingParams
 
 PREFILL = 512
@@ -53,8 +54,10 @@ def transformers_round(checkpoint: Path) -> Round:
     return run
 
 
-def engine_round(path: Path) -> Round:
-    generator = Generator(Engine.open(path), RuntimeConfig(max_num_batched_tokens=PREFILL, max_num_seqs=1))
+def engine_round(path: Path, threads: int) -> Round:
+    generator = Generator(
+        Engine.open(path), RuntimeConfig(max_num_batched_tokens=PREFILL, max_num_seqs=1, threads=threads)
+    )
     params = SamplingParams(temperature=0.0, max_tokens=DECODE + 1, ignore_eos=True)
 
     def run(ids: list[int]) -> tuple[float, float]:
@@ -70,15 +73,18 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, nargs="?", default=Path(SMOLLM2))
     parser.add_argument("--quant", default="bf16")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=num_cores())
     arguments = parser.parse_args()
 
+    threads = arguments.threads
+    torch.set_num_threads(threads)
     ids = [(index * 7919) % 40000 + 10 for index in range(PREFILL)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.engine"
         build_engine(open_checkpoint(str(arguments.checkpoint)), BuildConfig(quant=quant_config(arguments.quant)), path)
         rounds = {
             "transformers bf16": transformers_round(arguments.checkpoint),
-            f"engine {arguments.quant}": engine_round(path),
+            f"engine {arguments.quant}": engine_round(path, threads),
         }
         figures: dict[str, list[tuple[float, float]]] = {name: [] for name in rounds}
         for run in rounds.values():

@@ -1,6 +1,7 @@
 """Checkpoint → graph → plan → file: the builder's one road, end to end."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,22 @@ def build_engine(
         UsageError: the options do not fit the model.
         EngineError: the checkpoint is damaged, or the disk is.
     """
-    progress = progress or Silent()
-    torch.set_num_threads(1)  # packing is copying; and one order of operations whatever the machine
+    with _one_thread():
+        return _build(checkpoint, config, output, progress or Silent())
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One order of operations whatever the machine; packing is copying, which more threads would not speed up."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress) -> BuildReport:
     progress.phase("import the model")
     model = build_graph(checkpoint)
     max_seq_len = _max_seq_len(config, int(model.metadata_props["enginewright.max_seq_len"]))

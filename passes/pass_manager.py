@@ -75,9 +75,10 @@ def check_graph(model: ir.Model) -> None:
         plugin = plugin_of(node)
         if plugin is not None:
             plugin.check(node)
-            inferred = [(dtype, ir.Shape(dims)) for dtype, dims in plugin.infer(node)]
-            if inferred != [(value.dtype, value.shape) for value in node.outputs]:
-                raise EngineError(f"node {node.name} writes {list(node.outputs)}", f"which should be {inferred}")
+            written = [_said(value.dtype, value.shape) for value in node.outputs]
+            inferred = [_said(dtype, ir.Shape(dims)) for dtype, dims in plugin.infer(node)]
+            if written != inferred:
+                raise EngineError(f"node {node.name} writes {', '.join(written)}", f"not {', '.join(inferred)}")
         elif node.domain or not onnx.defs.has(node.op_type, opset, ""):
             raise EngineError(f"node {node.name} is of an unknown op {node.domain}.{node.op_type}")
         for value in node.outputs:
@@ -90,3 +91,7 @@ def check_graph(model: ir.Model) -> None:
     for value in graph.outputs:
         if value not in known:
             raise EngineError(f"the graph gives {value.name}", "which nothing writes")
+
+
+def _said(dtype: ir.DataType | None, shape: ir.Shape | None) -> str:
+    return f"{dtype} {shape}"

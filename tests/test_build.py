@@ -36,11 +36,25 @@ def content_of(path: Path) -> tuple[str, dict[str, bytes]]:
         return file.manifest.content_hash, {name: file.read_section(name) for name in names}
 
 
+BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+CASES: list[tuple[str, dict[str, object]]] = [
+    *((family, {}) for family in FAMILIES),
+    ("llama", BIASES),
+    ("llama", {"rope_parameters": YARN}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}),
+]
+
+
 @pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_engine_computes_what_transformers_does(family: str, quant: QuantConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "overrides"), CASES, ids=lambda case: case if isinstance(case, str) else "-".join(case)
+)
+def test_an_engine_computes_what_transformers_does(
+    family: str, overrides: dict[str, object], quant: QuantConfig, tmp_path: Path
+) -> None:
     """All logits of texts of awkward lengths, longer than a window, a KV block, and a split of attention."""
-    config = tiny_config(family)
+    config = tiny_config(family, **overrides)
     model = tiny_model(config)
     path = tmp_path / "tiny.engine"
     build_engine(MemoryCheckpoint.of(model, config), BuildConfig(quant=quant), path)

@@ -62,3 +62,7 @@ INT8_WO_KL = 0.01
 # roundings to bf16. Sums in another order may turn a rounding (2^-8 of one activation); measured 1e-15 where none does.
 # A window wider by one gives more than ten times this.
 RAGGED_LOGITS = 1e-6
+
+# Largest error of an op's reference in onnxruntime, in fp32 on a handful of numbers, over the largest result: some
+# roundings of 2^-24, and exponentials of 2 units; measured 2e-7.
+REFERENCE_F32 = 1e-6

@@ -1,0 +1,151 @@
+"""Every reference against numpy in float64, written here from the op's description."""
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from enginewright.plugins import PLUGINS
+from tests import tolerances
+from tests.onnx_run import Array, run
+from tests.test_plugins import CASES, INDICES, SIZES, Case, _name, feed, model_of
+
+Doubles = npt.NDArray[np.float64]
+Inputs = Mapping[str, Doubles]
+Attributes = Mapping[str, float]
+
+
+def rms_norm(x: Doubles, weight: Doubles, epsilon: float) -> Doubles:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon) * weight
+
+
+def gemm(x: Inputs, a: Attributes) -> Doubles:
+    weight = x["weight"] * x["scale"][:, None] if "scale" in x else x["weight"]
+    y = np.einsum("...k,nk->...n", x["x"], weight) + x.get("bias", 0.0)
+    gate, up = np.split(y, 2, axis=-1)
+    if a["epilogue"] == "swiglu":
+        return gate / (1 + np.exp(-gate)) * up
+    if a["epilogue"] == "geglu":
+        return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    return y
+
+
+def rotate(x: Doubles, cos: Doubles, sin: Doubles, heads: int) -> Doubles:
+    """As complex numbers: dimension i is the real part, and i + R/2 the imaginary one."""
+    by_head = x.reshape(len(x), heads, -1).copy()
+    half = cos.shape[1]
+    turned = (by_head[..., :half] + 1j * by_head[..., half : 2 * half]) * (cos + 1j * sin)[:, None]
+    by_head[..., : 2 * half] = np.concatenate([turned.real, turned.imag], axis=-1)
+    return by_head.reshape(x.shape)
+
+
+def low(x: Doubles) -> Doubles:
+    return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def written(pool: Doubles, rows: Doubles, slots: Doubles) -> Doubles:
+    result = pool.copy()
+    for slot, row in zip(slots.astype(int), rows, strict=True):
+        result[slot] = low(row).reshape(pool.shape[1:])
+    return result
+
+
+def attend(q: Doubles, k: Doubles, v: Doubles, scale: float, softcap: float) -> Doubles:
+    """One query head [D] to all keys [n, D] that it sees."""
+    scores = k @ q * scale
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    weights = np.exp(scores - scores.max())
+    return weights @ v / weights.sum()
+
+
+def paged_attention(x: Inputs, a: Attributes) -> Doubles:
+    heads, kv_heads, size = int(a["heads"]), int(a["kv_heads"]), int(a["block_size"])
+    out = np.empty_like(x["q"]).reshape(len(x["q"]), heads, -1)
+    starts = x["query_start"].astype(int)
+    for sequence, (start, end) in enumerate(pairwise(starts)):
+        blocks = x["block_table"][sequence].astype(int)
+        for token in range(start, end):
+            position = int(x["kv_len"][sequence]) - (end - token)
+            oldest = max(0, position - int(a["window"]) + 1) if a["window"] else 0
+            slots = [blocks[p // size] * size + p % size for p in range(oldest, position + 1)]
+            for head in range(heads):
+                k, v = (x[f"{kind}_pool"][slots, head // (heads // kv_heads)] for kind in ("key", "value"))
+                q = x["q"][token].reshape(heads, -1)[head]
+                out[token, head] = attend(q, k, v, a["scale"], a["softcap"])
+    return out.reshape(x["q"].shape)
+
+
+def causal_window(x: Inputs, a: Attributes) -> list[Doubles]:
+    heads, kv_heads = int(a["q_num_heads"]), int(a["kv_num_heads"])
+    (tokens, _), past = x["q"][0].shape, x["past_key"].shape[2]
+    present = [
+        np.concatenate([x[f"past_{kind}"][0], x[name][0].reshape(tokens, kv_heads, -1).swapaxes(0, 1)], axis=1)
+        for kind, name in (("key", "k"), ("value", "v"))
+    ]
+    y = np.empty_like(x["q"][0]).reshape(tokens, heads, -1)
+    for token in range(tokens):
+        seen = slice(max(0, past + token - int(a["window"]) + 1), past + token + 1)
+        for head in range(heads):
+            k, v = (each[head // (heads // kv_heads), seen] for each in present)
+            y[token, head] = attend(x["q"][0, token].reshape(heads, -1)[head], k, v, a["scale"], a["softcap"])
+    return [y.reshape(x["q"].shape), *(each[None] for each in present)]
+
+
+def rope_kv_write(x: Inputs, a: Attributes) -> list[Doubles]:
+    k = rotate(x["k"], x["cos"], x["sin"], int(a["kv_heads"]))
+    return [
+        rotate(x["q"], x["cos"], x["sin"], int(a["heads"])),
+        written(x["key_pool"], k, x["slots"]),
+        written(x["value_pool"], x["v"], x["slots"]),
+    ]
+
+
+def rope_table(x: Inputs, a: Attributes) -> list[Doubles]:
+    angles = (x["positions"][..., None] * x["inv_freq"]).astype(np.float32).astype(np.float64)  # as the op says
+    return [np.cos(angles) * a["scale"], np.sin(angles) * a["scale"]]
+
+
+def add_rms_norm(x: Inputs, a: Attributes) -> list[Doubles]:
+    total = x["x"] + x["delta"]
+    return [total, rms_norm(total, x["weight"], a["epsilon"])]
+
+
+EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] = {
+    "AddRmsNorm": add_rms_norm,
+    "CausalWindow": causal_window,
+    "EmbedBf16": lambda x, a: x["table"][x["tokens"].astype(int)] * a["scale"],
+    "EmbedW8": lambda x, a: (x["table"] * x["table_scale"][:, None])[x["tokens"].astype(int)] * a["scale"],
+    "GemmBf16": gemm,
+    "GemmW8A16": gemm,
+    "KvWrite": lambda x, a: [written(x[f"{kind}_pool"], x[kind[0]], x["slots"]) for kind in ("key", "value")],
+    "PagedAttention": paged_attention,
+    "RmsNorm": lambda x, a: rms_norm(x["x"], x["weight"], a["epsilon"]),
+    "Rope": lambda x, a: rotate(x["x"], x["cos"], x["sin"], int(a["heads"])),
+    "RopeKvWrite": rope_kv_write,
+    "RopeTable": rope_table,
+    "Softcap": lambda x, a: a["cap"] * np.tanh(x["x"] / a["cap"]),
+}
+
+
+def test_every_reference_has_its_numpy() -> None:
+    assert set(EXPECTED) == set(PLUGINS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_references_are_numpys(case: Case) -> None:
+    feeds = {name: feed(name, operand, SIZES, INDICES) for name, operand in case.operands.items()}
+    doubles = {name: array.astype(np.float64) for name, array in feeds.items()}
+    expected = EXPECTED[case.op](doubles, case.attributes)  # type: ignore[arg-type]
+    outputs = [*run(model_of(case.node()), feeds).values()]
+    for actual, wanted in zip(outputs, expected if isinstance(expected, list) else [expected], strict=True):
+        _compare(actual, wanted)
+
+
+def _compare(actual: Array, expected: Doubles) -> None:
+    error = np.abs(actual.astype(np.float64) - expected)
+    rounding = tolerances.BF16_ROUNDING if actual.dtype == ml_dtypes.bfloat16 else 0.0
+    assert (error <= rounding * np.abs(expected) + tolerances.REFERENCE_F32 * np.abs(expected).max()).all()
