@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 QUANTS = ("bf16", "int8-wo")
 TARGETS = ("cpu",)
 # What the extra [build] brings; the base install does without.
-BUILDER_NEEDS = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "onnxscript", "safetensors", "torch")
+BUILDER_NEEDS = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "safetensors", "torch")
 
 
 class Count(click.ParamType[int]):

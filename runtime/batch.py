@@ -91,6 +91,8 @@ def run_batch(
 ) -> None:
     """Answer every line of `source`; answers go to `output` (whole, or not at all) or stdout."""
     requests = read_requests(source)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise UsageError(f"{output} cannot be written", f"there is no folder {output.parent}")
     generator = Generator(engine, config)
     params, encoded = [], []
     for request in requests:

@@ -145,3 +145,9 @@ def test_without_a_file_answers_go_to_stdout(
     printed = capfdbinary.readouterr()
     assert [len(json.loads(line)["token_ids"]) for line in printed.out.splitlines()] == [3, 3]
     assert b"2 of 2 answers, 6 tokens" in printed.err
+
+
+def test_a_missing_output_folder_is_said_before_the_work(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "The"}\n')
+    with pytest.raises(UsageError, match="no folder"):
+        run_batch(engine, LIMITS, tmp_path / "in.jsonl", tmp_path / "nowhere" / "out.jsonl", {})

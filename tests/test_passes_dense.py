@@ -150,8 +150,9 @@ def test_rows_are_quantized_half_to_even() -> None:
     codes, scale = quantize_rows(weight)
     assert codes.tolist() == [[127, 0, 2, 2, 0, -2, 126], [0] * 7, [-127, 0, 2, 126, 1, 0, 2]]
     assert scale.tolist() == [1.0, 0.0, 2.0]
-    extremes = torch.randn(999, 7, generator=torch.Generator().manual_seed(0)) * 1e-38
-    assert quantize_rows(extremes)[0].min() == -127  # never -128, also where the scale is subnormal
+    # A scale that is itself rounded, to 2 of the smallest numbers there are, where 300 / 127 was meant.
+    codes, scale = quantize_rows(torch.tensor([[300.0, -300.0, 100.0]]) * 2.0**-149)
+    assert (codes.tolist(), scale.tolist()) == ([[127, -127, 50]], [2.0**-148])
 
 
 TABLE, WEIGHT, BIAS = (307, 21), (13, 21), (13,)

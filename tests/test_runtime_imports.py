@@ -13,7 +13,6 @@ BUILDER = (
     "onnx",
     "onnx_ir",
     "onnxruntime",
-    "onnxscript",
     "safetensors",
     "gguf",
     "transformers",

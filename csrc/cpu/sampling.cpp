@@ -25,7 +25,8 @@ constexpr int64_t kBlock = 64;         // values under one maximum and one sum
 constexpr int64_t kLanes = 16;         // partial results in a block: what one vector register holds
 constexpr float kGreedyBelow = 1e-5f;  // a temperature under this is greedy, as in vLLM
 
-// One vector register, or several where they are shorter.
+// One vector register, or several where they are shorter. Handed over by reference: by value the ABI depends
+// on the instruction set, and clang refuses that.
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
 typedef int32_t IntLanes __attribute__((vector_size(kLanes * sizeof(float))));
 
@@ -34,14 +35,13 @@ constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
 
 // The first n of kLanes values; the others are `otherwise`.
-ENGINEWRIGHT_INLINE Lanes load(const float* x, int64_t n, float otherwise) {
-  Lanes lanes = Lanes{} + otherwise;
+ENGINEWRIGHT_INLINE void load(const float* x, int64_t n, float otherwise, Lanes& lanes) {
+  lanes = Lanes{} + otherwise;
   if (n >= kLanes) {
     std::memcpy(&lanes, x, sizeof lanes);
   } else {
     std::memcpy(&lanes, x, n * sizeof(float));
   }
-  return lanes;
 }
 
 ENGINEWRIGHT_INLINE void store(float* x, const Lanes& lanes, int64_t n) {
@@ -52,9 +52,9 @@ ENGINEWRIGHT_INLINE void store(float* x, const Lanes& lanes, int64_t n) {
   }
 }
 
-// e^x for x <= 0 within 2 ulp: exactly 1 at 0, exactly 0 from -87 down. Cody-Waite reduction, then the
-// polynomial of Cephes' expf. Adding 1.5 * 2^23 rounds to an integer that lands in the low bits.
-ENGINEWRIGHT_INLINE Lanes exp_of_negative(const Lanes& x) {
+// x becomes e^x, for x <= 0 within 2 ulp: exactly 1 at 0, exactly 0 from -87 down. Cody-Waite reduction, then
+// the polynomial of Cephes' expf. Adding 1.5 * 2^23 rounds to an integer that lands in the low bits.
+ENGINEWRIGHT_INLINE void exp_of_negative(Lanes& x) {
   const Lanes lowest = Lanes{} - 87.0f, clamped = x > lowest ? x : lowest;
   const Lanes shifted = clamped * 1.44269504088896341f + 12582912.0f;
   const Lanes n = shifted - 12582912.0f;
@@ -66,7 +66,7 @@ ENGINEWRIGHT_INLINE Lanes exp_of_negative(const Lanes& x) {
   p = p * r + 5.0000001201e-1f;
   const Lanes mantissa = (p * (r * r) + r) + 1.0f;
   const Lanes power = (Lanes)(((IntLanes)shifted + 127) << 23);
-  return x > lowest ? mantissa * power : Lanes{};
+  x = x > lowest ? mantissa * power : Lanes{};
 }
 
 // The maximum of each block; true if nothing is NaN or +inf.
@@ -75,7 +75,8 @@ ENGINEWRIGHT_CLONES bool block_maxima(const float* x, int64_t n, float* block_ma
   for (int64_t start = 0; start < n; start += kBlock) {
     Lanes lane = Lanes{} + kMinusInfinity;
     for (int64_t i = start; i < std::min(start + kBlock, n); i += kLanes) {
-      const Lanes value = load(x + i, n - i, kMinusInfinity);
+      Lanes value;
+      load(x + i, n - i, kMinusInfinity, value);
       lane = value > lane ? value : lane;
       bad |= ~(value <= FLT_MAX);
     }
@@ -94,7 +95,10 @@ ENGINEWRIGHT_CLONES void weigh(const float* x, int64_t n, float max, float inver
   for (int64_t start = 0; start < n; start += kBlock) {
     Lanes lane{};
     for (int64_t i = start; i < std::min(start + kBlock, n); i += kLanes) {
-      const Lanes weight = exp_of_negative((load(x + i, n - i, kMinusInfinity) - max) * inverse_temperature);
+      Lanes weight;
+      load(x + i, n - i, kMinusInfinity, weight);
+      weight = (weight - max) * inverse_temperature;
+      exp_of_negative(weight);
       store(weights + i, weight, n - i);
       lane += weight;
     }
