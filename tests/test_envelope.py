@@ -124,7 +124,8 @@ def naive_arena(buffers: Sequence[Buffer], limits: Sizes) -> int:
             if buffer.slot == slot:
                 counts = (1, *limits.as_tuple())
                 rows = sum(factor * count for factor, count in zip(buffer.rows.as_tuple(), counts, strict=True))
-                stride = (buffer.columns + 63) // 64 * 64
+                lines = (buffer.columns + 63) // 64
+                stride = 64 * (lines if lines % 2 else lines + 1)
                 sizes.append(rows * stride * DTYPE_BYTES[buffer.dtype])
         total += (max(sizes) + 63) // 64 * 64
     return total
