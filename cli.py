@@ -1,6 +1,7 @@
 """The `engine` command: one function a subcommand, no logic. Heavy imports wait until a subcommand needs them."""
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -279,7 +280,8 @@ def _stream(generator: "Generator", question: Any, params: "SamplingParams", pat
         raise EngineError("the model's logits are not numbers", fix="Check the engine with `engine verify`.")
     pace = f", then {(count - 1) / (last - first):.0f} tokens/s" if count > 1 else ""
     click.echo(f"[{count} tokens; the first after {first - start:.2f} s{pace}; ended by {reason}]", err=True)
-    click.echo(f'[next: engine inspect {path}, or engine generate {path} --chat "…" --temperature 0.8]', err=True)
+    name = shlex.quote(str(path))
+    click.echo(f'[next: engine inspect {name}, or engine generate {name} --chat "…" --temperature 0.8]', err=True)
 
 
 if __name__ == "__main__":

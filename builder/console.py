@@ -1,5 +1,6 @@
 """A build on a terminal: phases with progress, and what to do with the engine at the end."""
 
+import shlex
 import sys
 import time
 from types import TracebackType
@@ -66,6 +67,6 @@ def describe(report: BuildReport) -> str:
             f"{report.kv_bytes_per_token / 1e3:.1f} kB of KV a token "
             f"({context_mb:.0f} MB for a sequence of {report.max_seq_len})",
             "",
-            f'next     engine generate {report.path} --chat "What is the capital of France?"',
+            f'next     engine generate {shlex.quote(str(report.path))} --chat "What is the capital of France?"',
         )
     )
