@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from click.testing import CliRunner, Result
@@ -179,13 +180,29 @@ def test_damaged_engines_are_5(engine: Path, tmp_path: Path) -> None:
     assert "weights/model.norm.weight" in refused(5, "verify", path)
 
 
-def test_an_engine_without_code_for_this_machine_is_6(engine: Path, tmp_path: Path) -> None:
-    path = tmp_path / "cuda.engine"
+def copied(engine: Path, path: Path, changed: dict[str, bytes], **about: object) -> Path:
+    """An engine with other sections and another description, and hashes that fit them."""
     with EngineFile.open(engine) as file, EngineWriter(path, 300) as writer:
         for name, form in file.sections.items():
-            writer.add(name, file.section(name), dtype=form.dtype, shape=form.shape, layout=form.layout)
-        about = {field: getattr(file.manifest, field) for field in About.__struct_fields__}
-        writer.commit(About(**{**about, "targets": ("cuda:sm_90a",)}))
+            data = changed.get(name, file.read_section(name))
+            writer.add(name, data, dtype=form.dtype, shape=form.shape, layout=form.layout, evidence=form.evidence)
+        fields = {field: getattr(file.manifest, field) for field in About.__struct_fields__}
+        writer.commit(About(**fields | about))
+    return path
+
+
+def test_an_engine_that_computes_something_else_is_1(engine: Path, tmp_path: Path) -> None:
+    """Hashes fit, and yet it is not what the builder saw: here a norm's weights in another order."""
+    name = "weights/model.layers.1.input_layernorm.weight"
+    with EngineFile.open(engine) as file:
+        weight = np.frombuffer(file.read_section(name), np.float32)
+    path = copied(engine, tmp_path / "other.engine", {name: weight[::-1].tobytes()})
+    assert "computes something else" in refused(1, "verify", path)
+    assert run("verify", path, "--no-goldens").exit_code == 0
+
+
+def test_an_engine_without_code_for_this_machine_is_6(engine: Path, tmp_path: Path) -> None:
+    path = copied(engine, tmp_path / "cuda.engine", {}, targets=("cuda:sm_90a",))
     assert "cuda:sm_90a" in refused(6, "generate", path, "-p", "x")
 
 
