@@ -17,10 +17,9 @@ from enginewright.passes.graph import made_by, nodes_of, only_used_by, replace, 
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import DOMAIN
 from enginewright.plugins.kv_write import KV_WRITE
-from enginewright.plugins.paged_attention import PAGED_ATTENTION
+from enginewright.plugins.paged_attention import BLOCK_SIZE, PAGED_ATTENTION
 from enginewright.plugins.rope import ROPE
 
-BLOCK_SIZE = 32  # tokens a KV block
 POOL_DTYPE = ir.DataType.BFLOAT16
 TOKENS, SEQUENCES, LOGIT_ROWS = (ir.SymbolicDim(name) for name in ("tokens", "sequences", "logit_rows"))
 

@@ -16,8 +16,14 @@ from enginewright.plugins.masked_attention import in_window, masked_attention
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, dtype_attribute, float_of, int_of, operand
 from enginewright.plugins.writer import Writer
 
-HEAD_DIM_ALIGN = 32  # csrc/cpu/kernel.h
+BLOCK_SIZE = 32  # tokens a KV block
+HEAD_DIM_ALIGN = 32  # elements; a head in a KV pool is padded to this (csrc/cpu/kernel.h)
 PARTIAL_STATE = 16  # floats beside a head's partial output: its maximum and its sum, and room to stay aligned
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Elements that a head takes in a KV pool."""
+    return -(-head_dim // HEAD_DIM_ALIGN) * HEAD_DIM_ALIGN
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -60,8 +66,11 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
 
 def _partials(node: ir.Node) -> tuple[str, Linear, int]:
     """A row for each 256 positions of the longest sequence: what its blocks give, before they are combined."""
-    padded = -(-int_of(node, "head_dim") // HEAD_DIM_ALIGN) * HEAD_DIM_ALIGN
-    return "partials", Linear(kv_splits=1), int_of(node, "heads") * (padded + PARTIAL_STATE)
+    return (
+        "partials",
+        Linear(kv_splits=1),
+        int_of(node, "heads") * (padded_head_dim(int_of(node, "head_dim")) + PARTIAL_STATE),
+    )
 
 
 PAGED_ATTENTION = Plugin(

@@ -28,9 +28,8 @@ from enginewright.plan import (
     WeightOperand,
 )
 from enginewright.plugins import binding_of
+from enginewright.plugins.paged_attention import BLOCK_SIZE, padded_head_dim
 
-BLOCK_SIZE = 32  # tokens a KV block
-HEAD_DIM_ALIGN = 32  # elements; a head in a KV pool is padded to this (csrc/cpu/kernel.h)
 KV_DTYPE = "bf16"
 VIEW_OPS = ("Split", "Reshape")
 DTYPE_NAMES = {ir.DataType.FLOAT: "f32", ir.DataType.BFLOAT16: "bf16", ir.DataType.INT8: "i8"}
@@ -82,7 +81,7 @@ def kv_groups_of(model: ir.Model) -> tuple[KvGroup, ...]:
     groups = []
     for entry in json.loads(model.metadata_props["enginewright.kv_groups"]):
         layers, kv_heads, head_dim = tuple(entry["layers"]), entry["kv_heads"], entry["head_dim"]
-        padded = -(-head_dim // HEAD_DIM_ALIGN) * HEAD_DIM_ALIGN
+        padded = padded_head_dim(head_dim)
         groups.append(
             KvGroup(
                 layers=layers,
