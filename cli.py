@@ -14,7 +14,8 @@ from enginewright import __version__
 from enginewright.errors import EngineError, UsageError
 
 if TYPE_CHECKING:
-    from enginewright.runtime.generate import Generator
+    from enginewright.runtime.llm import LLM
+    from enginewright.runtime.prompts import Prompt
     from enginewright.runtime.sampling import SamplingParams
 
 QUANTS = ("bf16", "int8-wo")
@@ -81,6 +82,7 @@ def _with_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
+LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "threads")
 LIMIT_OPTIONS = _with_options(
     click.option("--max-model-len", type=Count(), help="Positions of a sequence, prompt and answer.  [the engine's]"),
     click.option("--max-num-seqs", type=Count(), default=32, show_default=True, help="Sequences in one step."),
@@ -222,53 +224,41 @@ def generate(
     system: str | None,
     batch: Path | None,
     output: Path | None,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    kv_cache_memory: int | None,
-    threads: int | None,
     as_json: bool,
-    **sampling: Any,
+    **options: Any,
 ) -> None:
     """Let ENGINE answer: --prompt, --chat, or a batch of JSON lines."""
     from enginewright.runtime.batch import run_batch
-    from enginewright.runtime.engine import Engine
-    from enginewright.runtime.envelope import RuntimeConfig
-    from enginewright.runtime.generate import Generator, default_params
+    from enginewright.runtime.llm import LLM
+    from enginewright.runtime.outputs import to_dicts
+    from enginewright.runtime.params import default_params
 
     if sum(given is not None for given in (prompt, chat, batch)) != 1:
         raise UsageError("engine generate takes one of --prompt, --chat and --input")
-    config = RuntimeConfig(
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs if batch else 1,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_cache_memory=kv_cache_memory,
-        threads=threads,
-    )
-    sampling["stop"] = sampling["stop"] or None
-    with Engine.open(engine) as opened:
+    limits = {name: options.pop(name) for name in LIMITS}
+    sampling = {**options, "stop": options["stop"] or None}
+    with LLM(engine, **limits | ({} if batch else {"max_num_seqs": 1})) as llm:
         if batch is not None:
-            run_batch(opened, config, batch, output, sampling)
+            run_batch(llm, batch, output, sampling)
             return
-        params = default_params(opened, **sampling)
-        generator = Generator(opened, config)
+        params = default_params(llm.engine, **sampling)
         messages = [{"role": "system", "content": system}] if system else []
         question = prompt if chat is None else [*messages, {"role": "user", "content": chat}]
         assert question is not None
         if as_json:
-            (result,) = generator.generate([question], params)
-            click.echo(json.dumps(result.to_dict()))
+            (result,) = llm.generate(llm.encode(question), params)
+            click.echo(json.dumps(to_dicts(result)[0]))
             return
-        _stream(generator, question, params, engine)
+        _stream(llm, question, params, engine)
 
 
-def _stream(generator: "Generator", question: Any, params: "SamplingParams", path: Path) -> None:
+def _stream(llm: "LLM", question: "Prompt", params: "SamplingParams", path: Path) -> None:
     """Text on stdout as it comes; how fast, and what to try next, on stderr."""
     start = time.perf_counter()
     first = last = start
     count = 0
     reason = None
-    for delta in generator.stream(question, params):
+    for delta in llm.stream(question, params):
         last = time.perf_counter()
         first = last if count == 0 else first
         count += 1

@@ -18,9 +18,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.generate import Generator
+from enginewright.runtime.llm import LLM
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.sampling import SamplingParams
 
@@ -55,14 +53,12 @@ def transformers_round(checkpoint: Path) -> Round:
 
 
 def engine_round(path: Path, threads: int) -> Round:
-    generator = Generator(
-        Engine.open(path), RuntimeConfig(max_num_batched_tokens=PREFILL, max_num_seqs=1, threads=threads)
-    )
+    llm = LLM(path, max_num_batched_tokens=PREFILL, max_num_seqs=1, threads=threads, enable_prefix_caching=False)
     params = SamplingParams(temperature=0.0, max_tokens=DECODE + 1, ignore_eos=True)
 
     def run(ids: list[int]) -> tuple[float, float]:
         times = [time.perf_counter()]
-        times += [time.perf_counter() for _ in generator.stream(ids, params)]
+        times += [time.perf_counter() for _ in llm.stream(ids, params)]
         return len(ids) / (times[1] - times[0]), DECODE / (times[-1] - times[1])
 
     return run

@@ -5,7 +5,7 @@ from those of the command line (SamplingParams), or "id", which the answer carri
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.generate import Generator, default_params
-from enginewright.runtime.sampling import SamplingParams, SamplingRequest
+from enginewright.runtime.llm import LLM
+from enginewright.runtime.outputs import to_dicts
+from enginewright.runtime.params import default_params
+from enginewright.runtime.sampling import SamplingParams
 
 MAX_LINE_BYTES = 16 << 20
 _OPTIONS = frozenset(SamplingParams.__dataclass_fields__)
@@ -81,31 +81,25 @@ def _request(line: bytes, number: int) -> Request:
         if name in options:
             value = [options[name]] if name == "stop" and isinstance(options[name], str) else options[name]
             options[name] = msgspec.convert(value, type=form, str_keys=True)
-    if options.get("n", 1) != 1:
-        raise UsageError("n is not implemented for batches yet: repeat the line")
     return Request(number, given, options, key)
 
 
-def run_batch(
-    engine: Engine, config: RuntimeConfig, source: Path, output: Path | None, common: Mapping[str, Any]
-) -> None:
+def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, Any]) -> None:
     """Answer every line of `source`; answers go to `output` (whole, or not at all) or stdout."""
     requests = read_requests(source)
     if output is not None and not output.absolute().parent.is_dir():
         raise UsageError(f"{output} cannot be written", f"there is no folder {output.parent}")
-    generator = Generator(engine, config)
     params, encoded = [], []
     for request in requests:
         with _naming(source, request.line):
-            params.append(default_params(engine, **{**common, **request.options}))
-            encoded.append(generator.encode(request.prompt))
-            SamplingRequest(params[-1], (), engine.plan.vocab_size)  # refuses tokens that are none
-    with _Progress(len(requests)) as progress:
-        results = generator.generate(encoded, params, progress.update)
+            params.append(default_params(llm.engine, **{**common, **request.options}))
+            encoded.append(llm.encode(request.prompt))
+            llm.check(encoded[-1], params[-1])
+    answers = llm.generate(encoded, params, use_tqdm=True)
     lines = []
-    for request, result in zip(requests, results, strict=True):
-        answer = result.to_dict() if request.id is None else {"id": request.id} | result.to_dict()
-        lines.append(msgspec.json.encode(answer))
+    for request, answer in zip(requests, answers, strict=True):
+        name = {} if request.id is None else {"id": request.id}
+        lines += [msgspec.json.encode(name | choice) for choice in to_dicts(answer)]
     _write(b"".join(line + b"\n" for line in lines), output)
 
 
@@ -121,38 +115,3 @@ def _write(data: bytes, output: Path | None) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise EngineError(f"{output} cannot be written", error.strerror or str(error)) from error
-
-
-class _Progress:
-    """A bar on a terminal; nothing elsewhere but one line at the end."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done, self._tokens = total, 0, 0
-        self._bar: Any = None
-
-    def __enter__(self) -> "_Progress":
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-            columns: Sequence[Any] = (
-                TextColumn("answers"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[tokens]} tokens"),
-                TimeElapsedColumn(),
-            )
-            self._bar = Progress(*columns, console=Console(file=sys.stderr))
-            self._bar.add_task("answers", total=self._total, tokens=0)
-            self._bar.start()
-        return self
-
-    def update(self, done: int, tokens: int) -> None:
-        self._done, self._tokens = done, tokens
-        if self._bar is not None:
-            self._bar.update(0, completed=done, tokens=tokens)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        print(f"[{self._done} of {self._total} answers, {self._tokens} tokens]", file=sys.stderr)

@@ -69,13 +69,13 @@ def _context(tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: b
 class StopStrings:
     """Ends a text at the stop string that is complete first, and holds back what may be the beginning of one.
 
-    What comes out does not depend on the pieces in which the text comes in.
+    What comes out does not depend on the pieces in which the text comes in. found: the stop string, once it is there.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops, self._include = tuple(stops), include
         self._held = ""
-        self.found = False
+        self.found: str | None = None
 
     def push(self, text: str) -> str:
         """The part of the text so far that no stop string can take back."""
@@ -85,7 +85,7 @@ class StopStrings:
         ends = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if ends:
             end, start = min(ends)  # of those that end together, the longest
-            self.found = True
+            self.found = self._held[start:end]
             given, self._held = self._held[: end if self._include else start], ""
             return given
         keep = max(self._overlap(stop) for stop in self._stops)

@@ -7,6 +7,8 @@ windows and the longest chunk that is computed at once.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
 
 from enginewright.errors import NotEnoughMemoryError, UsageError
 from enginewright.plan import KvGroup, Plan, Sizes
@@ -22,10 +24,11 @@ class RuntimeConfig:
 
     max_model_len: positions of a sequence. max_num_seqs: sequences in a step. max_num_batched_tokens: tokens in a
     step, at least max_num_seqs. max_logit_rows: rows of logits in a step, at least max_num_seqs. kv_cache_memory:
-    bytes.
+    bytes. enable_prefix_caching: prompts that begin alike share what is computed of them. max_decode_slowdown: a step
+    that also reads prompts may take this many times as long as one that only decodes; None reads as fast as it can.
 
     Raises:
-        UsageError: a number is not positive.
+        UsageError: a number is not positive, or max_decode_slowdown not above 1.
     """
 
     max_model_len: int | None = None
@@ -33,13 +36,28 @@ class RuntimeConfig:
     max_num_batched_tokens: int = 512
     max_logit_rows: int | None = None
     kv_cache_memory: int | None = None
+    enable_prefix_caching: bool = True
+    max_decode_slowdown: float | None = None
     threads: int | None = None
     isa: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "isa" and value is not None and value < 1:
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise UsageError(f"{name} is {value}", "it must be at least 1")
+        if self.max_decode_slowdown is not None and not 1 < self.max_decode_slowdown < float("inf"):
+            raise UsageError(f"max_decode_slowdown is {self.max_decode_slowdown}", "it must be above 1")
+
+
+def runtime_config(**limits: Any) -> RuntimeConfig:
+    """RuntimeConfig of keyword arguments that somebody wrote. Raises UsageError for a name that is none."""
+    known = RuntimeConfig.__dataclass_fields__
+    for name in limits:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            why = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise UsageError(f"there is no limit called {name}", why)
+    return RuntimeConfig(**limits)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from enginewright.runtime import env
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, envelope
 from enginewright.runtime.machine import num_cores
-from enginewright.runtime.scheduler import StepPlan
+from enginewright.runtime.step_plan import StepPlan
 
 
 class CpuExecutor:
@@ -62,7 +62,9 @@ class CpuExecutor:
         Returns:
             Logits [logit_rows, vocab_size], a view of memory that the next step overwrites.
         """
-        for pool, blocks in zip(self.pools, plan.new_blocks, strict=True):
+        for pool, copies, blocks in zip(self.pools, plan.copies, plan.new_blocks, strict=True):
+            if copies:
+                pool.copy(copies)
             if blocks:
                 pool.scrub(blocks)
         arrays = [plan.inputs[entry.name] for entry in self.plan.inputs]

@@ -1,26 +1,64 @@
-"""Which KV blocks belong to whom: a free list and block tables for each KV group."""
+"""KV blocks, paged: who holds which, which are shared, and which are kept for prompts that begin alike.
 
+Sequences that begin with the same tokens hold the same full blocks, by reference counts; of a block that is not full,
+the twin of a sequence gets a copy, since it writes into it next (PagedAttention, Kwon et al. 2023, section 4.4). Full
+blocks are found again by a chained hash of all tokens up to their end (`BlockKeys`); those that nobody holds are kept
+until their place is needed, the least recently used first.
+"""
+
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 from enginewright.plan import KvGroup
+from enginewright.runtime.block_pool import BlockPool, Tag
 from enginewright.runtime.envelope import blocks_of
+
+
+class BlockKeys:
+    """Keys of the full blocks of one sequence, each the SHA-256 of the key before it and the block's tokens.
+
+    Args:
+        salt: sequences of different salts share nothing, and cannot tell by their times what others have asked.
+    """
+
+    def __init__(self, block_size: int, salt: str = "") -> None:
+        self._block_size = block_size
+        self._root = sha256(salt.encode()).digest()
+        self._keys: list[bytes] = []
+
+    def of(self, token_ids: Sequence[int], num_blocks: int) -> list[bytes]:
+        """Keys of the first `num_blocks` blocks. Tokens only ever grow, so what was hashed once is kept."""
+        while len(self._keys) < num_blocks:
+            start = len(self._keys) * self._block_size
+            tokens = array("i", token_ids[start : start + self._block_size])
+            self._keys.append(sha256((self._keys[-1] if self._keys else self._root) + tokens.tobytes()).digest())
+        return self._keys[:num_blocks]
 
 
 @dataclass
 class BlockTable:
     """The blocks of one sequence in one group, by logical block; those that fell out of the window are 0.
 
-    reserved: blocks that the sequence may hold at once. dropped: logical blocks that it has given back.
+    dropped: logical blocks that it has given back. promised: in a group without a window, blocks that it may still
+    take; in one with a window, blocks that it may hold at once. num_tagged: logical blocks whose content has a key.
+    unproven: those with a key that nobody else may use yet.
     """
 
-    reserved: int
+    promised: int
     blocks: list[int] = field(default_factory=list)
     dropped: int = 0
+    num_tagged: int = 0
+    unproven: list[tuple[int, Tag]] = field(default_factory=list)
 
 
 class KvCache:
-    """Blocks are promised when a sequence is admitted, so that one that runs never lacks any.
+    """Blocks are promised before they are taken, so that a step, once planned, never lacks any.
+
+    A promise in a group without a window counts what is still to be taken: blocks shared at the beginning are not paid
+    for twice. In a group with a window it counts all that a sequence may hold: a shared block that one gives back is
+    still held by another, so sharing saves nothing there that could be relied upon.
 
     Args:
         groups, num_blocks: the plan's KV groups and how many blocks each has.
@@ -30,49 +68,166 @@ class KvCache:
     def __init__(self, groups: Sequence[KvGroup], num_blocks: Sequence[int], chunk: int) -> None:
         self._groups = tuple(groups)
         self._chunk = chunk
-        # Taken from the end, so that low blocks are used first and memory is committed as it is needed.
-        self._free = [list(range(count - 1, -1, -1)) for count in num_blocks]
-        self._unpromised = list(num_blocks)
+        self._pools = [BlockPool(count) for count in num_blocks]
+        self._promised = [0 for _ in groups]
+        self._share_prefixes = len({group.block_size for group in groups}) == 1
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens a block, where prefixes can be shared: in all groups the same."""
+        return self._groups[0].block_size if self._share_prefixes else None
 
     @property
     def num_free(self) -> tuple[int, ...]:
-        """Blocks in no table, a group."""
-        return tuple(len(free) for free in self._free)
+        """Blocks that nobody holds, a group."""
+        return tuple(pool.num_free for pool in self._pools)
 
-    def admit(self, length: int) -> list[BlockTable] | None:
-        """Tables for a sequence that grows to `length` positions, or None if there is no room now."""
-        needs = [blocks_of(group, length, self._chunk) for group in self._groups]
-        if any(need > left for need, left in zip(needs, self._unpromised, strict=True)):
+    def admit(self, length: int, keys: Sequence[bytes] = (), spare: int = 0) -> list[BlockTable] | None:
+        """Tables for a sequence of `length` positions so far, or None if there is no room now.
+
+        Args:
+            keys: of the full blocks that it begins with and that are there (`num_shared`).
+            spare: blocks, a group, that must be left over.
+        """
+        found = [
+            [pool.block_of(key) for key in keys[self._first_needed(group, len(keys)) :]]
+            for group, pool in zip(self._groups, self._pools, strict=True)
+        ]
+        return self._open(length, len(keys), found, spare)
+
+    def fork(
+        self, tables: Sequence[BlockTable], computed: int, length: int, spare: int = 0
+    ) -> tuple[list[BlockTable], list[list[tuple[int, int]]]] | None:
+        """Tables that share the first `computed` positions of another sequence.
+
+        None if there is no room now, or if the other has given back what its twin would see.
+
+        Returns:
+            The tables; and in each group the copies, (from, to), to make before anything else is written.
+        """
+        if self.block_size is None:
             return None
-        self._unpromised = [left - need for need, left in zip(needs, self._unpromised, strict=True)]
-        return [BlockTable(need) for need in needs]
+        full, partial = divmod(computed, self.block_size)
+        found = []
+        for group, table in zip(self._groups, tables, strict=True):
+            first = max(computed - group.window + 1, 0) // group.block_size if group.window else 0
+            if first < table.dropped:
+                return None
+            found.append(table.blocks[first:full])
+        opened = self._open(length, full, found, spare)
+        if opened is None:
+            return None
+        copies: list[list[tuple[int, int]]] = [[] for _ in tables]
+        if partial:
+            for index, (table, twin) in enumerate(zip(tables, opened, strict=True)):
+                twin.blocks.append(self._take(index, twin))
+                copies[index].append((table.blocks[full], twin.blocks[full]))
+        return opened, copies
+
+    def grow(self, tables: Sequence[BlockTable], length: int) -> bool:
+        """Promise what `length` positions take; False, and no more than before, if there is no room now."""
+        mores = []
+        for index, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+            need = blocks_of(group, length, self._chunk)
+            held = 0 if group.window else len(table.blocks)
+            mores.append(max(need - held - table.promised, 0))
+            if mores[-1] > self._room(index):
+                return False
+        for index, (table, more) in enumerate(zip(tables, mores, strict=True)):
+            table.promised += more
+            self._promised[index] += more
+        return True
 
     def extend(self, tables: Sequence[BlockTable], computed: int, length: int) -> list[list[int]]:
-        """Make room for positions up to `length`; positions before `computed` are there already.
+        """Make room to write positions from `computed` up to `length`; what lies before is there already.
 
         Returns:
             The blocks that were taken for it, a group.
         """
-        taken = []
-        for group, table, free in zip(self._groups, tables, self._free, strict=True):
-            if group.window:
-                self._drop(table, free, max(computed - group.window + 1, 0) // group.block_size)
-            old = len(table.blocks)
-            while len(table.blocks) * group.block_size < length:
-                table.blocks.append(free.pop())
-            taken.append(table.blocks[old:])
-        return taken
+        return [self._extend(index, table, computed, length) for index, table in enumerate(tables)]
+
+    def store(self, tables: Sequence[BlockTable], keys: Sequence[bytes], *, proven: bool) -> None:
+        """The blocks of `keys`, the sequence's first ones, are written now.
+
+        Args:
+            proven: numbers came out of them, so that others may share them; until then they are nobody else's.
+        """
+        for pool, table in zip(self._pools, tables, strict=True):
+            for place in range(table.num_tagged, len(keys)):
+                block = table.blocks[place]
+                table.unproven.append((block, pool.tag(block, keys[place])))
+            table.num_tagged = max(table.num_tagged, len(keys))
+            if proven:
+                for block, tag in table.unproven:
+                    pool.publish(block, tag)
+                table.unproven.clear()
 
     def release(self, tables: Sequence[BlockTable]) -> None:
-        """Take everything back."""
-        for index, (table, free) in enumerate(zip(tables, self._free, strict=True)):
-            free.extend(reversed(table.blocks[table.dropped :]))
-            self._unpromised[index] += table.reserved
-            table.blocks, table.dropped, table.reserved = [], 0, 0
+        """Take everything back. The ends of sequences are forgotten before their beginnings."""
+        for index, (pool, table) in enumerate(zip(self._pools, tables, strict=True)):
+            for block, tag in table.unproven:
+                pool.forget(block, tag)
+            for block in reversed(table.blocks[table.dropped :]):
+                pool.drop(block)
+            self._promised[index] -= table.promised
+            table.promised, table.blocks, table.dropped, table.num_tagged, table.unproven = 0, [], 0, 0, []
+
+    def num_shared(self, keys: Sequence[bytes]) -> int:
+        """Blocks of the longest prefix that is there: all of it without a window, its last window otherwise."""
+        shared = len(keys)
+        for group, pool in zip(self._groups, self._pools, strict=True):
+            if not group.window:
+                shared = next((place for place in range(shared) if keys[place] not in pool), shared)
+        while shared and not all(
+            keys[place] in pool
+            for group, pool in zip(self._groups, self._pools, strict=True)
+            for place in range(self._first_needed(group, shared) if group.window else shared, shared)
+        ):
+            shared -= 1
+        return shared
 
     @staticmethod
-    def _drop(table: BlockTable, free: list[int], first_needed: int) -> None:
-        while table.dropped < min(first_needed, len(table.blocks)):
-            free.append(table.blocks[table.dropped])
-            table.blocks[table.dropped] = 0
-            table.dropped += 1
+    def _first_needed(group: KvGroup, shared: int) -> int:
+        """The first logical block that the first position behind `shared` blocks sees."""
+        return max(shared * group.block_size - group.window + 1, 0) // group.block_size if group.window else 0
+
+    def _room(self, index: int) -> int:
+        """Blocks of a group that may still be promised."""
+        pool = self._pools[index]
+        free = pool.num_blocks if self._groups[index].window else pool.num_free
+        return free - self._promised[index]
+
+    def _open(self, length: int, shared: int, found: Sequence[Sequence[int]], spare: int) -> list[BlockTable] | None:
+        """Tables that begin with `found`, each group's last blocks before logical block `shared`."""
+        tables = []
+        for index, (group, pool, held) in enumerate(zip(self._groups, self._pools, found, strict=True)):
+            promised = blocks_of(group, length, self._chunk) - (0 if group.window else shared)
+            revived = 0 if group.window else sum(not pool.is_held(block) for block in held)
+            if promised + revived + spare > self._room(index):
+                return None
+            first = shared - len(held)
+            tables.append(BlockTable(promised, [0] * first + list(held), first, shared))
+        for index, (pool, table) in enumerate(zip(self._pools, tables, strict=True)):
+            self._promised[index] += table.promised
+            for block in table.blocks[table.dropped :]:
+                pool.hold(block)
+        return tables
+
+    def _extend(self, index: int, table: BlockTable, computed: int, length: int) -> list[int]:
+        group, pool = self._groups[index], self._pools[index]
+        if group.window:
+            first_seen = max(computed - group.window + 1, 0) // group.block_size
+            while table.dropped < min(first_seen, len(table.blocks)):
+                pool.drop(table.blocks[table.dropped])
+                table.blocks[table.dropped] = 0
+                table.dropped += 1
+        old = len(table.blocks)
+        while len(table.blocks) * group.block_size < length:
+            table.blocks.append(self._take(index, table))
+        return table.blocks[old:]
+
+    def _take(self, index: int, table: BlockTable) -> int:
+        if not self._groups[index].window:
+            table.promised -= 1
+            self._promised[index] -= 1
+        return self._pools[index].take()

@@ -45,8 +45,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
@@ -56,6 +56,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        # As in vLLM, a list may stand for a tuple, a string for one of them, and None for nothing.
+        stop: Any = self.stop
+        object.__setattr__(self, "stop", _as_tuple((stop,) if isinstance(stop, str) else stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", {} if self.logit_bias is None else self.logit_bias)
         _require_whole("n", self.n, 1, MAX_CHOICES)
         _require_number("temperature", self.temperature, 0, 1000)
         _require_number("top_p", self.top_p, 0, 1)
@@ -67,12 +72,12 @@ class SamplingParams:
         _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         if self.seed is not None:
             _require_whole("seed", self.seed, -(2**63), 2**64 - 1)
-        _require(isinstance(self.stop, tuple), "stop", "must be a tuple of strings")
+        _require(isinstance(self.stop, tuple), "stop", "must be strings")
         _require(
             all(isinstance(text, str) and text for text in self.stop), "stop", "must hold strings that are not empty"
         )
         _require(len(self.stop) <= MAX_STOPS, "stop", f"must not hold more than {MAX_STOPS} strings")
-        _require(isinstance(self.stop_token_ids, tuple), "stop_token_ids", "must be a tuple of token ids")
+        _require(isinstance(self.stop_token_ids, tuple), "stop_token_ids", "must be token ids")
         _require(len(self.stop_token_ids) <= MAX_STOPS, "stop_token_ids", f"must not hold more than {MAX_STOPS} ids")
         for token in self.stop_token_ids:
             _require_whole("stop_token_ids", token, 0, 2**31 - 1)
@@ -92,6 +97,10 @@ class SamplingParams:
     @property
     def penalized(self) -> bool:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+
+def _as_tuple(value: Any) -> Any:
+    return () if value is None else tuple(value) if isinstance(value, list) else value
 
 
 def _require(holds: bool, name: str, rule: str) -> None:
@@ -123,6 +132,11 @@ class SampledToken:
     is_nan: bool = False
 
 
+def new_seed() -> int:
+    """For a request that names none; all its choices draw by the same."""
+    return secrets.randbits(64)
+
+
 class SamplingRequest:
     """One answer in the making: its parameters, and how often each token has occurred.
 
@@ -151,9 +165,8 @@ class SamplingRequest:
         self.params = params
         self.num_prompt_tokens = len(prompt)
         self.num_output_tokens = 0
-        own_seed = params.seed if params.seed is not None else seed
         row = np.zeros(1, dtype=_cpu.SAMPLING_ROW)
-        row["seed"] = (secrets.randbits(64) if own_seed is None else own_seed) % 2**64
+        row["seed"] = next(one for one in (params.seed, seed, new_seed()) if one is not None) % 2**64
         row["choice"] = choice
         row["top_k"] = max(params.top_k, 0)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):

@@ -5,86 +5,56 @@ logits = executor.run(plan)
 scheduler.commit(plan, sampler.sample(logits, plan.requests))
 """
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
 
-import numpy as np
-from numpy.typing import NDArray
-
-from enginewright.plan import KvGroup, Sizes
-from enginewright.runtime.envelope import SPLIT_TOKENS, Envelope
-from enginewright.runtime.kv_cache import BlockTable, KvCache
-from enginewright.runtime.sampling import SampledToken, SamplingRequest
-
-
-@dataclass(eq=False)
-class Text:
-    """One sequence of tokens in the making: a prompt and what was drawn after it.
-
-    token_ids: prompt, then output. max_tokens: of the whole. stop_token_ids: tokens that end it. request: how its
-    tokens are drawn; None draws none, and the text ends with its prompt. every_logit: the step gives logits for each
-    position, not for the last alone.
-    """
-
-    token_ids: list[int]
-    num_prompt_tokens: int
-    max_tokens: int
-    stop_token_ids: frozenset[int] = frozenset()
-    request: SamplingRequest | None = None
-    every_logit: bool = False
-    num_computed_tokens: int = 0
-    tables: list[BlockTable] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop", "length", "error", "abort"
-
-    @property
-    def num_pending_tokens(self) -> int:
-        """Tokens whose keys and values are not in the cache yet."""
-        return len(self.token_ids) - self.num_computed_tokens
-
-
-@dataclass(frozen=True)
-class Part:
-    """The tokens of one text that a step computes. num_logit_rows: how many of them, from the end, give logits."""
-
-    text: Text
-    num_tokens: int
-    num_logit_rows: int
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One step.
-
-    inputs: int32 arrays by the names of the plan's inputs (enginewright/plan.py). new_blocks: KV blocks, a group, that
-    a text holds from this step on. Zero them first: kernels read whole blocks, and whoever had one may have left NaN.
-    """
-
-    parts: tuple[Part, ...]
-    sizes: Sizes
-    inputs: dict[str, NDArray[np.int32]]
-    new_blocks: tuple[list[int], ...]
-
-    @property
-    def requests(self) -> list[SamplingRequest]:
-        """Of the texts that get a token, in the order of their rows of logits."""
-        return [part.text.request for part in self.drawing if part.text.request is not None]
-
-    @property
-    def drawing(self) -> list[Part]:
-        return [part for part in self.parts if part.num_logit_rows and part.text.request is not None]
+from enginewright.plan import KvGroup
+from enginewright.runtime.envelope import Envelope
+from enginewright.runtime.kv_cache import BlockKeys, KvCache
+from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.step_plan import Packer, Part, StepPlan
 
 
 class Scheduler:
-    """First come, first served. A text is admitted when the KV cache can hold all of it, and then runs to its end."""
+    """First come, first served; when KV blocks run out, the latest arrival steps back and is computed anew later.
 
-    def __init__(self, groups: Sequence[KvGroup], envelope: Envelope) -> None:
-        self._groups = tuple(groups)
+    A sequence is admitted when there is room for what it has so far, and for a block more of each that runs. Whoever
+    runs has arrived before whoever waits, so the oldest is never stepped over nor preempted, and it moves on in every
+    step: a sequence ends within as many steps as it and those before it have tokens, prompts and answers together.
+
+    Args:
+        prefix_caching: sequences that begin with the same tokens share KV blocks, also with those that have ended.
+    """
+
+    def __init__(self, groups: Sequence[KvGroup], envelope: Envelope, *, prefix_caching: bool = False) -> None:
         self._limits = envelope.limits
         self._cache = KvCache(groups, envelope.num_blocks, envelope.limits.tokens)
-        self._waiting: deque[Text] = deque()
-        self._running: list[Text] = []
+        self._prefix_caching = prefix_caching and self._cache.block_size is not None
+        self._packer = Packer(groups)
+        self._waiting: list[TokenSequence] = []  # both in the order of arrival
+        self._running: list[TokenSequence] = []
+        self._arrivals: dict[TokenSequence, int] = {}
+        self._num_arrivals = 0
+        self._being_written: dict[bytes, TokenSequence] = {}  # blocks by key that will be there soon, and from whom
+        self._no_room = False  # for the first that waits, until a sequence leaves
+        self._copies: tuple[list[tuple[int, int]], ...] = tuple([] for _ in groups)  # for the next step
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of the sequences that were admitted, twins left out
+        self.num_cached_prompt_tokens = 0  # of these, what others had computed
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of those that wait, all to be computed."""
+        return sum(len(sequence.token_ids) for sequence in self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     @property
     def num_unfinished(self) -> int:
@@ -92,111 +62,181 @@ class Scheduler:
 
     @property
     def num_free_blocks(self) -> tuple[int, ...]:
+        """Blocks that no sequence holds, a group."""
         return self._cache.num_free
 
-    def add(self, text: Text) -> None:
-        self._waiting.append(text)
+    def add(self, sequence: TokenSequence) -> None:
+        self._arrivals[sequence] = self._num_arrivals
+        self._num_arrivals += 1
+        if self._prefix_caching and sequence.request is not None and not sequence.every_logit:
+            sequence.keys = BlockKeys(self._cache.block_size or 0, sequence.cache_salt)
+        self._waiting.append(sequence)
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing waits or runs."""
+    def schedule(self, max_prompt_tokens: int | None = None) -> StepPlan | None:
+        """The next step, or None if nothing waits or runs.
+
+        Args:
+            max_prompt_tokens: beside decodes, no more tokens of prompts than this (at least one).
+        """
         self._admit()
-        budget, rows = self._limits.tokens, self._limits.logit_rows
-        parts = []
-        # Stable: among decodes, and among prompts, the order of arrival.
-        for text in sorted(self._running, key=lambda text: text.num_pending_tokens > 1):
-            pending = text.num_pending_tokens
-            count = min(pending, budget, rows) if text.every_logit else min(pending, budget)
-            wanted = count if text.every_logit else int(count == pending)
+        parts: list[Part] = []
+        for sequence in [one for one in self._running if one.num_pending_tokens == 1]:
+            # The ones that step back come later in this list, or are prompts: no part of this step.
+            if sequence.is_running and self._has_room(sequence):
+                parts.append(Part(sequence, 1, 1))
+        num_decodes = len(parts)
+        budget, rows = self._limits.tokens - num_decodes, self._limits.logit_rows - num_decodes
+        if parts and max_prompt_tokens is not None:
+            budget = min(budget, max(max_prompt_tokens, 1))
+        for sequence in [one for one in self._running if one.num_pending_tokens > 1]:
+            pending = sequence.num_pending_tokens
+            count = min(pending, budget, rows) if sequence.every_logit else min(pending, budget)
+            wanted = count if sequence.every_logit else int(count == pending)
             if count == 0 or wanted > rows:
                 continue
-            parts.append(Part(text, count, wanted))
+            parts.append(Part(sequence, count, wanted))
             budget -= count
             rows -= wanted
-        return self._pack(parts) if parts else None
+        return self._plan(parts, num_decodes) if parts else None
 
-    def commit(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> list[Text]:
-        """Take up what a step drew, one token for each of `plan.requests`; the texts that ended with it."""
+    def commit(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> list[TokenSequence]:
+        """Take up what a step drew, one token for each of `plan.requests`; the sequences that ended with it."""
         for part in plan.parts:
-            part.text.num_computed_tokens += part.num_tokens
+            part.sequence.num_computed_tokens += part.num_tokens
         for part, drawn in zip(plan.drawing, sampled, strict=True):
-            text = part.text
-            if text.finish_reason is not None:  # by finish(), while the step was computed
+            sequence = part.sequence
+            if sequence.finish_reason is not None:  # by finish(), while the step was computed
                 continue
             if drawn.is_nan:
-                text.finish_reason = "error"
+                sequence.finish_reason = "error"
                 continue
-            text.token_ids.append(drawn.token)
-            if drawn.token in text.stop_token_ids:
-                text.finish_reason = "stop"
-            elif len(text.token_ids) >= text.max_tokens:
-                text.finish_reason = "length"
+            self._store(sequence, proven=True)
+            sequence.token_ids.append(drawn.token)
+            if drawn.token in sequence.stop_token_ids:
+                sequence.finish_reason = "stop"
+            elif len(sequence.token_ids) >= sequence.max_tokens:
+                sequence.finish_reason = "length"
         for part in plan.parts:
-            if part.text.request is None and part.text.num_pending_tokens == 0:
-                part.text.finish_reason = part.text.finish_reason or "length"
+            sequence = part.sequence
+            if sequence.request is None and sequence.num_pending_tokens == 0:
+                sequence.finish_reason = sequence.finish_reason or "length"
+            elif not part.num_logit_rows and sequence.is_running:
+                self._store(sequence, proven=False)
         return self._retire()
 
-    def finish(self, text: Text, reason: str) -> None:
-        """End a text now, wherever it is; its blocks are free again."""
-        text.finish_reason = text.finish_reason or reason
-        if text in self._waiting:
-            self._waiting.remove(text)
+    def finish(self, sequence: TokenSequence, reason: str) -> None:
+        """End a sequence now, wherever it is; its blocks are free again."""
+        sequence.finish_reason = sequence.finish_reason or reason
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+            del self._arrivals[sequence]
+            self._no_room = False
         self._retire()
 
-    def _retire(self) -> list[Text]:
-        done = [text for text in self._running if text.finish_reason is not None]
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._limits.sequences and not self._no_room:
+            sequence = self._waiting[0]
+            twin = sequence.twin_of
+            if twin is not None and twin.is_running and twin.num_computed_tokens < twin.num_prompt_tokens:
+                return  # in a few steps, it takes nothing but the answer
+            keys = self._keys(sequence, len(sequence.token_ids) - 1)  # one token is left to give logits
+            shared = self._cache.num_shared(keys)
+            if shared < len(keys) and keys[shared] in self._being_written:
+                return  # likewise
+            if not (self._fork(sequence) or self._open(sequence, keys[:shared])):
+                self._no_room = True
+                return
+            self._running.append(self._waiting.pop(0))
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = sequence.num_computed_tokens
+                if twin is None:
+                    self.num_prompt_tokens += sequence.num_prompt_tokens
+                    self.num_cached_prompt_tokens += sequence.num_cached_tokens
+            for key in self._keys(sequence, len(sequence.token_ids))[shared:]:
+                self._being_written.setdefault(key, sequence)
+
+    def _open(self, sequence: TokenSequence, keys: Sequence[bytes]) -> bool:
+        tables = self._cache.admit(len(sequence.token_ids), keys, spare=len(self._running))
+        if tables is None:
+            return False
+        sequence.tables = tables
+        sequence.num_computed_tokens = len(keys) * (self._cache.block_size or 0)
+        return True
+
+    def _fork(self, sequence: TokenSequence) -> bool:
+        """Begin where the prompt of a twin ends: its last token alone is computed again, and gives the logits."""
+        twin = sequence.twin_of
+        if twin is None or not twin.is_running or len(sequence.token_ids) > sequence.num_prompt_tokens:
+            return False
+        computed = sequence.num_prompt_tokens - 1
+        forked = self._cache.fork(twin.tables, computed, sequence.num_prompt_tokens, spare=len(self._running))
+        if forked is None:
+            return False
+        sequence.tables, copies = forked
+        for waiting, more in zip(self._copies, copies, strict=True):
+            waiting += more
+        sequence.num_computed_tokens = computed
+        return True
+
+    def _has_room(self, sequence: TokenSequence) -> bool:
+        """Whether a sequence that decodes can go on; the latest arrivals step back for it, itself perhaps."""
+        while not self._cache.grow(sequence.tables, len(sequence.token_ids)):
+            latest = self._running.pop()
+            self._leave(latest)
+            latest.num_computed_tokens = 0
+            latest.num_preemptions += 1
+            self.num_preemptions += 1
+            insort(self._waiting, latest, key=self._arrivals.__getitem__)
+            if latest is sequence:
+                return False
+        return True
+
+    def _retire(self) -> list[TokenSequence]:
+        done = [sequence for sequence in self._running if sequence.finish_reason is not None]
         if done:
-            self._running = [text for text in self._running if text.finish_reason is None]
-            for text in done:
-                self._cache.release(text.tables)
+            self._running = [sequence for sequence in self._running if sequence.finish_reason is None]
+            for sequence in done:
+                self._leave(sequence)
+                del self._arrivals[sequence]
         return done
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._limits.sequences:
-            text = self._waiting[0]
-            tables = self._cache.admit(text.max_tokens)
-            if tables is None:
-                return
-            text.tables = tables
-            self._running.append(self._waiting.popleft())
+    def _leave(self, sequence: TokenSequence) -> None:
+        for key in self._keys(sequence, len(sequence.token_ids)):
+            if self._being_written.get(key) is sequence:
+                del self._being_written[key]
+        self._cache.release(sequence.tables)
+        sequence.tables = []
+        self._no_room = False
 
-    def _pack(self, parts: Sequence[Part]) -> StepPlan:
-        starts = [0, *accumulate(part.num_tokens for part in parts)]
-        tokens = np.empty(starts[-1], np.int32)
-        positions = np.empty(starts[-1], np.int32)
-        kv_len = np.empty(len(parts), np.int32)
-        rows: list[int] = []
-        new_blocks: tuple[list[int], ...] = tuple([] for _ in self._groups)
-        for index, part in enumerate(parts):
-            text, first, here = part.text, part.text.num_computed_tokens, slice(starts[index], starts[index + 1])
-            end = first + part.num_tokens
-            for blocks, taken in zip(new_blocks, self._cache.extend(text.tables, first, end), strict=True):
+    def _keys(self, sequence: TokenSequence, num_tokens: int) -> list[bytes]:
+        """Of the full blocks within a sequence's first tokens; none if it does not share."""
+        if sequence.keys is None or self._cache.block_size is None:
+            return []
+        return sequence.keys.of(sequence.token_ids, num_tokens // self._cache.block_size)
+
+    def _store(self, sequence: TokenSequence, *, proven: bool) -> None:
+        """Let others find the blocks that are full now."""
+        size = self._cache.block_size
+        if sequence.keys is None or size is None:
+            return
+        full = sequence.num_computed_tokens // size
+        if full == sequence.tables[0].num_tagged and not sequence.tables[0].unproven:
+            return
+        keys = self._keys(sequence, sequence.num_computed_tokens)
+        self._cache.store(sequence.tables, keys, proven=proven)
+        if proven:
+            for key in keys:
+                if self._being_written.get(key) is sequence:
+                    del self._being_written[key]
+
+    def _plan(self, parts: list[Part], num_decodes: int) -> StepPlan:
+        new_blocks: tuple[list[int], ...] = tuple([] for _ in self._copies)
+        for part in parts:
+            first = part.sequence.num_computed_tokens
+            for blocks, taken in zip(
+                new_blocks, self._cache.extend(part.sequence.tables, first, first + part.num_tokens), strict=True
+            ):
                 blocks += taken
-            tokens[here] = text.token_ids[first:end]
-            positions[here] = np.arange(first, end, dtype=np.int32)
-            kv_len[index] = end
-            rows.extend(range(starts[index + 1] - part.num_logit_rows, starts[index + 1]))
-        longest = int(kv_len.max())
-        sizes = Sizes(
-            tokens=starts[-1],
-            sequences=len(parts),
-            logit_rows=len(rows),
-            kv_blocks=max(-(-longest // group.block_size) for group in self._groups),
-            kv_splits=-(-longest // SPLIT_TOKENS),
-        )
-        inputs = {
-            "tokens": tokens,
-            "positions": positions,
-            "query_start": np.array(starts, np.int32),
-            "kv_len": kv_len,
-            "logit_rows": np.array(rows, np.int32),
-        }
-        for index, group in enumerate(self._groups):
-            table = np.zeros((len(parts), sizes.kv_blocks), np.int32)
-            for row, part in enumerate(parts):
-                blocks = part.text.tables[index].blocks
-                table[row, : len(blocks)] = blocks
-            own = np.repeat(np.arange(len(parts)), np.diff(starts))
-            block, place = np.divmod(positions, group.block_size)
-            inputs[f"slots.{index}"] = (table[own, block] * group.block_size + place).astype(np.int32)
-            inputs[f"block_table.{index}"] = table
-        return StepPlan(tuple(parts), sizes, inputs, new_blocks)
+        sizes, inputs = self._packer.pack(parts, num_decodes, new_blocks)
+        copies, self._copies = self._copies, tuple([] for _ in self._copies)
+        return StepPlan(tuple(parts), num_decodes, sizes, inputs, copies, new_blocks)

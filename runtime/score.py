@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from enginewright.errors import UsageError
 from enginewright.runtime.executor import CpuExecutor
-from enginewright.runtime.scheduler import Scheduler, Text
+from enginewright.runtime.scheduler import Scheduler
+from enginewright.runtime.sequence import TokenSequence
 
 
 def score(
@@ -25,7 +26,8 @@ def score(
         if not 0 < len(ids) <= longest:
             raise UsageError(f"a text has {len(ids)} tokens", f"it must have 1 to {longest}")
     texts = [
-        Text(list(ids), num_prompt_tokens=len(ids), max_tokens=len(ids), every_logit=not last_only) for ids in token_ids
+        TokenSequence(list(ids), num_prompt_tokens=len(ids), max_tokens=len(ids), every_logit=not last_only)
+        for ids in token_ids
     ]
     scheduler = Scheduler(executor.plan.kv_groups, executor.envelope)
     for text in texts:
@@ -34,7 +36,7 @@ def score(
     while (plan := scheduler.schedule()) is not None:
         logits, first = executor.run(plan), 0
         for part in plan.parts:
-            rows[id(part.text)].append(logits[first : first + part.num_logit_rows].copy())
+            rows[id(part.sequence)].append(logits[first : first + part.num_logit_rows].copy())
             first += part.num_logit_rows
         scheduler.commit(plan, [])
     return [np.concatenate(rows[id(text)]) for text in texts]

@@ -267,6 +267,14 @@ def test_kv_pools() -> None:
         with pytest.raises(ValueError, match="no block"):
             pools.scrub(blocks)
     assert pools.keys(0)[0].all(), "nothing is scrubbed where one block is refused"
+    for value, array in enumerate((pools.keys(0), pools.values(0), pools.keys(1), pools.values(1))):
+        array[:] = np.arange(5)[:, None, None] + 10 * value
+    pools.copy([(0, 3), (3, 1)])
+    for value, array in enumerate((pools.keys(0), pools.values(0), pools.keys(1), pools.values(1))):
+        assert (array == np.array([0, 0, 2, 0, 4])[:, None, None] + 10 * value).all(), "pair by pair"
+    for pairs in ([(0, 5)], [(-1, 0)], [(2, 2)]):
+        with pytest.raises(ValueError, match="no block|onto itself"):
+            pools.copy(pairs)
     for layer in (-1, 2):
         with pytest.raises(ValueError, match="no layer"):
             pools.keys(layer)

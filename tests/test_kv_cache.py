@@ -1,15 +1,19 @@
-"""Blocks of KV caches: promised at once, taken as they are needed, given back, and never in two tables."""
+"""Blocks of KV caches: promised before they are taken, shared, kept, given back, and never lost."""
 
+from hashlib import sha256
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginewright.plan import KvGroup
+from enginewright.runtime.block_pool import BlockPool
 from enginewright.runtime.envelope import blocks_of
-from enginewright.runtime.kv_cache import BlockTable, KvCache
+from enginewright.runtime.kv_cache import BlockKeys, BlockTable, KvCache
 
 
-def group(window: int, block_size: int) -> KvGroup:
+def group(window: int, block_size: int = 4) -> KvGroup:
     return KvGroup((0,), 1, 8, window, "bf16", block_size, 32)
 
 
@@ -19,7 +23,13 @@ def seen_blocks(kv: KvGroup, first: int, end: int) -> set[int]:
     return {position // kv.block_size for position in range(lowest, end)}
 
 
-@settings(max_examples=300, deadline=None)
+def opened(cache: KvCache, length: int, keys: list[bytes] | None = None) -> list[BlockTable]:
+    tables = cache.admit(length, keys or [])
+    assert tables is not None
+    return tables
+
+
+@settings(max_examples=200, deadline=None)
 @given(
     windows=st.lists(st.integers(0, 20), min_size=1, max_size=3),
     block_size=st.integers(1, 7),
@@ -28,20 +38,29 @@ def seen_blocks(kv: KvGroup, first: int, end: int) -> set[int]:
     spare=st.integers(0, 20),
     data=st.data(),
 )
-def test_invariants(
+def test_what_is_promised_is_there(
     windows: list[int], block_size: int, chunk: int, lengths: list[int], spare: int, data: st.DataObject
 ) -> None:
+    """Sequences that grow in any order, admitted for a part of their length or for all of it."""
     groups = [group(window, block_size) for window in windows]
     num_blocks = [blocks_of(kv, max(lengths), chunk) + spare for kv in groups]
     cache = KvCache(groups, num_blocks, chunk)
-    waiting, running = list(lengths), list[tuple[int, int, list[BlockTable]]]()
+    waiting, running = list(lengths), list[tuple[int, int, int, list[BlockTable]]]()
     while waiting or running:
-        if waiting and (tables := cache.admit(waiting[0])) is not None:
-            running.append((waiting.pop(0), 0, tables))
-        assert running, "an empty cache takes one text, whatever its length"
-        at = data.draw(st.integers(0, len(running) - 1))
-        length, computed, tables = running.pop(at)
-        end = min(length, computed + data.draw(st.integers(1, chunk)))
+        if waiting:
+            known = data.draw(st.integers(1, waiting[0]))
+            tables = cache.admit(known)
+            assert tables is not None or running, "an empty cache takes one sequence, whatever its length"
+            if tables is not None:
+                running.append((waiting.pop(0), known, 0, tables))
+        length, known, computed, tables = running.pop(data.draw(st.integers(0, len(running) - 1)))
+        if computed == known:
+            if not cache.grow(tables, known + 1):
+                cache.release(tables)
+                waiting.append(length)
+                continue
+            known += 1
+        end = min(known, computed + data.draw(st.integers(1, chunk)))
         before = [list(table.blocks) for table in tables]
         taken = cache.extend(tables, computed, end)
         assert taken == [table.blocks[len(old) :] for table, old in zip(tables, before, strict=True)]
@@ -49,22 +68,21 @@ def test_invariants(
             wanted = seen_blocks(kv, computed, end)
             assert wanted <= set(range(table.dropped, len(table.blocks)))
             assert all(table.blocks[n] == old[n] for n in wanted if n < len(old)), "a block moved"
-            assert len(table.blocks) - table.dropped <= table.reserved == blocks_of(kv, length, chunk)
+            assert len(table.blocks) - table.dropped <= blocks_of(kv, known, chunk)
             assert not any(table.blocks[: table.dropped])
-        running.append((length, end, tables))
-        for index, count in enumerate(num_blocks):
-            held = [block for _, _, each in running for block in each[index].blocks[each[index].dropped :]]
-            assert len(held) == len(set(held)) and cache.num_free[index] == count - len(held)
-            assert all(0 <= block < count for block in held)
-        if end == length or data.draw(st.booleans()):
-            _, _, tables = running.pop()
+        if end < length:
+            running.append((length, known, end, tables))
+        else:
             cache.release(tables)
             free = cache.num_free
             cache.release(tables)
             assert cache.num_free == free, "a second time gives nothing back"
+        for index, count in enumerate(num_blocks):
+            held = [block for *_, each in running for block in each[index].blocks[each[index].dropped :]]
+            assert len(held) == len(set(held)) and cache.num_free[index] == count - len(held)
+            assert all(0 <= block < count for block in held)
     assert cache.num_free == tuple(num_blocks)
-    tables = cache.admit(max(lengths))
-    assert tables is not None, "promises are given back, too"
+    assert cache.admit(max(lengths)) is not None, "promises are given back, too"
 
 
 @pytest.mark.parametrize(("window", "chunk", "block_size"), [(7, 1, 4), (7, 5, 4), (1, 3, 2), (8, 8, 4), (5, 2, 1)])
@@ -73,8 +91,7 @@ def test_a_window_holds_no_more_than_is_promised(window: int, chunk: int, block_
     kv, most = group(window, block_size), 0
     for first_chunk in range(1, chunk + 1):
         cache = KvCache([kv], [1000], chunk)
-        tables = cache.admit(200)
-        assert tables is not None
+        tables = opened(cache, 200)
         cache.extend(tables, 0, first_chunk)
         for start in range(first_chunk, 200 - chunk, chunk):
             cache.extend(tables, start, start + chunk)
@@ -84,7 +101,77 @@ def test_a_window_holds_no_more_than_is_promised(window: int, chunk: int, block_
 
 
 def test_what_was_promised_to_one_is_not_promised_to_another() -> None:
-    cache = KvCache([group(0, 4), group(6, 4)], [10, 100], chunk=8)
-    first = cache.admit(30)
-    assert first is not None and cache.num_free == (10, 100), "nothing is taken yet"
-    assert cache.admit(9) is None and cache.admit(8) is not None
+    cache = KvCache([group(0), group(6)], [10, 100], chunk=8)
+    opened(cache, 30)
+    assert cache.num_free == (10, 100), "nothing is taken yet"
+    assert cache.admit(9) is None and cache.admit(8, spare=1) is None
+    second = opened(cache, 8)
+    assert not cache.grow(second, 9) and cache.grow(second, 8)
+
+
+def test_keys_are_chained_hashes() -> None:
+    keys = BlockKeys(4, "salt").of(range(10), 2)
+    first = sha256(sha256(b"salt").digest() + np.arange(4, dtype=np.int32).tobytes()).digest()
+    assert keys == [first, sha256(first + np.arange(4, 8, dtype=np.int32).tobytes()).digest()]
+    assert BlockKeys(4, "other").of(range(10), 1) != keys[:1]
+    assert BlockKeys(4).of([1, 0, 0, 0, 1, 2, 3, 4], 2)[1] != BlockKeys(4).of([2, 0, 0, 0, 1, 2, 3, 4], 2)[1]
+
+
+def written(cache: KvCache, length: int, keys: list[bytes], *, proven: bool = True) -> list[BlockTable]:
+    """A sequence whose blocks are full of what `keys` stand for."""
+    tables = opened(cache, length)
+    for start in range(0, length, 4):
+        cache.extend(tables, start, min(start + 4, length))
+        cache.store(tables, keys[: (start + 4) // 4], proven=proven)
+    return tables
+
+
+def test_a_prefix_needs_all_blocks_without_a_window_and_the_last_window_with_one() -> None:
+    keys = BlockKeys(4).of(range(40), 8)
+    cache = KvCache([group(0), group(5)], [20, 20], chunk=4)
+    cache.release(written(cache, 32, keys))
+    assert cache.num_shared(keys) == 8 and cache.num_shared(keys[:3]) == 3
+    assert cache.num_shared([*keys[:5], b"another"]) == 5
+    held = opened(cache, 33, keys)
+    assert [len(table.blocks) for table in held] == [8, 8] and [table.dropped for table in held] == [0, 7]
+    cache.release(held)
+    # The window's blocks 2 and 3 are taken for something else: a prefix can end before them, or two blocks behind.
+    pool = cache._pools[1]
+    for block in (pool.block_of(keys[2]), pool.block_of(keys[3])):
+        pool.forget(block, pool._tags[block])
+    assert [cache.num_shared(keys[:n]) for n in range(1, 9)] == [1, 2, 2, 2, 5, 6, 7, 8]
+
+
+def test_unproven_blocks_are_nobody_elses() -> None:
+    keys = BlockKeys(4).of(range(40), 3)
+    cache = KvCache([group(0), group(4)], [20, 20], chunk=4)
+    tables = written(cache, 12, keys, proven=False)
+    assert cache.num_shared(keys) == 0
+    cache.release(tables)
+    assert cache.num_shared(keys) == 0 and cache.num_free == (20, 20)
+    tables = written(cache, 12, keys, proven=False)
+    cache.store(tables, keys, proven=True)
+    assert cache.num_shared(keys) == 3, "also what has fallen out of the window meanwhile"
+
+
+def test_a_pool_takes_the_least_recently_used() -> None:
+    pool = BlockPool(3)
+    blocks = [pool.take() for _ in range(3)]
+    for block in blocks:
+        pool.publish(block, pool.tag(block, bytes([block])))
+    for block in (1, 0, 2):
+        pool.drop(block)
+    pool.hold(1)
+    pool.drop(1)
+    assert [pool.take() for _ in range(3)] == [0, 2, 1]
+    assert not any(bytes([block]) in pool for block in blocks) and pool.num_free == 0
+
+
+def test_the_same_tokens_written_twice_are_kept_once() -> None:
+    pool = BlockPool(2)
+    for block in (pool.take(), pool.take()):
+        pool.publish(block, pool.tag(block, b"same"))
+    assert pool.block_of(b"same") == 0
+    pool.drop(0)
+    pool.drop(1)
+    assert pool.take() == 1 and pool.block_of(b"same") == 0

@@ -20,7 +20,13 @@ BUILDER = (
     "enginewright.passes",
     "enginewright.plugins",
 )
-SLOW = ("jinja2", "rich")  # needed by some commands, and too slow to import for the others
+SLOW = (
+    "asyncio",
+    "jinja2",
+    "rich",
+    "starlette",
+    "uvicorn",
+)  # needed by some commands, and too slow to import for the others
 
 
 def test_an_answer_needs_no_builder_and_starts_without_slow_imports(tmp_path: Path) -> None:
@@ -28,19 +34,17 @@ def test_an_answer_needs_no_builder_and_starts_without_slow_imports(tmp_path: Pa
     build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(), tmp_path / "tiny.engine")
     code = (
         "import json, sys\n"
-        "from enginewright.runtime.engine import Engine\n"
-        "from enginewright.runtime.generate import Generator, default_params\n"
-        f"with Engine.open({str(tmp_path / 'tiny.engine')!r}) as engine:\n"
-        "    generator = Generator(engine)\n"
-        "    params = default_params(engine, max_tokens=3, ignore_eos=True)\n"
-        "    tokens = generator.generate(['Hello'], params)[0].token_ids\n"
+        "from enginewright import LLM, SamplingParams\n"
+        f"with LLM({str(tmp_path / 'tiny.engine')!r}) as llm:\n"
+        "    params = SamplingParams(max_tokens=3, ignore_eos=True)\n"
+        "    tokens = llm.generate(['Hello'], params)[0].outputs[0].token_ids\n"
         "    plain = sorted(sys.modules)\n"
-        "    generator.generate([[{'role': 'user', 'content': 'Hello'}]], params)\n"
+        "    llm.chat([{'role': 'user', 'content': 'Hello'}], params)\n"
         "print(json.dumps([len(tokens), plain, sorted(sys.modules)]))\n"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     count, plain, with_chat = json.loads(process.stdout)
-    assert count == 3 and "enginewright.runtime.generate" in plain
+    assert count == 3 and "enginewright.runtime.llm" in plain
     assert set(plain) & {*BUILDER, *SLOW} == set()
     assert set(with_chat) & set(BUILDER) == set() and "jinja2" in with_chat, "a chat is what needs jinja2"

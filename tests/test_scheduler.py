@@ -1,242 +1,271 @@
-"""The scheduler and its KV blocks by their invariants, driven at random and without any executor."""
-
-from collections import Counter
-from dataclasses import dataclass, field
+"""The scheduler and its KV blocks by their invariants, driven at random and by hand, without any executor."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from enginewright.plan import KvGroup, Sizes
-from enginewright.runtime.envelope import SPLIT_TOKENS, Envelope, blocks_of
-from enginewright.runtime.sampling import SampledToken, SamplingParams, SamplingRequest
-from enginewright.runtime.scheduler import Scheduler, StepPlan, Text
+from enginewright.plan import Sizes
+from enginewright.runtime.envelope import blocks_of
+from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.step_plan import StepPlan
+from tests.scheduler_watch import BLOCK, LONGEST, STOP, VOCAB, Watch, group, sequence_of
 
-BLOCK, LONGEST, VOCAB, STOP = 4, 40, 50, 49
-
-
-def group(window: int, block_size: int = BLOCK) -> KvGroup:
-    return KvGroup((0,), 1, 8, window, "bf16", block_size, 32)
+WIDTH = -(-LONGEST // BLOCK)
+STEPS = 100_000
 
 
-def text_of(
-    prompt: list[int], length: int, *, drawing: bool = True, every_logit: bool = False, stop: int = STOP
-) -> Text:
-    """A prompt that grows to `length` tokens at most; one that draws none has the length of its prompt."""
-    request = SamplingRequest(SamplingParams(temperature=0), prompt, VOCAB) if drawing else None
-    longest = max(length, len(prompt) + 1) if drawing else len(prompt)
-    return Text(list(prompt), len(prompt), longest, frozenset({stop}), request, every_logit)
+def whole(num_blocks: int, *, tokens: int = 8, sequences: int = 4, prefix_caching: bool = False) -> Watch:
+    """One group without a window."""
+    return Watch((group(0),), Sizes(tokens, sequences, 4, WIDTH, 1), (num_blocks,), prefix_caching=prefix_caching)
 
 
-@dataclass
-class Watch:
-    """Drives a scheduler and holds each of its steps against what was promised."""
-
-    groups: tuple[KvGroup, ...]
-    limits: Sizes
-    num_blocks: tuple[int, ...]
-    seen: dict[int, list[int]] = field(default_factory=dict)  # by text: the tokens scheduled so far
-    rows: Counter[int] = field(default_factory=Counter)
-    owners: dict[tuple[int, int], int] = field(default_factory=dict)  # by group and block: the text that had it last
-    texts: list[Text] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.groups, Envelope(LONGEST, self.limits, self.num_blocks, 0, 0))
-        # What each slot holds: whose key, and of which position.
-        sizes = [count * kv.block_size for count, kv in zip(self.num_blocks, self.groups, strict=True)]
-        self.pools = [np.full((size, 2), -1) for size in sizes]
-
-    def add(self, text: Text) -> None:
-        self.texts.append(text)
-        self.scheduler.add(text)
-
-    def check(self, plan: StepPlan) -> None:
-        sizes, inputs = plan.sizes, plan.inputs
-        for name in ("tokens", "sequences", "logit_rows", "kv_blocks", "kv_splits"):
-            assert 0 <= getattr(sizes, name) <= getattr(self.limits, name), name
-        assert sizes.tokens == sum(part.num_tokens for part in plan.parts) == len(inputs["tokens"])
-        assert sizes.sequences == len(plan.parts) == len({id(part.text) for part in plan.parts})
-        assert all(part.num_tokens > 0 for part in plan.parts)
-        decoding = [part.text.num_pending_tokens == 1 for part in plan.parts]
-        assert decoding == sorted(decoding, reverse=True), "decodes go first"
-        starts = inputs["query_start"].tolist()
-        assert starts[0] == 0 and np.diff(starts).tolist() == [part.num_tokens for part in plan.parts]
-        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in inputs.values())
-        self._check_tokens(plan, starts)
-        for index in range(len(self.groups)):
-            self._check_blocks(plan, starts, index)
-
-    def _check_tokens(self, plan: StepPlan, starts: list[int]) -> None:
-        rows: list[int] = []
-        for part, start, end in zip(plan.parts, starts, starts[1:], strict=False):
-            text, seen = part.text, self.seen.setdefault(id(part.text), [])
-            assert text.finish_reason is None
-            positions = plan.inputs["positions"][start:end].tolist()
-            assert positions == list(range(len(seen), len(seen) + part.num_tokens)), "each once, and in order"
-            seen.extend(plan.inputs["tokens"][start:end].tolist())
-            assert seen == text.token_ids[: len(seen)]
-            whole = len(seen) == len(text.token_ids)
-            wanted = part.num_tokens if text.every_logit else int(whole)
-            assert part.num_logit_rows == wanted
-            rows += range(end - wanted, end)
-            self.rows[id(text)] += wanted
-        assert plan.inputs["logit_rows"].tolist() == rows
-        assert plan.sizes.logit_rows == len(rows)
-        assert plan.inputs["kv_len"].tolist() == [len(self.seen[id(part.text)]) for part in plan.parts]
-        longest = int(plan.inputs["kv_len"].max())
-        assert plan.sizes.kv_splits == -(-longest // SPLIT_TOKENS)
-
-    def _check_blocks(self, plan: StepPlan, starts: list[int], index: int) -> None:
-        kv, pool, count = self.groups[index], self.pools[index], self.num_blocks[index]
-        slots, table = plan.inputs[f"slots.{index}"], plan.inputs[f"block_table.{index}"]
-        assert len(set(slots.tolist())) == len(slots) and slots.min() >= 0 and slots.max() < count * kv.block_size
-        assert table.shape == (len(plan.parts), plan.sizes.kv_blocks)
-        new = set[int]()
-        for part in plan.parts:
-            for place, block in enumerate(part.text.tables[index].blocks):
-                if place >= part.text.tables[index].dropped and self.owners.get((index, block)) != id(part.text):
-                    self.owners[index, block] = id(part.text)
-                    new.add(block)
-        assert new <= set(plan.new_blocks[index]), "a block of another text would not be zeroed"
-        for block in plan.new_blocks[index]:
-            pool[block * kv.block_size : (block + 1) * kv.block_size] = -1
-        for row, part in enumerate(plan.parts):
-            held = part.text.tables[index].blocks
-            assert {slot // kv.block_size for slot in slots[starts[row] : starts[row + 1]].tolist()} <= set(held)
-            for slot, position in zip(
-                slots[starts[row] : starts[row + 1]],
-                plan.inputs["positions"][starts[row] : starts[row + 1]],
-                strict=True,
-            ):
-                pool[slot] = id(part.text), position
-        for row, part in enumerate(plan.parts):
-            first, length = part.text.num_computed_tokens, int(plan.inputs["kv_len"][row])
-            lowest = max(0, first - kv.window + 1) if kv.window else 0
-            for position in range(lowest, length):
-                slot = table[row, position // kv.block_size] * kv.block_size + position % kv.block_size
-                assert tuple(pool[slot]) == (id(part.text), position), "a position that is seen was lost"
-        self._check_owners(index)
-
-    def _check_owners(self, index: int) -> None:
-        kv = self.groups[index]
-        held = [table.blocks[table.dropped :] for text in self.texts for table in text.tables[index : index + 1]]
-        owned = [block for blocks in held for block in blocks]
-        assert len(owned) == len(set(owned)), "two texts share a block"
-        assert len(owned) + self.scheduler.num_free_blocks[index] == self.num_blocks[index], "a block was lost"
-        for text in self.texts:
-            for table in text.tables[index : index + 1]:
-                most = blocks_of(kv, text.max_tokens, self.limits.tokens)
-                assert len(table.blocks) - table.dropped <= most
-
-    def all_back(self) -> bool:
-        return self.scheduler.num_free_blocks == self.num_blocks and self.scheduler.num_unfinished == 0
+def step(watch: Watch, token: int = 3) -> StepPlan:
+    plan = watch.schedule()
+    assert plan is not None
+    watch.commit(plan, lambda _: token)
+    return plan
 
 
-@st.composite
-def watches(draw: st.DrawFn) -> Watch:
-    windows = draw(st.sampled_from([(0,), (3,), (0, 5), (1, 9, 0), (4, 8)]))
-    groups = tuple(group(window) for window in windows)
-    sequences = draw(st.integers(1, 5))
-    tokens = draw(st.integers(sequences, 24))
-    rows = draw(st.integers(sequences, 12))
-    spare = draw(st.integers(0, 30))
-    num_blocks = tuple(blocks_of(g, LONGEST, tokens) + spare for g in groups)
-    limits = Sizes(tokens, sequences, rows, -(-LONGEST // BLOCK), 1)
-    return Watch(groups, limits, num_blocks)
-
-
-@st.composite
-def texts(draw: st.DrawFn) -> Text:
-    prompt = draw(st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=LONGEST - 1))
-    kind = draw(st.sampled_from(["drawing", "drawing", "scored", "every"]))
-    length = draw(st.integers(len(prompt) + 1, LONGEST))
-    return text_of(prompt, length, drawing=kind == "drawing", every_logit=kind == "every")
-
-
-@settings(max_examples=250, deadline=None)
-@given(st.data())
-def test_invariants(data: st.DataObject) -> None:
-    """Texts come at any time, end by themselves, with NaN, or are taken away before, between and after steps."""
-    watch = data.draw(watches())
-    coming = data.draw(st.lists(texts(), min_size=1, max_size=8))
-    random = np.random.default_rng(data.draw(st.integers(0, 99)))
-    work = sum(text.max_tokens for text in coming)
-    for steps in range(work + len(coming) + 1):
-        while coming and (steps == 0 or random.random() < 0.3):
-            watch.add(coming.pop())
-        alive = [text for text in watch.texts if text.finish_reason is None]
-        if alive and random.random() < 0.1:
-            watch.scheduler.finish(alive[random.integers(len(alive))], "abort")
-        plan = watch.scheduler.schedule()
-        if plan is None:
-            assert not [text for text in watch.texts if text.finish_reason is None], "a text was left behind"
-            if not coming:
-                break
-            continue
-        watch.check(plan)
-        aborted = None
-        if random.random() < 0.1:  # while the step is computed
-            aborted = plan.parts[random.integers(len(plan.parts))].text
-            watch.scheduler.finish(aborted, "abort")
-        before = {id(part.text): len(part.text.token_ids) for part in plan.parts}
-        drawn = [SampledToken(int(random.integers(VOCAB)), is_nan=random.random() < 0.03) for _ in plan.requests]
-        ended = watch.scheduler.commit(plan, drawn)
-        for part, token in zip(plan.drawing, drawn, strict=True):
-            if part.text is aborted:
-                assert part.text.finish_reason == "abort" and len(part.text.token_ids) == before[id(part.text)]
-            elif token.is_nan:
-                assert part.text.finish_reason == "error" and part.text in ended
-            else:
-                assert part.text.token_ids[before[id(part.text)] :] == [token.token]
-                stopped, full = token.token == STOP, len(part.text.token_ids) == part.text.max_tokens
-                assert part.text.finish_reason == ("stop" if stopped else "length" if full else None)
-                assert (part.text in ended) == (stopped or full)
-        for index in range(len(watch.groups)):
-            watch._check_owners(index)
-    else:
-        pytest.fail("more steps than tokens")
+def run(watch: Watch, *sequences: TokenSequence) -> int:
+    """Until all have ended; how many tokens it took."""
+    before = watch.num_computed
+    for sequence in sequences:
+        watch.add(sequence)
+    while watch.alive:
+        step(watch)
     assert watch.all_back()
-    for text in watch.texts:
-        if text.request is None and text.finish_reason == "length":
-            assert watch.rows[id(text)] == (len(text.token_ids) if text.every_logit else 1)
+    return watch.num_computed - before
+
+
+class Traffic:
+    """Random sequences: some that begin alike, twins, texts to be scored, salts, NaN; some are aborted."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random = np.random.default_rng(seed)
+        windows = [(0,), (0,), (3,), (0, 5), (1, 9, 0), (4, 8)][random.integers(6)]
+        groups = tuple(group(window) for window in windows)
+        sequences = int(random.integers(1, 6))
+        tokens = int(random.integers(sequences, 24))
+        rows = int(random.integers(sequences, 12))
+        spare = int(random.integers(0, [3, 10, 30][random.integers(3)]))
+        blocks = tuple(blocks_of(kv, LONGEST, tokens) + spare for kv in groups)
+        limits = Sizes(tokens, sequences, rows, WIDTH, 1)
+        self.watch = Watch(groups, limits, blocks, prefix_caching=bool(random.integers(4)))
+        self.beginnings = random.integers(0, VOCAB - 1, (3, LONGEST)).tolist()
+        self.paced = bool(random.integers(2))
+
+    def arrive(self) -> None:
+        random = self.random
+        length = 1 + int((LONGEST - 1) * random.random() ** 2)
+        alike = int(random.integers(0, length + 1))
+        prompt = self.beginnings[random.integers(3)][:alike] + random.integers(0, VOCAB - 1, length - alike).tolist()
+        salt = "another tenant" if random.random() < 0.1 else ""
+        kind = random.random()
+        if kind < 0.2:
+            self.watch.add(sequence_of(prompt, drawing=False, every_logit=kind < 0.1))
+            return
+        first = sequence_of(prompt, int(random.integers(length, LONGEST + 1)), salt=salt)
+        if kind < 0.3:
+            self.watch.poisoned.add(first)
+        self.watch.add(first)
+        for _ in range(int(random.integers(1, 4)) if kind > 0.8 else 0):
+            self.watch.add(sequence_of(prompt, int(random.integers(length, LONGEST + 1)), salt=salt, twin_of=first))
+
+    def draw(self, sequence: TokenSequence) -> int:
+        """The same after the same tokens, mostly, so that answers are alike, too."""
+        if self.random.random() < 0.2:
+            return int(self.random.integers(VOCAB))
+        token = hash(tuple(sequence.token_ids)) % (VOCAB + 10)
+        return min(token, STOP - 1) if self.random.random() < 0.97 else STOP
+
+    def abort(self) -> None:
+        if self.watch.alive and self.random.random() < 0.05:
+            alive = list(self.watch.alive)
+            self.watch.finish(alive[self.random.integers(len(alive))])
+
+    def step(self) -> None:
+        self.abort()
+        while len(self.watch.alive) < 20 and self.random.random() < 0.4:
+            self.arrive()
+        plan = self.watch.schedule(int(self.random.integers(0, 9)) if self.paced else None)
+        if plan is not None:
+            self.abort()  # while the step is computed
+            self.watch.commit(plan, self.draw)
+
+    def end(self) -> None:
+        while self.watch.alive:
+            plan = self.watch.schedule()
+            assert plan is not None
+            self.watch.commit(plan, self.draw)
+        assert self.watch.all_back(), "a block leaked"
+
+
+def test_a_hundred_thousand_steps() -> None:
+    """No leak, no starvation, no step beyond its budget, no block that is not its sequence's; and all of it happens."""
+    steps = preemptions = shared = cached = seed = 0
+    while steps < STEPS:
+        traffic = Traffic(seed)
+        for _ in range(400):
+            traffic.step()
+        traffic.end()
+        steps += traffic.watch.num_steps
+        preemptions += traffic.watch.scheduler.num_preemptions
+        cached += traffic.watch.scheduler.num_cached_prompt_tokens
+        shared += traffic.watch.num_shared
+        seed += 1
+    assert min(preemptions, cached, shared) > 1000, (preemptions, cached, shared)
 
 
 def test_decodes_are_in_every_step_and_prompts_take_the_rest() -> None:
-    watch = Watch((group(0),), Sizes(8, 4, 4, 10, 1), (40,))
-    first, second = text_of([1, 2], 30), text_of(list(range(20)), 30)
+    watch = whole(40)
+    first, second = sequence_of([1, 2], 30), sequence_of(range(20), 30)
     watch.add(first)
-    watch.scheduler.commit(first_plan := watch.scheduler.schedule() or pytest.fail(), [SampledToken(3)])
-    assert [part.num_tokens for part in first_plan.parts] == [2]
+    assert [part.num_tokens for part in step(watch).parts] == [2]
     watch.add(second)
-    shares = []
-    for _ in range(4):
-        plan = watch.scheduler.schedule()
-        assert plan is not None and plan.parts[0].text is first
-        shares.append([part.num_tokens for part in plan.parts])
-        watch.scheduler.commit(plan, [SampledToken(3)] * len(plan.requests))
-    assert shares == [[1, 7], [1, 7], [1, 6], [1, 1]]
+    plans = [step(watch) for _ in range(4)]
+    assert all(plan.parts[0].sequence is first for plan in plans)
+    assert [[part.num_tokens for part in plan.parts] for plan in plans] == [[1, 7], [1, 7], [1, 6], [1, 1]]
 
 
-def test_texts_are_admitted_in_the_order_of_arrival() -> None:
+def test_a_pace_is_kept_beside_decodes_alone() -> None:
+    watch = whole(40)
+    watch.add(sequence_of(range(12), 30))
+    for expected in ([8], [4]):
+        plan = watch.schedule(max_prompt_tokens=3)
+        assert plan is not None and [part.num_tokens for part in plan.parts] == expected
+        watch.commit(plan, lambda _: 3)
+    watch.add(sequence_of(range(12, 24), 30))
+    for limit, expected in ((3, [1, 3]), (0, [1, 1]), (100, [1, 7])):
+        plan = watch.schedule(max_prompt_tokens=limit)
+        assert plan is not None and [part.num_tokens for part in plan.parts] == expected
+        watch.commit(plan, lambda _: 3)
+
+
+def test_sequences_are_admitted_in_the_order_of_arrival() -> None:
     """One that does not fit yet is not overtaken by a shorter one."""
-    watch = Watch((group(0),), Sizes(8, 4, 4, 10, 1), (10,))
-    long, longer, short = text_of([1], 24), text_of([2], 24), text_of([3], 4)
-    for text in (long, longer, short):
-        watch.add(text)
-    plan = watch.scheduler.schedule()
-    assert plan is not None and [part.text for part in plan.parts] == [long]
-    watch.scheduler.finish(long, "abort")
-    plan = watch.scheduler.schedule()
-    assert plan is not None and [part.text for part in plan.parts] == [longer, short]
+    watch = whole(10, tokens=40)
+    long, longer, short = sequence_of(range(24), 40), sequence_of(range(20), 40), sequence_of([3, 4], 40)
+    for sequence in (long, longer, short):
+        watch.add(sequence)
+    assert [part.sequence for part in step(watch).parts] == [long]
+    watch.finish(long)
+    assert [part.sequence for part in step(watch).parts] == [longer, short]
+
+
+def test_the_latest_arrival_steps_back_and_is_computed_anew() -> None:
+    """Two that do not fit together: the first goes on to its end, the second begins again with what it had drawn."""
+    watch = whole(10, tokens=40)
+    first, second = sequence_of(range(16), 36), sequence_of(range(30, 46), 36)
+    watch.add(first)
+    watch.add(second)
+    while second.num_preemptions == 0:
+        step(watch)
+    had = list(second.token_ids)
+    assert len(had) > 16 and second.num_computed_tokens == 0 and not second.is_running
+    assert first.num_preemptions == 0 and watch.scheduler.num_preemptions == 1
+    while second.num_computed_tokens == 0:
+        step(watch)
+    assert first.finish_reason == "length" and second.token_ids[: len(had)] == had
+    while watch.alive:
+        step(watch)
+    assert watch.all_back() and len(second.token_ids) == 36
+
+
+def test_a_shared_beginning_is_computed_once() -> None:
+    alike = list(range(21))
+    apart = [sequence_of([*alike, tail], 24) for tail in range(30, 34)]
+    together = [sequence_of([*alike, tail], 24) for tail in range(30, 34)]
+    without, shared = (
+        run(whole(40, tokens=40), *apart),
+        run(watch := whole(40, tokens=40, prefix_caching=True), *together),
+    )
+    assert without - shared == 3 * 20, "five full blocks of the second, third and fourth"
+    assert [sequence.num_cached_tokens for sequence in together] == [0, 20, 20, 20]
+    assert run(watch, again := sequence_of([*alike, 35], 24)) == 22 - 20 + 1
+    assert again.num_cached_tokens == 20, "also when nobody holds them any more"
+
+
+def test_answers_are_kept_for_the_next_turn() -> None:
+    watch = whole(40, tokens=40, prefix_caching=True)
+    run(watch, first := sequence_of(range(10), 30))
+    run(watch, second := sequence_of([*first.token_ids, 1, 2, 3], 36))
+    assert second.num_cached_tokens == 28, "of 30, all but the last was computed; 7 blocks are full"
+
+
+def test_one_token_is_always_computed() -> None:
+    """A prompt that is known to its end still has to give logits."""
+    watch = whole(40, tokens=40, prefix_caching=True)
+    run(watch, sequence_of(range(8), 9))
+    run(watch, again := sequence_of(range(8), 9))
+    assert again.num_cached_tokens == 4
+
+
+def test_a_salt_shares_nothing_with_another() -> None:
+    watch = whole(40, tokens=40, prefix_caching=True)
+    run(watch, sequence_of(range(20), 24))
+    run(watch, other := sequence_of(range(20), 24, salt="b"), same := sequence_of(range(20), 24, salt="b"))
+    assert (other.num_cached_tokens, same.num_cached_tokens) == (0, 16)
+
+
+def test_nan_is_not_shared() -> None:
+    """Neither later, nor with one that was waiting for it."""
+    watch = whole(40, tokens=8, prefix_caching=True)
+    bad, waiting = sequence_of(range(20), 24), sequence_of(range(20), 24)
+    watch.poisoned.add(bad)
+    run(watch, bad, waiting)
+    assert bad.finish_reason == "error" and (waiting.num_cached_tokens, waiting.finish_reason) == (0, "length")
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    watch = whole(12, tokens=40, prefix_caching=True)
+    run(watch, sequence_of(range(16), 17))
+    run(watch, sequence_of(range(20, 36), 37))
+    run(watch, again := sequence_of(range(16), 17))
+    assert again.num_cached_tokens == 12
+    run(watch, sequence_of(range(20, 48), 29))  # takes what was used last, in part
+    run(watch, kept := sequence_of(range(16), 17))
+    assert kept.num_cached_tokens == 12
+
+
+@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 15])
+@pytest.mark.parametrize("windows", [(0,), (3,), (4, 0), (6, 0)])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_twins_share_the_prompt(length: int, windows: tuple[int, ...], prefix_caching: bool) -> None:
+    """Each computes one token of it, and they part from there."""
+    groups = tuple(group(window) for window in windows)
+    watch = Watch(groups, Sizes(16, 4, 4, WIDTH, 1), (40,) * len(groups), prefix_caching=prefix_caching)
+    first = sequence_of(range(length), length + 6)
+    twins = [sequence_of(range(length), length + 6, twin_of=first) for _ in range(3)]
+    for sequence in (first, *twins):
+        watch.add(sequence)
+    draws = iter(range(1000))
+    while watch.alive:
+        plan = watch.schedule()
+        assert plan is not None
+        watch.commit(plan, lambda _: next(draws) % (VOCAB - 1))
+    assert watch.all_back()
+    assert watch.num_computed == length + 5 + 3 * 6
+    assert watch.num_shared > 0 or length <= BLOCK or windows == (3,)
+
+
+def test_twins_of_one_that_is_gone_stand_alone() -> None:
+    watch = whole(40)
+    first = sequence_of(range(20), 30)
+    twin = sequence_of(range(20), 30, twin_of=first)
+    watch.add(first)
+    watch.add(twin)
+    step(watch)
+    watch.finish(first)
+    while watch.alive:
+        step(watch)
+    assert len(twin.token_ids) == 30 and watch.all_back()
 
 
 def test_nothing_to_do_is_no_step() -> None:
-    watch = Watch((group(0),), Sizes(8, 4, 4, 10, 1), (10,))
-    assert watch.scheduler.schedule() is None
-    text = text_of([1], 4)
-    watch.add(text)
-    watch.scheduler.finish(text, "abort")
-    assert watch.scheduler.schedule() is None and watch.all_back() and text.finish_reason == "abort"
-    watch.scheduler.finish(text, "stop")
-    assert text.finish_reason == "abort", "it ended once"
+    watch = whole(10)
+    assert watch.schedule() is None
+    sequence = sequence_of([1], 4)
+    watch.add(sequence)
+    watch.finish(sequence)
+    assert watch.schedule() is None and watch.all_back() and sequence.finish_reason == "abort"
+    watch.scheduler.finish(sequence, "stop")
+    assert sequence.finish_reason == "abort", "it ended once"

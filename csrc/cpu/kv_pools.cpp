@@ -36,16 +36,34 @@ KvPool KvPools::pool(int64_t layer) const {
   return pool;
 }
 
+void KvPools::require_block(int64_t block) const {
+  require(0 <= block && block < shape_.num_blocks, "the KV pool has no block " + std::to_string(block));
+}
+
 void KvPools::scrub(const std::vector<int64_t>& blocks) {
-  for (const int64_t block : blocks) {
-    require(0 <= block && block < shape_.num_blocks, "the KV pool has no block " + std::to_string(block));
-  }
+  for (const int64_t block : blocks) require_block(block);
+  const auto bytes = static_cast<size_t>(block_elements_ * 2);
   for (int64_t layer = 0; layer < layers_; ++layer) {
     const KvPool pool = this->pool(layer);
     for (const int64_t block : blocks) {
-      const auto bytes = static_cast<size_t>(block_elements_ * 2);
       std::memset(pool.keys + block * block_elements_, 0, bytes);
       std::memset(pool.values + block * block_elements_, 0, bytes);
+    }
+  }
+}
+
+void KvPools::copy(const std::vector<std::pair<int64_t, int64_t>>& blocks) {
+  for (const auto& [from, to] : blocks) {
+    require_block(from);
+    require_block(to);
+    require(from != to, "a KV block is copied onto itself");
+  }
+  const auto bytes = static_cast<size_t>(block_elements_ * 2);
+  for (int64_t layer = 0; layer < layers_; ++layer) {
+    const KvPool pool = this->pool(layer);
+    for (const auto& [from, to] : blocks) {
+      std::memcpy(pool.keys + to * block_elements_, pool.keys + from * block_elements_, bytes);
+      std::memcpy(pool.values + to * block_elements_, pool.values + from * block_elements_, bytes);
     }
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "kernel.h"
@@ -19,8 +20,12 @@ class KvPools {
   KvPool pool(int64_t layer) const;  // layer: index in the group
   // Zeroes blocks in all layers (std::invalid_argument for one that is not there).
   void scrub(const std::vector<int64_t>& blocks);
+  // Copies blocks in all layers, pair by pair: from the first to the second.
+  void copy(const std::vector<std::pair<int64_t, int64_t>>& blocks);
 
  private:
+  void require_block(int64_t block) const;
+
   const int64_t layers_;
   const KvPool shape_;
   const int64_t block_elements_;  // of K, or of V

@@ -159,6 +159,7 @@ void bind_kv_pools(py::module_& module) {
            py::arg("block_size"), py::arg("kv_heads"), py::arg("head_dim"))
       .def_property_readonly("nbytes", &KvPools::bytes)
       .def("scrub", &KvPools::scrub, py::arg("blocks"))
+      .def("copy", &KvPools::copy, py::arg("blocks"))
       .def(
           "keys",
           [](const py::object& self, int64_t layer) {

@@ -23,6 +23,9 @@ class KvPools:
     def scrub(self, blocks: Sequence[int]) -> None:
         """Zeroes blocks, in all layers. A kernel may assume that pools hold finite numbers only."""
 
+    def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks, in all layers: pairs of from and to."""
+
     def keys(self, layer: int) -> NDArray[np.uint16]:
         """View of the bf16 pool, [num_blocks, kv_heads, block_size * head_dim_pad] (layout: csrc/cpu/kernel.h)."""
 

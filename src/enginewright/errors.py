@@ -51,3 +51,7 @@ class QualityGateError(EngineError):
     """The built engine is further from its source than the gate allows."""
 
     exit_code = 7
+
+
+class EngineDeadError(EngineError):
+    """The thread that runs the engine has ended with an error; nothing more comes from it."""

@@ -1,0 +1,69 @@
+"""Gathers the deltas of a request into an answer."""
+
+from dataclasses import replace
+
+from enginewright.runtime.core import Request
+from enginewright.runtime.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput
+from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.tokenizer import Tokenizer
+
+
+class Collector:
+    """prompt: the text of the prompt, if it was one."""
+
+    def __init__(
+        self, request_id: str, prompt: str | None, prompt_ids: list[int], request: Request, tokenizer: Tokenizer
+    ) -> None:
+        self.request = request
+        self._request_id, self._prompt, self._prompt_ids, self._tokenizer = request_id, prompt, prompt_ids, tokenizer
+        self._pieces: list[list[str]] = [[] for _ in request.answers]
+        self._logprobs = request.params.logprobs is not None
+        self._outputs = [
+            CompletionOutput(index, logprobs=[] if self._logprobs else None, cumulative_logprob=self._first_sum)
+            for index in range(len(request.answers))
+        ]
+
+    @property
+    def _first_sum(self) -> float | None:
+        return 0.0 if self._logprobs else None
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finished for output in self._outputs)
+
+    def add(self, delta: Delta) -> None:
+        output = self._outputs[delta.index]
+        self._pieces[delta.index].append(delta.text)
+        output.token_ids.extend(token.token for token in delta.tokens)
+        if output.logprobs is not None and output.cumulative_logprob is not None:
+            for token in delta.tokens:
+                output.logprobs.append(self._named(token))
+                output.cumulative_logprob += token.logprob or 0.0
+        output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+
+    def output(self) -> RequestOutput:
+        """The answer so far."""
+        outputs = []
+        for output, pieces in zip(self._outputs, self._pieces, strict=True):
+            pieces[:] = ["".join(pieces)]
+            logprobs = None if output.logprobs is None else list(output.logprobs)
+            outputs.append(replace(output, text=pieces[0], token_ids=list(output.token_ids), logprobs=logprobs))
+        request = self.request
+        return RequestOutput(
+            request_id=self._request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_ids,
+            outputs=outputs,
+            finished=self.finished,
+            num_cached_tokens=request.num_cached_tokens,
+            metrics=RequestMetrics(request.first_token_s or 0.0, request.total_s or 0.0),
+        )
+
+    def _named(self, drawn: SampledToken) -> dict[int, Logprob]:
+        ranks = {token: rank for rank, (token, _) in enumerate(drawn.top_logprobs, start=1)}
+        values = dict(drawn.top_logprobs)
+        values.setdefault(drawn.token, drawn.logprob or 0.0)
+        return {
+            token: Logprob(value, ranks.get(token), self._tokenizer.decode([token], skip_special_tokens=False))
+            for token, value in values.items()
+        }

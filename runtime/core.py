@@ -1,0 +1,216 @@
+"""Requests in, pieces of answers out, one step at a time: the engine without threads.
+
+core = EngineCore(engine, config)
+core.add(core.request(prompt, params, reader))
+while core.has_work:
+    for request, delta in core.step(): …
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from enginewright.errors import EngineError
+from enginewright.runtime.detokenizer import Detokenizer, StopStrings
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.executor import CpuExecutor
+from enginewright.runtime.outputs import Delta
+from enginewright.runtime.pacing import Pacer
+from enginewright.runtime.prompts import check_prompt
+from enginewright.runtime.sampling import SampledToken, Sampler, SamplingParams, SamplingRequest, new_seed
+from enginewright.runtime.scheduler import Scheduler
+from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+
+class Reader(Protocol):
+    """Where a request's deltas go."""
+
+    def put(self, delta: Delta) -> None: ...
+    def fail(self, error: EngineError) -> None:
+        """Nothing more comes: the engine is dead."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """One choice of a request, in the making."""
+
+    request: "Request"
+    index: int
+    sequence: TokenSequence
+    detokenizer: Detokenizer
+    stops: StopStrings
+
+    @property
+    def finished(self) -> bool:
+        return self.sequence.finish_reason is not None
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and its n answers. Seconds count from when it was asked; None is not yet."""
+
+    params: SamplingParams
+    reader: Reader
+    num_prompt_tokens: int
+    asked: float
+    answers: list[Answer] = field(default_factory=list)
+    first_token_s: float | None = None
+    total_s: float | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had; 0 as long as nobody knows."""
+        return self.answers[0].sequence.num_cached_tokens or 0
+
+    @property
+    def finished(self) -> bool:
+        return all(answer.finished for answer in self.answers)
+
+
+class EngineCore:
+    """An engine with memory to run in. `request` may be called from any thread, all else from one.
+
+    Args:
+        config: limits; see RuntimeConfig.
+    """
+
+    def __init__(self, engine: Engine, config: RuntimeConfig) -> None:
+        self.engine = engine
+        self.executor = CpuExecutor(engine, config)
+        self._sampler = Sampler()
+        self._scheduler = Scheduler(
+            engine.plan.kv_groups, self.executor.envelope, prefix_caching=config.enable_prefix_caching
+        )
+        self._pacer = Pacer(config.max_decode_slowdown)
+        self._answers: dict[TokenSequence, Answer] = {}
+        self._num_steps = self._num_computed = self._num_generated = 0
+
+    @property
+    def max_model_len(self) -> int:
+        return self.executor.envelope.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.num_unfinished > 0
+
+    def stats(self) -> Stats:
+        scheduler = self._scheduler
+        blocks = zip(scheduler.num_free_blocks, self.executor.envelope.num_blocks, strict=True)
+        return Stats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            kv_usage=max(1 - free / count for free, count in blocks),
+            num_steps=self._num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            computed_tokens=self._num_computed,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            cached_prompt_tokens=scheduler.num_cached_prompt_tokens,
+            generated_tokens=self._num_generated,
+        )
+
+    def request(self, prompt: Sequence[int], params: SamplingParams, reader: Reader, cache_salt: str = "") -> Request:
+        """A request that can be added.
+
+        Raises:
+            UsageError: prompt or parameters ask for what this engine cannot do.
+        """
+        plan, ends = self.engine.plan, () if params.ignore_eos else self.engine.eos_token_ids
+        check_prompt(prompt, plan.vocab_size, self.max_model_len)
+        whole = self.max_model_len
+        if params.max_tokens is not None:
+            whole = min(whole, len(prompt) + params.max_tokens)
+        request = Request(params, reader, len(prompt), time.perf_counter())
+        seed = new_seed()
+        for index in range(params.n):
+            sequence = TokenSequence(
+                token_ids=list(prompt),
+                num_prompt_tokens=len(prompt),
+                max_tokens=whole,
+                stop_token_ids=frozenset((*ends, *params.stop_token_ids)),
+                request=SamplingRequest(params, prompt, plan.vocab_size, ends, choice=index, seed=seed),
+                cache_salt=cache_salt,
+                twin_of=request.answers[0].sequence if index else None,
+            )
+            detokenizer = Detokenizer(self.engine.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
+            stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+            request.answers.append(Answer(request, index, sequence, detokenizer, stops))
+        return request
+
+    def add(self, request: Request) -> None:
+        for answer in request.answers:
+            self._answers[answer.sequence] = answer
+            self._scheduler.add(answer.sequence)
+
+    def abort(self, request: Request) -> list[tuple[Request, Delta]]:
+        """End what goes on of a request; its blocks are free again."""
+        told = []
+        for answer in request.answers:
+            if self._answers.pop(answer.sequence, None) is not None:
+                self._scheduler.finish(answer.sequence, "abort")
+                told.append((request, Delta(answer.index, "", (), "abort")))
+        return told
+
+    def step(self) -> list[tuple[Request, Delta]]:
+        """One step of all that was asked; what it added."""
+        plan = self._scheduler.schedule(self._pacer.max_prompt_tokens)
+        if plan is None:
+            return []
+        start = time.perf_counter()
+        sampled = self._sampler.sample(self.executor.run(plan), plan.requests)
+        now = time.perf_counter()
+        self._scheduler.commit(plan, sampled)
+        self._pacer.note(now - start, plan.num_decodes, plan.num_prompt_tokens)
+        self._num_steps += 1
+        self._num_computed += plan.sizes.tokens
+        told = []
+        for part, token in zip(plan.drawing, sampled, strict=True):
+            answer = self._answers[part.sequence]
+            delta = self._take(answer, token)
+            if answer.finished:
+                del self._answers[part.sequence]
+            request = answer.request
+            request.first_token_s = request.first_token_s or now - request.asked
+            request.total_s = now - request.asked if request.finished else None
+            told.append((request, delta))
+        self._num_generated += len(told)
+        return told
+
+    def _take(self, answer: Answer, token: SampledToken) -> Delta:
+        """What a token adds to an answer. A fault in it ends this answer and no other."""
+        sequence = answer.sequence
+        tokens = () if token.is_nan else (token,)
+        try:
+            text = self._text(answer, token)
+        except Exception:
+            logger.exception("a token could not be turned into text; its request has failed")
+            self._scheduler.finish(sequence, "error")
+            sequence.finish_reason = "error"
+            return Delta(answer.index, "", tokens, "error")
+        stop_reason: int | str | None = None
+        if answer.stops.found is not None:
+            self._scheduler.finish(sequence, "stop")
+            sequence.finish_reason = "stop"  # even if it was its last token
+            stop_reason = answer.stops.found
+        elif sequence.finish_reason == "stop" and token.token in answer.request.params.stop_token_ids:
+            stop_reason = token.token
+        return Delta(answer.index, text, tokens, sequence.finish_reason, stop_reason)
+
+    @staticmethod
+    def _text(answer: Answer, token: SampledToken) -> str:
+        reason, stops, text = answer.sequence.finish_reason, answer.stops, ""
+        if not token.is_nan and reason != "stop":  # an end-of-text token is no text
+            text = answer.detokenizer.push(token.token)
+        if reason is not None:
+            text += answer.detokenizer.flush()
+        num_tokens = len(answer.sequence.token_ids) - answer.sequence.num_prompt_tokens
+        if num_tokens <= answer.request.params.min_tokens:
+            return text
+        text = stops.push(text)
+        return text if reason is None or stops.found is not None else text + stops.flush()

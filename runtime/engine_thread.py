@@ -1,0 +1,116 @@
+"""One thread that steps an engine: requests in through a queue, deltas out to their readers."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from queue import SimpleQueue
+
+from enginewright.errors import EngineDeadError
+from enginewright.runtime.core import EngineCore, Request
+from enginewright.runtime.outputs import Delta
+from enginewright.runtime.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+Told = list[tuple[Request, Delta]]
+
+
+class EngineThread:
+    """Steps a core as long as there is work, and sleeps otherwise.
+
+    Args:
+        core: belongs to the thread from now on.
+        post: how a call reaches the thread of the readers: `loop.call_soon_threadsafe`, or None to call them from the
+            engine's thread. One call a step, however many answers go on.
+    """
+
+    def __init__(self, core: EngineCore, post: Callable[..., object] | None = None) -> None:
+        self._core = core
+        self._post = post
+        self._inbox: SimpleQueue[tuple[Callable[[Request], None], Request] | None] = SimpleQueue()  # None: the end
+        self._open: set[Request] = set()
+        self._stats = core.stats()
+        self._lock = threading.Lock()  # between the end of the thread and requests that arrive meanwhile
+        self.error: EngineDeadError | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.error is None
+
+    def submit(self, request: Request) -> None:
+        """Raises EngineDeadError where nothing would come of it."""
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            self._inbox.put((self._add, request))
+
+    def abort(self, request: Request) -> None:
+        """End a request at any time, from any thread; what has ended stays as it is."""
+        self._inbox.put((self._abort, request))
+
+    def stats(self) -> Stats:
+        """As of the last step; requests that the thread has not taken up yet count as waiting."""
+        return replace(self._stats, num_waiting=self._stats.num_waiting + self._inbox.qsize())
+
+    def close(self) -> None:
+        """Abort what is left, and end the thread."""
+        with self._lock:
+            self.error = self.error or EngineDeadError("the engine is closed")
+            self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                while not self._inbox.empty() or not self._core.has_work:
+                    message = self._inbox.get()
+                    if message is None:
+                        for request in list(self._open):
+                            self._abort(request)
+                        self._stats = self._core.stats()
+                        return
+                    act, request = message
+                    act(request)
+                    self._stats = self._core.stats()
+                self._tell(self._core.step())
+                self._stats = self._core.stats()
+        except BaseException as error:
+            logger.exception("the engine's thread has ended")
+            self._die(EngineDeadError("the engine has failed", type(error).__name__, "Start it again."))
+
+    def _add(self, request: Request) -> None:
+        self._open.add(request)
+        self._core.add(request)
+
+    def _abort(self, request: Request) -> None:
+        self._tell(self._core.abort(request))
+
+    def _tell(self, told: Told) -> None:
+        if not told:
+            return
+        self._open.difference_update(request for request, delta in told if delta.finish_reason and request.finished)
+        if self._post is None:
+            _deliver(told)
+        else:
+            self._post(_deliver, told)
+
+    def _die(self, error: EngineDeadError) -> None:
+        with self._lock:
+            self.error = error
+            while not self._inbox.empty():  # those that came too late must hear of it, too
+                message = self._inbox.get()
+                if message is not None:
+                    self._open.add(message[1])
+        for request in self._open:
+            if self._post is None:
+                request.reader.fail(error)
+            else:
+                self._post(request.reader.fail, error)
+
+
+def _deliver(told: Told) -> None:
+    for request, delta in told:
+        request.reader.put(delta)

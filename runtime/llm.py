@@ -1,0 +1,257 @@
+"""`LLM`: an engine as a library, under vLLM's names, so that a script ports by changing an import.
+
+from enginewright import LLM, SamplingParams
+
+llm = LLM("model.engine")
+for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
+    print(output.outputs[0].text)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import count
+from numbers import Integral
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any
+
+from enginewright.errors import EngineError, UsageError
+from enginewright.runtime.answer_bar import AnswerBar
+from enginewright.runtime.collector import Collector
+from enginewright.runtime.core import EngineCore
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.engine_thread import EngineThread
+from enginewright.runtime.envelope import runtime_config
+from enginewright.runtime.outputs import Delta, RequestOutput
+from enginewright.runtime.params import default_params
+from enginewright.runtime.prompts import Prompt, encode_prompt, text_of
+from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.stats import Stats
+from enginewright.runtime.tokenizer import Tokenizer
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Progress = Callable[[int, int], None]
+
+
+class LLM:
+    """An engine with memory to run in, and a thread that runs it.
+
+    Whatever is asked, from any thread, runs together in one batch in flight. Close it, or use it in `with`, to give its
+    memory back.
+
+    Args:
+        model: an engine file, or an open engine (which stays open).
+        limits: fields of RuntimeConfig: max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory,
+            enable_prefix_caching, threads, …
+
+    Raises:
+        UsageError: a limit that is not known, or makes no sense.
+        EngineError: the engine cannot be opened or does not fit (errors.py).
+    """
+
+    def __init__(self, model: str | Path | Engine, **limits: Any) -> None:
+        config = runtime_config(**limits)
+        self.engine, self._owned = (model, False) if isinstance(model, Engine) else (Engine.open(model), True)
+        try:
+            self._core = EngineCore(self.engine, config)
+        except BaseException:
+            self._close_engine()
+            raise
+        self._thread = EngineThread(self._core)
+        self._request_ids = count()
+
+    @property
+    def max_model_len(self) -> int:
+        return self._core.max_model_len
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own (generation_config.json)."""
+        return default_params(self.engine)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt in any form."""
+        return encode_prompt(prompt, self.engine.tokenizer)
+
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Raises UsageError for what `generate` would refuse."""
+        self._core.request(prompt, params, _Inbox().reader(0))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = False,
+        on_progress: Progress | None = None,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Answers to all prompts, computed together, in the prompts' order.
+
+        Args:
+            prompts: one or many: a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: for all, or one for each; None is the model's own.
+            use_tqdm: show a bar on a terminal.
+            on_progress: called as tokens come with (answers done, tokens written).
+            cache_salt: prompts share the KV cache only with those of the same salt.
+
+        Raises:
+            UsageError: a prompt or its parameters ask for what cannot be done; nothing has been computed then.
+        """
+        return self._answer(_each(prompts), sampling_params, use_tqdm, on_progress, cache_salt)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = False,
+        on_progress: Progress | None = None,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Answers to conversations, through the model's chat template; otherwise as `generate`.
+
+        Args:
+            messages: one conversation, a list of messages with role and content; or several.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        return self._answer(conversations, sampling_params, use_tqdm, on_progress, cache_salt)  # type: ignore[arg-type]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> "AnswerStream":
+        """One answer as it is written (n of them, if asked for). What is wrong with the request is said at once.
+
+        A stream that nobody reads goes on; one that is dropped ends.
+        """
+        params = sampling_params or self.get_default_sampling_params()
+        inbox = _Inbox()
+        request = self._core.request(self.encode(prompt), params, inbox.reader(0), cache_salt)
+        self._thread.submit(request)
+        return AnswerStream(inbox, params.n, lambda: self._thread.abort(request))
+
+    def stats(self) -> Stats:
+        return self._thread.stats()
+
+    def close(self) -> None:
+        """End what runs, and give the memory back."""
+        self._thread.close()
+        self._close_engine()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _close_engine(self) -> None:
+        if self._owned:
+            self.engine.close()
+
+    def _answer(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Params,
+        use_tqdm: bool,
+        on_progress: Progress | None,
+        cache_salt: str,
+    ) -> list[RequestOutput]:
+        each = self._params(sampling_params, len(prompts))
+        inbox, collectors = _Inbox(), []
+        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+            ids = self.encode(prompt)
+            request = self._core.request(ids, params, inbox.reader(index), cache_salt)
+            name = str(next(self._request_ids))
+            collectors.append(Collector(name, text_of(prompt), ids, request, self.engine.tokenizer))
+        left, done, written = sum(params.n for params in each), 0, 0
+        with AnswerBar(len(prompts)) if use_tqdm else nullcontext() as bar:
+            try:
+                for collector in collectors:
+                    self._thread.submit(collector.request)
+                while left:
+                    index, delta = inbox.get()
+                    collectors[index].add(delta)
+                    written += len(delta.tokens)
+                    left -= delta.finish_reason is not None
+                    done += collectors[index].finished
+                    if bar is not None:
+                        bar.update(done, written)
+                    if on_progress is not None:
+                        on_progress(done, written)
+            finally:
+                if left:
+                    for collector in collectors:
+                        self._thread.abort(collector.request)
+        return [collector.output() for collector in collectors]
+
+    def _params(self, given: Params, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.get_default_sampling_params()] * count
+        if len(given) != count:
+            raise UsageError(f"{len(given)} sampling_params for {count} prompts", fix="Give one, or one for each.")
+        return list(given)
+
+
+class AnswerStream:
+    """Deltas of one request, as they come. Dropped or closed before its end, it aborts the request."""
+
+    def __init__(self, inbox: "_Inbox", num_choices: int, abort: Callable[[], None]) -> None:
+        self._inbox, self._left, self._abort = inbox, num_choices, abort
+
+    def __iter__(self) -> "AnswerStream":
+        return self
+
+    def __next__(self) -> Delta:
+        if not self._left:
+            raise StopIteration
+        _, delta = self._inbox.get()
+        self._left -= delta.finish_reason is not None
+        return delta
+
+    def close(self) -> None:
+        if self._left:
+            self._left = 0
+            self._abort()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Inbox:
+    """Deltas of several requests, for a thread that waits for them."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[int, Delta | EngineError]] = SimpleQueue()
+
+    def reader(self, index: int) -> "_Reader":
+        return _Reader(self._queue, index)
+
+    def get(self) -> tuple[int, Delta]:
+        """The next delta and the index of its request. Raises EngineDeadError if none will come."""
+        index, item = self._queue.get()
+        if isinstance(item, EngineError):
+            raise item
+        return index, item
+
+
+class _Reader:
+    def __init__(self, queue: "SimpleQueue[tuple[int, Delta | EngineError]]", index: int) -> None:
+        self._queue, self._index = queue, index
+
+    def put(self, delta: Delta) -> None:
+        self._queue.put((self._index, delta))
+
+    def fail(self, error: EngineError) -> None:
+        self._queue.put((self._index, error))
+
+
+def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is a list of one."""
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and all(isinstance(one, Integral) for one in prompts)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

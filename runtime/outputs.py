@@ -1,0 +1,119 @@
+"""What comes out: pieces of answers while they are written, and whole answers under vLLM's names."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from enginewright.runtime.sampling import SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What came to one choice of a request.
+
+    index: which of the n choices. tokens: the drawn ones, a stop token included. finish_reason: "stop", "length",
+    "error" (its logits are not numbers) or "abort" with the last delta of a choice. stop_reason: the stop string or
+    the named stop token that ended it.
+    """
+
+    index: int
+    text: str
+    tokens: tuple[SampledToken, ...]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+def merge(deltas: Iterable[Delta]) -> list[Delta]:
+    """One delta a choice, in the order of choices."""
+    by_index: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_index.setdefault(delta.index, []).append(delta)
+    return [_joined(by_index[index]) for index in sorted(by_index)]
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    text = "".join(delta.text for delta in deltas)
+    tokens = tuple(token for delta in deltas for token in delta.tokens)
+    return Delta(last.index, text, tokens, last.finish_reason, last.stop_reason)
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Of one token. rank: among all, 1 is the likeliest; None if it is not among those that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+@dataclass
+class CompletionOutput:
+    """One choice. logprobs: for each token, by token id, the drawn one and the likeliest; None if not asked for."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Seconds since the request was asked."""
+
+    first_token_s: float
+    total_s: float
+
+
+@dataclass
+class RequestOutput:
+    """The answer to one request. prompt: its text, if it was given as text.
+
+    num_cached_tokens: prompt tokens that the prefix cache had.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    metrics: RequestMetrics
+
+
+def to_dicts(output: RequestOutput) -> list[dict[str, Any]]:
+    """As JSON would hold it, one dict a choice; log-probabilities only where they were asked for."""
+    return [_to_dict(output, choice) for choice in output.outputs]
+
+
+def _to_dict(output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
+    fields: dict[str, Any] = {"index": choice.index} if len(output.outputs) > 1 else {}
+    fields |= {
+        "text": choice.text,
+        "token_ids": choice.token_ids,
+        "finish_reason": choice.finish_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "first_token_s": output.metrics.first_token_s,
+        "total_s": output.metrics.total_s,
+    }
+    if choice.logprobs is not None:
+        fields["logprobs"] = [
+            {"token_id": token, "logprob": named[token].logprob, "top": _top(named)}
+            for token, named in zip(choice.token_ids, choice.logprobs, strict=True)
+        ]
+    return fields
+
+
+def _top(named: Mapping[int, Logprob]) -> dict[int, float]:
+    """The likeliest tokens, most likely first."""
+    return {token: entry.logprob for token, entry in named.items() if entry.rank is not None}

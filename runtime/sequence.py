@@ -1,0 +1,46 @@
+"""One sequence of tokens in the making."""
+
+from dataclasses import dataclass, field
+
+from enginewright.runtime.kv_cache import BlockKeys, BlockTable
+from enginewright.runtime.sampling import SamplingRequest
+
+
+@dataclass(eq=False)
+class TokenSequence:
+    """A prompt and what was drawn after it.
+
+    token_ids: prompt, then output. max_tokens: of the whole. stop_token_ids: tokens that end it. request: how its
+    tokens are drawn; None draws none, and the sequence ends with its prompt. every_logit: a step gives logits for each
+    position, not for the last alone (and once more after a preemption). cache_salt: it shares KV blocks with sequences
+    of the same salt only. twin_of: another answer to the same prompt, added before this one; both share what the
+    prompt takes.
+
+    num_computed_tokens: those whose keys and values are in the KV cache. num_cached_tokens: prompt tokens that were
+    there when it was first admitted. finish_reason: "stop", "length", "error" or "abort".
+    """
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    request: SamplingRequest | None = None
+    every_logit: bool = False
+    cache_salt: str = ""
+    twin_of: "TokenSequence | None" = None
+    num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    tables: list[BlockTable] = field(default_factory=list)
+    keys: BlockKeys | None = None
+    finish_reason: str | None = None
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens whose keys and values are not in the cache yet."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_running(self) -> bool:
+        """Admitted, and neither preempted nor ended."""
+        return bool(self.tables)

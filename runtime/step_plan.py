@@ -1,0 +1,146 @@
+"""One step, as the scheduler plans it and the executor runs it; and the packing of its tokens into arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginewright.plan import KvGroup, Sizes
+from enginewright.runtime.envelope import SPLIT_TOKENS
+from enginewright.runtime.sampling import SamplingRequest
+from enginewright.runtime.sequence import TokenSequence
+
+Inputs = dict[str, NDArray[np.int32]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tokens of one sequence that a step computes. num_logit_rows: how many of them, from the end, give logits."""
+
+    sequence: TokenSequence
+    num_tokens: int
+    num_logit_rows: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step.
+
+    num_decodes: the first parts, that go on by one token; the others are read in. inputs: int32 arrays by the names of
+    the plan's inputs (enginewright/plan.py), valid until the next step is planned. copies: (from, to), KV blocks, a
+    group, to copy before anything else happens. new_blocks: KV blocks, a group, that a sequence holds from this step
+    on. Zero them next: kernels read whole blocks, and whoever had one may have left NaN.
+    """
+
+    parts: tuple[Part, ...]
+    num_decodes: int
+    sizes: Sizes
+    inputs: Inputs
+    copies: tuple[list[tuple[int, int]], ...]
+    new_blocks: tuple[list[int], ...]
+
+    @cached_property
+    def drawing(self) -> list[Part]:
+        """The parts whose sequences get a token."""
+        return [part for part in self.parts if part.num_logit_rows and part.sequence.request is not None]
+
+    @property
+    def requests(self) -> list[SamplingRequest]:
+        """Of the sequences that get a token, in the order of their rows of logits."""
+        return [part.sequence.request for part in self.drawing if part.sequence.request is not None]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that are read in."""
+        return self.sizes.tokens - self.num_decodes
+
+
+class Packer:
+    """Makes the arrays of a step; of one that decodes the same sequences as the last one, only what has changed."""
+
+    def __init__(self, groups: Sequence[KvGroup]) -> None:
+        self._groups = tuple(groups)
+        self._last: tuple[TokenSequence, ...] = ()  # of the last step, if it did nothing but decode
+        self._inputs: Inputs = {}
+        self._sizes = Sizes(0, 0, 0, 0, 0)
+
+    def pack(self, parts: Sequence[Part], num_decodes: int, new_blocks: Sequence[list[int]]) -> tuple[Sizes, Inputs]:
+        """Sizes and arrays for `parts`, whose block tables reach to the end of what is computed.
+
+        Args:
+            new_blocks: what the tables have gained since the last step, a group.
+        """
+        sequences = tuple(part.sequence for part in parts)
+        decodes = num_decodes == len(parts)
+        if decodes and sequences == self._last:
+            self._advance(sequences, new_blocks)
+        else:
+            self._pack(parts)
+        self._last = sequences if decodes else ()
+        return self._sizes, self._inputs
+
+    def _widths(self, longest: int) -> tuple[int, int]:
+        """KV blocks and splits of a sequence of `longest` positions."""
+        return max(-(-longest // group.block_size) for group in self._groups), -(-longest // SPLIT_TOKENS)
+
+    def _pack(self, parts: Sequence[Part]) -> None:
+        starts = [0, *accumulate(part.num_tokens for part in parts)]
+        tokens = np.empty(starts[-1], np.int32)
+        positions = np.empty(starts[-1], np.int32)
+        kv_len = np.empty(len(parts), np.int32)
+        rows: list[int] = []
+        for index, part in enumerate(parts):
+            sequence, here = part.sequence, slice(starts[index], starts[index + 1])
+            first = sequence.num_computed_tokens
+            end = first + part.num_tokens
+            tokens[here] = sequence.token_ids[first:end]
+            positions[here] = np.arange(first, end, dtype=np.int32)
+            kv_len[index] = end
+            rows.extend(range(starts[index + 1] - part.num_logit_rows, starts[index + 1]))
+        kv_blocks, kv_splits = self._widths(int(kv_len.max()))
+        self._sizes = Sizes(starts[-1], len(parts), len(rows), kv_blocks, kv_splits)
+        self._inputs = {
+            "tokens": tokens,
+            "positions": positions,
+            "query_start": np.array(starts, np.int32),
+            "kv_len": kv_len,
+            "logit_rows": np.array(rows, np.int32),
+        }
+        owners = np.repeat(np.arange(len(parts)), np.diff(starts))
+        for index in range(len(self._groups)):
+            self._fill_table(index, [part.sequence for part in parts])
+            self._fill_slots(index, owners)
+
+    def _advance(self, sequences: Sequence[TokenSequence], new_blocks: Sequence[list[int]]) -> None:
+        """Every sequence is one position further."""
+        inputs = self._inputs
+        inputs["tokens"][:] = [sequence.token_ids[-1] for sequence in sequences]
+        inputs["positions"] += 1
+        inputs["kv_len"] += 1
+        kv_blocks, kv_splits = self._widths(int(inputs["kv_len"].max()))
+        wider = kv_blocks != self._sizes.kv_blocks
+        if wider or kv_splits != self._sizes.kv_splits:
+            self._sizes = Sizes(len(sequences), len(sequences), len(sequences), kv_blocks, kv_splits)
+        for index, taken in enumerate(new_blocks):
+            if wider or taken:
+                self._fill_table(index, sequences)
+                self._fill_slots(index, np.arange(len(sequences)))
+            else:
+                inputs[f"slots.{index}"] += 1
+
+    def _fill_table(self, index: int, sequences: Sequence[TokenSequence]) -> None:
+        table = np.zeros((len(sequences), self._sizes.kv_blocks), np.int32)
+        for row, sequence in enumerate(sequences):
+            blocks = sequence.tables[index].blocks
+            table[row, : len(blocks)] = blocks
+        self._inputs[f"block_table.{index}"] = table
+
+    def _fill_slots(self, index: int, owners: NDArray[np.int64]) -> None:
+        """Where each token's key and value go. owners: the row of the block table, a token."""
+        size = self._groups[index].block_size
+        block, place = np.divmod(self._inputs["positions"], size)
+        table = self._inputs[f"block_table.{index}"]
+        self._inputs[f"slots.{index}"] = (table[owners, block] * size + place).astype(np.int32)

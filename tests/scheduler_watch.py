@@ -1,0 +1,201 @@
+"""Drives a scheduler without any executor, and holds each of its steps against what was promised.
+
+In place of keys and values, a slot of the KV pools here holds a number that stands for the tokens up to its position:
+two sequences may share it exactly if they have the same tokens so far, and the same salt.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from enginewright.plan import KvGroup, Sizes
+from enginewright.runtime.envelope import SPLIT_TOKENS, Envelope, blocks_of
+from enginewright.runtime.sampling import SampledToken, SamplingParams, SamplingRequest
+from enginewright.runtime.scheduler import Scheduler
+from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.step_plan import StepPlan
+
+BLOCK, LONGEST, VOCAB, STOP = 4, 40, 50, 49
+BLANK = -1
+
+
+def group(window: int, block_size: int = BLOCK) -> KvGroup:
+    return KvGroup((0,), 1, 8, window, "bf16", block_size, 32)
+
+
+def sequence_of(
+    prompt: Sequence[int],
+    length: int = LONGEST,
+    *,
+    drawing: bool = True,
+    every_logit: bool = False,
+    salt: str = "",
+    twin_of: TokenSequence | None = None,
+) -> TokenSequence:
+    """A prompt that grows to `length` tokens at most; one that draws none has the length of its prompt."""
+    request = SamplingRequest(SamplingParams(temperature=0), prompt, VOCAB) if drawing else None
+    return TokenSequence(
+        list(prompt),
+        len(prompt),
+        max(length, len(prompt) + 1) if drawing else len(prompt),
+        frozenset({STOP}),
+        request,
+        every_logit,
+        salt,
+        twin_of,
+    )
+
+
+class Watch:
+    """poisoned: sequences whose logits are NaN, from the first on; nobody may see what they have written."""
+
+    def __init__(
+        self, groups: Sequence[KvGroup], limits: Sizes, num_blocks: Sequence[int], *, prefix_caching: bool = False
+    ) -> None:
+        self.groups, self.limits, self.num_blocks = tuple(groups), limits, tuple(num_blocks)
+        envelope = Envelope(LONGEST, limits, self.num_blocks, 0, 0)
+        self.scheduler = Scheduler(groups, envelope, prefix_caching=prefix_caching)
+        self.pools = [np.full(count * kv.block_size, BLANK) for count, kv in zip(num_blocks, groups, strict=True)]
+        self.alive: dict[TokenSequence, int] = {}  # and the step by which each must have ended
+        self.poisoned: set[TokenSequence] = set()
+        self.contents: dict[TokenSequence, list[int]] = {}
+        self.rows: dict[TokenSequence, set[int]] = {}  # positions that have given logits
+        self.num_steps = self.num_computed = self.num_shared = 0
+
+    def add(self, sequence: TokenSequence) -> None:
+        bound = sum(one.max_tokens for one in self.alive) + sequence.max_tokens
+        self.alive[sequence] = self.num_steps + bound
+        self.scheduler.add(sequence)
+
+    def finish(self, sequence: TokenSequence) -> None:
+        self.scheduler.finish(sequence, "abort")
+        self.alive.pop(sequence, None)
+
+    def schedule(self, max_prompt_tokens: int | None = None) -> StepPlan | None:
+        """The next step, checked, and computed."""
+        plan = self.scheduler.schedule(max_prompt_tokens)
+        if plan is None:
+            assert not self.alive, "a sequence was left behind"
+            return None
+        self.num_steps += 1
+        self.num_computed += plan.sizes.tokens
+        late = [sequence for sequence, bound in self.alive.items() if self.num_steps > bound]
+        assert not late, "a sequence was starved"
+        oldest = next(iter(self.alive))
+        assert plan.parts and oldest in {part.sequence for part in plan.parts}, "the oldest stands still"
+        if max_prompt_tokens is not None and plan.num_decodes:
+            assert plan.num_prompt_tokens <= max(max_prompt_tokens, 1)
+        self._check_tokens(plan)
+        for index in range(len(self.groups)):
+            self._check_blocks(plan, index)
+        return plan
+
+    def commit(self, plan: StepPlan, draw: Callable[[TokenSequence], int]) -> None:
+        before = {part.sequence: len(part.sequence.token_ids) for part in plan.parts}
+        aborted = {part.sequence for part in plan.parts if part.sequence.finish_reason is not None}
+        drawn = [
+            SampledToken(0, is_nan=True) if part.sequence in self.poisoned else SampledToken(draw(part.sequence))
+            for part in plan.drawing
+        ]
+        ended = self.scheduler.commit(plan, drawn)
+        for part, token in zip(plan.drawing, drawn, strict=True):
+            sequence, new = part.sequence, part.sequence.token_ids[before[part.sequence] :]
+            if sequence in aborted:
+                assert new == [] and sequence.finish_reason == "abort"
+            elif token.is_nan:
+                assert new == [] and sequence.finish_reason == "error" and sequence in ended
+            else:
+                stopped, full = token.token == STOP, len(sequence.token_ids) == sequence.max_tokens
+                assert new == [token.token]
+                assert sequence.finish_reason == ("stop" if stopped else "length" if full else None)
+                assert (sequence in ended) == (stopped or full)
+        for sequence in ended:
+            assert sequence.finish_reason is not None and not sequence.tables
+            if sequence.request is None and sequence.finish_reason == "length":
+                positions = range(len(sequence.token_ids))
+                assert self.rows[sequence] == set(positions if sequence.every_logit else positions[-1:])
+            self.alive.pop(sequence, None)
+            self.contents.pop(sequence, None)
+        for index in range(len(self.groups)):
+            self._check_holders(index)
+
+    def all_back(self) -> bool:
+        return self.scheduler.num_free_blocks == self.num_blocks and self.scheduler.num_unfinished == 0
+
+    def content(self, sequence: TokenSequence, length: int) -> list[int]:
+        """What stands for each of the first positions of a sequence."""
+        known = self.contents.setdefault(sequence, [])
+        for position in range(len(known), length):
+            before = known[-1] if known else (sequence.cache_salt, id(sequence) * (sequence in self.poisoned))
+            known.append(hash((before, sequence.token_ids[position])) & 0x7FFFFFFF)
+        return known[:length]
+
+    def _check_tokens(self, plan: StepPlan) -> None:
+        sizes, inputs = plan.sizes, plan.inputs
+        for name in ("tokens", "sequences", "logit_rows", "kv_blocks", "kv_splits"):
+            assert 0 <= getattr(sizes, name) <= getattr(self.limits, name), name
+        assert sizes.tokens == sum(part.num_tokens for part in plan.parts) == len(inputs["tokens"])
+        assert sizes.sequences == len(plan.parts) == len({part.sequence for part in plan.parts})
+        assert all(part.num_tokens > 0 for part in plan.parts)
+        decoding = [part.sequence.num_pending_tokens == 1 for part in plan.parts]
+        assert decoding == sorted(decoding, reverse=True), "decodes go first"
+        assert plan.num_decodes == sum(decoding)
+        starts = inputs["query_start"].tolist()
+        assert starts[0] == 0 and np.diff(starts).tolist() == [part.num_tokens for part in plan.parts]
+        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in inputs.values())
+        rows: list[int] = []
+        for part, start, end in zip(plan.parts, starts, starts[1:], strict=False):
+            sequence, first = part.sequence, part.sequence.num_computed_tokens
+            last = first + part.num_tokens
+            assert sequence.finish_reason is None
+            assert inputs["positions"][start:end].tolist() == list(range(first, last))
+            assert inputs["tokens"][start:end].tolist() == sequence.token_ids[first:last]
+            wanted = part.num_tokens if sequence.every_logit else int(last == len(sequence.token_ids))
+            assert part.num_logit_rows == wanted
+            rows += range(end - wanted, end)
+            self.rows.setdefault(sequence, set()).update(range(last - wanted, last))
+        lengths = [part.sequence.num_computed_tokens + part.num_tokens for part in plan.parts]
+        assert inputs["logit_rows"].tolist() == rows and sizes.logit_rows == len(rows)
+        assert inputs["kv_len"].tolist() == lengths and sizes.kv_splits == -(-max(lengths) // SPLIT_TOKENS)
+
+    def _check_blocks(self, plan: StepPlan, index: int) -> None:
+        kv, pool, inputs = self.groups[index], self.pools[index], plan.inputs
+        holders = self._check_holders(index)
+        for source, target in plan.copies[index]:
+            pool[target * kv.block_size :][: kv.block_size] = pool[source * kv.block_size :][: kv.block_size]
+        for block in plan.new_blocks[index]:
+            pool[block * kv.block_size :][: kv.block_size] = BLANK
+        slots, table = inputs[f"slots.{index}"], inputs[f"block_table.{index}"]
+        assert len(set(slots.tolist())) == len(slots) and slots.min() >= 0 and slots.max() < len(pool)
+        assert table.shape == (len(plan.parts), plan.sizes.kv_blocks)
+        starts = inputs["query_start"].tolist()
+        for part, start, end in zip(plan.parts, starts, starts[1:], strict=False):
+            sequence, here = part.sequence, slots[start:end]
+            written = set((here // kv.block_size).tolist())
+            assert all(holders[block] == {sequence} for block in written), "a block of others is written into"
+            first = sequence.num_computed_tokens
+            pool[here] = self.content(sequence, first + part.num_tokens)[first:]
+        for row, part in enumerate(plan.parts):
+            first = part.sequence.num_computed_tokens
+            seen = np.arange(max(0, first - kv.window + 1) if kv.window else 0, first + part.num_tokens)
+            read = pool[table[row, seen // kv.block_size] * kv.block_size + seen % kv.block_size]
+            expected = self.content(part.sequence, first + part.num_tokens)
+            right = read.tolist() == [expected[n] for n in seen]
+            assert right or part.sequence in self.poisoned, "what is read is not what was written"
+
+    def _check_holders(self, index: int) -> dict[int, set[TokenSequence]]:
+        """By block: who holds it."""
+        holders: dict[int, set[TokenSequence]] = {}
+        running = [sequence for sequence in self.alive if sequence.is_running]
+        for sequence in running:
+            table = sequence.tables[index]
+            held = table.blocks[table.dropped :]
+            assert len(held) == len(set(held)) and not any(table.blocks[: table.dropped])
+            most = blocks_of(self.groups[index], sequence.max_tokens, self.limits.tokens)
+            assert len(held) <= most
+            for block in held:
+                holders.setdefault(block, set()).add(sequence)
+        self.num_shared += sum(len(owners) > 1 for owners in holders.values())
+        assert len(holders) + self.scheduler.num_free_blocks[index] == self.num_blocks[index], "a block was lost"
+        assert len(running) == self.scheduler.num_running <= self.limits.sequences
+        return holders
