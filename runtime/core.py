@@ -74,7 +74,7 @@ class Request:
 
 
 class EngineCore:
-    """An engine with memory to run in. `request` may be called from any thread, all else from one.
+    """An engine with memory to run in. `request` and `stats` may be called from any thread, all else from one.
 
     Args:
         config: limits; see RuntimeConfig.
@@ -100,6 +100,7 @@ class EngineCore:
         return self._scheduler.num_unfinished > 0
 
     def stats(self) -> Stats:
+        """What is going on; its numbers may be a step apart from each other."""
         scheduler = self._scheduler
         blocks = zip(scheduler.num_free_blocks, self.executor.envelope.num_blocks, strict=True)
         return Stats(

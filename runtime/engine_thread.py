@@ -30,7 +30,6 @@ class EngineThread:
         self._post = post
         self._inbox: SimpleQueue[tuple[Callable[[Request], None], Request] | None] = SimpleQueue()  # None: the end
         self._open: set[Request] = set()
-        self._stats = core.stats()
         self._lock = threading.Lock()  # between the end of the thread and requests that arrive meanwhile
         self.error: EngineDeadError | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -52,8 +51,9 @@ class EngineThread:
         self._inbox.put((self._abort, request))
 
     def stats(self) -> Stats:
-        """As of the last step; requests that the thread has not taken up yet count as waiting."""
-        return replace(self._stats, num_waiting=self._stats.num_waiting + self._inbox.qsize())
+        """Requests that the thread has not taken up yet count as waiting."""
+        stats = self._core.stats()
+        return replace(stats, num_waiting=stats.num_waiting + self._inbox.qsize())
 
     def close(self) -> None:
         """Abort what is left, and end the thread."""
@@ -70,13 +70,10 @@ class EngineThread:
                     if message is None:
                         for request in list(self._open):
                             self._abort(request)
-                        self._stats = self._core.stats()
                         return
                     act, request = message
                     act(request)
-                    self._stats = self._core.stats()
                 self._tell(self._core.step())
-                self._stats = self._core.stats()
         except BaseException as error:
             logger.exception("the engine's thread has ended")
             self._die(EngineDeadError("the engine has failed", type(error).__name__, "Start it again."))

@@ -41,6 +41,9 @@ class CpuExecutor:
             for step in self.plan.steps:
                 operands = {name: self._operand(operand) for name, operand in step.operands.items()}
                 self._executor.add_kernel(step.kernel, operands, step.attributes)
+            logits = self.plan.buffers[self.plan.logits]
+            most, offset = self.envelope.limits.logit_rows, self._offsets[self.plan.logits]
+            self._logits = self._executor.buffer(offset, most, logits.columns, logits.stride, logits.dtype)
         except KeyError as error:
             raise NoCodeForMachineError(
                 f"{engine.file.path} calls a kernel that this release does not have",
@@ -69,8 +72,7 @@ class CpuExecutor:
                 pool.scrub(blocks)
         arrays = [plan.inputs[entry.name] for entry in self.plan.inputs]
         self._executor.run(arrays, plan.sizes.as_tuple())
-        buffer, offset = self.plan.buffers[self.plan.logits], self._offsets[self.plan.logits]
-        return self._executor.buffer(offset, plan.sizes.logit_rows, buffer.columns, buffer.stride, buffer.dtype)
+        return self._logits[: plan.sizes.logit_rows]
 
     def _operand(self, operand: Operand) -> _cpu.OperandSpec:
         match operand:

@@ -5,7 +5,7 @@ depend on where a prompt is cut, so the cut may follow the clock.
 """
 
 FIRST_CHUNK = 32  # tokens, before anything was measured
-LEAST_CHUNK = 8
+LEAST_CHUNK = 16
 WEIGHT = 0.25  # of the newest measurement
 
 

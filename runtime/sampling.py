@@ -177,12 +177,19 @@ class SamplingRequest:
         self._history = _History(prompt) if params.penalized else None
         held_back = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
         self._biases = _biases(params.logit_bias)
-        self._biases_at_first = _biases({**params.logit_bias, **dict.fromkeys(held_back, -math.inf)})
+        self._biases_at_first = self._biases
+        if params.min_tokens:
+            self._biases_at_first = _biases({**params.logit_bias, **dict.fromkeys(held_back, -math.inf)})
 
     @property
     def position(self) -> int:
         """Of the token that comes next, in the whole text."""
         return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether it may ever have a history or biases."""
+        return self._history is not None or len(self._biases) + len(self._biases_at_first) > 0
 
     @property
     def history(self) -> npt.NDArray[np.void]:
@@ -231,38 +238,73 @@ def _joined(arrays: Sequence[npt.NDArray[np.void]], dtype: np.dtype[np.void]) ->
 
 
 _NO_HISTORY = np.zeros(0, dtype=_cpu.TOKEN_COUNT)
+_NO_BIASES = np.zeros(0, dtype=_cpu.TOKEN_BIAS)
 
 
 class Sampler:
     """Draws the next token of each request, and adds it to the request's history."""
 
+    def __init__(self) -> None:
+        self._batch = _Batch([])
+
     def sample(self, logits: npt.NDArray[np.float32], requests: Sequence[SamplingRequest]) -> list[SampledToken]:
         """logits: [requests, vocab_size]. Requests whose row holds NaN are left as they were."""
         if not requests:
             return []
-        rows = _joined([request.row for request in requests], _cpu.SAMPLING_ROW)
-        rows["position"] = [request.position for request in requests]
-        histories = [request.history for request in requests]
-        biases = [request.biases for request in requests]
+        if self._batch.requests != requests:
+            self._batch = _Batch(requests)
+        tokens, status, *logprobs = _cpu.sample(logits, *self._batch.arguments())
+        drawn = tokens.tolist()
+        failed = status.any()
+        if not failed and not self._batch.logprobs:
+            sampled = [SampledToken(token) for token in drawn]
+        else:
+            sampled = _with_logprobs(requests, drawn, status.tolist(), *(values.tolist() for values in logprobs))
+        for request, one in zip(requests, sampled, strict=True):
+            if not one.is_nan:
+                request.append(one.token)
+        return sampled
+
+
+class _Batch:
+    """Requests that are drawn for together, step after step; what does not change is kept."""
+
+    def __init__(self, requests: Sequence[SamplingRequest]) -> None:
+        self.requests = list(requests)
+        self._rows = _joined([request.row for request in requests], _cpu.SAMPLING_ROW)
+        self._plain = not any(request.has_extras for request in requests)
+        self.logprobs = bool(self._rows["logprobs"].any())
+        self._top_width = int(self._rows["top_logprobs"].max(initial=0))
+
+    def arguments(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void], npt.NDArray[np.void], int]:
+        """rows, history, biases and top_width of `_cpu.sample`."""
+        rows = self._rows
+        rows["position"] = [request.position for request in self.requests]
+        if self._plain:
+            return rows, _NO_HISTORY, _NO_BIASES, self._top_width
+        histories = [request.history for request in self.requests]
+        biases = [request.biases for request in self.requests]
         rows["history_end"] = np.cumsum([len(entries) for entries in histories])
         rows["bias_end"] = np.cumsum([len(entries) for entries in biases])
-        top_width = int(rows["top_logprobs"].max())
-        tokens, status, logprobs, top_tokens, top_logprobs = (
-            result.tolist()
-            for result in _cpu.sample(
-                logits, rows, _joined(histories, _cpu.TOKEN_COUNT), _joined(biases, _cpu.TOKEN_BIAS), top_width
-            )
-        )
-        sampled = []
-        for i, request in enumerate(requests):
-            if status[i] != 0:
-                sampled.append(SampledToken(0, is_nan=True))
-                continue
-            request.append(tokens[i])
-            wanted = request.params.logprobs
-            if wanted is None:
-                sampled.append(SampledToken(tokens[i]))
-            else:
-                top = tuple(zip(top_tokens[i][:wanted], top_logprobs[i][:wanted], strict=True))
-                sampled.append(SampledToken(tokens[i], logprobs[i], top))
-        return sampled
+        return rows, _joined(histories, _cpu.TOKEN_COUNT), _joined(biases, _cpu.TOKEN_BIAS), self._top_width
+
+
+def _with_logprobs(
+    requests: Sequence[SamplingRequest],
+    tokens: Sequence[int],
+    status: Sequence[int],
+    logprobs: Sequence[float],
+    top_tokens: Sequence[Sequence[int]],
+    top_logprobs: Sequence[Sequence[float]],
+) -> list[SampledToken]:
+    sampled = []
+    for i, request in enumerate(requests):
+        wanted = request.params.logprobs
+        if status[i] != 0:
+            sampled.append(SampledToken(0, is_nan=True))
+        elif wanted is None:
+            sampled.append(SampledToken(tokens[i]))
+        else:
+            top = tuple(zip(top_tokens[i][:wanted], top_logprobs[i][:wanted], strict=True))
+            sampled.append(SampledToken(tokens[i], logprobs[i], top))
+    return sampled

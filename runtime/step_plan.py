@@ -63,9 +63,11 @@ class Packer:
 
     def __init__(self, groups: Sequence[KvGroup]) -> None:
         self._groups = tuple(groups)
+        self._block_size = min(group.block_size for group in groups)  # of the widest block table
         self._last: tuple[TokenSequence, ...] = ()  # of the last step, if it did nothing but decode
         self._inputs: Inputs = {}
         self._sizes = Sizes(0, 0, 0, 0, 0)
+        self._longest = 0  # positions of the longest sequence
 
     def pack(self, parts: Sequence[Part], num_decodes: int, new_blocks: Sequence[list[int]]) -> tuple[Sizes, Inputs]:
         """Sizes and arrays for `parts`, whose block tables reach to the end of what is computed.
@@ -82,9 +84,9 @@ class Packer:
         self._last = sequences if decodes else ()
         return self._sizes, self._inputs
 
-    def _widths(self, longest: int) -> tuple[int, int]:
-        """KV blocks and splits of a sequence of `longest` positions."""
-        return max(-(-longest // group.block_size) for group in self._groups), -(-longest // SPLIT_TOKENS)
+    def _widths(self) -> tuple[int, int]:
+        """KV blocks and splits of the longest sequence."""
+        return -(-self._longest // self._block_size), -(-self._longest // SPLIT_TOKENS)
 
     def _pack(self, parts: Sequence[Part]) -> None:
         starts = [0, *accumulate(part.num_tokens for part in parts)]
@@ -100,8 +102,8 @@ class Packer:
             positions[here] = np.arange(first, end, dtype=np.int32)
             kv_len[index] = end
             rows.extend(range(starts[index + 1] - part.num_logit_rows, starts[index + 1]))
-        kv_blocks, kv_splits = self._widths(int(kv_len.max()))
-        self._sizes = Sizes(starts[-1], len(parts), len(rows), kv_blocks, kv_splits)
+        self._longest = int(kv_len.max())
+        self._sizes = Sizes(starts[-1], len(parts), len(rows), *self._widths())
         self._inputs = {
             "tokens": tokens,
             "positions": positions,
@@ -120,10 +122,11 @@ class Packer:
         inputs["tokens"][:] = [sequence.token_ids[-1] for sequence in sequences]
         inputs["positions"] += 1
         inputs["kv_len"] += 1
-        kv_blocks, kv_splits = self._widths(int(inputs["kv_len"].max()))
-        wider = kv_blocks != self._sizes.kv_blocks
-        if wider or kv_splits != self._sizes.kv_splits:
-            self._sizes = Sizes(len(sequences), len(sequences), len(sequences), kv_blocks, kv_splits)
+        self._longest += 1
+        widths = self._widths()
+        wider = widths != (self._sizes.kv_blocks, self._sizes.kv_splits)
+        if wider:
+            self._sizes = Sizes(len(sequences), len(sequences), len(sequences), *widths)
         for index, taken in enumerate(new_blocks):
             if wider or taken:
                 self._fill_table(index, sequences)

@@ -273,7 +273,7 @@ def test_kv_pools() -> None:
     for value, array in enumerate((pools.keys(0), pools.values(0), pools.keys(1), pools.values(1))):
         assert (array == np.array([0, 0, 2, 0, 4])[:, None, None] + 10 * value).all(), "pair by pair"
     for pairs in ([(0, 5)], [(-1, 0)], [(2, 2)]):
-        with pytest.raises(ValueError, match="no block|onto itself"):
+        with pytest.raises(ValueError, match=r"no block|onto itself"):
             pools.copy(pairs)
     for layer in (-1, 2):
         with pytest.raises(ValueError, match="no layer"):

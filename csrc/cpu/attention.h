@@ -208,9 +208,10 @@ class PagedAttention final : public Kernel {
     const int64_t end = high < split_end ? (high / kStepPositions + 1) * kStepPositions : split_end;
     for (int64_t at = kv.begin; at < end; at += kGroup) {
       const int64_t block = blocks[at / pool_.block_size];
-      const int64_t first_row = (block * kv_heads_ + kv_head) * pool_.block_size + at % pool_.block_size;
-      kv.keys[kv.groups] = pool_.keys + first_row * pool_.head_dim_pad;
-      kv.values[kv.groups] = pool_.values + first_row * pool_.head_dim_pad;
+      const int64_t first_row = kv_head * pool_.block_size + at % pool_.block_size;
+      const int64_t start = block * pool_.block_stride + first_row * pool_.head_dim_pad;
+      kv.keys[kv.groups] = pool_.keys + start;
+      kv.values[kv.groups] = pool_.values + start;
       ++kv.groups;
     }
     return kv;

@@ -55,7 +55,8 @@ enum class Layout : uint8_t { plain, r16, r16_pairs };
 
 // The KV pools of one layer, bf16: blocks of the layout above in the other direction. head_dim is padded with
 // zeros to a multiple of 32 (head_dim_pad). For block b and kv head h both pools have a tile of
-// block_size * head_dim_pad elements at tile index b * kv_heads + h:
+// block_size * head_dim_pad elements, b * block_stride + h * block_size * head_dim_pad elements behind their
+// start:
 //   K  [block_size / 16][head_dim_pad / 2][16 tokens][2]   an r16 block of 16 tokens (rows) x head_dim (K)
 //   V  [block_size / 2][head_dim_pad][2 tokens]
 // A slot is block * block_size + position in the block. Both pools are 64-byte aligned.
@@ -63,6 +64,7 @@ struct KvPool {
   uint16_t* keys;
   uint16_t* values;
   int64_t num_blocks, block_size, kv_heads, head_dim, head_dim_pad;
+  int64_t block_stride;  // elements
 };
 
 // A matrix with a fixed address. A row starts every `stride` elements; in arena buffers the stride is a

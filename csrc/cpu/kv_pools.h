@@ -29,7 +29,7 @@ class KvPools {
   const int64_t layers_;
   const KvPool shape_;
   const int64_t block_elements_;  // of K, or of V
-  Memory memory_;                 // [layers][K, V][num_blocks][block_elements]
+  Memory memory_;                 // [num_blocks][layers][K, V][block_elements], committed block by block
 };
 
 }  // namespace enginewright

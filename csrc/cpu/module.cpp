@@ -78,8 +78,8 @@ py::array view(std::byte* data, const std::vector<py::ssize_t>& shape,
 py::array kv_view(const uint16_t* data, const KvPool& pool, const py::object& owner) {
   const py::ssize_t tile = pool.block_size * pool.head_dim_pad;
   auto* bytes = reinterpret_cast<std::byte*>(const_cast<uint16_t*>(data));
-  return view<uint16_t>(bytes, {pool.num_blocks, pool.kv_heads, tile},
-                        {pool.kv_heads * tile * 2, tile * 2, 2}, owner);
+  return view<uint16_t>(bytes, {pool.num_blocks, pool.kv_heads, tile}, {pool.block_stride * 2, tile * 2, 2},
+                        owner);
 }
 
 // The executor, and the Python objects whose memory it uses.
@@ -158,8 +158,8 @@ void bind_kv_pools(py::module_& module) {
       .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t>(), py::arg("layers"), py::arg("num_blocks"),
            py::arg("block_size"), py::arg("kv_heads"), py::arg("head_dim"))
       .def_property_readonly("nbytes", &KvPools::bytes)
-      .def("scrub", &KvPools::scrub, py::arg("blocks"))
-      .def("copy", &KvPools::copy, py::arg("blocks"))
+      .def("scrub", &KvPools::scrub, py::arg("blocks"), py::call_guard<py::gil_scoped_release>())
+      .def("copy", &KvPools::copy, py::arg("blocks"), py::call_guard<py::gil_scoped_release>())
       .def(
           "keys",
           [](const py::object& self, int64_t layer) {

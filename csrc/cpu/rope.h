@@ -143,7 +143,7 @@ class RopeKvWrite final : public Kernel {
 
     const int64_t slot = slots_.as<const int32_t>()[token * slots_.stride];
     const int64_t block = slot / pool_.block_size, at = slot % pool_.block_size;
-    const int64_t tile = (block * kv_heads_ + head) * pool_.block_size * width;
+    const int64_t tile = block * pool_.block_stride + head * pool_.block_size * width;
     uint16_t* keys = pool_.keys + tile + at / 16 * 16 * width + at % 16 * 2;
     for (int64_t i = 0; i < width; i += 2) std::memcpy(keys + i * 16, key + i, 4);
     uint16_t* values = pool_.values + tile + at / 2 * 2 * width + at % 2;

@@ -1,0 +1,224 @@
+"""What a benchmark asks: prompts and lengths of answers, drawn by a seed or read from a file."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from enginewright.errors import UsageError
+
+# A text, token ids, or messages with role and content.
+Prompt = str | list[int] | list[dict[str, Any]]
+
+DEFAULT_PROMPTS = 32
+# Random streams of one seed: lengths stay as they are when prompts become others, and so on.
+PROMPTS, INPUT_LENGTHS, OUTPUT_LENGTHS, ARRIVALS, WARM_UP = range(5)
+# Synthetic text, where a server takes no token ids; in most vocabularies each of these is a token.
+WORDS = tuple(
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place case week company system program question work government number night point home water room mother "
+    "area money story fact month lot right study book eye job word business issue side kind head house service friend "
+    "father power hour game line end member law car city community name".split()
+)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens, drawn evenly from least to most, both included."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str, option: str) -> "Lengths":
+        """Reads `128` or `64:256`; `1k` is 1024.
+
+        Raises:
+            UsageError: it is neither, or the range is empty.
+        """
+        least, colon, most = text.strip().lower().partition(":")
+        lengths = cls(_count(least, text, option), _count(most if colon else least, text, option))
+        if lengths.least > lengths.most:
+            raise UsageError(
+                f"{option} {text} is an empty range", "it ends before it begins", f"Write {most}:{least}, perhaps."
+            )
+        return lengths
+
+    def draw(self, random: np.random.Generator, count: int) -> list[int]:
+        return [int(length) for length in random.integers(self.least, self.most, count, endpoint=True)]
+
+    def __str__(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least}:{self.most}"
+
+
+def _count(digits: str, text: str, option: str) -> int:
+    unit = 1024 if digits.endswith("k") else 1
+    number = digits.removesuffix("k")
+    if not number.isascii() or not number.isdecimal() or int(number) == 0:
+        raise UsageError(f"{option} {text} is no length", fix="Write a whole number above 0, or two: 64:256.")
+    return int(number) * unit
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """What to ask.
+
+    num_prompts: None is all of the dataset, or 32. input_len, output_len: tokens of prompts and answers; of a dataset,
+    output_len holds for lines without max_tokens. shared_prefix_len: tokens at the head of each prompt, part of its
+    length, that all prompts have in common. dataset: JSON lines instead of random prompts. ignore_eos: answers have
+    the full length whatever the model draws.
+
+    Raises:
+        UsageError: the numbers make no sense together.
+    """
+
+    num_prompts: int | None = None
+    input_len: Lengths = Lengths(128, 128)
+    output_len: Lengths = Lengths(64, 64)
+    shared_prefix_len: int = 0
+    dataset: Path | None = None
+    seed: int = 0
+    ignore_eos: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_prompts is not None and self.num_prompts < 1:
+            raise UsageError(f"--num-prompts is {self.num_prompts}", "it must be at least 1")
+        if self.seed < 0:
+            raise UsageError(f"--seed is {self.seed}", "it must not be negative")
+        if self.shared_prefix_len < 0:
+            raise UsageError(f"--shared-prefix-len is {self.shared_prefix_len}", "it must not be negative")
+        if self.dataset is None and self.shared_prefix_len >= self.input_len.least:
+            raise UsageError(
+                f"--shared-prefix-len {self.shared_prefix_len} leaves nothing of --input-len {self.input_len}",
+                "the shared prefix is part of each prompt's length",
+                "Use a shorter prefix or longer prompts.",
+            )
+        if self.dataset is not None and self.shared_prefix_len:
+            raise UsageError("--shared-prefix-len does not go with --dataset", "its prompts are what the file has")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a report holds it: the dataset by its name alone."""
+        return {
+            "num_prompts": self.num_prompts,
+            "input_len": str(self.input_len) if self.dataset is None else None,
+            "output_len": str(self.output_len),
+            "shared_prefix_len": self.shared_prefix_len,
+            "dataset": self.dataset.name if self.dataset is not None else None,
+            "seed": self.seed,
+            "ignore_eos": self.ignore_eos,
+        }
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request. max_tokens: of the answer. line: where in the dataset it stands."""
+
+    prompt: Prompt
+    max_tokens: int
+    line: int | None = None
+
+
+def rng(config: WorkloadConfig, stream: int) -> np.random.Generator:
+    return np.random.default_rng([config.seed, stream])
+
+
+def token_ids(vocab_size: int) -> Sequence[int]:
+    """Ids for synthetic prompts. The first tenth is left out: there most vocabularies have their special tokens."""
+    return range(vocab_size // 10, vocab_size)
+
+
+def synthetic(
+    config: WorkloadConfig, alphabet: Sequence[int] | Sequence[str], count: int, stream: int = PROMPTS
+) -> list[Item]:
+    """Random prompts.
+
+    Args:
+        alphabet: token ids, or words: a prompt is then a text of so many words.
+    """
+    random = rng(config, stream)
+
+    def draw(length: int) -> list[Any]:
+        return [alphabet[place] for place in random.integers(len(alphabet), size=length).tolist()]
+
+    prefix = draw(config.shared_prefix_len)
+    inputs = config.input_len.draw(rng(config, INPUT_LENGTHS), count)
+    outputs = config.output_len.draw(rng(config, OUTPUT_LENGTHS), count)
+    items = []
+    for length, max_tokens in zip(inputs, outputs, strict=True):
+        prompt = prefix + draw(length - len(prefix))
+        items.append(Item(" ".join(prompt) if isinstance(alphabet[0], str) else prompt, max_tokens))
+    return items
+
+
+def workload(
+    config: WorkloadConfig, alphabet: Sequence[int] | Sequence[str], convert: Callable[[Prompt], Prompt] = lambda it: it
+) -> list[Item]:
+    """The requests of a benchmark, in order.
+
+    Args:
+        alphabet: of synthetic prompts.
+        convert: gives a prompt of the dataset the form in which it is asked.
+
+    Raises:
+        UsageError: the dataset cannot be read (with the number of the line), or has fewer prompts than were asked for.
+    """
+    if config.dataset is None:
+        return synthetic(config, alphabet, config.num_prompts or DEFAULT_PROMPTS)
+    lines = _lines(config.dataset)
+    if config.num_prompts is not None and len(lines) < config.num_prompts:
+        raise UsageError(
+            f"--num-prompts is {config.num_prompts}",
+            f"{config.dataset} has {len(lines)} prompts",
+            f"Use --num-prompts {len(lines)} or less, or leave it out.",
+        )
+    lines = lines[: config.num_prompts]
+    lengths = config.output_len.draw(rng(config, OUTPUT_LENGTHS), len(lines))
+    items = []
+    for (number, line), length in zip(lines, lengths, strict=True):
+        try:
+            prompt, max_tokens = _request(line)
+            items.append(Item(convert(prompt), max_tokens or length, number))
+        except (UsageError, msgspec.MsgspecError, RecursionError) as error:
+            raise UsageError(f"{config.dataset}, line {number}", str(error)) from error
+    return items
+
+
+Ids = list[Annotated[int, msgspec.Meta(ge=0)]]
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """A line of a dataset; its other keys are left alone."""
+
+    prompt: str | Ids | None = None
+    prompt_token_ids: Ids | None = None
+    messages: list[dict[str, Any]] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+def _lines(path: Path) -> list[tuple[int, bytes]]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read", error.strerror or str(error)) from error
+    found = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise UsageError(f"{path} has no prompt", fix='Write one a line: {"prompt": "…"}.')
+    return found
+
+
+def _request(line: bytes) -> tuple[Prompt, int | None]:
+    fields: Any = msgspec.json.decode(line)
+    if not isinstance(fields, Mapping):
+        fields = {"prompt_token_ids": fields}
+    request = msgspec.convert(fields, type=_Line)
+    given: list[Prompt] = [
+        prompt for prompt in (request.prompt, request.prompt_token_ids, request.messages) if prompt is not None
+    ]
+    if len(given) != 1:
+        raise UsageError('needs one of "prompt", "prompt_token_ids" and "messages"')
+    if not given[0]:
+        raise UsageError("has an empty prompt")
+    return given[0], request.max_tokens
