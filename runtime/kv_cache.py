@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from math import gcd
 
 from enginewright.plan import KvGroup
 from enginewright.runtime.block_pool import BlockPool, Tag
@@ -71,6 +72,7 @@ class KvCache:
         self._pools = [BlockPool(count) for count in num_blocks]
         self._promised = [0 for _ in groups]
         self._share_prefixes = len({group.block_size for group in groups}) == 1
+        self.stride = gcd(*(group.block_size for group in groups))  # blocks begin at multiples of it, in all groups
 
     @property
     def block_size(self) -> int | None:

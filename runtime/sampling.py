@@ -8,7 +8,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -118,8 +118,7 @@ def _require_number(name: str, value: Any, low: float, high: float) -> None:
     _require(math.isfinite(value) and low <= value <= high, name, f"must be between {low} and {high}, not {value}")
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A drawn token. logprob is None if not asked for; top_logprobs are the likeliest tokens, most likely first.
 
     Log-probabilities are the model's own, before penalties and temperature. is_nan: the logits held NaN or left no

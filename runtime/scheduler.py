@@ -82,7 +82,7 @@ class Scheduler:
         parts: list[Part] = []
         for sequence in [one for one in self._running if one.num_pending_tokens == 1]:
             # The ones that step back come later in this list, or are prompts: no part of this step.
-            if sequence.is_running and self._has_room(sequence):
+            if sequence.is_running and (not self._begins_block(sequence) or self._has_room(sequence)):
                 parts.append(Part(sequence, 1, 1))
         num_decodes = len(parts)
         budget, rows = self._limits.tokens - num_decodes, self._limits.logit_rows - num_decodes
@@ -178,6 +178,10 @@ class Scheduler:
         sequence.num_computed_tokens = computed
         return True
 
+    def _begins_block(self, sequence: TokenSequence) -> bool:
+        """Whether the next token is the first of a block, in some group; only then does a decode take one."""
+        return sequence.num_computed_tokens % self._cache.stride == 0
+
     def _has_room(self, sequence: TokenSequence) -> bool:
         """Whether a sequence that decodes can go on; the latest arrivals step back for it, itself perhaps."""
         while not self._cache.grow(sequence.tables, len(sequence.token_ids)):
@@ -231,12 +235,13 @@ class Scheduler:
 
     def _plan(self, parts: list[Part], num_decodes: int) -> StepPlan:
         new_blocks: tuple[list[int], ...] = tuple([] for _ in self._copies)
-        for part in parts:
-            first = part.sequence.num_computed_tokens
-            for blocks, taken in zip(
-                new_blocks, self._cache.extend(part.sequence.tables, first, first + part.num_tokens), strict=True
-            ):
-                blocks += taken
+        for index, part in enumerate(parts):
+            sequence, first = part.sequence, part.sequence.num_computed_tokens
+            if index < num_decodes and not self._begins_block(sequence):
+                continue
+            taken = self._cache.extend(sequence.tables, first, first + part.num_tokens)
+            for blocks, more in zip(new_blocks, taken, strict=True):
+                blocks += more
         sizes, inputs = self._packer.pack(parts, num_decodes, new_blocks)
         copies, self._copies = self._copies, tuple([] for _ in self._copies)
         return StepPlan(tuple(parts), num_decodes, sizes, inputs, copies, new_blocks)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,7 @@ from enginewright.runtime.sequence import TokenSequence
 Inputs = dict[str, NDArray[np.int32]]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The tokens of one sequence that a step computes. num_logit_rows: how many of them, from the end, give logits."""
 
     sequence: TokenSequence
