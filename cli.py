@@ -82,12 +82,25 @@ def _with_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "threads")
+LIMITS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_memory",
+    "enable_prefix_caching",
+    "threads",
+)
 LIMIT_OPTIONS = _with_options(
     click.option("--max-model-len", type=Count(), help="Positions of a sequence, prompt and answer.  [the engine's]"),
     click.option("--max-num-seqs", type=Count(), default=32, show_default=True, help="Sequences in one step."),
     click.option("--max-num-batched-tokens", type=Count(), default=512, show_default=True, help="Tokens in one step."),
     click.option("--kv-cache-memory", type=Count(), help="Bytes for the KV cache, e.g. 2g.  [half of what is free]"),
+    click.option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        default=True,
+        show_default=True,
+        help="Prompts that begin alike share what is computed of them.",
+    ),
     click.option("--threads", type=Count(), help="Threads.  [all cores, or ENGINEWRIGHT_NUM_THREADS]"),
 )
 
@@ -272,6 +285,39 @@ def _stream(llm: "LLM", question: "Prompt", params: "SamplingParams", path: Path
     click.echo(f"[{count} tokens; the first after {first - start:.2f} s{pace}; ended by {reason}]", err=True)
     name = shlex.quote(str(path))
     click.echo(f'[next: engine inspect {name}, or engine generate {name} --chat "…" --temperature 0.8]', err=True)
+
+
+@main.command()
+@click.argument("engine", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--served-model-name", "served_model_names", multiple=True, help="What clients call it.  [the engine's]")
+@click.option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    envvar="ENGINEWRIGHT_API_KEY",
+    help="Clients need it, or one of several; better given in the variable ENGINEWRIGHT_API_KEY.",
+)
+@click.option("--drain-seconds", type=float, default=30.0, show_default=True, help="For what runs when told to end.")
+@click.option("--max-num-waiting", type=Count(), default=1024, show_default=True, help="Requests, then 429.")
+@click.option("--max-waiting-tokens", type=Count(), default="256k", show_default=True, help="Of prompts, then 429.")
+@click.option(
+    "--max-decode-slowdown",
+    type=float,
+    default=2.0,
+    show_default=True,
+    help="Steps that also read prompts take so many times as long as others, and no more.",
+)
+@click.option("--verify", is_flag=True, help="Check the hashes of the weights first.")
+@LIMIT_OPTIONS
+def run(engine: Path, verify: bool, **options: Any) -> None:
+    """Serve ENGINE behind OpenAI's API, until SIGTERM."""
+    from enginewright.runtime.server.config import ServerConfig
+    from enginewright.runtime.server.serve import serve
+
+    limits = {name: options.pop(name) for name in (*LIMITS, "max_decode_slowdown")}
+    serve(engine, ServerConfig(**options), verify=verify, **limits)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ class AsyncLLM:
         Raises:
             UsageError: it is none of the forms that a prompt may have.
         """
-        return await self._loop.run_in_executor(self._encoder, encode_prompt, prompt, self.engine.tokenizer)
+        encode = partial(encode_prompt, prompt, self.engine.tokenizer, self.max_model_len)
+        return await self._loop.run_in_executor(self._encoder, encode)
 
     def submit(self, prompt: list[int], params: SamplingParams, *, cache_salt: str = "") -> "AsyncRequest":
         """Ask for an answer.

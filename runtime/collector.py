@@ -41,6 +41,14 @@ class Collector:
                 output.cumulative_logprob += token.logprob or 0.0
         output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
 
+    def newest(self, delta: Delta) -> list[tuple[int, dict[int, Logprob]]] | None:
+        """Of the tokens of the delta that was added last: ids, and log-probabilities by id if they were asked for."""
+        logprobs = self._outputs[delta.index].logprobs
+        if logprobs is None:
+            return None
+        start = len(logprobs) - len(delta.tokens)
+        return [(token.token, named) for token, named in zip(delta.tokens, logprobs[start:], strict=True)]
+
     def output(self) -> RequestOutput:
         """The answer so far."""
         outputs = []

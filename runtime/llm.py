@@ -74,7 +74,7 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt in any form."""
-        return encode_prompt(prompt, self.engine.tokenizer)
+        return encode_prompt(prompt, self.engine.tokenizer, self.max_model_len)
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Raises UsageError for what `generate` would refuse."""

@@ -4,12 +4,33 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import tokenizers
 
 from enginewright.errors import CorruptEngineError, UsageError
 
 if TYPE_CHECKING:
     from enginewright.runtime.chat_template import ChatTemplate
+
+
+class _Kind(msgspec.Struct):
+    type: str = ""
+    behavior: str = ""
+    pretokenizers: "list[_Kind]" = []
+
+
+class _Added(msgspec.Struct):
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+class _Form(msgspec.Struct):
+    """What of tokenizer.json decides how much text a token may stand for."""
+
+    model: _Kind
+    normalizer: Any = None
+    pre_tokenizer: _Kind | None = None
+    added_tokens: list[_Added] = []
 
 
 class Tokenizer:
@@ -59,9 +80,30 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the model answers."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, told from its length; 0 where that tells nothing."""
+        return 0 if self._most_bytes is None else -(-len(text.encode(errors="replace")) // self._most_bytes)
+
+    @cached_property
+    def _most_bytes(self) -> int | None:
+        """Bytes of text that a token stands for at most; None if text may vanish before it becomes tokens.
+
+        Known for byte-level BPE without a normalizer: every byte is in some token. Added tokens that take the space
+        around them with them may stand for any length.
+        """
+        form = msgspec.json.decode(self._tokenizer.to_str(), type=_Form)
+        first = form.pre_tokenizer or _Kind()
+        kinds = {entry.type: entry for entry in (first, *first.pretokenizers)}
+        greedy = any(token.lstrip or token.rstrip for token in form.added_tokens)
+        removed = any(entry.behavior == "Removed" for entry in kinds.values())
+        if form.model.type != "BPE" or form.normalizer or "ByteLevel" not in kinds or greedy or removed:
+            return None
+        if kinds.keys() - {"ByteLevel", "Digits", "Sequence", "Split"}:
+            return None
+        vocabulary = self._tokenizer.get_vocab()
+        if not all(byte in vocabulary for byte in tokenizers.pre_tokenizers.ByteLevel.alphabet()):
+            return None
+        return max(len(token.encode()) for token in vocabulary)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """A conversation as the model was trained to see it.

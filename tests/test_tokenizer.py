@@ -15,6 +15,7 @@ from enginewright.errors import CorruptEngineError, EngineError, UsageError
 from enginewright.runtime import chat_template
 from enginewright.runtime.chat_template import ChatTemplate
 from enginewright.runtime.detokenizer import Detokenizer, StopStrings
+from enginewright.runtime.prompts import encode_prompt
 from enginewright.runtime.tokenizer import Tokenizer
 from tests.tiny import BEGIN, END, MemoryCheckpoint
 
@@ -222,7 +223,7 @@ def test_a_conversation_up_to_the_answer() -> None:
     tokenizer = Tokenizer(files.tokenizer_json, {"bos_token": BEGIN}, files.chat_template)
     text = "user: Hi<|turn|>\nassistant: "
     assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == text
-    ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    ids = encode_prompt([{"role": "user", "content": "Hi"}], tokenizer, 100)
     assert ids == tokenizer.encode(text, add_special_tokens=False) and 2 in ids and ids[0] != 0
 
 
@@ -295,6 +296,37 @@ def test_an_endless_template_is_ended(source: str, monkeypatch: pytest.MonkeyPat
 def test_a_template_beyond_the_limit_is_not_read() -> None:
     with pytest.raises(EngineError, match="too long"):
         ChatTemplate(" " * (chat_template.MAX_TEMPLATE_CHARS + 1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=300) | st.sampled_from([" " * 999, "\n" * 500, END * 99, "é" * 400, "x" * 5000]))
+def test_the_least_number_of_tokens(text: str) -> None:
+    """Told without tokenizing, and never more than there are."""
+    tokenizer = byte_level()
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert tokenizer.least_tokens("x" * 10**6) > 10**6 / 100
+
+
+@pytest.mark.parametrize("change", ["normalizer", "lstrip", "removed", "fallback", "a byte is missing", "model"])
+def test_where_text_may_vanish_its_length_tells_nothing(change: str) -> None:
+    form = json.loads(MemoryCheckpoint({}, {}).tokenizer.tokenizer_json)
+    match change:
+        case "normalizer":
+            form["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+        case "lstrip":
+            form["added_tokens"][0]["lstrip"] = True
+        case "removed":
+            split = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}
+            form["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, form["pre_tokenizer"]]}
+        case "fallback":
+            assert byte_fallback().least_tokens("x" * 10**6) == 0
+            return
+        case "a byte is missing":
+            form["model"]["vocab"] = {token: n for token, n in form["model"]["vocab"].items() if token != "Ċ"}
+            form["model"]["merges"] = []
+        case "model":
+            form["model"] = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "x"}
+    assert Tokenizer(json.dumps(form).encode(), {}, None).least_tokens("x" * 10**6) == 0
 
 
 def test_a_tokenizer_that_is_none_is_a_damaged_engine() -> None:
