@@ -1,22 +1,14 @@
 """The `engine` command: one function a subcommand, no logic. Heavy imports wait until a subcommand needs them."""
 
 import json
-import shlex
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import click
 
 from enginewright import __version__
 from enginewright.errors import EngineError, UsageError
-
-if TYPE_CHECKING:
-    from enginewright.runtime.llm import LLM
-    from enginewright.runtime.prompts import Prompt
-    from enginewright.runtime.sampling import SamplingParams
 
 QUANTS = ("bf16", "int8-wo")
 TARGETS = ("cpu",)
@@ -102,6 +94,21 @@ LIMIT_OPTIONS = _with_options(
         help="Prompts that begin alike share what is computed of them.",
     ),
     click.option("--threads", type=Count(), help="Threads.  [all cores, or ENGINEWRIGHT_NUM_THREADS]"),
+)
+
+WORKLOAD = ("num_prompts", "input_len", "output_len", "shared_prefix_len", "dataset", "seed", "ignore_eos")
+WORKLOAD_OPTIONS = _with_options(
+    click.option("--num-prompts", type=Count(), help="Requests.  [32, or all of --dataset]"),
+    click.option("--input-len", default="128", show_default=True, help="Tokens of a prompt; 64:256 draws them."),
+    click.option("--output-len", default="64", show_default=True, help="Tokens of an answer; 64:256 draws them."),
+    click.option("--shared-prefix-len", type=int, default=0, help="Of which all prompts have so many in common."),
+    click.option(
+        "--dataset",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help='JSON lines instead, each {"prompt": …} or {"messages": […]}, with max_tokens if it differs.',
+    ),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of prompts, lengths and arrivals."),
+    click.option("--ignore-eos/--no-ignore-eos", default=True, show_default=True, help="Answers of full length."),
 )
 
 
@@ -242,6 +249,7 @@ def generate(
 ) -> None:
     """Let ENGINE answer: --prompt, --chat, or a batch of JSON lines."""
     from enginewright.runtime.batch import run_batch
+    from enginewright.runtime.console import print_stream
     from enginewright.runtime.llm import LLM
     from enginewright.runtime.outputs import to_dicts
     from enginewright.runtime.params import default_params
@@ -262,29 +270,7 @@ def generate(
             (result,) = llm.generate(llm.encode(question), params)
             click.echo(json.dumps(to_dicts(result)[0]))
             return
-        _stream(llm, question, params, engine)
-
-
-def _stream(llm: "LLM", question: "Prompt", params: "SamplingParams", path: Path) -> None:
-    """Text on stdout as it comes; how fast, and what to try next, on stderr."""
-    start = time.perf_counter()
-    first = last = start
-    count = 0
-    reason = None
-    for delta in llm.stream(question, params):
-        last = time.perf_counter()
-        first = last if count == 0 else first
-        count += 1
-        reason = delta.finish_reason
-        click.echo(delta.text, nl=False)
-        sys.stdout.flush()
-    click.echo()
-    if reason == "error":
-        raise EngineError("the model's logits are not numbers", fix="Check the engine with `engine verify`.")
-    pace = f", then {(count - 1) / (last - first):.0f} tokens/s" if count > 1 else ""
-    click.echo(f"[{count} tokens; the first after {first - start:.2f} s{pace}; ended by {reason}]", err=True)
-    name = shlex.quote(str(path))
-    click.echo(f'[next: engine inspect {name}, or engine generate {name} --chat "…" --temperature 0.8]', err=True)
+        print_stream(llm, question, params, engine)
 
 
 @main.command()
@@ -318,6 +304,69 @@ def run(engine: Path, verify: bool, **options: Any) -> None:
 
     limits = {name: options.pop(name) for name in (*LIMITS, "max_decode_slowdown")}
     serve(engine, ServerConfig(**options), verify=verify, **limits)
+
+
+@main.group(cls=Commands)
+def bench() -> None:
+    """Measure an engine, or a server under load."""
+
+
+@bench.command("offline")
+@click.argument("engine", type=click.Path(path_type=Path))
+@WORKLOAD_OPTIONS
+@click.option("--rounds", type=int, default=3, show_default=True, help="Times to run it all; figures are medians.")
+@click.option("--warm-up", type=int, default=1, show_default=True, help="Rounds before that do not count.")
+@LIMIT_OPTIONS
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def bench_offline(engine: Path, rounds: int, warm_up: int, as_json: bool, **options: Any) -> None:
+    """Measure how much ENGINE does when all requests are there at once."""
+    from enginewright.runtime.bench.offline import OfflineConfig, run_offline
+    from enginewright.runtime.bench.report import describe_offline
+    from enginewright.runtime.bench.workload import workload_config
+
+    workload = workload_config(**{name: options.pop(name) for name in WORKLOAD})
+    report = run_offline(engine, OfflineConfig(workload, warm_up, rounds), **options)
+    click.echo(json.dumps(report.to_dict()) if as_json else describe_offline(report))
+
+
+@bench.command("serve")
+@click.option("--base-url", default="http://127.0.0.1:8000", show_default=True, help="Of an OpenAI-compatible server.")
+@click.option("--endpoint", type=click.Choice(("completions", "chat")), default="completions", show_default=True)
+@click.option("--model", help="Its name there.  [the first that the server has]")
+@click.option("--api-key", help="For a server that wants one.")
+@click.option("--request-rate", type=float, default="inf", show_default=True, help="Requests/s, at random times.")
+@click.option("--max-concurrency", type=Count(), help="Requests in flight at most.")
+@WORKLOAD_OPTIONS
+@click.option("--vocab-size", type=Count(), default=10000, show_default=True, help="Random token ids are below it.")
+@click.option("--warm-up", type=int, default=1, show_default=True, help="Requests before that do not count.")
+@click.option("--goodput", help="Count requests within limits in ms, of ttft, tpot and e2e: ttft=500,tpot=50.")
+@click.option("--server-pid", type=int, help="Take the CPU time of this process of the machine.")
+@click.option("--timeout", "timeout_s", type=float, default=600, show_default=True, help="Seconds for a request.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw latencies and throughput: an .svg or .png file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def bench_serve(
+    endpoint: str, vocab_size: int, goodput: str | None, plot: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Put load on a server, and measure how it answers."""
+    from enginewright.runtime.bench.figures import Goodput
+    from enginewright.runtime.bench.plot import check_plot, draw
+    from enginewright.runtime.bench.report import describe_serve
+    from enginewright.runtime.bench.serving import Chat, Completions, ServeConfig, run_serve
+    from enginewright.runtime.bench.workload import workload_config
+
+    config = ServeConfig(
+        workload=workload_config(**{name: options.pop(name) for name in WORKLOAD}),
+        endpoint=Chat() if endpoint == "chat" else Completions(vocab_size),
+        goodput=Goodput.parse(goodput) if goodput is not None else None,
+        **options,
+    )
+    if plot is not None:
+        check_plot(plot)
+    report = run_serve(config)
+    click.echo(json.dumps(report.to_dict()) if as_json else describe_serve(report))
+    if plot is not None:
+        draw(report, plot)
+    report.check()
 
 
 if __name__ == "__main__":

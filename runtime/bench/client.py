@@ -41,7 +41,7 @@ class _Choice(msgspec.Struct):
         """Whether it may stand for a token. Some tokens have no text; what says the role or the end has none either."""
         if self.text or (self.delta and (self.delta.content or self.delta.reasoning or self.delta.reasoning_content)):
             return True
-        return self.finish_reason is None and (self.delta is None or self.delta.role is None)
+        return not self.finish_reason and (self.delta is None or self.delta.role is None)
 
 
 class _Details(msgspec.Struct):
@@ -55,7 +55,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
 
@@ -101,8 +101,8 @@ class AnswerReader:
             details = event.usage.prompt_tokens_details
             answer.cached_tokens = (details.cached_tokens if details is not None else None) or 0
             answer.has_usage = True
-        for choice in event.choices:
-            ends = choice.finish_reason is not None
+        for choice in event.choices or ():
+            ends = bool(choice.finish_reason)  # some servers say "" until it is there
             if choice.is_piece or (ends and not answer.piece_s):  # an answer without any text has its end for a piece
                 answer.piece_s.append(now)
             if choice.finish_reason in FAILED:
@@ -115,7 +115,9 @@ class Client:
 
     Args:
         base_url: http or https, with or without /v1 at its end.
-        start: what time.perf_counter() said when the run began; times of answers count from there.
+        timeout_s: of one request.
+
+    `start` is what time.perf_counter() said when the run began; times of answers count from there.
 
     Raises:
         UsageError: the address is none.
@@ -147,7 +149,7 @@ class Client:
         url = f"{self._url}/v1/models"
         try:
             async with self._session.get(url, allow_redirects=False) as response:
-                body = await response.content.read(MAX_EVENT_BYTES)
+                body = await _read(response, MAX_EVENT_BYTES)
                 if response.status != 200:
                     raise EngineError(f"{url} answers with HTTP {response.status}", _message(body), _hint(response))
                 return [model.id for model in msgspec.json.decode(body, type=_Models).data]
@@ -177,7 +179,7 @@ class Client:
     async def _stream(self, path: str, body: bytes, answer: Answer) -> None:
         async with self._session.post(self._url + path, data=body, allow_redirects=False) as response:
             if response.status != 200:
-                raise _Failed(f"HTTP {response.status}", _message(await response.content.read(MAX_ERROR_BYTES)))
+                raise _Failed(f"HTTP {response.status}", _message(await _read(response, MAX_ERROR_BYTES)))
             if response.content_type != "text/event-stream":
                 raise _Failed("not an event stream", f"its type is {response.content_type}")
             reader = AnswerReader(answer)
@@ -211,7 +213,9 @@ def checked_url(url: str) -> str:
     except ValueError as error:
         raise UsageError(f"--base-url {url} is no address", str(error), example) from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"--base-url {url} is no address", "it must begin with http:// or https:// and a host", example)
+        raise UsageError(
+            f"--base-url {url} is no address", "it must begin with http:// or https:// and a host", example
+        )
     if parts.username is not None or parts.query or parts.fragment:
         raise UsageError("--base-url has more than an address", "a key goes into --api-key", example)
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
@@ -219,6 +223,16 @@ def checked_url(url: str) -> str:
 
 def unreachable(url: str, why: str) -> EngineError:
     return EngineError(f"{url} cannot be reached", why, "Start the server, or name its address with --base-url.")
+
+
+async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+    """The body, or as much of its beginning."""
+    body = b""
+    async for block in response.content.iter_any():
+        body += block
+        if len(body) >= limit_bytes:
+            break
+    return body[:limit_bytes]
 
 
 def _hint(response: aiohttp.ClientResponse) -> str:

@@ -32,5 +32,5 @@ def cpu_seconds(pid: int, proc: Path = PROC) -> float:
     while open_ends:
         process = open_ends.pop()
         total += ticks[process]
-        open_ends += children[process]
+        open_ends += children.pop(process, [])
     return total / CLOCK_TICKS

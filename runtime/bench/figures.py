@@ -4,11 +4,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from enginewright.errors import UsageError
+
+FloatArray = npt.NDArray[np.float64]
 
 PERCENTILES = (50, 90, 95, 99)
 PERCENTILE_METHOD = "linear interpolation between the two nearest values (numpy's default)"
@@ -31,7 +33,8 @@ class Distribution:
         ms = np.fromiter(values, float) * 1e3
         if not ms.size:
             return None
-        return cls(float(ms.mean()), *(float(value) for value in np.percentile(ms, PERCENTILES)), float(ms.max()))
+        p50, p90, p95, p99 = np.percentile(ms, PERCENTILES).tolist()
+        return cls(float(ms.mean()), p50, p90, p95, p99, float(ms.max()))
 
 
 @dataclass(frozen=True)
@@ -134,10 +137,10 @@ class ErrorKind:
 class ServeFigures:
     """Of a run. Only whole answers count, but for `failed` and `errors`.
 
-    duration_s: from the first request's sending to the end of the last, whole or failed. short_answers: with fewer
-    tokens than max_tokens. without_usage: of which the server did not say how many tokens they have. cached_prompt_tokens: as far as the server says. behind_ms: how late requests were sent,
-    as the limit on concurrency, or the client, held them up. max_in_flight: requests at once. good: the number that
-    met the limits of goodput.
+    short_answers: with fewer tokens than max_tokens. without_usage: whose tokens the server did not count. duration_s:
+    from the first request's sending to the end of the last, whole or failed. max_in_flight: requests at once.
+    cached_prompt_tokens: as far as the server says. behind_ms: how late requests were sent, as the limit on
+    concurrency, or the client, held them up. good: the number that met the limits of goodput.
     """
 
     done: int
@@ -201,12 +204,21 @@ def most_at_once(answers: Iterable[Answer]) -> int:
     return int(np.cumsum([step for _, step in changes]).max(initial=0))  # at one time, an end before a beginning
 
 
-def tokens_over_time(answers: Iterable[Answer], bin_s: float) -> Any:
-    """Generated tokens per second in each bin of the run, `[bins]`; an answer's tokens are spread over its pieces."""
+def tokens_over_time(answers: Iterable[Answer], max_bins: int, min_bin_s: float) -> tuple[FloatArray, FloatArray]:
+    """Generated tokens per second in equal parts of the run, up to the last token.
+
+    An answer's tokens are spread over its pieces. There must be an answer.
+
+    Returns:
+        Rates, `[bins]`, and the edges of bins in seconds, `[bins + 1]`.
+    """
     done = [answer for answer in answers if answer.failure is None]
     times = np.concatenate([answer.piece_s for answer in done])
     weights = np.concatenate([np.full(len(answer.piece_s), answer.tokens / len(answer.piece_s)) for answer in done])
-    return np.bincount((times / bin_s).astype(int), weights) / bin_s
+    end = float(times.max())
+    edges = np.linspace(0, end, min(max(int(end / min_bin_s), 1), max_bins) + 1)
+    tokens, _ = np.histogram(times, edges, weights=weights)
+    return tokens / np.diff(edges), edges
 
 
 def _errors(failures: Sequence[Failure]) -> dict[str, ErrorKind]:

@@ -17,12 +17,13 @@ DEFAULT_PROMPTS = 32
 # Random streams of one seed: lengths stay as they are when prompts become others, and so on.
 PROMPTS, INPUT_LENGTHS, OUTPUT_LENGTHS, ARRIVALS, WARM_UP = range(5)
 # Synthetic text, where a server takes no token ids; in most vocabularies each of these is a token.
-WORDS = tuple(
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work government number night point home water room mother "
-    "area money story fact month lot right study book eye job word business issue side kind head house service friend "
-    "father power hour game line end member law car city community name".split()
-)
+_NOUNS = """
+time year people way day man thing woman life child world school state family student group country problem hand part
+place case week company system program question work government number night point home water room mother area money
+story fact month lot right study book eye job word business issue side kind head house service friend father power hour
+game line end member law car city community name
+"""
+WORDS = tuple(_NOUNS.split())
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,12 @@ class WorkloadConfig:
         }
 
 
+def workload_config(input_len: str, output_len: str, **options: Any) -> WorkloadConfig:
+    """Of what somebody wrote on the command line. Raises UsageError as WorkloadConfig and Lengths do."""
+    lengths = Lengths.parse(input_len, "--input-len"), Lengths.parse(output_len, "--output-len")
+    return WorkloadConfig(input_len=lengths[0], output_len=lengths[1], **options)
+
+
 @dataclass(frozen=True)
 class Item:
     """One request. max_tokens: of the answer. line: where in the dataset it stands."""
@@ -171,7 +178,7 @@ def workload(
     if config.num_prompts is not None and len(lines) < config.num_prompts:
         raise UsageError(
             f"--num-prompts is {config.num_prompts}",
-            f"{config.dataset} has {len(lines)} prompts",
+            f"{config.dataset} has {len(lines)}",
             f"Use --num-prompts {len(lines)} or less, or leave it out.",
         )
     lines = lines[: config.num_prompts]

@@ -1,0 +1,119 @@
+"""`engine bench offline` on a tiny engine: its figures are those of what was run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginewright.errors import UsageError
+from enginewright.runtime.bench.figures import Distribution
+from enginewright.runtime.bench.offline import OfflineConfig, OfflineReport, Round, run_offline
+from enginewright.runtime.bench.report import describe_offline
+from enginewright.runtime.bench.workload import Lengths, WorkloadConfig
+from tests.engines import built
+from tests.tiny import tiny_checkpoint
+
+LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "threads": 1, "kv_cache_memory": 8 << 20}
+WORK = WorkloadConfig(num_prompts=7, input_len=Lengths(3, 20), output_len=Lengths(2, 9))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tiny_checkpoint(tmp_path_factory.mktemp("bench"), "llama"), "bf16")
+
+
+def test_figures_are_those_of_the_rounds(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_offline(engine, OfflineConfig(WORK, warm_up=1, rounds=3), **LIMITS)
+    assert len(report.rounds) == 3
+    first = report.rounds[0]
+    assert (first.requests, first.preemptions, first.cached_prompt_tokens) == (7, 0, 0)
+    assert 7 * 2 <= first.generated_tokens <= 7 * 9 and 7 * 3 <= first.prompt_tokens <= 7 * 20
+    # The last token of an answer is drawn and never read.
+    assert first.computed_tokens == first.prompt_tokens + first.generated_tokens - 7
+    assert first.steps >= 9 - 1
+    for entry in report.rounds:
+        assert (entry.prompt_tokens, entry.generated_tokens) == (first.prompt_tokens, first.generated_tokens)
+    rates = sorted(entry.generated_tokens / entry.duration_s for entry in report.rounds)
+    assert report.rates["generated_tokens_per_s"] == rates[1]
+    assert 0 < report.ttft_ms.mean < report.e2e_ms.max <= max(entry.duration_s for entry in report.rounds) * 1e3
+    said = capsys.readouterr()
+    assert said.out == "" and [line.split(":")[0] for line in said.err.splitlines()] == [
+        "[warm-up",
+        "[round 1 of 3",
+        "[round 2 of 3",
+        "[round 3 of 3",
+    ]
+
+
+def test_a_shared_prefix_is_read_once_a_round(engine: Path) -> None:
+    work = WorkloadConfig(num_prompts=6, input_len=Lengths(80, 80), output_len=Lengths(2, 2), shared_prefix_len=64)
+    config = OfflineConfig(work, rounds=2, warm_up=1)
+    report = run_offline(engine, config, **LIMITS | {"max_num_seqs": 1, "max_num_batched_tokens": 128})
+    spared = [entry.cached_prompt_tokens for entry in report.rounds]
+    assert spared[0] == spared[1] == 5 * 64, "nothing is left of the round before"
+    without = run_offline(engine, config, **LIMITS, enable_prefix_caching=False)
+    assert [entry.cached_prompt_tokens for entry in without.rounds] == [0, 0]
+
+
+def test_a_dataset_is_encoded_by_the_engine(engine: Path, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "Hello", "max_tokens": 3}\n{"messages": [{"role": "user", "content": "Hi"}]}\n[5, 6]\n')
+    report = run_offline(engine, OfflineConfig(WorkloadConfig(dataset=path), warm_up=0, rounds=1), **LIMITS)
+    assert report.rounds[0].requests == 3 and report.rounds[0].generated_tokens == 3 + 64 + 64
+    assert report.to_dict()["config"]["num_prompts"] == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "piece"),
+    [
+        ("[1, 400]", "line 2: the prompt has a token that is none"),
+        ('{"prompt": "a", "max_tokens": 600}', "do not fit 512 positions"),
+    ],
+)
+def test_a_prompt_that_the_engine_cannot_answer_in_full_is_named(
+    engine: Path, tmp_path: Path, line: str, piece: str
+) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{{"prompt": "good"}}\n{line}\n')
+    with pytest.raises(UsageError, match=piece):
+        run_offline(engine, OfflineConfig(WorkloadConfig(dataset=path)), **LIMITS)
+
+
+def test_synthetic_prompts_beyond_the_engine_are_refused(engine: Path) -> None:
+    work = WorkloadConfig(input_len=Lengths(500, 500), output_len=Lengths(13, 13))
+    with pytest.raises(UsageError, match="prompt 1: 500 tokens and an answer of 13 do not fit 512"):
+        run_offline(engine, OfflineConfig(work), **LIMITS)
+
+
+@pytest.mark.parametrize("options", [{"rounds": 0}, {"warm_up": -1}])
+def test_numbers_that_make_no_sense(options: dict[str, int]) -> None:
+    with pytest.raises(UsageError):
+        OfflineConfig(WORK, **options)
+
+
+def test_the_report_for_people_and_for_programs(engine: Path) -> None:
+    report = run_offline(engine, OfflineConfig(WORK, warm_up=0, rounds=2), **LIMITS)
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert found["config"]["limits"] == LIMITS and found["config"]["input_len"] == "3:20"
+    assert len(found["rounds"]) == 2 and found["engine"]["recipe"]["quant"] == "bf16"
+    assert str(engine.parent) not in json.dumps(found)
+    lines = describe_offline(report).splitlines()
+    assert lines[0].startswith("tiny-llama (") and "quant bf16" in lines[0] and "threads 1" in lines[0]
+    assert lines[1] == "7 prompts, 3:20 tokens in, 2:9 out, seed 0; 2 rounds"
+
+
+def test_a_median_of_rounds_has_its_range() -> None:
+    def lasting(seconds: float) -> Round:
+        return Round(seconds, 2 * seconds, 10, 1000, 128, 1200, 300, 40, int(seconds))
+
+    rounds = [lasting(seconds) for seconds in (1.0, 4.0, 2.0, 5.0)]
+    engine = {"name": "x", "recipe": {"quant": "bf16"}}
+    spread = Distribution(*[1.0] * 6)
+    text = describe_offline(
+        OfflineReport(OfflineConfig(WORK), engine, {}, {"cpu": "A CPU", "cores": 1}, rounds, spread, spread)
+    )
+    assert "A CPU, 1 core\n" in text
+    assert "generated tokens/s    112.5 (60.00 to 300.0)" in text
+    assert "tokens/CPU-second     56.25 (30.00 to 150.0)" in text
+    assert "preemptions           1 to 5" in text and "128 of 1,000 prompt tokens" in text
