@@ -7,12 +7,13 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 from enginewright.errors import EngineError
 from enginewright.runtime.collector import Collector
 from enginewright.runtime.core import EngineCore, Request
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.engine_thread import EngineThread
+from enginewright.runtime.engine_thread import EngineThread, close_all
 from enginewright.runtime.envelope import Envelope, runtime_config
 from enginewright.runtime.outputs import Delta, RequestOutput, merge
 from enginewright.runtime.params import default_params
@@ -35,13 +36,14 @@ class AsyncLLM:
     def __init__(self, model: str | Path | Engine, **limits: Any) -> None:
         config = runtime_config(**limits)
         self._loop = asyncio.get_running_loop()
-        self.engine, self._owned = (model, False) if isinstance(model, Engine) else (Engine.open(model), True)
+        self.engine, owned = (model, None) if isinstance(model, Engine) else (engine := Engine.open(model), engine)
         try:
             self._core = EngineCore(self.engine, config)
         except BaseException:
-            self._close_engine()
+            close_all(None, owned)
             raise
-        self._thread = EngineThread(self._core, self._post)
+        self._thread = EngineThread(self._core, partial(_post, self._loop))
+        self._close = finalize(self, close_all, self._thread, owned)  # also when it is dropped, and at exit
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._request_ids = count()
 
@@ -107,18 +109,14 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Abort what runs, and give the memory back."""
-        await asyncio.to_thread(self._thread.close)
         self._encoder.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._close)
         await asyncio.sleep(0)  # what the thread said last is delivered
-        self._close_engine()
 
-    def _close_engine(self) -> None:
-        if self._owned:
-            self.engine.close()
 
-    def _post(self, call: Callable[..., None], *arguments: Any) -> None:
-        if not self._loop.is_closed():  # nobody is left to hear it
-            self._loop.call_soon_threadsafe(call, *arguments)
+def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
+    if not loop.is_closed():  # else nobody is left to hear it
+        loop.call_soon_threadsafe(call, *arguments)
 
 
 class AsyncRequest:

@@ -8,6 +8,7 @@ from queue import SimpleQueue
 
 from enginewright.errors import EngineDeadError
 from enginewright.runtime.core import EngineCore, Request
+from enginewright.runtime.engine import Engine
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.stats import Stats
 
@@ -111,3 +112,11 @@ class EngineThread:
 def _deliver(told: Told) -> None:
     for request, delta in told:
         request.reader.put(delta)
+
+
+def close_all(thread: EngineThread | None, engine: Engine | None) -> None:
+    """End a thread, and then close the engine that it uses. None: there is none, or it is another's."""
+    if thread is not None:
+        thread.close()
+    if engine is not None:
+        engine.close()

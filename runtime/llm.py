@@ -15,13 +15,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
+from weakref import finalize
 
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.answer_bar import AnswerBar
 from enginewright.runtime.collector import Collector
 from enginewright.runtime.core import EngineCore
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.engine_thread import EngineThread
+from enginewright.runtime.engine_thread import EngineThread, close_all
 from enginewright.runtime.envelope import runtime_config
 from enginewright.runtime.outputs import Delta, RequestOutput
 from enginewright.runtime.params import default_params
@@ -52,13 +53,14 @@ class LLM:
 
     def __init__(self, model: str | Path | Engine, **limits: Any) -> None:
         config = runtime_config(**limits)
-        self.engine, self._owned = (model, False) if isinstance(model, Engine) else (Engine.open(model), True)
+        self.engine, owned = (model, None) if isinstance(model, Engine) else (engine := Engine.open(model), engine)
         try:
             self._core = EngineCore(self.engine, config)
         except BaseException:
-            self._close_engine()
+            close_all(None, owned)
             raise
         self._thread = EngineThread(self._core)
+        self._close = finalize(self, close_all, self._thread, owned)  # also when it is dropped, and at exit
         self._request_ids = count()
 
     @property
@@ -138,8 +140,7 @@ class LLM:
 
     def close(self) -> None:
         """End what runs, and give the memory back."""
-        self._thread.close()
-        self._close_engine()
+        self._close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -148,10 +149,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _close_engine(self) -> None:
-        if self._owned:
-            self.engine.close()
 
     def _answer(
         self,
