@@ -299,11 +299,14 @@ def generate(
 @LIMIT_OPTIONS
 def run(engine: Path, verify: bool, **options: Any) -> None:
     """Serve ENGINE behind OpenAI's API, until SIGTERM."""
+    from enginewright.runtime.engine import Engine
     from enginewright.runtime.server.config import ServerConfig
     from enginewright.runtime.server.serve import serve
 
     limits = {name: options.pop(name) for name in (*LIMITS, "max_decode_slowdown")}
-    serve(engine, ServerConfig(**options), verify=verify, **limits)
+    config = ServerConfig(**options)
+    with Engine.open(engine, verify=verify) as opened:
+        serve(opened, config, **limits)
 
 
 @main.group(cls=Commands)
