@@ -1,0 +1,129 @@
+"""The other end of exchange.py: an engine in a process of its own, asked for one run at a time."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class NotMeasured(Exception):
+    """An engine that could not be made or has failed; the text is the reason."""
+
+
+def synthetic_prompts(number: int, length: int, shift: int = 0) -> list[list[int]]:
+    """Token ids of every prompt: `(i * 7919) % 40000 + 10`, from a place of its own, so that no two begin alike."""
+    return [[((i + 77 * (k + shift)) * 7919) % 40000 + 10 for i in range(length)] for k in range(number)]
+
+
+def cpu_seconds(session: int) -> float:
+    """CPU time of all living processes of a session (a process started with start_new_session leads one)."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()  # the name may hold spaces
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            continue
+        if int(fields[3]) == session:
+            ticks += int(fields[11]) + int(fields[12])  # utime, stime
+    return ticks / CLOCK_TICKS
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    cpu = {name.strip(): value.strip() for name, _, value in lines}  # of the last core
+    wide = [flag for flag in cpu.get("flags", "").split() if flag.startswith(("amx", "avx512_bf16", "avx512_vnni"))]
+    return {"cpu": cpu.get("model name", "unknown"), "instructions": " ".join(wide), "cores": str(os.cpu_count())}
+
+
+@dataclass(frozen=True)
+class Run:
+    """seconds: of the wall. cpu_seconds: of the worker's process. tokens: [prompts, new tokens]."""
+
+    seconds: float
+    cpu_seconds: float
+    tokens: list[list[int]]
+
+
+class Worker:
+    """Starts a worker and waits until it has loaded.
+
+    Args:
+        log: where its stderr goes, and what its libraries print.
+        env: added to this process's environment.
+
+    Raises:
+        NotMeasured: it ended, or said something else than exchange.py has it say.
+    """
+
+    def __init__(self, command: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+        self._log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=os.environ | (env or {}),
+                start_new_session=True,
+            )
+        try:
+            self.about: dict[str, str] = self._answer()["about"]
+        except BaseException:
+            self._process.kill()  # it may be loading still
+            raise
+
+    def run(self, prompts: list[list[int]], tokens: int) -> Run:
+        """One run.
+
+        Raises:
+            NotMeasured: it failed, or gave another number of tokens.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+        run = Run(**self._answer())
+        if [len(ids) for ids in run.tokens] != [tokens] * len(prompts):
+            raise NotMeasured(f"asked for {tokens} tokens each, it gave {sorted({len(ids) for ids in run.tokens})}")
+        return run
+
+    def cpu_seconds(self) -> float:
+        return cpu_seconds(self._process.pid)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            print(f"a worker ended early; see {self._log}", file=sys.stderr)
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._ended()
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except json.JSONDecodeError:
+            raise NotMeasured(f"it said {line.strip()!r}") from None
+        return answer
+
+    def _ended(self) -> NotMeasured:
+        code = self._process.wait()
+        last = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+        return NotMeasured(f"the process ended with {code}: {' '.join(last) or 'it said nothing'} (all in {self._log})")

@@ -1,0 +1,83 @@
+"""Refusals and failures in OpenAI's form: {"error": {"message", "type", "param", "code"}}.
+
+What clients read is written for them: never the text of an unexpected exception, a path or an address.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from enginewright.errors import EngineDeadError, EngineError, UsageError
+from enginewright.runtime.prompts import PromptTooLongError
+from enginewright.runtime.sampling import SamplingParams
+
+MAX_MESSAGE_CHARS = 1000
+OVERLOAD_RETRY_S = 1
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class ApiError(Exception):
+    """An error that a client gets to read.
+
+    Args:
+        status: of HTTP.
+        param: the key of the body that is at fault, with its path: messages[0].content.
+        code: for programs.
+        headers: to be sent with it.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Headers = ()
+    ) -> None:
+        self.status, self.param, self.code = status, param, code
+        self.message = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "…"
+        self.headers = headers
+        super().__init__(message)
+
+    @property
+    def type(self) -> str:
+        if self.status == 429:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+    @property
+    def body(self) -> bytes:
+        return msgspec.json.encode(
+            {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        )
+
+
+def retry_after(seconds: float) -> Headers:
+    return [(b"retry-after", b"%d" % max(round(seconds), 1))]
+
+
+def overloaded(what: str) -> ApiError:
+    return ApiError(
+        429, f"the server is busy: {what}; try again later", code="overloaded", headers=retry_after(OVERLOAD_RETRY_S)
+    )
+
+
+def shutting_down(drain_seconds: float) -> ApiError:
+    return ApiError(503, "the server is shutting down", code="server_shutdown", headers=retry_after(drain_seconds))
+
+
+def internal() -> ApiError:
+    return ApiError(500, "the server has failed; its log says why", code="internal_error")
+
+
+def from_engine(error: EngineError, prompt_key: str) -> ApiError:
+    """What a client hears of an error of the runtime.
+
+    Args:
+        prompt_key: of the body. What the runtime says begins with "the prompt" or the name of a sampling parameter.
+    """
+    if isinstance(error, EngineDeadError):
+        return ApiError(500, "the engine has failed", code="engine_dead")
+    if not isinstance(error, UsageError):
+        return internal()
+    text = ": ".join(part for part in (error.what, error.why) if part)  # error.fix speaks of the command line
+    code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+    first = prompt_key if text.startswith("the prompt ") else text.partition(" ")[0]
+    param = first if first in (prompt_key, *SamplingParams.__dataclass_fields__) else None
+    return ApiError(400, text, param=param, code=code)

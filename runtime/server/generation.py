@@ -1,0 +1,209 @@
+"""One request for answers, from its prompts to its last byte."""
+
+import asyncio
+import logging
+import time
+from asyncio import TaskGroup
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Receive, Send
+
+from enginewright.errors import EngineError, UsageError
+from enginewright.runtime.async_llm import AsyncRequest
+from enginewright.runtime.outputs import Delta
+from enginewright.runtime.prompts import Prompt
+from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.server.admission import Place
+from enginewright.runtime.server.errors import ApiError, from_engine, internal, shutting_down
+from enginewright.runtime.server.form import DONE, Choice, Form, Usage
+from enginewright.runtime.server.wire import ClientGone, send_json, until_gone
+
+if TYPE_CHECKING:
+    from enginewright.runtime.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would wait for more
+]
+
+
+class Generation:
+    """Answers to the prompts of one request, n to each, as they are written or all at once.
+
+    The head of a response goes out with its first bytes, so that what fails before has a status of its own.
+
+    Args:
+        arrived: when the request came, by time.perf_counter.
+    """
+
+    def __init__(self, service: "Service", form: Form, params: SamplingParams, arrived: float) -> None:
+        self._service, self._form, self._params, self._arrived = service, form, params, arrived
+        self._requests: list[AsyncRequest] = []
+        self._choices: list[list[Choice]] = []  # of each prompt
+        self._places: Sequence[Place] = ()
+        self._stopped: Exception | None = None  # why it may not go on
+        self._started = False  # the response
+
+    async def run(self, prompts: Sequence[Prompt], salt: str, stream: bool, receive: Receive, send: Send) -> None:
+        """Answer.
+
+        Raises:
+            ApiError: it is refused, or fails before a byte is sent; later errors are sent as an event.
+            ClientGone: the client has left.
+        """
+        self._places = self._service.admission.enter(prompts, self._params.n)
+        self._service.live.add(self)
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            await self._submit(prompts, salt)
+            await (self._stream(send) if stream else self._whole(send))
+        except EngineError as error:
+            await self._fail(from_engine(error, self._form.prompt_key), send)
+        except ApiError as error:
+            await self._fail(error, send)
+        except Exception as error:
+            if not self._started or isinstance(error, ClientGone):
+                raise
+            logger.exception("a stream has failed")
+            await self._fail(internal(), send)
+        finally:
+            watch.cancel()
+            self._close()
+
+    def stop(self, why: Exception) -> None:
+        """End it; `why` is raised where its answers are awaited."""
+        self._stopped = self._stopped or why
+        for request in self._requests:
+            request.abort()
+
+    async def _watch(self, receive: Receive) -> None:
+        await until_gone(receive)
+        self.stop(ClientGone())
+
+    async def _submit(self, prompts: Sequence[Prompt], salt: str) -> None:
+        llm = self._service.llm
+        ids = []
+        for prompt, place in zip(prompts, self._places, strict=True):
+            ids.append(await self._encode(prompt))
+            place.tokenized(len(ids[-1]))
+            if self._stopped is not None:
+                raise self._stopped
+        for number, one in enumerate(ids):
+            self._requests.append(llm.submit(one, self._params, cache_salt=salt))
+            first = number * self._params.n
+            self._choices.append([Choice(index) for index in range(first, first + self._params.n)])
+
+    async def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            return prompt
+        try:
+            return await self._service.llm.encode(prompt)
+        except UsageError:
+            raise
+        except EngineError as error:
+            if isinstance(prompt, str):
+                raise
+            logger.warning("a chat template could not show a conversation", exc_info=error)
+            raise ApiError(400, "the model's chat template cannot show these messages", param="messages") from None
+
+    async def _stream(self, send: Send) -> None:
+        await _together([self._stream_prompt(number, send) for number in range(len(self._requests))])
+        end = self._form.usage_chunk(self._usage()) + DONE if self._form.include_usage else DONE
+        await send({"type": "http.response.body", "body": end, "more_body": False})
+
+    async def _stream_prompt(self, number: int, send: Send) -> None:
+        choices, form = self._choices[number], self._form
+        async for deltas in self._requests[number]:
+            pieces = []
+            for delta in deltas:
+                choice = choices[delta.index]
+                if choice.last_s is None:
+                    pieces.append(form.opening(choice))
+                self._note(number, choice, delta)
+                pieces.append(form.chunk(choice, delta))
+            if data := b"".join(pieces):
+                if not self._started:
+                    self._started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _whole(self, send: Send) -> None:
+        await _together([self._collect(number) for number in range(len(self._requests))])
+        choices = [choice for prompt in self._choices for choice in prompt]
+        arguments = choices, self._usage()
+        if self._params.logprobs is None:
+            body = self._form.body(*arguments)
+        else:  # thousands of tokens have tens of thousands of names
+            body = await asyncio.to_thread(self._form.body, *arguments)
+        self._started = True
+        await send_json(send, 200, body)
+
+    async def _collect(self, number: int) -> None:
+        choices = self._choices[number]
+        async for deltas in self._requests[number]:
+            for delta in deltas:
+                choice = choices[delta.index]
+                choice.deltas.append(delta)
+                self._note(number, choice, delta)
+
+    def _note(self, number: int, choice: Choice, delta: Delta) -> None:
+        """Count what came. Raises what ends the request."""
+        if self._stopped is not None:
+            raise self._stopped
+        metrics, now, count = self._service.metrics, time.perf_counter(), len(delta.tokens)
+        if choice.last_s is None:
+            self._places[number].begun()
+            metrics.first_token.observe(now - self._arrived)
+        elif count:
+            metrics.between_tokens.observe((now - choice.last_s) / count, count)
+        choice.last_s = now
+        choice.num_tokens += count
+        if delta.finish_reason is None:
+            return
+        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        metrics.finished[delta.finish_reason] += 1
+        if delta.finish_reason == "abort":
+            raise shutting_down(0)
+        if delta.finish_reason == "error":
+            raise ApiError(500, "the model's logits are not numbers", code="nan_logits")
+        metrics.whole.observe(now - self._arrived)
+
+    def _usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=sum(request.num_prompt_tokens for request in self._requests),
+            completion_tokens=sum(choice.num_tokens for prompt in self._choices for choice in prompt),
+            cached_tokens=sum(request.num_cached_tokens for request in self._requests),
+        )
+
+    async def _fail(self, error: ApiError, send: Send) -> None:
+        if not self._started:
+            raise error
+        self._service.metrics.rejected[error.status] += 1
+        await send({"type": "http.response.body", "body": b"data: " + error.body + b"\n\n", "more_body": False})
+
+    def _close(self) -> None:
+        """Nothing of it goes on, and nothing of it is held."""
+        self._service.live.discard(self)
+        for request in self._requests:
+            request.abort()
+        for place in self._places:
+            place.close()
+        left = sum(choice.finish_reason is None for prompt in self._choices for choice in prompt)
+        self._service.metrics.finished["abort"] += left
+
+
+async def _together(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all of them; the first error ends the others."""
+    if len(parts) == 1:
+        await parts[0]
+        return
+    try:
+        async with TaskGroup() as group:
+            for part in parts:
+                group.create_task(part)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -1,0 +1,188 @@
+"""`engine run`: from an engine file to a server, and to its end."""
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from enginewright.errors import EngineError
+from enginewright.runtime.async_llm import AsyncLLM
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import blocks_of
+from enginewright.runtime.server.app import App
+from enginewright.runtime.server.config import ServerConfig
+from enginewright.runtime.server.service import Service
+from enginewright.runtime.server.wire import LimitedHttp
+
+KEEP_ALIVE_S = 75  # longer than clients', so that none sends a request into a connection that is just being closed
+# Back from a step, the engine's thread waits this long for whoever runs Python: a chat being rendered, mostly. With
+# Python's own 5 ms, streams beside such chats got a fifth fewer tokens a second (median of six rounds, a model that
+# takes less than a millisecond a step; large ones don't care).
+SWITCH_INTERVAL_S = 0.0005
+LAST_WORDS_S = 2.0  # for errors to reach those whose answers were cut off
+
+
+class Stop:
+    """How a server is told to end: in good order, or at once. To be used in its event loop."""
+
+    def __init__(self) -> None:
+        self.asked, self.at_once = asyncio.Event(), asyncio.Event()
+
+    def ask(self) -> None:
+        """Once for good order; twice for at once."""
+        (self.at_once if self.asked.is_set() else self.asked).set()
+
+
+def serve(model: str | Path | Engine, config: ServerConfig, **limits: Any) -> None:
+    """Serve an engine until SIGTERM or SIGINT, and its drain; a second signal ends that, too.
+
+    Args:
+        model: an engine file, or an open engine (which stays open).
+        limits: fields of RuntimeConfig.
+
+    Raises:
+        EngineError: the address cannot be had, or the engine cannot be opened (errors.py).
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        with bind(config.host, config.port) as listener:
+            asyncio.run(_serve(model, config, listener, limits))
+    finally:
+        sys.setswitchinterval(before)
+
+
+async def _serve(
+    model: str | Path | Engine, config: ServerConfig, listener: socket.socket, limits: dict[str, Any]
+) -> None:
+    llm = AsyncLLM(model, **limits)
+    try:
+        stop, loop = Stop(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _on_signal, stop, loop)
+        service = Service(llm, config)
+        await host(service, listener, stop, lambda: print(_ready(service, listener), file=sys.stderr, flush=True))
+    finally:
+        await llm.close()
+
+
+def _on_signal(stop: Stop, loop: asyncio.AbstractEventLoop) -> None:
+    stop.ask()
+    if stop.at_once.is_set():  # a third one kills
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def host(service: Service, listener: socket.socket, stop: Stop, ready: Callable[[], None]) -> None:
+    """Answer what comes to a bound socket, until told to stop.
+
+    Args:
+        ready: called when connections are taken.
+
+    Raises:
+        EngineError: another program has taken the address.
+    """
+    address = listener.getsockname()
+    try:
+        listener.listen(2048)
+    except OSError as error:
+        raise _no_address(address[0], address[1], error) from error
+    server = _Server(
+        uvicorn.Config(
+            App(service),
+            http=LimitedHttp,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    asked = asyncio.create_task(stop.asked.wait())
+    try:
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        if server.started:
+            ready()
+        await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
+        service.draining = True
+        await _drain(service, stop)
+    finally:
+        asked.cancel()
+        server.should_exit = True
+        await asyncio.wait((serving,), timeout=LAST_WORDS_S)
+        for connection in list(server.server_state.connections):  # of those who don't read, or have not asked yet
+            connection.transport.abort()
+        await serving
+
+
+async def _drain(service: Service, stop: Stop) -> None:
+    """Let answers go on for a while, and tell the others that they end."""
+    idle = asyncio.create_task(service.until_idle())
+    at_once = asyncio.create_task(stop.at_once.wait())
+    timeout = service.config.drain_seconds
+    await asyncio.wait((idle, at_once), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    at_once.cancel()
+    service.end_all()
+    await asyncio.wait((idle,), timeout=LAST_WORDS_S)
+    idle.cancel()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's own answer to a signal is to close the door first: /health could not say why."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with an address, which nobody can connect to yet.
+
+    Raises:
+        EngineError: it is taken, or none of this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:  # getaddrinfo's, too
+        raise _no_address(host, port, error) from error
+    return listener
+
+
+def _no_address(host: str, port: int, error: OSError) -> EngineError:
+    why = error.strerror or str(error)
+    return EngineError(
+        f"cannot listen at {host}, port {port}", why.lower(), "Choose another with --port or --host; 0 is a free port."
+    )
+
+
+def _ready(service: Service, listener: socket.socket) -> str:
+    """One line for who started it."""
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    envelope, plan = service.llm.envelope, service.llm.engine.plan
+    length, chunk = envelope.max_model_len, envelope.limits.tokens
+    blocks = zip(envelope.num_blocks, plan.kv_groups, strict=True)
+    whole = min(count // blocks_of(group, length, chunk) for count, group in blocks)
+    most = envelope.limits.sequences
+    fit = f"{most} answers at a time, {min(whole, most)} of them may have all {length} positions"
+    return f"serving {service.models[0]} at http://{address}:{port}/v1 ({fit})"

@@ -1,0 +1,210 @@
+"""A real server of a tiny engine, in a thread of its own, and a plain client for it."""
+
+import asyncio
+import atexit
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from http.client import HTTPConnection
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.builder.checkpoint.base import TokenizerFiles
+from enginewright.runtime.async_llm import AsyncLLM
+from enginewright.runtime.server.config import ServerConfig
+from enginewright.runtime.server.serve import Stop, bind, host
+from enginewright.runtime.server.service import Service
+from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+
+LENGTH = 4096
+NAN_TOKEN = 300
+LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 64 << 20, "threads": 1}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@dataclass
+class FailingTemplate(MemoryCheckpoint):
+    """Its chat template reads the second message, whether there is one or not."""
+
+    @property
+    def tokenizer(self) -> TokenizerFiles:
+        return replace(super().tokenizer, chat_template="{{ messages[1].content + 'x' }}")
+
+
+@cache
+def tiny_engine(kind: str = "") -> Path:
+    """A llama whose answers are noise, and greedy unless asked otherwise.
+
+    Args:
+        kind: "NaN": everything with NAN_TOKEN is NaN. "fails at one message": what its chat template does.
+    """
+    config = tiny_config("llama", tie_word_embeddings=False, max_position_embeddings=LENGTH)
+    make = FailingTemplate if kind == "fails at one message" else MemoryCheckpoint
+    checkpoint = make(config, MemoryCheckpoint.of(tiny_model(config), config).stored)
+    if kind == "NaN":
+        table = checkpoint.stored["model.embed_tokens.weight"].clone()
+        table[NAN_TOKEN] = float("nan")
+        checkpoint = replace(checkpoint, stored={**checkpoint.stored, "model.embed_tokens.weight": table})
+    folder = Path(mkdtemp(prefix="enginewright-serving-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    build_engine(checkpoint, BuildConfig(), folder / "tiny.engine")
+    return folder / "tiny.engine"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """headers: names in lower case. body: as it came."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """What every error must have."""
+        error = self.json["error"]
+        assert set(self.json) == {"error"} and set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
+        assert all(isinstance(error[name], str | None) for name in ("param", "code"))
+        assert "Traceback" not in error["message"] and " at 0x" not in error["message"]
+        return error  # type: ignore[no-any-return]
+
+    @property
+    def events(self) -> list[Any]:
+        """Of a stream; the last one is "[DONE]" if it ended well."""
+        assert self.headers["content-type"].startswith("text/event-stream")
+        *lines, rest = self.body.decode().split("\n\n")
+        assert rest == "" and all(line.startswith("data: ") and "\n" not in line for line in lines)
+        return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
+
+
+class Running:
+    """llm, service: belong to the server's thread; `call` goes there."""
+
+    def __init__(self, engine: Path, config: ServerConfig, limits: Mapping[str, Any]) -> None:
+        self._engine, self._config, self._limits = engine, config, {**LIMITS, **limits}
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="server")
+
+    async def _main(self) -> None:
+        self.llm = AsyncLLM(self._engine, **self._limits)
+        self._loop = asyncio.get_running_loop()
+        try:
+            self.service, self.stop = Service(self.llm, self._config), Stop()
+            with bind(self._config.host, 0) as listener:
+                self.port = listener.getsockname()[1]
+                await host(self.service, listener, self.stop, self._ready.set)
+        finally:
+            await self.llm.close()
+
+    def __enter__(self) -> "Running":
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.is_alive():
+            self.end()
+            self.end()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def end(self) -> None:
+        """As a signal does."""
+        self._loop.call_soon_threadsafe(self.stop.ask)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        async def there() -> Any:
+            return function(*arguments)
+
+        return asyncio.run_coroutine_threadsafe(there(), self._loop).result(30)
+
+    def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] = {}) -> Answer:
+        """body: bytes as they are, or anything that JSON takes."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            connection.request(method, path, data, {"Content-Type": "application/json", **headers})
+            response = connection.getresponse()
+            named = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, named, response.read())
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any, headers: Mapping[str, str] = {}) -> Answer:
+        return self.ask("POST", path, body, headers)
+
+    def complete(self, prompt: Any, **options: Any) -> Any:
+        """A completion that must work."""
+        answer = self.post(COMPLETIONS, {"prompt": prompt, "ignore_eos": True, **options})
+        assert answer.status == 200, answer.body
+        return answer.json if not options.get("stream") else answer.events
+
+    def chat(self, messages: Any = HELLO, **options: Any) -> Any:
+        """A chat that must work."""
+        answer = self.post(CHAT, {"messages": messages, "max_tokens": 8, "ignore_eos": True, **options})
+        assert answer.status == 200, answer.body
+        return answer.json if not options.get("stream") else answer.events
+
+    @contextmanager
+    def connect(self) -> Iterator[socket.socket]:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
+            yield connection
+
+    def send(self, connection: socket.socket, path: str, body: Any) -> None:
+        """A request by hand, whose answer nobody waits for."""
+        data = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + data)
+
+    def is_idle(self) -> bool:
+        """Nothing runs, nothing waits, and every block is free."""
+        stats, queue = self.llm.stats(), self.service.admission
+        counts = (stats.num_running, stats.num_waiting, queue.num_answers, queue.num_tokens, len(self.service.live))
+        return counts == (0, 0, 0, 0, 0) and stats.kv_usage == 0.0
+
+
+@contextmanager
+def running(*, engine: Path | None = None, limits: Mapping[str, Any] = {}, **config: Any) -> Iterator[Running]:
+    """A server; what it held must be free again when it is left.
+
+    Args:
+        config: fields of ServerConfig.
+    """
+    with Running(engine or tiny_engine(), ServerConfig(**config), limits) as server:
+        yield server
+        if server._thread.is_alive() and server.llm.is_alive:
+            wait_until(server.is_idle)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it does not come true"
+        time.sleep(0.005)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the other side closes."""
+    data = b""
+    try:
+        while piece := connection.recv(1 << 16):
+            data += piece
+    except ConnectionResetError:
+        pass  # it closed while we were still writing
+    return data

@@ -1,0 +1,356 @@
+"""Clients that leave, crowds, faults of the engine, and the end: nothing is held that nobody waits for."""
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginewright.errors import CorruptEngineError, EngineError
+from enginewright.runtime.server import wire
+from enginewright.runtime.server.config import ServerConfig
+from enginewright.runtime.server.serve import Stop, bind, host, serve
+from tests.serving import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    NAN_TOKEN,
+    Answer,
+    Running,
+    read_all,
+    running,
+    tiny_engine,
+    wait_until,
+)
+
+LONG = {"ignore_eos": True, "max_tokens": 4000}  # takes seconds, if it is not aborted
+SLOW = {"max_num_seqs": 2, "enable_prefix_caching": False}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running() as opened:
+        yield opened
+
+
+def generated(server: Running) -> int:
+    return int(server.llm.stats().generated_tokens)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("reset", [True, False], ids=["reset", "closed"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_is_aborted(server: Running, stream: bool, reset: bool, n: int) -> None:
+    before, aborted = generated(server), server.service.metrics.finished["abort"]
+    with server.connect() as connection:
+        server.send(connection, COMPLETIONS, {"prompt": ["a", "b"], "stream": stream, "n": n, **LONG})
+        wait_until(lambda: generated(server) > before + 10)
+        if stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        if reset:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    wait_until(server.is_idle)
+    assert generated(server) - before < 2 * n * 3000
+    assert server.service.metrics.finished["abort"] == aborted + 2 * n
+
+
+def test_clients_that_leave_the_queue() -> None:
+    with running(limits=SLOW) as server, server.connect() as first, server.connect() as second:
+        server.send(first, COMPLETIONS, {"prompt": ["a", "b"], **LONG})
+        wait_until(lambda: server.llm.stats().num_running == 2)
+        server.send(second, CHAT, {"messages": HELLO, **LONG})
+        wait_until(lambda: server.llm.stats().num_waiting == 1)
+        second.close()
+        wait_until(lambda: server.llm.stats().num_waiting == 0)
+        assert server.llm.stats().num_running == 2
+        wait_until(lambda: len(server.service.live) == 1)
+        first.close()
+
+
+@pytest.mark.parametrize("part", [b"POST", b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n"])
+def test_clients_that_leave_before_their_request_is_there(server: Running, part: bytes) -> None:
+    with server.connect() as connection:
+        connection.sendall(part)
+    with server.connect() as connection:
+        connection.sendall(part + b"Content-Length: 100\r\n\r\n{")
+    assert server.complete("x")
+
+
+def test_a_slow_reader_gets_all_of_it(server: Running) -> None:
+    """It does not hold the engine back, nor anybody else; what waits for it is merged."""
+    whole = server.complete("a", max_tokens=3000)["choices"][0]["text"]
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.settimeout(30)
+        connection.connect(("127.0.0.1", server.port))
+        options = {"prompt": "a", "stream": True, "max_tokens": 3000, "ignore_eos": True, "logprobs": 5}
+        before = generated(server)
+        server.send(connection, COMPLETIONS, options)
+        wait_until(lambda: generated(server) == before + 3000)
+        assert server.complete("b")
+        wait_until(lambda: server.llm.stats().num_running == 0)
+        data = b""
+        while b"data: [DONE]" not in data:
+            data += connection.recv(1 << 20)
+    pieces = re.findall(rb"data: ({.*})\n", data)
+    answer = Answer(200, {"content-type": "text/event-stream"}, b"".join(b"data: %s\n\n" % one for one in pieces))
+    assert "".join(event["choices"][0]["text"] for event in answer.events) == whole
+    assert len(pieces) < 3000, "deltas were merged"
+
+
+def test_a_crowd_is_turned_away() -> None:
+    with running(max_num_waiting=3, limits=SLOW) as server, ThreadPoolExecutor(20) as pool:
+        with server.connect() as first:
+            server.send(first, COMPLETIONS, {"prompt": ["a", "b"], **LONG})
+            wait_until(lambda: server.service.admission.num_answers == 0 and server.llm.stats().num_running == 2)
+            asked = [pool.submit(server.post, COMPLETIONS, {"prompt": "c", "max_tokens": 1}) for _ in range(12)]
+            wait_until(lambda: sum(one.done() for one in asked) == 12 - 5)
+            for one in asked:
+                if one.done():
+                    answer = one.result()
+                    assert answer.status == 429 and int(answer.headers["retry-after"]) >= 1
+                    assert answer.error["type"] == "rate_limit_error" and answer.error["code"] == "overloaded"
+            encoded = server.llm._encoder._work_queue.qsize()
+            assert encoded == 0 and server.service.admission.num_answers == 5
+        answers = [one.result().status for one in asked]
+        assert sorted(answers) == [200] * 5 + [429] * 7
+        assert server.service.metrics.rejected[429] == 7
+        many = server.post(COMPLETIONS, {"prompt": "c", "n": 6})
+        assert many.status == 400 and "6 answers" in many.error["message"]
+
+
+def test_long_prompts_are_turned_away() -> None:
+    with running(max_waiting_tokens=1000, limits=SLOW) as server, ThreadPoolExecutor(20) as pool:
+        with server.connect() as first:
+            server.send(first, COMPLETIONS, {"prompt": ["a", "b"], **LONG})
+            wait_until(lambda: server.service.admission.num_tokens == 0 and server.llm.stats().num_running == 2)
+            alone = pool.submit(server.post, COMPLETIONS, {"prompt": [5] * 2000, "max_tokens": 1})
+            wait_until(lambda: server.service.admission.num_tokens == 2000)
+            for prompt in ("c", [5], "word " * 500):
+                assert server.post(COMPLETIONS, {"prompt": prompt}).status == 429
+        assert alone.result().status == 200
+        assert server.complete("c")
+
+
+def test_nan_ends_one_request_and_no_other() -> None:
+    with running(engine=tiny_engine("NaN")) as server, ThreadPoolExecutor(4) as pool:
+        others = {"ignore_eos": True, "logit_bias": {str(NAN_TOKEN): -100}, "max_tokens": 300}
+        good = [pool.submit(server.post, COMPLETIONS, {"prompt": text, **others}) for text in "ab"]
+        whole = server.post(COMPLETIONS, {"prompt": [5, NAN_TOKEN, 6]})
+        assert whole.status == 500
+        assert (whole.error["type"], whole.error["code"]) == ("server_error", "nan_logits")
+        stream = server.post(COMPLETIONS, {"prompt": [5, NAN_TOKEN, 6], "stream": True})
+        assert stream.status == 500, "nothing had been sent"
+        late = {"stream": True, "ignore_eos": True, "logit_bias": {str(NAN_TOKEN): 100}, "min_tokens": 3}
+        *pieces, error = server.post(COMPLETIONS, {"prompt": "x", **late}).events
+        assert pieces and "choices" in pieces[0] and error["error"]["code"] == "nan_logits"
+        assert all(one.result().status == 200 for one in good)
+        assert server.service.metrics.finished["error"] == 3
+
+
+def test_a_dead_engine_fails_what_runs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with running() as server, ThreadPoolExecutor(4) as pool:
+        whole = pool.submit(server.post, COMPLETIONS, {"prompt": "a", **LONG})
+        stream = pool.submit(server.post, CHAT, {"messages": HELLO, "stream": True, **LONG})
+        wait_until(lambda: server.llm.stats().num_running == 2)
+        server.llm._core.executor.run = None  # type: ignore[method-assign, assignment]
+        assert whole.result().status == 500 and whole.result().error["code"] == "engine_dead"
+        assert stream.result().events[-1]["error"]["code"] == "engine_dead"
+        health = server.ask("GET", "/health")
+        assert health.status == 503 and health.json["status"] == "engine_dead"
+        new = server.post(CHAT, {"messages": HELLO})
+        assert new.status == 503 and new.error["type"] == "server_error"
+        assert server.ask("GET", "/v1/models").status == server.ask("GET", "/metrics").status == 200
+        assert not server.service.live
+        assert "the engine's thread has ended" in caplog.text
+
+
+def test_draining() -> None:
+    with running(drain_seconds=20) as server, ThreadPoolExecutor(4) as pool:
+        options = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True}
+        whole = pool.submit(server.post, COMPLETIONS, options)
+        stream = pool.submit(server.post, COMPLETIONS, {**options, "stream": True})
+        wait_until(lambda: server.llm.stats().num_running == 2)
+        server.end()
+        wait_until(lambda: server.service.draining)
+        health, new = server.ask("GET", "/health"), server.post(CHAT, {"messages": HELLO})
+        assert (health.status, health.json["status"]) == (503, "server_shutdown")
+        assert new.status == 503 and new.error["code"] == "server_shutdown" and new.headers["retry-after"] == "20"
+        assert whole.result().json["usage"]["completion_tokens"] == 1500
+        assert stream.result().events[-1] == "[DONE]"
+        server._thread.join(5)
+        assert not server._thread.is_alive()
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_what_is_not_drained_is_told(twice: bool) -> None:
+    with running(drain_seconds=60 if twice else 0.2, limits=SLOW) as server, ThreadPoolExecutor(4) as pool:
+        options = {"prompt": ["a", "b"], **LONG}
+        stream = pool.submit(server.post, COMPLETIONS, {**options, "stream": True})
+        wait_until(lambda: server.llm.stats().num_running == 2)
+        waits = pool.submit(server.post, COMPLETIONS, {**options, "stream": True})
+        whole = pool.submit(server.post, COMPLETIONS, options)
+        wait_until(lambda: len(server.service.live) == 3)
+        server.end()
+        if twice:
+            wait_until(lambda: server.service.draining)
+            server.end()
+        *pieces, error = stream.result().events
+        assert pieces and error["error"]["code"] == "server_shutdown"
+        for answer in (whole.result(), waits.result()):
+            assert answer.status == 503 and answer.error["code"] == "server_shutdown"
+        server._thread.join(5)
+        assert not server._thread.is_alive()
+
+
+PROGRAM = """
+import sys
+from enginewright.errors import EngineError
+from enginewright.runtime.server import ServerConfig, serve
+try:
+    serve(sys.argv[1], ServerConfig(port=int(sys.argv[2]), drain_seconds=float(sys.argv[3])), threads=1, max_num_seqs=2)
+except EngineError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+@contextmanager
+def process(port: int = 0, drain_seconds: float = 30) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", PROGRAM, str(tiny_engine()), str(port), str(drain_seconds)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as opened:
+        try:
+            yield opened
+        finally:
+            opened.kill()
+
+
+def url_of(opened: subprocess.Popen[str]) -> str:
+    assert opened.stderr is not None
+    line = opened.stderr.readline()
+    found = re.fullmatch(
+        r"serving tiny at (http://127\.0\.0\.1:\d+/v1) \(2 answers at a time, .*4096 positions\)\n", line
+    )
+    assert found, line
+    return found[1]
+
+
+def answer_of(url: str, options: dict[str, Any], into: list[bytes]) -> None:
+    body = json.dumps({"prompt": "a", "stream": True, "ignore_eos": True, **options}).encode()
+    request = urllib.request.Request(url + "/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        while data := response.read1():
+            into.append(data)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains(number: int) -> None:
+    with process() as opened:
+        url, got = url_of(opened), list[bytes]()
+        reader = threading.Thread(target=answer_of, args=(url, {"max_tokens": 2000}, got))
+        reader.start()
+        wait_until(lambda: bool(got))
+        opened.send_signal(number)
+        reader.join()
+        assert b"".join(got).endswith(b"data: [DONE]\n\n")
+        out, rest = opened.communicate(timeout=10)
+        assert (opened.returncode, out, rest) == (0, "", "")
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with process() as opened:
+        url, got = url_of(opened), list[bytes]()
+        readers = [threading.Thread(target=answer_of, args=(url, {"max_tokens": 4000, "n": 2}, got)) for _ in range(8)]
+        for reader in readers[:1]:
+            reader.start()
+        wait_until(lambda: bool(got))
+        opened.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        start = time.monotonic()
+        opened.send_signal(signal.SIGTERM)
+        _, rest = opened.communicate(timeout=10)
+        assert (opened.returncode, rest) == (0, "") and time.monotonic() - start < 5
+        readers[0].join()
+        assert b'"server_shutdown"' in b"".join(got)
+
+
+def test_a_client_that_stands_still_does_not_hold_the_end_up() -> None:
+    """One does not read its answer, one has not sent its request."""
+    with process(drain_seconds=0.1) as opened, socket.socket() as reader, socket.socket() as writer:
+        port = int(url_of(opened).split(":")[2].partition("/")[0])
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        body = json.dumps({"prompt": "a", "stream": True, "logprobs": 20, **LONG}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        for client, data in ((reader, head % len(body) + body), (writer, head % 10 + b"{")):
+            client.settimeout(30)
+            client.connect(("127.0.0.1", port))
+            client.sendall(data)
+        assert reader.recv(100).startswith(b"HTTP/1.1 200")
+        time.sleep(0.3)
+        opened.send_signal(signal.SIGTERM)
+        _, rest = opened.communicate(timeout=15)
+        assert (opened.returncode, rest) == (0, "")
+
+
+def test_heads_must_come(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_HEAD_S", 0.2)
+    for data in (b"", b"GET /health HTTP/1.1\r\n"):
+        with server.connect() as connection:
+            connection.sendall(data)
+            assert connection.recv(100) == b"", "it was closed"
+
+
+def test_bodies_must_come(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_BODY_S", 0.2)
+    with server.connect() as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        connection.sendall(head)
+        assert b" 408 " in read_all(connection).splitlines()[0]
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with process(port) as opened:
+            _, said = opened.communicate(timeout=20)
+        assert opened.returncode == EngineError.exit_code
+        assert f"cannot listen at 127.0.0.1, port {port}" in said and "in use" in said and "--port" in said
+
+
+@pytest.mark.parametrize("name", ["no.such.host.invalid", "203.0.113.1"])
+def test_an_address_of_others(name: str) -> None:
+    with pytest.raises(EngineError, match=f"cannot listen at {re.escape(name)}"):
+        serve(tiny_engine(), ServerConfig(host=name, port=0))
+
+
+def test_an_engine_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "no.engine"
+    path.write_bytes(b"nothing")
+    before = sys.getswitchinterval()
+    with pytest.raises(CorruptEngineError):
+        serve(path, ServerConfig(port=0))
+    assert sys.getswitchinterval() == before
+
+
+def test_an_address_that_another_takes_meanwhile() -> None:
+    """Two may bind one address; the second one to listen loses."""
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with bind("127.0.0.1", port) as second:
+            first.listen()
+            with pytest.raises(EngineError, match="in use"):
+                asyncio.run(host(None, second, Stop(), lambda: None))  # type: ignore[arg-type]

@@ -1,0 +1,239 @@
+"""What a server refuses: always in OpenAI's form, by the name of what is wrong, and never with a 5xx."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from enginewright.runtime.server.protocol import IGNORED, OFF, SAMPLING
+from tests.serving import CHAT, COMPLETIONS, HELLO, Running, running, tiny_engine
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(limits={"max_model_len": 300}) as opened:
+        yield opened
+
+
+# Bodies beside a good prompt, the param that the error must name, and its code.
+WRONG_OPTIONS: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"max_token": 5}, "max_token", "unknown_parameter"),
+    ({"temprature": 0}, "temprature", "unknown_parameter"),
+    ({"temperature": "hot"}, "temperature", "invalid_type"),
+    ({"temperature": -0.1}, "temperature", None),
+    ({"temperature": 1001}, "temperature", None),
+    ({"temperature": True}, "temperature", "invalid_type"),
+    ({"top_p": 0}, "top_p", None),
+    ({"top_k": -2}, "top_k", None),
+    ({"min_p": 1.5}, "min_p", None),
+    ({"n": 0}, "n", None),
+    ({"n": 129}, "n", None),
+    ({"n": 10**30}, "n", None),
+    ({"n": 1.5}, "n", "invalid_type"),
+    ({"max_tokens": 0}, "max_tokens", None),
+    ({"max_tokens": -1}, "max_tokens", None),
+    ({"min_tokens": 99, "max_tokens": 9}, "min_tokens", None),
+    ({"presence_penalty": 2.1}, "presence_penalty", None),
+    ({"frequency_penalty": -2.1}, "frequency_penalty", None),
+    ({"repetition_penalty": 0}, "repetition_penalty", None),
+    ({"seed": "x"}, "seed", "invalid_type"),
+    ({"seed": 2**64}, "seed", None),
+    ({"stop": ""}, "stop", None),
+    ({"stop": ["a"] * 65}, "stop", None),
+    ({"stop": [1]}, "stop[0]", "invalid_type"),
+    ({"stop_token_ids": [307]}, "stop_token_ids", None),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", None),
+    ({"stop_token_ids": [[]]}, "stop_token_ids[0]", "invalid_type"),
+    ({"logit_bias": {"307": 1}}, "logit_bias", None),
+    ({"logit_bias": {"5": 101}}, "logit_bias", None),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "invalid_type"),
+    ({"logit_bias": [5]}, "logit_bias", "invalid_type"),
+    ({"stream": "yes"}, "stream", "invalid_type"),
+    ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options", None),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "invalid_type"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+        "unsupported_parameter",
+    ),
+    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+    ({"tools": [{}], "tool_choice": "auto"}, "tools", "unsupported_parameter"),
+    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"best_of": 2}, "best_of", "unsupported_parameter"),
+    ({"best_of": True}, "best_of", "unsupported_parameter"),
+    ({"echo": True}, "echo", "unsupported_parameter"),
+    ({"suffix": "x"}, "suffix", "unsupported_parameter"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs", "unsupported_parameter"),
+    ({"chat_template": "{{ x }}"}, "chat_template", "unsupported_parameter"),
+    ({"guided_json": {"a": "b" * 500}}, "guided_json", "unsupported_parameter"),
+    ({"cache_salt": 5}, "cache_salt", "invalid_type"),
+]
+
+WRONG_CHATS: list[tuple[Any, str]] = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hello"}, "messages"),
+    ({"messages": [None]}, "messages[0]"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [*HELLO, {"role": "king", "content": "x"}]}, "messages[1].role"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "y"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "contents": 5}]}, "messages[0].contents"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": HELLO, "logprobs": 2}, "logprobs"),
+    ({"messages": HELLO, "max_completion_tokens": 0}, "max_tokens"),
+    ({"messages": [{"role": "user", "content": "x" * 9999}]}, "messages"),
+]
+
+WRONG_PROMPTS: list[tuple[Any, str | None]] = [
+    (None, "prompt"),
+    (5, "prompt"),
+    ([], "prompt"),
+    ([[]], "prompt"),
+    ([5, "x"], "prompt"),
+    ([[5], "x"], "prompt"),
+    ([[5], 5], "prompt"),
+    ([True], "prompt[0]"),
+    ([[5.5]], "prompt[0][0]"),
+    ([-1], "prompt"),
+    ([307], "prompt"),
+    ([2**70], "prompt"),
+    ([5] * 300, "prompt"),
+    (["x", "y" * 9999], "prompt"),
+]
+
+
+def refused(server: Running, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    answer = server.post(path, body)
+    assert answer.status == status, answer.body
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.error["type"] == "invalid_request_error"
+    return answer.error
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(("options", "param", "code"), WRONG_OPTIONS, ids=lambda value: str(value)[:40])
+def test_wrong_options(server: Running, path: str, options: Any, param: str, code: str | None) -> None:
+    good = {"messages": HELLO} if path == CHAT else {"prompt": "x"}
+    for stream in (False, True):
+        error = refused(
+            server, path, {"stream": stream, **good, **options} if "stream" not in options else good | options
+        )
+        assert (error["param"], error["code"]) == (param, code), error
+        assert param.partition("[")[0] in error["message"]
+
+
+@pytest.mark.parametrize(("body", "param"), WRONG_CHATS, ids=lambda value: str(value)[:60])
+def test_wrong_chats(server: Running, body: Any, param: str) -> None:
+    assert refused(server, CHAT, {"max_tokens": 2, **body} if param != "max_tokens" else body)["param"] == param
+
+
+@pytest.mark.parametrize(("prompt", "param"), WRONG_PROMPTS, ids=lambda value: str(value)[:30])
+def test_wrong_prompts(server: Running, prompt: Any, param: str) -> None:
+    assert refused(server, COMPLETIONS, {"prompt": prompt})["param"] == param
+
+
+def test_a_prompt_that_is_too_long_says_so(server: Running) -> None:
+    for prompt in ([5] * 300, "word " * 20000, "x" * 1000):
+        error = refused(server, COMPLETIONS, {"prompt": prompt})
+        assert error["code"] == "context_length_exceeded" and "limit of 300" in error["message"]
+    assert server.complete([5] * 299)["usage"]["completion_tokens"] == 1
+
+
+def test_keys_are_suggested(server: Running) -> None:
+    assert "did you mean temperature?" in refused(server, COMPLETIONS, {"prompt": "x", "temprature": 0})["message"]
+    long = refused(server, COMPLETIONS, {"prompt": "x", "k" * 50_000: 0})
+    assert len(long["message"]) < 200
+
+
+def test_tables_of_keys_do_not_overlap() -> None:
+    assert not set(IGNORED) & set(OFF) and not set(SAMPLING) & (set(OFF) | IGNORED)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"prompt"',
+        b'{"prompt": "x"',
+        b'{"prompt": "x"} {}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\\ud800\\ud800"}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": ' + b"[" * 90_000 + b"}",
+        b'{"x": ' + b"[" * 90_000 + b"]" * 90_000 + b"}",
+        b'{"\xff": 1}',
+        "{'prompt': 'x'}".encode("utf-16"),
+    ],
+    ids=lambda body: repr(body[:30]),
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_what_is_no_json(server: Running, path: str, body: bytes) -> None:
+    refused(server, path, body)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=8,
+)
+NAMES = sorted(
+    {*SAMPLING, *OFF, *IGNORED, "logprobs", "top_logprobs", "stream_options", "cache_salt", "model", "stream"}
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "system", "assistant", "tool"]), "content": st.text(max_size=30) | JSON},
+        optional={"name": JSON, "tool_calls": JSON},
+    ),
+    max_size=3,
+)
+PROMPTS = st.text(max_size=50) | st.lists(st.integers(-1, 310), max_size=20) | st.lists(st.text(max_size=9), max_size=3)
+OPTIONS = st.dictionaries(
+    st.sampled_from(NAMES) | st.text(max_size=10), st.integers(-3, 30) | st.floats(-1, 3) | JSON, max_size=3
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([CHAT, COMPLETIONS]), MESSAGES | JSON, PROMPTS | JSON, OPTIONS)
+def test_no_body_is_a_fault_of_the_server(server: Running, path: str, messages: Any, prompt: Any, options: Any) -> None:
+    body = {"messages": messages} if path == CHAT else {"prompt": prompt}
+    answer = server.post(path, {"max_tokens": 2, **body, **options})
+    assert answer.status in (200, 400, 404), answer.body
+    if answer.status != 200:
+        assert answer.error
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_no_bytes_are_a_fault_of_the_server(server: Running, body: bytes) -> None:
+    assert server.post(COMPLETIONS, body).status == 400
+
+
+def test_a_template_that_fails_is_no_fault_of_the_server() -> None:
+    with running(engine=tiny_engine("fails at one message")) as server:
+        error = refused(server, CHAT, {"messages": HELLO})
+        assert error["param"] == "messages" and "jinja" not in error["message"].lower()
+        assert server.chat(HELLO * 2)
+
+
+def test_models_that_are_not_there(server: Running) -> None:
+    for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "x"})):
+        assert refused(server, path, {**body, "model": "gpt-4"}, 404)["code"] == "model_not_found"
