@@ -289,11 +289,11 @@ def generate(
 @click.option("--max-num-waiting", type=Count(), default=1024, show_default=True, help="Requests, then 429.")
 @click.option("--max-waiting-tokens", type=Count(), default="256k", show_default=True, help="Of prompts, then 429.")
 @click.option(
-    "--max-decode-slowdown",
-    type=float,
-    default=2.0,
+    "--prefill-chunk-size",
+    type=Count(),
+    default=64,
     show_default=True,
-    help="Steps that also read prompts take so many times as long as others, and no more.",
+    help="Prompt tokens in a step that also decodes: fewer, and streams keep their pace; more, and prompts wait less.",
 )
 @click.option("--verify", is_flag=True, help="Check the hashes of the weights first.")
 @LIMIT_OPTIONS
@@ -303,7 +303,7 @@ def run(engine: Path, verify: bool, **options: Any) -> None:
     from enginewright.runtime.server.config import ServerConfig
     from enginewright.runtime.server.serve import serve
 
-    limits = {name: options.pop(name) for name in (*LIMITS, "max_decode_slowdown")}
+    limits = {name: options.pop(name) for name in (*LIMITS, "prefill_chunk_size")}
     config = ServerConfig(**options)
     with Engine.open(engine, verify=verify) as opened:
         serve(opened, config, **limits)

@@ -5,8 +5,8 @@
 In turn in each round: the library in a process of its own, and a client in another process that asks the server for
 the same number of prompts, all at once, plainly and streaming. CPU time is that of the process that holds the engine:
 the client's does not count, though on few cores it slows the wall clock. All prompts of a run are new, so that no
-prefix cache helps. The server paces the reading of prompts (max_decode_slowdown), the library by itself does not:
-`offline, paced` is the library told to.
+prefix cache helps. Beside decodes the server reads prompts in chunks (prefill_chunk_size), and the library does not
+unless it is told to: `offline, paced`.
 
 Prints tokens per CPU-second and per second (medians), and the server's share of the library's figures within a round
 (median and range).
@@ -55,14 +55,14 @@ class Server:
         NotMeasured: it ended, or does not answer.
     """
 
-    def __init__(self, engine: Path, threads: int, slowdown: float, log: Path) -> None:
+    def __init__(self, engine: Path, threads: int, chunk: int, log: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "enginewright.cli", "run", str(engine)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--threads", str(threads)]
-        command += ["--max-decode-slowdown", str(slowdown)]
+        command += ["--prefill-chunk-size", str(chunk)]
         with log.open("w") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
         try:
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=num_cores())
-    parser.add_argument("--slowdown", type=float, default=2.0, help="the server's --max-decode-slowdown")
+    parser.add_argument("--chunk", type=int, default=64, help="the server's --prefill-chunk-size")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     arguments = parser.parse_args()
 
@@ -148,7 +148,7 @@ def main() -> None:
         path = folder / "model.engine"
         build_engine(open_checkpoint(str(arguments.model)), BuildConfig(quant=quant_config(arguments.quant)), path)
         limits = {"threads": arguments.threads}
-        paced = {**limits, "max_decode_slowdown": arguments.slowdown}
+        paced = {**limits, "prefill_chunk_size": arguments.chunk}
         library = [sys.executable, str(SCRIPTS / "ours.py"), str(path)]
         client = [sys.executable, str(SCRIPTS / "http_client.py")]
         workers: list[Worker] = []
@@ -159,7 +159,7 @@ def main() -> None:
             return workers[-1]
 
         try:
-            server = Server(path, arguments.threads, arguments.slowdown, folder / "server.log")
+            server = Server(path, arguments.threads, arguments.chunk, folder / "server.log")
             measures = {
                 OFFLINE: offline(worker([*library, json.dumps(limits)])),
                 PLAIN: through(server, worker([*client, server.url, server.model, "plain"])),

@@ -5,7 +5,7 @@
 Three cases, in turn in each round, on the engine as a library (AsyncLLM, which is what the server stands on):
 
     alone     the streams, and no long prompt
-    chunked   a long prompt arrives; a step may take --slowdown times as long as one that only decodes
+    chunked   a long prompt arrives; beside decodes it is read --chunk tokens a step
     whole     a long prompt arrives, and is read in one step
 
 Counted are the gaps of all streams that lie, even in part, between the arrival of the long prompt and its first token:
@@ -103,7 +103,7 @@ async def _written(streams: list[Stream], tokens: int) -> None:
 async def measure(path: Path, arguments: argparse.Namespace) -> dict[str, list[Pace]]:
     """Rounds of all cases, after one to warm up (in which the engine also learns how long its steps take)."""
     limits = {"max_num_seqs": arguments.streams + 1, "threads": arguments.threads}
-    chunked = AsyncLLM(path, max_decode_slowdown=arguments.slowdown, **limits)
+    chunked = AsyncLLM(path, prefill_chunk_size=arguments.chunk, **limits)
     whole = AsyncLLM(path, max_num_batched_tokens=arguments.prompt + arguments.streams + 1, **limits)
     figures: dict[str, list[Pace]] = {case: [] for case in CASES}
     for number in range(arguments.rounds + 1):
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--quant", default="int8-wo")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=4000, help="tokens of the long prompt")
-    parser.add_argument("--slowdown", type=float, default=2.0, help="max_decode_slowdown, as the server has it")
+    parser.add_argument("--chunk", type=int, default=64, help="prefill_chunk_size, as the server has it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=num_cores())
     parser.add_argument("--json", type=Path, help="also write everything to this file")

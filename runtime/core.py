@@ -18,7 +18,6 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.outputs import Delta
-from enginewright.runtime.pacing import Pacer
 from enginewright.runtime.prompts import check_prompt
 from enginewright.runtime.sampling import SampledToken, Sampler, SamplingParams, SamplingRequest, new_seed
 from enginewright.runtime.scheduler import Scheduler
@@ -87,7 +86,7 @@ class EngineCore:
         self._scheduler = Scheduler(
             engine.plan.kv_groups, self.executor.envelope, prefix_caching=config.enable_prefix_caching
         )
-        self._pacer = Pacer(config.max_decode_slowdown)
+        self._chunk = config.prefill_chunk_size
         self._answers: dict[TokenSequence, Answer] = {}
         self._num_steps = self._num_computed = self._num_generated = 0
 
@@ -160,14 +159,12 @@ class EngineCore:
 
     def step(self) -> list[tuple[Request, Delta]]:
         """One step of all that was asked; what it added."""
-        plan = self._scheduler.schedule(self._pacer.max_prompt_tokens)
+        plan = self._scheduler.schedule(self._chunk)
         if plan is None:
             return []
-        start = time.perf_counter()
         sampled = self._sampler.sample(self.executor.run(plan), plan.requests)
         now = time.perf_counter()
         self._scheduler.commit(plan, sampled)
-        self._pacer.note(now - start, plan.num_decodes, plan.num_prompt_tokens)
         self._num_steps += 1
         self._num_computed += plan.sizes.tokens
         told = []

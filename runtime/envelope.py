@@ -24,11 +24,12 @@ class RuntimeConfig:
 
     max_model_len: positions of a sequence. max_num_seqs: sequences in a step. max_num_batched_tokens: tokens in a
     step, at least max_num_seqs. max_logit_rows: rows of logits in a step, at least max_num_seqs. kv_cache_memory:
-    bytes. enable_prefix_caching: prompts that begin alike share what is computed of them. max_decode_slowdown: a step
-    that also reads prompts may take this many times as long as one that only decodes; None reads as fast as it can.
+    bytes. enable_prefix_caching: prompts that begin alike share what is computed of them. prefill_chunk_size:
+    prompt tokens in a step that also decodes, so that those who are being written to keep their pace; None is all that
+    max_num_batched_tokens leaves.
 
     Raises:
-        UsageError: a number is not positive, or max_decode_slowdown not above 1.
+        UsageError: a number is not positive.
     """
 
     max_model_len: int | None = None
@@ -37,7 +38,7 @@ class RuntimeConfig:
     max_logit_rows: int | None = None
     kv_cache_memory: int | None = None
     enable_prefix_caching: bool = True
-    max_decode_slowdown: float | None = None
+    prefill_chunk_size: int | None = None
     threads: int | None = None
     isa: str | None = None
 
@@ -45,8 +46,6 @@ class RuntimeConfig:
         for name, value in vars(self).items():
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise UsageError(f"{name} is {value}", "it must be at least 1")
-        if self.max_decode_slowdown is not None and not 1 < self.max_decode_slowdown < float("inf"):
-            raise UsageError(f"max_decode_slowdown is {self.max_decode_slowdown}", "it must be above 1")
 
 
 def runtime_config(**limits: Any) -> RuntimeConfig:

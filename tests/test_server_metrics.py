@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from enginewright.runtime.server.metrics import Histogram
 from tests.serving import COMPLETIONS, Running, running, wait_until
 
 P = "enginewright_"
@@ -68,15 +69,24 @@ def test_counts(server: Running) -> None:
     assert values[P + "request_success_total", "stop"] == 1
     assert values[P + "request_success_total", "abort"] == 0
     assert values[P + "request_rejected_total", "400"] == values[P + "request_rejected_total", "404"] == 1
+    together = tokens - 4 - values[P + "inter_token_latency_seconds_count", ""]
+    assert 0 <= together <= tokens - 4, "tokens that came with a first one have no time of their own"
     for name, count in (
         ("time_to_first_token_seconds", 4),
-        ("inter_token_latency_seconds", tokens - 4),
+        ("inter_token_latency_seconds", tokens - 4 - together),
         ("e2e_request_latency_seconds", 4),
     ):
         assert values[P + name + "_count", ""] == values[P + name + "_bucket", "+Inf"] == count
-        assert 0 < values[P + name + "_sum", ""] < 60
+        assert 0 <= values[P + name + "_sum", ""] < 60
         buckets = [value for (key, _), value in values.items() if key == P + name + "_bucket"]
         assert buckets == sorted(buckets) and len(buckets) > 10
+
+
+def test_histograms() -> None:
+    values = Histogram((1, 2.5))
+    for value, times in ((0.5, 1), (1, 2), (2, 3), (2.6, 4)):
+        values.observe(value, times)
+    assert values.buckets() == ([("1.0", 3), ("2.5", 6), ("+Inf", 10)], 0.5 + 2 + 6 + 2.6 * 4)
 
 
 def test_what_runs_and_what_leaves(server: Running) -> None:
