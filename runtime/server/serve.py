@@ -1,6 +1,7 @@
 """`engine run`: from an engine file to a server, and to its end."""
 
 import asyncio
+import gc
 import signal
 import socket
 import sys
@@ -67,6 +68,8 @@ async def _serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, _on_signal, stop, loop)
         service = Service(llm, config)
+        gc.collect()
+        gc.freeze()  # what is there now stays: later collections, which hold up a step, need not look at it
         await host(service, listener, stop, lambda: print(_ready(service, listener), file=sys.stderr, flush=True))
     finally:
         await llm.close()
