@@ -291,7 +291,7 @@ def generate(
 @click.option(
     "--prefill-chunk-size",
     type=Count(),
-    default=64,
+    default=32,
     show_default=True,
     help="Prompt tokens in a step that also decodes: fewer, and streams keep their pace; more, and prompts wait less.",
 )
