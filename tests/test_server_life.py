@@ -144,6 +144,18 @@ def test_long_prompts_are_turned_away() -> None:
         assert server.complete("c")
 
 
+def test_a_text_that_waits_counts_by_its_tokens() -> None:
+    text = "東京" * 50
+    with running(limits=SLOW) as server, server.connect() as first, server.connect() as second:
+        count = len(server.llm.engine.tokenizer.encode(text))
+        assert count > len(text)
+        server.send(first, COMPLETIONS, {"prompt": ["a", "b"], **LONG})
+        wait_until(lambda: server.service.admission.num_tokens == 0 and server.llm.stats().num_running == 2)
+        server.send(second, COMPLETIONS, {"prompt": text})
+        wait_until(lambda: server.service.admission.num_tokens == count)
+        first.close()
+
+
 def test_nan_ends_one_request_and_no_other() -> None:
     with running(engine=tiny_engine("NaN")) as server, ThreadPoolExecutor(4) as pool:
         others = {"ignore_eos": True, "logit_bias": {str(NAN_TOKEN): -100}, "max_tokens": 300}

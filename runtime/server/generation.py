@@ -187,13 +187,13 @@ class Generation:
 
     def _close(self) -> None:
         """Nothing of it goes on, and nothing of it is held."""
-        self._service.live.discard(self)
         for request in self._requests:
             request.abort()
         for place in self._places:
             place.close()
         left = sum(choice.finish_reason is None for prompt in self._choices for choice in prompt)
         self._service.metrics.finished["abort"] += left
+        self._service.live.discard(self)
 
 
 async def _together(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
