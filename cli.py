@@ -291,9 +291,10 @@ def generate(
 @click.option(
     "--prefill-chunk-size",
     type=Count(),
-    default=32,
+    default=96,
     show_default=True,
-    help="Prompt tokens in a step that also decodes: fewer, and streams keep their pace; more, and prompts wait less.",
+    help="Prompt tokens in a step that also decodes, deeper ones counting for more: "
+    "fewer, and streams keep their pace; more, and prompts wait less.",
 )
 @click.option("--verify", is_flag=True, help="Check the hashes of the weights first.")
 @LIMIT_OPTIONS

@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=num_cores())
-    parser.add_argument("--chunk", type=int, default=32, help="the server's --prefill-chunk-size")
+    parser.add_argument("--chunk", type=int, default=96, help="the server's --prefill-chunk-size")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     arguments = parser.parse_args()
 

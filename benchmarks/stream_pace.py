@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--quant", default="int8-wo")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=4000, help="tokens of the long prompt")
-    parser.add_argument("--chunk", type=int, default=32, help="prefill_chunk_size, as the server has it")
+    parser.add_argument("--chunk", type=int, default=96, help="prefill_chunk_size, as the server has it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=num_cores())
     parser.add_argument("--json", type=Path, help="also write everything to this file")

@@ -18,6 +18,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.outputs import Delta
+from enginewright.runtime.prompt_cost import PromptCost
 from enginewright.runtime.prompts import check_prompt
 from enginewright.runtime.sampling import SampledToken, Sampler, SamplingParams, SamplingRequest, new_seed
 from enginewright.runtime.scheduler import Scheduler
@@ -84,9 +85,12 @@ class EngineCore:
         self.executor = CpuExecutor(engine, config)
         self._sampler = Sampler()
         self._scheduler = Scheduler(
-            engine.plan.kv_groups, self.executor.envelope, prefix_caching=config.enable_prefix_caching
+            engine.plan.kv_groups,
+            self.executor.envelope,
+            prefix_caching=config.enable_prefix_caching,
+            chunk=config.prefill_chunk_size,
+            cost=PromptCost(engine.plan).at,
         )
-        self._chunk = config.prefill_chunk_size
         self._answers: dict[TokenSequence, Answer] = {}
         self._num_steps = self._num_computed = self._num_generated = 0
 
@@ -159,7 +163,7 @@ class EngineCore:
 
     def step(self) -> list[tuple[Request, Delta]]:
         """One step of all that was asked; what it added."""
-        plan = self._scheduler.schedule(self._chunk)
+        plan = self._scheduler.schedule()
         if plan is None:
             return []
         sampled = self._sampler.sample(self.executor.run(plan), plan.requests)

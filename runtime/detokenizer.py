@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.tokenizer import REPLACEMENT, Tokenizer
 
-REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 CONTEXT_TOKENS = 6  # of the prompt, so that the first token of the answer decodes as it would in the middle of a text
 MAX_CUT_BYTES = 3  # a character has at most four bytes, so as many may wait for the rest of one
 
@@ -27,6 +26,9 @@ class Detokenizer:
         if self._skip and token in self._tokenizer.special_ids:
             return ""
         self._ids.append(token)
+        if self._done == len(self._ids) - 1 and (text := self._tokenizer.whole_text(token)) is not None:
+            self._start, self._done = self._done, len(self._ids)
+            return text
         piece = self._take(len(self._ids))
         if len(self._ids) - self._done > MAX_CUT_BYTES:  # so the first of them is of no character, or of U+FFFD itself
             piece += self._take(self._first_seam(), whole=False)

@@ -25,8 +25,8 @@ class RuntimeConfig:
     max_model_len: positions of a sequence. max_num_seqs: sequences in a step. max_num_batched_tokens: tokens in a
     step, at least max_num_seqs. max_logit_rows: rows of logits in a step, at least max_num_seqs. kv_cache_memory:
     bytes. enable_prefix_caching: prompts that begin alike share what is computed of them. prefill_chunk_size:
-    prompt tokens in a step that also decodes, so that those who are being written to keep their pace; None is all that
-    max_num_batched_tokens leaves.
+    prompt tokens in a step that also decodes, deeper ones counting for more (prompt_cost.py), so that those who are
+    being written to keep their pace; None is all that max_num_batched_tokens leaves.
 
     Raises:
         UsageError: a number is not positive.

@@ -30,6 +30,7 @@ class CpuExecutor:
         self.isa = _choose_isa(config.isa or env.cpu_isa())
         self.threads = config.threads or env.num_threads() or num_cores()
         self._offsets, arena_bytes = self.plan.arena_offsets(self.envelope.limits)
+        self._inputs = [entry.name for entry in self.plan.inputs]
         inputs = [(entry.name, entry.rows.as_tuple(), entry.columns.as_tuple()) for entry in self.plan.inputs]
         limits = self.envelope.limits.as_tuple()
         try:
@@ -70,8 +71,7 @@ class CpuExecutor:
                 pool.copy(copies)
             if blocks:
                 pool.scrub(blocks)
-        arrays = [plan.inputs[entry.name] for entry in self.plan.inputs]
-        self._executor.run(arrays, plan.sizes.as_tuple())
+        self._executor.run([plan.inputs[name] for name in self._inputs], plan.sizes.as_tuple())
         return self._logits[: plan.sizes.logit_rows]
 
     def _operand(self, operand: Operand) -> _cpu.OperandSpec:

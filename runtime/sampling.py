@@ -252,13 +252,7 @@ class Sampler:
             return []
         if self._batch.requests != requests:
             self._batch = _Batch(requests)
-        tokens, status, *logprobs = _cpu.sample(logits, *self._batch.arguments())
-        drawn = tokens.tolist()
-        failed = status.any()
-        if not failed and not self._batch.logprobs:
-            sampled = [SampledToken(token) for token in drawn]
-        else:
-            sampled = _with_logprobs(requests, drawn, status.tolist(), *(values.tolist() for values in logprobs))
+        sampled = [SampledToken(*row) for row in _cpu.sample(logits, *self._batch.arguments())]
         for request, one in zip(requests, sampled, strict=True):
             if not one.is_nan:
                 request.append(one.token)
@@ -271,39 +265,17 @@ class _Batch:
     def __init__(self, requests: Sequence[SamplingRequest]) -> None:
         self.requests = list(requests)
         self._rows = _joined([request.row for request in requests], _cpu.SAMPLING_ROW)
+        self._positions = self._rows["position"]
         self._plain = not any(request.has_extras for request in requests)
-        self.logprobs = bool(self._rows["logprobs"].any())
-        self._top_width = int(self._rows["top_logprobs"].max(initial=0))
 
-    def arguments(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void], npt.NDArray[np.void], int]:
-        """rows, history, biases and top_width of `_cpu.sample`."""
+    def arguments(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void], npt.NDArray[np.void]]:
+        """rows, history and biases of `_cpu.sample`."""
         rows = self._rows
-        rows["position"] = [request.position for request in self.requests]
+        self._positions[:] = [request.position for request in self.requests]
         if self._plain:
-            return rows, _NO_HISTORY, _NO_BIASES, self._top_width
+            return rows, _NO_HISTORY, _NO_BIASES
         histories = [request.history for request in self.requests]
         biases = [request.biases for request in self.requests]
         rows["history_end"] = np.cumsum([len(entries) for entries in histories])
         rows["bias_end"] = np.cumsum([len(entries) for entries in biases])
-        return rows, _joined(histories, _cpu.TOKEN_COUNT), _joined(biases, _cpu.TOKEN_BIAS), self._top_width
-
-
-def _with_logprobs(
-    requests: Sequence[SamplingRequest],
-    tokens: Sequence[int],
-    status: Sequence[int],
-    logprobs: Sequence[float],
-    top_tokens: Sequence[Sequence[int]],
-    top_logprobs: Sequence[Sequence[float]],
-) -> list[SampledToken]:
-    sampled = []
-    for i, request in enumerate(requests):
-        wanted = request.params.logprobs
-        if status[i] != 0:
-            sampled.append(SampledToken(0, is_nan=True))
-        elif wanted is None:
-            sampled.append(SampledToken(tokens[i]))
-        else:
-            top = tuple(zip(top_tokens[i][:wanted], top_logprobs[i][:wanted], strict=True))
-            sampled.append(SampledToken(tokens[i], logprobs[i], top))
-    return sampled
+        return rows, _joined(histories, _cpu.TOKEN_COUNT), _joined(biases, _cpu.TOKEN_BIAS)

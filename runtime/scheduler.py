@@ -6,7 +6,7 @@ scheduler.commit(plan, sampler.sample(logits, plan.requests))
 """
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from enginewright.plan import KvGroup
 from enginewright.runtime.envelope import Envelope
@@ -25,11 +25,22 @@ class Scheduler:
 
     Args:
         prefix_caching: sequences that begin with the same tokens share KV blocks, also with those that have ended.
+        chunk: what the prompts of a step may cost beside decodes (one token they may always have); None: no bound.
+        cost: of a prompt's token at a position.
     """
 
-    def __init__(self, groups: Sequence[KvGroup], envelope: Envelope, *, prefix_caching: bool = False) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KvGroup],
+        envelope: Envelope,
+        *,
+        prefix_caching: bool = False,
+        chunk: int | None = None,
+        cost: Callable[[int], float] = lambda position: 1.0,
+    ) -> None:
         self._limits = envelope.limits
         self._cache = KvCache(groups, envelope.num_blocks, envelope.limits.tokens)
+        self._chunk, self._cost = chunk, cost
         self._prefix_caching = prefix_caching and self._cache.block_size is not None
         self._packer = Packer(groups)
         self._waiting: list[TokenSequence] = []  # both in the order of arrival
@@ -72,12 +83,8 @@ class Scheduler:
             sequence.keys = BlockKeys(self._cache.block_size or 0, sequence.cache_salt)
         self._waiting.append(sequence)
 
-    def schedule(self, max_prompt_tokens: int | None = None) -> StepPlan | None:
-        """The next step, or None if nothing waits or runs.
-
-        Args:
-            max_prompt_tokens: beside decodes, no more tokens of prompts than this (at least one).
-        """
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if nothing waits or runs."""
         self._admit()
         parts: list[Part] = []
         for sequence in [one for one in self._running if one.num_pending_tokens == 1]:
@@ -86,11 +93,15 @@ class Scheduler:
                 parts.append(Part(sequence, 1, 1))
         num_decodes = len(parts)
         budget, rows = self._limits.tokens - num_decodes, self._limits.logit_rows - num_decodes
-        if parts and max_prompt_tokens is not None:
-            budget = min(budget, max(max_prompt_tokens, 1))
+        chunk: float | None = self._chunk if parts else None
         for sequence in [one for one in self._running if one.num_pending_tokens > 1]:
             pending = sequence.num_pending_tokens
             count = min(pending, budget, rows) if sequence.every_logit else min(pending, budget)
+            if chunk is not None:
+                cost = self._cost(sequence.num_computed_tokens)
+                least = 1 if len(parts) == num_decodes else 0
+                count = min(count, max(int(chunk / cost), least))
+                chunk -= count * cost
             wanted = count if sequence.every_logit else int(count == pending)
             if count == 0 or wanted > rows:
                 continue

@@ -63,9 +63,11 @@ class Packer:
 
     def __init__(self, groups: Sequence[KvGroup]) -> None:
         self._groups = tuple(groups)
+        self._moving_names = ("positions", "kv_len", *(f"slots.{index}" for index in range(len(self._groups))))
         self._block_size = min(group.block_size for group in groups)  # of the widest block table
         self._last: tuple[TokenSequence, ...] = ()  # of the last step, if it did nothing but decode
         self._inputs: Inputs = {}
+        self._moving = np.empty((0, 0), np.int32)  # in a step of decodes: positions, kv_len, slots of each group
         self._sizes = Sizes(0, 0, 0, 0, 0)
         self._longest = 0  # positions of the longest sequence
 
@@ -81,6 +83,10 @@ class Packer:
             self._advance(sequences, new_blocks)
         else:
             self._pack(parts)
+            if decodes:
+                names = self._moving_names
+                self._moving = np.stack([self._inputs[name] for name in names])
+                self._inputs.update(zip(names, self._moving, strict=True))
         self._last = sequences if decodes else ()
         return self._sizes, self._inputs
 
@@ -118,10 +124,8 @@ class Packer:
 
     def _advance(self, sequences: Sequence[TokenSequence], new_blocks: Sequence[list[int]]) -> None:
         """Every sequence is one position further."""
-        inputs = self._inputs
-        inputs["tokens"][:] = [sequence.token_ids[-1] for sequence in sequences]
-        inputs["positions"] += 1
-        inputs["kv_len"] += 1
+        self._inputs["tokens"][:] = [sequence.token_ids[-1] for sequence in sequences]
+        self._moving += 1
         self._longest += 1
         widths = self._widths()
         wider = widths != (self._sizes.kv_blocks, self._sizes.kv_splits)
@@ -131,8 +135,6 @@ class Packer:
             if wider or taken:
                 self._fill_table(index, sequences)
                 self._fill_slots(index, np.arange(len(sequences)))
-            else:
-                inputs[f"slots.{index}"] += 1
 
     def _fill_table(self, index: int, sequences: Sequence[TokenSequence]) -> None:
         table = np.zeros((len(sequences), self._sizes.kv_blocks), np.int32)
@@ -146,4 +148,5 @@ class Packer:
         size = self._groups[index].block_size
         block, place = np.divmod(self._inputs["positions"], size)
         table = self._inputs[f"block_table.{index}"]
-        self._inputs[f"slots.{index}"] = (table[owners, block] * size + place).astype(np.int32)
+        slots = self._inputs.setdefault(f"slots.{index}", np.empty(len(owners), np.int32))
+        slots[:] = table[owners, block] * size + place

@@ -12,6 +12,8 @@ from enginewright.errors import CorruptEngineError, UsageError
 if TYPE_CHECKING:
     from enginewright.runtime.chat_template import ChatTemplate
 
+REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
+
 
 class _Kind(msgspec.Struct):
     type: str = ""
@@ -25,9 +27,10 @@ class _Added(msgspec.Struct):
 
 
 class _Form(msgspec.Struct):
-    """What of tokenizer.json decides how much text a token may stand for."""
+    """What of tokenizer.json decides which text a token may stand for."""
 
     model: _Kind
+    decoder: _Kind | None = None
     normalizer: Any = None
     pre_tokenizer: _Kind | None = None
     added_tokens: list[_Added] = []
@@ -49,6 +52,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
         except Exception as error:  # tokenizers raises no narrower class
             raise CorruptEngineError("the tokenizer cannot be read", str(error), "Build the engine again.") from error
+        self._whole_texts: dict[int, str | None] = {}
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
 
@@ -80,6 +84,22 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def whole_text(self, token: int) -> str | None:
+        """The text of a token that has the same text wherever it stands between whole characters; None of another."""
+        if token not in self._whole_texts:
+            text = self.decode([token], skip_special_tokens=False)
+            self._whole_texts[token] = None if REPLACEMENT in text or not self._decodes_bytes else text
+        return self._whole_texts[token]
+
+    @cached_property
+    def _decodes_bytes(self) -> bool:
+        """Whether a text is the bytes of its tokens one behind the other, with nothing done to its beginning."""
+        return self._form.decoder is not None and self._form.decoder.type == "ByteLevel"
+
+    @cached_property
+    def _form(self) -> _Form:
+        return msgspec.json.decode(self._tokenizer.to_str(), type=_Form)
+
     def least_tokens(self, text: str) -> int:
         """A number of tokens that the text has at least, told from its length; 0 where that tells nothing."""
         return 0 if self._most_bytes is None else -(-len(text.encode(errors="replace")) // self._most_bytes)
@@ -91,7 +111,7 @@ class Tokenizer:
         Known for byte-level BPE without a normalizer: every byte is in some token. Added tokens that take the space
         around them with them may stand for any length.
         """
-        form = msgspec.json.decode(self._tokenizer.to_str(), type=_Form)
+        form = self._form
         first = form.pre_tokenizer or _Kind()
         kinds = {entry.type: entry for entry in (first, *first.pretokenizers)}
         greedy = any(token.lstrip or token.rstrip for token in form.added_tokens)

@@ -46,15 +46,27 @@ def sequence_of(
     )
 
 
+def cost_at(position: int) -> float:
+    """Of a prompt's token: twice as much at 8 as at 0."""
+    return 1 + position / 8
+
+
 class Watch:
     """poisoned: sequences whose logits are NaN, from the first on; nobody may see what they have written."""
 
     def __init__(
-        self, groups: Sequence[KvGroup], limits: Sizes, num_blocks: Sequence[int], *, prefix_caching: bool = False
+        self,
+        groups: Sequence[KvGroup],
+        limits: Sizes,
+        num_blocks: Sequence[int],
+        *,
+        prefix_caching: bool = False,
+        chunk: int | None = None,
     ) -> None:
         self.groups, self.limits, self.num_blocks = tuple(groups), limits, tuple(num_blocks)
+        self.chunk = chunk
         envelope = Envelope(LONGEST, limits, self.num_blocks, 0, 0)
-        self.scheduler = Scheduler(groups, envelope, prefix_caching=prefix_caching)
+        self.scheduler = Scheduler(groups, envelope, prefix_caching=prefix_caching, chunk=chunk, cost=cost_at)
         self.pools = [np.full(count * kv.block_size, BLANK) for count, kv in zip(num_blocks, groups, strict=True)]
         self.alive: dict[TokenSequence, int] = {}  # and the step by which each must have ended
         self.poisoned: set[TokenSequence] = set()
@@ -71,9 +83,9 @@ class Watch:
         self.scheduler.finish(sequence, "abort")
         self.alive.pop(sequence, None)
 
-    def schedule(self, max_prompt_tokens: int | None = None) -> StepPlan | None:
+    def schedule(self) -> StepPlan | None:
         """The next step, checked, and computed."""
-        plan = self.scheduler.schedule(max_prompt_tokens)
+        plan = self.scheduler.schedule()
         if plan is None:
             assert not self.alive, "a sequence was left behind"
             return None
@@ -83,8 +95,10 @@ class Watch:
         assert not late, "a sequence was starved"
         oldest = next(iter(self.alive))
         assert plan.parts and oldest in {part.sequence for part in plan.parts}, "the oldest stands still"
-        if max_prompt_tokens is not None and plan.num_decodes:
-            assert plan.num_prompt_tokens <= max(max_prompt_tokens, 1)
+        if self.chunk is not None and plan.num_decodes:
+            prompts = plan.parts[plan.num_decodes :]
+            cost = sum(part.num_tokens * cost_at(part.sequence.num_computed_tokens) for part in prompts)
+            assert cost <= self.chunk or plan.num_prompt_tokens == 1
         self._check_tokens(plan)
         for index in range(len(self.groups)):
             self._check_blocks(plan, index)

@@ -343,7 +343,6 @@ def arguments(**change: Any) -> dict[str, Any]:
         "rows": rows,
         "history": np.zeros(4, _cpu.TOKEN_COUNT),
         "biases": np.zeros(4, _cpu.TOKEN_BIAS),
-        "top_width": 2,
     }
     for name, value in change.items():
         if name in result:
@@ -360,8 +359,6 @@ def arguments(**change: Any) -> dict[str, Any]:
         ({"logits": np.zeros((2, 0), np.float32)}, "no size"),
         ({"logits": np.zeros((10, 2), np.float32).T}, "contiguous"),
         ({"logits": np.zeros(10, np.float32)}, "two dimensions"),
-        ({"top_width": 11}, "top_width"),
-        ({"top_width": -1}, "top_width"),
         ({"history_end": 5}, "row 1: its entries end"),
         ({"history_end": -1}, "row 1: its entries end"),
         ({"bias_end": 5}, "row 1: its entries end"),
@@ -375,7 +372,8 @@ def arguments(**change: Any) -> dict[str, Any]:
         ({"min_p": 2}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"frequency_penalty": np.inf}, "penalties"),
-        ({"logprobs": 1, "top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": 1, "top_logprobs": 11}, "top_logprobs"),
+        ({"logprobs": 1, "top_logprobs": -1}, "top_logprobs"),
         ({"logprobs": 0, "top_logprobs": 1}, "without logprobs"),
     ],
     ids=str,
@@ -386,7 +384,7 @@ def test_malformed_arguments_are_refused(change: dict[str, Any], message: str) -
 
 
 def test_arguments_of_other_types_are_refused() -> None:
-    assert _cpu.sample(**arguments())[1].tolist() == [0, 0]
+    assert [is_nan for *_, is_nan in _cpu.sample(**arguments())] == [False, False]
     for name, value in [("logits", np.zeros((2, 10))), ("rows", np.zeros(2)), ("history", np.zeros(4))]:
         with pytest.raises(TypeError):
             _cpu.sample(**arguments(**{name: value}))

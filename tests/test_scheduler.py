@@ -13,9 +13,12 @@ WIDTH = -(-LONGEST // BLOCK)
 STEPS = 100_000
 
 
-def whole(num_blocks: int, *, tokens: int = 8, sequences: int = 4, prefix_caching: bool = False) -> Watch:
+def whole(
+    num_blocks: int, *, tokens: int = 8, sequences: int = 4, prefix_caching: bool = False, chunk: int | None = None
+) -> Watch:
     """One group without a window."""
-    return Watch((group(0),), Sizes(tokens, sequences, 4, WIDTH, 1), (num_blocks,), prefix_caching=prefix_caching)
+    limits = Sizes(tokens, sequences, 4, WIDTH, 1)
+    return Watch((group(0),), limits, (num_blocks,), prefix_caching=prefix_caching, chunk=chunk)
 
 
 def step(watch: Watch, token: int = 3) -> StepPlan:
@@ -49,9 +52,9 @@ class Traffic:
         spare = int(random.integers(0, [3, 10, 30][random.integers(3)]))
         blocks = tuple(blocks_of(kv, LONGEST, tokens) + spare for kv in groups)
         limits = Sizes(tokens, sequences, rows, WIDTH, 1)
-        self.watch = Watch(groups, limits, blocks, prefix_caching=bool(random.integers(4)))
+        chunk = int(random.integers(1, 12)) if random.integers(2) else None
+        self.watch = Watch(groups, limits, blocks, prefix_caching=bool(random.integers(4)), chunk=chunk)
         self.beginnings = random.integers(0, VOCAB - 1, (3, LONGEST)).tolist()
-        self.paced = bool(random.integers(2))
 
     def arrive(self) -> None:
         random = self.random
@@ -86,7 +89,7 @@ class Traffic:
         self.abort()
         while len(self.watch.alive) < 20 and self.random.random() < 0.4:
             self.arrive()
-        plan = self.watch.schedule(int(self.random.integers(0, 9)) if self.paced else None)
+        plan = self.watch.schedule()
         if plan is not None:
             self.abort()  # while the step is computed
             self.watch.commit(plan, self.draw)
@@ -127,17 +130,28 @@ def test_decodes_are_in_every_step_and_prompts_take_the_rest() -> None:
 
 
 def test_a_pace_is_kept_beside_decodes_alone() -> None:
-    watch = whole(40)
+    """Nothing decodes: the whole budget; then chunks that cost as much wherever they are, one token at the least."""
+    watch = whole(40, chunk=6)
     watch.add(sequence_of(range(12), 30))
-    for expected in ([8], [4]):
-        plan = watch.schedule(max_prompt_tokens=3)
-        assert plan is not None and [part.num_tokens for part in plan.parts] == expected
-        watch.commit(plan, lambda _: 3)
-    watch.add(sequence_of(range(12, 24), 30))
-    for limit, expected in ((3, [1, 3]), (0, [1, 1]), (100, [1, 7])):
-        plan = watch.schedule(max_prompt_tokens=limit)
-        assert plan is not None and [part.num_tokens for part in plan.parts] == expected
-        watch.commit(plan, lambda _: 3)
+    assert [part.num_tokens for part in step(watch).parts] == [8]
+    assert [part.num_tokens for part in step(watch).parts] == [4]
+    watch.add(sequence_of(range(12, 27), 30))
+    chunks = [[part.num_tokens for part in step(watch).parts] for _ in range(6)]
+    assert chunks == [[1, 6], [1, 3], [1, 2], [1, 2], [1, 2], [1, 1]]
+    watch = whole(40, chunk=1)
+    watch.add(sequence_of([1], 30))
+    step(watch)
+    watch.add(sequence_of(range(2, 20), 30))
+    assert [[part.num_tokens for part in step(watch).parts] for _ in range(3)] == [[1, 1]] * 3
+
+
+def test_what_a_chunk_leaves_goes_to_the_next_prompt() -> None:
+    watch = whole(40, chunk=6)
+    watch.add(sequence_of([1], 30))
+    step(watch)
+    watch.add(sequence_of(range(2, 6), 30))
+    watch.add(sequence_of(range(6, 20), 30))
+    assert [part.num_tokens for part in step(watch).parts] == [1, 4, 2]
 
 
 def test_sequences_are_admitted_in_the_order_of_arrival() -> None:

@@ -101,8 +101,11 @@ class PyExecutor {
 
   void run(const std::vector<py::array>& arrays, const SizesTuple& sizes) {
     std::vector<InputArray> inputs;
+    inputs.reserve(arrays.size());
     for (const py::array& array : arrays) {
-      require(array.dtype().equal(py::dtype::of<int32_t>()), "the inputs of a step must be int32");
+      const py::dtype dtype = array.dtype();
+      require(dtype.kind() == 'i' && dtype.itemsize() == 4 && dtype.byteorder() == '=',
+              "the inputs of a step must be int32");
       require((array.flags() & py::array::c_style) != 0, "the inputs of a step must be contiguous");
       require(array.ndim() == 1 || array.ndim() == 2, "the inputs of a step must have one or two dimensions");
       inputs.push_back({static_cast<const int32_t*>(array.data()), array.shape(0),

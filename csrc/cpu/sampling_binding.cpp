@@ -34,7 +34,7 @@ void check_entries(const Entry* entries, int64_t begin, int64_t end, int64_t siz
   }
 }
 
-void check_row(const SamplingRow& row, int64_t index, int64_t vocab, int64_t top_width) {
+void check_row(const SamplingRow& row, int64_t index, int64_t vocab) {
   require_row(row.temperature >= 0 && std::isfinite(row.temperature), index,
               "temperature must be finite and >= 0");
   require_row(row.top_k >= 0, index, "top_k must be >= 0");
@@ -44,13 +44,25 @@ void check_row(const SamplingRow& row, int64_t index, int64_t vocab, int64_t top
               "repetition_penalty must be finite and > 0");
   require_row(std::isfinite(row.frequency_penalty) && std::isfinite(row.presence_penalty), index,
               "penalties must be finite");
-  require_row(row.top_logprobs >= 0 && row.top_logprobs <= std::min(vocab, top_width), index,
-              "top_logprobs must be between 0 and the least of the vocabulary and top_width");
+  require_row(row.top_logprobs >= 0 && row.top_logprobs <= vocab, index,
+              "top_logprobs must be in 0 … vocabulary");
   require_row(row.top_logprobs == 0 || row.logprobs != 0, index, "top_logprobs without logprobs");
 }
 
-py::tuple sample(const py::array_t<float, 0>& logits, const Array<SamplingRow>& rows,
-                 const Array<TokenCount>& history, const Array<TokenBias>& biases, int64_t top_width) {
+// What sample_row() gave for one row, in the order of Python's SampledToken.
+py::tuple sampled_token(const SamplingRow& row, const SampledRow& drawn, const int32_t* top_tokens,
+                        const float* top_logprobs) {
+  if (drawn.status != RowStatus::ok) return py::make_tuple(0, py::none(), py::tuple(), true);
+  if (row.logprobs == 0) return py::make_tuple(drawn.token, py::none(), py::tuple(), false);
+  py::tuple top(row.top_logprobs);
+  for (int32_t i = 0; i < row.top_logprobs; ++i) {
+    top[static_cast<size_t>(i)] = py::make_tuple(top_tokens[i], top_logprobs[i]);
+  }
+  return py::make_tuple(drawn.token, drawn.logprob, top, false);
+}
+
+py::list sample(const py::array_t<float, 0>& logits, const Array<SamplingRow>& rows,
+                const Array<TokenCount>& history, const Array<TokenBias>& biases) {
   if (logits.ndim() != 2 || rows.ndim() != 1 || history.ndim() != 1 || biases.ndim() != 1) {
     throw std::invalid_argument("logits must have two dimensions, rows, history and biases one");
   }
@@ -61,46 +73,45 @@ py::tuple sample(const py::array_t<float, 0>& logits, const Array<SamplingRow>& 
   }
   if (rows.shape(0) != n) throw std::invalid_argument("logits and rows differ in their number");
   if (vocab < 1 || vocab >= int64_t{1} << 31) throw std::invalid_argument("the vocabulary has no size");
-  if (top_width < 0 || top_width > vocab) throw std::invalid_argument("top_width must be in 0 … vocabulary");
 
-  int64_t history_begin = 0, bias_begin = 0;
+  int64_t history_begin = 0, bias_begin = 0, top_width = 0;
   for (int64_t i = 0; i < n; ++i) {
     const SamplingRow& row = rows.data()[i];
-    check_row(row, i, vocab, top_width);
+    check_row(row, i, vocab);
+    top_width = std::max<int64_t>(top_width, row.top_logprobs);
     check_entries(history.data(), history_begin, row.history_end, history.shape(0), vocab, i);
     check_entries(biases.data(), bias_begin, row.bias_end, biases.shape(0), vocab, i);
     history_begin = row.history_end;
     bias_begin = row.bias_end;
   }
 
-  Array<int32_t> tokens(n), status(n), top_tokens({n, top_width});
-  Array<float> logprobs(n), top_logprobs({n, top_width});
-  std::fill_n(top_tokens.mutable_data(), n * top_width, 0);
-  std::fill_n(top_logprobs.mutable_data(), n * top_width, 0.0f);
+  std::vector<SampledRow> sampled(static_cast<size_t>(n));
+  std::vector<int32_t> top_tokens(static_cast<size_t>(n * top_width));
+  std::vector<float> top_logprobs(static_cast<size_t>(n * top_width));
   {
     const float* x = logits.data();
     const SamplingRow* row = rows.data();
     const TokenCount* counts = history.data();
     const TokenBias* bias = biases.data();
-    int32_t *token = tokens.mutable_data(), *state = status.mutable_data(),
-            *top_token = top_tokens.mutable_data();
-    float *logprob = logprobs.mutable_data(), *top_logprob = top_logprobs.mutable_data();
     const py::gil_scoped_release release;
     SamplingScratch scratch;
     history_begin = bias_begin = 0;
     for (int64_t i = 0; i < n; ++i) {
-      const SampledRow sampled = sample_row(x + i * stride, vocab, row[i],
-                                            {counts + history_begin, row[i].history_end - history_begin},
-                                            {bias + bias_begin, row[i].bias_end - bias_begin}, scratch,
-                                            top_token + i * top_width, top_logprob + i * top_width);
-      token[i] = sampled.token;
-      state[i] = static_cast<int32_t>(sampled.status);
-      logprob[i] = sampled.logprob;
+      sampled[static_cast<size_t>(i)] = sample_row(
+          x + i * stride, vocab, row[i], {counts + history_begin, row[i].history_end - history_begin},
+          {bias + bias_begin, row[i].bias_end - bias_begin}, scratch, top_tokens.data() + i * top_width,
+          top_logprobs.data() + i * top_width);
       history_begin = row[i].history_end;
       bias_begin = row[i].bias_end;
     }
   }
-  return py::make_tuple(tokens, status, logprobs, top_tokens, top_logprobs);
+  py::list result(n);
+  for (int64_t i = 0; i < n; ++i) {
+    result[static_cast<size_t>(i)] =
+        sampled_token(rows.data()[i], sampled[static_cast<size_t>(i)], top_tokens.data() + i * top_width,
+                      top_logprobs.data() + i * top_width);
+  }
+  return result;
 }
 
 }  // namespace
@@ -115,7 +126,7 @@ void bind_sampling(py::module_& module) {
   module.attr("TOKEN_COUNT") = py::dtype::of<TokenCount>();
   module.attr("TOKEN_BIAS") = py::dtype::of<TokenBias>();
   module.def("sample", &sample, py::arg("logits").noconvert(), py::arg("rows").noconvert(),
-             py::arg("history").noconvert(), py::arg("biases").noconvert(), py::arg("top_width"));
+             py::arg("history").noconvert(), py::arg("biases").noconvert());
   module.def(
       "philox4x32", [](PhiloxCounter counter, PhiloxKey key) { return philox4x32(counter, key); },
       py::arg("counter"), py::arg("key"));

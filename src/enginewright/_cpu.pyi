@@ -75,14 +75,12 @@ def sample(
     rows: NDArray[np.void],
     history: NDArray[np.void],
     biases: NDArray[np.void],
-    top_width: int,
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]:
+) -> list[tuple[int, float | None, tuple[tuple[int, float], ...], bool]]:
     """Draws a token for each row of logits [n, vocab] (a row is contiguous, rows may be padded).
 
     rows: SAMPLING_ROW [n]. history: TOKEN_COUNT, the tokens of prompt and output, each once, row after row; biases:
-    TOKEN_BIAS likewise; a row's entries end at its history_end and bias_end. top_width: columns of the top arrays.
-    Returns tokens [n], status [n] (0 drawn, 1 NaN or +inf among the logits, 2 no token is possible), logprobs [n],
-    top_tokens [n, top_width], top_logprobs [n, top_width]. ValueError for whatever does not fit.
+    TOKEN_BIAS likewise; a row's entries end at its history_end and bias_end. Returns the fields of SampledToken
+    (runtime/sampling.py) for each row. ValueError for whatever does not fit.
     """
 
 def philox4x32(counter: Sequence[int], key: Sequence[int]) -> list[int]:
