@@ -12,6 +12,7 @@ from enginewright.passes.fusion.residual_norm import FuseResidualNorm
 from enginewright.passes.fusion.rope_kv_write import FuseRopeKvWrite
 from enginewright.passes.fusion.round_in_producer import RoundInProducer
 from enginewright.passes.fusion.swiglu import FuseSwiGlu
+from enginewright.passes.gather_early import GatherEarly
 from enginewright.passes.graph import norms_rows
 from enginewright.passes.pass_manager import Pass, PassResult, run_passes
 from enginewright.passes.quant import QuantConfig
@@ -37,6 +38,7 @@ def pipeline(quant: QuantConfig) -> list[Pass]:
         ToRagged(),
         FuseRopeKvWrite(),
         RoundInProducer(),
+        GatherEarly(),
         Cleanup(),
     ]
 

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from enginewright.errors import EngineError
-from enginewright.passes.graph import made_by, nodes_of, only_used_by, replace, standard, typed
+from enginewright.passes.graph import nodes_of, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import DOMAIN
 from enginewright.plugins.kv_write import KV_WRITE
@@ -138,33 +138,14 @@ class _Switch:
         replace([node], [write, cast, attend], [(node.outputs[0], attend.outputs[0])])
 
     def _choose_rows(self) -> None:
-        """Only the rows whose logits are wanted reach the head."""
+        """Logits of the wanted rows alone."""
         logits = next(value for value in self.model.graph.outputs if value.name == "logits")
-        path: list[ir.Node] = []
-        node = logits.producer()
-        while node is not None:
-            path.append(node)
-            if node.op_type.startswith("Gemm"):
-                break
-            assert node.inputs[0] is not None
-            node = node.inputs[0].producer()
-        head = path[-1] if path else None
-        if head is None or not head.op_type.startswith("Gemm"):
-            raise EngineError("the logits come from no matrix product", "so their rows cannot be chosen")
-        x = head.inputs[0]
-        cast = made_by(x, "Cast")
-        if cast is not None and only_used_by(cast.outputs[0], head):
-            path.append(cast)
-            head, x = cast, cast.inputs[0]
-        assert x is not None and x.shape is not None and x.dtype is not None
-        chosen = typed(f"{x.name}.chosen", x.dtype, (LOGIT_ROWS, x.shape.dims[-1]))
-        gather = standard("Gather", [x, self._input("logit_rows", LOGIT_ROWS)], [chosen], str(chosen.name), axis=0)
-        self.model.graph.insert_before(head, gather)
-        head.replace_input_with(0, chosen)
-        for each in path:
-            (output,) = each.outputs
-            assert output.shape is not None
-            output.shape = ir.Shape((LOGIT_ROWS, *output.shape.dims[1:]))
+        assert logits.dtype is not None and logits.shape is not None
+        logits.name = "logits.all"
+        chosen = typed("logits", logits.dtype, (LOGIT_ROWS, *logits.shape.dims[1:]))
+        ir.convenience.replace_all_uses_with(logits, chosen, replace_graph_outputs=True)
+        rows = self._input("logit_rows", LOGIT_ROWS)
+        self.model.graph.append(standard("Gather", [logits, rows], [chosen], "logits", axis=0))
 
 
 def _layer(node: ir.Node) -> int:

@@ -30,6 +30,7 @@ ADD_RMS_NORM = Plugin(
     attributes={"epsilon": float, "to": int},
     reference=_reference,
     infer=_infer,
+    by_rows=True,
     kernels={
         "cpu": KernelBinding(
             "add_rms_norm@1", ("x", "delta", "weight"), ("sum", "normed"), ("epsilon",), in_place={"sum": 0}

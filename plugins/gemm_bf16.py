@@ -11,5 +11,6 @@ GEMM_BF16 = Plugin(
     attributes=gemm.ATTRIBUTES,
     reference=lambda write, node: gemm.reference(write, node, None, 2),
     infer=gemm.infer,
+    by_rows=True,
     kernels={"cpu": KernelBinding("gemm_bf16@1", ("x", "weight", "bias"), ("out",), ("epilogue",))},
 )

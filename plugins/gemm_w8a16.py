@@ -14,5 +14,6 @@ GEMM_W8A16 = Plugin(
     attributes=gemm.ATTRIBUTES,
     reference=lambda write, node: gemm.reference(write, node, operand(node, 2), 3),
     infer=gemm.infer,
+    by_rows=True,
     kernels={"cpu": KernelBinding("gemm_w8a16@1", ("x", "weight", "scale", "bias"), ("out",), ("epilogue",))},
 )

@@ -21,7 +21,8 @@ class Plugin:
     inputs, outputs: names in order; an input whose name ends in "?" may be absent. attributes: name → type;
     every attribute is always written. reference: writes the node in standard ops and gives what takes the
     place of its outputs; a function, so that optional inputs and attributes shape what is written. infer: dtype
-    and dimensions of the outputs. kernels: target → kernel; an op that no target runs (it stands in the graph for
+    and dimensions of the outputs. by_rows: a row of the outputs depends on that row of the inputs, on weights, and on
+    nothing else. kernels: target → kernel; an op that no target runs (it stands in the graph for
     a while, until a pass replaces it) has none.
     """
 
@@ -32,6 +33,7 @@ class Plugin:
     reference: Callable[[Writer, ir.Node], Sequence[ir.Value]]
     infer: Callable[[ir.Node], Sequence[TypeAndDims]]
     kernels: Mapping[str, KernelBinding] = field(default_factory=dict)
+    by_rows: bool = False
 
     def check(self, node: ir.Node) -> None:
         """Inputs, outputs and attributes of a node are those of the schema.

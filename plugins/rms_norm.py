@@ -31,5 +31,6 @@ RMS_NORM = Plugin(
     attributes={"epsilon": float, "to": int},
     reference=_reference,
     infer=_infer,
+    by_rows=True,
     kernels={"cpu": KERNEL},
 )

@@ -28,5 +28,6 @@ SOFTCAP = Plugin(
     attributes={"cap": float},
     reference=_reference,
     infer=_infer,
+    by_rows=True,
     kernels={"cpu": KernelBinding("softcap@1", ("x",), ("out",), ("cap",))},
 )

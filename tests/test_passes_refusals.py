@@ -222,7 +222,6 @@ REFUSALS: list[tuple[str, str, Spoil, str]] = [
     ("round_in_producer", "llama", give("layers.1.attention"), "layers.1.attention is used unrounded, too."),
     ("round_in_producer", "llama", round_too("rope.cos"), "rope.cos is used unrounded, too."),
     ("round_in_producer", "llama", round_too("positions"), "low rounds an input of the graph."),
-    ("round_in_producer", "llama", use("norm"), "norm.chosen gathers rows that cannot be rounded before."),
     ("round_in_producer", "llama", cap("layers.1.attention"), "layers.1.attention.capped (Softcap) cannot round."),
 ]
 

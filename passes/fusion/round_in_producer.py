@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from enginewright.passes.graph import nodes_of, norms_rows, only_used_by, replace, standard, typed
+from enginewright.passes.graph import nodes_of, norms_rows, replace
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import plugin_of
 from enginewright.plugins.rms_norm import RMS_NORM
@@ -34,8 +34,6 @@ def _round(cast: ir.Node) -> str | None:
     users = tuple(value.consumers())
     if value.is_graph_output() or any(user.op_type != "Cast" or user.attributes["to"].as_int() != to for user in users):
         return f"{value.name} is used unrounded, too."
-    if producer.op_type == "Gather" and producer.domain == "":
-        return _above_gather(producer, users, to)
     if not _can_round(value, producer):
         return f"{producer.name} ({producer.op_type}) cannot round."
     rounding = _rounding(producer, to)
@@ -69,25 +67,3 @@ def _rounding(producer: ir.Node, to: int) -> ir.Node:
         return RMS_NORM.node(producer.inputs, epsilon=producer.attributes.get_float("epsilon", 1e-5), to=to)
     attributes = {name: attribute.value for name, attribute in producer.attributes.items()}
     return plugin.node(producer.inputs, **{**attributes, "to": to})
-
-
-def _above_gather(gather: ir.Node, users: tuple[ir.Node, ...], to: int) -> str | None:
-    """Cast(Gather(x, rows)) becomes Gather(Cast(x), rows), and the Cast goes into what writes x."""
-    source, rows = gather.inputs
-    assert source is not None and source.shape is not None and gather.outputs[0].shape is not None
-    producer = source.producer()
-    if producer is None or not _can_round(source, producer) or not only_used_by(source, gather):
-        return f"{gather.name} gathers rows that cannot be rounded before."
-    dtype = ir.DataType(to)
-    rounded = typed(f"{source.name}.rounded", dtype, source.shape.dims)
-    gathered = typed("", dtype, gather.outputs[0].shape.dims)
-    cast = standard("Cast", [source], [rounded], str(rounded.name), to=to)
-    moved = standard("Gather", [rounded, rows], [gathered], str(gather.name), axis=0)
-    graph = gather.graph
-    assert graph is not None
-    for user in users:
-        ir.convenience.replace_all_uses_with(user.outputs[0], gathered, replace_graph_outputs=True)
-    gathered.name = gather.outputs[0].name
-    graph.insert_before(gather, [cast, moved])
-    graph.remove([*users, gather], safe=True)
-    return _round(cast)

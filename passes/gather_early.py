@@ -1,0 +1,65 @@
+"""The rows whose logits are wanted are chosen as early as no other row is needed: behind the last attention.
+
+Gather(f(x, y), rows) becomes f(Gather(x, rows), Gather(y, rows)) for every f that works row by row. A step that reads a
+prompt then computes the last layer's projection and MLP for one row of it, not for all.
+"""
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from enginewright.passes.graph import nodes_of, norms_rows, only_used_by, standard, typed
+from enginewright.passes.pass_manager import PassResult
+from enginewright.plugins import plugin_of
+
+
+@dataclass(frozen=True)
+class GatherEarly:
+    name: str = "gather_early"
+
+    def __call__(self, model: ir.Model) -> PassResult:
+        return PassResult(sum(_raise(model, gather) for gather in nodes_of(model, "Gather")))
+
+
+def _raise(model: ir.Model, gather: ir.Node) -> int:
+    """Moves a Gather over all that it can be moved over; how many nodes that is."""
+    source, rows = gather.inputs
+    assert source is not None and rows is not None and source.shape is not None and rows.shape is not None
+    if source.is_initializer() or rows.is_initializer() or gather.attributes.get_int("axis", 0) != 0:
+        return 0  # an embedding
+    old, new = source.shape[0], rows.shape[0]
+    above: list[ir.Node] = []
+    for node in reversed(tuple(model.graph)):
+        read = [value for value in node.outputs if value.uses() or value.is_graph_output()]
+        if read and _by_rows(node) and all(only_used_by(value, gather, *above) for value in read):
+            above.append(node)
+    if not above:
+        return 0
+    chosen: dict[ir.Value, ir.Value] = {}
+    for node in reversed(above):
+        for index, value in enumerate(node.inputs):
+            if value is None or value.shape is None or value.is_initializer() or value.producer() in above:
+                continue
+            if value not in chosen:
+                assert value.dtype is not None and value.shape[0] == old
+                chosen[value] = typed(f"{value.name}.chosen", value.dtype, (new, *value.shape.dims[1:]))
+                earlier = standard("Gather", [value, rows], [chosen[value]], str(chosen[value].name), axis=0)
+                model.graph.insert_before(node, earlier)
+            node.replace_input_with(index, chosen[value])
+        for output in node.outputs:
+            assert output.shape is not None
+            output.shape = ir.Shape((new, *output.shape.dims[1:]))
+    (result,) = gather.outputs
+    name, result.name = result.name, None
+    ir.convenience.replace_all_uses_with(result, source, replace_graph_outputs=True)
+    source.name = name
+    model.graph.remove(gather, safe=True)
+    return len(above)
+
+
+def _by_rows(node: ir.Node) -> bool:
+    """Whether a row of what a node writes depends on that row of what it reads, on weights, and on nothing else."""
+    plugin = plugin_of(node)
+    if plugin is not None:
+        return plugin.by_rows
+    return node.op_type in ("Add", "Cast") or (node.op_type == "RMSNormalization" and norms_rows(node))
