@@ -81,6 +81,7 @@ LIMITS = (
     "kv_cache_memory",
     "enable_prefix_caching",
     "threads",
+    "isa",
 )
 LIMIT_OPTIONS = _with_options(
     click.option("--max-model-len", type=Count(), help="Positions of a sequence, prompt and answer.  [the engine's]"),
@@ -94,6 +95,7 @@ LIMIT_OPTIONS = _with_options(
         help="Prompts that begin alike share what is computed of them.",
     ),
     click.option("--threads", type=Count(), help="Threads.  [all cores, or ENGINEWRIGHT_NUM_THREADS]"),
+    click.option("--isa", help="Instruction set: amx, avx512, avx2, portable.  [the best, or ENGINEWRIGHT_CPU_ISA]"),
 )
 
 WORKLOAD = ("num_prompts", "input_len", "output_len", "shared_prefix_len", "dataset", "seed", "ignore_eos")
@@ -186,12 +188,13 @@ def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> 
 @click.argument("engine", type=click.Path(path_type=Path))
 @click.option("--goldens/--no-goldens", default=True, help="Also replay the engine's goldens on this machine.")
 @click.option("--threads", type=Count(), help="Threads for the goldens.")
+@click.option("--isa", help="Instruction set for the goldens.  [the best, or ENGINEWRIGHT_CPU_ISA]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def verify(engine: Path, goldens: bool, threads: int | None, as_json: bool) -> None:
+def verify(engine: Path, goldens: bool, threads: int | None, isa: str | None, as_json: bool) -> None:
     """Check every section's hash, then that the engine computes here what it computed where it was built."""
     from enginewright.runtime.verify import verify as run_verify
 
-    report = run_verify(engine, goldens=goldens, threads=threads)
+    report = run_verify(engine, goldens=goldens, threads=threads, isa=isa)
     click.echo(json.dumps(report) if as_json else "\n".join(f"{name:<12} {text}" for name, text in report.items()))
 
 

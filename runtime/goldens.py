@@ -18,8 +18,8 @@ GOLDENS = "goldens"  # the section of the engine file
 PROMPT_TOKENS = (1, 7, 40)  # one token; a partial KV block; more than one KV block
 TOP = 16  # tokens kept of each prompt's last position
 DECIMALS = 2  # what is written is evidence, rounded so that machines of one class write the same
-# Log-probabilities of the 16 likeliest tokens differ by up to 0.08 between instruction sets on SmolLM2 (`engine verify`
-# under ENGINEWRIGHT_CPU_ISA shows it): roundings to bf16 fall differently. A wrong kernel moves them by whole units.
+# Log-probabilities of the 16 likeliest tokens differ by up to 0.08 between instruction sets on SmolLM2 (`engine verify
+# --isa` shows it): roundings to bf16 fall differently. A wrong kernel moves them by whole units.
 TOLERANCE = 0.3
 
 
@@ -45,9 +45,9 @@ class Goldens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise CorruptEngineError("the goldens cannot be read", str(error), "Build the engine again.") from error
 
 
-def replay_config(threads: int | None = None) -> RuntimeConfig:
+def replay_config(threads: int | None = None, isa: str | None = None) -> RuntimeConfig:
     """Limits that the prompts need and no more."""
-    return RuntimeConfig(max_num_seqs=1, max_num_batched_tokens=max(PROMPT_TOKENS), threads=threads)
+    return RuntimeConfig(max_num_seqs=1, max_num_batched_tokens=max(PROMPT_TOKENS), threads=threads, isa=isa)
 
 
 def _last_logprobs(executor: CpuExecutor, prompt: tuple[int, ...]) -> NDArray[np.float64]:

@@ -10,7 +10,7 @@ from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.goldens import GOLDENS, Goldens, replay, replay_config
 
 
-def verify(path: Path, *, goldens: bool, threads: int | None) -> dict[str, Any]:
+def verify(path: Path, *, goldens: bool, threads: int | None = None, isa: str | None = None) -> dict[str, Any]:
     """What was checked, in words and numbers.
 
     Raises:
@@ -27,13 +27,13 @@ def verify(path: Path, *, goldens: bool, threads: int | None) -> dict[str, Any]:
         return report | {"goldens": "not replayed"}
     with Engine.open(path) as engine:
         expected = Goldens.from_json(engine.file.read_section(GOLDENS))
-        executor = CpuExecutor(engine, replay_config(threads))
+        executor = CpuExecutor(engine, replay_config(threads, isa))
         deviations = replay(expected, executor)
     worst = max(deviations, default=0.0)
     if worst > expected.tolerance:
         raise EngineError(
             f"{path} computes something else on this machine",
             f"log-probabilities of its goldens differ by up to {worst:.2f}, allowed is {expected.tolerance}",
-            "Please report it, with the output of lscpu; ENGINEWRIGHT_CPU_ISA=portable may still be right.",
+            "Please report it, with the output of lscpu; --isa portable may still be right.",
         )
     return report | {"goldens": "right", "deviation": round(worst, 3), "isa": executor.isa}

@@ -10,6 +10,7 @@ import onnx
 import pytest
 from click.testing import CliRunner, Result
 
+from enginewright import _cpu
 from enginewright.cli import QUANTS, main
 from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.manifest import About
@@ -71,10 +72,18 @@ def test_inspect_and_verify(engine: Path) -> None:
     assert report["hashes"] == report["goldens"] == "right"
 
 
-@pytest.mark.parametrize("isa", ["portable"])
-def test_goldens_hold_on_another_instruction_set(engine: Path, isa: str) -> None:
-    report = json.loads(run("verify", engine, "--json", ENGINEWRIGHT_CPU_ISA=isa).stdout)
+@pytest.mark.parametrize("isa", _cpu.isa_names())
+def test_goldens_hold_on_every_instruction_set(engine: Path, isa: str) -> None:
+    report = json.loads(run("verify", engine, "--json", "--isa", isa).stdout)
     assert report["isa"] == isa and report["goldens"] == "right"
+
+
+def test_the_option_for_the_instruction_set_goes_before_the_variable(engine: Path) -> None:
+    report = json.loads(run("verify", engine, "--json", ENGINEWRIGHT_CPU_ISA="portable").stdout)
+    assert report["isa"] == "portable"
+    best = _cpu.isa_names()[0]
+    report = json.loads(run("verify", engine, "--json", "--isa", best, ENGINEWRIGHT_CPU_ISA="portable").stdout)
+    assert report["isa"] == best
 
 
 def test_generate_prints_the_answer_alone_on_stdout(engine: Path) -> None:
@@ -208,6 +217,7 @@ def test_an_engine_without_code_for_this_machine_is_6(engine: Path, tmp_path: Pa
 
 def test_an_instruction_set_that_is_not_there_is_refused(engine: Path) -> None:
     assert "portable" in refused(2, "generate", engine, "-p", "x", ENGINEWRIGHT_CPU_ISA="sse9")
+    assert "portable" in refused(2, "generate", engine, "-p", "x", "--isa", "sse9")
 
 
 def test_quant_offers_what_there_is() -> None:

@@ -25,7 +25,7 @@ def int32(*values: int) -> NDArray[np.int32]:
 
 
 def test_isas_are_listed_best_first() -> None:
-    order = ["amx", "avx512", "portable"]
+    order = ["amx", "avx512", "avx2", "portable"]
     names = _cpu.isa_names()
     assert names[-1] == "portable" and names == [name for name in order if name in names]
     assert len({tuple(_cpu.kernel_names(name)) for name in names}) == 1, "every ISA has every kernel"

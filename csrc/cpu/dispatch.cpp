@@ -11,24 +11,27 @@ namespace {
 #if defined(__x86_64__)
 
 struct Machine {
-  bool avx512 = false, amx = false;
+  bool avx2 = false, avx512 = false, amx = false;
 };
 
-// Intel SDM vol. 2, CPUID leaf 7; vol. 1, 13.3 (XCR0: the system saves these registers).
+// Intel SDM vol. 2, CPUID leaves 1 and 7; vol. 1, 13.3 (XCR0: the system saves these registers).
 Machine detect() {
   uint32_t a = 0, b = 0, c = 0, d = 0;
   const auto bit = [](uint32_t word, int n) { return (word >> n & 1) != 0; };
   if (!__get_cpuid(1, &a, &b, &c, &d) || !bit(c, 27)) return {};  // OSXSAVE
+  const bool avx = bit(c, 28), fma = bit(c, 12), f16c = bit(c, 29);
   uint32_t xcr0 = 0, high = 0;
   __asm__("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || a < 1) return {};
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return {};
+  const bool ymm_saved = (xcr0 & 6) == 6;
   const bool zmm_saved = (xcr0 & 0xe6) == 0xe6, tiles_saved = (xcr0 & 0x60000) == 0x60000;
-  const bool f = bit(b, 16), dq = bit(b, 17), bw = bit(b, 30), vl = bit(b, 31);
+  const bool avx2 = bit(b, 5), f = bit(b, 16), dq = bit(b, 17), bw = bit(b, 30), vl = bit(b, 31);
   const bool vbmi = bit(c, 1), vnni = bit(c, 11), amx_bf16 = bit(d, 22), amx_tile = bit(d, 24);
-  __get_cpuid_count(7, 1, &a, &b, &c, &d);
-  const bool bf16 = bit(a, 5);
+  const bool more = a >= 1;  // leaf 7 has a second part; on the first machines with AVX2 it has none
+  const bool bf16 = more && __get_cpuid_count(7, 1, &a, &b, &c, &d) && bit(a, 5);
   Machine machine;
-  machine.avx512 = zmm_saved && f && dq && bw && vl && vbmi && vnni && bf16;
+  machine.avx2 = ymm_saved && avx && fma && f16c && avx2;
+  machine.avx512 = machine.avx2 && zmm_saved && f && dq && bw && vl && vbmi && vnni && bf16;
   machine.amx = machine.avx512 && tiles_saved && amx_bf16 && amx_tile && amx_allowed();
   return machine;
 }
@@ -47,6 +50,7 @@ std::vector<std::string> isa_names() {
 #if defined(__x86_64__)
   if (machine().amx) names.push_back("amx");
   if (machine().avx512) names.push_back("avx512");
+  if (machine().avx2) names.push_back("avx2");
 #endif
   names.push_back("portable");
   return names;
@@ -58,8 +62,10 @@ const KernelTable& kernel_table(const std::string& isa) {
     known += (known.empty() ? "" : ", ") + name;
     if (name != isa) continue;
 #if defined(__x86_64__)
+    static const KernelTable avx2 = machine().avx2 ? avx2_table() : KernelTable{};
     static const KernelTable avx512 = machine().avx512 ? avx512_table() : KernelTable{};
     static const KernelTable amx = machine().amx ? amx_table() : KernelTable{};
+    if (isa == "avx2") return avx2;
     if (isa == "avx512") return avx512;
     if (isa == "amx") return amx;
 #endif

@@ -8,7 +8,7 @@
 
 namespace enginewright {
 
-// Best first, of "amx", "avx512", "portable". "amx" is avx512 with GEMMs on tiles.
+// Best first, of "amx", "avx512", "avx2", "portable". "amx" is avx512 with GEMMs on tiles.
 std::vector<std::string> isa_names();
 
 // std::invalid_argument when this machine has no such instruction set.
@@ -17,6 +17,7 @@ const KernelTable& kernel_table(const std::string& isa);
 // One a source file, isa_*.cpp.
 KernelTable portable_table();
 #if defined(__x86_64__)
+KernelTable avx2_table();
 KernelTable avx512_table();
 KernelTable amx_table();
 bool amx_allowed();  // asks the system for leave to use tiles, once a process

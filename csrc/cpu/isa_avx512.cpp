@@ -35,7 +35,7 @@
 
 namespace enginewright {
 
-KernelTable avx512_table() { return make_table<Avx512>(); }
+KernelTable avx512_table() { return make_table<Avx512>(gemm_table<Avx512>()); }
 
 }  // namespace enginewright
 

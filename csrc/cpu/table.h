@@ -1,4 +1,5 @@
-// Every kernel of the CPU target: one line each.
+// Every kernel of the CPU target: one line each. GEMMs by themselves, since an instruction set may have its
+// own.
 #pragma once
 
 #include "attention.h"
@@ -13,22 +14,30 @@ namespace enginewright {
 namespace {
 
 template <class S>
-KernelTable make_table() {
+KernelTable gemm_table() {
   return {
+      {"gemm_bf16@1", make_kernel<GemmBf16<S>>},
+      {"gemm_w8a16@1", make_kernel<GemmW8A16<S>>},
+  };
+}
+
+// With the GEMMs that `table` holds.
+template <class S>
+KernelTable make_table(KernelTable table) {
+  table.insert({
       {"add@1", make_kernel<Add<S>>},
       {"add_rms_norm@1", make_kernel<AddRmsNorm<S>>},
       {"cast@1", make_kernel<Cast<S>>},
       {"embed_bf16@1", make_kernel<EmbedBf16<S>>},
       {"embed_w8@1", make_kernel<EmbedW8<S>>},
       {"gather_rows@1", make_kernel<GatherRows<S>>},
-      {"gemm_bf16@1", make_kernel<GemmBf16<S>>},
-      {"gemm_w8a16@1", make_kernel<GemmW8A16<S>>},
       {"paged_attention@1", make_kernel<PagedAttention<S>>},
       {"rms_norm@1", make_kernel<RmsNorm<S>>},
       {"rope_kv_write@1", make_kernel<RopeKvWrite<S>>},
       {"rope_table@1", make_kernel<RopeTable<S>>},
       {"softcap@1", make_kernel<Softcap<S>>},
-  };
+  });
+  return table;
 }
 
 }  // namespace

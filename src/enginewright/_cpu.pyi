@@ -10,7 +10,7 @@ _Linear = tuple[int, int, int, int, int, int]  # constant, tokens, sequences, lo
 _Sizes = tuple[int, int, int, int, int]  # tokens, sequences, logit_rows, kv_blocks, kv_splits
 
 def isa_names() -> list[str]:
-    """Instruction sets of this machine, best first: of "amx", "avx512", "portable"."""
+    """Instruction sets of this machine, best first: of "amx", "avx512", "avx2", "portable"."""
 
 def kernel_names(isa: str) -> list[str]: ...
 

@@ -1,0 +1,51 @@
+// The kernels for AVX2. Std headers first: see isa_avx512.cpp.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "dispatch.h"
+#include "gemm_operands.h"
+#include "operands.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include "simd_avx2.h"
+
+// Behind it, since it uses Avx2.
+#include "gemm_avx2.h"
+#include "table.h"
+
+namespace enginewright {
+
+KernelTable avx2_table() {
+  return make_table<Avx2>({
+      {"gemm_bf16@1", make_kernel<GemmAvx2<Bf16Floats>>},
+      {"gemm_w8a16@1", make_kernel<GemmAvx2<I8Floats>>},
+  });
+}
+
+}  // namespace enginewright
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#endif

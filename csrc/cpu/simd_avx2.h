@@ -1,0 +1,167 @@
+// AVX2 with FMA and F16C (Haswell and later, Zen and later): 16 lanes are two registers. Members as in
+// simd_portable.h, apart from what the GEMM of every instruction set shares: gemm_avx2.h has its own. To be
+// compiled under isa_avx2.cpp's target pragma alone.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "simd_portable.h"  // ENGINEWRIGHT_INLINE
+
+namespace enginewright {
+namespace {
+
+struct Avx2 {
+  struct F {
+    __m256 a, b;
+  };
+  struct Line {
+    __m256i a, b;
+  };
+  struct Pair {
+    __m256 lo, hi;
+  };
+  // 12 of the 16 registers are accumulators; those of one token are enough to hide an FMA's latency.
+  static constexpr int tile_tokens = 3, tile_blocks = 2, gemv_blocks = 4;
+
+  static ENGINEWRIGHT_INLINE F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+  static ENGINEWRIGHT_INLINE F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+  static ENGINEWRIGHT_INLINE F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  static ENGINEWRIGHT_INLINE void store(float* p, F x) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+  }
+  static ENGINEWRIGHT_INLINE F load_first(const float* p, int64_t n) {
+    const Line m = below(n);
+    return {_mm256_maskload_ps(p, m.a), _mm256_maskload_ps(p + 8, m.b)};
+  }
+  static ENGINEWRIGHT_INLINE void store_first(float* p, F x, int64_t n) {
+    const Line m = below(n);
+    _mm256_maskstore_ps(p, m.a, x.a);
+    _mm256_maskstore_ps(p + 8, m.b, x.b);
+  }
+
+  static ENGINEWRIGHT_INLINE F load_bf16(const uint16_t* p) { return {widen(p), widen(p + 8)}; }
+  static ENGINEWRIGHT_INLINE F load_bf16_first(const uint16_t* p, int64_t n) {
+    uint16_t lanes[16] = {};
+    for (int64_t i = 0; i < n; ++i) lanes[i] = p[i];
+    return load_bf16(lanes);
+  }
+  static ENGINEWRIGHT_INLINE void store_bf16(uint16_t* p, F x) {
+    const __m256i packed = _mm256_packus_epi32(round_bf16(x.a), round_bf16(x.b));  // a0 b0 a1 b1
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+  }
+  static ENGINEWRIGHT_INLINE void store_bf16_first(uint16_t* p, F x, int64_t n) {
+    uint16_t lanes[16];
+    store_bf16(lanes, x);
+    for (int64_t i = 0; i < n; ++i) p[i] = lanes[i];
+  }
+
+  static ENGINEWRIGHT_INLINE F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+  static ENGINEWRIGHT_INLINE F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+  static ENGINEWRIGHT_INLINE F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+  static ENGINEWRIGHT_INLINE F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+  static ENGINEWRIGHT_INLINE F fma(F x, F y, F z) {
+    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+  }
+  static ENGINEWRIGHT_INLINE F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+  static ENGINEWRIGHT_INLINE F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+  static ENGINEWRIGHT_INLINE F abs(F x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+  }
+  static ENGINEWRIGHT_INLINE F sqrt(F x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
+  static ENGINEWRIGHT_INLINE F round(F x) {
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.a, nearest), _mm256_round_ps(x.b, nearest)};
+  }
+  static ENGINEWRIGHT_INLINE F scale_pow2(F x, F n) { return {scale_pow2(x.a, n.a), scale_pow2(x.b, n.b)}; }
+  static ENGINEWRIGHT_INLINE F first(int64_t n, F x, F y) {
+    const Line m = below(n);
+    return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(m.a)),
+            _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(m.b))};
+  }
+  static ENGINEWRIGHT_INLINE F where_less(F a, F b, F x, F y) {
+    return {_mm256_blendv_ps(y.a, x.a, _mm256_cmp_ps(a.a, b.a, _CMP_LT_OQ)),
+            _mm256_blendv_ps(y.b, x.b, _mm256_cmp_ps(a.b, b.b, _CMP_LT_OQ))};
+  }
+  static ENGINEWRIGHT_INLINE float reduce_add(F x) {
+    const __m256 h = _mm256_add_ps(x.a, x.b);
+    const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
+  }
+  static ENGINEWRIGHT_INLINE float reduce_max(F x) {
+    const __m256 h = _mm256_max_ps(x.a, x.b);
+    const __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_max_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
+  }
+
+  static ENGINEWRIGHT_INLINE Line load_line(const void* p) {
+    const auto* half = static_cast<const __m256i*>(p);
+    return {_mm256_loadu_si256(half), _mm256_loadu_si256(half + 1)};
+  }
+  static ENGINEWRIGHT_INLINE Pair pair(uint32_t bits) {
+    const __m256i both = _mm256_set1_epi32(static_cast<int>(bits));
+    return {low_bf16(both), high_bf16(both)};
+  }
+  static ENGINEWRIGHT_INLINE Pair load_pair(const void* p) {
+    uint32_t bits;
+    std::memcpy(&bits, p, 4);
+    return pair(bits);
+  }
+  static ENGINEWRIGHT_INLINE F dot(F acc, Pair x, Line w) {
+    acc.a = _mm256_fmadd_ps(x.lo, low_bf16(w.a), acc.a);
+    acc.b = _mm256_fmadd_ps(x.lo, low_bf16(w.b), acc.b);
+    acc.a = _mm256_fmadd_ps(x.hi, high_bf16(w.a), acc.a);
+    acc.b = _mm256_fmadd_ps(x.hi, high_bf16(w.b), acc.b);
+    return acc;
+  }
+  static ENGINEWRIGHT_INLINE void prefetch(const void* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+  }
+
+  // Eight pairs of bf16 as floats: the first of each pair, and the second.
+  static ENGINEWRIGHT_INLINE __m256 low_bf16(__m256i pairs) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+  }
+  static ENGINEWRIGHT_INLINE __m256 high_bf16(__m256i pairs) {
+    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+
+ private:
+  static ENGINEWRIGHT_INLINE Line below(int64_t n) {  // all bits in the first n lanes
+    const __m256i lanes = _mm256_set1_epi32(static_cast<int>(n)),
+                  index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return {_mm256_cmpgt_epi32(lanes, index),
+            _mm256_cmpgt_epi32(lanes, _mm256_add_epi32(index, _mm256_set1_epi32(8)))};
+  }
+  static ENGINEWRIGHT_INLINE __m256 widen(const uint16_t* p) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+  }
+  // To nearest even; in the low half of each word. A NaN stays one, made quiet.
+  static ENGINEWRIGHT_INLINE __m256i round_bf16(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x), half = _mm256_srli_epi32(bits, 16);
+    const __m256i odd = _mm256_and_si256(half, _mm256_set1_epi32(1));
+    const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+    const __m256i quiet = _mm256_or_si256(half, _mm256_set1_epi32(0x40));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, quiet, is_nan);
+  }
+  // In two factors, since 2^n itself may overflow.
+  static ENGINEWRIGHT_INLINE __m256 scale_pow2(__m256 x, __m256 n) {
+    const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
+    return _mm256_mul_ps(_mm256_mul_ps(x, pow2(half)), pow2(_mm256_sub_epi32(whole, half)));
+  }
+  static ENGINEWRIGHT_INLINE __m256 pow2(__m256i n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+  }
+};
+
+}  // namespace
+}  // namespace enginewright
