@@ -7,6 +7,7 @@
 #include "executor.h"
 #include "kv_pools.h"
 #include "operands.h"
+#include "roof.h"
 
 namespace py = pybind11;
 
@@ -204,6 +205,30 @@ void bind_executor(py::module_& module) {
            py::arg("stride"), py::arg("dtype"));
 }
 
+using Rates = std::map<std::string, std::pair<std::string, double>>;
+
+Rates dot_rates(const std::string& isa, int threads, double seconds) {
+  const std::vector<DotLoop> loops = dot_loops(isa);
+  Rates rates;
+  for (const DotLoop& loop : loops) {
+    rates[loop.operands] = {loop.instruction,
+                            dot_rate(loop, threads, seconds / static_cast<double>(loops.size()))};
+  }
+  return rates;
+}
+
+double read_rate_of(const std::vector<py::buffer>& buffers, int threads, double seconds) {
+  std::vector<py::buffer_info> infos;
+  std::vector<Bytes> memory;
+  for (const py::buffer& buffer : buffers) {
+    infos.push_back(buffer.request());
+    require(PyBuffer_IsContiguous(infos.back().view(), 'C') != 0, "what is read must be contiguous");
+    memory.push_back({static_cast<const std::byte*>(infos.back().ptr), infos.back().view()->len});
+  }
+  const py::gil_scoped_release release;
+  return read_rate(memory, threads, seconds);
+}
+
 std::vector<std::string> kernel_names(const std::string& isa) {
   std::vector<std::string> names;
   for (const auto& [name, factory] : kernel_table(isa)) names.push_back(name);
@@ -217,6 +242,10 @@ PYBIND11_MODULE(_cpu, module) {
   module.doc() = "The CPU target: executor, kernels, KV pools, sampling.";
   module.def("isa_names", &enginewright::isa_names);
   module.def("kernel_names", &enginewright::kernel_names, pybind11::arg("isa"));
+  module.def("dot_rates", &enginewright::dot_rates, pybind11::arg("isa"), pybind11::arg("threads"),
+             pybind11::arg("seconds"), pybind11::call_guard<pybind11::gil_scoped_release>());
+  module.def("read_rate", &enginewright::read_rate_of, pybind11::arg("buffers"), pybind11::arg("threads"),
+             pybind11::arg("seconds"));
   enginewright::bind_kv_pools(module);
   enginewright::bind_executor(module);
   enginewright::bind_sampling(module);

@@ -66,6 +66,15 @@ class Executor:
     def buffer(self, offset_bytes: int, rows: int, columns: int, stride: int, dtype: str) -> NDArray[Any]:
         """View of the arena: f32, i32 or i8 as such, bf16 as uint16. Overwritten by the next step."""
 
+def dot_rates(isa: str, threads: int, seconds: float) -> dict[str, tuple[str, float]]:
+    """Operands ("int8", "bf16", "fp32") → the best instruction for their dot products on registers, and operations/s.
+
+    isa: also "avx2", if the machine has it. ValueError if it has no such instruction set. Takes `seconds` in all.
+    """
+
+def read_rate(buffers: Sequence[Any], threads: int, seconds: float) -> float:
+    """Bytes/s of all threads together, reading contiguous buffers in order, again and again; at least twice."""
+
 SAMPLING_ROW: np.dtype[np.void]  # struct SamplingRow of csrc/cpu/sampling.h
 TOKEN_COUNT: np.dtype[np.void]  # token, count: i32
 TOKEN_BIAS: np.dtype[np.void]  # token: i32, bias: f32
