@@ -1,117 +1,25 @@
 """The `engine` command: one function a subcommand, no logic. Heavy imports wait until a subcommand needs them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
 from enginewright import __version__
-from enginewright.errors import EngineError, UsageError
+from enginewright.cli_options import (
+    LIMIT_OPTIONS,
+    LIMITS,
+    WORKLOAD,
+    WORKLOAD_OPTIONS,
+    BenchCommands,
+    Commands,
+    Count,
+)
+from enginewright.errors import UsageError
 
 QUANTS = ("bf16", "int8-wo")
 TARGETS = ("cpu",)
-# What the extra [build] brings; the base install does without.
-BUILDER_NEEDS = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "safetensors", "torch")
-
-
-class Count(click.ParamType[int]):
-    """A positive whole number; `32k` is 32768."""
-
-    name = "count"
-    units: ClassVar = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        text = str(value).strip().lower()
-        unit = self.units.get(text[-1:], 1)
-        digits = text[:-1] if unit > 1 else text
-        if not digits.isascii() or not digits.isdigit() or int(digits) == 0:
-            self.fail(f"{value!r} is not a positive whole number such as 512, 32k or 2g", param, ctx)
-        return int(digits) * unit
-
-
-class Commands(click.Group):
-    """Suggests the nearest command; ends with the exit code of an EngineError."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        import difflib
-
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
-            if not near:
-                raise
-            raise click.UsageError(f"{error.message} Did you mean '{near[0]}'?", ctx) from None
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except EngineError as error:
-            click.echo(f"engine: {error}", err=True)
-            ctx.exit(error.exit_code)
-        except ModuleNotFoundError as error:
-            if error.name not in BUILDER_NEEDS:
-                raise
-            click.echo(f"engine: this command needs the builder, and {error.name} is not installed", err=True)
-            click.echo("Install it with: pip install 'enginewright[build]'", err=True)
-            ctx.exit(UsageError.exit_code)
-        except BrokenPipeError:
-            ctx.exit(1)
-
-
-def _with_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-LIMITS = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kv_cache_memory",
-    "enable_prefix_caching",
-    "threads",
-    "isa",
-)
-LIMIT_OPTIONS = _with_options(
-    click.option("--max-model-len", type=Count(), help="Positions of a sequence, prompt and answer.  [the engine's]"),
-    click.option("--max-num-seqs", type=Count(), default=32, show_default=True, help="Sequences in one step."),
-    click.option("--max-num-batched-tokens", type=Count(), default=512, show_default=True, help="Tokens in one step."),
-    click.option("--kv-cache-memory", type=Count(), help="Bytes for the KV cache, e.g. 2g.  [half of what is free]"),
-    click.option(
-        "--enable-prefix-caching/--no-enable-prefix-caching",
-        default=True,
-        show_default=True,
-        help="Prompts that begin alike share what is computed of them.",
-    ),
-    click.option("--threads", type=Count(), help="Threads.  [all cores, or ENGINEWRIGHT_NUM_THREADS]"),
-    click.option("--isa", help="Instruction set: amx, avx512, avx2, portable.  [the best, or ENGINEWRIGHT_CPU_ISA]"),
-)
-
-WORKLOAD = ("num_prompts", "input_len", "output_len", "shared_prefix_len", "dataset", "seed", "ignore_eos")
-WORKLOAD_OPTIONS = _with_options(
-    click.option("--num-prompts", type=Count(), help="Requests.  [32, or all of --dataset]"),
-    click.option("--input-len", default="128", show_default=True, help="Tokens of a prompt; 64:256 draws them."),
-    click.option("--output-len", default="64", show_default=True, help="Tokens of an answer; 64:256 draws them."),
-    click.option("--shared-prefix-len", type=int, default=0, help="Of which all prompts have so many in common."),
-    click.option(
-        "--dataset",
-        type=click.Path(path_type=Path, dir_okay=False),
-        help='JSON lines instead, each {"prompt": …} or {"messages": […]}, with max_tokens if it differs.',
-    ),
-    click.option("--seed", type=int, default=0, show_default=True, help="Of prompts, lengths and arrivals."),
-    click.option("--ignore-eos/--no-ignore-eos", default=True, show_default=True, help="Answers of full length."),
-)
 
 
 @click.group(
@@ -313,7 +221,7 @@ def run(engine: Path, verify: bool, **options: Any) -> None:
         serve(opened, config, **limits)
 
 
-@main.group(cls=Commands)
+@main.group(cls=BenchCommands)
 def bench() -> None:
     """Measure an engine, or a server under load."""
 
@@ -324,16 +232,54 @@ def bench() -> None:
 @click.option("--rounds", type=int, default=3, show_default=True, help="Times to run it all; figures are medians.")
 @click.option("--warm-up", type=int, default=1, show_default=True, help="Rounds before that do not count.")
 @LIMIT_OPTIONS
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw latencies and throughput: an .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def bench_offline(engine: Path, rounds: int, warm_up: int, as_json: bool, **options: Any) -> None:
+def bench_offline(engine: Path, rounds: int, warm_up: int, plot: Path | None, as_json: bool, **options: Any) -> None:
     """Measure how much ENGINE does when all requests are there at once."""
     from enginewright.runtime.bench.offline import OfflineConfig, run_offline
+    from enginewright.runtime.bench.plot import check_plot, draw_offline
     from enginewright.runtime.bench.report import describe_offline
     from enginewright.runtime.bench.workload import workload_config
 
     workload = workload_config(**{name: options.pop(name) for name in WORKLOAD})
+    if plot is not None:
+        check_plot(plot)
     report = run_offline(engine, OfflineConfig(workload, warm_up, rounds), **options)
     click.echo(json.dumps(report.to_dict()) if as_json else describe_offline(report))
+    if plot is not None:
+        draw_offline(report, plot)
+
+
+@bench.command("profile")
+@click.argument("engine", type=click.Path(path_type=Path))
+@click.option("--prefill", type=Count(), multiple=True, help="Tokens of a prompt, read in one step.  [512]")
+@click.option("--batch", type=Count(), multiple=True, help="Sequences that decode in a step.  [1]")
+@click.option("--depth", type=Count(least=0), multiple=True, help="Positions each has in the KV cache.  [512]")
+@click.option("--rounds", type=int, default=5, show_default=True, help="Each measures the roof, then every step.")
+@click.option("--threads", type=Count(), help="Threads.  [all cores, or ENGINEWRIGHT_NUM_THREADS]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def bench_profile(
+    engine: Path,
+    prefill: tuple[int, ...],
+    batch: tuple[int, ...],
+    depth: tuple[int, ...],
+    rounds: int,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Show where the time of ENGINE's steps goes: kernel by kernel, beside what this machine can do at best.
+
+    --prefill, --batch and --depth may be given several times. One of --prefill alone leaves decodes out, and the other
+    two leave prompts out.
+    """
+    from enginewright.runtime.bench.profile import profile_config, run_profile
+    from enginewright.runtime.bench.report import describe_profile
+
+    report = run_profile(engine, profile_config(prefill, batch, depth, rounds), threads)
+    if as_json:
+        click.echo(json.dumps(report.to_dict()))
+    else:
+        click.echo(describe_profile(report), err=True)
 
 
 @bench.command("serve")

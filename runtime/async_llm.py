@@ -56,6 +56,15 @@ class AsyncLLM:
         """Limits and memory."""
         return self._core.executor.envelope
 
+    @property
+    def isa(self) -> str:
+        """The instruction set that it runs on: "amx", "avx512", …"""
+        return self._core.executor.isa
+
+    @property
+    def threads(self) -> int:
+        return self._core.executor.threads
+
     async def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt in any form, made in a thread of its own.
 

@@ -66,13 +66,26 @@ class CpuExecutor:
         Returns:
             Logits [logit_rows, vocab_size], a view of memory that the next step overwrites.
         """
+        self._executor.run(self._prepare(plan), plan.sizes.as_tuple())
+        return self._logits[: plan.sizes.logit_rows]
+
+    def profile(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.void]]:
+        """One step, measured.
+
+        Returns:
+            Of each kernel of the engine's plan: nanoseconds; and its work, a struct of what it touches and computes
+            (struct Work in csrc/cpu/kernel.h).
+        """
+        return self._executor.profile(self._prepare(plan), plan.sizes.as_tuple())
+
+    def _prepare(self, plan: StepPlan) -> list[NDArray[np.int32]]:
+        """Copy and zero KV blocks; the step's arrays, in order."""
         for pool, copies, blocks in zip(self.pools, plan.copies, plan.new_blocks, strict=True):
             if copies:
                 pool.copy(copies)
             if blocks:
                 pool.scrub(blocks)
-        self._executor.run([plan.inputs[name] for name in self._inputs], plan.sizes.as_tuple())
-        return self._logits[: plan.sizes.logit_rows]
+        return [plan.inputs[name] for name in self._inputs]
 
     def _operand(self, operand: Operand) -> _cpu.OperandSpec:
         match operand:

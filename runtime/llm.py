@@ -23,7 +23,7 @@ from enginewright.runtime.collector import Collector
 from enginewright.runtime.core import EngineCore
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.engine_thread import EngineThread, close_all
-from enginewright.runtime.envelope import runtime_config
+from enginewright.runtime.envelope import Envelope, runtime_config
 from enginewright.runtime.outputs import Delta, RequestOutput
 from enginewright.runtime.params import default_params
 from enginewright.runtime.prompts import Prompt, encode_prompt, text_of
@@ -66,6 +66,20 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         return self._core.max_model_len
+
+    @property
+    def envelope(self) -> Envelope:
+        """Limits and memory."""
+        return self._core.executor.envelope
+
+    @property
+    def isa(self) -> str:
+        """The instruction set that it runs on: "amx", "avx512", …"""
+        return self._core.executor.isa
+
+    @property
+    def threads(self) -> int:
+        return self._core.executor.threads
 
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer

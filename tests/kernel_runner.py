@@ -131,6 +131,11 @@ class KernelRunner:
     def run(self) -> None:
         self.executor.run(self.arrays, self.sizes)
 
+    def work(self) -> dict[str, int]:
+        """What all kernels added so far have to do in a step, together (struct Work of kernel.h)."""
+        _, work = self.executor.profile(self.arrays, self.sizes)
+        return {name: int(work[name].sum()) for name in work.dtype.names or ()}
+
     def read(self, buffer: Buffer) -> torch.Tensor:
         """A copy, float32 [rows, columns]."""
         return self._floats(self._array(buffer, buffer.columns))

@@ -32,6 +32,17 @@ def test_offline_prints_a_table_or_one_json_object(engine: Path) -> None:
     assert [entry["generated_tokens"] for entry in found["rounds"]] == [15, 15]
 
 
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_offline_draws_a_picture(engine: Path, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"x.{suffix}"
+    result = run("offline", engine, *SMALL, "--rounds", 2, "--threads", 1, "--kv-cache-memory", "8m", "--plot", path)
+    assert result.exit_code == 0, result.output
+    start = path.read_bytes()[:400]
+    assert b"<svg" in start if suffix == "svg" else start.startswith(b"\x89PNG")
+    refused = run("offline", engine, *SMALL, "--plot", "x.gif")
+    assert refused.exit_code == 2 and "round" not in refused.stderr, "said before the run"
+
+
 def test_serve_prints_a_table_or_one_json_object(tmp_path: Path) -> None:
     path = tmp_path / "x.svg"
     with BenchServer(lambda number, body: Say(gap_s=0.001)) as server:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from enginewright import _cpu
 from enginewright.errors import UsageError
-from enginewright.runtime.bench.figures import Distribution
 from enginewright.runtime.bench.offline import OfflineConfig, OfflineReport, Round, run_offline
 from enginewright.runtime.bench.report import describe_offline
 from enginewright.runtime.bench.workload import Lengths, WorkloadConfig
@@ -97,6 +97,7 @@ def test_the_report_for_people_and_for_programs(engine: Path) -> None:
     found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert found["config"]["limits"] == LIMITS and found["config"]["input_len"] == "3:20"
     assert len(found["rounds"]) == 2 and found["engine"]["recipe"]["quant"] == "bf16"
+    assert (found["engine"]["isa"], found["engine"]["threads"]) == (_cpu.isa_names()[0], 1)
     assert str(engine.parent) not in json.dumps(found)
     lines = describe_offline(report).splitlines()
     assert lines[0].startswith("tiny-llama (") and "quant bf16" in lines[0] and "threads 1" in lines[0]
@@ -108,12 +109,11 @@ def test_a_median_of_rounds_has_its_range() -> None:
         return Round(seconds, 2 * seconds, 10, 1000, 128, 1200, 300, 40, int(seconds))
 
     rounds = [lasting(seconds) for seconds in (1.0, 4.0, 2.0, 5.0)]
-    engine = {"name": "x", "recipe": {"quant": "bf16"}}
-    spread = Distribution(*[1.0] * 6)
+    engine = {"name": "x", "recipe": {"quant": "bf16"}, "isa": "avx512", "threads": 2}
     text = describe_offline(
-        OfflineReport(OfflineConfig(WORK), engine, {}, {"cpu": "A CPU", "cores": 1}, rounds, spread, spread)
+        OfflineReport(OfflineConfig(WORK), engine, {}, {"cpu": "A CPU", "cores": 1}, rounds, [1.0], [2.0])
     )
-    assert "A CPU, 1 core\n" in text
+    assert "A CPU, 1 core; avx512, 2 threads\n" in text
     assert "generated tokens/s    112.5 (60.00 to 300.0)" in text
     assert "tokens/CPU-second     56.25 (30.00 to 150.0)" in text
     assert "preemptions           1 to 5" in text and "128 of 1,000 prompt tokens" in text

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from tests.kernel_runner import KernelRunner, Operands, weight
+from tests.kernel_runner import Buffer, KernelRunner, Operands, weight
 from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 ISAS = _cpu.isa_names()
@@ -42,7 +42,17 @@ class Problem:
 
     def run(self, isa: str, dtype: str, threads: int = 1, x: torch.Tensor | None = None) -> torch.Tensor:
         """The kernel's result, float32; fails if pad columns of a bf16 result are not zero."""
-        x = self.x if x is None else x
+        runner, out = self._call(isa, dtype, threads, self.x if x is None else x)
+        if dtype == "bf16":
+            assert not runner.read_pad(out).any()
+        else:
+            assert runner.read_pad(out).isnan().all(), "written behind the columns of an f32 result"
+        return runner.read(out)
+
+    def work(self, isa: str) -> dict[str, int]:
+        return self._call(isa, "f32", 1, self.x)[0].work()
+
+    def _call(self, isa: str, dtype: str, threads: int, x: torch.Tensor) -> tuple[KernelRunner, Buffer]:
         runner = KernelRunner(isa, threads, tokens=len(x))
         out = runner.buffer(len(x), self.outputs, dtype)
         operands: Operands = {
@@ -52,11 +62,7 @@ class Problem:
         }
         operands |= {name: weight(vector) for name, vector in self.vectors.items()}
         runner.call(self.kernel, operands, {"epilogue": self.epilogue})
-        if dtype == "bf16":
-            assert not runner.read_pad(out).any()
-        else:
-            assert runner.read_pad(out).isnan().all(), "written behind the columns of an f32 result"
-        return runner.read(out)
+        return runner, out
 
     def expected(self) -> torch.Tensor:
         """float64"""
@@ -148,6 +154,18 @@ def test_infinite_inputs_do_not_reach_pad_columns(isa: str, kernel: str) -> None
     problem.x[1, 5] = float("inf")
     result = problem.run(isa, "bf16")  # asserts zeros in the pad
     assert result[[0, 2]].isfinite().all() and not result[1].isfinite().any()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("epilogue", ["none", "swiglu"])
+def test_work(kernel: str, epilogue: str) -> None:
+    problem = Problem(kernel, 5, 74, 577, epilogue, bias=True)
+    work = problem.work("portable")
+    blocks = 5 if epilogue == "none" else 2 * 3
+    stored = blocks * 16 * 640 * problem.weight.itemsize
+    assert work["weight_bytes"] == stored + sum(vector.nbytes for vector in problem.vectors.values())
+    assert work["activation_bytes"] == 5 * 577 * 2 + 5 * problem.outputs * 4
+    assert (work["bf16_ops"], work["int8_ops"], work["fp32_ops"]) == (2 * 5 * 74 * 577, 0, 0)
 
 
 @pytest.mark.parametrize("isa", ISAS)

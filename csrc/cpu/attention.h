@@ -63,6 +63,19 @@ class PagedAttention final : public Kernel {
     return Split::tile_rows * (2 * row_floats() * 4 + kSplitPositions * 6 + pool_.head_dim_pad * 2);
   }
 
+  // KV that several queries of a sequence see counts once.
+  Work work(const Sizes& sizes) const override {
+    Work work = touched({&q_, &out_}, sizes);
+    int64_t seen = 0;  // positions, by all queries
+    for (int64_t s = 0; s < sizes.sequences; ++s) {
+      for (int64_t p = kv_len(s) - tokens(s); p < kv_len(s); ++p) seen += p + 1 - first_seen(p);
+      work.kv_bytes += positions_seen(s) * 2 * kv_heads_ * pool_.head_dim_pad * 2;
+    }
+    work.bf16_ops = 4 * seen * heads_ * head_dim_;
+    work.fp32_ops = 5 * seen * heads_;  // the softmax: scale, maximum, difference, power, sum
+    return work;
+  }
+
   void run(const Sizes& sizes, Worker& worker) const override {
     int64_t work = 0;
     for (int64_t s = 0; s < sizes.sequences; ++s) work += kv_heads_ * tiles(s) * positions_seen(s);

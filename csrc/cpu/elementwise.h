@@ -33,6 +33,14 @@ void for_pieces(const Operand& out, const Function& f, const Sizes& sizes, const
   }
 }
 
+// Of a kernel with so many operations an element of `out`.
+inline Work elementwise_work(std::initializer_list<const Operand*> operands, const Operand& out,
+                             int64_t operations, const Sizes& sizes) {
+  Work work = touched(operands, sizes);
+  work.fp32_ops = operations * out.rows.at(sizes) * out.columns;
+  return work;
+}
+
 template <class S>
 class Add final : public Kernel {
  public:
@@ -47,6 +55,7 @@ class Add final : public Kernel {
     require_columns(a_, out_.columns);
     require_columns(b_, out_.columns);
   }
+  Work work(const Sizes& sizes) const override { return elementwise_work({&a_, &b_, &out_}, out_, 1, sizes); }
   void run(const Sizes& sizes, Worker& worker) const override { for_pieces<S>(out_, *this, sizes, worker); }
 
   ENGINEWRIGHT_INLINE F all(int64_t row, int64_t column) const {
@@ -73,6 +82,7 @@ class Softcap final : public Kernel {
     require_same_rows(x_, out_);
     require_columns(x_, out_.columns);
   }
+  Work work(const Sizes& sizes) const override { return elementwise_work({&x_, &out_}, out_, 3, sizes); }
   void run(const Sizes& sizes, Worker& worker) const override { for_pieces<S>(out_, *this, sizes, worker); }
 
   ENGINEWRIGHT_INLINE F cap(F x) const { return S::mul(S::set1(cap_), tanh<S>(S::div(x, S::set1(cap_)))); }
@@ -98,6 +108,7 @@ class Cast final : public Kernel {
     require_same_rows(x_, out_);
     require_columns(x_, out_.columns);
   }
+  Work work(const Sizes& sizes) const override { return elementwise_work({&x_, &out_}, out_, 0, sizes); }
   void run(const Sizes& sizes, Worker& worker) const override { for_pieces<S>(out_, *this, sizes, worker); }
 
   ENGINEWRIGHT_INLINE F all(int64_t row, int64_t column) const { return RowReader<S>(x_, row).at(column); }
@@ -122,6 +133,9 @@ class GatherRows final : public Kernel {
     require_columns(x_, out_.columns);
   }
   void add_checks(StepChecks& checks) const override { checks.indices.push_back({rows_, x_.rows}); }
+  Work work(const Sizes& sizes) const override {
+    return touched({&out_, &out_}, sizes);  // and as much of x
+  }
   void run(const Sizes& sizes, Worker& worker) const override {
     const int64_t bytes = bytes_of(x_.dtype);
     const Range mine = share(out_.rows.at(sizes), worker);

@@ -29,10 +29,19 @@ struct EmbedOperands {
     require_columns(out, table.columns);
   }
 
+  // A row lies in all lines of its block. operations: an element.
+  Work work(const Sizes& sizes, int64_t operations) const {
+    Work work = touched({&out}, sizes);
+    work.weight_bytes = out.rows.at(sizes) * block_bytes();
+    work.fp32_ops = operations * out.rows.at(sizes) * out.columns;
+    return work;
+  }
+
+  int64_t block_bytes() const { return 16 * table.stride * bytes_of(table.dtype); }
+
   // The 4-byte words of a row of the table: word i holds the elements from i * (4 / itemsize).
   const std::byte* words(int32_t token) const {
-    const int64_t block_bytes = 16 * table.stride * bytes_of(table.dtype);
-    return table.data + token / 16 * block_bytes + token % 16 * 4;
+    return table.data + token / 16 * block_bytes() + token % 16 * 4;
   }
 };
 
@@ -43,6 +52,7 @@ class EmbedBf16 final : public Kernel {
     require_known(operands, attributes, {"tokens", "table", "out"}, {"scale"});
   }
   void add_checks(StepChecks& checks) const override { checks.indices.push_back({o_.tokens, o_.table.rows}); }
+  Work work(const Sizes& sizes) const override { return o_.work(sizes, 1); }
   void run(const Sizes& sizes, Worker& worker) const override {
     const Range mine = share(o_.out.rows.at(sizes), worker);
     for (int64_t t = mine.begin; t < mine.end; ++t) {
@@ -72,6 +82,11 @@ class EmbedW8 final : public Kernel {
     require_known(operands, attributes, {"tokens", "table", "table_scale", "out"}, {"scale"});
   }
   void add_checks(StepChecks& checks) const override { checks.indices.push_back({o_.tokens, o_.table.rows}); }
+  Work work(const Sizes& sizes) const override {
+    Work work = o_.work(sizes, 2);
+    work.weight_bytes += o_.out.rows.at(sizes) * 4;  // scales
+    return work;
+  }
   void run(const Sizes& sizes, Worker& worker) const override {
     const Range mine = share(o_.out.rows.at(sizes), worker);
     for (int64_t t = mine.begin; t < mine.end; ++t) {

@@ -1,5 +1,6 @@
 #include "executor.h"
 
+#include <chrono>
 #include <cstring>
 
 #include "dispatch.h"
@@ -53,6 +54,33 @@ class StepJob final : public Job {
  private:
   const std::vector<std::unique_ptr<Kernel>>& kernels_;
   const Sizes& sizes_;
+};
+
+// The same, timed on thread 0.
+class ProfileJob final : public Job {
+ public:
+  ProfileJob(const std::vector<std::unique_ptr<Kernel>>& kernels, const Sizes& sizes,
+             std::vector<KernelProfile>& profile)
+      : kernels_(kernels), sizes_(sizes), profile_(profile) {}
+
+  void run(Worker& worker) override {
+    using Clock = std::chrono::steady_clock;
+    worker.sync();  // every thread is awake
+    Clock::time_point start = Clock::now();
+    for (size_t i = 0; i < kernels_.size(); ++i) {
+      kernels_[i]->run(sizes_, worker);
+      worker.sync();
+      if (worker.index != 0) continue;
+      const Clock::time_point end = Clock::now();
+      profile_[i].nanoseconds = std::chrono::nanoseconds(end - start).count();
+      start = end;
+    }
+  }
+
+ private:
+  const std::vector<std::unique_ptr<Kernel>>& kernels_;
+  const Sizes& sizes_;
+  std::vector<KernelProfile>& profile_;
 };
 
 }  // namespace
@@ -123,6 +151,7 @@ Operand Executor::bind(const std::string& label, const WeightSpec& spec) const {
           "the weight '" + label + "' is not aligned to " + std::to_string(align) + " bytes");
   Operand operand;
   operand.data = spec.data;
+  operand.bytes = bytes;
   operand.dtype = spec.dtype;
   operand.layout = spec.layout;
   operand.rows = {spec.rows, 0, 0, 0, 0, 0};
@@ -174,6 +203,23 @@ void Executor::add_kernel(const std::string& name, const Operands& operands, con
 }
 
 void Executor::run(const std::vector<InputArray>& arrays, const Sizes& sizes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  prepare(arrays, sizes);
+  StepJob job(kernels_, sizes);
+  pool_.run(job);
+}
+
+std::vector<KernelProfile> Executor::profile(const std::vector<InputArray>& arrays, const Sizes& sizes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  prepare(arrays, sizes);
+  std::vector<KernelProfile> profile;
+  for (const std::unique_ptr<Kernel>& kernel : kernels_) profile.push_back({0, kernel->work(sizes)});
+  ProfileJob job(kernels_, sizes, profile);
+  pool_.run(job);
+  return profile;
+}
+
+void Executor::prepare(const std::vector<InputArray>& arrays, const Sizes& sizes) {
   const auto within = [](int64_t value, int64_t limit) { return 0 <= value && value <= limit; };
   require(within(sizes.tokens, limits_.tokens) && within(sizes.sequences, limits_.sequences) &&
               within(sizes.logit_rows, limits_.logit_rows) && within(sizes.kv_blocks, limits_.kv_blocks) &&
@@ -181,11 +227,8 @@ void Executor::run(const std::vector<InputArray>& arrays, const Sizes& sizes) {
           "the step is larger than the limits");
   require(arrays.size() == inputs_.size(),
           "a step takes " + std::to_string(inputs_.size()) + " inputs, not " + std::to_string(arrays.size()));
-  std::lock_guard<std::mutex> lock(mutex_);
   for (size_t i = 0; i < arrays.size(); ++i) stage(inputs_[i], arrays[i], sizes);
   checks_->check(sizes);
-  StepJob job(kernels_, sizes);
-  pool_.run(job);
 }
 
 // Copied before it is checked: what is checked is what kernels read, whatever the caller's memory does.

@@ -42,6 +42,12 @@ struct WeightSpec {
   int64_t rows, columns;
 };
 
+// One kernel in one step. nanoseconds: from the barrier before it to the one behind it.
+struct KernelProfile {
+  int64_t nanoseconds;
+  Work work;
+};
+
 // Errors of all members: std::invalid_argument with a sentence.
 class Executor {
  public:
@@ -59,6 +65,8 @@ class Executor {
   // One step. `arrays` in the order of the constructor's inputs. Everything is checked before anything is
   // computed; one step at a time (others wait).
   void run(const std::vector<InputArray>& arrays, const Sizes& sizes);
+  // The same, and what it took: an entry a kernel.
+  std::vector<KernelProfile> profile(const std::vector<InputArray>& arrays, const Sizes& sizes);
 
   std::byte* arena(int64_t offset_bytes, int64_t bytes) const;  // checked to lie inside
 
@@ -68,6 +76,7 @@ class Executor {
     int64_t offset;  // into staging_, in elements
     int64_t max_rows, stride;
   };
+  void prepare(const std::vector<InputArray>& arrays, const Sizes& sizes);
   void stage(const Input& input, const InputArray& array, const Sizes& sizes);
 
   const KernelTable& table_;

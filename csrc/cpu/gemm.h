@@ -136,6 +136,8 @@ class GemmBf16 final : public Kernel {
  public:
   GemmBf16(const Operands& operands, const Attributes& attributes) : g_(operands, attributes, DType::bf16) {}
 
+  Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::bf16_ops); }
+
   void run(const Sizes& sizes, Worker& worker) const override {
     const int64_t tokens = g_.x.rows.at(sizes), most = strip_units(g_, g_.block_bytes);
     const Range mine = share(g_.units, worker);
@@ -158,6 +160,8 @@ class GemmW8A16 final : public Kernel {
   int64_t scratch_bytes() const override {
     return strip_units(g_, 2 * g_.block_bytes) * g_.unit_blocks * 2 * g_.block_bytes;
   }
+
+  Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::bf16_ops); }
 
   void run(const Sizes& sizes, Worker& worker) const override {
     const int64_t tokens = g_.x.rows.at(sizes), most = strip_units(g_, 2 * g_.block_bytes);

@@ -312,6 +312,8 @@ class GemmBf16Amx final : public Kernel {
 
   int64_t scratch_bytes() const override { return larger(few_tokens_bytes(g_), amx_partial_bytes(g_)); }
 
+  Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::bf16_ops); }
+
   void run(const Sizes& sizes, Worker& worker) const override {
     const FlushDenormals flush;
     const int64_t tokens = g_.x.rows.at(sizes), most = amx_strip_units(g_);
@@ -339,6 +341,8 @@ class GemmW8A16Amx final : public Kernel {
     const int64_t strip = amx_strip_units(g_) * g_.unit_blocks * 2 * g_.block_bytes;
     return larger(few_tokens_bytes(g_), amx_partial_bytes(g_) + larger(strip, I8Tiles::kScratchBytes));
   }
+
+  Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::bf16_ops); }
 
   void run(const Sizes& sizes, Worker& worker) const override {
     const FlushDenormals flush;

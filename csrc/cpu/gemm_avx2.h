@@ -77,6 +77,8 @@ class GemmAvx2 final : public Kernel {
     return (direct > strip ? direct : strip) * 4;
   }
 
+  Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::fp32_ops); }
+
   void run(const Sizes& sizes, Worker& worker) const override {
     const int64_t tokens = g_.x.rows.at(sizes);
     const Range mine = share(g_.units, worker);

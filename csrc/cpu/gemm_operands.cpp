@@ -47,4 +47,11 @@ GemmOperands::GemmOperands(const Operands& operands, const Attributes& attribute
   if (operands.count("bias") != 0) bias = vector_weight(operands, "bias", weight.max_rows).as<const float>();
 }
 
+Work GemmOperands::work(const Sizes& sizes, int64_t Work::* operations) const {
+  Work work = touched({&x, &weight, &out}, sizes);
+  for (const float* vector : {scale, bias}) work.weight_bytes += vector != nullptr ? weight.max_rows * 4 : 0;
+  work.*operations = 2 * x.rows.at(sizes) * weight.max_rows * weight.columns;
+  return work;
+}
+
 }  // namespace enginewright

@@ -27,6 +27,8 @@ struct GemmOperands {
   int64_t block_bytes = 0;       // of weight
 
   bool gated() const { return unit_blocks == 2; }
+  // `operations`: those of Work that products of x and weight are.
+  Work work(const Sizes& sizes, int64_t Work::* operations) const;
   const std::byte* block(int64_t index) const { return weight.data + index * block_bytes; }
 };
 

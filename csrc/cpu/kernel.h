@@ -81,6 +81,7 @@ struct Operand {
   int64_t stride = 0;
   int64_t pad = 0;
   int64_t max_rows = 0;  // rows at the limits
+  int64_t bytes = 0;     // of a weight, as it is stored
   KvPool kv{};           // set for KV operands alone
   enum class Kind : uint8_t { weight, arena, step, kv } kind = Kind::arena;
   std::string label;  // for messages: the operand's name, or the step input's
@@ -123,10 +124,20 @@ class Worker {
   ~Worker() = default;
 };
 
+// What a kernel has to do in a step, for profiles. Every byte counts once, however often the kernel comes
+// back to it, and of weights and KV with the padding that is stored. Operations are those of the formula
+// without any padding, by what they multiply: two for a product that is added to a sum, one for a function (a
+// root, a cosine). The epilogues of GEMMs are not counted.
+struct Work {
+  int64_t weight_bytes = 0, activation_bytes = 0, kv_bytes = 0;
+  int64_t int8_ops = 0, bf16_ops = 0, fp32_ops = 0;
+};
+
 class Kernel {
  public:
   virtual ~Kernel() = default;
   virtual void run(const Sizes& sizes, Worker& worker) const = 0;
+  virtual Work work(const Sizes& sizes) const = 0;     // of run(); step inputs have been staged
   virtual int64_t scratch_bytes() const { return 0; }  // what run() wants in Worker::scratch, a thread
   virtual void add_checks(StepChecks&) const {}
 };

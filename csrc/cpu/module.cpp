@@ -101,19 +101,26 @@ class PyExecutor {
   }
 
   void run(const std::vector<py::array>& arrays, const SizesTuple& sizes) {
-    std::vector<InputArray> inputs;
-    inputs.reserve(arrays.size());
-    for (const py::array& array : arrays) {
-      const py::dtype dtype = array.dtype();
-      require(dtype.kind() == 'i' && dtype.itemsize() == 4 && dtype.byteorder() == '=',
-              "the inputs of a step must be int32");
-      require((array.flags() & py::array::c_style) != 0, "the inputs of a step must be contiguous");
-      require(array.ndim() == 1 || array.ndim() == 2, "the inputs of a step must have one or two dimensions");
-      inputs.push_back({static_cast<const int32_t*>(array.data()), array.shape(0),
-                        array.ndim() == 2 ? array.shape(1) : 1});
-    }
+    const std::vector<InputArray> inputs = input_arrays(arrays);
     const py::gil_scoped_release release;
     executor_.run(inputs, sizes_of(sizes));
+  }
+
+  std::pair<py::array_t<int64_t>, py::array_t<Work>> profile(const std::vector<py::array>& arrays,
+                                                             const SizesTuple& sizes) {
+    const std::vector<InputArray> inputs = input_arrays(arrays);
+    std::vector<KernelProfile> profile;
+    {
+      const py::gil_scoped_release release;
+      profile = executor_.profile(inputs, sizes_of(sizes));
+    }
+    py::array_t<int64_t> nanoseconds(static_cast<py::ssize_t>(profile.size()));
+    py::array_t<Work> work(static_cast<py::ssize_t>(profile.size()));
+    for (size_t i = 0; i < profile.size(); ++i) {
+      nanoseconds.mutable_data()[i] = profile[i].nanoseconds;
+      work.mutable_data()[i] = profile[i].work;
+    }
+    return {nanoseconds, work};
   }
 
   static py::array buffer(const py::object& self, int64_t offset_bytes, int64_t rows, int64_t columns,
@@ -138,6 +145,22 @@ class PyExecutor {
   }
 
  private:
+  // Checked, but for their shapes.
+  static std::vector<InputArray> input_arrays(const std::vector<py::array>& arrays) {
+    std::vector<InputArray> inputs;
+    inputs.reserve(arrays.size());
+    for (const py::array& array : arrays) {
+      const py::dtype dtype = array.dtype();
+      require(dtype.kind() == 'i' && dtype.itemsize() == 4 && dtype.byteorder() == '=',
+              "the inputs of a step must be int32");
+      require((array.flags() & py::array::c_style) != 0, "the inputs of a step must be contiguous");
+      require(array.ndim() == 1 || array.ndim() == 2, "the inputs of a step must have one or two dimensions");
+      inputs.push_back({static_cast<const int32_t*>(array.data()), array.shape(0),
+                        array.ndim() == 2 ? array.shape(1) : 1});
+    }
+    return inputs;
+  }
+
   static std::vector<InputSpec> input_specs(
       const std::vector<std::tuple<std::string, LinearTuple, LinearTuple>>& inputs) {
     std::vector<InputSpec> specs;
@@ -181,6 +204,7 @@ void bind_kv_pools(py::module_& module) {
 }
 
 void bind_executor(py::module_& module) {
+  PYBIND11_NUMPY_DTYPE(Work, weight_bytes, activation_bytes, kv_bytes, int8_ops, bf16_ops, fp32_ops);
   py::class_<OperandSpec>(module, "OperandSpec")
       .def_static("weight", &weight_spec, py::arg("buffer"), py::arg("dtype"), py::arg("layout"),
                   py::arg("rows"), py::arg("columns"))
@@ -201,6 +225,7 @@ void bind_executor(py::module_& module) {
            py::arg("isa"), py::arg("threads"), py::arg("limits"), py::arg("inputs"), py::arg("arena_bytes"))
       .def("add_kernel", &PyExecutor::add_kernel, py::arg("name"), py::arg("operands"), py::arg("attributes"))
       .def("run", &PyExecutor::run, py::arg("arrays"), py::arg("sizes"))
+      .def("profile", &PyExecutor::profile, py::arg("arrays"), py::arg("sizes"))
       .def("buffer", &PyExecutor::buffer, py::arg("offset_bytes"), py::arg("rows"), py::arg("columns"),
            py::arg("stride"), py::arg("dtype"));
 }

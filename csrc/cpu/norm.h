@@ -68,6 +68,12 @@ class RmsNorm final : public Kernel {
     require_columns(out_, x_.columns);
   }
 
+  Work work(const Sizes& sizes) const override {
+    Work work = touched({&x_, &weight_, &out_}, sizes);
+    work.fp32_ops = 4 * x_.rows.at(sizes) * x_.columns;
+    return work;
+  }
+
   void run(const Sizes& sizes, Worker& worker) const override {
     const int64_t width = weight_.columns, runs = x_.columns / width;
     const float* weight = weight_.as<const float>();
@@ -101,6 +107,12 @@ class AddRmsNorm final : public Kernel {
       require_same_rows(x_, *other);
       require_columns(*other, x_.columns);
     }
+  }
+
+  Work work(const Sizes& sizes) const override {
+    Work work = touched({&x_, &delta_, &weight_, &sum_, &normed_}, sizes);
+    work.fp32_ops = 5 * x_.rows.at(sizes) * x_.columns;
+    return work;
   }
 
   void run(const Sizes& sizes, Worker& worker) const override {

@@ -83,6 +83,18 @@ void require_columns(const Operand& a, int64_t columns) {
                                     std::to_string(a.columns));
 }
 
+Work touched(std::initializer_list<const Operand*> operands, const Sizes& sizes) {
+  Work work;
+  for (const Operand* o : operands) {
+    if (o == nullptr) continue;
+    work.weight_bytes += o->bytes;
+    if (o->kind == Operand::Kind::arena) {
+      work.activation_bytes += o->rows.at(sizes) * o->columns * bytes_of(o->dtype);
+    }
+  }
+  return work;
+}
+
 namespace {
 
 void require_among(const std::string& name, std::initializer_list<const char*> names, const char* what) {

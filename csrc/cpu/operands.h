@@ -25,6 +25,9 @@ const Operand& step_input(const Operands& operands, const std::string& name);
 const KvPool& kv_pool(const Operands& operands, const std::string& name);
 void require_same_rows(const Operand& a, const Operand& b);
 void require_columns(const Operand& a, int64_t columns);
+// Of a kernel that touches all of these: weights as they are stored, of buffers the step's rows. Null is
+// nothing.
+Work touched(std::initializer_list<const Operand*> operands, const Sizes& sizes);
 // Only these operands and attributes; anything else is a mistake of the plan.
 void require_known(const Operands& operands, const Attributes& attributes,
                    std::initializer_list<const char*> operand_names,

@@ -34,6 +34,12 @@ class RopeTable final : public Kernel {
     }
   }
 
+  Work work(const Sizes& sizes) const override {
+    Work work = touched({&inv_freq_, &cos_, &sin_}, sizes);
+    work.fp32_ops = 5 * cos_.rows.at(sizes) * cos_.columns;
+    return work;
+  }
+
   void run(const Sizes& sizes, Worker& worker) const override {
     const int64_t half = inv_freq_.columns;
     const Range mine = share(positions_.rows.at(sizes) * half, worker);
@@ -84,6 +90,13 @@ class RopeKvWrite final : public Kernel {
 
   void add_checks(StepChecks& checks) const override {
     checks.indices.push_back({slots_, Linear{pool_.num_blocks * pool_.block_size, 0, 0, 0, 0, 0}});
+  }
+
+  Work work(const Sizes& sizes) const override {
+    Work work = touched({&q_, &k_, &v_, &cos_, &sin_, &q_out_}, sizes);
+    work.kv_bytes = q_.rows.at(sizes) * 2 * kv_heads_ * pool_.head_dim_pad * 2;
+    work.fp32_ops = 6 * q_.rows.at(sizes) * (heads_ + kv_heads_) * half_;
+    return work;
   }
 
   void run(const Sizes& sizes, Worker& worker) const override {

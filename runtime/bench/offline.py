@@ -67,15 +67,26 @@ class Round:
 
 @dataclass(frozen=True)
 class OfflineReport:
-    """engine: what was run. ttft_ms, e2e_ms: of all requests of all rounds, since they were asked, waiting included."""
+    """engine: what was run, and on what.
+
+    first_token_s, total_s: of all requests of all rounds, since they were asked, waiting included.
+    """
 
     config: OfflineConfig
     engine: Mapping[str, Any]
     limits: Mapping[str, Any]
     machine: Mapping[str, Any]
     rounds: Sequence[Round]
-    ttft_ms: Distribution
-    e2e_ms: Distribution
+    first_token_s: Sequence[float]
+    total_s: Sequence[float]
+
+    @property
+    def ttft_ms(self) -> Distribution:
+        return _distribution(self.first_token_s)
+
+    @property
+    def e2e_ms(self) -> Distribution:
+        return _distribution(self.total_s)
 
     @property
     def rates(self) -> dict[str, float]:
@@ -101,6 +112,12 @@ class OfflineReport:
             "e2e_ms": asdict(self.e2e_ms),
             "rounds": [asdict(entry) | entry.rates for entry in self.rounds],
         }
+
+
+def _distribution(seconds: Sequence[float]) -> Distribution:
+    found = Distribution.of_seconds(seconds)
+    assert found is not None  # there is at least one prompt
+    return found
 
 
 def run_offline(path: Path, config: OfflineConfig, **limits: Any) -> OfflineReport:
@@ -130,10 +147,15 @@ def run_offline(path: Path, config: OfflineConfig, **limits: Any) -> OfflineRepo
                 rounds.append(measured)
                 outputs += answers
         manifest = llm.engine.manifest
-    engine = {"name": manifest.name, "recipe": manifest.recipe, "content_hash": manifest.content_hash}
-    first = Distribution.of_seconds(output.metrics.first_token_s for output in outputs)
-    total = Distribution.of_seconds(output.metrics.total_s for output in outputs)
-    assert first is not None and total is not None  # there is at least one prompt
+        engine = {
+            "name": manifest.name,
+            "recipe": manifest.recipe,
+            "content_hash": manifest.content_hash,
+            "isa": llm.isa,
+            "threads": llm.threads,
+        }
+    first = [output.metrics.first_token_s for output in outputs]
+    total = [output.metrics.total_s for output in outputs]
     return OfflineReport(config, engine, limits, facts, rounds, first, total)
 
 

@@ -1,6 +1,10 @@
-"""A picture of a run under load: how long answers took to begin, how evenly they came, and how much came when."""
+"""Pictures of runs. Under load: how long answers took to begin, how evenly they came, and how much came when. All at
+once: how long answers took, and how much each round got done.
+"""
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +13,7 @@ import numpy as np
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.bench.figures import tokens_over_time
 from enginewright.runtime.bench.machine_facts import require_extra, require_writable
+from enginewright.runtime.bench.offline import OfflineReport
 from enginewright.runtime.bench.serving import ServeReport
 
 if TYPE_CHECKING:
@@ -36,18 +41,34 @@ def draw(report: ServeReport, path: Path) -> None:
     Raises:
         EngineError: no request was answered, or the file cannot be written.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     report.check()
     done = [answer for answer in report.answers if answer.failure is None]
-    with mpl.rc_context({"font.size": 10, "svg.fonttype": "path", "svg.hashsalt": "enginewright"}):
-        figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
-        first, gaps, pace = figure.subplots(1, 3)
+    with _picture(path, _title(report)) as (first, gaps, pace):
         _ecdf(first, [answer.ttft_s * 1e3 for answer in done], "Time to first token", "requests")
         _ecdf(gaps, [gap * 1e3 for answer in done for gap in answer.gaps_s], "Time between tokens", "gaps")
         _pace(pace, report)
-        figure.suptitle(_title(report), fontsize=11)
+
+
+def draw_offline(report: OfflineReport, path: Path) -> None:
+    """Likewise; all requests of all rounds. Raises EngineError if the file cannot be written."""
+    engine, count = report.engine, report.rounds[0].requests
+    title = f"{engine['name']}: {count} requests at once, {engine['isa']}, {engine['threads']} threads"
+    with _picture(path, title) as (first, total, rounds):
+        _ecdf(first, [seconds * 1e3 for seconds in report.first_token_s], "Time to first token", "requests")
+        _ecdf(total, [seconds * 1e3 for seconds in report.total_s], "Time to whole answer", "requests")
+        _rounds(rounds, [each.rates["generated_tokens_per_s"] for each in report.rounds])
+
+
+@contextmanager
+def _picture(path: Path, title: str) -> Iterator[Sequence["Axes"]]:
+    """Three axes to draw on, then the file."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"font.size": 10, "svg.fonttype": "path", "svg.hashsalt": "enginewright"}):
+        figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
+        yield figure.subplots(1, 3)
+        figure.suptitle(title, fontsize=11)
         temporary = path.with_name(f".{path.name}.part")
         try:
             figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=DPI, metadata=_NO_DATE[path.suffix.lower()])
@@ -99,6 +120,17 @@ def _pace(axes: "Axes", report: ServeReport) -> None:
     axes.set_title(f"mean {mean:,.0f} tokens/s", fontsize=9, loc="right", color=MARK)
     axes.set_xlim(0, edges[-1])
     axes.set_ylim(0, max(float(pace.max()), mean) * 1.08)
+
+
+def _rounds(axes: "Axes", rates: Sequence[float]) -> None:
+    _frame(axes, "Generated tokens", "round", "tokens/s")
+    numbers = range(1, len(rates) + 1)
+    axes.bar(numbers, rates, color=LINE, width=0.6)
+    middle = statistics.median(rates)
+    axes.axhline(middle, color=MARK, linewidth=1, linestyle="--")
+    axes.set_title(f"median {middle:,.0f} tokens/s", fontsize=9, loc="right", color=MARK)
+    axes.set_xticks(numbers)
+    axes.set_ylim(0, max(rates) * 1.08)
 
 
 def _note(axes: "Axes", text: str, at: tuple[float, float], shift: tuple[float, float], side: str) -> None:

@@ -1,25 +1,26 @@
 """Reports for people: a line a figure, and a table of latencies."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from typing import Any
 
 from enginewright.runtime.bench.figures import Distribution, ServeFigures
 from enginewright.runtime.bench.offline import OfflineReport, Round
+from enginewright.runtime.bench.profile import KernelProfile, ProfileReport, StepProfile
 from enginewright.runtime.bench.serving import ServeConfig, ServeReport
 from enginewright.runtime.bench.workload import WorkloadConfig
 
-LABEL, COLUMN = 20, 10  # characters
+LABEL, COLUMN, ROOF_LABEL = 20, 10, 45  # characters
 
 
 def describe_offline(report: OfflineReport) -> str:
-    recipe = ", ".join(f"{key} {value}" for key, value in report.engine["recipe"].items())
     limits = ", ".join(f"{name} {value}" for name, value in report.limits.items() if value is not None)
     rounds = report.rounds
     first = rounds[0]
     lines = [
-        f"{report.engine['name']} ({recipe}), all at once{'; ' + limits if limits else ''}",
+        f"{_engine(report.engine)}, all at once{'; ' + limits if limits else ''}",
         f"{_asked(report.config.workload, first.requests)}; {_many(len(rounds), 'round')}",
-        f"{report.machine['cpu']}, {_many(report.machine['cores'], 'core')}",
+        _machine(report.engine, report.machine),
         "",
         *(_row(f"{name}/s", _rates(rounds, f"{key}_per_s")) for name, key in _RATES.items()),
         _row("tokens/CPU-second", _rates(rounds, "generated_tokens_per_cpu_s")),
@@ -65,6 +66,69 @@ def describe_serve(report: ServeReport) -> str:
     if config.request_rate < float("inf"):
         table["sent too late"] = figures.behind_ms
     return "\n".join([*lines, "", *_latencies(table), *_notes(figures)])
+
+
+def describe_profile(report: ProfileReport) -> str:
+    lines = [_engine(report.engine), _machine(report.engine, report.machine), "", *_roofs(report)]
+    for step in report.steps:
+        lines += ["", *_step(step)]
+    return "\n".join(lines)
+
+
+def _roofs(report: ProfileReport) -> Iterable[str]:
+    """A column for each number of threads."""
+    roofs = report.fresh_roofs
+    yield f"{'roof':<{ROOF_LABEL}}" + "".join(f"{_many(roof.threads, 'thread'):>{COLUMN}}" for roof in roofs)
+    for name, each in (("fresh memory", roofs), ("the weights in place", report.roofs)):
+        label = f"read {each[0].read_bytes / 1e6:,.1f} MB, {name}"
+        yield _roof_row(label, [roof.read_bytes_per_s for roof in each], "GB/s")
+    for operands, rate in roofs[0].dots.items():
+        label = f"multiply {operands}, {rate.instruction}"
+        yield _roof_row(label, [roof.dots[operands].ops_per_s for roof in roofs], "GOPS")
+
+
+def _roof_row(label: str, rates: Iterable[float], unit: str) -> str:
+    return f"{label:<{ROOF_LABEL}}" + "".join(f"{rate / 1e9:>{COLUMN},.1f}" for rate in rates) + f" {unit}"
+
+
+def _step(step: StepProfile) -> Iterable[str]:
+    pace = _rate(step.point.sequences * step.point.tokens / step.step_s)
+    spread = f"{step.shares[0]:.0%} to {step.shares[-1]:.0%}"
+    yield f"{step.point}: {pace} tokens/s, {step.share_of_roof:.0%} of the roof ({spread})"
+    yield _cells("kernel", "shape", "calls", "ms", "MB", "GB/s", "GOPS", "of roof", "of step")
+    for group in step.groups:
+        yield _kernel(group.kernel, group, step.step_s)
+    inside = KernelProfile.sum(step.kernels)
+    rest = step.step_s - inside.seconds
+    yield _cells("outside of kernels", "", "", f"{rest * 1e3:,.3f}", "", "", "", "", f"{rest / step.step_s:.1%}")
+    yield _kernel("step", replace(inside, shape="", seconds=step.step_s), step.step_s)
+
+
+def _kernel(name: str, kernel: KernelProfile, step_s: float) -> str:
+    return _cells(
+        name,
+        kernel.shape,
+        str(kernel.calls),
+        f"{kernel.seconds * 1e3:,.3f}",
+        f"{kernel.nbytes / 1e6:,.2f}",
+        f"{kernel.nbytes / kernel.seconds / 1e9:,.1f}",
+        f"{sum(kernel.ops.values()) / kernel.seconds / 1e9:,.1f}",
+        f"{kernel.share_of_roof:.1%}",
+        f"{kernel.seconds / step_s:.1%}",
+    )
+
+
+def _cells(kernel: str, shape: str, calls: str, *values: str) -> str:
+    return f"{kernel:<{LABEL}}{shape:<{LABEL}}{calls:>5}" + "".join(f"{value:>{COLUMN}}" for value in values)
+
+
+def _engine(engine: Mapping[str, Any]) -> str:
+    return f"{engine['name']} ({', '.join(f'{key} {value}' for key, value in engine['recipe'].items())})"
+
+
+def _machine(engine: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
+    cores = _many(machine["cores"], "core")
+    return f"{machine['cpu']}, {cores}; {engine['isa']}, {_many(engine['threads'], 'thread')}"
 
 
 _RATES = {

@@ -63,6 +63,9 @@ class Executor:
     def run(self, arrays: Sequence[NDArray[np.int32]], sizes: _Sizes) -> None:
         """One step: the inputs in the constructor's order, checked (ValueError) before anything is written."""
 
+    def profile(self, arrays: Sequence[NDArray[np.int32]], sizes: _Sizes) -> tuple[NDArray[np.int64], NDArray[np.void]]:
+        """One step, and of each kernel: nanoseconds, from barrier to barrier, and its struct Work (kernel.h)."""
+
     def buffer(self, offset_bytes: int, rows: int, columns: int, stride: int, dtype: str) -> NDArray[Any]:
         """View of the arena: f32, i32 or i8 as such, bf16 as uint16. Overwritten by the next step."""
 
