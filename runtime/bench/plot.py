@@ -99,9 +99,11 @@ def _ecdf(axes: "Axes", ms: Iterable[float], title: str, what: str) -> None:
         return
     axes.ecdf(values, color=LINE, linewidth=1.8)
     middle, high = np.percentile(values, (50, 99)).tolist()
-    axes.set_xlim(0, max(min(float(values[-1]), TAIL * high), 1e-3) * 1.04)
-    for name, value, height, side in (("p50", middle, 0.05, "left"), ("p99", high, 0.16, "right")):
+    end = max(min(float(values[-1]), TAIL * high), 1e-3) * 1.04
+    axes.set_xlim(0, end)
+    for name, value, height in (("p50", middle, 0.05), ("p99", high, 0.16)):
         axes.axvline(value, color=MARK, linewidth=1, linestyle="--")
+        side = "left" if value < end / 2 else "right"  # of the text that is at the line
         shift = 4 if side == "left" else -4
         _note(axes, f"{name} {_ms(value)} ms", (value, height), (shift, 0), side)
     axes.set_title(f"max {_ms(float(values[-1]))} ms", fontsize=9, loc="right", color=MARK)
