@@ -18,8 +18,9 @@ TypeAndDims = tuple[ir.DataType, Dims]
 class Plugin:
     """An op.
 
-    inputs, outputs: names in order; an input whose name ends in "?" may be absent. attributes: name → type;
-    every attribute is always written. reference: writes the node in standard ops and gives what takes the
+    inputs, outputs: names in order; an input whose name ends in "?" may be absent, and an output whose name ends so
+    is there if the attribute `to` is INT8: the scale of what is INT8. attributes: name → type; every attribute is
+    always written. reference: writes the node in standard ops and gives what takes the
     place of its outputs; a function, so that optional inputs and attributes shape what is written. infer: dtype
     and dimensions of the outputs. by_rows: a row of the outputs depends on that row of the inputs, on weights, and on
     nothing else. kernels: target → kernel; an op that no target runs (it stands in the graph for
@@ -43,15 +44,20 @@ class Plugin:
         """
         given = [*node.inputs, *[None] * (len(self.inputs) - len(node.inputs))]
         absent = [name for name, value in zip(self.inputs, given, strict=False) if value is None and name[-1] != "?"]
+        count = self._num_outputs({name: attribute.value for name, attribute in node.attributes.items()})
         types = {name: type(attribute.value) for name, attribute in node.attributes.items()}
         for wrong, why in (
             (len(given) > len(self.inputs), f"it has {len(given)} inputs, not {len(self.inputs)}"),
             (absent, f"it lacks {', '.join(absent)}"),
-            (len(node.outputs) != len(self.outputs), f"it has {len(node.outputs)} outputs, not {len(self.outputs)}"),
+            (len(node.outputs) != count, f"it has {len(node.outputs)} outputs, not {count}"),
             (types != self.attributes, f"its attributes are {_listed(types)}, not {_listed(self.attributes)}"),
         ):
             if wrong:
                 raise EngineError(f"node {node.name or self.name} is no {self.name}", why)
+
+    def _num_outputs(self, attributes: Mapping[str, object]) -> int:
+        absent = 0 if attributes.get("to") == ir.DataType.INT8 else sum(name[-1] == "?" for name in self.outputs)
+        return len(self.outputs) - absent
 
     def node(self, inputs: Sequence[ir.Value | None], **attributes: int | float | str) -> ir.Node:
         """A node of this op, checked, with its outputs typed and shaped."""
@@ -60,7 +66,7 @@ class Plugin:
             self.name,
             inputs,
             [ir.convenience.convert_attribute(name, value) for name, value in attributes.items()],
-            num_outputs=len(self.outputs),
+            num_outputs=self._num_outputs(attributes),
             version=1,
         )
         self.check(node)

@@ -15,6 +15,7 @@ from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.kv_write import KV_WRITE
 from enginewright.plugins.paged_attention import PAGED_ATTENTION
 from enginewright.plugins.plugin import DOMAIN, Plugin
+from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
 from enginewright.plugins.rms_norm import RMS_NORM
 from enginewright.plugins.rope import ROPE
 from enginewright.plugins.rope_kv_write import ROPE_KV_WRITE
@@ -32,6 +33,7 @@ PLUGINS: Mapping[str, Plugin] = {
         GEMM_W8A16,
         KV_WRITE,
         PAGED_ATTENTION,
+        QUANTIZE_ROWS,
         RMS_NORM,
         ROPE,
         ROPE_KV_WRITE,

@@ -20,7 +20,7 @@ from enginewright.builder.lower.pack import PackedForm, pack
 Linear = tuple[int, int, int, int, int, int]  # constant, tokens, sequences, logit_rows, kv_blocks, kv_splits
 
 COLUMN_ALIGN = 64  # as plan.py has it
-ITEM_BYTES = {"f32": 4, "bf16": 2}
+ITEM_BYTES = {"f32": 4, "bf16": 2, "i8": 1}
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8"}
 NO_ROWS = (0, 0, 0, 0, 0, 0)
 ONE_COLUMN = (1, 0, 0, 0, 0, 0)
@@ -73,7 +73,7 @@ Operands = dict[str, Buffer | _cpu.OperandSpec]
 
 
 class KernelRunner:
-    """One executor with one arena; buffers are laid out one behind the other and NaN everywhere at first."""
+    """One executor with one arena; buffers are laid out one behind the other and NaN (or -1) everywhere at first."""
 
     def __init__(
         self,
@@ -106,15 +106,14 @@ class KernelRunner:
         return buffer
 
     def filled(self, value: torch.Tensor, linear: Linear = TOKENS) -> Buffer:
-        """A new buffer with a tensor [rows, columns] (float32 or bfloat16); zeros in the pad columns of bf16."""
+        """A new buffer with a tensor [rows, columns]; zeros in the pad columns, but NaN if it is float32."""
         rows, columns = value.shape
         buffer = self.buffer(rows, columns, NAMES[value.dtype], linear)
         whole = self._array(buffer, buffer.stride)
-        if value.dtype == torch.bfloat16:
+        if value.dtype != torch.float32:
             whole[:] = 0
-            whole[:, : buffer.columns] = value.contiguous().view(torch.uint16).numpy()
-        else:
-            whole[:, : buffer.columns] = value.numpy()
+        numbers = value.contiguous().view(torch.uint16) if value.dtype == torch.bfloat16 else value
+        whole[:, : buffer.columns] = numbers.numpy()
         return buffer
 
     def call(
@@ -144,12 +143,12 @@ class KernelRunner:
         """The columns behind `columns`, up to the stride."""
         return self._floats(self._array(buffer, buffer.stride)[:, buffer.columns :])
 
-    def _array(self, buffer: Buffer, columns: int) -> NDArray[np.float32 | np.uint16]:
+    def _array(self, buffer: Buffer, columns: int) -> NDArray[np.float32 | np.uint16 | np.int8]:
         item = ITEM_BYTES[buffer.dtype]
         offset = buffer.offset_bytes + buffer.column_offset * item
         return self.executor.buffer(offset, buffer.rows, columns, buffer.stride, buffer.dtype)
 
     @staticmethod
-    def _floats(array: NDArray[np.float32 | np.uint16]) -> torch.Tensor:
+    def _floats(array: NDArray[np.float32 | np.uint16 | np.int8]) -> torch.Tensor:
         values = torch.from_numpy(array.copy())
-        return values.view(torch.bfloat16).float() if values.dtype == torch.uint16 else values
+        return (values.view(torch.bfloat16) if values.dtype == torch.uint16 else values).float()

@@ -11,6 +11,7 @@ from enginewright.passes.graph import standard, typed
 from enginewright.passes.pass_manager import Pass, PassResult, check_graph
 from enginewright.plugins.add_rms_norm import ADD_RMS_NORM
 from enginewright.plugins.gemm_bf16 import GEMM_BF16
+from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
 from enginewright.plugins.rms_norm import RMS_NORM
 from tests.onnx_run import Array, run
 
@@ -55,6 +56,39 @@ def rounded_and_back() -> ir.Model:
     return whole([x, weight], [output], [node, up])
 
 
+def quantized(value: ir.Value, name: str) -> tuple[ir.Node, list[ir.Value]]:
+    node = QUANTIZE_ROWS.node([value])
+    return node, named(node, name, f"{name}.scale")
+
+
+def norm_and_quantized(op: str, readers: str = "") -> ir.Model:
+    """A norm whose result is quantized, and what else reads it: a Cast, or nothing."""
+    x, delta, weight = (typed(name, FLOAT, ("tokens", WIDTH)[-n:]) for name, n in (("x", 2), ("delta", 2), ("w", 1)))
+    inputs = [x, delta, weight]
+    if op == "AddRmsNorm":
+        norm = ADD_RMS_NORM.node(inputs, epsilon=1e-6, to=int(FLOAT))
+        total, normed = named(norm, "sum", "normed")
+        outputs = [total]
+    else:
+        normed, outputs = typed("normed", FLOAT, ("tokens", WIDTH)), []
+        norm, inputs = standard(op, [x, weight], [normed], "normed", epsilon=1e-6), [x, weight]
+    node, codes = quantized(normed, "q")
+    nodes = [norm, node]
+    outputs += codes
+    if readers == "Cast":
+        node, low = cast(normed, "low", BFLOAT16)
+        nodes, outputs = [*nodes, node], [*outputs, low]
+    return whole(inputs, outputs, nodes)
+
+
+def product_and_quantized() -> ir.Model:
+    x, weight = typed("x", BFLOAT16, ("tokens", WIDTH)), typed("w", BFLOAT16, (12, WIDTH))
+    gemm = GEMM_BF16.node([x, weight], epilogue="none", to=int(FLOAT))
+    (product,) = named(gemm, "product")
+    node, codes = quantized(product, "q")
+    return whole([x, weight], codes, [gemm, node])
+
+
 def gated(epilogue: str) -> ir.Model:
     """silu(gate) · up of the halves of what a matrix product gives, which has this epilogue itself."""
     x, weight = typed("x", BFLOAT16, ("tokens", WIDTH)), typed("w", BFLOAT16, (12, WIDTH))
@@ -90,9 +124,10 @@ def results(model: ir.Model) -> dict[str, Array]:
     [
         (add_and_norm("sum"), RoundInProducer(), "sum (AddRmsNorm) cannot round."),
         (rounded_and_back(), RoundInProducer(), "norm (RmsNorm) cannot round."),
+        (product_and_quantized(), RoundInProducer(), "product (GemmBf16) cannot quantize."),
         (gated("swiglu"), FuseSwiGlu(), "product has an epilogue already, and y would be its second."),
     ],
-    ids=["sum", "rounded and back", "gated twice"],
+    ids=["sum", "rounded and back", "quantized product", "gated twice"],
 )
 def test_what_only_looks_like_the_pattern_is_left_alone(model: ir.Model, own: Pass, sentence: str) -> None:
     before, ops = results(model), [node.op_type for node in model.graph]
@@ -106,9 +141,11 @@ def test_what_only_looks_like_the_pattern_is_left_alone(model: ir.Model, own: Pa
     ("model", "own", "left"),
     [
         (add_and_norm("normed"), RoundInProducer(), ["AddRmsNorm"]),
+        (norm_and_quantized("AddRmsNorm"), RoundInProducer(), ["AddRmsNorm"]),
+        (norm_and_quantized("RMSNormalization"), RoundInProducer(), ["RmsNorm"]),
         (gated("none"), FuseSwiGlu(), ["GemmBf16"]),
     ],
-    ids=["normed", "gated"],
+    ids=["normed", "quantized sum", "quantized", "gated"],
 )
 def test_the_pattern_beside_it_is_fused(model: ir.Model, own: Pass, left: list[str]) -> None:
     before = results(model)
@@ -119,6 +156,12 @@ def test_the_pattern_beside_it_is_fused(model: ir.Model, own: Pass, left: list[s
     assert len(after) == len(before)
     for one, other in zip(before.values(), after.values(), strict=True):
         np.testing.assert_array_equal(other, one, strict=True)
+
+
+def test_a_norm_is_not_quantized_for_some_of_its_readers() -> None:
+    model = norm_and_quantized("AddRmsNorm", "Cast")
+    assert RoundInProducer()(model) == PassResult(0, ("normed is used unrounded, too.",) * 2)
+    assert len(model.graph) == 3
 
 
 def _same(after: dict[str, Array], before: dict[str, Array]) -> None:

@@ -105,7 +105,12 @@ CASES: list[Case] = [
         Case(op, dict.fromkeys(operands, (FLOAT, (*rows, 11))) | {"weight": (FLOAT, (11,))}, _norm(to))
         for op, operands in (("RmsNorm", ["x"]), ("AddRmsNorm", ["x", "delta"]))
         for rows in (("tokens",), (1, "T"), ("tokens", 3))
-        for to in (FLOAT, BFLOAT16)
+        for to in (FLOAT, BFLOAT16, INT8)
+    ),
+    *(
+        Case("QuantizeRows", {"x": (dtype, rows)})
+        for dtype in (FLOAT, BFLOAT16)
+        for rows in (("tokens", 11), (1, "T", 11))
     ),
     *(
         Case("EmbedBf16", {"tokens": (dtype, rows), "table": (BFLOAT16, (31, 9))}, {"scale": 2.5})
@@ -184,12 +189,12 @@ def test_what_an_op_says_is_what_onnxruntime_gives(
     assert inferred == [(value.dtype, value.shape.dims) for value in node.outputs if value.shape is not None]
     feeds = {name: feed(name, operand, sizes, indices) for name, operand in case.operands.items()}
     actual = [*run(model_of(node), feeds).values()]
-    assert len(actual) == len(inferred) == len(case.plugin.outputs)
+    assert len(actual) == len(inferred) == len(node.outputs)
     for array, (dtype, dims) in zip(actual, inferred, strict=True):
         assert array.dtype == dtype.numpy()
         assert array.shape == tuple(dim if isinstance(dim, int) else sizes[str(dim)] for dim in dims)
         assert np.isfinite(array.astype(np.float32)).all()
-        assert len(np.unique(array)) > 1
+        assert len(np.unique(array)) > 1 or array.size == 1
 
 
 def test_every_op_is_run() -> None:
@@ -211,7 +216,7 @@ def test_every_file_with_an_op_has_its_line_in_the_registry() -> None:
 
 def _wrong(plugin: Plugin, good: Case) -> list[tuple[str, ir.Node]]:
     """Nodes that do not fit the schema, each with the reason to give."""
-    attributes, count = good.attributes, len(plugin.inputs)
+    attributes, count, written = good.attributes, len(plugin.inputs), len(good.node().outputs)
 
     def node(
         changed: Mapping[str, int | float | str], outputs: int = 0, without: int | None = None, surplus: bool = False
@@ -223,11 +228,11 @@ def _wrong(plugin: Plugin, good: Case) -> list[tuple[str, ir.Node]]:
         if surplus:
             inputs.append(inputs[0])
         converted = [ir.convenience.convert_attribute(*item) for item in changed.items()]
-        return ir.Node(DOMAIN, plugin.name, inputs, converted, num_outputs=len(plugin.outputs) + outputs, name="it")
+        return ir.Node(DOMAIN, plugin.name, inputs, converted, num_outputs=written + outputs, name="it")
 
     wrong = [
         (f"it has {count + 1} inputs, not {count}", node(attributes, surplus=True)),
-        (f"it has {len(plugin.outputs) + 1} outputs", node(attributes, outputs=1)),
+        (f"it has {written + 1} outputs, not {written}", node(attributes, outputs=1)),
         ("its attributes are .*surplus: int.*, not ", node({**attributes, "surplus": 1})),
     ]
     for index, name in enumerate(plugin.inputs):
@@ -257,6 +262,16 @@ def test_an_optional_input_may_be_absent_in_both_ways() -> None:
     assert "bias" not in without.operands
     for inputs in (without.inputs(), [*without.inputs(), None]):
         without.plugin.node(inputs, **without.attributes)
+
+
+def test_a_scale_stands_beside_int8_alone() -> None:
+    case = FIRST["RmsNorm"]
+    for to, others in ((FLOAT, []), (BFLOAT16, []), (INT8, [FLOAT])):
+        node = case.plugin.node(case.inputs(), **{**case.attributes, "to": int(to)})
+        assert [value.dtype for value in node.outputs] == [to, *others]
+        node.attributes.add(ir.AttrInt64("to", int(FLOAT if to == INT8 else INT8)))
+        with pytest.raises(EngineError, match=f"it has {len(others) + 1} outputs, not {2 - len(others)}"):
+            case.plugin.check(node)
 
 
 def test_an_op_that_we_do_not_have_is_named() -> None:

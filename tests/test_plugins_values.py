@@ -6,6 +6,7 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 import pytest
 
 from enginewright.plugins import PLUGINS
@@ -109,9 +110,19 @@ def rope_table(x: Inputs, a: Attributes) -> list[Doubles]:
     return [np.cos(angles) * a["scale"], np.sin(angles) * a["scale"]]
 
 
+def quantized(x: Doubles) -> list[Doubles]:
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    return [np.round(x * 127 / largest), largest / 127]
+
+
+def normed(x: Doubles, weight: Doubles, a: Attributes) -> list[Doubles]:
+    result = rms_norm(x, weight, a["epsilon"])
+    return quantized(result) if a["to"] == ir.DataType.INT8 else [result]
+
+
 def add_rms_norm(x: Inputs, a: Attributes) -> list[Doubles]:
     total = x["x"] + x["delta"]
-    return [total, rms_norm(total, x["weight"], a["epsilon"])]
+    return [total, *normed(total, x["weight"], a)]
 
 
 EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] = {
@@ -123,7 +134,8 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "GemmW8A16": gemm,
     "KvWrite": lambda x, a: [written(x[f"{kind}_pool"], x[kind[0]], x["slots"]) for kind in ("key", "value")],
     "PagedAttention": paged_attention,
-    "RmsNorm": lambda x, a: rms_norm(x["x"], x["weight"], a["epsilon"]),
+    "QuantizeRows": lambda x, a: quantized(x["x"]),
+    "RmsNorm": lambda x, a: normed(x["x"], x["weight"], a),
     "Rope": lambda x, a: rotate(x["x"], x["cos"], x["sin"], int(a["heads"])),
     "RopeKvWrite": rope_kv_write,
     "RopeTable": rope_table,
@@ -149,3 +161,16 @@ def _compare(actual: Array, expected: Doubles) -> None:
     error = np.abs(actual.astype(np.float64) - expected)
     rounding = tolerances.BF16_ROUNDING if actual.dtype == ml_dtypes.bfloat16 else 0.0
     assert (error <= rounding * np.abs(expected) + tolerances.REFERENCE_F32 * np.abs(expected).max()).all()
+
+
+def test_rows_that_are_not_finite_have_no_scale_and_rows_of_nothing_have_scale_0() -> None:
+    (case,) = (
+        case
+        for case in CASES
+        if case.op == "QuantizeRows" and case.operands["x"] == (ir.DataType.FLOAT, ("tokens", 11))
+    )
+    x = np.random.default_rng(0).standard_normal((7, 11)).astype(np.float32)
+    x[1, 3], x[2, 10], x[3, 0], x[4], x[5] = np.nan, np.inf, -np.inf, 0.0, x[5] * np.float32(2.0**-125)
+    codes, scale = run(model_of(case.node()), {"x": x}).values()
+    assert np.isnan(scale[1:4]).all() and not scale[4:6].any() and not codes[4:6].any()
+    assert (scale[[0, 6]] > 0).all() and (np.abs(codes[[0, 6]]).max(axis=1) == 127).all()

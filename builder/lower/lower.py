@@ -168,7 +168,7 @@ class _Lowering:
         for role, value in zip(binding.inputs, node.inputs, strict=False):
             if value is not None and role:
                 operands[role] = self._read(value, role, node)
-        for role, value in zip(binding.outputs, node.outputs, strict=True):
+        for role, value in zip(binding.outputs, node.outputs, strict=False):
             if role:
                 view = self._in_place(node, binding.in_place.get(role), value) or self._new(value)
                 self.views[value] = view

@@ -68,10 +68,10 @@ struct KvPool {
 };
 
 // A matrix with a fixed address. A row starts every `stride` elements; in arena buffers the stride is a
-// multiple of 64, and a kernel that writes bf16 to a whole buffer (pad > 0) also writes zeros to the `pad`
-// columns behind `columns`, so that GEMMs may read K_pad columns of it. Step inputs are i32; where their
-// columns depend on the step (block tables) `columns` and `stride` are those at the limits, and only the
-// step's own columns hold values.
+// multiple of 64, and a kernel that writes bf16 or i8 to a whole buffer (pad > 0) also writes zeros to the
+// `pad` columns behind `columns`, so that GEMMs may read K_pad columns of it. Step inputs are i32; where
+// their columns depend on the step (block tables) `columns` and `stride` are those at the limits, and only
+// the step's own columns hold values.
 struct Operand {
   std::byte* data = nullptr;
   DType dtype = DType::f32;

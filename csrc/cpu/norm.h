@@ -4,11 +4,15 @@
 //                   (W is the whole row, or a head's dims). out may be x.
 //   add_rms_norm@1  sum = x + delta; normed = rms_norm(sum), over whole rows. sum may be x or delta.
 //
-// x, delta, sum: f32 [rows, columns]; weight: f32 [W]; out, normed: f32 or bf16. Squares are summed in four
-// accumulators of 16 lanes by column, then in one tree: the same bits for every row, wherever it stands.
+// x, delta, sum: f32 [rows, columns]; weight: f32 [W]; out, normed: f32 or bf16, or i8 as quantize.h has it,
+// with scale: f32 [rows, 1] beside it and W the whole row. Squares are summed in four accumulators of 16
+// lanes by column, then in one tree: the same bits for every row, wherever it stands.
 #pragma once
 
+#include <optional>
+
 #include "operands.h"
+#include "quantize.h"
 #include "rows.h"
 
 namespace enginewright {
@@ -34,19 +38,54 @@ ENGINEWRIGHT_INLINE typename S::F inverse_rms(const float* x, int64_t width, flo
   return S::div(S::set1(1.0f), S::sqrt(mean));
 }
 
-// out[column + i] = x[i] * factor * weight[i]
+// x[i] * factor * weight[i], as quantize.h reads a row.
 template <class S>
-ENGINEWRIGHT_INLINE void scale_run(const float* x, typename S::F factor, const float* weight, int64_t width,
-                                   const RowWriter<S>& out, int64_t column) {
-  int64_t i = 0;
-  for (; i + 16 <= width; i += 16) {
-    out.put(column + i, S::mul(S::mul(S::load(x + i), factor), S::load(weight + i)));
+struct NormedRow {
+  using F = typename S::F;
+  const float *x, *weight;
+  F factor;
+  ENGINEWRIGHT_INLINE F at(int64_t i) const {
+    return S::mul(S::mul(S::load(x + i), factor), S::load(weight + i));
   }
-  if (const int64_t n = width - i; n > 0) {
-    const auto v = S::mul(S::mul(S::load_first(x + i, n), factor), S::load_first(weight + i, n));
-    out.put_first(column + i, v, n);
+  ENGINEWRIGHT_INLINE F first(int64_t i, int64_t n) const {
+    return S::mul(S::mul(S::load_first(x + i, n), factor), S::load_first(weight + i, n));
   }
-}
+};
+
+// The operand that a norm writes.
+template <class S>
+class NormOut {
+ public:
+  NormOut(const Operands& operands, const std::string& name, const Operand& x, const Operand& weight)
+      : out_(operand(operands, name)), columns_(x.columns), width_(weight.columns) {
+    if (out_.dtype == DType::i8) {
+      require(width_ == columns_, "a row is quantized as a whole, so 'weight' must be as wide as 'x'");
+      quantized_.emplace(matrix(operands, name, DType::i8), matrix(operands, "scale", DType::f32));
+    } else {
+      float_matrix(operands, name);
+      require(operands.count("scale") == 0, "'scale' belongs to an output of i8");
+    }
+    require_same_rows(x, out_);
+    require_columns(out_, columns_);
+  }
+
+  const Operand& written() const { return out_; }
+
+  // Columns [column, column + width) of a row.
+  ENGINEWRIGHT_INLINE void put(int64_t row, int64_t column, const NormedRow<S>& normed) const {
+    if (quantized_) return quantized_->template put<S>(row, normed);
+    const RowWriter<S> out(out_, row);
+    int64_t i = 0;
+    for (; i + 16 <= width_; i += 16) out.put(column + i, normed.at(i));
+    if (const int64_t n = width_ - i; n > 0) out.put_first(column + i, normed.first(i, n), n);
+    if (column + width_ == columns_) out.zero_pad(out_);
+  }
+
+ private:
+  const Operand out_;
+  const int64_t columns_, width_;
+  std::optional<QuantizedRows> quantized_;
+};
 
 inline float checked_epsilon(const Attributes& attributes) {
   const double epsilon = number(attributes, "epsilon");
@@ -60,16 +99,14 @@ class RmsNorm final : public Kernel {
   RmsNorm(const Operands& operands, const Attributes& attributes)
       : x_(matrix(operands, "x", DType::f32)),
         weight_(vector_weight(operands, "weight", operand(operands, "weight").columns)),
-        out_(float_matrix(operands, "out")),
+        out_(operands, "out", x_, weight_),
         epsilon_(checked_epsilon(attributes)) {
-    require_known(operands, attributes, {"x", "weight", "out"}, {"epsilon"});
+    require_known(operands, attributes, {"x", "weight", "out", "scale"}, {"epsilon"});
     require(x_.columns % weight_.columns == 0, "the width of 'weight' does not divide the columns of 'x'");
-    require_same_rows(x_, out_);
-    require_columns(out_, x_.columns);
   }
 
   Work work(const Sizes& sizes) const override {
-    Work work = touched({&x_, &weight_, &out_}, sizes);
+    Work work = touched({&x_, &weight_, &out_.written()}, sizes);
     work.fp32_ops = 4 * x_.rows.at(sizes) * x_.columns;
     return work;
   }
@@ -81,14 +118,13 @@ class RmsNorm final : public Kernel {
     for (int64_t item = mine.begin; item < mine.end; ++item) {
       const int64_t row = item / runs, column = item % runs * width;
       const float* x = x_.as<const float>() + row * x_.stride + column;
-      const RowWriter<S> out(out_, row);
-      scale_run<S>(x, inverse_rms<S>(x, width, epsilon_), weight, width, out, column);
-      if (column + width == x_.columns) out.zero_pad(out_);
+      out_.put(row, column, {x, weight, inverse_rms<S>(x, width, epsilon_)});
     }
   }
 
  private:
-  const Operand x_, weight_, out_;
+  const Operand x_, weight_;
+  const NormOut<S> out_;
   const float epsilon_;
 };
 
@@ -100,17 +136,17 @@ class AddRmsNorm final : public Kernel {
         delta_(matrix(operands, "delta", DType::f32)),
         weight_(vector_weight(operands, "weight", x_.columns)),
         sum_(matrix(operands, "sum", DType::f32)),
-        normed_(float_matrix(operands, "normed")),
+        normed_(operands, "normed", x_, weight_),
         epsilon_(checked_epsilon(attributes)) {
-    require_known(operands, attributes, {"x", "delta", "weight", "sum", "normed"}, {"epsilon"});
-    for (const Operand* other : {&delta_, &sum_, &normed_}) {
+    require_known(operands, attributes, {"x", "delta", "weight", "sum", "normed", "scale"}, {"epsilon"});
+    for (const Operand* other : {&delta_, &sum_}) {
       require_same_rows(x_, *other);
       require_columns(*other, x_.columns);
     }
   }
 
   Work work(const Sizes& sizes) const override {
-    Work work = touched({&x_, &delta_, &weight_, &sum_, &normed_}, sizes);
+    Work work = touched({&x_, &delta_, &weight_, &sum_, &normed_.written()}, sizes);
     work.fp32_ops = 5 * x_.rows.at(sizes) * x_.columns;
     return work;
   }
@@ -128,14 +164,13 @@ class AddRmsNorm final : public Kernel {
       if (const int64_t n = columns - i; n > 0) {
         S::store_first(sum + i, S::add(S::load_first(x + i, n), S::load_first(delta + i, n)), n);
       }
-      const RowWriter<S> normed(normed_, row);
-      scale_run<S>(sum, inverse_rms<S>(sum, columns, epsilon_), weight, columns, normed, 0);
-      normed.zero_pad(normed_);
+      normed_.put(row, 0, {sum, weight, inverse_rms<S>(sum, columns, epsilon_)});
     }
   }
 
  private:
-  const Operand x_, delta_, weight_, sum_, normed_;
+  const Operand x_, delta_, weight_, sum_;
+  const NormOut<S> normed_;
   const float epsilon_;
 };
 

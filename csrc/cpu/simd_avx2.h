@@ -59,6 +59,19 @@ struct Avx2 {
     for (int64_t i = 0; i < n; ++i) p[i] = lanes[i];
   }
 
+  static ENGINEWRIGHT_INLINE void store_i8(int8_t* p, F x) {
+    const __m256i words =
+        _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));  // a0 b0 a1 b1
+    const __m256i sorted = _mm256_permute4x64_epi64(words, 0xd8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_packs_epi16(_mm256_castsi256_si128(sorted), _mm256_extracti128_si256(sorted, 1)));
+  }
+  static ENGINEWRIGHT_INLINE void store_i8_first(int8_t* p, F x, int64_t n) {
+    int8_t lanes[16];
+    store_i8(lanes, x);
+    for (int64_t i = 0; i < n; ++i) p[i] = lanes[i];
+  }
+
   static ENGINEWRIGHT_INLINE F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
   static ENGINEWRIGHT_INLINE F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
   static ENGINEWRIGHT_INLINE F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }

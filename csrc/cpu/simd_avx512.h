@@ -47,6 +47,13 @@ struct Avx512 {
     _mm256_mask_storeu_epi16(p, below(n), (__m256i)_mm512_cvtneps_pbh(a));
   }
 
+  static ENGINEWRIGHT_INLINE void store_i8(int8_t* p, F a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
+  }
+  static ENGINEWRIGHT_INLINE void store_i8_first(int8_t* p, F a, int64_t n) {
+    _mm_mask_storeu_epi8(p, below(n), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
+  }
+
   static ENGINEWRIGHT_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
   static ENGINEWRIGHT_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   static ENGINEWRIGHT_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }

@@ -8,6 +8,7 @@
 //   others
 //                                  read as 0), 0 <= n <= 16
 //   load_bf16 store_bf16 (…_first) 16 bf16 in memory; stores round to nearest even
+//   store_i8 store_i8_first        integral lanes in [-127, 127] as int8
 //   add sub mul div sqrt abs       lane by lane
 //   fma(a, b, c)                   a * b + c; one rounding or two, as the instruction set has it
 //   max min                        a > b ? a : b: where a lane is NaN the second operand is returned
@@ -92,6 +93,13 @@ struct Portable {
     float lanes[16];
     store(lanes, a);
     for (int64_t i = 0; i < n; ++i) p[i] = round_bf16(lanes[i]);
+  }
+
+  static ENGINEWRIGHT_INLINE void store_i8(int8_t* p, F a) { store_i8_first(p, a, 16); }
+  static ENGINEWRIGHT_INLINE void store_i8_first(int8_t* p, F a, int64_t n) {
+    float lanes[16];
+    store(lanes, a);
+    for (int64_t i = 0; i < n; ++i) p[i] = static_cast<int8_t>(lanes[i]);
   }
 
   static ENGINEWRIGHT_INLINE F add(F a, F b) {

@@ -8,6 +8,7 @@
 #include "gemm.h"
 #include "kernel.h"
 #include "norm.h"
+#include "quantize.h"
 #include "rope.h"
 
 namespace enginewright {
@@ -32,6 +33,7 @@ KernelTable make_table(KernelTable table) {
       {"embed_w8@1", make_kernel<EmbedW8<S>>},
       {"gather_rows@1", make_kernel<GatherRows<S>>},
       {"paged_attention@1", make_kernel<PagedAttention<S>>},
+      {"quantize_rows@1", make_kernel<QuantizeRows<S>>},
       {"rms_norm@1", make_kernel<RmsNorm<S>>},
       {"rope_kv_write@1", make_kernel<RopeKvWrite<S>>},
       {"rope_table@1", make_kernel<RopeTable<S>>},

@@ -1,12 +1,14 @@
-"""A value that is only ever read as bfloat16 is written as bfloat16: the Cast goes into the node before it."""
+"""A value that is only ever read as bfloat16, or quantized, is written so: the Cast or the QuantizeRows goes into the
+node before it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from enginewright.passes.graph import nodes_of, norms_rows, replace
 from enginewright.passes.pass_manager import PassResult
-from enginewright.plugins import plugin_of
+from enginewright.plugins import DOMAIN, plugin_of
 from enginewright.plugins.rms_norm import RMS_NORM
 
 
@@ -16,54 +18,69 @@ class RoundInProducer:
 
     def __call__(self, model: ir.Model) -> PassResult:
         rewrites, refusals = 0, []
-        for cast in tuple(nodes_of(model, "Cast")):
-            if cast.graph is None:
+        for node in (*nodes_of(model, "Cast"), *nodes_of(model, "QuantizeRows", domain=DOMAIN)):
+            if node.graph is None:
                 continue  # gone together with another one of the same value
-            refusal = _round(cast)
+            refusal = _round(node)
             rewrites += refusal is None
             refusals += [refusal] if refusal else []
         return PassResult(rewrites, tuple(refusals))
 
 
-def _round(cast: ir.Node) -> str | None:
-    (value,) = cast.inputs
+def _rounds_to(node: ir.Node) -> ir.DataType | None:
+    """The dtype that a Cast or a QuantizeRows gives."""
+    if node.op_type == "QuantizeRows":
+        return ir.DataType.INT8
+    return ir.DataType(node.attributes["to"].as_int()) if node.op_type == "Cast" else None
+
+
+def _round(node: ir.Node) -> str | None:
+    (value,) = node.inputs
     assert value is not None
-    to, producer = cast.attributes["to"].as_int(), value.producer()
+    to, producer = _rounds_to(node), value.producer()
+    assert to is not None
     if producer is None:
-        return f"{cast.name} rounds an input of the graph."
+        return f"{node.name} rounds an input of the graph."
     users = tuple(value.consumers())
-    if value.is_graph_output() or any(user.op_type != "Cast" or user.attributes["to"].as_int() != to for user in users):
+    if value.is_graph_output() or any(_rounds_to(user) != to for user in users):
         return f"{value.name} is used unrounded, too."
-    if not _can_round(value, producer):
-        return f"{producer.name} ({producer.op_type}) cannot round."
+    if not _can_round(value, producer, to):
+        return f"{producer.name} ({producer.op_type}) cannot {'quantize' if to == ir.DataType.INT8 else 'round'}."
     rounding = _rounding(producer, to)
     rounding.name = producer.name
-    outputs = dict(zip(producer.outputs, rounding.outputs, strict=True))
-    rounded = outputs.pop(value)
-    rounded.name = value.name
-    for user in users:
-        ir.convenience.replace_all_uses_with(user.outputs[0], rounded, replace_graph_outputs=True)
-    graph = producer.graph
-    assert graph is not None
-    graph.remove(users, safe=True)
-    replace([producer], [rounding], list(outputs.items()))
+    last = len(producer.outputs) - 1  # `to` is of this one; a scale follows if it is INT8
+    rounded = rounding.outputs[last:]
+    for old, new in zip(node.outputs, rounded, strict=True):
+        new.name = value.name if new is rounded[0] else old.name
+    _take_place(users, rounded)
+    replace([producer], [rounding], [*zip(producer.outputs[:last], rounding.outputs[:last], strict=True)])
     return None
 
 
-def _can_round(value: ir.Value, producer: ir.Node) -> bool:
-    """Whether the node can write this value rounded: `to` is of a node's last output, and nothing is rounded twice."""
+def _take_place(users: Sequence[ir.Node], values: Sequence[ir.Value]) -> None:
+    """Whoever reads what these nodes give reads `values`, and the nodes are gone."""
+    for user in users:
+        for old, new in zip(user.outputs, values, strict=True):
+            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    graph = users[0].graph
+    assert graph is not None
+    graph.remove(users, safe=True)
+
+
+def _can_round(value: ir.Value, producer: ir.Node, to: ir.DataType) -> bool:
+    """Whether the node can write this value so: `to` is of a node's last output, and nothing is rounded twice."""
     if value.dtype != ir.DataType.FLOAT or value is not producer.outputs[-1]:
         return False
     plugin = plugin_of(producer)
     if plugin is None:
         return producer.op_type == "RMSNormalization" and norms_rows(producer)
-    return "to" in plugin.attributes
+    return "to" in plugin.attributes and (to != ir.DataType.INT8 or plugin.outputs[-1] == "scale?")
 
 
-def _rounding(producer: ir.Node, to: int) -> ir.Node:
+def _rounding(producer: ir.Node, to: ir.DataType) -> ir.Node:
     """The node that does what `producer` does, and rounds."""
     plugin = plugin_of(producer)
     if plugin is None:
-        return RMS_NORM.node(producer.inputs, epsilon=producer.attributes.get_float("epsilon", 1e-5), to=to)
+        return RMS_NORM.node(producer.inputs, epsilon=producer.attributes.get_float("epsilon", 1e-5), to=int(to))
     attributes = {name: attribute.value for name, attribute in producer.attributes.items()}
-    return plugin.node(producer.inputs, **{**attributes, "to": to})
+    return plugin.node(producer.inputs, **{**attributes, "to": int(to)})

@@ -21,9 +21,8 @@ class Bf16(QuantConfig):
         shape = shape_of(weight)
         return [derived(str(weight.name), torch.bfloat16, shape, lambda: read(weight).to(torch.bfloat16))]
 
-    def gemm(self, x: ir.Value, weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
-        operands = [x, *weights] if bias is None else [x, *weights, bias]
-        return GEMM_BF16.node(operands, epilogue="none", to=int(ir.DataType.FLOAT))
+    def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
+        return GEMM_BF16.node([*x, *weights, bias], epilogue="none", to=int(ir.DataType.FLOAT))
 
     def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:
         return EMBED_BF16.node([tokens, *weights], scale=scale)

@@ -29,9 +29,8 @@ class Int8Wo(QuantConfig):
             derived(f"{name}.scale", torch.float32, shape[:1], lambda: quantize_rows(read(weight))[1]),
         ]
 
-    def gemm(self, x: ir.Value, weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
-        operands = [x, *weights] if bias is None else [x, *weights, bias]
-        return GEMM_W8A16.node(operands, epilogue="none", to=int(ir.DataType.FLOAT))
+    def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
+        return GEMM_W8A16.node([*x, *weights, bias], epilogue="none", to=int(ir.DataType.FLOAT))
 
     def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:
         return EMBED_W8.node([tokens, *weights], scale=scale)

@@ -1,6 +1,6 @@
 """What quantization methods share: they take up every linear layer and every embedding, and write their own ops.
 
-A method fixes the precision of activations, too (DESIGN §3): a Cast stands in front of each GEMM.
+A method fixes the precision of activations, too (DESIGN §3): a Cast or a QuantizeRows stands in front of each GEMM.
 """
 
 from abc import ABC, abstractmethod
@@ -13,23 +13,26 @@ import onnx_ir as ir
 from enginewright.passes.graph import Linear, linear_of, nodes_of, only_used_by, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.weights import read
-
-ACTIVATIONS = ir.DataType.BFLOAT16
+from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
 
 
 @dataclass(frozen=True)
 class QuantConfig(ABC):
-    """A method and its settings. name: what `--quant` calls it."""
+    """A method and its settings.
+
+    name: what `--quant` calls it. activations: what a GEMM reads, BFLOAT16, or INT8 with a scale a token.
+    """
 
     name: ClassVar[str]
+    activations: ClassVar[ir.DataType] = ir.DataType.BFLOAT16
 
     @abstractmethod
     def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
         """The initializers that stand for a weight [N, K]: the values first, then scales if there are any."""
 
     @abstractmethod
-    def gemm(self, x: ir.Value, weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
-        """x: [..., K] in bfloat16. Gives FLOAT [..., N]."""
+    def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
+        """x: [..., K] in `activations`, and its scale [..., 1] if that is INT8. Gives FLOAT [..., N]."""
 
     @abstractmethod
     def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:
@@ -62,7 +65,7 @@ class _Run:
         self.rewrites = 0
         self.refusals: list[str] = []
         self._weights: dict[ir.Value, Sequence[ir.Value]] = {}
-        self._rounded: dict[ir.Value, ir.Value] = {}
+        self._rounded: dict[ir.Value, Sequence[ir.Value]] = {}
 
     def linear(self, matmul: ir.Node) -> None:
         product = matmul.outputs[0]
@@ -71,11 +74,11 @@ class _Run:
         if found is None:
             self.refusals.append(f"{matmul.name} does not multiply with a weight.")
             return
-        x, casts = self._round(found)
+        x, rounding = self._round(found)
         gemm = self.config.gemm(x, self._quantized(found.weight), found.bias)
         gemm.name = found.output.name
         transpose, *own = found.nodes
-        replace(own, [*casts, gemm], [(found.output, gemm.outputs[0])])
+        replace(own, [*rounding, gemm], [(found.output, gemm.outputs[0])])
         self.rewrites += 1
         del transpose  # another layer may share it (a tied head); cleanup removes it when nobody does
 
@@ -115,12 +118,19 @@ class _Run:
             self._weights[weight] = self.config.weights(weight)
         return self._weights[weight]
 
-    def _round(self, linear: Linear) -> tuple[ir.Value, list[ir.Node]]:
-        """x in the precision of activations; layers with one input share the Cast."""
-        x = linear.x
+    def _round(self, linear: Linear) -> tuple[Sequence[ir.Value], list[ir.Node]]:
+        """x in the precision of activations; layers with one input share it."""
+        x, to = linear.x, self.config.activations
         if x in self._rounded:
             return self._rounded[x], []
-        assert x.shape is not None
-        rounded = typed(f"{x.name}.rounded", ACTIVATIONS, x.shape.dims)
-        self._rounded[x] = rounded
-        return rounded, [standard("Cast", [x], [rounded], str(rounded.name), to=int(ACTIVATIONS))]
+        if to == ir.DataType.INT8:
+            node = QUANTIZE_ROWS.node([x])
+            node.name = f"{x.name}.quantized"
+            for output, name in zip(node.outputs, (node.name, f"{node.name}.scale"), strict=True):
+                output.name = name
+        else:
+            assert x.shape is not None
+            rounded = typed(f"{x.name}.rounded", to, x.shape.dims)
+            node = standard("Cast", [x], [rounded], str(rounded.name), to=int(to))
+        self._rounded[x] = node.outputs
+        return node.outputs, [node]

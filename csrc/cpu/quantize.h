@@ -1,0 +1,99 @@
+// Rows as int8 with a scale a row: symmetric, codes in [-127, 127].
+//
+//   quantize_rows@1  scale = largest / 127, q = round(x * (127 / largest)), where largest = max |x| of the
+//   row
+//
+// x: f32 or bf16 [rows, K]; q: i8 [rows, K]; scale: f32 [rows, 1]. All in fp32, ties to even: the same bits
+// on every instruction set. A largest below 2^-120 counts as 0, since 127 / largest must be finite: scale 0,
+// codes 0. A NaN or an infinity makes the row's scale NaN, so that it is never lost; the codes mean nothing
+// then.
+#pragma once
+
+#include "operands.h"
+#include "rows.h"
+
+namespace enginewright {
+namespace {
+
+// Where quantized rows go: checked, and written a row at a time.
+class QuantizedRows {
+ public:
+  QuantizedRows(const Operand& codes, const Operand& scale) : codes_(codes), scale_(scale) {
+    require_same_rows(codes, scale);
+    require_columns(scale, 1);
+  }
+
+  // Row is what x is read from: at(column) gives 16 columns, first(column, n) n of them and zeros behind.
+  template <class S, class Row>
+  ENGINEWRIGHT_INLINE void put(int64_t row, const Row& x) const {
+    using F = typename S::F;
+    const int64_t columns = codes_.columns;
+    F most[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
+    F lost[4] = {S::zero(), S::zero(), S::zero(), S::zero()};  // NaN where x is not finite
+    int64_t i = 0;
+    for (; i + 64 <= columns; i += 64) {
+      for (int j = 0; j < 4; ++j) {
+        const F v = x.at(i + 16 * j);
+        most[j] = S::max(most[j], S::abs(v));
+        lost[j] = S::fma(v, S::zero(), lost[j]);
+      }
+    }
+    for (; i < columns; i += 16) {
+      const F v = columns - i < 16 ? x.first(i, columns - i) : x.at(i);
+      most[0] = S::max(most[0], S::abs(v));
+      lost[0] = S::fma(v, S::zero(), lost[0]);
+    }
+    const float largest = S::reduce_max(S::max(S::max(most[0], most[1]), S::max(most[2], most[3])));
+    const float nan_or_zero = S::reduce_add(S::add(S::add(lost[0], lost[1]), S::add(lost[2], lost[3])));
+    const bool zero = largest < 0x1p-120f;
+    scale_.as<float>()[row * scale_.stride] = (zero ? 0.0f : largest / 127.0f) + nan_or_zero;
+
+    const F factor = S::set1(zero ? 0.0f : 127.0f / largest);
+    int8_t* out = codes_.as<int8_t>() + row * codes_.stride;
+    for (i = 0; i + 16 <= columns; i += 16) S::store_i8(out + i, code<S>(S::mul(x.at(i), factor)));
+    if (const int64_t n = columns - i; n > 0) {
+      S::store_i8_first(out + i, code<S>(S::mul(x.first(i, n), factor)), n);
+    }
+    std::memset(out + columns, 0, static_cast<size_t>(codes_.pad));
+  }
+
+ private:
+  // Held to the codes' range, for rows that are not finite.
+  template <class S>
+  static ENGINEWRIGHT_INLINE typename S::F code(typename S::F x) {
+    return S::round(S::min(S::max(x, S::set1(-127.0f)), S::set1(127.0f)));
+  }
+
+  const Operand codes_, scale_;
+};
+
+template <class S>
+class QuantizeRows final : public Kernel {
+ public:
+  QuantizeRows(const Operands& operands, const Attributes& attributes)
+      : x_(float_matrix(operands, "x")),
+        q_(matrix(operands, "q", DType::i8)),
+        out_(q_, matrix(operands, "scale", DType::f32)) {
+    require_known(operands, attributes, {"x", "q", "scale"}, {});
+    require_same_rows(x_, q_);
+    require_columns(q_, x_.columns);
+  }
+
+  Work work(const Sizes& sizes) const override {
+    Work work = touched({&x_, &q_}, sizes);
+    work.fp32_ops = 4 * x_.rows.at(sizes) * x_.columns;
+    return work;
+  }
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    const Range mine = share(x_.rows.at(sizes), worker);
+    for (int64_t row = mine.begin; row < mine.end; ++row) out_.put<S>(row, RowReader<S>(x_, row));
+  }
+
+ private:
+  const Operand x_, q_;
+  const QuantizedRows out_;
+};
+
+}  // namespace
+}  // namespace enginewright

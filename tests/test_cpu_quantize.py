@@ -1,0 +1,140 @@
+"""Rows quantized to int8, by themselves and behind a norm, on every instruction set of this machine."""
+
+import pytest
+import torch
+
+from enginewright import _cpu
+from tests.kernel_runner import Buffer, KernelRunner, Operands, weight
+
+ISAS = _cpu.isa_names()
+COLUMNS = [1, 15, 64, 100, 577]
+ROWS = 7
+
+
+def rows_of(columns: int) -> torch.Tensor:
+    """Rows of all sizes; ties among them, zeros, and what is too small to divide by."""
+    x = torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(columns))
+    x[1] *= 1e30
+    x[2] = torch.arange(columns) % 255 / 2 - 63.5  # ties in half of the columns, if -63.5 is the largest
+    x[2, 0] = 63.5
+    x[3] = 0
+    x[4] *= 2.0**-126 / x[4].abs().max()
+    x[5] *= 2.0**-119 / x[5].abs().max()
+    return x
+
+
+def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the definition, in fp32 throughout."""
+    largest = x.float().abs().amax(dim=1, keepdim=True)
+    tiny = largest < 2.0**-120
+    factor = torch.where(tiny, 0.0, torch.full_like(largest, 127) / largest)  # 127 / largest would round twice
+    return (x.float() * factor).round(), torch.where(tiny, 0.0, largest / 127)
+
+
+def outputs(runner: KernelRunner, columns: int) -> tuple[Buffer, Buffer]:
+    return runner.buffer(ROWS, columns, "i8"), runner.buffer(ROWS, 1, "f32")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_quantize_rows(isa: str, columns: int, dtype: torch.dtype, threads: int) -> None:
+    x = rows_of(columns).to(dtype)
+    runner = KernelRunner(isa, threads, tokens=ROWS)
+    q, scale = outputs(runner, columns)
+    runner.call("quantize_rows@1", {"x": runner.filled(x), "q": q, "scale": scale})
+    codes, scales = quantized(x)
+    assert torch.equal(runner.read(q), codes) and torch.equal(runner.read(scale), scales)
+    assert not runner.read_pad(q).any()
+    assert (codes.abs().amax(dim=1) == torch.tensor([127, 127, 127, 0, 0, 127, 127])).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("column", [0, 17, 76])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_seen_in_the_scale_of_its_row_alone(isa: str, column: int, value: float) -> None:
+    x = rows_of(77)
+    expected, _ = quantized(x)
+    x[1, column] = x[3, column] = value
+    runner = KernelRunner(isa, tokens=ROWS)
+    q, scale = outputs(runner, 77)
+    runner.call("quantize_rows@1", {"x": runner.filled(x), "q": q, "scale": scale})
+    finite = [0, 2, 4, 5, 6]
+    assert runner.read(scale)[[1, 3]].isnan().all()
+    assert torch.equal(runner.read(scale)[finite], quantized(x)[1][finite])
+    assert torch.equal(runner.read(q)[finite], expected[finite])
+    assert runner.read(q).abs().max() <= 127 and not runner.read_pad(q).any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("kernel", ["rms_norm@1", "add_rms_norm@1"])
+def test_a_norm_quantizes_what_it_would_have_written(isa: str, columns: int, kernel: str) -> None:
+    x, delta, gain = (rows_of(columns) for _ in range(3))
+    delta = delta.roll(1, dims=0)
+    x, delta = x.clamp(-9, 9), delta.clamp(-9, 9)
+    gain = gain[0]
+    runner = KernelRunner(isa, 2, tokens=ROWS)
+    operands: Operands = {"x": runner.filled(x), "weight": weight(gain)}
+    name, total = "out", runner.buffer(ROWS, columns, "f32")
+    if kernel == "add_rms_norm@1":
+        name = "normed"
+        operands |= {"delta": runner.filled(delta), "sum": total}
+    plain = runner.buffer(ROWS, columns, "f32")
+    runner.call(kernel, operands | {name: plain}, {"epsilon": 1e-5})
+    q, scale = outputs(runner, columns)
+    runner.call(kernel, operands | {name: q, "scale": scale}, {"epsilon": 1e-5})
+    codes, scales = quantized(runner.read(plain))
+    assert torch.equal(runner.read(q), codes) and torch.equal(runner.read(scale), scales)
+    assert not runner.read_pad(q).any()
+    if kernel == "add_rms_norm@1":
+        assert torch.equal(runner.read(total), x + delta)
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("'scale' must be f32, not bf16", {"scale": (1, "bf16")}),
+        ("'scale' must have 1 columns, not 2", {"scale": (2, "f32")}),
+        ("'out' must have 32 columns, not 33", {"out": (33, "i8")}),
+        ("'scale' belongs to an output of i8", {"out": (32, "f32")}),
+        ("a row is quantized as a whole", {"weight": 16}),
+        ("the operand 'scale' is missing", {"scale": None}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_malformed_operands_of_a_norm_are_refused(
+    message: str, change: dict[str, tuple[int, str] | int | None]
+) -> None:
+    runner = KernelRunner("portable")
+    width = change.get("weight", 32)
+    assert isinstance(width, int)
+    operands: Operands = {"x": runner.filled(torch.zeros(1, 32)), "weight": weight(torch.ones(width))}
+    for name, default in (("out", (32, "i8")), ("scale", (1, "f32"))):
+        buffer = change.get(name, default)
+        if isinstance(buffer, tuple):
+            operands[name] = runner.buffer(1, *buffer)
+    with pytest.raises(ValueError, match=message):
+        runner.call("rms_norm@1", operands, {"epsilon": 1e-5})
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("'q' must be i8, not bf16", {"q": (32, "bf16")}),
+        ("'q' must have 32 columns, not 31", {"q": (31, "i8")}),
+        ("'x' must be f32, not i8", {"x": torch.zeros(1, 32, dtype=torch.int8)}),
+        ("no operand 'bias'", {"bias": (32, "f32")}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_malformed_operands_are_refused(message: str, change: dict[str, tuple[int, str] | torch.Tensor]) -> None:
+    runner = KernelRunner("portable")
+    given = {"x": torch.zeros(1, 32), "q": (32, "i8"), "scale": (1, "f32"), **change}
+    operands: Operands = {
+        name: runner.filled(value) if isinstance(value, torch.Tensor) else runner.buffer(1, *value)
+        for name, value in given.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        runner.call("quantize_rows@1", operands)
