@@ -127,7 +127,7 @@ def decode(heads: Heads, length: int, seed: int = 0) -> Chunk:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("counts", [(9, 3), (4, 4), (7, 1), (8, 2)], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 128])
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 128, 272])
 def test_heads_of_all_shapes(isa: str, counts: tuple[int, int], head_dim: int) -> None:
     heads = Heads(*counts, head_dim)
     chunks = [whole(heads, 61), decode(heads, 300), Chunk(text(heads, 270, 1), 250, 270)]

@@ -12,7 +12,7 @@ from tests.kernel_runner import Buffer, KernelRunner, Operands, weight
 from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 ISAS = _cpu.isa_names()
-TOKENS = [1, 2, 5, 7, 16, 17, 33, 61]
+TOKENS = [1, 2, 3, 4, 5, 6, 7, 16, 17, 33, 61]
 DTYPES = {"gemm_bf16@1": torch.bfloat16, "gemm_w8a16@1": torch.int8}
 KERNELS = list(DTYPES)
 
@@ -145,6 +145,16 @@ def test_weights_beyond_a_strip(isa: str, kernel: str) -> None:
     """A thread's weights do not fit L2, so that tokens pass more than one strip."""
     problem = Problem(kernel, 19, 1100, 1000)
     assert relative_error(problem.run(isa, "f32"), problem.expected()) < GEMM_F32
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_more_tokens_than_pass_at_once(isa: str, kernel: str) -> None:
+    problem = Problem(kernel, 140, 530, 700)
+    together = problem.run(isa, "f32")
+    assert relative_error(together, problem.expected()) < GEMM_F32
+    for start in (0, 125, 138):
+        assert torch.equal(together[start:], problem.run(isa, "f32", x=problem.x[start:]))
 
 
 @pytest.mark.parametrize("isa", ISAS)

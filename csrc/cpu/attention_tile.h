@@ -43,9 +43,10 @@ class SplitAttention : public SplitSoftmax<S> {
     }
   }
 
- private:
+ protected:
   using SplitSoftmax<S>::width_;
 
+ private:
   template <int R>
   struct Chunk {
     static constexpr int rows = R;
@@ -85,18 +86,25 @@ class SplitAttention : public SplitSoftmax<S> {
   template <int R, int N>
   void score_tile(const uint16_t* q, const uint16_t* const* keys, float* scores) const {
     F acc[R][N];
+    ENGINEWRIGHT_UNROLL
     for (int r = 0; r < R; ++r) {
+      ENGINEWRIGHT_UNROLL
       for (int n = 0; n < N; ++n) acc[r][n] = S::zero();
     }
     for (int64_t i = 0; i < pairs_; ++i) {
       typename S::Line lines[N];
+      ENGINEWRIGHT_UNROLL
       for (int n = 0; n < N; ++n) lines[n] = S::load_line(keys[n] + i * 2 * kGroup);
+      ENGINEWRIGHT_UNROLL
       for (int r = 0; r < R; ++r) {
         const typename S::Pair pair = S::load_pair(q + r * width_ + 2 * i);
+        ENGINEWRIGHT_UNROLL
         for (int n = 0; n < N; ++n) acc[r][n] = S::dot(acc[r][n], pair, lines[n]);
       }
     }
+    ENGINEWRIGHT_UNROLL
     for (int r = 0; r < R; ++r) {
+      ENGINEWRIGHT_UNROLL
       for (int n = 0; n < N; ++n) S::store(scores + r * kSplitPositions + n * kGroup, acc[r][n]);
     }
   }
@@ -113,21 +121,28 @@ class SplitAttention : public SplitSoftmax<S> {
   template <int R, int N>
   void weigh_tile(const uint16_t* p, const SplitKv& kv, int64_t dim, float* out) const {
     F acc[R][N];
+    ENGINEWRIGHT_UNROLL
     for (int r = 0; r < R; ++r) {
+      ENGINEWRIGHT_UNROLL
       for (int n = 0; n < N; ++n) acc[r][n] = S::zero();
     }
     for (int64_t g = 0; g < kv.groups; ++g, p += kGroup) {
       const uint16_t* values = kv.values[g] + dim * 2;
       for (int64_t i = 0; i < kGroup; i += 2, values += 2 * width_) {
         typename S::Line lines[N];
+        ENGINEWRIGHT_UNROLL
         for (int n = 0; n < N; ++n) lines[n] = S::load_line(values + n * 32);
+        ENGINEWRIGHT_UNROLL
         for (int r = 0; r < R; ++r) {
           const typename S::Pair pair = S::load_pair(p + r * kSplitPositions + i);
+          ENGINEWRIGHT_UNROLL
           for (int n = 0; n < N; ++n) acc[r][n] = S::dot(acc[r][n], pair, lines[n]);
         }
       }
     }
+    ENGINEWRIGHT_UNROLL
     for (int r = 0; r < R; ++r) {
+      ENGINEWRIGHT_UNROLL
       for (int n = 0; n < N; ++n) S::store(out + r * partial_floats(width_) + n * 16, acc[r][n]);
     }
   }

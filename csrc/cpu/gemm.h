@@ -40,14 +40,18 @@ ENGINEWRIGHT_INLINE void gemm_tile(const uint16_t* x, int64_t x_stride, const st
                                    int64_t block_bytes, typename S::F (&acc)[M][N]) {
   for (int64_t at = 0; at < block_bytes; at += 64, x += 2 * Lines::kPairs) {
     typename S::Line lines[N][Lines::kPairs];
+    ENGINEWRIGHT_UNROLL
     for (int n = 0; n < N; ++n) {
       const std::byte* line = weight + n * block_bytes + at;
       if (prefetch) S::prefetch(line + kPrefetchLines * 64);
       Lines::load(line, lines[n]);
     }
+    ENGINEWRIGHT_UNROLL
     for (int m = 0; m < M; ++m) {
+      ENGINEWRIGHT_UNROLL
       for (int p = 0; p < Lines::kPairs; ++p) {
         const typename S::Pair pair = S::load_pair(x + m * x_stride + 2 * p);
+        ENGINEWRIGHT_UNROLL
         for (int n = 0; n < N; ++n) acc[m][n] = S::dot(acc[m][n], pair, lines[n][p]);
       }
     }
@@ -99,21 +103,20 @@ class Strip {
   template <int M, int N, bool prefetch>
   void tile(int64_t row, int64_t block) const {
     F acc[M][N];
+    ENGINEWRIGHT_UNROLL
     for (int m = 0; m < M; ++m) {
+      ENGINEWRIGHT_UNROLL
       for (int n = 0; n < N; ++n) acc[m][n] = S::zero();
     }
     const uint16_t* x = g_.x.as<const uint16_t>() + row * g_.x.stride;
     gemm_tile<S, Lines, M, N, prefetch>(x, g_.x.stride, weight_ + block * block_bytes_, block_bytes_, acc);
-    const int64_t first = first_block_ + block;
+    float sums[N][M][16];
+    ENGINEWRIGHT_UNROLL
     for (int m = 0; m < M; ++m) {
-      if constexpr (N % 2 == 0) {
-        if (g_.gated()) {
-          for (int n = 0; n < N; n += 2) finish_.gated(row + m, (first + n) / 2, acc[m][n], acc[m][n + 1]);
-          continue;
-        }
-      }
-      for (int n = 0; n < N; ++n) finish_.plain(row + m, first + n, acc[m][n]);
+      ENGINEWRIGHT_UNROLL
+      for (int n = 0; n < N; ++n) S::store(sums[n][m], acc[m][n]);
     }
+    finish_.blocks(row, M, first_block_ + block, N, sums[0][0]);
   }
 
   const GemmOperands& g_;

@@ -57,6 +57,19 @@ class Finish {
     }
   }
 
+  // `rows` rows of the columns that blocks [block, block + count) of weight make. acc: (count, rows, 16)
+  // Out of line, since it is called once a tile: one copy for tiles of all sizes.
+  __attribute__((noinline)) void blocks(int64_t row, int64_t rows, int64_t block, int64_t count,
+                                        const float* acc) const {
+    if (gated_) {
+      for (int64_t n = 0; n < count; n += 2, acc += 2 * rows * 16) {
+        gated_rows(row, rows, (block + n) / 2, acc, acc + rows * 16);
+      }
+    } else {
+      for (int64_t n = 0; n < count; ++n, acc += rows * 16) plain_rows(row, rows, block + n, acc);
+    }
+  }
+
  private:
   struct Constants {
     F scale, bias;

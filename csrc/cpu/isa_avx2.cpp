@@ -29,6 +29,8 @@
 #include "simd_avx2.h"
 
 // Behind it, since it uses Avx2.
+#include "attention.h"
+#include "attention_avx2.h"
 #include "gemm_avx2.h"
 #include "table.h"
 
@@ -38,6 +40,7 @@ KernelTable avx2_table() {
   return make_table<Avx2>({
       {"gemm_bf16@1", make_kernel<GemmAvx2<Bf16Floats>>},
       {"gemm_w8a16@1", make_kernel<GemmAvx2<I8Floats>>},
+      {"paged_attention@1", make_kernel<PagedAttention<Avx2, SplitAttentionAvx2>>},
   });
 }
 

@@ -36,7 +36,7 @@
 
 namespace enginewright {
 
-KernelTable avx512_table() { return make_table<Avx512>(gemm_table<Avx512>()); }
+KernelTable avx512_table() { return make_table<Avx512>(product_table<Avx512>()); }
 
 }  // namespace enginewright
 

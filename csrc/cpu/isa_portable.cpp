@@ -4,6 +4,6 @@
 
 namespace enginewright {
 
-KernelTable portable_table() { return make_table<Portable>(gemm_table<Portable>()); }
+KernelTable portable_table() { return make_table<Portable>(product_table<Portable>()); }
 
 }  // namespace enginewright

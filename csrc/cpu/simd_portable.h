@@ -34,6 +34,14 @@
 
 #define ENGINEWRIGHT_INLINE inline __attribute__((always_inline))
 
+// Before a loop over an array of registers, of constant length: GCC unrolls it too late by itself, and then
+// stores every register in every pass of the loop around it.
+#if defined(__clang__)
+#define ENGINEWRIGHT_UNROLL _Pragma("unroll")
+#else
+#define ENGINEWRIGHT_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace enginewright {
 namespace {
 

@@ -1,5 +1,4 @@
-// Every kernel of the CPU target: one line each. GEMMs by themselves, since an instruction set may have its
-// own.
+// Every kernel of the CPU target: one line each.
 #pragma once
 
 #include "attention.h"
@@ -14,15 +13,17 @@
 namespace enginewright {
 namespace {
 
+// Those that are made of dot products; an instruction set may have its own instead.
 template <class S>
-KernelTable gemm_table() {
+KernelTable product_table() {
   return {
       {"gemm_bf16@1", make_kernel<GemmBf16<S>>},
       {"gemm_w8a16@1", make_kernel<GemmW8A16<S>>},
+      {"paged_attention@1", make_kernel<PagedAttention<S>>},
   };
 }
 
-// With the GEMMs that `table` holds.
+// `table` and all others.
 template <class S>
 KernelTable make_table(KernelTable table) {
   table.insert({
@@ -32,7 +33,6 @@ KernelTable make_table(KernelTable table) {
       {"embed_bf16@1", make_kernel<EmbedBf16<S>>},
       {"embed_w8@1", make_kernel<EmbedW8<S>>},
       {"gather_rows@1", make_kernel<GatherRows<S>>},
-      {"paged_attention@1", make_kernel<PagedAttention<S>>},
       {"quantize_rows@1", make_kernel<QuantizeRows<S>>},
       {"rms_norm@1", make_kernel<RmsNorm<S>>},
       {"rope_kv_write@1", make_kernel<RopeKvWrite<S>>},

@@ -1,0 +1,123 @@
+// What GEMM and attention for AVX2 are made of: bf16 and i8 become fp32 once, then tiles of 6 rows pass by
+// FMAs alone. A tile has 12 accumulators, two registers of weights and a broadcast: all 16 registers.
+//
+// The order of rounding is one FMA a k, for k from 0 up: acc = fma(x[k], w[k], acc).
+#pragma once
+
+#include "simd_avx2.h"
+
+namespace enginewright {
+namespace {
+
+ENGINEWRIGHT_INLINE __m256i load_half(const std::byte* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+
+// Half a line (kernel.h), 8 rows, as a register of floats for each of its k.
+struct Bf16Floats {
+  static constexpr DType dtype = DType::bf16;
+  static constexpr int k_count = 2;
+  static constexpr float x_factor = 1.0f;
+  static ENGINEWRIGHT_INLINE void expand(__m256i half, __m256 (&w)[k_count]) {
+    w[0] = Avx2::low_bf16(half);
+    w[1] = Avx2::high_bf16(half);
+  }
+};
+
+// w * 2^24, since a shuffle that puts a byte on top of a word is one instruction and sign extension two; x is
+// scaled by 2^-24 to make up for it (exact for |x| >= 2^-118).
+struct I8Floats {
+  static constexpr DType dtype = DType::i8;
+  static constexpr int k_count = 4;
+  static constexpr float x_factor = 0x1p-24f;
+  static ENGINEWRIGHT_INLINE void expand(__m256i half, __m256 (&w)[k_count]) {
+    for (int k = 0; k < k_count; ++k) {
+      const __m128i top =
+          _mm_setr_epi8(-1, -1, -1, static_cast<char>(k), -1, -1, -1, static_cast<char>(k + 4), -1, -1, -1,
+                        static_cast<char>(k + 8), -1, -1, -1, static_cast<char>(k + 12));
+      w[k] = _mm256_cvtepi32_ps(_mm256_shuffle_epi8(half, _mm256_broadcastsi128_si256(top)));
+    }
+  }
+};
+
+// rows x columns (a multiple of 16) of bf16 times a power of 2.
+inline void expand_rows(const uint16_t* x, int64_t x_stride, int64_t rows, int64_t columns, float factor,
+                        float* out, int64_t out_stride) {
+  for (int64_t m = 0; m < rows; ++m, x += x_stride, out += out_stride) {
+    for (int64_t i = 0; i < columns; i += 16) {
+      Avx2::prefetch(x + 2 * x_stride + i);  // rows are short, and far apart
+      Avx2::store(out + i, Avx2::mul(Avx2::load_bf16(x + i), Avx2::set1(factor)));
+    }
+  }
+}
+
+// Lines of weights, line_bytes apart, for k in [0, count). out: (count, 16)
+template <class Weights>
+void expand_lines(const std::byte* line, int64_t line_bytes, int64_t count, float* out) {
+  for (int64_t k = 0; k < count; k += Weights::k_count, line += line_bytes, out += 16 * Weights::k_count) {
+    for (int half = 0; half < 2; ++half) {
+      __m256 w[Weights::k_count];
+      Weights::expand(load_half(line + 32 * half), w);
+      ENGINEWRIGHT_UNROLL
+      for (int i = 0; i < Weights::k_count; ++i) _mm256_storeu_ps(out + 16 * i + 8 * half, w[i]);
+    }
+  }
+}
+
+constexpr int kTileRows = 6;
+
+// Sixteen columns of acc (M rows, acc_stride apart) = acc, or zeros, + x (M, count) · w (count, 16)
+template <int M, int64_t x_stride>
+void fma_tile(const float* x, const float* w, int64_t count, bool zero, float* acc, int64_t acc_stride) {
+  __m256 a[M], b[M];  // not Avx2::F: GCC leaves copies of arrays of structs in memory
+  ENGINEWRIGHT_UNROLL
+  for (int m = 0; m < M; ++m) {
+    a[m] = zero ? _mm256_setzero_ps() : _mm256_loadu_ps(acc + m * acc_stride);
+    b[m] = zero ? _mm256_setzero_ps() : _mm256_loadu_ps(acc + m * acc_stride + 8);
+  }
+  for (int64_t k = 0; k < count; ++k, w += 16) {
+    const __m256 w_a = _mm256_loadu_ps(w), w_b = _mm256_loadu_ps(w + 8);
+    ENGINEWRIGHT_UNROLL
+    for (int m = 0; m < M; ++m) {
+      const __m256 factor = _mm256_broadcast_ss(x + m * x_stride + k);
+      a[m] = _mm256_fmadd_ps(factor, w_a, a[m]);
+      b[m] = _mm256_fmadd_ps(factor, w_b, b[m]);
+    }
+  }
+  ENGINEWRIGHT_UNROLL
+  for (int m = 0; m < M; ++m) {
+    _mm256_storeu_ps(acc + m * acc_stride, a[m]);
+    _mm256_storeu_ps(acc + m * acc_stride + 8, b[m]);
+  }
+}
+
+template <int M, int64_t x_stride>
+void fma_tile_of(int64_t rows, const float* x, const float* w, int64_t count, bool zero, float* acc,
+                 int64_t acc_stride) {
+  if constexpr (M > 0) {
+    if (rows == M) return fma_tile<M, x_stride>(x, w, count, zero, acc, acc_stride);
+    fma_tile_of<M - 1, x_stride>(rows, x, w, count, zero, acc, acc_stride);
+  }
+}
+
+// The same for any number of rows, in tiles of nearly the same size. What comes next, `next_lines` lines from
+// `next` on, is prefetched towards L2 meanwhile.
+template <int64_t x_stride>
+void fma_rows(const float* x, int64_t rows, const float* w, int64_t count, bool zero, float* acc,
+              int64_t acc_stride, const std::byte* next = nullptr, int64_t next_lines = 0) {
+  int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t each = (next_lines + tiles - 1) / tiles;
+  for (; rows > 0; --tiles) {
+    const int64_t tile = (rows + tiles - 1) / tiles;
+    for (int64_t i = 0; i < each; ++i, next += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
+    }
+    fma_tile_of<kTileRows, x_stride>(tile, x, w, count, zero, acc, acc_stride);
+    x += tile * x_stride;
+    acc += tile * acc_stride;
+    rows -= tile;
+  }
+}
+
+}  // namespace
+}  // namespace enginewright
