@@ -18,7 +18,7 @@ from enginewright.cli_options import (
 )
 from enginewright.errors import UsageError
 
-QUANTS = ("bf16", "int8-wo")
+QUANTS = ("bf16", "int8-wo", "fp8")
 TARGETS = ("cpu",)
 
 

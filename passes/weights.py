@@ -9,6 +9,7 @@ ONNX_DTYPES = {
     torch.float32: ir.DataType.FLOAT,
     torch.bfloat16: ir.DataType.BFLOAT16,
     torch.int8: ir.DataType.INT8,
+    torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN,
 }
 
 

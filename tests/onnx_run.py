@@ -41,9 +41,10 @@ def run(model: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _to_ort(array: Array) -> onnxruntime.OrtValue:
-    if array.dtype == ml_dtypes.bfloat16:
-        bits = np.ascontiguousarray(array).view(np.uint16)
-        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, ir.DataType.BFLOAT16.value)
+    if array.dtype in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn):
+        bits = np.ascontiguousarray(array).view(f"u{array.itemsize}")
+        dtype = ir.DataType.from_numpy(array.dtype)
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, dtype.value)
     return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
 
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine
-from enginewright.passes.quant import Bf16, Int8Wo
+from enginewright.passes.quant import Bf16, Fp8, Int8Wo, QuantConfig
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
@@ -44,9 +44,9 @@ def check(path: Path, isa: str, threads: int) -> None:
 
 
 @pytest.mark.parametrize("isa", _cpu.isa_names())
-@pytest.mark.parametrize("quant", [Bf16(), Int8Wo()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("quant", [Bf16(), Int8Wo(), Fp8()], ids=lambda quant: quant.name)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tiny_models(family: str, quant: Bf16 | Int8Wo, isa: str, tmp_path: Path) -> None:
+def test_tiny_models(family: str, quant: QuantConfig, isa: str, tmp_path: Path) -> None:
     config = tiny_config(family)
     path = tmp_path / "tiny.engine"
     build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(quant=quant), path)

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 ISAS = _cpu.isa_names()
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 16, 17, 33, 61]
-DTYPES = {"gemm_bf16@1": torch.bfloat16, "gemm_w8a16@1": torch.int8}
+DTYPES = {"gemm_bf16@1": torch.bfloat16, "gemm_w8a16@1": torch.int8, "gemm_fp8a16@1": torch.float8_e4m3fn}
 KERNELS = list(DTYPES)
 
 
@@ -23,7 +24,9 @@ def generator(*seed: int) -> torch.Generator:
 
 def random_weight(kernel: str, rows: int, columns: int) -> torch.Tensor:
     values = torch.randn(rows, columns, generator=generator(rows, columns))
-    return (values * 40).clamp(-127, 127).to(torch.int8) if "w8" in kernel else values.bfloat16()
+    if kernel == "gemm_w8a16@1":
+        values = (values * 40).clamp(-127, 127)
+    return values.to(DTYPES[kernel])
 
 
 class Problem:
@@ -35,7 +38,7 @@ class Problem:
         self.x = torch.randn(tokens, columns, generator=generator(tokens, columns)).bfloat16()
         self.weight = random_weight(kernel, rows, columns)
         self.vectors: dict[str, torch.Tensor] = {}
-        if "w8" in kernel:
+        if self.weight.itemsize == 1:
             self.vectors["scale"] = torch.rand(rows, generator=generator(rows)) * 0.02 + 0.01
         if bias:
             self.vectors["bias"] = torch.randn(rows, generator=generator(rows, 1)) * 3
@@ -164,6 +167,25 @@ def test_infinite_inputs_do_not_reach_pad_columns(isa: str, kernel: str) -> None
     problem.x[1, 5] = float("inf")
     result = problem.run(isa, "bf16")  # asserts zeros in the pad
     assert result[[0, 2]].isfinite().all() and not result[1].isfinite().any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 17, 40])
+def test_every_fp8_code_is_exact(isa: str, tokens: int) -> None:
+    """Each of the 254 finite codes meets a one in a row of zeros: what comes out is its value, whatever M."""
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    values = torch.from_numpy(codes.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    for shift in (0, 1, 2, 3):  # every place in a word of four
+        problem = Problem("gemm_fp8a16@1", tokens, len(codes), 70)
+        assert problem.weight.dtype == torch.float8_e4m3fn
+        weights = torch.zeros(len(codes), 70, dtype=torch.uint8)
+        weights[:, 60 + shift] = codes
+        problem.weight = weights.view(torch.float8_e4m3fn)
+        problem.vectors["scale"] = torch.ones(len(codes))
+        problem.x = torch.zeros(tokens, 70).bfloat16()
+        problem.x[:, 60 + shift] = torch.arange(1, tokens + 1)
+        expected = torch.arange(1, tokens + 1)[:, None] * values
+        assert torch.equal(problem.run(isa, "f32"), expected)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -6,8 +6,9 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from enginewright.errors import EngineError
 from enginewright.passes.pass_manager import run_passes
-from enginewright.passes.quant import Bf16, Int8Wo, QuantConfig
+from enginewright.passes.quant import Bf16, Fp8, Int8Wo, QuantConfig, fp8
 from enginewright.passes.quant.int8_wo import quantize_rows
 from enginewright.passes.quant.method import Quantize
 from enginewright.passes.weights import read
@@ -75,14 +76,18 @@ def test_fused_weights_are_the_siblings_one_below_the_other(case: str) -> None:
         assert f"model.layers.1.self_attn.q_proj.{kind}" in model.graph.initializers  # until cleanup
 
 
-def numpy_weight(weight: torch.Tensor, quant: QuantConfig) -> list[Array]:
+TABLES = ("model.embed_tokens.weight", "lm_head.weight", "table", "head")
+
+
+def numpy_weight(name: str, weight: torch.Tensor, quant: QuantConfig) -> list[Array]:
     """What a method makes of a weight [N, K]; as its initializers are: values, then scales."""
     exact = weight.float().numpy()
     if isinstance(quant, Bf16):
         return [exact.astype(bfloat16)]
-    scale = np.abs(exact).max(axis=1) / np.float32(127)
-    codes = np.rint(np.divide(exact, scale[:, None], out=np.zeros_like(exact), where=scale[:, None] > 0))
-    return [codes.astype(np.int8), scale]
+    is_fp8 = isinstance(quant, Fp8) and name not in TABLES
+    scale = np.abs(exact).max(axis=1) / np.float32(448 if is_fp8 else 127)
+    codes = np.divide(exact, scale[:, None], out=np.zeros_like(exact), where=scale[:, None] > 0)
+    return [codes.astype(ml_dtypes.float8_e4m3fn) if is_fp8 else np.rint(codes).astype(np.int8), scale]
 
 
 def numpy_values(model: ir.Model, name: str) -> Array:
@@ -91,7 +96,7 @@ def numpy_values(model: ir.Model, name: str) -> Array:
     return tensor.numpy()
 
 
-@pytest.mark.parametrize("quant", [Bf16(), Int8Wo()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("quant", [Bf16(), Int8Wo(), Fp8()], ids=lambda quant: quant.name)
 @pytest.mark.parametrize("case", CASES)
 def test_quantized_weights_are_numpys(case: str, quant: QuantConfig) -> None:
     model, own = graph_before(case, f"quantize_{quant.name.replace('-', '_')}", quant)
@@ -118,14 +123,14 @@ def test_quantized_weights_are_numpys(case: str, quant: QuantConfig) -> None:
 
 def _compare(model: ir.Model, name: str, weight: torch.Tensor, quant: QuantConfig) -> set[str]:
     names = [name, f"{name}.scale"][: 1 if isinstance(quant, Bf16) else 2]
-    for own, expected in zip(names, numpy_weight(weight, quant), strict=True):
+    for own, expected in zip(names, numpy_weight(name, weight, quant), strict=True):
         actual = numpy_values(model, own)
         assert actual.dtype == expected.dtype
         np.testing.assert_array_equal(actual, expected, own)
     return set(names)
 
 
-@pytest.mark.parametrize("quant", [Bf16(), Int8Wo()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("quant", [Bf16(), Int8Wo(), Fp8()], ids=lambda quant: quant.name)
 @pytest.mark.parametrize("case", CASES)
 def test_quantized_logits_are_near(case: str, quant: QuantConfig) -> None:
     model, own = graph_before(case, f"quantize_{quant.name.replace('-', '_')}", quant)
@@ -153,6 +158,23 @@ def test_rows_are_quantized_half_to_even() -> None:
     # A scale that is itself rounded, to 2 of the smallest numbers there are, where 300 / 127 was meant.
     codes, scale = quantize_rows(torch.tensor([[300.0, -300.0, 100.0]]) * 2.0**-149)
     assert (codes.tolist(), scale.tolist()) == ([[127, -127, 50]], [2.0**-148])
+
+
+def test_rows_become_fp8_half_to_even() -> None:
+    """Between 256 and 448 fp8 has steps of 32; below 2^-6, of 2^-9."""
+    row = [448.0, 271.0, 272.0, 304.0, -336.0, 2.0**-9, 1.5 * 2.0**-9, 2.5 * 2.0**-9, -(2.0**-10), 0.51 * 2.0**-9]
+    expected = [448.0, 256.0, 256.0, 320.0, -320.0, 2.0**-9, 2.0**-8, 2.0**-8, 0.0, 2.0**-9]
+    codes, scale = fp8.quantize_rows(torch.tensor([row, [0.0] * 10, [value / 2 for value in row]]))
+    assert codes.float().tolist() == [expected, [0.0] * 10, expected]
+    assert scale.tolist() == [1.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_fp8_refuses_what_is_no_number(value: float) -> None:
+    weight = torch.ones(3, 5)
+    weight[1, 2] = value
+    with pytest.raises(EngineError, match="o_proj cannot be quantized: it holds NaN or infinity"):
+        fp8.quantize_rows(weight, "o_proj")
 
 
 TABLE, WEIGHT, BIAS = (307, 21), (13, 21), (13,)
@@ -194,19 +216,22 @@ def small_graph(scale: float) -> tuple[ir.Model, dict[str, Array]]:
     return ir.Model(graph, ir_version=10), arrays
 
 
-@pytest.mark.parametrize("quant", [Bf16(), Int8Wo()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("quant", [Bf16(), Int8Wo(), Fp8()], ids=lambda quant: quant.name)
 def test_quantized_arithmetic_is_numpys(quant: QuantConfig) -> None:
     model, arrays = small_graph(scale=0.75)
     assert Quantize(quant)(model).rewrites == 3
-    assert [node.op_type for node in model.graph if node.domain] == (
-        ["EmbedBf16", "GemmBf16", "GemmBf16"] if isinstance(quant, Bf16) else ["EmbedW8", "GemmW8A16", "GemmW8A16"]
-    )
+    ops = {
+        "bf16": ["EmbedBf16", "GemmBf16", "GemmBf16"],
+        "int8-wo": ["EmbedW8", "GemmW8A16", "GemmW8A16"],
+        "fp8": ["EmbedW8", "GemmFp8A16", "GemmW8A16"],
+    }
+    assert [node.op_type for node in model.graph if node.domain] == ops[quant.name]
     tokens = random_tokens(29, seed=1)
     logits = run(model, {"tokens": tokens[None]})["logits"][0]
 
     def stored(name: str) -> tuple[Array, Array]:
         """Values in fp32, and scales (1 where there are none)."""
-        values, *scale = numpy_weight(torch.from_numpy(arrays[name]), quant)
+        values, *scale = numpy_weight(name, torch.from_numpy(arrays[name]), quant)
         return values.astype(np.float32), scale[0] if scale else np.ones(len(values), np.float32)
 
     def rounded(x: Array) -> Array:

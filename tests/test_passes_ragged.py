@@ -11,7 +11,7 @@ from enginewright.errors import EngineError
 from enginewright.passes.graph import standard, typed
 from enginewright.passes.pass_manager import run_passes
 from enginewright.passes.pipeline import run_pipeline
-from enginewright.passes.quant import Bf16, Int8Wo, QuantConfig
+from enginewright.passes.quant import Bf16, Fp8, Int8Wo, QuantConfig
 from tests import tolerances
 from tests.graphs import CASES, DenseRun, dense_graph, graph_before, random_tokens
 from tests.onnx_run import Array
@@ -76,7 +76,7 @@ def round_what_attention_reads(model: ir.Model) -> None:
             node.replace_input_with(index, back)
 
 
-@pytest.mark.parametrize("quant", [Bf16(), Int8Wo()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("quant", [Bf16(), Int8Wo(), Fp8()], ids=lambda quant: quant.name)
 @pytest.mark.parametrize("case", CASES)
 def test_packed_sequences_are_as_each_by_itself(case: str, quant: QuantConfig) -> None:
     dense, to_ragged = graph_before(case, "to_ragged", quant)
@@ -103,7 +103,7 @@ def test_results_are_the_same_before_and_after(name: str, case: str) -> None:
             np.testing.assert_array_equal(other[key], expected, key)
 
 
-@pytest.mark.parametrize("quant", [Bf16(), Int8Wo()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("quant", [Bf16(), Int8Wo(), Fp8()], ids=lambda quant: quant.name)
 @pytest.mark.parametrize("case", CASES)
 def test_the_finished_graph_is_near_the_imported_one(case: str, quant: QuantConfig) -> None:
     imported = dense_graph(case)
@@ -137,12 +137,13 @@ def test_the_comparison_sees_faults(attribute: str, change: Callable[[float], fl
 
 
 FINAL_OPS = {
-    "Add", "AddRmsNorm", "Cast", "EmbedBf16", "EmbedW8", "Gather", "GemmBf16", "GemmW8A16", "PagedAttention",
+    "Add", "AddRmsNorm", "Cast", "EmbedBf16", "EmbedW8", "Gather", "GemmBf16", "GemmFp8A16", "GemmW8A16",
+    "PagedAttention",
     "RMSNormalization", "Reshape", "RmsNorm", "RopeKvWrite", "RopeTable", "Softcap", "Split",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("quant", [Bf16(), Int8Wo()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("quant", [Bf16(), Int8Wo(), Fp8()], ids=lambda quant: quant.name)
 @pytest.mark.parametrize("case", CASES)
 def test_the_finished_graph_is_what_a_lowering_takes(case: str, quant: QuantConfig) -> None:
     dense = dense_graph(case)

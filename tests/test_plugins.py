@@ -15,7 +15,7 @@ from enginewright.plugins import DOMAIN, PLUGINS, Plugin, binding_of, expand_ref
 from enginewright.plugins.registry import STANDARD_KERNELS
 from tests.onnx_run import Array, run
 
-FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+FLOAT, BFLOAT16, FP8 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.FLOAT8E4M3FN
 INT8, INT32, INT64 = ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT64
 Operand = tuple[ir.DataType, tuple[int | str, ...]]
 # What symbolic dimensions are when a graph is run. A block has 4 slots.
@@ -66,7 +66,8 @@ def _norm(to: ir.DataType) -> dict[str, int | float | str]:
 
 def _gemms() -> list[Case]:
     cases = []
-    for op, dtype, scale in (("GemmBf16", BFLOAT16, {}), ("GemmW8A16", INT8, {"scale": (FLOAT, (22,))})):
+    for op, dtype in (("GemmBf16", BFLOAT16), ("GemmW8A16", INT8), ("GemmFp8A16", FP8)):
+        scale = {} if dtype == BFLOAT16 else {"scale": (FLOAT, (22,))}
         for epilogue in ("none", "swiglu", "geglu"):
             for to in (FLOAT, BFLOAT16):
                 for bias in ({}, {"bias": (FLOAT, (22,))}):

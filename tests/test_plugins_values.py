@@ -131,6 +131,7 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "EmbedBf16": lambda x, a: x["table"][x["tokens"].astype(int)] * a["scale"],
     "EmbedW8": lambda x, a: (x["table"] * x["table_scale"][:, None])[x["tokens"].astype(int)] * a["scale"],
     "GemmBf16": gemm,
+    "GemmFp8A16": gemm,
     "GemmW8A16": gemm,
     "KvWrite": lambda x, a: [written(x[f"{kind}_pool"], x[kind[0]], x["slots"]) for kind in ("key", "value")],
     "PagedAttention": paged_attention,

@@ -32,7 +32,12 @@ from enginewright.plugins.paged_attention import BLOCK_SIZE, padded_head_dim
 
 KV_DTYPE = "bf16"
 VIEW_OPS = ("Split", "Reshape")
-DTYPE_NAMES = {ir.DataType.FLOAT: "f32", ir.DataType.BFLOAT16: "bf16", ir.DataType.INT8: "i8"}
+DTYPE_NAMES = {
+    ir.DataType.FLOAT: "f32",
+    ir.DataType.BFLOAT16: "bf16",
+    ir.DataType.INT8: "i8",
+    ir.DataType.FLOAT8E4M3FN: "e4m3",
+}
 
 ROWS = {
     "tokens": Linear(tokens=1),

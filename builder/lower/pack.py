@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from enginewright.manifest import K_ALIGN, ROWS, packed_bytes
 
 LINE_BYTES = 64
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i8": torch.int8}
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,14 @@ def pack(weight: torch.Tensor, form: PackedForm) -> Iterator[memoryview]:
     """The bytes of a weight, in pieces.
 
     Raises:
-        ValueError: the tensor is not of the form's shape or dtype.
+        ValueError: the tensor is not of the form's shape or dtype, or holds NaN where kernels take none (e4m3).
     """
     if tuple(weight.shape) != form.shape or weight.dtype != DTYPES[form.dtype]:
         raise ValueError(f"a {weight.dtype} {tuple(weight.shape)} tensor is packed as {form}")
+    if form.dtype == "e4m3":
+        weight = weight.view(torch.uint8)  # as such it can be padded
+        if ((weight & 0x7F) == 0x7F).any():
+            raise ValueError(f"a weight packed as {form} holds NaN")
     match form.layout:
         case "plain":
             packed = weight

@@ -135,8 +135,9 @@ Operand Executor::bind(const std::string& label, const WeightSpec& spec) const {
           "the weight '" + label + "' is empty");
   int64_t rows = spec.rows, columns = spec.columns;
   if (spec.layout != Layout::plain) {
-    require(spec.dtype == DType::bf16 || spec.dtype == DType::i8,
-            "the weight '" + label + "' has a layout of bf16 and i8 weights, but is " + name_of(spec.dtype));
+    require(spec.dtype == DType::bf16 || bytes_of(spec.dtype) == 1,
+            "the weight '" + label + "' has a layout of bf16, i8 and e4m3 weights, but is " +
+                name_of(spec.dtype));
     require(spec.layout == Layout::r16 || rows % 2 == 0, "the weight '" + label + "' has no two halves");
     require(rows < (int64_t{1} << 40), "the weight '" + label + "' has too many rows");
     rows = spec.layout == Layout::r16 ? round_up(rows, 16) : 2 * round_up(rows / 2, 16);

@@ -13,6 +13,14 @@ ENGINEWRIGHT_INLINE __m256i load_half(const std::byte* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 
+// Byte k of each word, the others zero behind it.
+ENGINEWRIGHT_INLINE __m256i byte_on_top(__m256i words, int k) {
+  const auto at = [k](int word) { return static_cast<char>(4 * word + k); };
+  const __m128i top =
+      _mm_setr_epi8(-1, -1, -1, at(0), -1, -1, -1, at(1), -1, -1, -1, at(2), -1, -1, -1, at(3));
+  return _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(top));
+}
+
 // Half a line (kernel.h), 8 rows, as a register of floats for each of its k.
 struct Bf16Floats {
   static constexpr DType dtype = DType::bf16;
@@ -31,11 +39,23 @@ struct I8Floats {
   static constexpr int k_count = 4;
   static constexpr float x_factor = 0x1p-24f;
   static ENGINEWRIGHT_INLINE void expand(__m256i half, __m256 (&w)[k_count]) {
+    for (int k = 0; k < k_count; ++k) w[k] = _mm256_cvtepi32_ps(byte_on_top(half, k));
+  }
+};
+
+// Exponent and fraction where fp32 has them: the value times 2^-120, subnormals too, and a product away from
+// being exact (e4m3.h says what a code stands for; none of a weight is NaN).
+struct E4m3Floats {
+  static constexpr DType dtype = DType::e4m3;
+  static constexpr int k_count = 4;
+  static constexpr float x_factor = 1.0f;
+  static ENGINEWRIGHT_INLINE void expand(__m256i half, __m256 (&w)[k_count]) {
+    const __m256i sign = _mm256_set1_epi32(static_cast<int>(0x80000000u));
     for (int k = 0; k < k_count; ++k) {
-      const __m128i top =
-          _mm_setr_epi8(-1, -1, -1, static_cast<char>(k), -1, -1, -1, static_cast<char>(k + 4), -1, -1, -1,
-                        static_cast<char>(k + 8), -1, -1, -1, static_cast<char>(k + 12));
-      w[k] = _mm256_cvtepi32_ps(_mm256_shuffle_epi8(half, _mm256_broadcastsi128_si256(top)));
+      const __m256i top = byte_on_top(half, k);
+      const __m256i rest = _mm256_srli_epi32(_mm256_andnot_si256(sign, top), 4);
+      const __m256i bits = _mm256_or_si256(_mm256_and_si256(sign, top), rest);
+      w[k] = _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
     }
   }
 };

@@ -1,11 +1,11 @@
-// GEMM for any instruction set: out = x · weightᵀ, weights bf16 or i8 (gemm_operands.h has the shapes).
+// GEMM for any instruction set: out = x · weightᵀ, weights bf16, i8 or e4m3 (gemm_operands.h has the shapes).
 //
 // A tile of M tokens x N blocks of 16 rows keeps its accumulators in registers while K passes once, from 0
 // up, by one dot() for every pair of k: each output is one chain of roundings, the same whatever M and N are,
 // so that a token's result depends neither on its company nor on the number of threads.
 //
-// Threads own ranges of blocks. A strip of them, small enough for L2, stays while all tokens pass. i8 weights
-// become bf16 exactly, in registers, or, for many tokens, once a strip into scratch.
+// Threads own ranges of blocks. A strip of them, small enough for L2, stays while all tokens pass. Weights of
+// 8 bits become bf16 exactly, in registers, or, for many tokens, once a strip into scratch.
 #pragma once
 
 #include "gemm_epilogue.h"
@@ -26,9 +26,19 @@ struct Bf16Lines {
 
 template <class S>
 struct I8Lines {
+  static constexpr DType kDType = DType::i8;
   static constexpr int kPairs = 2;
   static ENGINEWRIGHT_INLINE void load(const std::byte* p, typename S::Line* lines) {
     S::expand_i8(p, lines[0], lines[1]);
+  }
+};
+
+template <class S>
+struct E4m3Lines {
+  static constexpr DType kDType = DType::e4m3;
+  static constexpr int kPairs = 2;
+  static ENGINEWRIGHT_INLINE void load(const std::byte* p, typename S::Line* lines) {
+    S::expand_e4m3(p, lines[0], lines[1]);
   }
 };
 
@@ -126,7 +136,7 @@ class Strip {
 };
 
 constexpr int64_t kStripBytes = 512 << 10;  // of bf16 weights, a part of L2
-constexpr int64_t kExpandTokens = 16;       // from here on i8 weights are expanded a strip at a time
+constexpr int64_t kExpandTokens = 16;       // from here on weights of 8 bits are expanded a strip at a time
 
 // Units of a strip whose weights take block_bytes a block: as many as fit, at least two blocks.
 inline int64_t strip_units(const GemmOperands& g, int64_t block_bytes) {
@@ -155,10 +165,12 @@ class GemmBf16 final : public Kernel {
   const GemmOperands g_;
 };
 
-template <class S>
-class GemmW8A16 final : public Kernel {
+// Lines: how 8 bits become bf16.
+template <class S, class Lines>
+class Gemm8A16 final : public Kernel {
  public:
-  GemmW8A16(const Operands& operands, const Attributes& attributes) : g_(operands, attributes, DType::i8) {}
+  Gemm8A16(const Operands& operands, const Attributes& attributes)
+      : g_(operands, attributes, Lines::kDType) {}
 
   int64_t scratch_bytes() const override {
     return strip_units(g_, 2 * g_.block_bytes) * g_.unit_blocks * 2 * g_.block_bytes;
@@ -173,7 +185,7 @@ class GemmW8A16 final : public Kernel {
       const int64_t units = mine.end - unit < most ? mine.end - unit : most;
       const int64_t block = unit * g_.unit_blocks, blocks = units * g_.unit_blocks;
       if (tokens < kExpandTokens) {
-        Strip<S, I8Lines<S>>(g_, g_.block(block), g_.block_bytes, block, blocks).run(tokens);
+        Strip<S, Lines>(g_, g_.block(block), g_.block_bytes, block, blocks).run(tokens);
         continue;
       }
       expand(g_.block(block), blocks * g_.block_bytes, worker.scratch);
@@ -184,15 +196,20 @@ class GemmW8A16 final : public Kernel {
  private:
   static void expand(const std::byte* from, int64_t bytes, std::byte* to) {
     for (int64_t at = 0; at < bytes; at += 64) {
-      typename S::Line a, b;
-      S::expand_i8(from + at, a, b);
-      S::store_line(to + 2 * at, a);
-      S::store_line(to + 2 * at + 64, b);
+      typename S::Line lines[2];
+      Lines::load(from + at, lines);
+      S::store_line(to + 2 * at, lines[0]);
+      S::store_line(to + 2 * at + 64, lines[1]);
     }
   }
 
   const GemmOperands g_;
 };
+
+template <class S>
+using GemmW8A16 = Gemm8A16<S, I8Lines<S>>;
+template <class S>
+using GemmFp8A16 = Gemm8A16<S, E4m3Lines<S>>;
 
 }  // namespace
 }  // namespace enginewright

@@ -9,8 +9,8 @@
 //   panel of 1 … 16 tokens    1 A tile x 4 blocks
 //   1 or 2 tokens in all: gemv_amx.h
 //
-// Few i8 weights at a time become bf16 in scratch: pieces of K that stay in L1 for few tokens, a strip that
-// stays in L2 for many.
+// Few weights of 8 bits at a time become bf16 in scratch: pieces of K that stay in L1 for few tokens, a strip
+// that stays in L2 for many.
 #pragma once
 
 #include "gemm.h"
@@ -77,13 +77,14 @@ inline TileConfig tile_config(int64_t first, int64_t second) {
 
 constexpr int64_t kPrefetchBytes = 2048;
 
-inline void expand_to_bf16(const std::byte* from, int64_t bytes, std::byte* to) {
+template <class Lines>
+void expand_to_bf16(const std::byte* from, int64_t bytes, std::byte* to) {
   for (int64_t at = 0; at < bytes; at += 64) {
-    Avx512::Line a, b;
+    Avx512::Line lines[2];
     Avx512::prefetch(from + at + kPrefetchBytes);
-    Avx512::expand_i8(from + at, a, b);
-    Avx512::store_line(to + 2 * at, a);
-    Avx512::store_line(to + 2 * at + 64, b);
+    Lines::load(from + at, lines);
+    Avx512::store_line(to + 2 * at, lines[0]);
+    Avx512::store_line(to + 2 * at + 64, lines[1]);
   }
 }
 
@@ -99,7 +100,8 @@ struct Bf16Tiles {
   }
 };
 
-struct I8Tiles {
+template <class Lines>
+struct ExpandedTiles {
   static constexpr int64_t kPieceK = 64;
   static constexpr int64_t kScratchBytes = 4 * kPieceK * 32;
   const std::byte* weight;
@@ -109,7 +111,7 @@ struct I8Tiles {
   const std::byte* piece(int64_t block, int64_t k, int64_t depth, int64_t* stride) const {
     *stride = kPieceK * 32;
     for (int n = 0; n < N; ++n) {
-      expand_to_bf16(weight + (block + n) * block_bytes + k * 16, depth * 16, scratch + n * *stride);
+      expand_to_bf16<Lines>(weight + (block + n) * block_bytes + k * 16, depth * 16, scratch + n * *stride);
     }
     Amx::written();
     return scratch;
@@ -331,15 +333,18 @@ class GemmBf16Amx final : public Kernel {
   const GemmOperands g_;
 };
 
-class GemmW8A16Amx final : public Kernel {
+// Lines, Floats: how 8 bits become bf16, and fp32.
+template <class Lines, class Floats>
+class Gemm8A16Amx final : public Kernel {
  public:
-  GemmW8A16Amx(const Operands& operands, const Attributes& attributes)
-      : g_(operands, attributes, DType::i8) {}
+  Gemm8A16Amx(const Operands& operands, const Attributes& attributes)
+      : g_(operands, attributes, Lines::kDType) {}
 
   // Partial results, then a strip as bf16.
   int64_t scratch_bytes() const override {
     const int64_t strip = amx_strip_units(g_) * g_.unit_blocks * 2 * g_.block_bytes;
-    return larger(few_tokens_bytes(g_), amx_partial_bytes(g_) + larger(strip, I8Tiles::kScratchBytes));
+    return larger(few_tokens_bytes(g_),
+                  amx_partial_bytes(g_) + larger(strip, ExpandedTiles<Lines>::kScratchBytes));
   }
 
   Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::bf16_ops); }
@@ -347,18 +352,18 @@ class GemmW8A16Amx final : public Kernel {
   void run(const Sizes& sizes, Worker& worker) const override {
     const FlushDenormals flush;
     const int64_t tokens = g_.x.rows.at(sizes), most = amx_strip_units(g_);
-    if (tokens <= FewTokens<I8Floats>::kMost) return few_tokens<I8Floats>(g_, tokens, worker);
+    if (tokens <= FewTokens<Floats>::kMost) return few_tokens<Floats>(g_, tokens, worker);
     std::byte* const expanded = worker.scratch + amx_partial_bytes(g_);
     const Range mine = share(g_.units, worker);
     for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
       const int64_t units = mine.end - unit < most ? mine.end - unit : most;
       const int64_t block = unit * g_.unit_blocks, blocks = units * g_.unit_blocks;
       if (tokens <= 16) {
-        const I8Tiles tiles{g_.block(block), g_.block_bytes, expanded};
-        AmxStrip<I8Tiles>(g_, tiles, block, blocks, worker.scratch).run(tokens);
+        const ExpandedTiles<Lines> tiles{g_.block(block), g_.block_bytes, expanded};
+        AmxStrip<ExpandedTiles<Lines>>(g_, tiles, block, blocks, worker.scratch).run(tokens);
         continue;
       }
-      expand_to_bf16(g_.block(block), blocks * g_.block_bytes, expanded);
+      expand_to_bf16<Lines>(g_.block(block), blocks * g_.block_bytes, expanded);
       Amx::written();
       AmxStrip<Bf16Tiles>(g_, {expanded, 2 * g_.block_bytes}, block, blocks, worker.scratch).run(tokens);
     }
@@ -368,6 +373,9 @@ class GemmW8A16Amx final : public Kernel {
  private:
   const GemmOperands g_;
 };
+
+using GemmW8A16Amx = Gemm8A16Amx<I8Lines<Avx512>, I8Floats>;
+using GemmFp8A16Amx = Gemm8A16Amx<E4m3Lines<Avx512>, E4m3Floats>;
 
 }  // namespace
 }  // namespace enginewright

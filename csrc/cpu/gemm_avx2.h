@@ -1,4 +1,4 @@
-// GEMM for AVX2: out = x · weightᵀ, weights bf16 or i8 (gemm_operands.h has the shapes), by fp32 FMAs.
+// GEMM for AVX2: out = x · weightᵀ, weights bf16, i8 or e4m3 (gemm_operands.h has the shapes), by fp32 FMAs.
 //
 // Why not gemm.h: AVX2 has no dot product of bf16, so that each line of weights would be expanded anew for
 // every few tokens, in the registers that the accumulators need.

@@ -38,7 +38,7 @@ GemmOperands::GemmOperands(const Operands& operands, const Attributes& attribute
           "'x' and 'out' must be buffers");
   require_columns(out, outputs);
   require_same_rows(x, out);
-  if (weight_dtype == DType::i8) {
+  if (weight_dtype != DType::bf16) {
     require_known(operands, attributes, {"x", "weight", "scale", "bias", "out"}, {"epilogue"});
     scale = vector_weight(operands, "scale", weight.max_rows).as<const float>();
   } else {

@@ -2,6 +2,7 @@
 //
 //   gemm_bf16@1   x: bf16 [M, K], weight: bf16 r16 [N, K], out: f32 or bf16 [M, N]; bias?: f32 [N]
 //   gemm_w8a16@1  the same with weight: i8, scale: f32 [N]
+//   gemm_fp8a16@1 the same with weight: e4m3, scale: f32 [N]
 //
 // out = (x · weightᵀ) * scale + bias, accumulated in fp32. With a gated epilogue ("swiglu", "geglu") weight
 // is r16_pairs [2F, K], gate rows and up rows, scale and bias have 2F, and out [M, F] = act(gate) * up.

@@ -1,5 +1,5 @@
 // A few tokens through a GEMM in the arithmetic of TDPBF16PS, but without tiles: few tokens would leave most
-// of a tile empty, and i8 weights need not become tiles first.
+// of a tile empty, and weights of 8 bits need not become tiles first.
 //
 // What the instruction computes (Intel SDM vol. 2, TDPBF16PS), for each element of C and 32 of K:
 //   even = sum of a[2i] b[2i], odd = sum of a[2i+1] b[2i+1], each by 16 fp32 FMAs, i ascending, from zero
@@ -46,6 +46,19 @@ struct I8Floats {
     f[1] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(line, 16), 24));
     f[2] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(line, 8), 24));
     f[3] = _mm512_cvtepi32_ps(_mm512_srai_epi32(line, 24));
+  }
+};
+
+struct E4m3Floats {
+  static constexpr int kWidth = 4;
+  static ENGINEWRIGHT_INLINE void load(const std::byte* p, __m512* f) {
+    __m512i lines[2];
+    Avx512::expand_e4m3(p, lines[0], lines[1]);
+    for (int i = 0; i < 2; ++i) {
+      f[2 * i] = _mm512_castsi512_ps(_mm512_slli_epi32(lines[i], 16));
+      f[2 * i + 1] =
+          _mm512_castsi512_ps(_mm512_and_si512(lines[i], _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    }
   }
 };
 

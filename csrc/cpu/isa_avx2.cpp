@@ -39,6 +39,7 @@ namespace enginewright {
 KernelTable avx2_table() {
   return make_table<Avx2>({
       {"gemm_bf16@1", make_kernel<GemmAvx2<Bf16Floats>>},
+      {"gemm_fp8a16@1", make_kernel<GemmAvx2<E4m3Floats>>},
       {"gemm_w8a16@1", make_kernel<GemmAvx2<I8Floats>>},
       {"paged_attention@1", make_kernel<PagedAttention<Avx2, SplitAttentionAvx2>>},
   });

@@ -24,7 +24,7 @@
 
 namespace enginewright {
 
-enum class DType : uint8_t { f32, bf16, i32, i8 };
+enum class DType : uint8_t { f32, bf16, i32, i8, e4m3 };  // e4m3: FP8, see e4m3.h
 
 // Sizes of one step; see enginewright/plan.py.
 struct Sizes {
@@ -48,7 +48,8 @@ struct Linear {
 //   plain      row-major [rows, columns], no padding.
 //   r16        blocks of 16 rows (the last one padded with zero rows); in a block, 64-byte lines of
 //              4 bytes of K for each of the 16 rows. bf16: element (n, k) is at line
-//              (n / 16) * (K_pad / 2) + k / 2, position (n % 16) * 2 + k % 2. i8: the same with 4 for 2.
+//              (n / 16) * (K_pad / 2) + k / 2, position (n % 16) * 2 + k % 2. i8 and e4m3: the same with 4
+//              for 2.
 //   r16_pairs  two matrices of rows / 2 rows each, stored as r16 with their blocks interleaved:
 //              first[0:16], second[0:16], first[16:32], … (gate and up of a gated MLP).
 enum class Layout : uint8_t { plain, r16, r16_pairs };

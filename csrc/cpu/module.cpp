@@ -31,10 +31,10 @@ Sizes sizes_of(const SizesTuple& tuple) {
 }
 
 DType dtype_of(const std::string& name) {
-  for (const DType dtype : {DType::f32, DType::bf16, DType::i32, DType::i8}) {
+  for (const DType dtype : {DType::f32, DType::bf16, DType::i32, DType::i8, DType::e4m3}) {
     if (name == name_of(dtype)) return dtype;
   }
-  throw std::invalid_argument("there is no dtype '" + name + "'; known: f32, bf16, i32, i8");
+  throw std::invalid_argument("there is no dtype '" + name + "'; known: f32, bf16, i32, i8, e4m3");
 }
 
 Layout layout_of(const std::string& name) {

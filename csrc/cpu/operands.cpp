@@ -16,6 +16,8 @@ const char* name_of(DType dtype) {
       return "bf16";
     case DType::i32:
       return "i32";
+    case DType::e4m3:
+      return "e4m3";
     default:
       return "i8";
   }

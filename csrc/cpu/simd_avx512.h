@@ -108,6 +108,21 @@ struct Avx512 {
     a = _mm512_or_si512(_mm512_srli_epi32(k0, 16), k1);
     b = _mm512_or_si512(_mm512_srli_epi32(k2, 16), k3);
   }
+  // A byte looks up both bytes of its bf16 (VPERMI2B reads 7 bits of it, which leaves out the sign). Bytes of
+  // a line, k0 … k3 of a row in each of 16 words, come out of the unpacking as words k0 k1, k2 k3 in turn.
+  static ENGINEWRIGHT_INLINE void expand_e4m3(const void* p, Line& a, Line& b) {
+    const __m512i codes = _mm512_loadu_si512(p);
+    const auto look_up = [&](const uint8_t* table) {
+      return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
+    };
+    const __m512i low = look_up(kE4m3.low);
+    const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
+    const __m512i high = _mm512_ternarylogic_epi32(look_up(kE4m3.high), codes, sign, 0xf8);  // x | y & z
+    const __m512 first = _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high));   // rows 0, 1 of four
+    const __m512 second = _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high));  // rows 2, 3
+    a = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0x88));
+    b = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0xdd));
+  }
   static ENGINEWRIGHT_INLINE void prefetch(const void* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
   }

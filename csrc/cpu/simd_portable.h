@@ -23,6 +23,7 @@
 //   dot(acc, Pair a, Line b)       acc[i] + a.lo * b[i].lo + a.hi * b[i].hi, in one fixed order of rounding
 //   dot_bf16(acc, uint32_t, ptr)   dot(acc, pair(…), load_line(ptr))
 //   expand_i8(ptr, Line&, Line&)   an i8 line (4 along K) as two bf16 lines, exactly
+//   expand_e4m3(ptr, Line&, Line&) the same of an e4m3 line
 //   prefetch(ptr)                  towards L1
 //   tile_tokens, tile_blocks       the GEMM tile whose accumulators fit the registers; gemv_blocks: blocks of
 //                                  16 rows that one token passes together; both powers of 2, at least 2
@@ -31,6 +32,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#include "e4m3.h"
 
 #define ENGINEWRIGHT_INLINE inline __attribute__((always_inline))
 
@@ -214,6 +217,17 @@ struct Portable {
       a.q[i] = ((Bits)k0 >> 16) | (Bits)k1;
       b.q[i] = ((Bits)k2 >> 16) | (Bits)k3;
     }
+  }
+  static ENGINEWRIGHT_INLINE void expand_e4m3(const void* p, Line& a, Line& b) {
+    const auto* codes = static_cast<const uint8_t*>(p);
+    uint16_t pairs[2][16][2];
+    for (int i = 0; i < 64; ++i) {
+      const int sign = codes[i] & 0x80, code = codes[i] & 0x7f;
+      const int bits = kE4m3.high[code] << 8 | kE4m3.low[code] | sign << 8;
+      pairs[i / 2 % 2][i / 4][i % 2] = static_cast<uint16_t>(bits);
+    }
+    a = load_line(pairs[0]);
+    b = load_line(pairs[1]);
   }
   static ENGINEWRIGHT_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 

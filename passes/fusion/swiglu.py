@@ -9,8 +9,6 @@ from enginewright.passes.graph import made_by, nodes_of, only_used_by, replace
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import plugin_of
 
-GEMMS = ("GemmBf16", "GemmW8A16")
-
 
 @dataclass(frozen=True)
 class FuseSwiGlu:
@@ -22,7 +20,8 @@ class FuseSwiGlu:
             gated = gated_product(node)
             split = made_by(gated.gate, "Split") if gated else None
             gemm = split.inputs[0].producer() if split is not None and split.inputs[0] is not None else None
-            if gated is None or split is None or gemm is None or gemm.op_type not in GEMMS:
+            plugin = plugin_of(gemm) if gemm is not None else None
+            if gated is None or split is None or gemm is None or plugin is None or "epilogue" not in plugin.attributes:
                 continue
             if gemm.attributes["epilogue"].as_string() != "none":
                 refusals.append(f"{gemm.name} has an epilogue already, and {node.name} would be its second.")
@@ -34,8 +33,6 @@ class FuseSwiGlu:
             if not all(only_used_by(value, split, *gated.nodes) for value in inner):
                 refusals.append(f"A value between {gemm.name} and {node.name} is used elsewhere, too.")
                 continue
-            plugin = plugin_of(gemm)
-            assert plugin is not None
             fused = plugin.node(gemm.inputs, epilogue=gated.epilogue, to=int(ir.DataType.FLOAT))
             fused.name = gemm.name
             replace([gemm, split, *gated.nodes], [fused], [(node.outputs[0], fused.outputs[0])])

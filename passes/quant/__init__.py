@@ -1,10 +1,11 @@
 """Quantization methods: one file and one frozen config each."""
 
 from enginewright.passes.quant.bf16 import Bf16
+from enginewright.passes.quant.fp8 import Fp8
 from enginewright.passes.quant.int8_wo import Int8Wo
 from enginewright.passes.quant.method import QuantConfig
 
-METHODS: tuple[type[QuantConfig], ...] = (Bf16, Int8Wo)
+METHODS: tuple[type[QuantConfig], ...] = (Bf16, Int8Wo, Fp8)
 
 
 def quant_config(name: str) -> QuantConfig:
@@ -12,4 +13,4 @@ def quant_config(name: str) -> QuantConfig:
     return {method.name: method for method in METHODS}[name]()
 
 
-__all__ = ["METHODS", "Bf16", "Int8Wo", "QuantConfig", "quant_config"]
+__all__ = ["METHODS", "Bf16", "Fp8", "Int8Wo", "QuantConfig", "quant_config"]

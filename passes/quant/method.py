@@ -10,10 +10,12 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
-from enginewright.passes.graph import Linear, linear_of, nodes_of, only_used_by, replace, standard, typed
+from enginewright.passes.graph import linear_of, made_by, nodes_of, only_used_by, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.weights import read
+from enginewright.plugins.plugin import DOMAIN
 from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
+from enginewright.plugins.softcap import SOFTCAP
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,11 @@ class QuantConfig(ABC):
 
     name: ClassVar[str]
     activations: ClassVar[ir.DataType] = ir.DataType.BFLOAT16
+
+    @property
+    def tables(self) -> "QuantConfig":
+        """The method of weights with a row for each token: of embeddings, and of the head, which may share one."""
+        return self
 
     @abstractmethod
     def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
@@ -59,13 +66,25 @@ class Quantize:
         return PassResult(run.rewrites, tuple(run.refusals))
 
 
+def tables_of(model: ir.Model) -> set[ir.Value]:
+    """The weights of embeddings and of the head."""
+    tables = {gather.inputs[0] for gather in nodes_of(model, "Gather")}
+    logits: ir.Value | None = next(value for value in model.graph.outputs if value.name == "logits")
+    softcap = made_by(logits, SOFTCAP.name, DOMAIN)
+    head = linear_of(logits if softcap is None else softcap.inputs[0])
+    if head is not None:
+        tables.add(head.weight)
+    return {table for table in tables if table is not None and table.is_initializer()}
+
+
 class _Run:
     def __init__(self, model: ir.Model, config: QuantConfig) -> None:
         self.model, self.config = model, config
         self.rewrites = 0
         self.refusals: list[str] = []
+        self._tables = tables_of(model)
         self._weights: dict[ir.Value, Sequence[ir.Value]] = {}
-        self._rounded: dict[ir.Value, Sequence[ir.Value]] = {}
+        self._rounded: dict[tuple[ir.Value, ir.DataType], Sequence[ir.Value]] = {}
 
     def linear(self, matmul: ir.Node) -> None:
         product = matmul.outputs[0]
@@ -74,8 +93,9 @@ class _Run:
         if found is None:
             self.refusals.append(f"{matmul.name} does not multiply with a weight.")
             return
-        x, rounding = self._round(found)
-        gemm = self.config.gemm(x, self._quantized(found.weight), found.bias)
+        method = self._method(found.weight)
+        x, rounding = self._round(found.x, method.activations)
+        gemm = method.gemm(x, self._quantized(found.weight), found.bias)
         gemm.name = found.output.name
         transpose, *own = found.nodes
         replace(own, [*rounding, gemm], [(found.output, gemm.outputs[0])])
@@ -93,7 +113,7 @@ class _Run:
             factor = multiply.inputs[1]
             if factor is not None and factor.is_initializer() and factor.shape == ():
                 scale, old, output = float(read(factor)), [gather, multiply], multiply.outputs[0]
-        embed = self.config.embed(tokens, self._quantized(table), scale)
+        embed = self._method(table).embed(tokens, self._quantized(table), scale)
         embed.name = gather.name
         replace(old, [embed], [(output, embed.outputs[0])])
         self.rewrites += 1
@@ -115,14 +135,16 @@ class _Run:
 
     def _quantized(self, weight: ir.Value) -> Sequence[ir.Value]:
         if weight not in self._weights:
-            self._weights[weight] = self.config.weights(weight)
+            self._weights[weight] = self._method(weight).weights(weight)
         return self._weights[weight]
 
-    def _round(self, linear: Linear) -> tuple[Sequence[ir.Value], list[ir.Node]]:
+    def _method(self, weight: ir.Value) -> QuantConfig:
+        return self.config.tables if weight in self._tables else self.config
+
+    def _round(self, x: ir.Value, to: ir.DataType) -> tuple[Sequence[ir.Value], list[ir.Node]]:
         """x in the precision of activations; layers with one input share it."""
-        x, to = linear.x, self.config.activations
-        if x in self._rounded:
-            return self._rounded[x], []
+        if (x, to) in self._rounded:
+            return self._rounded[x, to], []
         if to == ir.DataType.INT8:
             node = QUANTIZE_ROWS.node([x])
             node.name = f"{x.name}.quantized"
@@ -132,5 +154,5 @@ class _Run:
             assert x.shape is not None
             rounded = typed(f"{x.name}.rounded", to, x.shape.dims)
             node = standard("Cast", [x], [rounded], str(rounded.name), to=int(to))
-        self._rounded[x] = node.outputs
+        self._rounded[x, to] = node.outputs
         return node.outputs, [node]

@@ -32,7 +32,7 @@ class KvPools:
     def values(self, layer: int) -> NDArray[np.uint16]: ...
 
 class OperandSpec:
-    """Where an operand of a kernel lies. dtype: "f32", "bf16", "i32", "i8"; layout: "plain", "r16", "r16_pairs"."""
+    """Where an operand of a kernel lies. Dtypes and layouts are those of docs/engine-file.md."""
 
     @staticmethod
     def weight(buffer: Any, dtype: str, layout: str, rows: int, columns: int) -> OperandSpec:

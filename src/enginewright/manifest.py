@@ -20,7 +20,7 @@ MAX_BYTES = 2**53  # of a section or a file: whole numbers up to here survive ev
 MAX_NAME = 255
 ROWS = 16  # rows of an r16 block
 K_ALIGN = 64  # elements; columns of r16 layouts are padded to this
-MATRIX_DTYPES = ("bf16", "i8")  # what the r16 layouts hold
+MATRIX_DTYPES = ("bf16", "i8", "e4m3")  # what the r16 layouts hold
 _SECTION_NAME = re.compile(r"[!#-\[\]-~]{1,255}")  # printable ASCII but '"' and '\\'
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]

@@ -15,7 +15,7 @@ from enginewright.errors import CorruptEngineError
 
 ARENA_ALIGN_BYTES = 64
 COLUMN_ALIGN = 64  # elements; rows of a buffer start at multiples of this (Buffer.stride)
-DTYPE_BYTES = {"f32": 4, "bf16": 2, "i32": 4, "i8": 1}
+DTYPE_BYTES = {"f32": 4, "bf16": 2, "i32": 4, "i8": 1, "e4m3": 1}
 
 
 class Sizes(msgspec.Struct, frozen=True):

@@ -1,0 +1,19 @@
+"""Matrix product with FP8 weights and bfloat16 activations: see gemm.py.
+
+weight: FLOAT8E4M3FN [N, K], no NaN. scale: FLOAT [N]; row n of the weight stands for weight[n] · scale[n].
+"""
+
+from enginewright.plugins import gemm
+from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.plugin import Plugin, operand
+
+GEMM_FP8A16 = Plugin(
+    name="GemmFp8A16",
+    inputs=("x", "weight", "scale", "bias?"),
+    outputs=("out",),
+    attributes=gemm.ATTRIBUTES,
+    reference=lambda write, node: gemm.reference(write, node, operand(node, 2), 3),
+    infer=gemm.infer,
+    by_rows=True,
+    kernels={"cpu": KernelBinding("gemm_fp8a16@1", ("x", "weight", "scale", "bias"), ("out",), ("epilogue",))},
+)
