@@ -1,47 +1,100 @@
 // The products of attention for AVX2 (attention_split.h says what they are for).
 //
-// A few rows, as in decoding, pass keys and values in registers, as on any instruction set
-// (attention_tile.h). With more, a group of 16 keys, or the 16 dims of a split's values, become fp32 once in
-// L1, and the rows pass them by FMAs (fma_avx2.h): in the same order, and thus with the same bits.
+// Queries and probabilities become fp32 first. A few rows, as in decoding, then pass keys and values in
+// registers; with more, a group of 16 keys, or 16 dims of a split's values, become fp32 once in L1, and the
+// rows pass them (fma_avx2.h). Either way it is one FMA a product, in ascending order.
 #pragma once
 
-#include "attention_tile.h"
+#include "attention_split.h"
 #include "fma_avx2.h"
 
 namespace enginewright {
 namespace {
 
-class SplitAttentionAvx2 : public SplitAttention<Avx2> {
+class SplitAttentionAvx2 : public SplitSoftmax<Avx2> {
  public:
-  SplitAttentionAvx2(int64_t head_dim, int64_t head_dim_pad, float scale, float softcap)
-      : SplitAttention<Avx2>(head_dim, head_dim_pad, scale, softcap), head_dim_(head_dim) {}
+  static constexpr int64_t tile_rows = 24;  // four register tiles of six
 
+  SplitAttentionAvx2(int64_t head_dim, int64_t head_dim_pad, float scale, float softcap)
+      : SplitSoftmax<Avx2>(head_dim_pad, scale, softcap), head_dim_(head_dim) {}
+
+  // Around run()s with `rows` queries, and after all of a thread.
+  static void begin(int64_t) {}
+  static void end() {}
+
+  // partial: (rows, partial_floats)
   void run(const TileQueries& tile, const SplitKv& kv, const TileScratch& scratch, float* partial) const {
-    if (tile.rows < kExpandRows) return SplitAttention<Avx2>::run(tile, kv, scratch, partial);
-    float x[tile_rows * kStride], w[kSplitPositions * 16];
+    float x[tile_rows * kStride];
     for (int64_t dim = 0; dim < head_dim_; dim += kSplitPositions) {
       const int64_t left = head_dim_ - dim, count = left < kSplitPositions ? left : kSplitPositions;
       expand_rows(tile.q + dim, width_, tile.rows, (count + 15) / 16 * 16, 1.0f, x, kStride);
-      for (int64_t g = 0; g < kv.groups; ++g) {
-        expand_lines<Bf16Floats>(bytes(kv.keys[g] + dim * kGroup), 64, count, w);
-        fma_rows<kStride>(x, tile.rows, w, count, dim == 0, scratch.scores + g * kGroup, kSplitPositions);
+      if (tile.rows <= kFewRows) {
+        call_few(tile.rows,
+                 [&](auto few) { score_few<decltype(few)::rows>(x, kv, 0, dim, count, scratch.scores); });
+      } else {
+        score(x, tile.rows, kv, dim, count, scratch.scores);
       }
     }
     softmax(tile, kv, scratch, partial);
-    const int64_t positions = kv.groups * kGroup;
-    expand_rows(scratch.p, kSplitPositions, tile.rows, positions, 1.0f, x, kStride);
-    for (int64_t dim = 0; dim < width_; dim += 16) {
-      for (int64_t g = 0; g < kv.groups; ++g) {
-        expand_lines<Bf16Floats>(bytes(kv.values[g] + dim * 2), width_ * 4, kGroup, w + g * kGroup * 16);
-      }
-      fma_rows<kStride>(x, tile.rows, w, positions, true, partial + dim, partial_floats(width_));
+    expand_rows(scratch.p, kSplitPositions, tile.rows, kv.groups * kGroup, 1.0f, x, kStride);
+    if (tile.rows <= kFewRows) {
+      call_few(tile.rows, [&](auto few) { weigh_few<decltype(few)::rows>(x, kv, 0, partial); });
+    } else {
+      weigh(x, tile.rows, kv, partial);
     }
   }
 
  private:
-  static constexpr int64_t kExpandRows = 6;
   static constexpr int64_t kStride = kSplitPositions + 16;  // rows do not share the sets of L1
   static const std::byte* bytes(const uint16_t* p) { return reinterpret_cast<const std::byte*>(p); }
+
+  // scores (rows, kSplitPositions) += q · k over the dims [dim, dim + count); x: those of q
+  static void score(const float* x, int64_t rows, const SplitKv& kv, int64_t dim, int64_t count,
+                    float* scores) {
+    float keys[kSplitPositions * 16];
+    for (int64_t g = 0; g < kv.groups; ++g) {
+      expand_lines<Bf16Floats>(bytes(kv.keys[g] + dim * kGroup), 64, count, keys);
+      fma_rows<kStride>(x, rows, keys, count, dim == 0, scores + g * kGroup, kSplitPositions);
+    }
+  }
+  template <int M, int N = few_blocks<M>>
+  static void score_few(const float* x, const SplitKv& kv, int64_t g, int64_t dim, int64_t count,
+                        float* scores) {
+    for (; g + N <= kv.groups; g += N) {
+      Lines<N> lines{{}, 64, 0};
+      for (int n = 0; n < N; ++n) lines.first[n] = bytes(kv.keys[g + n] + dim * kGroup);
+      few_tile<Bf16Floats, M, N>(x, kStride, lines, count, dim == 0, scores + g * kGroup, kSplitPositions,
+                                 kGroup);
+    }
+    if constexpr (N > 1) {
+      if (g < kv.groups) score_few<M, N / 2>(x, kv, g, dim, count, scores);
+    }
+  }
+
+  // out (rows, partial_floats) = p · v; x: p
+  void weigh(const float* x, int64_t rows, const SplitKv& kv, float* out) const {
+    float values[kSplitPositions * 16];
+    for (int64_t dim = 0; dim < width_; dim += 16) {
+      for (int64_t g = 0; g < kv.groups; ++g) {
+        expand_lines<Bf16Floats>(bytes(kv.values[g] + dim * 2), width_ * 4, kGroup, values + g * kGroup * 16);
+      }
+      fma_rows<kStride>(x, rows, values, kv.groups * kGroup, true, out + dim, partial_floats(width_));
+    }
+  }
+  template <int M, int N = few_blocks<M>>
+  void weigh_few(const float* x, const SplitKv& kv, int64_t dim, float* out) const {
+    for (; dim + N * 16 <= width_; dim += N * 16) {
+      for (int64_t g = 0; g < kv.groups; ++g) {
+        Lines<N> lines{{}, width_ * 4, 0};
+        for (int n = 0; n < N; ++n) lines.first[n] = bytes(kv.values[g] + (dim + n * 16) * 2);
+        few_tile<Bf16Floats, M, N>(x + g * kGroup, kStride, lines, kGroup, g == 0, out + dim,
+                                   partial_floats(width_), 16);
+      }
+    }
+    if constexpr (N > 1) {
+      if (dim < width_) weigh_few<M, N / 2>(x, kv, dim, out);
+    }
+  }
 
   const int64_t head_dim_;
 };

@@ -43,10 +43,9 @@ class SplitAttention : public SplitSoftmax<S> {
     }
   }
 
- protected:
+ private:
   using SplitSoftmax<S>::width_;
 
- private:
   template <int R>
   struct Chunk {
     static constexpr int rows = R;

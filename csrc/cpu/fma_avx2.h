@@ -139,5 +139,77 @@ void fma_rows(const float* x, int64_t rows, const float* w, int64_t count, bool 
   }
 }
 
+// Few rows: weights pass from memory through registers instead.
+constexpr int kFewRows = 5;
+constexpr int64_t kPrefetchBytes = 1024;
+
+// Blocks of 16 columns that M rows pass at once: 8 to 12 accumulators, enough to hide an FMA's latency.
+template <int M>
+constexpr int few_blocks = M == 1   ? 4
+                           : M <= 3 ? 2
+                                    : 1;
+
+// Lines of N blocks of weights, each line_bytes apart; behind the end of these lines, those that come next
+// stand `jump` bytes further on.
+template <int N>
+struct Lines {
+  const std::byte* first[N];
+  int64_t line_bytes, jump;
+};
+
+// acc[m * row_stride + n * block_stride + …] = itself, or zeros, + x (M, count) · block n
+template <class Weights, int M, int N>
+ENGINEWRIGHT_INLINE void few_tile(const float* x, int64_t x_stride, const Lines<N>& lines, int64_t count,
+                                  bool zero, float* acc, int64_t row_stride, int64_t block_stride) {
+  __m256 sum[2 * N][M];  // a half of a block
+  ENGINEWRIGHT_UNROLL
+  for (int half = 0; half < 2 * N; ++half) {
+    ENGINEWRIGHT_UNROLL
+    for (int m = 0; m < M; ++m) {
+      const float* from = acc + m * row_stride + half / 2 * block_stride + half % 2 * 8;
+      sum[half][m] = zero ? _mm256_setzero_ps() : _mm256_loadu_ps(from);
+    }
+  }
+  const int64_t end = count / Weights::k_count * lines.line_bytes;
+  for (int64_t at = 0; at < end; at += lines.line_bytes, x += Weights::k_count) {
+    const int64_t ahead = at + kPrefetchBytes + (end - at > kPrefetchBytes ? 0 : lines.jump);
+    ENGINEWRIGHT_UNROLL
+    for (int half = 0; half < 2 * N; ++half) {
+      const std::byte* line = lines.first[half / 2];
+      if (half % 2 == 0) Avx2::prefetch(line + ahead);
+      __m256 w[Weights::k_count];
+      Weights::expand(load_half(line + at + half % 2 * 32), w);
+      ENGINEWRIGHT_UNROLL
+      for (int m = 0; m < M; ++m) {
+        ENGINEWRIGHT_UNROLL
+        for (int k = 0; k < Weights::k_count; ++k) {
+          sum[half][m] = _mm256_fmadd_ps(_mm256_broadcast_ss(x + m * x_stride + k), w[k], sum[half][m]);
+        }
+      }
+    }
+  }
+  ENGINEWRIGHT_UNROLL
+  for (int half = 0; half < 2 * N; ++half) {
+    ENGINEWRIGHT_UNROLL
+    for (int m = 0; m < M; ++m) {
+      _mm256_storeu_ps(acc + m * row_stride + half / 2 * block_stride + half % 2 * 8, sum[half][m]);
+    }
+  }
+}
+
+template <int M>
+struct Few {
+  static constexpr int rows = M;
+};
+
+// f(Few<rows>), rows <= kFewRows
+template <int M = kFewRows, class Function>
+ENGINEWRIGHT_INLINE void call_few(int64_t rows, const Function& f) {
+  if constexpr (M > 0) {
+    if (rows == M) return f(Few<M>{});
+    call_few<M - 1>(rows, f);
+  }
+}
+
 }  // namespace
 }  // namespace enginewright

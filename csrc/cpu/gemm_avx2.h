@@ -3,8 +3,8 @@
 // Why not gemm.h: AVX2 has no dot product of bf16, so that each line of weights would be expanded anew for
 // every few tokens, in the registers that the accumulators need.
 //
-// Up to kDirectTokens tokens, weights pass from memory through registers, a line at a time. With more, a
-// block's weights are expanded into L1, a chunk of K at a time, and tiles of tokens pass them (fma_avx2.h).
+// Up to kFewRows tokens, weights pass from memory through registers, a line at a time. With more, a block's
+// weights are expanded into L1, a chunk of K at a time, and tiles of tokens pass them (fma_avx2.h).
 // Between chunks accumulators rest in memory, which rounds nothing: the order of rounding is the same
 // everywhere.
 #pragma once
@@ -17,11 +17,9 @@
 namespace enginewright {
 namespace {
 
-constexpr int kDirectTokens = 5;
-constexpr int64_t kChunk = 320;           // of K: 16 rows of it, 20 KB, stay in L1
-constexpr int64_t kGroupTokens = 128;     // a chunk of x for them, 160 KB, stays in L2
-constexpr int64_t kStripBlocks = 16;      // that pass before x is expanded again
-constexpr int64_t kPrefetchBytes = 1024;  // ahead in each block
+constexpr int64_t kChunk = 320;        // of K: 16 rows of it, 20 KB, stay in L1
+constexpr int64_t kGroupTokens = 128;  // a chunk of x for them, 160 KB, stays in L2
+constexpr int64_t kStripBlocks = 16;   // that pass before x is expanded again
 
 template <class Weights>
 class GemmAvx2 final : public Kernel {
@@ -33,9 +31,9 @@ class GemmAvx2 final : public Kernel {
         chunk_(round_up((g_.k_pad + chunks_ - 1) / chunks_, 16)) {}
 
   int64_t scratch_bytes() const override {
-    const int64_t direct = kDirectTokens * g_.k_pad;
+    const int64_t few = kFewRows * g_.k_pad;
     const int64_t strip = (kGroupTokens + 16) * kChunk + kGroupTokens * kStripBlocks * 16;
-    return (direct > strip ? direct : strip) * 4;
+    return (few > strip ? few : strip) * 4;
   }
 
   Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::fp32_ops); }
@@ -45,13 +43,9 @@ class GemmAvx2 final : public Kernel {
     const Range mine = share(g_.units, worker);
     const int64_t begin = mine.begin * g_.unit_blocks, end = mine.end * g_.unit_blocks;
     auto* scratch = reinterpret_cast<float*>(worker.scratch);
-    if (tokens <= kDirectTokens) {
+    if (tokens <= kFewRows) {
       expand_rows(x_row(0), g_.x.stride, tokens, g_.k_pad, Weights::x_factor, scratch, g_.k_pad);
-      if (tokens == 1) pass_blocks<1, 4>(scratch, begin, end);
-      if (tokens == 2) pass_blocks<2, 2>(scratch, begin, end);
-      if (tokens == 3) pass_blocks<3, 2>(scratch, begin, end);
-      if (tokens == 4) pass_blocks<4, 1>(scratch, begin, end);
-      if (tokens == 5) pass_blocks<5, 1>(scratch, begin, end);
+      call_few(tokens, [&](auto few) { pass_blocks<decltype(few)::rows>(scratch, begin, end); });
       return;
     }
     for (int64_t block = begin; block < end; block += kStripBlocks) {
@@ -69,54 +63,26 @@ class GemmAvx2 final : public Kernel {
   }
 
   // M tokens past the blocks [block, end), N at once while there are N, then half as many. x: (M, k_pad)
-  template <int M, int N>
+  template <int M, int N = few_blocks<M>>
   void pass_blocks(const float* x, int64_t block, int64_t end) const {
     constexpr int64_t kGroup = N < 2 ? 2 : N;  // an even number: pairs of a gated epilogue stay together
     float sums[kGroup * M * 16];
     for (; block + kGroup <= end; block += kGroup) {
-      for (int64_t n = 0; n < kGroup; n += N) direct_tile<M, N>(x, block + n, sums + n * M * 16);
+      for (int64_t n = 0; n < kGroup; n += N) pass_tile<M, N>(x, block + n, sums + n * M * 16);
       finish_.blocks(0, M, block, kGroup, sums);
     }
     if constexpr (N > 1) {
       if (block < end) pass_blocks<M, N / 2>(x, block, end);
     } else if (block < end) {
-      direct_tile<M, 1>(x, block, sums);
+      pass_tile<M, 1>(x, block, sums);
       finish_.blocks(0, M, block, 1, sums);
     }
   }
-
-  // sums (N, M, 16) = x · N blocks of weights
   template <int M, int N>
-  void direct_tile(const float* x, int64_t block, float* sums) const {
-    __m256 acc[2 * N][M];
-    ENGINEWRIGHT_UNROLL
-    for (int half = 0; half < 2 * N; ++half) {
-      ENGINEWRIGHT_UNROLL
-      for (int m = 0; m < M; ++m) acc[half][m] = _mm256_setzero_ps();
-    }
-    const std::byte* line = g_.block(block);
-    for (const std::byte* end = line + g_.block_bytes; line < end; line += 64, x += Weights::k_count) {
-      ENGINEWRIGHT_UNROLL
-      for (int half = 0; half < 2 * N; ++half) {
-        const std::byte* at = line + half / 2 * g_.block_bytes + half % 2 * 32;
-        if (half % 2 == 0) Avx2::prefetch(at + kPrefetchBytes);
-        __m256 w[Weights::k_count];
-        Weights::expand(load_half(at), w);
-        ENGINEWRIGHT_UNROLL
-        for (int m = 0; m < M; ++m) {
-          ENGINEWRIGHT_UNROLL
-          for (int k = 0; k < Weights::k_count; ++k) {
-            acc[half][m] = _mm256_fmadd_ps(_mm256_broadcast_ss(x + m * g_.k_pad + k), w[k], acc[half][m]);
-          }
-        }
-      }
-    }
-    ENGINEWRIGHT_UNROLL
-    for (int half = 0; half < 2 * N; ++half) {
-      ENGINEWRIGHT_UNROLL
-      for (int m = 0; m < M; ++m)
-        _mm256_storeu_ps(sums + half / 2 * M * 16 + m * 16 + half % 2 * 8, acc[half][m]);
-    }
+  void pass_tile(const float* x, int64_t block, float* sums) const {  // sums: (N, M, 16)
+    Lines<N> lines{{}, 64, (N - 1) * g_.block_bytes};
+    for (int n = 0; n < N; ++n) lines.first[n] = g_.block(block + n);
+    few_tile<Weights, M, N>(x, g_.k_pad, lines, g_.k_pad, true, sums, 16, M * 16);
   }
 
   // `rows` tokens from `row` past `blocks` blocks from `block`. scratch: x (rows, kChunk), a block's weights

@@ -1,12 +1,11 @@
 // AVX2 with FMA and F16C (Haswell and later, Zen and later): 16 lanes are two registers. Members as in
-// simd_portable.h, apart from what the GEMM of every instruction set shares: gemm_avx2.h has its own. To be
-// compiled under isa_avx2.cpp's target pragma alone.
+// simd_portable.h, apart from those that gemm.h and attention_tile.h alone use: fma_avx2.h is instead of
+// them. To be compiled under isa_avx2.cpp's target pragma alone.
 #pragma once
 
 #include <immintrin.h>
 
 #include <cstdint>
-#include <cstring>
 
 #include "simd_portable.h"  // ENGINEWRIGHT_INLINE
 
@@ -23,8 +22,6 @@ struct Avx2 {
   struct Pair {
     __m256 lo, hi;
   };
-  // 12 of the 16 registers are accumulators; those of one token are enough to hide an FMA's latency.
-  static constexpr int tile_tokens = 3, tile_blocks = 2, gemv_blocks = 4;
 
   static ENGINEWRIGHT_INLINE F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
   static ENGINEWRIGHT_INLINE F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -120,11 +117,6 @@ struct Avx2 {
   static ENGINEWRIGHT_INLINE Pair pair(uint32_t bits) {
     const __m256i both = _mm256_set1_epi32(static_cast<int>(bits));
     return {low_bf16(both), high_bf16(both)};
-  }
-  static ENGINEWRIGHT_INLINE Pair load_pair(const void* p) {
-    uint32_t bits;
-    std::memcpy(&bits, p, 4);
-    return pair(bits);
   }
   static ENGINEWRIGHT_INLINE F dot(F acc, Pair x, Line w) {
     acc.a = _mm256_fmadd_ps(x.lo, low_bf16(w.a), acc.a);
