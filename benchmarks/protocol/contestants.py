@@ -1,0 +1,248 @@
+"""Who is measured: our builds and the peers, each with its class, and with the settings it is tried at.
+
+One more build of ours is one more line of BUILDS.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peers import environments
+from peers.worker import NotMeasured, Worker
+from protocol.builds import Built, build
+from protocol.models import Model
+
+SCRIPTS = Path(__file__).parent.parent / "peers"
+# Precision classes → whose dot products bound them.
+CLASSES = {"BF16": "bf16", "8-bit": "int8", "4-bit": "int8"}
+NATIVE, AVX2 = "native", "avx2"
+BF16_KV, U8_KV = 2.0, 1.0  # bytes of a number of K or V
+
+
+@dataclass(frozen=True)
+class Build:
+    """A build of ours. options: of `engine build`."""
+
+    name: str
+    kind: str
+    options: tuple[str, ...]
+    precision: str
+
+
+BUILDS = (
+    Build("bf16", "BF16", ("--quant", "bf16"), "BF16 weights and KV"),
+    Build("int8-wo", "8-bit", ("--quant", "int8-wo"), "INT8 weights, BF16 activations and KV"),
+)
+LLAMA_CPP = {  # type of the GGUF file → class, precision
+    "BF16": ("BF16", "BF16 weights, F16 KV"),
+    "Q8_0": ("8-bit", "INT8 weights and activations, groups of 32, F16 KV"),
+    "Q4_0": ("4-bit", "INT4 weights, groups of 32, INT8 activations, F16 KV"),
+}
+LLAMA_CPP_SETTINGS = {
+    "": {"flash_attn": True, "extra_buffers": True, "ubatch": 512},
+    "no flash attention": {"flash_attn": False, "extra_buffers": True, "ubatch": 512},
+    "not repacked": {"flash_attn": True, "extra_buffers": False, "ubatch": 512},
+}
+IK_SETTINGS: dict[str, list[str]] = {"": [], "repacked": ["-rtr"]}
+OPENVINO = {"int8": ("8-bit", "INT8 weights, 8-bit KV"), "int4": ("4-bit", "INT4 weights, groups of 128 or 64, 8-bit KV")}
+OPENVINO_BATCHED = {"": 512, "4096 a step": 4096}
+VLLM_OPENMP = {"": "gnu", "Intel's OpenMP": "intel"}
+PEERS = ("llama.cpp", "ik_llama.cpp", "OpenVINO", "vLLM", "transformers")
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Where contestants are made, and for what.
+
+    envs: environments, models and logs. pythons: interpreters that are there already, by environment. ik_bench:
+    llama-batched-bench of a built ik_llama.cpp. sequences, positions: the most at once, and of one. kv_tokens: the
+    most positions of all together.
+    """
+
+    envs: Path
+    pythons: dict[str, Path]
+    threads: int
+    ik_bench: Path | None = None
+    sequences: int = 32
+    positions: int = 1024
+    kv_tokens: int = 32768
+    built: dict[tuple[str, str], Built | NotMeasured] = field(default_factory=dict)
+
+    @property
+    def models(self) -> Path:
+        return self.envs / "models"
+
+    def python(self, name: str) -> str:
+        return str(self.pythons.get(name) or environments.python_of(name, self.envs))
+
+    def build(self, one: Build, model: Model) -> Built:
+        """Our engine, built once. Raises NotMeasured if it cannot be."""
+        key = (model.name, one.name)
+        if key not in self.built:
+            try:
+                self.built[key] = build(model, one.name, one.options, self.envs / "engines")
+            except NotMeasured as reason:
+                self.built[key] = reason
+        made = self.built[key]
+        if isinstance(made, NotMeasured):
+            raise made
+        return made
+
+    def kv_gib(self, model: Model) -> str:
+        return str(max(1, -(-int(self.kv_tokens * model.kv_values * BF16_KV) // (1 << 30))))
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What starts a contestant's worker, and what a step of it reads (bytes of weights, and of a position's KV)."""
+
+    command: list[str]
+    weight_bytes: float
+    kv_bytes: float
+    env: dict[str, str] = field(default_factory=dict)
+
+    def start(self, log: Path) -> Worker:
+        return Worker(self.command, log, self.env)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """peer: a name of PEERS, or None for ours. setting: one of several that a peer is tried at, its first is "".
+
+    prepare: makes what it needs, which takes minutes once; raises NotMeasured.
+    """
+
+    name: str
+    peer: str | None
+    kind: str
+    isa: str
+    precision: str
+    setting: str
+    prepare: Callable[[Model, Workshop], Ready]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.setting}" if self.setting else self.name
+
+
+def contestants(peers: Sequence[str], builds: Sequence[str], *, every_setting: bool) -> list[Contestant]:
+    """All of the named peers and builds. every_setting: a peer's whole grid, not its first setting alone."""
+    found = []
+    for isa in (NATIVE, AVX2):
+        mark = "" if isa == NATIVE else ", AVX2"
+        for one in BUILDS:
+            if one.name in builds:
+                found.append(Contestant(f"engine {one.name}{mark}", None, one.kind, isa, one.precision, "", _ours(one, isa)))
+        if "llama.cpp" in peers:
+            for kind, (group, precision) in LLAMA_CPP.items():
+                for setting, values in LLAMA_CPP_SETTINGS.items():
+                    make = _llama_cpp(kind, values, isa)
+                    found.append(
+                        Contestant(f"llama.cpp {kind}{mark}", "llama.cpp", group, isa, precision, setting, make)
+                    )
+    if "ik_llama.cpp" in peers:
+        for kind, (group, precision) in LLAMA_CPP.items():
+            for setting, flags in IK_SETTINGS.items():
+                make = _ik_llama(kind, flags)
+                found.append(Contestant(f"ik_llama.cpp {kind}", "ik_llama.cpp", group, NATIVE, precision, setting, make))
+    if "OpenVINO" in peers:
+        for kind, (group, precision) in OPENVINO.items():
+            for setting, batched in OPENVINO_BATCHED.items():
+                make = _openvino(kind, batched)
+                name = f"OpenVINO {kind.upper()}"
+                found.append(Contestant(name, "OpenVINO", group, NATIVE, precision, setting, make))
+    if "vLLM" in peers:
+        for setting, openmp in VLLM_OPENMP.items():
+            found.append(Contestant("vLLM", "vLLM", "BF16", NATIVE, "BF16 weights and KV", setting, _vllm(openmp)))
+    if "transformers" in peers:
+        precision = "BF16 weights and KV"
+        found.append(Contestant("transformers", "transformers", "BF16", NATIVE, precision, "", _transformers))
+    return [one for one in found if every_setting or one.setting == ""]
+
+
+Prepare = Callable[[Model, Workshop], Ready]
+
+
+def _ours(one: Build, isa: str) -> Prepare:
+    def prepare(model: Model, shop: Workshop) -> Ready:
+        made = shop.build(one, model)
+        limits = {
+            "threads": shop.threads,
+            "max_num_seqs": shop.sequences,
+            "max_model_len": shop.positions,
+            "kv_cache_memory": int(shop.kv_tokens * made.kv_bytes) + (64 << 20),
+            "enable_prefix_caching": False,
+        }
+        env = {} if isa == NATIVE else {"ENGINEWRIGHT_CPU_ISA": isa}
+        command = [sys.executable, str(SCRIPTS / "ours.py"), str(made.path), json.dumps(limits)]
+        return Ready(command, made.weight_bytes, made.kv_bytes, env)
+
+    return prepare
+
+
+def _gguf(kind: str, model: Model, shop: Workshop) -> Path:
+    """The checkpoint as a GGUF file; quantized by llama.cpp."""
+    from peers.gguf_file import write_gguf
+
+    plain = shop.models / f"{model.folder.name}-BF16.gguf"
+    if not plain.exists():
+        with environments.new_path(plain) as part:
+            write_gguf(model.folder, part)
+    path = plain.with_name(f"{model.folder.name}-{kind}.gguf")
+    if not path.exists():
+        with environments.new_path(path) as part:
+            command = [shop.python("llama.cpp"), str(SCRIPTS / "llama_cpp_quantize.py"), str(plain), str(part), kind]
+            environments.run(command, f"quantizing to {kind}")
+    return path
+
+
+def _llama_cpp(kind: str, settings: dict[str, object], isa: str) -> Prepare:
+    def prepare(model: Model, shop: Workshop) -> Ready:
+        path = _gguf(kind, model, shop)
+        python = shop.python("llama.cpp" if isa == NATIVE else "llama.cpp-avx2")
+        command = [python, str(SCRIPTS / "llama_cpp_cpu.py"), str(path), str(shop.threads), json.dumps(settings)]
+        return Ready(command, path.stat().st_size, BF16_KV * model.kv_values)
+
+    return prepare
+
+
+def _ik_llama(kind: str, flags: list[str]) -> Prepare:
+    def prepare(model: Model, shop: Workshop) -> Ready:
+        if shop.ik_bench is None:
+            raise NotMeasured("no built copy was named: --ik-llama llama-batched-bench")
+        path = _gguf(kind, model, shop)
+        command = [sys.executable, str(SCRIPTS / "ik_llama_cpu.py"), str(shop.ik_bench), str(path)]
+        return Ready([*command, str(shop.threads), json.dumps(flags)], path.stat().st_size, BF16_KV * model.kv_values)
+
+    return prepare
+
+
+def _openvino(kind: str, batched: int) -> Prepare:
+    def prepare(model: Model, shop: Workshop) -> Ready:
+        python = Path(shop.python("openvino"))
+        folder = environments.openvino_model(python, model.folder, shop.models, kind)
+        numbers = [shop.threads, shop.sequences, batched, shop.kv_gib(model)]
+        command = [str(python), str(SCRIPTS / "openvino_cpu.py"), str(folder), *map(str, numbers)]
+        return Ready(command, (folder / "openvino_model.bin").stat().st_size, U8_KV * model.kv_values)
+
+    return prepare
+
+
+def _vllm(openmp: str) -> Prepare:
+    def prepare(model: Model, shop: Workshop) -> Ready:
+        python = Path(shop.python("vllm"))
+        env = environments.vllm_openmp(python, openmp, shop.threads)
+        env["VLLM_CACHE_ROOT"] = str((shop.envs / "vllm-cache").resolve())
+        numbers = [shop.threads, shop.sequences, shop.positions, shop.kv_gib(model)]
+        command = [str(python), str(SCRIPTS / "vllm_cpu.py"), str(model.folder), *map(str, numbers)]
+        return Ready(command, model.checkpoint_bytes, BF16_KV * model.kv_values, env)
+
+    return prepare
+
+
+def _transformers(model: Model, shop: Workshop) -> Ready:
+    script = str(SCRIPTS / "transformers_cpu.py")
+    command = [shop.python("transformers"), script, str(model.folder), str(shop.threads), "bfloat16"]
+    return Ready(command, model.checkpoint_bytes, BF16_KV * model.kv_values)

@@ -1,0 +1,213 @@
+"""Rounds: in each, the roof and then every contestant in turn, so that what the machine does meanwhile hits all."""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peers.worker import NotMeasured, Worker, synthetic_prompts
+from protocol.contestants import CLASSES, NATIVE, Contestant, Ready, Workshop
+from protocol.models import Model
+from protocol.points import Point
+from protocol.quiet import Quiet, snapshot
+
+from enginewright import _cpu
+from enginewright.runtime.bench.roof import Roof, measure_roof, read_buffer
+
+SETTLE_S = 0.3  # before each run: threads of the contestant before it stop spinning
+
+
+@dataclass
+class Entry:
+    """A contestant that takes part. cannot: why it was not made, or did not start."""
+
+    contestant: Contestant
+    ready: Ready | None = None
+    worker: Worker | None = None
+    cannot: str | None = None
+    log: Path | None = None
+
+    def start(self) -> None:
+        """Its worker, unless it runs or has failed to start."""
+        if self.ready is None or self.cannot is not None or self.worker is not None:
+            return
+        try:
+            assert self.log is not None
+            self.worker = self.ready.start(self.log)
+        except NotMeasured as reason:
+            self.cannot = str(reason)
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+
+
+@dataclass
+class Figures:
+    """Of one contestant at one point, a value a round. idle_share: of a core, while others ran."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    idle_cpu_s: float = 0.0
+    idle_s: float = 0.0
+    not_measured: str | None = None
+
+    def to_dict(self, entry: Entry) -> dict[str, Any]:
+        found: dict[str, Any] = {"precision": entry.contestant.precision, "peer": entry.contestant.peer}
+        found |= {"name": entry.contestant.name, "setting": entry.contestant.setting}
+        if self.not_measured is not None:
+            return found | {"not_measured": self.not_measured}
+        assert entry.ready is not None
+        return found | {
+            "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
+            "idle_share_of_a_core": self.idle_cpu_s / self.idle_s if self.idle_s else 0.0,
+            "weight_bytes": entry.ready.weight_bytes,
+            "kv_bytes_per_position": entry.ready.kv_bytes,
+            "about": entry.worker.about if entry.worker is not None else {},
+        }
+
+
+def prepare(contestants: Sequence[Contestant], model: Model, shop: Workshop) -> list[Entry]:
+    """Makes what everybody needs: environments, files, engines."""
+    found = []
+    for one in contestants:
+        entry = Entry(one, log=shop.envs / f"{one.label.replace(' ', '-').replace(',', '')}.log")
+        print(f"preparing {one.label} for {model.name}", file=sys.stderr, flush=True)
+        try:
+            entry.ready = one.prepare(model, shop)
+        except NotMeasured as reason:
+            entry.cannot = str(reason)
+        found.append(entry)
+    return found
+
+
+class Measurement:
+    """One point, on one model, for the contestants of one class."""
+
+    def __init__(
+        self, entries: Sequence[Entry], model: Model, point: Point, rounds: int, threads: int, quiet: Quiet
+    ) -> None:
+        self.entries, self.model, self.point, self.rounds = entries, model, point, rounds
+        self.threads, self.quiet = threads, quiet
+        self.figures = [Figures(not_measured=entry.cannot) for entry in entries]
+        self.roofs: list[Roof] = []
+        self.elsewhere: list[float] = []  # cores that others took, of each round
+        self.disturbed = 0  # rounds that were measured anew
+
+    def run(self) -> dict[str, Any]:
+        """A round to warm up, then rounds that count; disturbed ones are measured anew, as many as there are rounds.
+
+        Raises:
+            NotMeasured: something else runs on the machine, and goes on.
+        """
+        first = self.entries[0].contestant
+        isa = _cpu.isa_names()[0] if first.isa == NATIVE else first.isa
+        sizes = [entry.ready.weight_bytes for entry in self.entries if entry.ready is not None]
+        self._memory = read_buffer(int(min(sizes)))  # at the size of the weights: caches hold as much of it
+        self.quiet.wait(self._workers())
+        self._each(self._open)
+        self._round(isa, count=False)
+        while len(self.roofs) < self.rounds:
+            before = snapshot(self._workers())
+            self._round(isa, count=True)
+            elsewhere = snapshot(self._workers()).elsewhere(before)
+            if self.quiet.disturbed(elsewhere) and self.disturbed < self.rounds:
+                self.disturbed += 1
+                self._forget()
+                self.quiet.wait(self._workers())
+            else:
+                self.elsewhere.append(elsewhere)
+        self._each(self._close)
+        return self._report(isa)
+
+    def _workers(self) -> list[Worker]:
+        return [entry.worker for entry in self.entries if entry.worker is not None]
+
+    def _each(self, do: Any, *arguments: Any) -> None:
+        """For every contestant that still takes part; one that fails is out of this point."""
+        for entry, figures in zip(self.entries, self.figures, strict=True):
+            if figures.not_measured is not None or entry.worker is None:
+                continue
+            try:
+                do(entry.worker, figures, *arguments)
+            except NotMeasured as reason:
+                figures.not_measured = str(reason)
+                if entry.worker.ended:
+                    entry.close()
+                elif self.point.kind == "decode":
+                    entry.worker.ask("close")
+
+    def _prompts(self) -> list[list[int]]:
+        return synthetic_prompts(self.point.prompts, self.point.length)
+
+    def _open(self, worker: Worker, figures: Figures) -> None:
+        if self.point.kind == "decode":
+            worker.ask("open", prompts=self._prompts(), room=self.point.room(2 * self.rounds))
+
+    def _close(self, worker: Worker, figures: Figures) -> None:
+        if self.point.kind == "decode":
+            worker.ask("close")
+
+    def _round(self, isa: str, *, count: bool) -> None:
+        roof = measure_roof(isa, self.threads, [self._memory])
+        if count:
+            self.roofs.append(roof)
+        self._each(self._turn, count)
+
+    def _turn(self, worker: Worker, figures: Figures, count: bool) -> None:
+        time.sleep(SETTLE_S)
+        others = [
+            (other, theirs)
+            for other, theirs in zip(self.entries, self.figures, strict=True)
+            if other.worker is not None and other.worker is not worker
+        ]
+        before, start = [other.worker.cpu_seconds() for other, _ in others if other.worker], time.perf_counter()
+        point = self.point
+        if point.kind == "prefill":
+            run = worker.ask("open", prompts=self._prompts(), room=1)
+        elif point.kind == "decode":
+            run = worker.ask("step", tokens=point.tokens)
+        else:
+            run = worker.run(self._prompts(), point.tokens)
+        passed = time.perf_counter() - start
+        for (other, theirs), cpu in zip(others, before, strict=True):
+            assert other.worker is not None
+            theirs.idle_cpu_s += other.worker.cpu_seconds() - cpu
+            theirs.idle_s += passed
+        if point.kind == "prefill":
+            worker.ask("close")
+        if count:
+            figures.seconds.append(run.seconds)
+            figures.cpu_seconds.append(run.cpu_seconds)
+
+    def _forget(self) -> None:
+        """The last round."""
+        self.roofs.pop()
+        for figures in self.figures:
+            if figures.not_measured is None:
+                figures.seconds.pop()
+                figures.cpu_seconds.pop()
+
+    def _report(self, isa: str) -> dict[str, Any]:
+        operands = CLASSES[self.entries[0].contestant.kind]
+        found = []
+        for entry, figures in zip(self.entries, self.figures, strict=True):
+            row = figures.to_dict(entry)
+            if figures.not_measured is None:
+                assert entry.ready is not None
+                weights, kv = entry.ready.weight_bytes, entry.ready.kv_bytes
+                row["roof_seconds"] = [
+                    self.point.roof_seconds(self.model, roof, operands, weights, kv) for roof in self.roofs
+                ]
+            found.append(row)
+        return {
+            "tokens": self.point.counted,
+            "roofs": [roof.to_dict() for roof in self.roofs],
+            "cores_taken_by_others": self.elsewhere,
+            "rounds_measured_anew": self.disturbed,
+            "contestants": found,
+        }
