@@ -5,6 +5,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 PIP_ARGS ?=
 QUANT ?= int8-wo
 TEST_WORKERS ?= 2
+ARGS ?=
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -27,10 +28,10 @@ ENGINE := .cache/SmolLM2-135M-Instruct-$(QUANT).engine
 # Torch's own threads would fight over the cores with the other test workers.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations 15
 
-.PHONY: help demo test test-long lint format build bench dist clean
+.PHONY: help demo test test-long lint format build bench bench-peers dist clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: PYTHON=$(PYTHON) JOBS=$(JOBS) TEST_WORKERS=$(TEST_WORKERS) QUANT=$(QUANT) PIP_ARGS=$(PIP_ARGS)"
 
 demo: $(ENGINE) ## build an engine from SmolLM2-135M-Instruct and ask it a question
@@ -56,8 +57,12 @@ format: $(INSTALLED) ## rewrite Python and C++ files in the house's form
 
 build: $(BUILT) ## compile the C++ extension in place
 
-bench: $(BUILT) $(MODEL) ## run every script in benchmarks/
-	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+bench: $(BUILT) $(MODEL) ## measure the engine alone, in about 20 minutes (benchmarks/README.md)
+	for script in first_token step_share server_overhead stream_pace; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py; done
+	$(BIN)/python benchmarks/cpu.py --peers --models smollm2 smollm2-rescaled --output .cache/bench/cpu $(ARGS)
+
+bench-peers: $(BUILT) $(MODEL) ## measure it beside its peers: gigabytes of them, and hours; ARGS=--quick is less
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
 dist: $(INSTALLED) ## wheel and source distribution in dist/
 	rm -rf dist

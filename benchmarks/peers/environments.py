@@ -158,7 +158,6 @@ def new_path(path: Path) -> Iterator[Path]:
     part.rename(path)
 
 
-
 def run(command: list[str], what: str, env: dict[str, str] | None = None) -> None:
     """Raises NotMeasured with the last thing that the command said, if it fails."""
     try:

@@ -38,7 +38,7 @@ def write_gguf(checkpoint: Path, target: Path) -> None:
     writer.add_tokenizer_model("no_vocab")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     with safe_open(checkpoint / "model.safetensors", "pt") as tensors:
-        for hf_name in tensors.keys():  # noqa: SIM118: it is no mapping
+        for hf_name in tensors.keys():  # noqa: SIM118 (it is no mapping)
             if hf_name == "lm_head.weight" and config["tie_word_embeddings"]:
                 continue
             tensor = tensors.get_tensor(hf_name)

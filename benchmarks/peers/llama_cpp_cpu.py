@@ -1,9 +1,9 @@
 """llama.cpp as a worker process: python llama_cpp_cpu.py FILE.gguf THREADS SETTINGS
 
-Runs in an environment with llama-cpp-python, whose bindings to llama.cpp's C interface it drives directly: the package's
-own class knows one sequence only. SETTINGS is a JSON object: flash_attn (bool), extra_buffers (bool: weights repacked
-for the machine), ubatch (tokens computed at once). The file is not named llama_cpp.py because it would then import
-itself.
+Runs in an environment with llama-cpp-python, whose bindings to llama.cpp's C interface it drives directly: the
+package's own class knows one sequence only. SETTINGS is a JSON object: flash_attn (bool), extra_buffers (bool: weights
+repacked for the machine), ubatch (tokens computed at once). The file is not named llama_cpp.py because it would then
+import itself.
 """
 
 import ctypes

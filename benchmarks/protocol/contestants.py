@@ -46,7 +46,10 @@ LLAMA_CPP_SETTINGS = {
     "not repacked": {"flash_attn": True, "extra_buffers": False, "ubatch": 512},
 }
 IK_SETTINGS: dict[str, list[str]] = {"": [], "repacked": ["-rtr"]}
-OPENVINO = {"int8": ("8-bit", "INT8 weights, 8-bit KV"), "int4": ("4-bit", "INT4 weights, groups of 128 or 64, 8-bit KV")}
+OPENVINO = {
+    "int8": ("8-bit", "INT8 weights, activations as the plugin chooses, 8-bit KV"),
+    "int4": ("4-bit", "INT4 weights, groups of 128 or 64, INT8 head, activations as the plugin chooses, 8-bit KV"),
+}
 OPENVINO_BATCHED = {"": 512, "4096 a step": 4096}
 VLLM_OPENMP = {"": "gnu", "Intel's OpenMP": "intel"}
 PEERS = ("llama.cpp", "ik_llama.cpp", "OpenVINO", "vLLM", "transformers")
@@ -107,6 +110,9 @@ class Ready:
         return Worker(self.command, log, self.env)
 
 
+Prepare = Callable[[Model, Workshop], Ready]
+
+
 @dataclass(frozen=True)
 class Contestant:
     """peer: a name of PEERS, or None for ours. setting: one of several that a peer is tried at, its first is "".
@@ -120,7 +126,7 @@ class Contestant:
     isa: str
     precision: str
     setting: str
-    prepare: Callable[[Model, Workshop], Ready]
+    prepare: Prepare
 
     @property
     def label(self) -> str:
@@ -129,40 +135,31 @@ class Contestant:
 
 def contestants(peers: Sequence[str], builds: Sequence[str], *, every_setting: bool) -> list[Contestant]:
     """All of the named peers and builds. every_setting: a peer's whole grid, not its first setting alone."""
-    found = []
+    found: list[Contestant] = []
+
+    def add(name: str, peer: str | None, kind: str, isa: str, precision: str, grid: dict[str, Prepare]) -> None:
+        name = name if isa == NATIVE else f"{name}, {isa.upper()}"
+        found.extend(Contestant(name, peer, kind, isa, precision, *setting) for setting in grid.items())
+
     for isa in (NATIVE, AVX2):
-        mark = "" if isa == NATIVE else ", AVX2"
         for one in BUILDS:
             if one.name in builds:
-                found.append(Contestant(f"engine {one.name}{mark}", None, one.kind, isa, one.precision, "", _ours(one, isa)))
-        if "llama.cpp" in peers:
-            for kind, (group, precision) in LLAMA_CPP.items():
-                for setting, values in LLAMA_CPP_SETTINGS.items():
-                    make = _llama_cpp(kind, values, isa)
-                    found.append(
-                        Contestant(f"llama.cpp {kind}{mark}", "llama.cpp", group, isa, precision, setting, make)
-                    )
-    if "ik_llama.cpp" in peers:
-        for kind, (group, precision) in LLAMA_CPP.items():
-            for setting, flags in IK_SETTINGS.items():
-                make = _ik_llama(kind, flags)
-                found.append(Contestant(f"ik_llama.cpp {kind}", "ik_llama.cpp", group, NATIVE, precision, setting, make))
-    if "OpenVINO" in peers:
-        for kind, (group, precision) in OPENVINO.items():
-            for setting, batched in OPENVINO_BATCHED.items():
-                make = _openvino(kind, batched)
-                name = f"OpenVINO {kind.upper()}"
-                found.append(Contestant(name, "OpenVINO", group, NATIVE, precision, setting, make))
+                add(f"engine {one.name}", None, one.kind, isa, one.precision, {"": _ours(one, isa)})
+        for kind, (group, precision) in LLAMA_CPP.items() if "llama.cpp" in peers else ():
+            grid = {setting: _llama_cpp(kind, values, isa) for setting, values in LLAMA_CPP_SETTINGS.items()}
+            add(f"llama.cpp {kind}", "llama.cpp", group, isa, precision, grid)
+    for kind, (group, precision) in LLAMA_CPP.items() if "ik_llama.cpp" in peers else ():
+        grid = {setting: _ik_llama(kind, flags) for setting, flags in IK_SETTINGS.items()}
+        add(f"ik_llama.cpp {kind}", "ik_llama.cpp", group, NATIVE, precision, grid)
+    for kind, (group, precision) in OPENVINO.items() if "OpenVINO" in peers else ():
+        grid = {setting: _openvino(kind, batched) for setting, batched in OPENVINO_BATCHED.items()}
+        add(f"OpenVINO {kind.upper()}", "OpenVINO", group, NATIVE, precision, grid)
     if "vLLM" in peers:
-        for setting, openmp in VLLM_OPENMP.items():
-            found.append(Contestant("vLLM", "vLLM", "BF16", NATIVE, "BF16 weights and KV", setting, _vllm(openmp)))
+        grid = {setting: _vllm(openmp) for setting, openmp in VLLM_OPENMP.items()}
+        add("vLLM", "vLLM", "BF16", NATIVE, "BF16 weights and KV", grid)
     if "transformers" in peers:
-        precision = "BF16 weights and KV"
-        found.append(Contestant("transformers", "transformers", "BF16", NATIVE, precision, "", _transformers))
+        add("transformers", "transformers", "BF16", NATIVE, "BF16 weights and KV", {"": _transformers})
     return [one for one in found if every_setting or one.setting == ""]
-
-
-Prepare = Callable[[Model, Workshop], Ready]
 
 
 def _ours(one: Build, isa: str) -> Prepare:

@@ -90,7 +90,9 @@ def _llama_1b(models: Path, source: Path) -> Path:
         with new_path(folder) as part:
             model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA_1B), dtype=torch.bfloat16)
             model.save_pretrained(part, max_shard_size="20GB")
-            for path in sorted(_smollm2(models, source).glob("*token*")) + sorted(models.glob("*/chat_template.jinja"))[:1]:
+            for path in (
+                sorted(_smollm2(models, source).glob("*token*")) + sorted(models.glob("*/chat_template.jinja"))[:1]
+            ):
                 shutil.copy(path, part)
     return folder
 

@@ -1,8 +1,8 @@
 """What is measured, by name, and what the roof allows for it.
 
-    prefill-512            a prompt of 512 tokens, to its first new token
-    decode-4096x8          8 sequences that 4096 positions have been read of, so many steps a round
-    in-flight-32x128x64    32 requests at once, 128 tokens in and 64 out each
+prefill-512            a prompt of 512 tokens, to its first new token
+decode-4096x8          8 sequences that 4096 positions have been read of, so many steps a round
+in-flight-32x128x64    32 requests at once, 128 tokens in and 64 out each
 """
 
 import re

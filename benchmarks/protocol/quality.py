@@ -25,7 +25,7 @@ def held_out(model: Model, passages: int | None = None) -> list[list[int]]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model.folder / "tokenizer.json"))
-    texts = HELD_OUT.read_text().split("\n\n\n")[:passages]
+    texts = HELD_OUT.read_text().split("\n=====\n")[:passages]
     return [tokenizer.encode(text.strip()).ids for text in texts]
 
 

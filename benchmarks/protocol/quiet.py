@@ -69,7 +69,7 @@ class Quiet:
 
 
 def _cpu_of_processes() -> dict[str, int]:
-    """"pid name" → clock ticks."""
+    """ "pid name" → clock ticks."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

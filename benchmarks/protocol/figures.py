@@ -1,0 +1,80 @@
+"""What results say: rates, shares of the roof, and ratios within rounds, each a median with its range."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of rounds."""
+
+    median: float
+    least: float
+    most: float
+
+
+def spread(values: Iterable[float]) -> Spread:
+    found = list(values)
+    return Spread(median(found), min(found), max(found))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A contestant at a point, at the best of its settings. roof_share: of the least time that the roof allows."""
+
+    name: str
+    peer: str | None
+    setting: str
+    seconds: Sequence[float]
+    rate: Spread  # tokens a second
+    roof_share: Spread
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast ours is as the fastest peer, within each round."""
+
+    ours: str
+    peer: str
+    value: Spread
+
+
+def shown(value: dict[str, Any]) -> dict[str, Shown]:
+    """The contestants of a point that were measured, by name."""
+    found: dict[str, Shown] = {}
+    for row in value.get("contestants", []):
+        if "not_measured" in row:
+            continue
+        seconds = row["seconds"]
+        one = Shown(
+            name=row["name"],
+            peer=row["peer"],
+            setting=row["setting"],
+            seconds=seconds,
+            rate=spread(value["tokens"] / time for time in seconds),
+            roof_share=spread(roof / time for roof, time in zip(row["roof_seconds"], seconds, strict=True)),
+        )
+        before = found.get(one.name)
+        if before is None or one.rate.median > before.rate.median:
+            found[one.name] = one
+    return found
+
+
+def best_peer(there: dict[str, Shown]) -> Shown | None:
+    peers = [one for one in there.values() if one.peer is not None]
+    return max(peers, key=lambda one: one.rate.median, default=None)
+
+
+def over(one: Shown, other: Shown) -> Spread:
+    """How many times as fast one is as the other."""
+    return spread(theirs / mine for mine, theirs in zip(one.seconds, other.seconds, strict=True))
+
+
+def ratios(value: dict[str, Any]) -> list[Ratio]:
+    """Each of ours over the fastest peer of the class."""
+    there = shown(value)
+    best = best_peer(there)
+    ours = [one for one in there.values() if one.peer is None]
+    return [] if best is None else [Ratio(one.name, best.name, over(one, best)) for one in ours]

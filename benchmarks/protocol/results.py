@@ -1,0 +1,60 @@
+"""Results: one JSON file, and the table and plot that are made from it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from protocol.plot import draw
+from protocol.table import table
+
+FORMAT = 1
+
+
+class Results:
+    """What has been measured, written whole after every part.
+
+    Args:
+        path: without its suffix.
+        add: begin with what is there.
+    """
+
+    def __init__(self, path: Path, *, add: bool) -> None:
+        self.path = path
+        self.found: dict[str, Any] = {"format": FORMAT, "runs": []}
+        file = path.with_suffix(".json")
+        if add and file.exists():
+            self.found = json.loads(file.read_text())
+            if self.found["format"] != FORMAT:
+                raise SystemExit(f"{file} has format {self.found['format']}, and this writes {FORMAT}; move it away")
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def about(self, settings: dict[str, Any], machine: dict[str, Any]) -> None:
+        """Of this run; what it measures points to it."""
+        self.found["runs"].append({"settings": settings, "machine": machine})
+
+    def put(self, part: str, group: str, value: Any, point: str | None = None) -> None:
+        """A part, or a point of it; the one that was there goes."""
+        groups = self.found.setdefault(part, {})
+        entry = {"run": len(self.found["runs"]) - 1, "value": value}
+        if point is None:
+            groups[group] = entry
+        else:
+            groups.setdefault(group, {})[point] = entry
+        self._write(".json", json.dumps(self.found, indent=1) + "\n")
+        self.render()
+
+    def render(self) -> None:
+        self._write(".md", table(self.found))
+        draw(self.found, self.path.with_suffix(".svg"))
+
+    def failed(self, name: str) -> bool:
+        """Whether one of ours could not be built in the last run."""
+        last = len(self.found["runs"]) - 1
+        rows = [row for entry in self.found.get("build", {}).values() if entry["run"] == last for row in entry["value"]]
+        return any(f"engine {row['name']}" == name and "not_measured" in row for row in rows)
+
+    def _write(self, suffix: str, text: str) -> None:
+        target = self.path.with_suffix(suffix)
+        part = target.with_name(f".{target.name}.part")
+        part.write_text(text)
+        part.replace(target)
