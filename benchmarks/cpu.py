@@ -43,7 +43,7 @@ OVERHEAD = 1.5  # times its weights: what an engine takes beside KV
 
 def main() -> None:
     arguments = parse()
-    results = Results(arguments.output, add=arguments.add or arguments.render)
+    results = Results(arguments.output, add=arguments.add or arguments.render, hidden=arguments.envs)
     if arguments.render:
         results.render()
         return

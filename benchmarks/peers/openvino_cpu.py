@@ -8,6 +8,7 @@ runtime. The file is not named openvino.py because it would then import itself.
 import sys
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino
@@ -31,7 +32,7 @@ class OpenVino:
         scheduler.enable_prefix_caching = False
         return openvino_genai.ContinuousBatchingPipeline(self.model, scheduler, "CPU", self.properties)
 
-    def _ask(self, prompts: Prompts, tokens: int) -> list[openvino_genai.GenerationHandle]:
+    def _ask(self, prompts: Prompts, tokens: int) -> list[Any]:
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = tokens, True, False
         inputs = [openvino.Tensor(np.array([ids], dtype=np.int64)) for ids in prompts]

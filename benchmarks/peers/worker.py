@@ -133,4 +133,4 @@ class Worker:
     def _why_ended(self) -> NotMeasured:
         code = self._process.wait()
         last = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()][-1:]
-        return NotMeasured(f"the process ended with {code}: {' '.join(last) or 'it said nothing'} (all in {self._log})")
+        return NotMeasured(f"the process ended with {code}: {' '.join(last) or 'it said nothing'} ({self._log.name})")

@@ -16,10 +16,11 @@ class Results:
     Args:
         path: without its suffix.
         add: begin with what is there.
+        hidden: a folder whose name is nobody's business; errors of peers may tell it.
     """
 
-    def __init__(self, path: Path, *, add: bool) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, add: bool, hidden: Path) -> None:
+        self.path, self.hidden = path, str(hidden.resolve())
         self.found: dict[str, Any] = {"format": FORMAT, "runs": []}
         file = path.with_suffix(".json")
         if add and file.exists():
@@ -40,7 +41,9 @@ class Results:
             groups[group] = entry
         else:
             groups.setdefault(group, {})[point] = entry
-        self._write(".json", json.dumps(self.found, indent=1) + "\n")
+        text = json.dumps(self.found, indent=1).replace(self.hidden, "WORK")
+        self.found = json.loads(text)
+        self._write(".json", text + "\n")
         self.render()
 
     def render(self) -> None:

@@ -60,8 +60,9 @@ def _summary(found: dict[str, Any]) -> Iterator[str]:
     wins, losses = sum(value.least > 1 for value in beside), sum(value.most < 1 for value in beside)
     yield "## Wins and losses"
     yield ""
-    yield "Each build of this engine beside the fastest peer of its class, at each point: faster in every round"
-    yield f"{wins} times, slower in every round {losses} times, neither {len(beside) - wins - losses} times."
+    yield "Each build of this engine beside the fastest peer of its class, at each point:"
+    neither = len(beside) - wins - losses
+    yield f"faster in every round {wins} times, slower in every round {losses} times, neither {neither} times."
     yield ""
 
 
