@@ -131,8 +131,8 @@ def measured() -> dict[str, Any]:
         "contestants": [
             row("engine", None, [1.0, 2.0, 1.0]),
             row("slow", "slow", [4.0, 8.0, 4.0]),
-            row("quick", "quick", [3.0, 6.0, 3.0]),
             row("quick", "quick", [1.5, 3.0, 1.4], "tuned"),
+            row("quick", "quick", [3.0, 6.0, 3.0]),
             {"name": "gone", "peer": "gone", "setting": "", "not_measured": "it ended"},
         ],
     }

@@ -72,5 +72,5 @@ RAGGED_LOGITS = 1e-6
 REFERENCE_F32 = 1e-6
 
 # Mean KL (nats) between a tiny model and its rescaled copy, in float64: each weight is rounded to bf16 once more, which
-# changes logits as bf16 weights do; measured 2e-6. A scale that is forgotten in one place gives 1e-2.
+# changes logits as bf16 weights do; measured 1.4e-6. A scale that is forgotten in one place gives 7e-4 or more.
 RESCALED_KL = 2e-5
