@@ -51,7 +51,7 @@ def main() -> None:
     quiet = Quiet(noisy=arguments.noisy, wait_s=arguments.wait)
     shop = Workshop(arguments.envs, arguments.pythons, arguments.threads, arguments.ik_llama)
     arguments.envs.mkdir(parents=True, exist_ok=True)
-    taking_part = contestants(arguments.peers, arguments.builds, every_setting=not arguments.quick)
+    taking_part = contestants(arguments.peers, arguments.builds, every_setting=not arguments.one_setting)
     wanted = [one for one in taking_part if one.kind in arguments.classes and one.isa in arguments.isas]
     results.about(settings_of(arguments), machine())
     try:
@@ -77,7 +77,7 @@ def build_part(
         row: dict[str, Any] = {"name": one.name, "checkpoint_bytes": model.checkpoint_bytes}
         try:
             made = asdict(shop.build(one, model))
-            row |= {name: made[name] for name in ("seconds", "rss_anon_bytes", "weight_bytes", "kv_bytes")}
+            row |= {name: value for name, value in made.items() if name != "path"}
         except NotMeasured as reason:
             row["not_measured"] = str(reason)
         rows.append(row)
@@ -192,7 +192,19 @@ def machine() -> dict[str, Any]:
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, without folders."""
-    names = ("rounds", "threads", "noisy", "quick", "models", "classes", "isas", "peers", "builds", "parts")
+    names = (
+        "rounds",
+        "threads",
+        "noisy",
+        "quick",
+        "one_setting",
+        "models",
+        "classes",
+        "isas",
+        "peers",
+        "builds",
+        "parts",
+    )
     found = {name: getattr(arguments, name) for name in names}
     return found | {"points": [point.name for point in arguments.points]}
 
@@ -209,6 +221,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--points", nargs="+", metavar="POINT", help="prefill-512, decode-4096x8, in-flight-32x128x64")
     parser.add_argument("--rounds", type=int, help="that count  [5; 2 with --quick]")
     parser.add_argument("--quick", action="store_true", help="few points, rounds and texts, one setting of each peer")
+    parser.add_argument("--one-setting", action="store_true", help="each peer at its first setting, not its whole grid")
     parser.add_argument("--threads", type=int, default=min(2, num_cores()))
     parser.add_argument("--cores", type=int, nargs="+", help="processors to run on  [one of each of the first cores]")
     parser.add_argument("--noisy", action="store_true", help="measure though other work runs; results are marked so")
@@ -232,6 +245,7 @@ def parse() -> argparse.Namespace:
     names = arguments.points or (points.QUICK if arguments.quick else points.FULL)
     arguments.points = [points.point(name, quick=arguments.quick) for name in names]
     arguments.rounds = arguments.rounds or (2 if arguments.quick else 5)
+    arguments.one_setting = arguments.one_setting or arguments.quick
     arguments.pythons = dict(arguments.pythons)
     return arguments
 

@@ -36,8 +36,8 @@ ENVIRONMENTS = {
         ("openvino-genai==2026.4.1.0", "openvino-tokenizers==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0")
     ),
     "transformers": Environment(("torch==2.13.0", "transformers==5.23.0")),
-    # GCC 12's _tile_loadconfig tells of 8 of the 64 bytes that it reads, so that the stores of the others are dropped as
-    # dead, and llama.cpp ends in its first product on AMX.
+    # GCC 12's _tile_loadconfig tells of 8 of the 64 bytes that it reads: the stores of the others are dropped as dead,
+    # and llama.cpp ends in its first product on AMX.
     "llama.cpp": Environment(_LLAMA_CPP, cmake="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DCMAKE_CXX_FLAGS=-fno-tree-dse"),
     "llama.cpp-avx2": Environment(_LLAMA_CPP, cmake=f"{_NO_AVX512} -DLLAVA_BUILD=OFF"),
 }

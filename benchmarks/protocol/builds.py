@@ -10,20 +10,23 @@ from pathlib import Path
 
 from peers.worker import NotMeasured
 from protocol.models import Model
+from protocol.quiet import snapshot
 
 SAMPLE_S = 0.005
 
 
 @dataclass(frozen=True)
 class Built:
-    """seconds: of the whole command. rss_anon_bytes: the most that was seen. weight_bytes: as stored; kv_bytes: of a
-    position."""
+    """seconds: of the whole command. rss_anon_bytes: the most that was seen. weight_bytes: as stored. kv_bytes: of a
+    position. cores_taken_by_others: meanwhile.
+    """
 
     path: Path
     seconds: float
     rss_anon_bytes: int
     weight_bytes: int
     kv_bytes: float
+    cores_taken_by_others: float
 
 
 def build(model: Model, name: str, options: tuple[str, ...], folder: Path) -> Built:
@@ -36,7 +39,7 @@ def build(model: Model, name: str, options: tuple[str, ...], folder: Path) -> Bu
     path = folder / f"{model.name}-{name}.engine"
     command = [sys.executable, "-m", "enginewright.cli", "build", str(model.folder), *options]
     command += ["--output", str(path), "--json"]
-    start = time.perf_counter()
+    before, start = snapshot(), time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     most, ended = [0], threading.Event()
     watch = threading.Thread(target=_watch, args=(process.pid, most, ended))
@@ -49,7 +52,8 @@ def build(model: Model, name: str, options: tuple[str, ...], folder: Path) -> Bu
         said = [line for line in errors.splitlines() if line.strip()][-1:]
         raise NotMeasured(f"engine build {' '.join(options)} ended with {process.returncode}: {' '.join(said)}")
     report = json.loads(out)
-    return Built(path, seconds, most[0], report["weight_bytes"], report["kv_bytes_per_token"])
+    others = snapshot().elsewhere(before)
+    return Built(path, seconds, most[0], report["weight_bytes"], report["kv_bytes_per_token"], others)
 
 
 def _watch(pid: int, most: list[int], ended: threading.Event) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from protocol.figures import Shown, Spread, ratios, shown, spread
+from protocol.quiet import DISTURBED_CORES
 
 
 def table(found: dict[str, Any]) -> str:
@@ -105,13 +106,18 @@ def _notes(value: dict[str, Any]) -> Iterator[str]:
     """What makes figures of a point doubtful."""
     if value.get("rounds_measured_anew"):
         yield f"{value['rounds_measured_anew']} rounds were disturbed by other work, and measured anew"
-    most = max(value.get("cores_taken_by_others", [0.0]))
-    if most > 0.05:
-        yield f"**others took up to {most:.2f} cores: distrust these figures**"
+    yield from (note for note in _disturbed(value.get("cores_taken_by_others", [])) if note)
     for row in value.get("contestants", []):
         if row.get("idle_share_of_a_core", 0.0) > 0.02:
             share = f"{row['idle_share_of_a_core']:.1%} of a core"
             yield f"**{row['name']} was not idle ({share}) while others ran: distrust these figures**"
+
+
+def _disturbed(cores: Sequence[float]) -> Iterator[str]:
+    most = max(cores, default=0.0)
+    if most > DISTURBED_CORES:
+        yield f"**others took up to {most:.2f} cores: distrust these figures**"
+        yield ""
 
 
 def _costs(name: str, found: dict[str, Any]) -> Iterator[str]:
@@ -144,6 +150,7 @@ def _starts(found: dict[str, Any]) -> Iterator[str]:
         rows = [row for row in entry["value"]["contestants"] if "seconds" in row]
         rows.sort(key=lambda row: spread(row["seconds"]).median)
         yield from _rows(["", "class", "s"], [[row["name"], row["class"], _seconds(row["seconds"])] for row in rows])
+        yield from _disturbed(entry["value"]["cores_taken_by_others"])
 
 
 def _builds(found: dict[str, Any]) -> Iterator[str]:
@@ -157,6 +164,7 @@ def _builds(found: dict[str, Any]) -> Iterator[str]:
                 memory = f"{row['rss_anon_bytes'] / 1e6:.0f} MB, {share:.2f} × the checkpoint"
                 rows.append([row["name"], f"{row['seconds']:.1f}", memory, f"{row['weight_bytes'] / 1e6:.0f} MB"])
         yield from _rows(["", "s", "RssAnon at most", "weights"], rows)
+        yield from _disturbed([row.get("cores_taken_by_others", 0.0) for row in entry["value"]])
 
 
 def _left_out(found: dict[str, Any]) -> Iterator[str]:
