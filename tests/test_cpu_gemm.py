@@ -169,23 +169,30 @@ def test_infinite_inputs_do_not_reach_pad_columns(isa: str, kernel: str) -> None
     assert result[[0, 2]].isfinite().all() and not result[1].isfinite().any()
 
 
+def codes_of(kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every weight of 8 bits that there may be, and its value."""
+    if kernel == "gemm_w8a16@1":
+        return torch.arange(-127, 128).to(torch.int8), torch.arange(-127, 128).float()
+    codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
+    values = torch.from_numpy(codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn), values
+
+
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", ["gemm_w8a16@1", "gemm_fp8a16@1"])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 17, 40])
-def test_every_fp8_code_is_exact(isa: str, tokens: int) -> None:
-    """Each of the 254 finite codes meets a one in a row of zeros: what comes out is its value, whatever M."""
-    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
-    values = torch.from_numpy(codes.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32))
-    for shift in (0, 1, 2, 3):  # every place in a word of four
-        problem = Problem("gemm_fp8a16@1", tokens, len(codes), 70)
-        assert problem.weight.dtype == torch.float8_e4m3fn
-        weights = torch.zeros(len(codes), 70, dtype=torch.uint8)
-        weights[:, 60 + shift] = codes
-        problem.weight = weights.view(torch.float8_e4m3fn)
+def test_every_code_is_exact(isa: str, kernel: str, tokens: int) -> None:
+    """A code in a row of zeros meets a number of a few bits: what comes out is their product, whatever M."""
+    codes, values = codes_of(kernel)
+    factors = torch.arange(1, tokens + 1)
+    for place in range(64, 68):  # in a word of four
+        problem = Problem(kernel, tokens, len(codes), 70)
+        problem.weight = torch.zeros(len(codes), 70, dtype=torch.uint8).view(codes.dtype)
+        problem.weight[:, place] = codes
         problem.vectors["scale"] = torch.ones(len(codes))
         problem.x = torch.zeros(tokens, 70).bfloat16()
-        problem.x[:, 60 + shift] = torch.arange(1, tokens + 1)
-        expected = torch.arange(1, tokens + 1)[:, None] * values
-        assert torch.equal(problem.run(isa, "f32"), expected)
+        problem.x[:, place] = factors
+        assert torch.equal(problem.run(isa, "f32"), factors[:, None] * values)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -24,7 +24,7 @@
 
 namespace enginewright {
 
-enum class DType : uint8_t { f32, bf16, i32, i8, e4m3 };  // e4m3: FP8, see e4m3.h
+enum class DType : uint8_t { f32, bf16, i32, i8, e4m3 };  // e4m3: FP8, see bf16_tables.h
 
 // Sizes of one step; see enginewright/plan.py.
 struct Sizes {

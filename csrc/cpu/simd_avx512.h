@@ -98,38 +98,34 @@ struct Avx512 {
   static ENGINEWRIGHT_INLINE F dot_bf16(F acc, uint32_t a, const void* line) {
     return dot(acc, pair(a), load_line(line));
   }
-  // An integer below 2^8 is a float whose low 16 bits are zero, so that bf16 is its upper half.
   static ENGINEWRIGHT_INLINE void expand_i8(const void* p, Line& a, Line& b) {
-    const __m512i word = _mm512_loadu_si512(p);
-    const __m512i k0 = float_bits(_mm512_srai_epi32(_mm512_slli_epi32(word, 24), 24));
-    const __m512i k1 = float_bits(_mm512_srai_epi32(_mm512_slli_epi32(word, 16), 24));
-    const __m512i k2 = float_bits(_mm512_srai_epi32(_mm512_slli_epi32(word, 8), 24));
-    const __m512i k3 = float_bits(_mm512_srai_epi32(word, 24));
-    a = _mm512_or_si512(_mm512_srli_epi32(k0, 16), k1);
-    b = _mm512_or_si512(_mm512_srli_epi32(k2, 16), k3);
+    const __m512i codes = _mm512_loadu_si512(p);
+    look_up(kI8Table, _mm512_abs_epi8(codes), codes, a, b);
   }
-  // A byte looks up both bytes of its bf16 (VPERMI2B reads 7 bits of it, which leaves out the sign). Bytes of
-  // a line, k0 … k3 of a row in each of 16 words, come out of the unpacking as words k0 k1, k2 k3 in turn.
   static ENGINEWRIGHT_INLINE void expand_e4m3(const void* p, Line& a, Line& b) {
     const __m512i codes = _mm512_loadu_si512(p);
-    const auto look_up = [&](const uint8_t* table) {
-      return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
-    };
-    const __m512i low = look_up(kE4m3.low);
-    const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
-    const __m512i high = _mm512_ternarylogic_epi32(look_up(kE4m3.high), codes, sign, 0xf8);  // x | y & z
-    const __m512 first = _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high));   // rows 0, 1 of four
-    const __m512 second = _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high));  // rows 2, 3
-    a = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0x88));
-    b = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0xdd));
+    look_up(kE4m3Table, codes, codes, a, b);
   }
   static ENGINEWRIGHT_INLINE void prefetch(const void* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
   }
 
  private:
-  static ENGINEWRIGHT_INLINE __m512i float_bits(__m512i a) {
-    return _mm512_castps_si512(_mm512_cvtepi32_ps(a));
+  // Each byte of `codes` looks up both bytes of its bf16 (VPERMI2B reads 7 bits of it), and gets the sign of
+  // `signs`. Of the bytes of a line, k0 … k3 of a row in each of 16 words, unpacking makes words k0 k1 and k2
+  // k3 in turn.
+  static ENGINEWRIGHT_INLINE void look_up(const Bf16Table& table, __m512i codes, __m512i signs, Line& a,
+                                          Line& b) {
+    const __m512i low =
+        _mm512_permutex2var_epi8(_mm512_load_si512(table.low), codes, _mm512_load_si512(table.low + 64));
+    const __m512i unsigned_high =
+        _mm512_permutex2var_epi8(_mm512_load_si512(table.high), codes, _mm512_load_si512(table.high + 64));
+    const __m512i high = _mm512_ternarylogic_epi32(
+        unsigned_high, signs, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);  // x | y & z
+    const __m512 first = _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high));   // rows 0, 1 of four
+    const __m512 second = _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high));  // rows 2, 3
+    a = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0x88));
+    b = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0xdd));
   }
 };
 

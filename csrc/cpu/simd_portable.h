@@ -33,7 +33,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "e4m3.h"
+#include "bf16_tables.h"
 
 #define ENGINEWRIGHT_INLINE inline __attribute__((always_inline))
 
@@ -222,8 +222,8 @@ struct Portable {
     const auto* codes = static_cast<const uint8_t*>(p);
     uint16_t pairs[2][16][2];
     for (int i = 0; i < 64; ++i) {
-      const int sign = codes[i] & 0x80, code = codes[i] & 0x7f;
-      const int bits = kE4m3.high[code] << 8 | kE4m3.low[code] | sign << 8;
+      const int code = codes[i] & 0x7f, sign = codes[i] & 0x80;
+      const int bits = kE4m3Table.low[code] | (kE4m3Table.high[code] | sign) << 8;
       pairs[i / 2 % 2][i / 4][i % 2] = static_cast<uint16_t>(bits);
     }
     a = load_line(pairs[0]);
