@@ -130,9 +130,9 @@ def measured() -> dict[str, Any]:
         "tokens": 100,
         "contestants": [
             row("engine", None, [1.0, 2.0, 1.0]),
-            row("slow", "slow", [4.0, 8.0, 4.0]),
-            row("quick", "quick", [1.5, 3.0, 1.4], "tuned"),
-            row("quick", "quick", [3.0, 6.0, 3.0]),
+            row("slow", "vLLM", [4.0, 8.0, 4.0]),
+            row("quick", "OpenVINO", [1.5, 3.0, 1.4], "tuned"),
+            row("quick", "OpenVINO", [3.0, 6.0, 3.0]),
             {"name": "gone", "peer": "gone", "setting": "", "not_measured": "it ended"},
         ],
     }

@@ -9,8 +9,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH_IN, ROW_IN, HEAD_IN = 7.2, 0.34, 1.1
-OURS, PEER, GRID = "#1f5a96", "#9a9a9a", "#e2e2e2"
-MARKERS = "os^DvPX*"
+OURS, GRID = "#1f5a96", "#e2e2e2"
+PEERS = {
+    "llama.cpp": "#b3541e",
+    "ik_llama.cpp": "#e0a03c",
+    "OpenVINO": "#4f8f4f",
+    "vLLM": "#8a5fa8",
+    "transformers": "#808080",
+}
+MARKERS = "Ds^vPX*"
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -45,16 +52,17 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 def _panel(axes: "Axes", group: str, rows: dict[str, Any]) -> None:
     names = list(dict.fromkeys(name for there in rows.values() for name in there))
-    is_ours = {one.name: one.peer is None for there in rows.values() for one in there.values()}
-    shapes = {True: iter(MARKERS), False: iter(MARKERS)}
+    peers = {one.name: one.peer for there in rows.values() for one in there.values()}
+    shapes = iter(MARKERS)  # ours may be several; a peer has its color
     for name in names:
-        ours = is_ours[name]
-        color, marker, places, middles, below, above = OURS if ours else PEER, next(shapes[ours], "."), [], [], [], []
+        peer = peers[name]
+        color, marker = (OURS, next(shapes, ".")) if peer is None else (PEERS[peer], "o")
+        places, middles, below, above = [], [], [], []
         for place, there in enumerate(rows.values()):
             best = best_peer(there)
             if name in there and best is not None:
                 value = over(there[name], best)
-                places.append(place + (-0.12 if ours else 0.12))
+                places.append(place + (-0.12 if peer is None else 0.12))
                 middles.append(value.median)
                 below.append(value.median - value.least)
                 above.append(value.most - value.median)

@@ -68,21 +68,20 @@ class Quiet:
         return cores > DISTURBED_CORES and not self.noisy
 
 
-def _cpu_of_processes() -> dict[str, int]:
-    """ "pid name" → clock ticks."""
+def _cpu_of_processes() -> dict[str, tuple[str, int]]:
+    """Process id → name, clock ticks."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            text = path.read_text()
+            head, _, tail = path.read_text().rpartition(")")
         except (FileNotFoundError, ProcessLookupError):  # it has just ended
             continue
-        head, _, tail = text.rpartition(")")
         fields = tail.split()
-        found[head.replace(" (", " ")] = int(fields[11]) + int(fields[12])
+        found[path.parent.name] = head.partition("(")[2], int(fields[11]) + int(fields[12])
     return found
 
 
-def _busiest(before: dict[str, int], after: dict[str, int]) -> str:
-    spent = {name: ticks - before.get(name, 0) for name, ticks in after.items()}
-    most = sorted((name for name in spent if spent[name] > 0), key=lambda name: -spent[name])[:NAMED]
-    return ", ".join(most) or "none that lasts"
+def _busiest(before: dict[str, tuple[str, int]], after: dict[str, tuple[str, int]]) -> str:
+    spent = {pid: ticks - before.get(pid, (name, 0))[1] for pid, (name, ticks) in after.items()}
+    most = sorted((pid for pid in spent if spent[pid] > 0), key=lambda pid: -spent[pid])[:NAMED]
+    return ", ".join(f"{after[pid][0]} {pid}" for pid in most) or "none that lasts"
