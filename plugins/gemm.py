@@ -1,6 +1,6 @@
-"""What the GEMMs share: y = x weightᵀ (· scale) (+ bias), then an epilogue.
+"""What the GEMMs share: y = x weightᵀ (· scales) (+ bias), then an epilogue.
 
-x: BFLOAT16 [..., K]. weight: [N, K]. bias: FLOAT [N]. The sum is FLOAT; out has dtype `to`.
+x: BFLOAT16 or INT8 [..., K]. weight: [N, K]. bias: FLOAT [N]. The sum is FLOAT; out has dtype `to`.
 epilogue: "none" gives [..., N]; "swiglu" and "geglu" take the weight's rows as N/2 gates, then N/2 ups, and give
 act(gate) · up, [..., N/2] (https://arxiv.org/abs/2002.05202; the Gelu is the tanh approximation).
 """
@@ -16,10 +16,14 @@ GATED = ("swiglu", "geglu")
 ATTRIBUTES = {"epilogue": str, "to": int}
 
 
-def reference(write: Writer, node: ir.Node, scale: ir.Value | None, bias_index: int) -> Sequence[ir.Value]:
-    x, weight = (write.cast(operand(node, index), ir.DataType.FLOAT) for index in (0, 1))
+def reference(write: Writer, node: ir.Node, scales: Sequence[ir.Value], bias_index: int) -> Sequence[ir.Value]:
+    """scales: what the sum is multiplied by, one after the other. Products of INT8 are summed in INT32."""
+    sums = ir.DataType.INT32 if operand(node, 0).dtype == ir.DataType.INT8 else ir.DataType.FLOAT
+    x, weight = (write.cast(operand(node, index), sums) for index in (0, 1))
     y = write.op("MatMul", x, write.op("Transpose", weight, perm=[1, 0]))
-    if scale is not None:
+    if sums == ir.DataType.INT32:
+        y = write.cast(y, ir.DataType.FLOAT)
+    for scale in scales:
         y = write.op("Mul", y, scale)
     bias = optional(node, bias_index)
     if bias is not None:

@@ -11,9 +11,11 @@ import onnx_ir as ir
 from enginewright.builder.models import build_graph
 from enginewright.passes.pass_manager import Pass, run_passes
 from enginewright.passes.pipeline import pipeline
-from enginewright.passes.quant import Bf16, QuantConfig
+from enginewright.passes.quant import METHODS, Bf16, QuantConfig
 from tests.onnx_run import Array, Oracle
 from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+
+QUANTS: list[QuantConfig] = [method() for method in METHODS]
 
 # What passes meet: biases on some layers or all, tied and separate heads, norms by head, norms on both sides, windows,
 # one and several KV groups, soft caps, one kv head and many. Name → family and what differs from its tiny_config.

@@ -19,15 +19,14 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
-from enginewright.passes.quant import Bf16, Fp8, Int8Wo, QuantConfig
+from enginewright.passes.quant import QuantConfig
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from tests import tolerances
+from tests.graphs import QUANTS
 from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
-
-QUANTS = (Bf16(), Int8Wo(), Fp8())
 
 
 def content_of(path: Path) -> tuple[str, dict[str, bytes]]:

@@ -8,12 +8,13 @@ from numpy.typing import NDArray
 
 from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine
-from enginewright.passes.quant import Bf16, Fp8, Int8Wo, QuantConfig
+from enginewright.passes.quant import QuantConfig
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from tests.engines import built
+from tests.graphs import QUANTS
 from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_config, tiny_model
 
 LENGTHS = [1, 2, 17, 31, 32, 33, 64, 65, 100, 255, 256, 257, 300, 5, 290, 280, *[7 * n % 61 + 1 for n in range(16)]]
@@ -44,7 +45,7 @@ def check(path: Path, isa: str, threads: int) -> None:
 
 
 @pytest.mark.parametrize("isa", _cpu.isa_names())
-@pytest.mark.parametrize("quant", [Bf16(), Int8Wo(), Fp8()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tiny_models(family: str, quant: QuantConfig, isa: str, tmp_path: Path) -> None:
     config = tiny_config(family)

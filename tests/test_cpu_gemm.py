@@ -14,8 +14,14 @@ from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 ISAS = _cpu.isa_names()
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 16, 17, 33, 61]
-DTYPES = {"gemm_bf16@1": torch.bfloat16, "gemm_w8a16@1": torch.int8, "gemm_fp8a16@1": torch.float8_e4m3fn}
+DTYPES = {
+    "gemm_bf16@1": torch.bfloat16,
+    "gemm_w8a16@1": torch.int8,
+    "gemm_fp8a16@1": torch.float8_e4m3fn,
+    "gemm_w8a8@1": torch.int8,
+}
 KERNELS = list(DTYPES)
+BF16_KERNELS = KERNELS[:3]  # by their activations
 
 
 def generator(*seed: int) -> torch.Generator:
@@ -24,9 +30,14 @@ def generator(*seed: int) -> torch.Generator:
 
 def random_weight(kernel: str, rows: int, columns: int) -> torch.Tensor:
     values = torch.randn(rows, columns, generator=generator(rows, columns))
-    if kernel == "gemm_w8a16@1":
+    if DTYPES[kernel] == torch.int8:
         values = (values * 40).clamp(-127, 127)
     return values.to(DTYPES[kernel])
+
+
+def scales_of(x: torch.Tensor) -> torch.Tensor:
+    """A scale for each token [tokens, 1], which depends on that token alone."""
+    return (x.double().abs().sum(dim=1, keepdim=True) % 3.7 * 0.01 + 0.01).float()
 
 
 class Problem:
@@ -36,6 +47,8 @@ class Problem:
         self.kernel, self.epilogue, self.rows = kernel, epilogue, rows
         self.outputs = rows if epilogue == "none" else rows // 2
         self.x = torch.randn(tokens, columns, generator=generator(tokens, columns)).bfloat16()
+        if kernel == "gemm_w8a8@1":
+            self.x = (self.x.float() * 40).clamp(-127, 127).to(torch.int8)
         self.weight = random_weight(kernel, rows, columns)
         self.vectors: dict[str, torch.Tensor] = {}
         if self.weight.itemsize == 1:
@@ -64,12 +77,16 @@ class Problem:
             "out": out,
         }
         operands |= {name: weight(vector) for name, vector in self.vectors.items()}
+        if x.dtype == torch.int8:
+            operands["x_scale"] = runner.filled(scales_of(x))
         runner.call(self.kernel, operands, {"epilogue": self.epilogue})
         return runner, out
 
     def expected(self) -> torch.Tensor:
         """float64"""
         y = self.x.double() @ self.weight.double().T
+        if self.x.dtype == torch.int8:
+            y = y * scales_of(self.x).double()
         if "scale" in self.vectors:
             y = y * self.vectors["scale"].double()
         if "bias" in self.vectors:
@@ -130,7 +147,7 @@ def test_bits_depend_neither_on_company_nor_on_threads(isa: str, kernel: str, ep
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", BF16_KERNELS)
 def test_bits_of_the_tiniest_numbers_do_not_depend_on_company(isa: str, kernel: str) -> None:
     """Products and sums around the smallest normal number, and inputs below it."""
     problem = Problem(kernel, 40, 64, 200)
@@ -161,7 +178,7 @@ def test_more_tokens_than_pass_at_once(isa: str, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", BF16_KERNELS)
 def test_infinite_inputs_do_not_reach_pad_columns(isa: str, kernel: str) -> None:
     problem = Problem(kernel, 3, 37, 100)
     problem.x[1, 5] = float("inf")
@@ -195,6 +212,29 @@ def test_every_code_is_exact(isa: str, kernel: str, tokens: int) -> None:
         assert torch.equal(problem.run(isa, "f32"), factors[:, None] * values)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 6, 7, 33])
+def test_int8_products_are_the_same_bits_everywhere(tokens: int) -> None:
+    """Sums are exact, and what follows them has one order: every instruction set gives what fp32 by hand gives."""
+    problem = Problem("gemm_w8a8@1", tokens, 70, 1300, bias=True)
+    sums = (problem.x.double() @ problem.weight.double().T).float()
+    expected = sums * scales_of(problem.x) * problem.vectors["scale"] + problem.vectors["bias"]
+    for isa in ISAS:
+        assert torch.equal(problem.run(isa, "f32", threads=2), expected), isa
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("tokens", [1, 5, 17, 40])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_int8_products_neither_saturate_nor_wrap(isa: str, tokens: int, sign: int) -> None:
+    columns = 16_500  # 127 * 127 of them are above 2^27, and x is cut into pieces
+    problem = Problem("gemm_w8a8@1", tokens, 33, columns)
+    problem.x.fill_(127)
+    problem.weight.fill_(sign * 127)
+    problem.vectors["scale"] = torch.full((33,), 2.0**-20)
+    expected = torch.tensor(float(sign * 127 * 127 * columns)) * scales_of(problem.x) * 2.0**-20
+    assert torch.equal(problem.run(isa, "f32"), expected.expand(tokens, 33))
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("epilogue", ["none", "swiglu"])
 def test_work(kernel: str, epilogue: str) -> None:
@@ -203,8 +243,10 @@ def test_work(kernel: str, epilogue: str) -> None:
     blocks = 5 if epilogue == "none" else 2 * 3
     stored = blocks * 16 * 640 * problem.weight.itemsize
     assert work["weight_bytes"] == stored + sum(vector.nbytes for vector in problem.vectors.values())
-    assert work["activation_bytes"] == 5 * 577 * 2 + 5 * problem.outputs * 4
-    assert (work["bf16_ops"], work["int8_ops"], work["fp32_ops"]) == (2 * 5 * 74 * 577, 0, 0)
+    assert work["activation_bytes"] == 5 * 577 * problem.x.itemsize + 5 * problem.outputs * 4
+    operations = {"bf16_ops": 0, "int8_ops": 0, "fp32_ops": 0}
+    operations["int8_ops" if kernel == "gemm_w8a8@1" else "bf16_ops"] = 2 * 5 * 74 * 577
+    assert {name: work[name] for name in operations} == operations
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -13,7 +13,7 @@ from enginewright.passes.quant.int8_wo import quantize_rows
 from enginewright.passes.quant.method import Quantize
 from enginewright.passes.weights import read
 from tests import tolerances
-from tests.graphs import CASES, DenseRun, checkpoint_of, dense_graph, graph_before, random_tokens
+from tests.graphs import CASES, QUANTS, DenseRun, checkpoint_of, dense_graph, graph_before, random_tokens
 from tests.onnx_run import Array, run
 
 STEPS = (11, 1, 4)  # tokens
@@ -96,7 +96,7 @@ def numpy_values(model: ir.Model, name: str) -> Array:
     return tensor.numpy()
 
 
-@pytest.mark.parametrize("quant", [Bf16(), Int8Wo(), Fp8()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
 @pytest.mark.parametrize("case", CASES)
 def test_quantized_weights_are_numpys(case: str, quant: QuantConfig) -> None:
     model, own = graph_before(case, f"quantize_{quant.name.replace('-', '_')}", quant)
@@ -130,7 +130,7 @@ def _compare(model: ir.Model, name: str, weight: torch.Tensor, quant: QuantConfi
     return set(names)
 
 
-@pytest.mark.parametrize("quant", [Bf16(), Int8Wo(), Fp8()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
 @pytest.mark.parametrize("case", CASES)
 def test_quantized_logits_are_near(case: str, quant: QuantConfig) -> None:
     model, own = graph_before(case, f"quantize_{quant.name.replace('-', '_')}", quant)
@@ -216,13 +216,14 @@ def small_graph(scale: float) -> tuple[ir.Model, dict[str, Array]]:
     return ir.Model(graph, ir_version=10), arrays
 
 
-@pytest.mark.parametrize("quant", [Bf16(), Int8Wo(), Fp8()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
 def test_quantized_arithmetic_is_numpys(quant: QuantConfig) -> None:
     model, arrays = small_graph(scale=0.75)
     assert Quantize(quant)(model).rewrites == 3
     ops = {
         "bf16": ["EmbedBf16", "GemmBf16", "GemmBf16"],
         "int8-wo": ["EmbedW8", "GemmW8A16", "GemmW8A16"],
+        "w8a8": ["EmbedW8", "QuantizeRows", "GemmW8A8", "QuantizeRows", "GemmW8A8"],
         "fp8": ["EmbedW8", "GemmFp8A16", "GemmW8A16"],
     }
     assert [node.op_type for node in model.graph if node.domain] == ops[quant.name]
@@ -234,13 +235,17 @@ def test_quantized_arithmetic_is_numpys(quant: QuantConfig) -> None:
         values, *scale = numpy_weight(name, torch.from_numpy(arrays[name]), quant)
         return values.astype(np.float32), scale[0] if scale else np.ones(len(values), np.float32)
 
-    def rounded(x: Array) -> Array:
-        return x.astype(bfloat16).astype(np.float32)
+    def rounded(x: Array) -> tuple[Array, Array | np.float32]:
+        """As activations are: values, and their scale."""
+        if quant.activations == ir.DataType.BFLOAT16:
+            return x.astype(bfloat16).astype(np.float32), np.float32(1)
+        largest = np.abs(x).max(axis=1, keepdims=True)
+        return np.rint(x * (np.float32(127) / largest)), largest / np.float32(127)
 
     (table, table_scale), (weight, weight_scale), (head, head_scale) = map(stored, ("table", "weight", "head"))
-    x = rounded(table[tokens] * table_scale[tokens][:, None] * np.float32(0.75))
-    y = rounded(((x @ weight.T) * weight_scale + arrays["bias"]).astype(np.float32))
-    expected = (y @ head.T) * head_scale
+    x, x_scale = rounded(table[tokens] * table_scale[tokens][:, None] * np.float32(0.75))
+    y, y_scale = rounded(((x @ weight.T) * x_scale * weight_scale + arrays["bias"]).astype(np.float32))
+    expected = (y @ head.T) * y_scale * head_scale
     # A row's scale makes activations inexact, so that a sum in another order may differ in its last bits.
     assert np.abs(logits - expected).max() <= tolerances.GEMM_F32 * np.abs(expected).max()
     unrounded = (

@@ -15,11 +15,11 @@ from enginewright.errors import EngineError
 from enginewright.passes.graph import typed
 from enginewright.passes.pass_manager import PassResult, check_graph, run_passes
 from enginewright.passes.pipeline import pipeline, run_pipeline
-from enginewright.passes.quant import METHODS, Bf16, Fp8, Int8Wo, QuantConfig, quant_config
+from enginewright.passes.quant import METHODS, Bf16, Int8Wo, QuantConfig, quant_config
 from enginewright.passes.weights import read
 from enginewright.plugins.softcap import SOFTCAP
 from tests.golden_rewrites import TABLE, rewrites
-from tests.graphs import checkpoint_of, dense_graph
+from tests.graphs import QUANTS, checkpoint_of, dense_graph
 from tests.test_models import large_checkpoint
 from tests.tiny import MemoryCheckpoint
 
@@ -28,7 +28,7 @@ def test_rewrites_are_those_of_the_golden_table() -> None:
     assert rewrites() == json.loads(TABLE.read_text()), "if this is meant: python -m tests.golden_rewrites"
 
 
-@pytest.mark.parametrize("quant", [Bf16(), Int8Wo(), Fp8()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
 def test_passes_over_80_layers_are_quick_and_read_no_weight(quant: QuantConfig) -> None:
     checkpoint = large_checkpoint(layers=80)  # its tensors cannot be read
     model = _dense(checkpoint)
@@ -59,7 +59,7 @@ def test_a_weight_is_read_when_it_is_asked_for_and_not_kept() -> None:
         assert checkpoint.reads == fused
 
 
-@pytest.mark.parametrize("quant", [Bf16(), Int8Wo(), Fp8()], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
 def test_graphs_are_dumped_without_weights(quant: QuantConfig, tmp_path: Path) -> None:
     checkpoint = checkpoint_of("gemma3_text")
     checkpoint.reads.clear()
@@ -256,7 +256,7 @@ def test_what_has_kernels_may_stand_anywhere() -> None:
 
 
 def test_methods_are_found_by_name() -> None:
-    assert [method.name for method in METHODS] == ["bf16", "int8-wo", "fp8"]
+    assert [method.name for method in METHODS] == ["bf16", "int8-wo", "w8a8", "fp8"]
     assert quant_config("int8-wo") == Int8Wo()
     with pytest.raises(KeyError):
         quant_config("int8")

@@ -66,13 +66,19 @@ def _norm(to: ir.DataType) -> dict[str, int | float | str]:
 
 def _gemms() -> list[Case]:
     cases = []
-    for op, dtype in (("GemmBf16", BFLOAT16), ("GemmW8A16", INT8), ("GemmFp8A16", FP8)):
+    for op, x, dtype in (
+        ("GemmBf16", BFLOAT16, BFLOAT16),
+        ("GemmW8A16", BFLOAT16, INT8),
+        ("GemmFp8A16", BFLOAT16, FP8),
+        ("GemmW8A8", INT8, INT8),
+    ):
         scale = {} if dtype == BFLOAT16 else {"scale": (FLOAT, (22,))}
         for epilogue in ("none", "swiglu", "geglu"):
             for to in (FLOAT, BFLOAT16):
                 for bias in ({}, {"bias": (FLOAT, (22,))}):
                     for rows in (("tokens",), (1, "T")):
-                        operands = {"x": (BFLOAT16, (*rows, 13)), "weight": (dtype, (22, 13)), **scale, **bias}
+                        by_token = {"x_scale": (FLOAT, (*rows, 1))} if x == INT8 else {}
+                        operands = {"x": (x, (*rows, 13)), "weight": (dtype, (22, 13)), **by_token, **scale, **bias}
                         cases.append(Case(op, operands, {"epilogue": epilogue, "to": int(to)}))
     return cases
 

@@ -25,10 +25,10 @@ def rms_norm(x: Doubles, weight: Doubles, epsilon: float) -> Doubles:
 
 def gemm(x: Inputs, a: Attributes) -> Doubles:
     weight = x["weight"] * x["scale"][:, None] if "scale" in x else x["weight"]
-    y = np.einsum("...k,nk->...n", x["x"], weight) + x.get("bias", 0.0)
+    y = np.einsum("...k,nk->...n", x["x"], weight) * x.get("x_scale", 1.0) + x.get("bias", 0.0)
     gate, up = np.split(y, 2, axis=-1)
     if a["epilogue"] == "swiglu":
-        return gate / (1 + np.exp(-gate)) * up
+        return gate * 0.5 * (1 + np.tanh(gate / 2)) * up
     if a["epilogue"] == "geglu":
         return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
     return y
@@ -133,6 +133,7 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "GemmBf16": gemm,
     "GemmFp8A16": gemm,
     "GemmW8A16": gemm,
+    "GemmW8A8": gemm,
     "KvWrite": lambda x, a: [written(x[f"{kind}_pool"], x[kind[0]], x["slots"]) for kind in ("key", "value")],
     "PagedAttention": paged_attention,
     "QuantizeRows": lambda x, a: quantized(x["x"]),

@@ -34,6 +34,7 @@ class Build:
 BUILDS = (
     Build("bf16", "BF16", ("--quant", "bf16"), "BF16 weights and KV"),
     Build("int8-wo", "8-bit", ("--quant", "int8-wo"), "INT8 weights, BF16 activations and KV"),
+    Build("w8a8", "8-bit", ("--quant", "w8a8"), "INT8 weights, INT8 activations, BF16 KV"),
     Build("fp8", "8-bit", ("--quant", "fp8"), "FP8 (E4M3) weights, BF16 activations and KV"),
 )
 LLAMA_CPP = {  # type of the GGUF file → class, precision

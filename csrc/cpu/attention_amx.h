@@ -61,12 +61,12 @@ class AmxSplitAttention : public SplitSoftmax<Avx512> {
                                           const uint16_t* second, int64_t b_bytes) {
     Amx::load<4>(a, a_stride * 2);
     Amx::load<6>(first, b_bytes);
-    Amx::dot<0, 4, 6>();
+    Bf16Product::dot<0, 4, 6>();
     Amx::load<7>(second, b_bytes);
-    Amx::dot<1, 4, 7>();
+    Bf16Product::dot<1, 4, 7>();
     Amx::load<5>(a + 16 * a_stride, a_stride * 2);
-    Amx::dot<2, 5, 6>();
-    Amx::dot<3, 5, 7>();
+    Bf16Product::dot<2, 5, 6>();
+    Bf16Product::dot<3, 5, 7>();
   }
   static ENGINEWRIGHT_INLINE void store_two(float* c, int64_t stride) {
     Amx::store<0>(c, stride * 4);
@@ -100,14 +100,14 @@ class AmxSplitAttention : public SplitSoftmax<Avx512> {
                                           int64_t b_bytes) {
     Amx::load<4>(a, a_stride * 2);
     Amx::load_once<5>(b[0], b_bytes);
-    Amx::dot<0, 4, 5>();
+    Bf16Product::dot<0, 4, 5>();
     Amx::load_once<6>(b[1], b_bytes);
-    Amx::dot<1, 4, 6>();
+    Bf16Product::dot<1, 4, 6>();
     if (N > 2) {
       Amx::load_once<7>(b[2], b_bytes);
-      Amx::dot<2, 4, 7>();
+      Bf16Product::dot<2, 4, 7>();
       Amx::load_once<5>(b[3], b_bytes);
-      Amx::dot<3, 4, 5>();
+      Bf16Product::dot<3, 4, 5>();
     }
   }
   template <int N>

@@ -26,13 +26,14 @@ Machine detect() {
   const bool ymm_saved = (xcr0 & 6) == 6;
   const bool zmm_saved = (xcr0 & 0xe6) == 0xe6, tiles_saved = (xcr0 & 0x60000) == 0x60000;
   const bool avx2 = bit(b, 5), f = bit(b, 16), dq = bit(b, 17), bw = bit(b, 30), vl = bit(b, 31);
-  const bool vbmi = bit(c, 1), vnni = bit(c, 11), amx_bf16 = bit(d, 22), amx_tile = bit(d, 24);
+  const bool vbmi = bit(c, 1), vnni = bit(c, 11), amx_bf16 = bit(d, 22), amx_tile = bit(d, 24),
+             amx_int8 = bit(d, 25);
   const bool more = a >= 1;  // leaf 7 has a second part; on the first machines with AVX2 it has none
   const bool bf16 = more && __get_cpuid_count(7, 1, &a, &b, &c, &d) && bit(a, 5);
   Machine machine;
   machine.avx2 = ymm_saved && avx && fma && f16c && avx2;
   machine.avx512 = machine.avx2 && zmm_saved && f && dq && bw && vl && vbmi && vnni && bf16;
-  machine.amx = machine.avx512 && tiles_saved && amx_bf16 && amx_tile && amx_allowed();
+  machine.amx = machine.avx512 && tiles_saved && amx_bf16 && amx_int8 && amx_tile && amx_allowed();
   return machine;
 }
 

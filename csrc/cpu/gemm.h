@@ -126,7 +126,7 @@ class Strip {
       ENGINEWRIGHT_UNROLL
       for (int n = 0; n < N; ++n) S::store(sums[n][m], acc[m][n]);
     }
-    finish_.blocks(row, M, first_block_ + block, N, sums[0][0]);
+    finish_.blocks(row, M, first_block_ + block, N, sums[0][0], M * 16);
   }
 
   const GemmOperands& g_;
@@ -147,7 +147,8 @@ inline int64_t strip_units(const GemmOperands& g, int64_t block_bytes) {
 template <class S>
 class GemmBf16 final : public Kernel {
  public:
-  GemmBf16(const Operands& operands, const Attributes& attributes) : g_(operands, attributes, DType::bf16) {}
+  GemmBf16(const Operands& operands, const Attributes& attributes)
+      : g_(operands, attributes, DType::bf16, DType::bf16) {}
 
   Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::bf16_ops); }
 
@@ -170,7 +171,7 @@ template <class S, class Lines>
 class Gemm8A16 final : public Kernel {
  public:
   Gemm8A16(const Operands& operands, const Attributes& attributes)
-      : g_(operands, attributes, Lines::kDType) {}
+      : g_(operands, attributes, DType::bf16, Lines::kDType) {}
 
   int64_t scratch_bytes() const override {
     return strip_units(g_, 2 * g_.block_bytes) * g_.unit_blocks * 2 * g_.block_bytes;

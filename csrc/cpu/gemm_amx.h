@@ -1,4 +1,5 @@
-// GEMM on AMX tiles (Intel SDM vol. 1, ch. 18): the same kernels as gemm.h, for machines with TDPBF16PS.
+// GEMM on AMX tiles (Intel SDM vol. 1, ch. 18): the same kernels as gemm.h and gemm_w8a8.h, for machines with
+// TDPBF16PS and TDPBSSD.
 //
 // A block of r16 weights is a row of AMX B tiles as it lies in memory: 16 lines are 32 of K x 16 rows. A
 // tiles are 16 tokens x 32 of K, straight from x; C tiles are 16 tokens x 16 rows in fp32. Every output is
@@ -13,52 +14,13 @@
 // that stays in L2 for many.
 #pragma once
 
+#include "amx.h"
 #include "gemm.h"
+#include "gemm_w8a8.h"
 #include "gemv_amx.h"
 
 namespace enginewright {
 namespace {
-
-// What LDTILECFG reads.
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-static_assert(sizeof(TileConfig) == 64);
-
-// The instructions; assembly since the intrinsics take no template arguments.
-struct Amx {
-  template <int T>
-  static ENGINEWRIGHT_INLINE void load(const void* p, int64_t stride_bytes) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride_bytes), "i"(T));
-  }
-  // The same for what will not be read again soon: it does not drive A out of L1.
-  template <int T>
-  static ENGINEWRIGHT_INLINE void load_once(const void* p, int64_t stride_bytes) {
-    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride_bytes), "i"(T));
-  }
-  template <int T>
-  static ENGINEWRIGHT_INLINE void store(void* p, int64_t stride_bytes) {
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride_bytes), "i"(T) : "memory");
-  }
-  template <int T>
-  static ENGINEWRIGHT_INLINE void zero() {
-    asm volatile("tilezero %%tmm%c0" ::"i"(T));
-  }
-  template <int C, int A, int B>
-  static ENGINEWRIGHT_INLINE void dot() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
-  }
-  static ENGINEWRIGHT_INLINE void configure(const TileConfig& config) {
-    asm volatile("ldtilecfg %0" ::"m"(config));
-  }
-  static ENGINEWRIGHT_INLINE void release() { asm volatile("tilerelease"); }
-  // Loads above name no memory: what was written to it before must be there.
-  static ENGINEWRIGHT_INLINE void written() { asm volatile("" ::: "memory"); }
-};
-
-constexpr int64_t kTileK = 32, kTileBytes = 1024, kTileRowBytes = 64;
 
 // Tiles 0 … 3 are C, 4 … 7 A and B. `first`, `second`: tokens in the two A tiles, `second` 0 if there is but
 // one.
@@ -88,20 +50,24 @@ void expand_to_bf16(const std::byte* from, int64_t bytes, std::byte* to) {
   }
 }
 
-// Weights of N blocks as bf16 tiles, a piece of K at a time.
-struct Bf16Tiles {
+// Weights of N blocks as tiles, a piece of K at a time.
+template <class P>
+struct PlainTiles {
+  using Product = P;
   static constexpr int64_t kPieceK = int64_t{1} << 40;  // all of it
   const std::byte* weight;
   int64_t block_bytes;
   template <int N>
   const std::byte* piece(int64_t block, int64_t k, int64_t, int64_t* stride) const {
     *stride = block_bytes;
-    return weight + block * block_bytes + k * 32;
+    return weight + block * block_bytes + k * 16 * Product::kBytes;
   }
 };
+using Bf16Tiles = PlainTiles<Bf16Product>;
 
 template <class Lines>
 struct ExpandedTiles {
+  using Product = Bf16Product;
   static constexpr int64_t kPieceK = 64;
   static constexpr int64_t kScratchBytes = 4 * kPieceK * 32;
   const std::byte* weight;
@@ -118,19 +84,21 @@ struct ExpandedTiles {
   }
 };
 
-// Where a panel of A stays in L1: its K is cut into pieces of about this, C waiting in scratch.
-constexpr int64_t kWideK = 640;
-constexpr int64_t kAmxStripBytes = 1 << 19;  // of bf16 weights; these machines have 2 MB of L2
+// Where a panel of A stays in L1: its rows are cut into pieces of about this, C waiting in scratch.
+constexpr int64_t kWideBytes = 1280;
+constexpr int64_t kAmxStripBytes = 1 << 19;  // of weights as tiles; these machines have 2 MB of L2
+
+inline int64_t x_row_bytes(const GemmOperands& g) { return g.k_pad * bytes_of(g.x.dtype); }
 
 // Units of a strip.
 inline int64_t amx_strip_units(const GemmOperands& g) {
-  const int64_t blocks = kAmxStripBytes / (g.k_pad * 32);
+  const int64_t blocks = kAmxStripBytes / (16 * x_row_bytes(g));
   return blocks < 4 ? 4 / g.unit_blocks : blocks / g.unit_blocks;
 }
 
 // Of C, for one panel and a strip.
 inline int64_t amx_partial_bytes(const GemmOperands& g) {
-  return g.k_pad <= kWideK ? 0 : (amx_strip_units(g) * g.unit_blocks + 1) * 2 * kTileBytes;
+  return x_row_bytes(g) <= kWideBytes ? 0 : (amx_strip_units(g) * g.unit_blocks + 1) * 2 * kTileBytes;
 }
 
 template <class Tiles>
@@ -157,11 +125,15 @@ class AmxStrip {
   }
 
  private:
-  const uint16_t* x(int64_t row) const { return g_.x.as<const uint16_t>() + row * g_.x.stride; }
+  using Product = typename Tiles::Product;
+  using Sum = typename Product::Sum;
+  static constexpr int64_t kBytes = Product::kBytes, kTileK = kTileRowBytes / kBytes;
+
+  const std::byte* x(int64_t row) const { return g_.x.data + row * g_.x.stride * kBytes; }
 
   // A panel of 16 + `second` tokens past all blocks.
   void wide(int64_t row, int64_t second) const {
-    const int64_t pieces = (g_.k_pad + kWideK - 1) / kWideK;
+    const int64_t pieces = (x_row_bytes(g_) + kWideBytes - 1) / kWideBytes;
     const int64_t depth = (g_.k_pad / kTileK + pieces - 1) / pieces * kTileK;
     for (int64_t begin = 0; begin < g_.k_pad; begin += depth) {
       const int64_t end = g_.k_pad - begin < depth ? g_.k_pad : begin + depth;
@@ -183,20 +155,20 @@ class AmxStrip {
       if (N == 2) Amx::load<1>(partial + 2 * kTileBytes, 64);
       if (N == 2) Amx::load<3>(partial + 3 * kTileBytes, 64);
     }
-    const int64_t x_stride = g_.x.stride * 2;
-    const uint16_t *upper = x(row), *lower = x(row + 16);
+    const int64_t x_stride = g_.x.stride * kBytes;
+    const std::byte *upper = x(row), *lower = x(row + 16);
     int64_t stride = 0;
     const std::byte* b = tiles_.template piece<N>(block, begin, end - begin, &stride);
     for (int64_t k = begin; k < end; k += kTileK, b += kTileBytes) {
-      Amx::load<4>(upper + k, x_stride);
+      Amx::load<4>(upper + k * kBytes, x_stride);
       Amx::load_once<6>(b, kTileRowBytes);
-      Amx::dot<0, 4, 6>();
-      Amx::load<5>(lower + k, x_stride);
-      Amx::dot<2, 5, 6>();
+      Product::template dot<0, 4, 6>();
+      Amx::load<5>(lower + k * kBytes, x_stride);
+      Product::template dot<2, 5, 6>();
       if (N == 2) {
         Amx::load_once<7>(b + stride, kTileRowBytes);
-        Amx::dot<1, 4, 7>();
-        Amx::dot<3, 5, 7>();
+        Product::template dot<1, 4, 7>();
+        Product::template dot<3, 5, 7>();
       }
     }
     if (end < g_.k_pad) {
@@ -215,7 +187,7 @@ class AmxStrip {
       if (N == 2) Amx::store<3>(out + 16 * row_bytes + kTileRowBytes, row_bytes);
       return;
     }
-    alignas(64) float c[4][256];
+    alignas(64) Sum c[4][256];
     Amx::store<0>(c[0], 64);
     Amx::store<2>(c[2], 64);
     if (N == 2) Amx::store<1>(c[1], 64);
@@ -244,30 +216,30 @@ class AmxStrip {
   // 1 x N tiles. Tiles: C 0 … 3, A 4, B 5 … 7.
   template <int N>
   void narrow_tile(int64_t row, int64_t tokens, int64_t block) const {
-    const int64_t x_stride = g_.x.stride * 2;
-    const uint16_t* a = x(row);
+    const int64_t x_stride = g_.x.stride * kBytes;
+    const std::byte* a = x(row);
     zero_tiles<N>();
     for (int64_t begin = 0; begin < g_.k_pad; begin += Tiles::kPieceK) {
       const int64_t end = g_.k_pad - begin < Tiles::kPieceK ? g_.k_pad : begin + Tiles::kPieceK;
       int64_t stride = 0;
       const std::byte* b = tiles_.template piece<N>(block, begin, end - begin, &stride);
       for (int64_t k = begin; k < end; k += kTileK, b += kTileBytes) {
-        Amx::load<4>(a + k, x_stride);
+        Amx::load<4>(a + k * kBytes, x_stride);
         Amx::load_once<5>(b, kTileRowBytes);
-        Amx::dot<0, 4, 5>();
+        Product::template dot<0, 4, 5>();
         if (N > 1) {
           Amx::load_once<6>(b + stride, kTileRowBytes);
-          Amx::dot<1, 4, 6>();
+          Product::template dot<1, 4, 6>();
         }
         if (N > 2) {
           Amx::load_once<7>(b + 2 * stride, kTileRowBytes);
-          Amx::dot<2, 4, 7>();
+          Product::template dot<2, 4, 7>();
           Amx::load_once<5>(b + 3 * stride, kTileRowBytes);
-          Amx::dot<3, 4, 5>();
+          Product::template dot<3, 4, 5>();
         }
       }
     }
-    alignas(64) float c[4][256];
+    alignas(64) Sum c[4][256];
     Amx::store<0>(c[0], 64);
     if (N > 1) Amx::store<1>(c[1], 64);
     if (N > 2) Amx::store<2>(c[2], 64);
@@ -277,16 +249,9 @@ class AmxStrip {
 
   // c: (N blocks from `block`, 16 tokens, 16)
   template <int N>
-  ENGINEWRIGHT_INLINE void finish_tiles(const float (*c)[256], int64_t row, int64_t tokens,
+  ENGINEWRIGHT_INLINE void finish_tiles(const Sum (*c)[256], int64_t row, int64_t tokens,
                                         int64_t block) const {
-    const int64_t first = first_block_ + block;
-    if constexpr (N % 2 == 0) {
-      if (g_.gated()) {
-        for (int n = 0; n < N; n += 2) finish_.gated_rows(row, tokens, (first + n) / 2, c[n], c[n + 1]);
-        return;
-      }
-    }
-    for (int n = 0; n < N; ++n) finish_.plain_rows(row, tokens, first + n, c[n]);
+    finish_.blocks(row, tokens, first_block_ + block, N, c[0], 256);
   }
 
   const GemmOperands& g_;
@@ -295,6 +260,19 @@ class AmxStrip {
   const int64_t first_block_, blocks_;
   std::byte* const partial_;
 };
+
+// All strips of weights that are tiles as they lie in memory.
+template <class Tiles>
+void amx_strips(const GemmOperands& g, int64_t tokens, Worker& worker) {
+  const Range mine = share(g.units, worker);
+  const int64_t most = amx_strip_units(g);
+  for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
+    const int64_t units = mine.end - unit < most ? mine.end - unit : most;
+    const int64_t block = unit * g.unit_blocks, blocks = units * g.unit_blocks;
+    AmxStrip<Tiles>(g, {g.block(block), g.block_bytes}, block, blocks, worker.scratch).run(tokens);
+  }
+  Amx::release();
+}
 
 template <class Floats>
 void few_tokens(const GemmOperands& g, int64_t tokens, Worker& worker) {
@@ -310,7 +288,7 @@ inline int64_t few_tokens_bytes(const GemmOperands& g) { return FewTokens<Bf16Fl
 class GemmBf16Amx final : public Kernel {
  public:
   GemmBf16Amx(const Operands& operands, const Attributes& attributes)
-      : g_(operands, attributes, DType::bf16) {}
+      : g_(operands, attributes, DType::bf16, DType::bf16) {}
 
   int64_t scratch_bytes() const override { return larger(few_tokens_bytes(g_), amx_partial_bytes(g_)); }
 
@@ -318,15 +296,9 @@ class GemmBf16Amx final : public Kernel {
 
   void run(const Sizes& sizes, Worker& worker) const override {
     const FlushDenormals flush;
-    const int64_t tokens = g_.x.rows.at(sizes), most = amx_strip_units(g_);
+    const int64_t tokens = g_.x.rows.at(sizes);
     if (tokens <= FewTokens<Bf16Floats>::kMost) return few_tokens<Bf16Floats>(g_, tokens, worker);
-    const Range mine = share(g_.units, worker);
-    for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
-      const int64_t units = mine.end - unit < most ? mine.end - unit : most;
-      const int64_t block = unit * g_.unit_blocks, blocks = units * g_.unit_blocks;
-      AmxStrip<Bf16Tiles>(g_, {g_.block(block), g_.block_bytes}, block, blocks, worker.scratch).run(tokens);
-    }
-    Amx::release();
+    amx_strips<Bf16Tiles>(g_, tokens, worker);
   }
 
  private:
@@ -338,7 +310,7 @@ template <class Lines, class Floats>
 class Gemm8A16Amx final : public Kernel {
  public:
   Gemm8A16Amx(const Operands& operands, const Attributes& attributes)
-      : g_(operands, attributes, Lines::kDType) {}
+      : g_(operands, attributes, DType::bf16, Lines::kDType) {}
 
   // Partial results, then a strip as bf16.
   int64_t scratch_bytes() const override {
@@ -372,6 +344,28 @@ class Gemm8A16Amx final : public Kernel {
 
  private:
   const GemmOperands g_;
+};
+
+// Integers are exact in any order: a few tokens pass as they do without tiles.
+class GemmW8A8Amx final : public Kernel {
+ public:
+  GemmW8A8Amx(const Operands& operands, const Attributes& attributes)
+      : g_(operands, attributes, DType::i8, DType::i8), few_(operands, attributes) {}
+
+  int64_t scratch_bytes() const override { return larger(few_.scratch_bytes(), amx_partial_bytes(g_)); }
+
+  Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::int8_ops); }
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    const int64_t tokens = g_.x.rows.at(sizes);
+    if (tokens <= kFewTokens) return few_.run(sizes, worker);
+    amx_strips<PlainTiles<I8Product>>(g_, tokens, worker);
+  }
+
+ private:
+  static constexpr int64_t kFewTokens = Avx512::tile_tokens;
+  const GemmOperands g_;
+  const GemmW8A8<Avx512> few_;
 };
 
 using GemmW8A16Amx = Gemm8A16Amx<I8Lines<Avx512>, I8Floats>;

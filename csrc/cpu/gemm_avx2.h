@@ -25,7 +25,7 @@ template <class Weights>
 class GemmAvx2 final : public Kernel {
  public:
   GemmAvx2(const Operands& operands, const Attributes& attributes)
-      : g_(operands, attributes, Weights::dtype),
+      : g_(operands, attributes, DType::bf16, Weights::dtype),
         finish_(g_),
         chunks_((g_.k_pad + kChunk - 1) / kChunk),
         chunk_(round_up((g_.k_pad + chunks_ - 1) / chunks_, 16)) {}
@@ -69,13 +69,13 @@ class GemmAvx2 final : public Kernel {
     float sums[kGroup * M * 16];
     for (; block + kGroup <= end; block += kGroup) {
       for (int64_t n = 0; n < kGroup; n += N) pass_tile<M, N>(x, block + n, sums + n * M * 16);
-      finish_.blocks(0, M, block, kGroup, sums);
+      finish_.blocks(0, M, block, kGroup, sums, M * 16);
     }
     if constexpr (N > 1) {
       if (block < end) pass_blocks<M, N / 2>(x, block, end);
     } else if (block < end) {
       pass_tile<M, 1>(x, block, sums);
-      finish_.blocks(0, M, block, 1, sums);
+      finish_.blocks(0, M, block, 1, sums, M * 16);
     }
   }
   template <int M, int N>
@@ -101,7 +101,7 @@ class GemmAvx2 final : public Kernel {
                          count / Weights::k_count);
       }
     }
-    finish_.blocks(row, rows, block, blocks, acc);
+    finish_.blocks(row, rows, block, blocks, acc, rows * 16);
   }
 
   const GemmOperands g_;

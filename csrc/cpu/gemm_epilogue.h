@@ -16,6 +16,8 @@ class Finish {
         stride_(gemm.out.stride),
         outputs_(gemm.outputs),
         pad_(gemm.out.pad),
+        x_scale_(gemm.x_scale),
+        x_scale_stride_(gemm.x_scale_stride),
         scale_(gemm.scale),
         bias_(gemm.bias),
         bf16_(gemm.out.dtype == DType::bf16),
@@ -37,36 +39,22 @@ class Finish {
 
   // Whether out has the accumulators of blocks up to this one as they are.
   bool is_copy(int64_t last_unit) const {
-    return !bf16_ && !gated_ && scale_ == nullptr && bias_ == nullptr && last_unit * 16 + 16 <= outputs_;
+    return !bf16_ && !gated_ && x_scale_ == nullptr && scale_ == nullptr && bias_ == nullptr &&
+           last_unit * 16 + 16 <= outputs_;
   }
 
-  // `rows` rows of them, from accumulators in memory: acc, gate, up: (rows, 16).
-  void plain_rows(int64_t row, int64_t rows, int64_t unit, const float* acc) const {
-    const int64_t n = columns_of(unit);
-    const Constants c = constants(unit * 16, n);
-    for (int64_t m = 0; m < rows; ++m) store(row + m, unit, n, affine(S::load(acc + 16 * m), c));
-  }
-  void gated_rows(int64_t row, int64_t rows, int64_t unit, const float* gate, const float* up) const {
-    const int64_t n = columns_of(unit);
-    const Constants gate_constants = constants(unit * 16, n),
-                    up_constants = constants(outputs_ + unit * 16, n);
-    for (int64_t m = 0; m < rows; ++m) {
-      const F g = affine(S::load(gate + 16 * m), gate_constants),
-              u = affine(S::load(up + 16 * m), up_constants);
-      store(row + m, unit, n, S::mul(activation(g), u));
-    }
-  }
-
-  // `rows` rows of the columns that blocks [block, block + count) of weight make. acc: (count, rows, 16)
-  // Out of line, since it is called once a tile: one copy for tiles of all sizes.
+  // `rows` rows of the columns that blocks [block, block + count) of weight make. acc: (count, rows, 16) of
+  // float or int32, a block every block_stride of them. Out of line, since it is called once a tile: one copy
+  // for tiles of all sizes.
+  template <class Acc>
   __attribute__((noinline)) void blocks(int64_t row, int64_t rows, int64_t block, int64_t count,
-                                        const float* acc) const {
+                                        const Acc* acc, int64_t block_stride) const {
     if (gated_) {
-      for (int64_t n = 0; n < count; n += 2, acc += 2 * rows * 16) {
-        gated_rows(row, rows, (block + n) / 2, acc, acc + rows * 16);
+      for (int64_t n = 0; n < count; n += 2, acc += 2 * block_stride) {
+        gated_rows(row, rows, (block + n) / 2, acc, acc + block_stride);
       }
     } else {
-      for (int64_t n = 0; n < count; ++n, acc += rows * 16) plain_rows(row, rows, block + n, acc);
+      for (int64_t n = 0; n < count; ++n, acc += block_stride) plain_rows(row, rows, block + n, acc);
     }
   }
 
@@ -74,6 +62,28 @@ class Finish {
   struct Constants {
     F scale, bias;
   };
+
+  template <class Acc>
+  void plain_rows(int64_t row, int64_t rows, int64_t unit, const Acc* acc) const {
+    const int64_t n = columns_of(unit);
+    const Constants c = constants(unit * 16, n);
+    for (int64_t m = row; m < row + rows; ++m, acc += 16) store(m, unit, n, affine(sums(acc, m), c));
+  }
+  template <class Acc>
+  void gated_rows(int64_t row, int64_t rows, int64_t unit, const Acc* gate, const Acc* up) const {
+    const int64_t n = columns_of(unit);
+    const Constants gate_constants = constants(unit * 16, n),
+                    up_constants = constants(outputs_ + unit * 16, n);
+    for (int64_t m = row; m < row + rows; ++m, gate += 16, up += 16) {
+      const F g = affine(sums(gate, m), gate_constants), u = affine(sums(up, m), up_constants);
+      store(m, unit, n, S::mul(activation(g), u));
+    }
+  }
+
+  ENGINEWRIGHT_INLINE F sums(const float* acc, int64_t) const { return S::load(acc); }
+  ENGINEWRIGHT_INLINE F sums(const int32_t* acc, int64_t row) const {
+    return S::mul(S::to_float(S::load_i(acc)), S::set1(x_scale_[row * x_scale_stride_]));
+  }
 
   ENGINEWRIGHT_INLINE int64_t columns_of(int64_t unit) const {
     const int64_t left = outputs_ - unit * 16;
@@ -119,6 +129,8 @@ class Finish {
 
   std::byte* const out_;
   const int64_t stride_, outputs_, pad_;
+  const float* const x_scale_;  // null: 1
+  const int64_t x_scale_stride_;
   const float *const scale_, *const bias_;  // null: none
   const bool bf16_, gated_, swish_;
 };

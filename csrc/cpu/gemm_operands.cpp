@@ -6,6 +6,8 @@ namespace enginewright {
 
 namespace {
 
+constexpr int64_t kMostK = int64_t{1} << 17;  // 127 * 127 * 2^17 < 2^31
+
 Epilogue epilogue_of(const Attributes& attributes) {
   const std::string name = text(attributes, "epilogue");
   if (name == "none") return Epilogue::none;
@@ -16,8 +18,9 @@ Epilogue epilogue_of(const Attributes& attributes) {
 
 }  // namespace
 
-GemmOperands::GemmOperands(const Operands& operands, const Attributes& attributes, DType weight_dtype)
-    : x(matrix(operands, "x", DType::bf16)),
+GemmOperands::GemmOperands(const Operands& operands, const Attributes& attributes, DType x_dtype,
+                           DType weight_dtype)
+    : x(matrix(operands, "x", x_dtype)),
       weight(operand(operands, "weight")),
       out(float_matrix(operands, "out")),
       epilogue(epilogue_of(attributes)) {
@@ -38,11 +41,21 @@ GemmOperands::GemmOperands(const Operands& operands, const Attributes& attribute
           "'x' and 'out' must be buffers");
   require_columns(out, outputs);
   require_same_rows(x, out);
-  if (weight_dtype != DType::bf16) {
+  if (x_dtype == DType::i8) {
+    require_known(operands, attributes, {"x", "x_scale", "weight", "scale", "bias", "out"}, {"epilogue"});
+    require(k_pad <= kMostK, "'weight' has more columns than sums in int32 allow");
+    const Operand& factors = matrix(operands, "x_scale", DType::f32);
+    require_same_rows(x, factors);
+    require_columns(factors, 1);
+    x_scale = factors.as<const float>();
+    x_scale_stride = factors.stride;
+  } else if (weight_dtype != DType::bf16) {
     require_known(operands, attributes, {"x", "weight", "scale", "bias", "out"}, {"epilogue"});
-    scale = vector_weight(operands, "scale", weight.max_rows).as<const float>();
   } else {
     require_known(operands, attributes, {"x", "weight", "bias", "out"}, {"epilogue"});
+  }
+  if (weight_dtype != DType::bf16) {
+    scale = vector_weight(operands, "scale", weight.max_rows).as<const float>();
   }
   if (operands.count("bias") != 0) bias = vector_weight(operands, "bias", weight.max_rows).as<const float>();
 }

@@ -23,15 +23,15 @@
 #include "operands.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(                                                                           \
-    __attribute__((target(                                                                              \
-        "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,fma,amx-tile,amx-bf16"))), \
+#pragma clang attribute push(                                                                                    \
+    __attribute__((target(                                                                                       \
+        "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,fma,amx-tile,amx-bf16,amx-int8"))), \
     apply_to = function)
 #else
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false, in GCC's own intrinsics (its bug 105593)
 #pragma GCC push_options
 #pragma GCC target( \
-    "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,fma,amx-tile,amx-bf16")
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,fma,amx-tile,amx-bf16,amx-int8")
 #endif
 
 #include "simd_avx512.h"
@@ -64,6 +64,7 @@ KernelTable amx_table() {
   table["gemm_bf16@1"] = make_kernel<GemmBf16Amx>;
   table["gemm_fp8a16@1"] = make_kernel<GemmFp8A16Amx>;
   table["gemm_w8a16@1"] = make_kernel<GemmW8A16Amx>;
+  table["gemm_w8a8@1"] = make_kernel<GemmW8A8Amx>;
   table["paged_attention@1"] = make_kernel<PagedAttention<Avx512, AmxSplitAttention>>;
   return table;
 }

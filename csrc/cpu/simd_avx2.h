@@ -22,6 +22,13 @@ struct Avx2 {
   struct Pair {
     __m256 lo, hi;
   };
+  struct I {
+    __m256i a, b;
+  };
+  struct Bytes4 {
+    __m256i signs, largest;  // themselves, and their absolute values
+  };
+  static constexpr int tile_tokens = 2, tile_blocks = 2, gemv_blocks = 4;  // of gemm_w8a8.h
 
   static ENGINEWRIGHT_INLINE F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
   static ENGINEWRIGHT_INLINE F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -129,6 +136,33 @@ struct Avx2 {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
   }
 
+  static constexpr int32_t i8_bias = 0;
+  static ENGINEWRIGHT_INLINE I set1_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+  static ENGINEWRIGHT_INLINE I load_i(const int32_t* p) {
+    const Line line = load_line(p);
+    return {line.a, line.b};
+  }
+  static ENGINEWRIGHT_INLINE void store_i(int32_t* p, I x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
+  }
+  static ENGINEWRIGHT_INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+  static ENGINEWRIGHT_INLINE Bytes4 load_bytes4(const int8_t* p) {
+    int32_t bytes;
+    std::memcpy(&bytes, p, 4);
+    const __m256i all = _mm256_set1_epi32(bytes);
+    return {all, _mm256_abs_epi8(all)};
+  }
+  static ENGINEWRIGHT_INLINE Line load_i8(const void* p) { return load_line(p); }
+  static ENGINEWRIGHT_INLINE void store_line(void* p, Line x) {
+    _mm256_storeu_si256(static_cast<__m256i*>(p), x.a);
+    _mm256_storeu_si256(static_cast<__m256i*>(p) + 1, x.b);
+  }
+  static ENGINEWRIGHT_INLINE I dot_i8(I acc, Line w, Bytes4 x) {
+    return {_mm256_add_epi32(acc.a, dot_i8(w.a, x)), _mm256_add_epi32(acc.b, dot_i8(w.b, x))};
+  }
+  static ENGINEWRIGHT_INLINE int32_t sum_i8(const int8_t*, int64_t) { return 0; }
+
   // Eight pairs of bf16 as floats: the first of each pair, and the second.
   static ENGINEWRIGHT_INLINE __m256 low_bf16(__m256i pairs) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
@@ -138,6 +172,11 @@ struct Avx2 {
   }
 
  private:
+  // |x| * (w with the sign of x): two products are at most 2 * 127 * 127, which int16 holds.
+  static ENGINEWRIGHT_INLINE __m256i dot_i8(__m256i w, Bytes4 x) {
+    const __m256i pairs = _mm256_maddubs_epi16(x.largest, _mm256_sign_epi8(w, x.signs));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  }
   static ENGINEWRIGHT_INLINE Line below(int64_t n) {  // all bits in the first n lanes
     const __m256i lanes = _mm256_set1_epi32(static_cast<int>(n)),
                   index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

@@ -16,6 +16,8 @@ struct Avx512 {
   using F = __m512;
   using Line = __m512i;
   using Pair = __m512i;
+  using I = __m512i;
+  using Bytes4 = __m512i;
   static constexpr int tile_tokens = 6, tile_blocks = 4, gemv_blocks = 8;
 
   static ENGINEWRIGHT_INLINE __mmask16 below(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
@@ -108,6 +110,27 @@ struct Avx512 {
   }
   static ENGINEWRIGHT_INLINE void prefetch(const void* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+  }
+
+  // VNNI multiplies unsigned bytes by signed ones.
+  static constexpr int32_t i8_bias = 128;
+  static ENGINEWRIGHT_INLINE I set1_i(int32_t x) { return _mm512_set1_epi32(x); }
+  static ENGINEWRIGHT_INLINE I load_i(const int32_t* p) { return _mm512_loadu_si512(p); }
+  static ENGINEWRIGHT_INLINE void store_i(int32_t* p, I a) { _mm512_storeu_si512(p, a); }
+  static ENGINEWRIGHT_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+  static ENGINEWRIGHT_INLINE Bytes4 load_bytes4(const int8_t* p) { return load_pair(p); }
+  static ENGINEWRIGHT_INLINE Line load_i8(const void* p) {
+    return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128));
+  }
+  static ENGINEWRIGHT_INLINE I dot_i8(I acc, Line w, Bytes4 x) { return _mm512_dpbusd_epi32(acc, w, x); }
+  static ENGINEWRIGHT_INLINE int32_t sum_i8(const int8_t* p, int64_t n) {
+    const __m512i ones = _mm512_set1_epi8(1);
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t i = 0; i < n; i += 64) sum = _mm512_dpbusd_epi32(sum, ones, _mm512_loadu_si512(p + i));
+    int32_t lanes[16], total = 0;
+    _mm512_storeu_si512(lanes, sum);
+    for (const int32_t lane : lanes) total += lane;
+    return total;
   }
 
  private:

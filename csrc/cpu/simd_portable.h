@@ -24,6 +24,12 @@
 //   dot_bf16(acc, uint32_t, ptr)   dot(acc, pair(…), load_line(ptr))
 //   expand_i8(ptr, Line&, Line&)   an i8 line (4 along K) as two bf16 lines, exactly
 //   expand_e4m3(ptr, Line&, Line&) the same of an e4m3 line
+//   I                              16 int32 lanes: set1_i, load_i, store_i; to_float rounds to nearest even
+//   Bytes4 load_bytes4(ptr)        four int8 along K, for all lanes
+//   load_i8(ptr)                   an i8 line as dot_i8 wants it: i8_bias larger, as unsigned bytes, if that
+//                                  is not 0
+//   dot_i8(I, Line w, Bytes4 x)    acc[i] + the sum of w[i][j] * x[j]; codes are in [-127, 127]
+//   sum_i8(ptr, n)                 the sum of n int8, a multiple of 64; where i8_bias is not 0
 //   prefetch(ptr)                  towards L1
 //   tile_tokens, tile_blocks       the GEMM tile whose accumulators fit the registers; gemv_blocks: blocks of
 //                                  16 rows that one token passes together; both powers of 2, at least 2
@@ -60,6 +66,12 @@ struct Portable {
   };
   struct Pair {
     float lo, hi;
+  };
+  struct I {
+    Ints q[4];
+  };
+  struct Bytes4 {
+    int8_t x[4];
   };
   static constexpr int tile_tokens = 2, tile_blocks = 2, gemv_blocks = 2;
 
@@ -230,6 +242,34 @@ struct Portable {
     b = load_line(pairs[1]);
   }
   static ENGINEWRIGHT_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+
+  static constexpr int32_t i8_bias = 0;
+  static ENGINEWRIGHT_INLINE I set1_i(int32_t x) {
+    const Ints q = {x, x, x, x};
+    return {{q, q, q, q}};
+  }
+  static ENGINEWRIGHT_INLINE I load_i(const int32_t* p) {
+    I r;
+    std::memcpy(&r, p, 64);
+    return r;
+  }
+  static ENGINEWRIGHT_INLINE void store_i(int32_t* p, const I& a) { std::memcpy(p, &a, 64); }
+  static ENGINEWRIGHT_INLINE F to_float(const I& a) {
+    F r;
+    for (int i = 0; i < 4; ++i) r.q[i] = __builtin_convertvector(a.q[i], Quad);
+    return r;
+  }
+  static ENGINEWRIGHT_INLINE Bytes4 load_bytes4(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+  static ENGINEWRIGHT_INLINE Line load_i8(const void* p) { return load_line(p); }
+  static ENGINEWRIGHT_INLINE I dot_i8(I acc, const Line& w, Bytes4 x) {
+    for (int i = 0; i < 4; ++i) {
+      const Ints word = (Ints)w.q[i];
+      acc.q[i] += ((word << 24) >> 24) * x.x[0] + ((word << 16) >> 24) * x.x[1];
+      acc.q[i] += ((word << 8) >> 24) * x.x[2] + (word >> 24) * x.x[3];
+    }
+    return acc;
+  }
+  static ENGINEWRIGHT_INLINE int32_t sum_i8(const int8_t*, int64_t) { return 0; }
 
  private:
   static ENGINEWRIGHT_INLINE float from_bits(uint32_t bits) {
