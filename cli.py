@@ -18,7 +18,7 @@ from enginewright.cli_options import (
 )
 from enginewright.errors import UsageError
 
-QUANTS = ("bf16", "int8-wo", "w8a8", "fp8")
+QUANTS = ("bf16", "int8-wo", "w8a8", "int4-rtn", "fp8")
 TARGETS = ("cpu",)
 
 

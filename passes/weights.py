@@ -10,6 +10,7 @@ ONNX_DTYPES = {
     torch.bfloat16: ir.DataType.BFLOAT16,
     torch.int8: ir.DataType.INT8,
     torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN,
+    torch.uint8: ir.DataType.UINT8,
 }
 
 

@@ -1,7 +1,7 @@
 """The residual takes what a part of the layer adds to it, and is normalized for the next part.
 
 x, delta: FLOAT [..., W]. weight: FLOAT [W]. sum = x + delta: FLOAT. normed = RMSNormalization(sum, weight): `to`,
-and scale: FLOAT [..., 1] beside it if `to` is INT8 (quantize_rows.py).
+and scale: FLOAT [..., G] beside it if `to` is INT8, by `group` (quantize_rows.py).
 """
 
 from collections.abc import Sequence
@@ -9,33 +9,32 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from enginewright.plugins.kernel import KernelBinding
-from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, dtype_attribute, float_of, operand
-from enginewright.plugins.quantize_rows import types_as, written_as
+from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, float_of, operand
+from enginewright.plugins.quantize_rows import TO_ATTRIBUTES, types_as, written_as
 from enginewright.plugins.writer import Writer
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     total = write.op("Add", operand(node, 0), operand(node, 1))
     normed = write.op("RMSNormalization", total, operand(node, 2), axis=-1, epsilon=float_of(node, "epsilon"))
-    return [total, *written_as(write, normed, dtype_attribute(node))]
+    return [total, *written_as(write, node, normed)]
 
 
 def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
-    dims = dims_of(operand(node, 0))
-    return [(ir.DataType.FLOAT, dims), *types_as(dtype_attribute(node), dims)]
+    return [(ir.DataType.FLOAT, dims_of(operand(node, 0))), *types_as(node)]
 
 
 ADD_RMS_NORM = Plugin(
     name="AddRmsNorm",
     inputs=("x", "delta", "weight"),
     outputs=("sum", "normed", "scale?"),
-    attributes={"epsilon": float, "to": int},
+    attributes={"epsilon": float, **TO_ATTRIBUTES},
     reference=_reference,
     infer=_infer,
     by_rows=True,
     kernels={
         "cpu": KernelBinding(
-            "add_rms_norm@1", ("x", "delta", "weight"), ("sum", "normed", "scale"), ("epsilon",), in_place={"sum": 0}
+            "add_rms_norm@1", ("x", "delta", "weight"), ("sum", "normed", "scale"), ("epsilon", "group"), in_place={"sum": 0}
         )
     },
 )

@@ -1,20 +1,34 @@
 """Matrix product with int8 weights and int8 activations: see gemm.py.
 
-x: INT8 [..., K] and x_scale: FLOAT [..., 1], as QuantizeRows gives them. weight: INT8 [N, K] in [-127, 127]. scale:
-FLOAT [N]. The sum of products is an integer, exact; it is multiplied by x_scale, then by scale.
+weight: INT8 [N, K] in [-127, 127]. scale: FLOAT [N].
 """
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
 
 from enginewright.plugins import gemm
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, operand
+from enginewright.plugins.writer import Writer
+
+
+def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
+    weight = write.cast(operand(node, 1), ir.DataType.FLOAT)
+    return gemm.integers_reference(write, node, weight, operand(node, 3), 4)
+
 
 GEMM_W8A8 = Plugin(
     name="GemmW8A8",
     inputs=("x", "weight", "x_scale", "scale", "bias?"),
     outputs=("out",),
-    attributes=gemm.ATTRIBUTES,
-    reference=lambda write, node: gemm.reference(write, node, [operand(node, 2), operand(node, 3)], 4),
+    attributes=gemm.GROUP_ATTRIBUTES,
+    reference=_reference,
     infer=gemm.infer,
     by_rows=True,
-    kernels={"cpu": KernelBinding("gemm_w8a8@1", ("x", "weight", "x_scale", "scale", "bias"), ("out",), ("epilogue",))},
+    kernels={
+        "cpu": KernelBinding(
+            "gemm_w8a8@1", ("x", "weight", "x_scale", "scale", "bias"), ("out",), ("epilogue", "group")
+        )
+    },
 )

@@ -1,8 +1,9 @@
-"""Rows as INT8 with a scale a row: symmetric, codes in [-127, 127], rounded half to even.
+"""Rows as INT8 with a scale for each run of columns: symmetric, codes in [-127, 127], rounded half to even.
 
-x: FLOAT or BFLOAT16 [..., K]. q: INT8 [..., K]. scale: FLOAT [..., 1]. With largest = max|x| of a row, scale is
-largest / 127 and q is x · (127 / largest), in fp32. A largest below TINY counts as 0: scale 0, codes 0. A NaN or an
-infinity makes the row's scale NaN; its codes mean nothing then.
+x: FLOAT or BFLOAT16 [..., K]. q: INT8 [..., K]. scale: FLOAT [..., G]: one for each `group` columns (a multiple of 32),
+the last run perhaps shorter; with group 0 the whole row is one. With largest = max|x| of a run, scale is largest / 127
+and q is x · (127 / largest), in fp32. A largest below TINY counts as 0: scale 0, codes 0. A NaN or an infinity makes the
+run's scale NaN; its codes mean nothing then.
 """
 
 from collections.abc import Sequence
@@ -10,48 +11,79 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from enginewright.plugins.kernel import KernelBinding
-from enginewright.plugins.plugin import Dims, Plugin, TypeAndDims, dims_of, operand
+from enginewright.plugins.plugin import Dims, Plugin, TypeAndDims, dims_of, dtype_attribute, int_of, operand, width_of
 from enginewright.plugins.writer import Writer
 
 LARGEST_CODE = 127.0
 TINY = 2.0**-120  # below about 2^-121, 127 / largest is infinite
 
 
-def quantized(write: Writer, x: ir.Value) -> list[ir.Value]:
-    """q and scale of a FLOAT value."""
+def groups_of(width: int, group: int) -> int:
+    """Runs of `group` columns, the last one perhaps shorter."""
+    return -(-width // group) if group else 1
+
+
+def quantized(write: Writer, x: ir.Value, dims: Dims, group: int) -> list[ir.Value]:
+    """q and scale of a FLOAT value of these dimensions."""
+    width = dims[-1]
+    assert isinstance(width, int)
+    groups, outer = groups_of(width, group), [0] * (len(dims) - 1)  # in a Reshape, 0 is the dimension as it is
+    if groups > 1:  # [..., G, group], zeros behind the last column
+        x = write.op("Pad", x, [0, groups * group - width], None, [-1])
+        x = write.op("Reshape", x, [*outer, groups, group])
     largest = write.op("ReduceMax", write.op("Abs", x), [-1], keepdims=1)
     tiny = write.op("Less", largest, TINY)
     factor = write.op("Where", tiny, 0.0, write.op("Div", LARGEST_CODE, largest))
-    held = write.op("Clip", write.op("Round", write.op("Mul", x, factor)), -LARGEST_CODE, LARGEST_CODE)
+    q = write.op("Clip", write.op("Round", write.op("Mul", x, factor)), -LARGEST_CODE, LARGEST_CODE)
     scale = write.op("Where", tiny, 0.0, write.op("Div", largest, LARGEST_CODE))
     nan_or_zero = write.op("ReduceSum", write.op("Mul", x, 0.0), [-1], keepdims=1)
-    return [write.cast(held, ir.DataType.INT8), write.op("Add", scale, nan_or_zero)]
+    scale = write.op("Add", scale, nan_or_zero)
+    if groups > 1:
+        q = write.op("Slice", write.op("Reshape", q, [*outer, groups * group]), [0], [width], [-1])
+        scale = write.op("Squeeze", scale, [-1])
+    return [write.cast(q, ir.DataType.INT8), scale]
 
 
-def quantized_types(dims: Dims) -> list[TypeAndDims]:
-    return [(ir.DataType.INT8, dims), (ir.DataType.FLOAT, (*dims[:-1], 1))]
+def dequantized(write: Writer, q: ir.Value, scale: ir.Value, group: int, zero: ir.Value | None = None) -> ir.Value:
+    """FLOAT: (q - zero) · scale, by runs of `group` columns."""
+    width = width_of(q)
+    return write.op("DequantizeLinear", q, scale, zero, axis=-1, block_size=min(group, width) or width)
+
+
+def quantized_types(dims: Dims, group: int) -> list[TypeAndDims]:
+    width = dims[-1]
+    assert isinstance(width, int)
+    return [(ir.DataType.INT8, dims), (ir.DataType.FLOAT, (*dims[:-1], groups_of(width, group)))]
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
-    return quantized(write, write.cast(operand(node, 0), ir.DataType.FLOAT))
+    x = operand(node, 0)
+    return quantized(write, write.cast(x, ir.DataType.FLOAT), dims_of(x), int_of(node, "group"))
 
 
 QUANTIZE_ROWS = Plugin(
     name="QuantizeRows",
     inputs=("x",),
     outputs=("q", "scale"),
-    attributes={},
+    attributes={"group": int},
     reference=_reference,
-    infer=lambda node: quantized_types(dims_of(operand(node, 0))),
-    kernels={"cpu": KernelBinding("quantize_rows@1", ("x",), ("q", "scale"))},
+    infer=lambda node: quantized_types(dims_of(operand(node, 0)), int_of(node, "group")),
+    kernels={"cpu": KernelBinding("quantize_rows@1", ("x",), ("q", "scale"), ("group",))},
     by_rows=True,
 )
 
-
-def written_as(write: Writer, value: ir.Value, to: ir.DataType) -> list[ir.Value]:
-    """The last outputs of an op whose result may be INT8: the FLOAT value as `to`, and its scale if that is INT8."""
-    return quantized(write, value) if to == ir.DataType.INT8 else [write.round_to(value, to)]
+# What ops whose result may be INT8 have: the dtype, and the columns that share a scale if it is INT8.
+TO_ATTRIBUTES = {"to": int, "group": int}
 
 
-def types_as(to: ir.DataType, dims: Dims) -> list[TypeAndDims]:
-    return quantized_types(dims) if to == ir.DataType.INT8 else [(to, dims)]
+def written_as(write: Writer, node: ir.Node, value: ir.Value) -> list[ir.Value]:
+    """The last outputs of such an op: the FLOAT value as `to`, with the dimensions of input 0, and its scale."""
+    to = dtype_attribute(node)
+    if to == ir.DataType.INT8:
+        return quantized(write, value, dims_of(operand(node, 0)), int_of(node, "group"))
+    return [write.round_to(value, to)]
+
+
+def types_as(node: ir.Node) -> list[TypeAndDims]:
+    to, dims = dtype_attribute(node), dims_of(operand(node, 0))
+    return quantized_types(dims, int_of(node, "group")) if to == ir.DataType.INT8 else [(to, dims)]

@@ -11,6 +11,7 @@ from enginewright.plugins.embed_bf16 import EMBED_BF16
 from enginewright.plugins.embed_w8 import EMBED_W8
 from enginewright.plugins.gemm_bf16 import GEMM_BF16
 from enginewright.plugins.gemm_fp8a16 import GEMM_FP8A16
+from enginewright.plugins.gemm_w4a8 import GEMM_W4A8
 from enginewright.plugins.gemm_w8a8 import GEMM_W8A8
 from enginewright.plugins.gemm_w8a16 import GEMM_W8A16
 from enginewright.plugins.kernel import KernelBinding
@@ -33,6 +34,7 @@ PLUGINS: Mapping[str, Plugin] = {
         EMBED_W8,
         GEMM_BF16,
         GEMM_FP8A16,
+        GEMM_W4A8,
         GEMM_W8A8,
         GEMM_W8A16,
         KV_WRITE,

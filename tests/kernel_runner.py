@@ -21,7 +21,7 @@ Linear = tuple[int, int, int, int, int, int]  # constant, tokens, sequences, log
 
 COLUMN_ALIGN = 64  # as plan.py has it
 ITEM_BYTES = {"f32": 4, "bf16": 2, "i8": 1}
-NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8", torch.float8_e4m3fn: "e4m3"}
+NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8", torch.float8_e4m3fn: "e4m3", torch.uint8: "u4"}
 NO_ROWS = (0, 0, 0, 0, 0, 0)
 ONE_COLUMN = (1, 0, 0, 0, 0, 0)
 TOKENS = (0, 1, 0, 0, 0, 0)

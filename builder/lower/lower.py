@@ -32,11 +32,13 @@ from enginewright.plugins.paged_attention import BLOCK_SIZE, padded_head_dim
 
 KV_DTYPE = "bf16"
 VIEW_OPS = ("Split", "Reshape")
+OF_GROUPS = ("scale", "zero")  # the roles of matrices with a column for each group of a weight's columns
 DTYPE_NAMES = {
     ir.DataType.FLOAT: "f32",
     ir.DataType.BFLOAT16: "bf16",
     ir.DataType.INT8: "i8",
     ir.DataType.FLOAT8E4M3FN: "e4m3",
+    ir.DataType.UINT8: "u4",  # codes of 4 bits, a byte each in the graph
 }
 
 ROWS = {
@@ -203,7 +205,9 @@ class _Lowering:
         assert value.dtype is not None
         shape = _shape(value)
         gated = node.attributes.get_string("epilogue", "none") != "none"
-        layout = "plain" if len(shape) == 1 else "r16_pairs" if gated else "r16"
+        layout = "plain" if len(shape) == 1 else "r16_columns" if role in OF_GROUPS else "r16"
+        if gated and layout != "plain":
+            layout += "_pairs"
         form = PackedForm(DTYPE_NAMES[value.dtype], shape, layout)
         name = _name(value)
         if name in self.weights and self.weights[name].form != form:

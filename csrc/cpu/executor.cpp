@@ -116,6 +116,7 @@ Operand Executor::bind(const std::string& label, const ArenaSpec& spec) const {
           the + "has no proper columns");
   require(checked_add(checked_add(spec.column_offset, spec.columns), spec.pad) <= spec.stride,
           the + "is narrower than the columns used of it");
+  require(spec.dtype != DType::u4, the + "cannot hold u4");
   operand.max_rows = checked_at(spec.rows, limits_);
   const int64_t row_bytes = spec.stride * bytes_of(spec.dtype);
   operand.data = arena(spec.offset_bytes, checked_mul(operand.max_rows, row_bytes)) +
@@ -134,16 +135,18 @@ Operand Executor::bind(const std::string& label, const WeightSpec& spec) const {
   require(spec.rows > 0 && spec.columns > 0 && spec.columns < kMostColumns,
           "the weight '" + label + "' is empty");
   int64_t rows = spec.rows, columns = spec.columns;
-  if (spec.layout != Layout::plain) {
-    require(spec.dtype == DType::bf16 || bytes_of(spec.dtype) == 1,
-            "the weight '" + label + "' has a layout of bf16, i8 and e4m3 weights, but is " +
+  if (spec.layout == Layout::plain) {
+    require(spec.dtype != DType::u4, "the weight '" + label + "' of u4 cannot be plain");
+  } else {
+    require(spec.dtype != DType::f32 && spec.dtype != DType::i32,
+            "the weight '" + label + "' has a layout of bf16, i8, e4m3 and u4 weights, but is " +
                 name_of(spec.dtype));
-    require(spec.layout == Layout::r16 || rows % 2 == 0, "the weight '" + label + "' has no two halves");
+    require(!in_pairs(spec.layout) || rows % 2 == 0, "the weight '" + label + "' has no two halves");
     require(rows < (int64_t{1} << 40), "the weight '" + label + "' has too many rows");
-    rows = spec.layout == Layout::r16 ? round_up(rows, 16) : 2 * round_up(rows / 2, 16);
-    columns = round_up(columns, 64);
+    rows = in_pairs(spec.layout) ? 2 * round_up(rows / 2, 16) : round_up(rows, 16);
+    if (!by_columns(spec.layout)) columns = round_up(columns, 64);
   }
-  const int64_t bytes = checked_mul(checked_mul(rows, columns), bytes_of(spec.dtype));
+  const int64_t bytes = bytes_of(spec.dtype, checked_mul(checked_mul(rows, columns), 2)) / 2;
   require(bytes <= spec.bytes, "the weight '" + label + "' has " + std::to_string(spec.bytes) +
                                    " bytes, but its shape takes " + std::to_string(bytes));
   const uintptr_t align =

@@ -1,4 +1,4 @@
-// GEMM on AMX tiles (Intel SDM vol. 1, ch. 18): the same kernels as gemm.h and gemm_w8a8.h, for machines with
+// GEMM on AMX tiles (Intel SDM vol. 1, ch. 18): the same kernels as gemm.h and gemm_a8.h, for machines with
 // TDPBF16PS and TDPBSSD.
 //
 // A block of r16 weights is a row of AMX B tiles as it lies in memory: 16 lines are 32 of K x 16 rows. A
@@ -16,7 +16,7 @@
 
 #include "amx.h"
 #include "gemm.h"
-#include "gemm_w8a8.h"
+#include "gemm_a8.h"
 #include "gemv_amx.h"
 
 namespace enginewright {
@@ -346,7 +346,7 @@ class Gemm8A16Amx final : public Kernel {
   const GemmOperands g_;
 };
 
-// Integers are exact in any order: a few tokens pass as they do without tiles.
+// For one run of K: integers are exact in any order, and a few tokens pass as they do without tiles.
 class GemmW8A8Amx final : public Kernel {
  public:
   GemmW8A8Amx(const Operands& operands, const Attributes& attributes)
@@ -367,6 +367,14 @@ class GemmW8A8Amx final : public Kernel {
   const GemmOperands g_;
   const GemmW8A8<Avx512> few_;
 };
+
+// Between runs of K tiles would wait in memory: there vectors are as fast.
+inline std::unique_ptr<Kernel> make_w8a8_amx(const Operands& operands, const Attributes& attributes) {
+  if (GemmOperands(operands, attributes, DType::i8, DType::i8).groups > 1) {
+    return std::make_unique<GemmW8A8<Avx512>>(operands, attributes);
+  }
+  return std::make_unique<GemmW8A8Amx>(operands, attributes);
+}
 
 using GemmW8A16Amx = Gemm8A16Amx<I8Lines<Avx512>, I8Floats>;
 using GemmFp8A16Amx = Gemm8A16Amx<E4m3Lines<Avx512>, E4m3Floats>;

@@ -3,12 +3,19 @@
 //   gemm_bf16@1   x: bf16 [M, K], weight: bf16 r16 [N, K], out: f32 or bf16 [M, N]; bias?: f32 [N]
 //   gemm_w8a16@1  the same with weight: i8, scale: f32 [N]
 //   gemm_fp8a16@1 the same with weight: e4m3, scale: f32 [N]
-//   gemm_w8a8@1   the same with x: i8 and weight: i8, x_scale: f32 [M, 1], scale: f32 [N]
+//   gemm_w8a8@1   the same with x: i8 and weight: i8, x_scale: f32 [M, G], scale: f32 [N]
+//   gemm_w4a8@1   the same with weight: u4, scale: bf16 r16_columns [N, G], zero?: i8 r16_columns [N, G]
 //
-// out = (x · weightᵀ) * x_scale * scale + bias, from left to right in fp32. Products are summed in fp32, but
-// in int32 where x is i8, exactly, since codes are in [-127, 127] and K is at most 2^17. With a gated
-// epilogue ("swiglu", "geglu") weight is r16_pairs [2F, K], gate rows and up rows, scale and bias have 2F,
-// and out [M, F] = act(gate) * up.
+// out = (x · weightᵀ) * scale + bias in fp32, from left to right. Products with bf16 x are summed in fp32.
+//
+// Where x is i8, K is cut into G runs of `group` columns, the last one perhaps shorter (group 0: one run is
+// all of K), and the sum of products of a run is an integer, exact, since codes are in [-127, 127] and a run
+// is at most 2^17 (runs of several: multiples of 32 up to 512). Then (x · weightᵀ) = Σ run sums * x_scale,
+// one FMA a run, in ascending order; with u4 weights each run's sum is multiplied by its scale before that,
+// and a code stands for code - zero, or code - 8 where there are no zeros.
+//
+// With a gated epilogue ("swiglu", "geglu") weight is r16_pairs [2F, K], gate rows and up rows, scale, zero
+// and bias have 2F, and out [M, F] = act(gate) * up.
 #pragma once
 
 #include "kernel.h"
@@ -18,24 +25,34 @@ namespace enginewright {
 enum class Epilogue : uint8_t { none, swiglu, geglu };
 
 struct GemmOperands {
+  static constexpr int64_t kLongestGroup = 512;  // of several
   GemmOperands(const Operands& operands, const Attributes& attributes, DType x_dtype, DType weight_dtype);
 
   Operand x, weight, out;
   Epilogue epilogue = Epilogue::none;
-  const float* x_scale = nullptr;  // null: 1
-  int64_t x_scale_stride = 0;      // from one token to the next
-  const float* scale = nullptr;    // null: 1
-  const float* bias = nullptr;     // null: 0
-  int64_t k_pad = 0;               // columns of x and weight that are read
-  int64_t outputs = 0;             // columns of out
-  int64_t unit_blocks = 1;         // 16-row blocks of weight that make 16 columns of out: 2 if gated
-  int64_t units = 0;               // those of out, the last one perhaps partly outside
-  int64_t block_bytes = 0;         // of weight
+  const float* x_scale = nullptr;         // null: 1
+  int64_t x_scale_stride = 0;             // from one token to the next
+  const float* scale = nullptr;           // of rows; null: 1
+  const uint16_t* group_scale = nullptr;  // bf16, 16 a group and block; null: 1
+  const int8_t* group_zero = nullptr;     // the same; null: 8
+  const float* bias = nullptr;            // null: 0
+  int64_t k_pad = 0;                      // columns of x and weight that are read
+  int64_t group = 0, groups = 1;          // runs of K
+  int64_t outputs = 0;                    // columns of out
+  int64_t unit_blocks = 1;                // 16-row blocks of weight that make 16 columns of out: 2 if gated
+  int64_t units = 0;                      // those of out, the last one perhaps partly outside
+  int64_t block_bytes = 0;                // of weight
 
   bool gated() const { return unit_blocks == 2; }
   // `operations`: those of Work that products of x and weight are.
   Work work(const Sizes& sizes, int64_t Work::* operations) const;
   const std::byte* block(int64_t index) const { return weight.data + index * block_bytes; }
+
+ private:
+  void bind_integers(const Operands& operands, const Attributes& attributes);
+  const Operand& of_groups(const Operands& operands, const std::string& name, DType dtype);
+
+  int64_t scale_bytes_ = 0;  // of scales, zeros and biases
 };
 
 }  // namespace enginewright

@@ -64,7 +64,7 @@ KernelTable amx_table() {
   table["gemm_bf16@1"] = make_kernel<GemmBf16Amx>;
   table["gemm_fp8a16@1"] = make_kernel<GemmFp8A16Amx>;
   table["gemm_w8a16@1"] = make_kernel<GemmW8A16Amx>;
-  table["gemm_w8a8@1"] = make_kernel<GemmW8A8Amx>;
+  table["gemm_w8a8@1"] = make_w8a8_amx;
   table["paged_attention@1"] = make_kernel<PagedAttention<Avx512, AmxSplitAttention>>;
   return table;
 }

@@ -24,7 +24,7 @@
 
 namespace enginewright {
 
-enum class DType : uint8_t { f32, bf16, i32, i8, e4m3 };  // e4m3: FP8, see bf16_tables.h
+enum class DType : uint8_t { f32, bf16, i32, i8, e4m3, u4 };  // e4m3: FP8, see bf16_tables.h
 
 // Sizes of one step; see enginewright/plan.py.
 struct Sizes {
@@ -49,10 +49,20 @@ struct Linear {
 //   r16        blocks of 16 rows (the last one padded with zero rows); in a block, 64-byte lines of
 //              4 bytes of K for each of the 16 rows. bf16: element (n, k) is at line
 //              (n / 16) * (K_pad / 2) + k / 2, position (n % 16) * 2 + k % 2. i8 and e4m3: the same with 4
-//              for 2.
+//              for 2. u4: byte (n % 16) * 4 + k % 4 of a line has (n, k) in its low half and (n, k + 4) in
+//              its high half, for k = 8 line + 0 … 3.
 //   r16_pairs  two matrices of rows / 2 rows each, stored as r16 with their blocks interleaved:
 //              first[0:16], second[0:16], first[16:32], … (gate and up of a gated MLP).
-enum class Layout : uint8_t { plain, r16, r16_pairs };
+//   r16_columns, r16_columns_pairs   what belongs to groups of K, in the same blocks of 16 rows, column by
+//              column: element (n, g) is at (n / 16 * columns + g) * 16 + n % 16. K is not padded.
+enum class Layout : uint8_t { plain, r16, r16_pairs, r16_columns, r16_columns_pairs };
+
+inline bool in_pairs(Layout layout) {
+  return layout == Layout::r16_pairs || layout == Layout::r16_columns_pairs;
+}
+inline bool by_columns(Layout layout) {
+  return layout == Layout::r16_columns || layout == Layout::r16_columns_pairs;
+}
 
 // The KV pools of one layer, bf16: blocks of the layout above in the other direction. head_dim is padded with
 // zeros to a multiple of 32 (head_dim_pad). For block b and kv head h both pools have a tile of

@@ -31,17 +31,20 @@ Sizes sizes_of(const SizesTuple& tuple) {
 }
 
 DType dtype_of(const std::string& name) {
-  for (const DType dtype : {DType::f32, DType::bf16, DType::i32, DType::i8, DType::e4m3}) {
+  for (const DType dtype : {DType::f32, DType::bf16, DType::i32, DType::i8, DType::e4m3, DType::u4}) {
     if (name == name_of(dtype)) return dtype;
   }
-  throw std::invalid_argument("there is no dtype '" + name + "'; known: f32, bf16, i32, i8, e4m3");
+  throw std::invalid_argument("there is no dtype '" + name + "'; known: f32, bf16, i32, i8, e4m3, u4");
 }
 
 Layout layout_of(const std::string& name) {
   if (name == "plain") return Layout::plain;
   if (name == "r16") return Layout::r16;
-  require(name == "r16_pairs", "there is no layout '" + name + "'; known: plain, r16, r16_pairs");
-  return Layout::r16_pairs;
+  if (name == "r16_pairs") return Layout::r16_pairs;
+  if (name == "r16_columns") return Layout::r16_columns;
+  require(name == "r16_columns_pairs",
+          "there is no layout '" + name + "'; known: plain, r16, r16_pairs, r16_columns, r16_columns_pairs");
+  return Layout::r16_columns_pairs;
 }
 
 struct StepSpec {

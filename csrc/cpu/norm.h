@@ -5,7 +5,7 @@
 //   add_rms_norm@1  sum = x + delta; normed = rms_norm(sum), over whole rows. sum may be x or delta.
 //
 // x, delta, sum: f32 [rows, columns]; weight: f32 [W]; out, normed: f32 or bf16, or i8 as quantize.h has it,
-// with scale: f32 [rows, 1] beside it and W the whole row. Squares are summed in four accumulators of 16
+// with scale: f32 [rows, runs] beside it and W the whole row. Squares are summed in four accumulators of 16
 // lanes by column, then in one tree: the same bits for every row, wherever it stands.
 #pragma once
 
@@ -56,11 +56,13 @@ struct NormedRow {
 template <class S>
 class NormOut {
  public:
-  NormOut(const Operands& operands, const std::string& name, const Operand& x, const Operand& weight)
+  NormOut(const Operands& operands, const Attributes& attributes, const std::string& name, const Operand& x,
+          const Operand& weight)
       : out_(operand(operands, name)), columns_(x.columns), width_(weight.columns) {
     if (out_.dtype == DType::i8) {
       require(width_ == columns_, "a row is quantized as a whole, so 'weight' must be as wide as 'x'");
-      quantized_.emplace(matrix(operands, name, DType::i8), matrix(operands, "scale", DType::f32));
+      quantized_.emplace(matrix(operands, name, DType::i8), matrix(operands, "scale", DType::f32),
+                         attributes);
     } else {
       float_matrix(operands, name);
       require(operands.count("scale") == 0, "'scale' belongs to an output of i8");
@@ -99,9 +101,9 @@ class RmsNorm final : public Kernel {
   RmsNorm(const Operands& operands, const Attributes& attributes)
       : x_(matrix(operands, "x", DType::f32)),
         weight_(vector_weight(operands, "weight", operand(operands, "weight").columns)),
-        out_(operands, "out", x_, weight_),
+        out_(operands, attributes, "out", x_, weight_),
         epsilon_(checked_epsilon(attributes)) {
-    require_known(operands, attributes, {"x", "weight", "out", "scale"}, {"epsilon"});
+    require_known(operands, attributes, {"x", "weight", "out", "scale"}, {"epsilon", "group"});
     require(x_.columns % weight_.columns == 0, "the width of 'weight' does not divide the columns of 'x'");
   }
 
@@ -136,9 +138,10 @@ class AddRmsNorm final : public Kernel {
         delta_(matrix(operands, "delta", DType::f32)),
         weight_(vector_weight(operands, "weight", x_.columns)),
         sum_(matrix(operands, "sum", DType::f32)),
-        normed_(operands, "normed", x_, weight_),
+        normed_(operands, attributes, "normed", x_, weight_),
         epsilon_(checked_epsilon(attributes)) {
-    require_known(operands, attributes, {"x", "delta", "weight", "sum", "normed", "scale"}, {"epsilon"});
+    require_known(operands, attributes, {"x", "delta", "weight", "sum", "normed", "scale"},
+                  {"epsilon", "group"});
     for (const Operand* other : {&delta_, &sum_}) {
       require_same_rows(x_, *other);
       require_columns(*other, x_.columns);

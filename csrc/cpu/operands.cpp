@@ -18,20 +18,24 @@ const char* name_of(DType dtype) {
       return "i32";
     case DType::e4m3:
       return "e4m3";
+    case DType::u4:
+      return "u4";
     default:
       return "i8";
   }
 }
 
-int64_t bytes_of(DType dtype) {
+int64_t bytes_of(DType dtype, int64_t elements) {
   switch (dtype) {
     case DType::f32:
     case DType::i32:
-      return 4;
+      return 4 * elements;
     case DType::bf16:
-      return 2;
+      return 2 * elements;
+    case DType::u4:
+      return elements / 2;
     default:
-      return 1;
+      return elements;
   }
 }
 

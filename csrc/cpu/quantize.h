@@ -1,12 +1,11 @@
-// Rows as int8 with a scale a row: symmetric, codes in [-127, 127].
+// Rows as int8 with a scale for each run of columns: symmetric, codes in [-127, 127].
 //
-//   quantize_rows@1  scale = largest / 127, q = round(x * (127 / largest)), where largest = max |x| of the
-//   row
+//   quantize_rows@1  scale = largest / 127, q = round(x * (127 / largest)), where largest = max |x| of a run
 //
-// x: f32 or bf16 [rows, K]; q: i8 [rows, K]; scale: f32 [rows, 1]. All in fp32, ties to even: the same bits
-// on every instruction set. A largest below 2^-120 counts as 0, since 127 / largest must be finite: scale 0,
-// codes 0. A NaN or an infinity makes the row's scale NaN, so that it is never lost; the codes mean nothing
-// then.
+// x: f32 or bf16 [rows, K]; q: i8 [rows, K]; scale: f32 [rows, runs]. All in fp32, ties to even: the same
+// bits on every instruction set. A largest below 2^-120 counts as 0, since 127 / largest must be finite:
+// scale 0, codes 0. A NaN or an infinity makes the run's scale NaN, so that it is never lost; the codes mean
+// nothing then.
 #pragma once
 
 #include "operands.h"
@@ -15,49 +14,67 @@
 namespace enginewright {
 namespace {
 
+// The runs of columns that share a scale: each of `group` columns, the last one perhaps shorter; 0 is the
+// whole row.
+inline int64_t run_of(const Attributes& attributes, int64_t columns) {
+  const int64_t group = integer(attributes, "group", 0, int64_t{1} << 17);
+  require(group % 32 == 0, "the attribute 'group' must be a multiple of 32");
+  return group == 0 || group > columns ? columns : group;
+}
+
 // Where quantized rows go: checked, and written a row at a time.
 class QuantizedRows {
  public:
-  QuantizedRows(const Operand& codes, const Operand& scale) : codes_(codes), scale_(scale) {
+  QuantizedRows(const Operand& codes, const Operand& scale, const Attributes& attributes)
+      : codes_(codes), scale_(scale), run_(run_of(attributes, codes.columns)) {
     require_same_rows(codes, scale);
-    require_columns(scale, 1);
+    require_columns(scale, (codes.columns + run_ - 1) / run_);
   }
 
   // Row is what x is read from: at(column) gives 16 columns, first(column, n) n of them and zeros behind.
   template <class S, class Row>
   ENGINEWRIGHT_INLINE void put(int64_t row, const Row& x) const {
+    int8_t* codes = codes_.as<int8_t>() + row * codes_.stride;
+    float* scale = scale_.as<float>() + row * scale_.stride;
+    for (int64_t begin = 0; begin < codes_.columns; begin += run_, ++scale) {
+      const int64_t left = codes_.columns - begin;
+      put_run<S>(x, begin, left < run_ ? codes_.columns : begin + run_, codes, scale);
+    }
+    std::memset(codes + codes_.columns, 0, static_cast<size_t>(codes_.pad));
+  }
+
+ private:
+  template <class S, class Row>
+  static ENGINEWRIGHT_INLINE void put_run(const Row& x, int64_t begin, int64_t end, int8_t* codes,
+                                          float* scale) {
     using F = typename S::F;
-    const int64_t columns = codes_.columns;
     F most[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
     F lost[4] = {S::zero(), S::zero(), S::zero(), S::zero()};  // NaN where x is not finite
-    int64_t i = 0;
-    for (; i + 64 <= columns; i += 64) {
+    int64_t i = begin;
+    for (; i + 64 <= end; i += 64) {
       for (int j = 0; j < 4; ++j) {
         const F v = x.at(i + 16 * j);
         most[j] = S::max(most[j], S::abs(v));
         lost[j] = S::fma(v, S::zero(), lost[j]);
       }
     }
-    for (; i < columns; i += 16) {
-      const F v = columns - i < 16 ? x.first(i, columns - i) : x.at(i);
+    for (; i < end; i += 16) {
+      const F v = end - i < 16 ? x.first(i, end - i) : x.at(i);
       most[0] = S::max(most[0], S::abs(v));
       lost[0] = S::fma(v, S::zero(), lost[0]);
     }
     const float largest = S::reduce_max(S::max(S::max(most[0], most[1]), S::max(most[2], most[3])));
     const float nan_or_zero = S::reduce_add(S::add(S::add(lost[0], lost[1]), S::add(lost[2], lost[3])));
     const bool zero = largest < 0x1p-120f;
-    scale_.as<float>()[row * scale_.stride] = (zero ? 0.0f : largest / 127.0f) + nan_or_zero;
+    *scale = (zero ? 0.0f : largest / 127.0f) + nan_or_zero;
 
     const F factor = S::set1(zero ? 0.0f : 127.0f / largest);
-    int8_t* out = codes_.as<int8_t>() + row * codes_.stride;
-    for (i = 0; i + 16 <= columns; i += 16) S::store_i8(out + i, code<S>(S::mul(x.at(i), factor)));
-    if (const int64_t n = columns - i; n > 0) {
-      S::store_i8_first(out + i, code<S>(S::mul(x.first(i, n), factor)), n);
+    for (i = begin; i + 16 <= end; i += 16) S::store_i8(codes + i, code<S>(S::mul(x.at(i), factor)));
+    if (const int64_t n = end - i; n > 0) {
+      S::store_i8_first(codes + i, code<S>(S::mul(x.first(i, n), factor)), n);
     }
-    std::memset(out + columns, 0, static_cast<size_t>(codes_.pad));
   }
 
- private:
   // Held to the codes' range, for rows that are not finite.
   template <class S>
   static ENGINEWRIGHT_INLINE typename S::F code(typename S::F x) {
@@ -65,6 +82,7 @@ class QuantizedRows {
   }
 
   const Operand codes_, scale_;
+  const int64_t run_;
 };
 
 template <class S>
@@ -73,8 +91,8 @@ class QuantizeRows final : public Kernel {
   QuantizeRows(const Operands& operands, const Attributes& attributes)
       : x_(float_matrix(operands, "x")),
         q_(matrix(operands, "q", DType::i8)),
-        out_(q_, matrix(operands, "scale", DType::f32)) {
-    require_known(operands, attributes, {"x", "q", "scale"}, {});
+        out_(q_, matrix(operands, "scale", DType::f32), attributes) {
+    require_known(operands, attributes, {"x", "q", "scale"}, {"group"});
     require_same_rows(x_, q_);
     require_columns(q_, x_.columns);
   }

@@ -28,7 +28,7 @@ struct Avx2 {
   struct Bytes4 {
     __m256i signs, largest;  // themselves, and their absolute values
   };
-  static constexpr int tile_tokens = 2, tile_blocks = 2, gemv_blocks = 4;  // of gemm_w8a8.h
+  static constexpr int tile_tokens = 2, tile_blocks = 2, gemv_blocks = 4;  // of gemm_a8.h
 
   static ENGINEWRIGHT_INLINE F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
   static ENGINEWRIGHT_INLINE F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -161,7 +161,38 @@ struct Avx2 {
   static ENGINEWRIGHT_INLINE I dot_i8(I acc, Line w, Bytes4 x) {
     return {_mm256_add_epi32(acc.a, dot_i8(w.a, x)), _mm256_add_epi32(acc.b, dot_i8(w.b, x))};
   }
-  static ENGINEWRIGHT_INLINE int32_t sum_i8(const int8_t*, int64_t) { return 0; }
+  static ENGINEWRIGHT_INLINE void expand_u4(const void* p, Line& low, Line& high) {
+    const Line both = load_line(p);
+    const __m256i mask = _mm256_set1_epi8(0x0f);
+    low = {_mm256_and_si256(both.a, mask), _mm256_and_si256(both.b, mask)};
+    high = {_mm256_and_si256(_mm256_srli_epi16(both.a, 4), mask),
+            _mm256_and_si256(_mm256_srli_epi16(both.b, 4), mask)};
+  }
+  // Two products are at most 2 * 15 * 127, which int16 holds.
+  static ENGINEWRIGHT_INLINE I dot_u4(I acc, Line w, Bytes4 x) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    acc.a = _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, x.signs), ones));
+    acc.b = _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, x.signs), ones));
+    return acc;
+  }
+  static ENGINEWRIGHT_INLINE I widen_i8(const int8_t* p) {
+    const __m128i lanes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi8_epi32(lanes), _mm256_cvtepi8_epi32(_mm_srli_si128(lanes, 8))};
+  }
+  static ENGINEWRIGHT_INLINE I mul_i(I x, I y) {
+    return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)};
+  }
+  static ENGINEWRIGHT_INLINE int32_t sum_i8(const int8_t* p, int64_t n) {
+    const __m256i ones = _mm256_set1_epi8(1);
+    __m256i sum = _mm256_setzero_si256();
+    for (int64_t i = 0; i < n; i += 32) {
+      const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i));
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(ones, x), _mm256_set1_epi16(1)));
+    }
+    const __m128i half = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+    const __m128i pair = _mm_add_epi32(half, _mm_unpackhi_epi64(half, half));
+    return _mm_cvtsi128_si32(pair) + _mm_extract_epi32(pair, 1);
+  }
 
   // Eight pairs of bf16 as floats: the first of each pair, and the second.
   static ENGINEWRIGHT_INLINE __m256 low_bf16(__m256i pairs) {

@@ -123,14 +123,26 @@ struct Avx512 {
     return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128));
   }
   static ENGINEWRIGHT_INLINE I dot_i8(I acc, Line w, Bytes4 x) { return _mm512_dpbusd_epi32(acc, w, x); }
+  static ENGINEWRIGHT_INLINE void expand_u4(const void* p, Line& low, Line& high) {
+    const __m512i both = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(0x0f);
+    low = _mm512_and_si512(both, mask);
+    high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+  }
+  static ENGINEWRIGHT_INLINE I dot_u4(I acc, Line w, Bytes4 x) { return _mm512_dpbusd_epi32(acc, w, x); }
+  static ENGINEWRIGHT_INLINE I widen_i8(const int8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static ENGINEWRIGHT_INLINE I mul_i(I a, I b) { return _mm512_mullo_epi32(a, b); }
   static ENGINEWRIGHT_INLINE int32_t sum_i8(const int8_t* p, int64_t n) {
-    const __m512i ones = _mm512_set1_epi8(1);
-    __m512i sum = _mm512_setzero_si512();
-    for (int64_t i = 0; i < n; i += 64) sum = _mm512_dpbusd_epi32(sum, ones, _mm512_loadu_si512(p + i));
-    int32_t lanes[16], total = 0;
-    _mm512_storeu_si512(lanes, sum);
-    for (const int32_t lane : lanes) total += lane;
-    return total;
+    const __m256i ones = _mm256_set1_epi8(1);
+    __m256i sum = _mm256_setzero_si256();
+    for (int64_t i = 0; i < n; i += 32) {
+      const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i));
+      sum = _mm256_dpbusd_epi32(sum, ones, x);
+    }
+    const __m128i half = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+    const __m128i pair = _mm_add_epi32(half, _mm_unpackhi_epi64(half, half));
+    return _mm_cvtsi128_si32(pair) + _mm_extract_epi32(pair, 1);
   }
 
  private:

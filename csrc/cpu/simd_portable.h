@@ -29,7 +29,11 @@
 //   load_i8(ptr)                   an i8 line as dot_i8 wants it: i8_bias larger, as unsigned bytes, if that
 //                                  is not 0
 //   dot_i8(I, Line w, Bytes4 x)    acc[i] + the sum of w[i][j] * x[j]; codes are in [-127, 127]
-//   sum_i8(ptr, n)                 the sum of n int8, a multiple of 64; where i8_bias is not 0
+//   expand_u4(ptr, Line&, Line&)   64 bytes as two lines of unsigned bytes, low halves and high halves, as
+//                                  dot_u4 wants them
+//   dot_u4(I, Line w, Bytes4 x)    as dot_i8
+//   widen_i8(ptr)                  16 int8 as I; mul_i: lane by lane
+//   sum_i8(ptr, n)                 the sum of n int8, a multiple of 32
 //   prefetch(ptr)                  towards L1
 //   tile_tokens, tile_blocks       the GEMM tile whose accumulators fit the registers; gemv_blocks: blocks of
 //                                  16 rows that one token passes together; both powers of 2, at least 2
@@ -269,7 +273,28 @@ struct Portable {
     }
     return acc;
   }
-  static ENGINEWRIGHT_INLINE int32_t sum_i8(const int8_t*, int64_t) { return 0; }
+  static ENGINEWRIGHT_INLINE void expand_u4(const void* p, Line& low, Line& high) {
+    const Line both = load_line(p);
+    for (int i = 0; i < 4; ++i) {
+      low.q[i] = both.q[i] & 0x0f0f0f0fu;
+      high.q[i] = both.q[i] >> 4 & 0x0f0f0f0fu;
+    }
+  }
+  static ENGINEWRIGHT_INLINE I dot_u4(I acc, const Line& w, Bytes4 x) { return dot_i8(acc, w, x); }
+  static ENGINEWRIGHT_INLINE I widen_i8(const int8_t* p) {
+    int32_t lanes[16];
+    for (int i = 0; i < 16; ++i) lanes[i] = p[i];
+    return load_i(lanes);
+  }
+  static ENGINEWRIGHT_INLINE I mul_i(I a, const I& b) {
+    for (int i = 0; i < 4; ++i) a.q[i] = a.q[i] * b.q[i];
+    return a;
+  }
+  static ENGINEWRIGHT_INLINE int32_t sum_i8(const int8_t* p, int64_t n) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += p[i];
+    return sum;
+  }
 
  private:
   static ENGINEWRIGHT_INLINE float from_bits(uint32_t bits) {

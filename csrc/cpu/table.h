@@ -5,7 +5,7 @@
 #include "elementwise.h"
 #include "embed.h"
 #include "gemm.h"
-#include "gemm_w8a8.h"
+#include "gemm_a8.h"
 #include "kernel.h"
 #include "norm.h"
 #include "quantize.h"
@@ -35,6 +35,7 @@ KernelTable make_table(KernelTable table) {
       {"embed_bf16@1", make_kernel<EmbedBf16<S>>},
       {"embed_w8@1", make_kernel<EmbedW8<S>>},
       {"gather_rows@1", make_kernel<GatherRows<S>>},
+      {"gemm_w4a8@1", make_kernel<GemmW4A8<S>>},
       {"gemm_w8a8@1", make_kernel<GemmW8A8<S>>},
       {"quantize_rows@1", make_kernel<QuantizeRows<S>>},
       {"rms_norm@1", make_kernel<RmsNorm<S>>},

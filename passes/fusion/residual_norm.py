@@ -31,7 +31,7 @@ class FuseResidualNorm:
                 refusals.append(f"{norm.name} normalizes a sum of different shapes.")
                 continue
             epsilon = norm.attributes.get_float("epsilon", 1e-5)
-            fused = ADD_RMS_NORM.node([x, delta, weight], epsilon=epsilon, to=int(ir.DataType.FLOAT))
+            fused = ADD_RMS_NORM.node([x, delta, weight], epsilon=epsilon, to=int(ir.DataType.FLOAT), group=0)
             fused.name = norm.name
             replace([add, norm], [fused], list(zip((add.outputs[0], norm.outputs[0]), fused.outputs, strict=True)))
             rewrites += 1

@@ -46,7 +46,10 @@ def _round(node: ir.Node) -> str | None:
         return f"{value.name} is used unrounded, too."
     if not _can_round(value, producer, to):
         return f"{producer.name} ({producer.op_type}) cannot {'quantize' if to == ir.DataType.INT8 else 'round'}."
-    rounding = _rounding(producer, to)
+    group = {user.attributes.get_int("group", 0) for user in users}
+    if len(group) > 1:
+        return f"{value.name} is quantized in several ways."
+    rounding = _rounding(producer, int(to), *group)
     rounding.name = producer.name
     last = len(producer.outputs) - 1  # `to` is of this one; a scale follows if it is INT8
     rounded = rounding.outputs[last:]
@@ -77,10 +80,12 @@ def _can_round(value: ir.Value, producer: ir.Node, to: ir.DataType) -> bool:
     return "to" in plugin.attributes and (to != ir.DataType.INT8 or plugin.outputs[-1] == "scale?")
 
 
-def _rounding(producer: ir.Node, to: ir.DataType) -> ir.Node:
+def _rounding(producer: ir.Node, to: int, group: int) -> ir.Node:
     """The node that does what `producer` does, and rounds."""
     plugin = plugin_of(producer)
     if plugin is None:
-        return RMS_NORM.node(producer.inputs, epsilon=producer.attributes.get_float("epsilon", 1e-5), to=int(to))
+        epsilon = producer.attributes.get_float("epsilon", 1e-5)
+        return RMS_NORM.node(producer.inputs, epsilon=epsilon, to=to, group=group)
     attributes = {name: attribute.value for name, attribute in producer.attributes.items()}
-    return plugin.node(producer.inputs, **{**attributes, "to": int(to)})
+    changed = {"to": to, "group": group}
+    return plugin.node(producer.inputs, **{name: changed.get(name, old) for name, old in attributes.items()})

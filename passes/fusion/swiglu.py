@@ -33,7 +33,8 @@ class FuseSwiGlu:
             if not all(only_used_by(value, split, *gated.nodes) for value in inner):
                 refusals.append(f"A value between {gemm.name} and {node.name} is used elsewhere, too.")
                 continue
-            fused = plugin.node(gemm.inputs, epilogue=gated.epilogue, to=int(ir.DataType.FLOAT))
+            attributes = {name: attribute.value for name, attribute in gemm.attributes.items()}
+            fused = plugin.node(gemm.inputs, **{**attributes, "epilogue": gated.epilogue})
             fused.name = gemm.name
             replace([gemm, split, *gated.nodes], [fused], [(node.outputs[0], fused.outputs[0])])
             rewrites += 1

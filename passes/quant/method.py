@@ -22,7 +22,7 @@ from enginewright.plugins.softcap import SOFTCAP
 class QuantConfig(ABC):
     """A method and its settings.
 
-    name: what `--quant` calls it. activations: what a GEMM reads, BFLOAT16, or INT8 with a scale a token.
+    name: what `--quant` calls it. activations: what a GEMM reads, BFLOAT16, or INT8 with scales.
     """
 
     name: ClassVar[str]
@@ -33,13 +33,18 @@ class QuantConfig(ABC):
         """The method of weights with a row for each token: of embeddings, and of the head, which may share one."""
         return self
 
+    @property
+    def activation_group(self) -> int:
+        """Columns of INT8 activations that share a scale; 0 where all of a row do."""
+        return 0
+
     @abstractmethod
     def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
         """The initializers that stand for a weight [N, K]: the values first, then scales if there are any."""
 
     @abstractmethod
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
-        """x: [..., K] in `activations`, and its scale [..., 1] if that is INT8. Gives FLOAT [..., N]."""
+        """x: [..., K] in `activations`, and its scales [..., G] if that is INT8. Gives FLOAT [..., N]."""
 
     @abstractmethod
     def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:
@@ -84,7 +89,7 @@ class _Run:
         self.refusals: list[str] = []
         self._tables = tables_of(model)
         self._weights: dict[ir.Value, Sequence[ir.Value]] = {}
-        self._rounded: dict[tuple[ir.Value, ir.DataType], Sequence[ir.Value]] = {}
+        self._rounded: dict[tuple[ir.Value, ir.DataType, int], Sequence[ir.Value]] = {}
 
     def linear(self, matmul: ir.Node) -> None:
         product = matmul.outputs[0]
@@ -94,7 +99,7 @@ class _Run:
             self.refusals.append(f"{matmul.name} does not multiply with a weight.")
             return
         method = self._method(found.weight)
-        x, rounding = self._round(found.x, method.activations)
+        x, rounding = self._round(found.x, method.activations, method.activation_group)
         gemm = method.gemm(x, self._quantized(found.weight), found.bias)
         gemm.name = found.output.name
         transpose, *own = found.nodes
@@ -141,12 +146,12 @@ class _Run:
     def _method(self, weight: ir.Value) -> QuantConfig:
         return self.config.tables if weight in self._tables else self.config
 
-    def _round(self, x: ir.Value, to: ir.DataType) -> tuple[Sequence[ir.Value], list[ir.Node]]:
+    def _round(self, x: ir.Value, to: ir.DataType, group: int) -> tuple[Sequence[ir.Value], list[ir.Node]]:
         """x in the precision of activations; layers with one input share it."""
-        if (x, to) in self._rounded:
-            return self._rounded[x, to], []
+        if (x, to, group) in self._rounded:
+            return self._rounded[x, to, group], []
         if to == ir.DataType.INT8:
-            node = QUANTIZE_ROWS.node([x])
+            node = QUANTIZE_ROWS.node([x], group=group)
             node.name = f"{x.name}.quantized"
             for output, name in zip(node.outputs, (node.name, f"{node.name}.scale"), strict=True):
                 output.name = name
@@ -154,5 +159,5 @@ class _Run:
             assert x.shape is not None
             rounded = typed(f"{x.name}.rounded", to, x.shape.dims)
             node = standard("Cast", [x], [rounded], str(rounded.name), to=int(to))
-        self._rounded[x, to] = node.outputs
+        self._rounded[x, to, group] = node.outputs
         return node.outputs, [node]

@@ -20,7 +20,8 @@ MAX_BYTES = 2**53  # of a section or a file: whole numbers up to here survive ev
 MAX_NAME = 255
 ROWS = 16  # rows of an r16 block
 K_ALIGN = 64  # elements; columns of r16 layouts are padded to this
-MATRIX_DTYPES = ("bf16", "i8", "e4m3")  # what the r16 layouts hold
+MATRIX_DTYPES = ("bf16", "i8", "e4m3", "u4")  # what r16 and r16_pairs hold
+COLUMN_DTYPES = ("bf16", "i8")  # what r16_columns and r16_columns_pairs hold
 _SECTION_NAME = re.compile(r"[!#-\[\]-~]{1,255}")  # printable ASCII but '"' and '\\'
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
@@ -157,10 +158,13 @@ def packed_bytes(dtype: str, shape: tuple[int, ...], layout: str) -> int:
     rows, columns = shape if len(shape) == 2 else (1, shape[0])
     if layout == "plain" and dtype in DTYPE_BYTES:
         return rows * columns * DTYPE_BYTES[dtype]
-    if layout not in ("r16", "r16_pairs") or dtype not in MATRIX_DTYPES or len(shape) != 2:
+    by_columns = layout in ("r16_columns", "r16_columns_pairs")
+    known = by_columns or layout in ("r16", "r16_pairs")
+    if not known or dtype not in (COLUMN_DTYPES if by_columns else MATRIX_DTYPES) or len(shape) != 2:
         raise ValueError(f"no {dtype!r} tensor of {len(shape)} dimensions has the layout {layout!r}")
-    parts = 2 if layout == "r16_pairs" else 1
+    parts = 2 if layout.endswith("_pairs") else 1
     if rows % parts:
         raise ValueError(f"{rows} rows cannot be pairs")
-    blocks = parts * -(-(rows // parts) // ROWS)
-    return blocks * ROWS * -(-columns // K_ALIGN) * K_ALIGN * DTYPE_BYTES[dtype]
+    elements = parts * -(-(rows // parts) // ROWS) * ROWS
+    elements *= columns if by_columns else -(-columns // K_ALIGN) * K_ALIGN
+    return elements // 2 if dtype == "u4" else elements * DTYPE_BYTES[dtype]

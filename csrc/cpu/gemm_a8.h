@@ -1,0 +1,312 @@
+// GEMM with int8 activations, weights i8 or u4, for any instruction set (gemm_operands.h has the shapes).
+//
+// The sum of products of a run of K is an integer, exact in any order, so that every way through the weights
+// gives the same bits, on every instruction set with one FMA; what follows it is fp32 in one order.
+//
+//   few tokens   weights pass once, as they come from memory
+//   many tokens  a piece of K of a few blocks of weights is copied to where it stays in L1, as dots want it
+//                (u4 a byte each); all tokens of a panel pass it, while their sums wait in scratch
+//
+// Codes in memory are larger than the numbers that they stand for: u4 by its zero, i8 by S::i8_bias, where
+// dot_i8 wants it so. A run's sum therefore begins with -zero * (sum of the run of x).
+#pragma once
+
+#include "gemm_epilogue.h"
+#include "gemm_operands.h"
+#include "operands.h"
+
+namespace enginewright {
+namespace {
+
+// How weights lie in memory: `lines` lines of 16 rows x 4 of K in every 64 bytes.
+template <class S>
+struct I8Codes {
+  using Line = typename S::Line;
+  static constexpr DType dtype = DType::i8;
+  static constexpr int lines = 1;
+  static constexpr bool scaled = false;  // by runs
+  static constexpr int32_t zero = S::i8_bias;
+  static ENGINEWRIGHT_INLINE void load(const std::byte* p, Line (&w)[lines]) { w[0] = S::load_i8(p); }
+  static ENGINEWRIGHT_INLINE typename S::I dot(typename S::I acc, Line w, typename S::Bytes4 x) {
+    return S::dot_i8(acc, w, x);
+  }
+};
+
+template <class S>
+struct U4Codes {
+  using Line = typename S::Line;
+  static constexpr DType dtype = DType::u4;
+  static constexpr int lines = 2;
+  static constexpr bool scaled = true;
+  static constexpr int32_t zero = 8;
+  static ENGINEWRIGHT_INLINE void load(const std::byte* p, Line (&w)[lines]) { S::expand_u4(p, w[0], w[1]); }
+  static ENGINEWRIGHT_INLINE typename S::I dot(typename S::I acc, Line w, typename S::Bytes4 x) {
+    return S::dot_u4(acc, w, x);
+  }
+};
+
+template <class S, class Codes>
+class GemmA8 final : public Kernel {
+ public:
+  GemmA8(const Operands& operands, const Attributes& attributes)
+      : g_(operands, attributes, DType::i8, Codes::dtype),
+        finish_(g_),
+        k_end_(g_.groups * g_.group < g_.k_pad ? g_.groups * g_.group : g_.k_pad),
+        piece_k_(g_.groups == 1 ? kPieceK : kPieceK / g_.group * g_.group) {}
+
+  int64_t scratch_bytes() const override {
+    return kPieceBytes + panel_tokens() * (kBlocks * 64 + g_.groups * int64_t{sizeof(int32_t)});
+  }
+
+  Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::int8_ops); }
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    const int64_t tokens = g_.x.rows.at(sizes), most = panel_tokens();
+    const Range mine = share(g_.units, worker);
+    const int64_t begin = mine.begin * g_.unit_blocks, end = mine.end * g_.unit_blocks;
+    for (int64_t row = 0; row < tokens; row += most) {
+      const Panel panel = panel_at(row, tokens - row < most ? tokens - row : most, worker.scratch);
+      if (tokens <= kTokens) {
+        few<kTokens>(panel, begin, end);
+      } else if (g_.groups == 1) {
+        pass_groups<kTokens, kBlocks>(panel, begin, end);
+      } else {
+        pass_groups<kTokens, 2>(panel, begin, end);  // registers hold sums of two kinds
+      }
+    }
+  }
+
+ private:
+  using I = typename S::I;
+  using F = typename S::F;
+  using Line = typename S::Line;
+  static constexpr int kTokens = S::tile_tokens, kBlocks = S::tile_blocks, kLines = Codes::lines;
+  static constexpr int64_t kLineK = 4 * kLines;                   // of K, in 64 bytes
+  static constexpr int64_t kPieceK = 512;                         // at least the longest of several runs
+  static constexpr int64_t kPieceBytes = kBlocks * kPieceK * 16;  // of L1
+  static constexpr int64_t kPanelBytes = 1 << 19;                 // of x: a part of L2
+  static constexpr int64_t kPrefetchBytes = 1024;                 // ahead in each block
+  static_assert(kPieceK >= GemmOperands::kLongestGroup);
+
+  // Tokens of a panel, a multiple of 16.
+  int64_t panel_tokens() const {
+    const int64_t fit = round_up(kPanelBytes / g_.k_pad, 16), all = round_up(g_.x.max_rows, 16);
+    return all < fit ? all : fit;
+  }
+
+  struct Panel {
+    int64_t row, tokens;
+    std::byte* weights;  // (piece_k_ / 4, blocks, 64)
+    float* sums;         // of tile after tile, (blocks, tokens of the tile, 16); of a run cut in two, int32
+    int32_t* first;      // (tokens, groups): what the runs' sums begin with, or are to be multiplied by zero
+  };
+
+  Panel panel_at(int64_t row, int64_t tokens, std::byte* scratch) const {
+    auto* sums = reinterpret_cast<float*>(scratch + kPieceBytes);
+    const Panel panel{row, tokens, scratch, sums, reinterpret_cast<int32_t*>(sums + tokens * kBlocks * 16)};
+    const int32_t zero = g_.group_zero != nullptr ? 1 : Codes::zero;
+    for (int64_t m = 0; m < tokens; ++m) {
+      for (int64_t g = 0; g < g_.groups; ++g) {
+        panel.first[m * g_.groups + g] =
+            zero == 0 ? 0 : -zero * S::sum_i8(x(row + m) + g * g_.group, depth(g * g_.group, k_end_));
+      }
+    }
+    return panel;
+  }
+
+  const int8_t* x(int64_t row) const { return g_.x.as<const int8_t>() + row * g_.x.stride; }
+  // Of a run that begins at k, up to `end`.
+  int64_t depth(int64_t k, int64_t end) const { return end - k < g_.group ? end - k : g_.group; }
+
+  // As many blocks at once as registers hold sums of, twice. Their number is a power of 2, and at least 2
+  // while there are 2 blocks, so that the pairs of a gated epilogue are never divided.
+  template <int M>
+  void few(const Panel& panel, int64_t block, int64_t end) const {
+    if constexpr (M > 1) {
+      if (panel.tokens < M) return few<M - 1>(panel, block, end);
+    }
+    if (panel.tokens == M) pass_blocks<M, blocks_of(M, S::gemv_blocks)>(panel, block, end);
+  }
+  static constexpr int blocks_of(int tokens, int most) {
+    return most == 2 || tokens * most <= kTokens * kBlocks / 2 ? most : blocks_of(tokens, most / 2);
+  }
+
+  template <int M, int N>
+  void pass_blocks(const Panel& panel, int64_t block, int64_t end) const {
+    for (; block + N <= end; block += N) direct_tile<M, N>(panel, block);
+    if constexpr (N > 1) {
+      if (block < end) pass_blocks<M, N / 2>(panel, block, end);
+    }
+  }
+
+  // The first M tokens past N blocks.
+  template <int M, int N>
+  void direct_tile(const Panel& panel, int64_t block) const {
+    F sums[M][N];
+    each<M, N>([&](int m, int n) { sums[m][n] = S::zero(); });
+    const std::byte* line = g_.block(block);
+    const int8_t* k = x(0);
+    for (int64_t g = 0; g < g_.groups; ++g) {
+      I acc[M][N];
+      begin(panel, 0, block, g, acc);
+      const std::byte* end = line + depth(g * g_.group, k_end_) / kLineK * 64;
+      for (; line < end; line += 64, k += kLineK) {
+        Line w[N][kLines];
+        ENGINEWRIGHT_UNROLL
+        for (int n = 0; n < N; ++n) {
+          S::prefetch(line + n * g_.block_bytes + kPrefetchBytes);
+          Codes::load(line + n * g_.block_bytes, w[n]);
+        }
+        ENGINEWRIGHT_UNROLL
+        for (int i = 0; i < kLines; ++i) dots(k + 4 * i, w, i, acc);
+      }
+      fold(acc, 0, block, g, sums);
+    }
+    float out[N][M][16];
+    each<M, N>([&](int m, int n) { S::store(out[n][m], sums[m][n]); });
+    finish_.blocks(0, M, block, N, out[0][0], M * 16);
+  }
+
+  // What the sums of run g begin with, of M tokens from `first` of the panel and N blocks.
+  template <int M, int N>
+  ENGINEWRIGHT_INLINE void begin(const Panel& panel, int64_t first, int64_t block, int64_t g,
+                                 I (&acc)[M][N]) const {
+    const int32_t* sums = panel.first + first * g_.groups + g;
+    ENGINEWRIGHT_UNROLL
+    for (int n = 0; n < N; ++n) {
+      ENGINEWRIGHT_UNROLL
+      for (int m = 0; m < M; ++m) acc[m][n] = S::set1_i(sums[m * g_.groups]);
+      if (!Codes::scaled || g_.group_zero == nullptr) continue;
+      const I zero = S::widen_i8(g_.group_zero + ((block + n) * g_.groups + g) * 16);
+      ENGINEWRIGHT_UNROLL
+      for (int m = 0; m < M; ++m) acc[m][n] = S::mul_i(acc[m][n], zero);
+    }
+  }
+
+  template <int M, int N, int L>
+  ENGINEWRIGHT_INLINE void dots(const int8_t* k, const Line (&w)[N][L], int line, I (&acc)[M][N]) const {
+    ENGINEWRIGHT_UNROLL
+    for (int m = 0; m < M; ++m) {
+      const typename S::Bytes4 four = S::load_bytes4(k + m * g_.x.stride);
+      ENGINEWRIGHT_UNROLL
+      for (int n = 0; n < N; ++n) acc[m][n] = Codes::dot(acc[m][n], w[n][line], four);
+    }
+  }
+
+  // sums += those of run g, scaled
+  template <int M, int N>
+  ENGINEWRIGHT_INLINE void fold(const I (&acc)[M][N], int64_t row, int64_t block, int64_t g,
+                                F (&sums)[M][N]) const {
+    const int64_t stride = g_.x_scale_stride;
+    const float* x_scale = g_.x_scale + row * stride + g;
+    ENGINEWRIGHT_UNROLL
+    for (int n = 0; n < N; ++n) {
+      F scale{};
+      if (Codes::scaled) scale = S::load_bf16(g_.group_scale + ((block + n) * g_.groups + g) * 16);
+      ENGINEWRIGHT_UNROLL
+      for (int m = 0; m < M; ++m) {
+        F sum = S::to_float(acc[m][n]);
+        if (Codes::scaled) sum = S::mul(sum, scale);
+        sums[m][n] = S::fma(sum, S::set1(x_scale[m * stride]), sums[m][n]);
+      }
+    }
+  }
+
+  // All tokens of a panel past the blocks [block, end), M x N at once, then fewer.
+  template <int M, int N>
+  void pass_groups(const Panel& panel, int64_t block, int64_t end) const {
+    for (; block + N <= end; block += N) {
+      for (int64_t k = 0; k < k_end_; k += piece_k_) {
+        const int64_t k_end = k_end_ - k < piece_k_ ? k_end_ : k + piece_k_;
+        copy<N>(g_.block(block) + k / kLineK * 64, (k_end - k) / kLineK, panel.weights);
+        int64_t m = 0;
+        for (; m + M <= panel.tokens; m += M) tile<M, N>(panel, m, block, k, k_end);
+        rest<M - 1, N>(panel, m, block, k, k_end);
+      }
+    }
+    if constexpr (N > 1) {
+      if (block < end) pass_groups<M, N / 2>(panel, block, end);
+    }
+  }
+
+  template <int N>
+  void copy(const std::byte* from, int64_t count, std::byte* to) const {
+    for (const std::byte* end = from + count * 64; from < end; from += 64, to += N * kLines * 64) {
+      ENGINEWRIGHT_UNROLL
+      for (int n = 0; n < N; ++n) {
+        const std::byte* line = from + n * g_.block_bytes;
+        S::prefetch(line + kPrefetchBytes);
+        Line w[kLines];
+        Codes::load(line, w);
+        ENGINEWRIGHT_UNROLL
+        for (int i = 0; i < kLines; ++i) S::store_line(to + (i * N + n) * 64, w[i]);
+      }
+    }
+  }
+
+  template <int M, int N>
+  void rest(const Panel& panel, int64_t m, int64_t block, int64_t k, int64_t k_end) const {
+    if constexpr (M > 0) {
+      if (panel.tokens - m < M) return rest<M - 1, N>(panel, m, block, k, k_end);
+      tile<M, N>(panel, m, block, k, k_end);
+    }
+  }
+
+  // Tokens [first, first + M) of the panel, [k, k_end) of K: some runs, or a piece of the only one.
+  template <int M, int N>
+  void tile(const Panel& panel, int64_t first, int64_t block, int64_t k, int64_t k_end) const {
+    float* waiting = panel.sums + first * N * 16;  // (N, M, 16)
+    auto* cut = reinterpret_cast<int32_t*>(waiting);
+    const auto at = [](int m, int n) { return (n * M + m) * 16; };
+    const int8_t* four = x(panel.row + first) + k;
+    const std::byte* line = panel.weights;
+    const bool whole = g_.groups > 1;
+    F sums[M][N];
+    each<M, N>([&](int m, int n) { sums[m][n] = whole && k > 0 ? S::load(waiting + at(m, n)) : S::zero(); });
+    for (int64_t begin_k = k; begin_k < k_end; begin_k += g_.group) {
+      const int64_t g = begin_k / g_.group;
+      I acc[M][N];
+      if (whole || k == 0) {
+        begin(panel, first, block, g, acc);
+      } else {
+        each<M, N>([&](int m, int n) { acc[m][n] = S::load_i(cut + at(m, n)); });
+      }
+      const std::byte* end = line + depth(begin_k, k_end) * N * 16;
+      for (; line < end; line += N * 64, four += 4) {
+        Line w[N][1];
+        ENGINEWRIGHT_UNROLL
+        for (int n = 0; n < N; ++n) w[n][0] = S::load_line(line + n * 64);
+        dots(four, w, 0, acc);
+      }
+      if (!whole && k_end < k_end_) {
+        each<M, N>([&](int m, int n) { S::store_i(cut + at(m, n), acc[m][n]); });
+        return;
+      }
+      fold(acc, panel.row + first, block, g, sums);
+    }
+    each<M, N>([&](int m, int n) { S::store(waiting + at(m, n), sums[m][n]); });
+    if (k_end == k_end_) finish_.blocks(panel.row + first, M, block, N, waiting, M * 16);
+  }
+
+  template <int M, int N, class Function>
+  static ENGINEWRIGHT_INLINE void each(const Function& f) {
+    ENGINEWRIGHT_UNROLL
+    for (int m = 0; m < M; ++m) {
+      ENGINEWRIGHT_UNROLL
+      for (int n = 0; n < N; ++n) f(m, n);
+    }
+  }
+
+  const GemmOperands g_;
+  const Finish<S> finish_;
+  const int64_t k_end_;    // of the last run, with zeros that it may need to be whole lines
+  const int64_t piece_k_;  // whole runs, or a piece of the only one
+};
+
+template <class S>
+using GemmW8A8 = GemmA8<S, I8Codes<S>>;
+template <class S>
+using GemmW4A8 = GemmA8<S, U4Codes<S>>;
+
+}  // namespace
+}  // namespace enginewright

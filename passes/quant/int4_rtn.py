@@ -1,0 +1,118 @@
+"""`--quant int4-rtn`: weights of 4 bits, rounded to nearest, with a scale for each run of columns; on the CPU activations
+are int8 with a scale for the same runs (W4A8).
+
+Embeddings and the head are int8, as in every quantized build, so that a tied table is stored once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import onnx_ir as ir
+import torch
+
+from enginewright.errors import EngineError
+from enginewright.passes.quant.method import QuantConfig
+from enginewright.passes.quant.w8a8 import W8A8
+from enginewright.passes.weights import derived, read, shape_of
+from enginewright.plugins.gemm_w4a8 import GEMM_W4A8, MIDDLE
+
+LARGEST = 15  # codes are in [0, 15]
+
+
+@dataclass(frozen=True)
+class Int4Rtn(QuantConfig):
+    """group_size: columns that share a scale, a multiple of 32 up to 512; 0 is all of a row. zero_points: whether a run
+    has a zero point, too, so that its codes reach from its smallest weight to its largest.
+    """
+
+    name: ClassVar[str] = "int4-rtn"
+    activations: ClassVar[ir.DataType] = ir.DataType.INT8
+    group_size: int = 32
+    zero_points: bool = False
+
+    @property
+    def activation_group(self) -> int:
+        return self.group_size
+
+    @property
+    def tables(self) -> QuantConfig:
+        return W8A8(self.group_size)
+
+    def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
+        (rows, columns), name = shape_of(weight), str(weight.name)
+        group = min(self.group_size, columns) or columns
+        quantize = quantize_with_zeros if self.zero_points else quantize_symmetric
+
+        def part(index: int) -> torch.Tensor:
+            return quantize(read(weight), group, name)[index]
+
+        groups = -(-columns // group)
+        values = [
+            derived(name, torch.uint8, (rows, columns), lambda: part(0)),
+            derived(f"{name}.scale", torch.bfloat16, (rows, groups), lambda: part(1)),
+        ]
+        if self.zero_points:
+            values.append(derived(f"{name}.zero", torch.int8, (rows, groups), lambda: part(2)))
+        return values
+
+    def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
+        (q, q_scale), (weight, scale, *zeros) = x, weights
+        inputs = [q, weight, q_scale, scale, zeros[0] if zeros else None, bias]
+        return GEMM_W4A8.node(inputs, epilogue="none", to=int(ir.DataType.FLOAT), group=self.group_size)
+
+    def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:
+        return self.tables.embed(tokens, weights, scale)
+
+
+def quantize_symmetric(weight: torch.Tensor, group: int, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes UINT8 [N, K] and scales BFLOAT16 [N, G]; a code stands for (code - 8) · scale.
+
+    The number of largest magnitude, whatever its sign, is at first -8; then the scale is fitted to the codes by least
+    squares, and the codes are chosen anew.
+
+    Raises:
+        EngineError: the weight holds NaN or infinity.
+    """
+    runs = _runs(weight, group, name)
+    largest = runs.gather(-1, runs.abs().argmax(-1, keepdim=True))
+    scale = (largest / -MIDDLE).bfloat16().float()
+    codes = _rounded(runs, scale)
+    scale = ((runs * codes).sum(-1, keepdim=True) / codes.square().sum(-1, keepdim=True).clamp(min=1)).bfloat16()
+    codes = _rounded(runs, scale.float())
+    return _columns(codes.add_(MIDDLE).to(torch.uint8), weight.shape[1]), scale.squeeze(-1)
+
+
+def quantize_with_zeros(
+    weight: torch.Tensor, group: int, name: str = "weight"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes UINT8 [N, K], scales BFLOAT16 [N, G] and zeros INT8 [N, G]; a code stands for (code - zero) · scale.
+
+    Codes reach from the smallest number of a run to its largest, and 0 is always one of them.
+
+    Raises:
+        EngineError: the weight holds NaN or infinity.
+    """
+    runs = _runs(weight, group, name)
+    low, high = runs.amin(-1, keepdim=True).clamp(max=0), runs.amax(-1, keepdim=True).clamp(min=0)
+    scale = ((high - low) / LARGEST).bfloat16()
+    step = torch.where(scale > 0, scale.float(), 1.0)
+    zero = (-low / step).round().clamp(0, LARGEST)
+    codes = (runs / step + zero).round().clamp(0, LARGEST).to(torch.uint8)
+    return _columns(codes, weight.shape[1]), scale.squeeze(-1), zero.squeeze(-1).to(torch.int8)
+
+
+def _runs(weight: torch.Tensor, group: int, name: str) -> torch.Tensor:
+    """[N, G, group], the last run with zeros behind it."""
+    if not weight.isfinite().all():
+        raise EngineError(f"{name} cannot be quantized", "it holds NaN or infinity", "Check the checkpoint.")
+    return torch.nn.functional.pad(weight, (0, -weight.shape[1] % group)).view(weight.shape[0], -1, group)
+
+
+def _rounded(runs: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Codes in [-8, 7], as floats; scale may be negative, and is 0 for a run of zeros."""
+    return (runs / torch.where(scale != 0, scale, 1.0)).round_().clamp_(-MIDDLE, MIDDLE - 1)
+
+
+def _columns(runs: torch.Tensor, columns: int) -> torch.Tensor:
+    return runs.flatten(1)[:, :columns]

@@ -1,0 +1,47 @@
+"""Matrix product with weights of 4 bits and int8 activations: see gemm.py.
+
+weight: UINT8 [N, K], codes in [0, 15]. scale: BFLOAT16 [N, G] and zero: INT8 [N, G] in [0, 15], or 8 if it is absent; a
+code of group g stands for (code - zero[n, g]) · scale[n, g].
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from enginewright.plugins import gemm
+from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.plugin import Plugin, dims_of, int_of, operand, optional
+from enginewright.plugins.quantize_rows import dequantized
+from enginewright.plugins.writer import Writer
+
+MIDDLE = 8  # what a code of symmetric weights is larger than the number that it stands for
+
+
+def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
+    scale, zero = operand(node, 3), optional(node, 4)
+    if zero is None:
+        rows, groups = dims_of(scale)
+        assert isinstance(rows, int) and isinstance(groups, int)
+        zeros: ir.Value = write.constant(np.full((rows, groups), MIDDLE, np.uint8))
+    else:
+        zeros = write.cast(zero, ir.DataType.UINT8)
+    scales = write.cast(scale, ir.DataType.FLOAT)
+    weight = dequantized(write, operand(node, 1), scales, int_of(node, "group"), zeros)
+    return gemm.integers_reference(write, node, weight, None, 5)
+
+
+GEMM_W4A8 = Plugin(
+    name="GemmW4A8",
+    inputs=("x", "weight", "x_scale", "scale", "zero?", "bias?"),
+    outputs=("out",),
+    attributes=gemm.GROUP_ATTRIBUTES,
+    reference=_reference,
+    infer=gemm.infer,
+    by_rows=True,
+    kernels={
+        "cpu": KernelBinding(
+            "gemm_w4a8@1", ("x", "weight", "x_scale", "scale", "zero", "bias"), ("out",), ("epilogue", "group")
+        )
+    },
+)
