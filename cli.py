@@ -18,6 +18,7 @@ from enginewright.cli_options import (
 )
 from enginewright.errors import UsageError
 
+GROUP_SIZES = ("32", "64", "128", "256", "512", "0")
 QUANTS = ("bf16", "int8-wo", "w8a8", "int4-rtn", "fp8")
 TARGETS = ("cpu",)
 
@@ -38,6 +39,10 @@ def main() -> None:
 @main.command()
 @click.argument("model")
 @click.option("--quant", type=click.Choice(QUANTS), default="bf16", show_default=True, help="Weight format.")
+@click.option(
+    "--group-size", type=click.Choice(GROUP_SIZES), help="Columns that share a scale, 0 for all.  [the method's]"
+)
+@click.option("--zero-points", is_flag=True, default=None, help="Weights of 4 bits with a zero point a group.")
 @click.option("--target", "targets", type=click.Choice(TARGETS), multiple=True, default=("cpu",), show_default=True)
 @click.option("--max-seq-len", type=Count(), help="Longest sequence, 32k is accepted.  [the model's]")
 @click.option("--max-batch-size", type=Count(), default=32, show_default=True, help="Recorded as the run's default.")
@@ -49,6 +54,8 @@ def main() -> None:
 def build(
     model: str,
     quant: str,
+    group_size: str | None,
+    zero_points: bool | None,
     targets: tuple[str, ...],
     max_seq_len: int | None,
     max_batch_size: int,
@@ -62,7 +69,7 @@ def build(
     from enginewright.builder.console import ConsoleProgress, describe
 
     config = BuildConfig(
-        quant=quant_config(quant),
+        quant=quant_config(quant, group_size=group_size and int(group_size), zero_points=zero_points),
         targets=targets,
         max_seq_len=max_seq_len,
         max_batch_size=max_batch_size,

@@ -98,7 +98,12 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
         name=checkpoint.name,
         model_type=str(checkpoint.config["model_type"]),
         targets=config.targets,
-        recipe={"quant": config.quant.name, "max_seq_len": max_seq_len, "max_batch_size": config.max_batch_size},
+        recipe={
+            "quant": config.quant.name,
+            **asdict(config.quant),
+            "max_seq_len": max_seq_len,
+            "max_batch_size": config.max_batch_size,
+        },
         sources=dict(checkpoint.source_hashes()),
         limits=Limits(max_seq_len=max_seq_len, max_batch_size=config.max_batch_size),
     )

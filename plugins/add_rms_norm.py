@@ -34,7 +34,11 @@ ADD_RMS_NORM = Plugin(
     by_rows=True,
     kernels={
         "cpu": KernelBinding(
-            "add_rms_norm@1", ("x", "delta", "weight"), ("sum", "normed", "scale"), ("epsilon", "group"), in_place={"sum": 0}
+            "add_rms_norm@1",
+            ("x", "delta", "weight"),
+            ("sum", "normed", "scale"),
+            ("epsilon", "group"),
+            in_place={"sum": 0},
         )
     },
 )

@@ -48,7 +48,9 @@ def infer(node: ir.Node) -> Sequence[TypeAndDims]:
     return [(dtype_attribute(node), (*dims_of(operand(node, 0))[:-1], width))]
 
 
-def floats_reference(write: Writer, node: ir.Node, bias_index: int, scale: ir.Value | None = None) -> Sequence[ir.Value]:
+def floats_reference(
+    write: Writer, node: ir.Node, bias_index: int, scale: ir.Value | None = None
+) -> Sequence[ir.Value]:
     """Of inputs x, weight that FLOAT holds exactly."""
     x, weight = (write.cast(operand(node, index), ir.DataType.FLOAT) for index in (0, 1))
     return reference(write, node, x, weight, scale, bias_index)

@@ -1,9 +1,9 @@
 """Rows as INT8 with a scale for each run of columns: symmetric, codes in [-127, 127], rounded half to even.
 
-x: FLOAT or BFLOAT16 [..., K]. q: INT8 [..., K]. scale: FLOAT [..., G]: one for each `group` columns (a multiple of 32),
-the last run perhaps shorter; with group 0 the whole row is one. With largest = max|x| of a run, scale is largest / 127
-and q is x · (127 / largest), in fp32. A largest below TINY counts as 0: scale 0, codes 0. A NaN or an infinity makes the
-run's scale NaN; its codes mean nothing then.
+x: FLOAT or BFLOAT16 [..., K]. q: INT8 [..., K]. scale: FLOAT [..., G]: one for each run of `group` columns (a multiple
+of 32), the last one perhaps shorter; with group 0 the whole row is one. With largest = max|x| of a run, scale is
+largest / 127 and q is x · (127 / largest), in fp32. A largest below TINY counts as 0: scale 0, codes 0. A NaN or an
+infinity makes the run's scale NaN; its codes mean nothing then.
 """
 
 from collections.abc import Sequence

@@ -24,8 +24,8 @@ TOKENS = (b'"', b"{", b"}", b"[", b"]", b",", b":", b"\\", b"null", b"true", b"\
           b"\\ud800", b"\\u0000", b"\\u0041", b"\xe2\x80\xa8", "é".encode(), b" ", b"\n", b'"a":1,',
           b'"__metadata__":{},', b'"weights/x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},', b'"evidence":true,',
           b'"layout":"r16",')  # fmt: skip
-WORDS = (b"U8", b"F32", b"bf16", b"i8", b"f32", b"i64", b"r16", b"r16_pairs", b"plain", b"enginewright", b"plan/cpu",
-         b"weights/embed", b"__metadata__", b"", b"a" * 300)  # fmt: skip
+WORDS = (b"U8", b"F32", b"bf16", b"i8", b"f32", b"i64", b"r16", b"r16_pairs", b"r16_columns", b"u4", b"plain",
+         b"enginewright", b"plan/cpu", b"weights/embed", b"__metadata__", b"", b"a" * 300)  # fmt: skip
 _NUMBER = re.compile(rb"-?[0-9]+")
 _WORD = re.compile(rb'"[^"\\]*"')
 

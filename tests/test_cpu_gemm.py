@@ -9,99 +9,19 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from tests.kernel_runner import Buffer, KernelRunner, Operands, weight
+from tests.gemm_problem import (
+    BF16_KERNELS,
+    INT8_KERNELS,
+    KERNELS,
+    TOKENS,
+    Problem,
+    generator,
+    relative_error,
+)
+from tests.kernel_runner import KernelRunner, Operands, weight
 from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 ISAS = _cpu.isa_names()
-TOKENS = [1, 2, 3, 4, 5, 6, 7, 16, 17, 33, 61]
-DTYPES = {
-    "gemm_bf16@1": torch.bfloat16,
-    "gemm_w8a16@1": torch.int8,
-    "gemm_fp8a16@1": torch.float8_e4m3fn,
-    "gemm_w8a8@1": torch.int8,
-}
-KERNELS = list(DTYPES)
-BF16_KERNELS = KERNELS[:3]  # by their activations
-
-
-def generator(*seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(hash(seed))
-
-
-def random_weight(kernel: str, rows: int, columns: int) -> torch.Tensor:
-    values = torch.randn(rows, columns, generator=generator(rows, columns))
-    if DTYPES[kernel] == torch.int8:
-        values = (values * 40).clamp(-127, 127)
-    return values.to(DTYPES[kernel])
-
-
-def scales_of(x: torch.Tensor) -> torch.Tensor:
-    """A scale for each token [tokens, 1], which depends on that token alone."""
-    return (x.double().abs().sum(dim=1, keepdim=True) % 3.7 * 0.01 + 0.01).float()
-
-
-class Problem:
-    """x [tokens, columns], weight [rows, columns], and what a GEMM makes of them."""
-
-    def __init__(self, kernel: str, tokens: int, rows: int, columns: int, epilogue: str = "none", bias: bool = False):
-        self.kernel, self.epilogue, self.rows = kernel, epilogue, rows
-        self.outputs = rows if epilogue == "none" else rows // 2
-        self.x = torch.randn(tokens, columns, generator=generator(tokens, columns)).bfloat16()
-        if kernel == "gemm_w8a8@1":
-            self.x = (self.x.float() * 40).clamp(-127, 127).to(torch.int8)
-        self.weight = random_weight(kernel, rows, columns)
-        self.vectors: dict[str, torch.Tensor] = {}
-        if self.weight.itemsize == 1:
-            self.vectors["scale"] = torch.rand(rows, generator=generator(rows)) * 0.02 + 0.01
-        if bias:
-            self.vectors["bias"] = torch.randn(rows, generator=generator(rows, 1)) * 3
-
-    def run(self, isa: str, dtype: str, threads: int = 1, x: torch.Tensor | None = None) -> torch.Tensor:
-        """The kernel's result, float32; fails if pad columns of a bf16 result are not zero."""
-        runner, out = self._call(isa, dtype, threads, self.x if x is None else x)
-        if dtype == "bf16":
-            assert not runner.read_pad(out).any()
-        else:
-            assert runner.read_pad(out).isnan().all(), "written behind the columns of an f32 result"
-        return runner.read(out)
-
-    def work(self, isa: str) -> dict[str, int]:
-        return self._call(isa, "f32", 1, self.x)[0].work()
-
-    def _call(self, isa: str, dtype: str, threads: int, x: torch.Tensor) -> tuple[KernelRunner, Buffer]:
-        runner = KernelRunner(isa, threads, tokens=len(x))
-        out = runner.buffer(len(x), self.outputs, dtype)
-        operands: Operands = {
-            "x": runner.filled(x),
-            "weight": weight(self.weight, "r16" if self.epilogue == "none" else "r16_pairs"),
-            "out": out,
-        }
-        operands |= {name: weight(vector) for name, vector in self.vectors.items()}
-        if x.dtype == torch.int8:
-            operands["x_scale"] = runner.filled(scales_of(x))
-        runner.call(self.kernel, operands, {"epilogue": self.epilogue})
-        return runner, out
-
-    def expected(self) -> torch.Tensor:
-        """float64"""
-        y = self.x.double() @ self.weight.double().T
-        if self.x.dtype == torch.int8:
-            y = y * scales_of(self.x).double()
-        if "scale" in self.vectors:
-            y = y * self.vectors["scale"].double()
-        if "bias" in self.vectors:
-            y = y + self.vectors["bias"].double()
-        if self.epilogue == "none":
-            return y
-        gate, up = y.chunk(2, dim=1)
-        if self.epilogue == "swiglu":
-            return torch.nn.functional.silu(gate) * up
-        return torch.nn.functional.gelu(gate, approximate="tanh") * up
-
-
-def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error over the largest value expected; NaN if there is one in the result."""
-    return float((result.double() - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -212,40 +132,18 @@ def test_every_code_is_exact(isa: str, kernel: str, tokens: int) -> None:
         assert torch.equal(problem.run(isa, "f32"), factors[:, None] * values)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 6, 7, 33])
-def test_int8_products_are_the_same_bits_everywhere(tokens: int) -> None:
-    """Sums are exact, and what follows them has one order: every instruction set gives what fp32 by hand gives."""
-    problem = Problem("gemm_w8a8@1", tokens, 70, 1300, bias=True)
-    sums = (problem.x.double() @ problem.weight.double().T).float()
-    expected = sums * scales_of(problem.x) * problem.vectors["scale"] + problem.vectors["bias"]
-    for isa in ISAS:
-        assert torch.equal(problem.run(isa, "f32", threads=2), expected), isa
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("tokens", [1, 5, 17, 40])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_the_largest_int8_products_neither_saturate_nor_wrap(isa: str, tokens: int, sign: int) -> None:
-    columns = 16_500  # 127 * 127 of them are above 2^27, and x is cut into pieces
-    problem = Problem("gemm_w8a8@1", tokens, 33, columns)
-    problem.x.fill_(127)
-    problem.weight.fill_(sign * 127)
-    problem.vectors["scale"] = torch.full((33,), 2.0**-20)
-    expected = torch.tensor(float(sign * 127 * 127 * columns)) * scales_of(problem.x) * 2.0**-20
-    assert torch.equal(problem.run(isa, "f32"), expected.expand(tokens, 33))
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("epilogue", ["none", "swiglu"])
 def test_work(kernel: str, epilogue: str) -> None:
     problem = Problem(kernel, 5, 74, 577, epilogue, bias=True)
     work = problem.work("portable")
     blocks = 5 if epilogue == "none" else 2 * 3
-    stored = blocks * 16 * 640 * problem.weight.itemsize
-    assert work["weight_bytes"] == stored + sum(vector.nbytes for vector in problem.vectors.values())
+    stored = blocks * 16 * 640 * problem.weight.itemsize // (2 if problem.of_groups else 1)
+    scales = 2 * blocks * 16 * 19 if problem.of_groups else 0  # bf16
+    assert work["weight_bytes"] == stored + scales + sum(vector.nbytes for vector in problem.vectors.values())
     assert work["activation_bytes"] == 5 * 577 * problem.x.itemsize + 5 * problem.outputs * 4
     operations = {"bf16_ops": 0, "int8_ops": 0, "fp32_ops": 0}
-    operations["int8_ops" if kernel == "gemm_w8a8@1" else "bf16_ops"] = 2 * 5 * 74 * 577
+    operations["int8_ops" if kernel in INT8_KERNELS else "bf16_ops"] = 2 * 5 * 74 * 577
     assert {name: work[name] for name in operations} == operations
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from enginewright import _cpu
+from tests.gemm_problem import runs_of
 from tests.kernel_runner import Buffer, KernelRunner, Operands, weight
 
 ISAS = _cpu.isa_names()
@@ -23,30 +24,34 @@ def rows_of(columns: int) -> torch.Tensor:
     return x
 
 
-def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(x: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """By the definition, in fp32 throughout."""
-    largest = x.float().abs().amax(dim=1, keepdim=True)
+    runs = runs_of(x.float(), group)
+    largest = runs.abs().amax(dim=2, keepdim=True)
     tiny = largest < 2.0**-120
     factor = torch.where(tiny, 0.0, torch.full_like(largest, 127) / largest)  # 127 / largest would round twice
-    return (x.float() * factor).round(), torch.where(tiny, 0.0, largest / 127)
+    codes = (runs * factor).round().flatten(1)[:, : x.shape[1]]
+    return codes, torch.where(tiny, 0.0, largest / 127).squeeze(2)
 
 
-def outputs(runner: KernelRunner, columns: int) -> tuple[Buffer, Buffer]:
-    return runner.buffer(ROWS, columns, "i8"), runner.buffer(ROWS, 1, "f32")
+def outputs(runner: KernelRunner, columns: int, group: int = 0) -> tuple[Buffer, Buffer]:
+    runs = -(-columns // group) if group else 1
+    return runner.buffer(ROWS, columns, "i8"), runner.buffer(ROWS, runs, "f32")
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_quantize_rows(isa: str, columns: int, dtype: torch.dtype, threads: int) -> None:
+@pytest.mark.parametrize(("threads", "group"), [(1, 0), (3, 0), (3, 32), (1, 96), (1, 1024)])
+def test_quantize_rows(isa: str, columns: int, dtype: torch.dtype, threads: int, group: int) -> None:
     x = rows_of(columns).to(dtype)
     runner = KernelRunner(isa, threads, tokens=ROWS)
-    q, scale = outputs(runner, columns)
-    runner.call("quantize_rows@1", {"x": runner.filled(x), "q": q, "scale": scale})
-    codes, scales = quantized(x)
+    q, scale = outputs(runner, columns, group)
+    runner.call("quantize_rows@1", {"x": runner.filled(x), "q": q, "scale": scale}, {"group": group})
+    codes, scales = quantized(x, group)
     assert torch.equal(runner.read(q), codes) and torch.equal(runner.read(scale), scales)
     assert not runner.read_pad(q).any()
+    codes, _ = quantized(x)
     assert (codes.abs().amax(dim=1) == torch.tensor([127, 127, 127, 0, 0, 127, 127])).all()
 
 
@@ -59,7 +64,7 @@ def test_what_is_not_finite_is_seen_in_the_scale_of_its_row_alone(isa: str, colu
     x[1, column] = x[3, column] = value
     runner = KernelRunner(isa, tokens=ROWS)
     q, scale = outputs(runner, 77)
-    runner.call("quantize_rows@1", {"x": runner.filled(x), "q": q, "scale": scale})
+    runner.call("quantize_rows@1", {"x": runner.filled(x), "q": q, "scale": scale}, {"group": 0})
     finite = [0, 2, 4, 5, 6]
     assert runner.read(scale)[[1, 3]].isnan().all()
     assert torch.equal(runner.read(scale)[finite], quantized(x)[1][finite])
@@ -70,7 +75,8 @@ def test_what_is_not_finite_is_seen_in_the_scale_of_its_row_alone(isa: str, colu
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("kernel", ["rms_norm@1", "add_rms_norm@1"])
-def test_a_norm_quantizes_what_it_would_have_written(isa: str, columns: int, kernel: str) -> None:
+@pytest.mark.parametrize("group", [0, 32])
+def test_a_norm_quantizes_what_it_would_have_written(isa: str, columns: int, kernel: str, group: int) -> None:
     x, delta, gain = (rows_of(columns) for _ in range(3))
     delta = delta.roll(1, dims=0)
     x, delta = x.clamp(-9, 9), delta.clamp(-9, 9)
@@ -83,9 +89,9 @@ def test_a_norm_quantizes_what_it_would_have_written(isa: str, columns: int, ker
         operands |= {"delta": runner.filled(delta), "sum": total}
     plain = runner.buffer(ROWS, columns, "f32")
     runner.call(kernel, operands | {name: plain}, {"epsilon": 1e-5})
-    q, scale = outputs(runner, columns)
-    runner.call(kernel, operands | {name: q, "scale": scale}, {"epsilon": 1e-5})
-    codes, scales = quantized(runner.read(plain))
+    q, scale = outputs(runner, columns, group)
+    runner.call(kernel, operands | {name: q, "scale": scale}, {"epsilon": 1e-5, "group": group})
+    codes, scales = quantized(runner.read(plain), group)
     assert torch.equal(runner.read(q), codes) and torch.equal(runner.read(scale), scales)
     assert not runner.read_pad(q).any()
     if kernel == "add_rms_norm@1":
@@ -116,7 +122,7 @@ def test_malformed_operands_of_a_norm_are_refused(
         if isinstance(buffer, tuple):
             operands[name] = runner.buffer(1, *buffer)
     with pytest.raises(ValueError, match=message):
-        runner.call("rms_norm@1", operands, {"epsilon": 1e-5})
+        runner.call("rms_norm@1", operands, {"epsilon": 1e-5, "group": 0})
 
 
 @pytest.mark.parametrize(
@@ -126,15 +132,18 @@ def test_malformed_operands_of_a_norm_are_refused(
         ("'q' must have 32 columns, not 31", {"q": (31, "i8")}),
         ("'x' must be f32, not i8", {"x": torch.zeros(1, 32, dtype=torch.int8)}),
         ("no operand 'bias'", {"bias": (32, "f32")}),
+        ("multiple of 32", {"group": 16}),
+        ("'scale' must have 2 columns, not 1", {"group": 32, "x": torch.zeros(1, 33), "q": (33, "i8")}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_malformed_operands_are_refused(message: str, change: dict[str, tuple[int, str] | torch.Tensor]) -> None:
     runner = KernelRunner("portable")
     given = {"x": torch.zeros(1, 32), "q": (32, "i8"), "scale": (1, "f32"), **change}
+    group = given.pop("group", 0)
     operands: Operands = {
         name: runner.filled(value) if isinstance(value, torch.Tensor) else runner.buffer(1, *value)
         for name, value in given.items()
     }
     with pytest.raises(ValueError, match=message):
-        runner.call("quantize_rows@1", operands)
+        runner.call("quantize_rows@1", operands, {"group": group})

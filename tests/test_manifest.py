@@ -22,6 +22,9 @@ from tests.small_engine_file import ABOUT, replaced
         ("i8", (17, 65), "r16", 2 * 16 * 128),
         ("bf16", (34, 64), "r16_pairs", 4 * 16 * 64 * 2),
         ("i8", (2, 1), "r16_pairs", 2 * 16 * 64),
+        ("u4", (17, 65), "r16", 2 * 16 * 64),
+        ("bf16", (17, 5), "r16_columns", 2 * 16 * 5 * 2),
+        ("i8", (34, 5), "r16_columns_pairs", 4 * 16 * 5),
     ],
 )
 def test_bytes_of_layouts(dtype: str, shape: tuple[int, ...], layout: str, nbytes: int) -> None:
@@ -35,6 +38,11 @@ def test_bytes_of_layouts(dtype: str, shape: tuple[int, ...], layout: str, nbyte
         ("f32", (7, 7), "r16"),
         ("bf16", (7,), "r16"),
         ("bf16", (7, 7), "r32"),
+        ("u4", (7, 64), "plain"),
+        ("u4", (7, 64), "r16_columns"),
+        ("e4m3", (7, 7), "r16_columns"),
+        ("bf16", (7, 7), "r16_columns_pairs"),
+        ("bf16", (7,), "r16_columns"),
         ("bf16", (7, 7), "r16_pairs"),
         ("bf16", (), "plain"),
         ("bf16", (1, 2, 3), "plain"),

@@ -53,6 +53,42 @@ def test_r16_pairs_alternates_blocks_of_both_matrices(half_rows: int) -> None:
         assert blocks[:, half].contiguous().view(torch.uint8).numpy().tobytes() == expected
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_codes_of_4_bits_share_bytes(shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    weight = (random_weight(rows, columns, torch.int32) % 16).to(torch.uint8)
+    form = PackedForm("u4", shape, "r16")
+    data = packed_bytes(weight, form)
+    padded_columns = -(-columns // 64) * 64
+    assert len(data) == form.nbytes == -(-rows // 16) * 16 * padded_columns // 2
+    total = 0
+    for n in range(rows):
+        for k in range(columns):
+            line = n // 16 * (padded_columns // 8) + k // 8
+            byte = data[line * 64 + n % 16 * 4 + k % 4]
+            assert (byte >> 4 if k % 8 >= 4 else byte & 15) == weight[n, k]
+            total += int(weight[n, k])
+    assert sum((byte & 15) + (byte >> 4) for byte in data) == total, "padding is zero"
+    with pytest.raises(ValueError, match="above 15"):
+        packed_bytes(weight + 16, form)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.int8, "i8")])
+@pytest.mark.parametrize("half_rows", [1, 16, 33])
+def test_r16_columns_has_blocks_of_rows_column_by_column(dtype: torch.dtype, name: str, half_rows: int) -> None:
+    values = random_weight(2 * half_rows, 5, dtype)
+    pairs = torch.frombuffer(
+        bytearray(packed_bytes(values, PackedForm(name, (2 * half_rows, 5), "r16_columns_pairs"))), dtype=dtype
+    ).view(-1, 2, 5, 16)
+    for half, own in enumerate(values.chunk(2)):
+        form = PackedForm(name, (half_rows, 5), "r16_columns")
+        alone = torch.frombuffer(bytearray(packed_bytes(own.contiguous(), form)), dtype=dtype)
+        assert alone.nbytes == form.nbytes and torch.equal(alone.view(-1, 5, 16), pairs[:, half])
+        expected = torch.zeros(-(-half_rows // 16) * 16, 5, dtype=dtype)
+        expected[:half_rows] = own
+        assert torch.equal(alone, expected.view(-1, 16, 5).transpose(1, 2).flatten())
+
+
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_nan_is_refused_where_kernels_take_none(code: int) -> None:
     codes = torch.full((17, 70), 0x7E, dtype=torch.uint8)

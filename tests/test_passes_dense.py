@@ -1,5 +1,7 @@
 """Passes over the dense graph: what onnxruntime computes before and after is the same."""
 
+from collections.abc import Callable
+
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
@@ -8,7 +10,7 @@ import torch
 
 from enginewright.errors import EngineError
 from enginewright.passes.pass_manager import run_passes
-from enginewright.passes.quant import Bf16, Fp8, Int8Wo, QuantConfig, fp8
+from enginewright.passes.quant import Bf16, Fp8, Int4Rtn, Int8Wo, QuantConfig, fp8, int4_rtn
 from enginewright.passes.quant.int8_wo import quantize_rows
 from enginewright.passes.quant.method import Quantize
 from enginewright.passes.weights import read
@@ -84,10 +86,26 @@ def numpy_weight(name: str, weight: torch.Tensor, quant: QuantConfig) -> list[Ar
     exact = weight.float().numpy()
     if isinstance(quant, Bf16):
         return [exact.astype(bfloat16)]
+    if isinstance(quant, Int4Rtn) and name not in TABLES:
+        return numpy_int4(exact, quant.group_size)
     is_fp8 = isinstance(quant, Fp8) and name not in TABLES
     scale = np.abs(exact).max(axis=1) / np.float32(448 if is_fp8 else 127)
     codes = np.divide(exact, scale[:, None], out=np.zeros_like(exact), where=scale[:, None] > 0)
     return [codes.astype(ml_dtypes.float8_e4m3fn) if is_fp8 else np.rint(codes).astype(np.int8), scale]
+
+
+def numpy_int4(exact: Array, group: int) -> list[Array]:
+    """Run by run: the number of largest magnitude becomes -8, the scale is fitted, codes are chosen anew."""
+    codes = np.full(exact.shape, 8, np.uint8)
+    scales = np.zeros((len(exact), -(-exact.shape[1] // group)), bfloat16)
+    for n, g in np.ndindex(scales.shape):
+        run = exact[n, g * group : (g + 1) * group].astype(np.float64)
+        if run.any():
+            first = float(bfloat16(run[np.abs(run).argmax()] / -8))
+            fitted = np.clip(np.rint(run / first), -8, 7)
+            scales[n, g] = bfloat16(run @ fitted / (fitted @ fitted))
+            codes[n, g * group : (g + 1) * group] = 8 + np.clip(np.rint(run / float(scales[n, g])), -8, 7)
+    return [codes, scales]
 
 
 def numpy_values(model: ir.Model, name: str) -> Array:
@@ -169,12 +187,30 @@ def test_rows_become_fp8_half_to_even() -> None:
     assert scale.tolist() == [1.0, 0.0, 0.5]
 
 
+def test_runs_become_4_bits() -> None:
+    weight = torch.tensor([[-8.0, 7.0, 0.0, 0.4, 4.0, -3.5, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.25, 0.5, 1.0, -2.0]])
+    codes, scale = int4_rtn.quantize_symmetric(weight, 4)
+    # The second run is fitted: 4, -3.5 and 3 are -8, 7 and -6 at first, and then multiples of -0.5 exactly.
+    assert codes.tolist() == [[0, 15, 8, 8, 0, 15, 2, 8], [8, 8, 8, 8, 9, 10, 12, 0]]
+    assert scale.tolist() == [[1.0, -0.5], [0.0, 0.25]]
+    codes, scale, zero = int4_rtn.quantize_with_zeros(torch.tensor([[-1.0, 0.0, 14.0, 3.0, 5.0, 15.0]]), 4)
+    assert (codes.tolist(), scale.tolist(), zero.tolist()) == ([[0, 1, 15, 4, 5, 15]], [[1.0, 1.0]], [[1, 0]])
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_fp8_refuses_what_is_no_number(value: float) -> None:
+@pytest.mark.parametrize(
+    "quantize",
+    [
+        fp8.quantize_rows,
+        lambda weight, name: int4_rtn.quantize_symmetric(weight, 2, name),
+        lambda weight, name: int4_rtn.quantize_with_zeros(weight, 2, name),
+    ],
+)
+def test_what_is_no_number_is_refused(quantize: Callable[[torch.Tensor, str], object], value: float) -> None:
     weight = torch.ones(3, 5)
     weight[1, 2] = value
     with pytest.raises(EngineError, match="o_proj cannot be quantized: it holds NaN or infinity"):
-        fp8.quantize_rows(weight, "o_proj")
+        quantize(weight, "o_proj")
 
 
 TABLE, WEIGHT, BIAS = (307, 21), (13, 21), (13,)
@@ -224,6 +260,7 @@ def test_quantized_arithmetic_is_numpys(quant: QuantConfig) -> None:
         "bf16": ["EmbedBf16", "GemmBf16", "GemmBf16"],
         "int8-wo": ["EmbedW8", "GemmW8A16", "GemmW8A16"],
         "w8a8": ["EmbedW8", "QuantizeRows", "GemmW8A8", "QuantizeRows", "GemmW8A8"],
+        "int4-rtn": ["EmbedW8", "QuantizeRows", "GemmW4A8", "QuantizeRows", "GemmW8A8"],
         "fp8": ["EmbedW8", "GemmFp8A16", "GemmW8A16"],
     }
     assert [node.op_type for node in model.graph if node.domain] == ops[quant.name]
@@ -231,9 +268,10 @@ def test_quantized_arithmetic_is_numpys(quant: QuantConfig) -> None:
     logits = run(model, {"tokens": tokens[None]})["logits"][0]
 
     def stored(name: str) -> tuple[Array, Array]:
-        """Values in fp32, and scales (1 where there are none)."""
+        """Values in fp32, and scales (1 where there are none). A row is one run, where there are runs."""
         values, *scale = numpy_weight(name, torch.from_numpy(arrays[name]), quant)
-        return values.astype(np.float32), scale[0] if scale else np.ones(len(values), np.float32)
+        numbers = values.astype(np.float32) - (8 if values.dtype == np.uint8 else 0)
+        return numbers, scale[0].astype(np.float32).reshape(-1) if scale else np.ones(len(values), np.float32)
 
     def rounded(x: Array) -> tuple[Array, Array | np.float32]:
         """As activations are: values, and their scale."""

@@ -42,7 +42,7 @@ def cast(value: ir.Value, name: str, to: ir.DataType) -> tuple[ir.Node, ir.Value
 def add_and_norm(rounded: str) -> ir.Model:
     """A residual and its norm, one of which ("sum" or "normed") is only read rounded."""
     x, delta, weight = (typed(name, FLOAT, ("tokens", WIDTH)[-n:]) for name, n in (("x", 2), ("delta", 2), ("w", 1)))
-    node = ADD_RMS_NORM.node([x, delta, weight], epsilon=1e-6, to=int(FLOAT))
+    node = ADD_RMS_NORM.node([x, delta, weight], epsilon=1e-6, to=int(FLOAT), group=0)
     outputs = dict(zip(("sum", "normed"), named(node, "sum", "normed"), strict=True))
     low, outputs[rounded] = cast(outputs[rounded], "low", BFLOAT16)
     return whole([x, delta, weight], [*outputs.values()], [node, low])
@@ -51,13 +51,13 @@ def add_and_norm(rounded: str) -> ir.Model:
 def rounded_and_back() -> ir.Model:
     """A norm that is rounded already, and is read in FLOAT."""
     x, weight = typed("x", FLOAT, ("tokens", WIDTH)), typed("w", FLOAT, (WIDTH,))
-    node = RMS_NORM.node([x, weight], epsilon=1e-6, to=int(BFLOAT16))
+    node = RMS_NORM.node([x, weight], epsilon=1e-6, to=int(BFLOAT16), group=0)
     up, output = cast(*named(node, "norm"), "up", FLOAT)
     return whole([x, weight], [output], [node, up])
 
 
 def quantized(value: ir.Value, name: str) -> tuple[ir.Node, list[ir.Value]]:
-    node = QUANTIZE_ROWS.node([value])
+    node = QUANTIZE_ROWS.node([value], group=32)
     return node, named(node, name, f"{name}.scale")
 
 
@@ -66,7 +66,7 @@ def norm_and_quantized(op: str, readers: str = "") -> ir.Model:
     x, delta, weight = (typed(name, FLOAT, ("tokens", WIDTH)[-n:]) for name, n in (("x", 2), ("delta", 2), ("w", 1)))
     inputs = [x, delta, weight]
     if op == "AddRmsNorm":
-        norm = ADD_RMS_NORM.node(inputs, epsilon=1e-6, to=int(FLOAT))
+        norm = ADD_RMS_NORM.node(inputs, epsilon=1e-6, to=int(FLOAT), group=0)
         total, normed = named(norm, "sum", "normed")
         outputs = [total]
     else:

@@ -256,7 +256,7 @@ def test_what_has_kernels_may_stand_anywhere() -> None:
 
 
 def test_methods_are_found_by_name() -> None:
-    assert [method.name for method in METHODS] == ["bf16", "int8-wo", "w8a8", "fp8"]
+    assert [method.name for method in METHODS] == ["bf16", "int8-wo", "w8a8", "int4-rtn", "fp8"]
     assert quant_config("int8-wo") == Int8Wo()
     with pytest.raises(KeyError):
         quant_config("int8")

@@ -1,5 +1,6 @@
 """Every op of ours: what it says of its outputs is what onnxruntime gives, and what does not fit is refused."""
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from enginewright.plugins.registry import STANDARD_KERNELS
 from tests.onnx_run import Array, run
 
 FLOAT, BFLOAT16, FP8 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.FLOAT8E4M3FN
-INT8, INT32, INT64 = ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT64
+INT8, INT32, INT64, UINT8 = ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8
 Operand = tuple[ir.DataType, tuple[int | str, ...]]
 # What symbolic dimensions are when a graph is run. A block has 4 slots.
 SIZES = {"T": 5, "P": 3, "tokens": 7, "slots": 24, "sequences": 2, "sequences + 1": 3, "kv_blocks": 2}
@@ -61,7 +62,7 @@ class Case:
 
 
 def _norm(to: ir.DataType) -> dict[str, int | float | str]:
-    return {"epsilon": 1e-6, "to": int(to)}
+    return {"epsilon": 1e-6, "to": int(to), "group": 0}
 
 
 def _gemms() -> list[Case]:
@@ -70,16 +71,31 @@ def _gemms() -> list[Case]:
         ("GemmBf16", BFLOAT16, BFLOAT16),
         ("GemmW8A16", BFLOAT16, INT8),
         ("GemmFp8A16", BFLOAT16, FP8),
-        ("GemmW8A8", INT8, INT8),
     ):
         scale = {} if dtype == BFLOAT16 else {"scale": (FLOAT, (22,))}
         for epilogue in ("none", "swiglu", "geglu"):
             for to in (FLOAT, BFLOAT16):
                 for bias in ({}, {"bias": (FLOAT, (22,))}):
                     for rows in (("tokens",), (1, "T")):
-                        by_token = {"x_scale": (FLOAT, (*rows, 1))} if x == INT8 else {}
-                        operands = {"x": (x, (*rows, 13)), "weight": (dtype, (22, 13)), **by_token, **scale, **bias}
+                        operands = {"x": (x, (*rows, 13)), "weight": (dtype, (22, 13)), **scale, **bias}
                         cases.append(Case(op, operands, {"epilogue": epilogue, "to": int(to)}))
+    return cases
+
+
+def _integer_gemms() -> list[Case]:
+    """Runs of 32 columns and a shorter one, or one of all."""
+    cases = []
+    for rows, epilogue, to, (group, runs) in itertools.product(
+        (("tokens",), (1, "T")), ("none", "swiglu"), (FLOAT, BFLOAT16), ((0, 1), (32, 3))
+    ):
+        attributes = {"epilogue": epilogue, "to": int(to), "group": group}
+        x: dict[str, Operand] = {"x": (INT8, (*rows, 77)), "x_scale": (FLOAT, (*rows, runs))}
+        for bias in ({}, {"bias": (FLOAT, (22,))}):
+            eight: dict[str, Operand] = {"weight": (INT8, (22, 77)), "scale": (FLOAT, (22,))}
+            cases.append(Case("GemmW8A8", {**x, **eight, **bias}, attributes))
+            four: dict[str, Operand] = {"weight": (UINT8, (22, 77)), "scale": (BFLOAT16, (22, runs))}
+            zeros: dict[str, Operand] = {"zero": (INT8, (22, runs))} if bias else {}
+            cases.append(Case("GemmW4A8", {**x, **four, **zeros, **bias}, attributes))
     return cases
 
 
@@ -115,9 +131,10 @@ CASES: list[Case] = [
         for to in (FLOAT, BFLOAT16, INT8)
     ),
     *(
-        Case("QuantizeRows", {"x": (dtype, rows)})
+        Case("QuantizeRows", {"x": (dtype, rows)}, {"group": group})
         for dtype in (FLOAT, BFLOAT16)
-        for rows in (("tokens", 11), (1, "T", 11))
+        for rows in (("tokens", 11), (1, "T", 11), ("tokens", 77))
+        for group in (0, 32)
     ),
     *(
         Case("EmbedBf16", {"tokens": (dtype, rows), "table": (BFLOAT16, (31, 9))}, {"scale": 2.5})
@@ -132,6 +149,7 @@ CASES: list[Case] = [
         for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
     ),
     *_gemms(),
+    *_integer_gemms(),
     *(
         Case("RopeTable", {"positions": (dtype, rows), "inv_freq": (FLOAT, (7,))}, {"scale": 1.5})
         for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
@@ -177,6 +195,8 @@ def feed(name: str, operand: Operand, sizes: Mapping[str, int], indices: Mapping
         return np.array(indices[name][: int(np.prod(shape))], dtype.numpy()).reshape(shape)
     if dtype in (INT8, INT32, INT64):
         return random.integers(0, 31, shape).astype(dtype.numpy())
+    if dtype == UINT8:  # codes of 4 bits
+        return random.integers(0, 16, shape).astype(dtype.numpy())
     return random.standard_normal(shape).astype(dtype.numpy())
 
 

@@ -1,5 +1,8 @@
 """Quantization methods: one file and one frozen config each."""
 
+from dataclasses import fields
+
+from enginewright.errors import UsageError
 from enginewright.passes.quant.bf16 import Bf16
 from enginewright.passes.quant.fp8 import Fp8
 from enginewright.passes.quant.int4_rtn import Int4Rtn
@@ -10,9 +13,21 @@ from enginewright.passes.quant.w8a8 import W8A8
 METHODS: tuple[type[QuantConfig], ...] = (Bf16, Int8Wo, W8A8, Int4Rtn, Fp8)
 
 
-def quant_config(name: str) -> QuantConfig:
-    """The method that `--quant` names, with its defaults. Raises KeyError for a name that is none."""
-    return {method.name: method for method in METHODS}[name]()
+def quant_config(name: str, **settings: object) -> QuantConfig:
+    """The method that `--quant` names; settings that are None are its defaults.
+
+    Raises:
+        KeyError: a name that is none.
+        UsageError: the method has no such setting, or not with such a value.
+    """
+    method = {method.name: method for method in METHODS}[name]
+    given = {key: value for key, value in settings.items() if value is not None}
+    known = [field.name for field in fields(method)]
+    for key in given:
+        if key not in known:
+            option = f"--{key.replace('_', '-')}"
+            raise UsageError(f"{option} means nothing to --quant {name}", f"its settings: {', '.join(known) or 'none'}")
+    return method(**given)
 
 
 __all__ = ["METHODS", "W8A8", "Bf16", "Fp8", "Int4Rtn", "Int8Wo", "QuantConfig", "quant_config"]

@@ -1,5 +1,5 @@
-"""`--quant int4-rtn`: weights of 4 bits, rounded to nearest, with a scale for each run of columns; on the CPU activations
-are int8 with a scale for the same runs (W4A8).
+"""`--quant int4-rtn`: weights of 4 bits, rounded to nearest, with a scale for each run of columns; on the CPU,
+activations are int8 with a scale for the same runs (W4A8).
 
 Embeddings and the head are int8, as in every quantized build, so that a tied table is stored once.
 """

@@ -313,7 +313,7 @@ def _shape(step: Step, engine: Engine) -> str:
     """What tells kernels of one name apart: its weight's rows x columns, its heads, or its widest operand."""
     operands = step.operands.values()
     forms = [engine.weight(operand.name)[1] for operand in operands if isinstance(operand, WeightOperand)]
-    matrix = next((form.shape for form in forms if form.shape is not None and len(form.shape) == 2), None)
+    matrix = max((form.shape for form in forms if form.shape is not None and len(form.shape) == 2), default=None)
     if matrix is not None:
         gated = str(step.attributes.get("epilogue", "none"))
         return f"{matrix[0]} x {matrix[1]}" + ("" if gated == "none" else f" {gated}")
