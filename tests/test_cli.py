@@ -220,6 +220,21 @@ def test_an_instruction_set_that_is_not_there_is_refused(engine: Path) -> None:
     assert "portable" in refused(2, "generate", engine, "-p", "x", "--isa", "sse9")
 
 
+def test_settings_of_a_method(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.engine"
+    result = run("build", checkpoint, "--quant", "int4-rtn", "--group-size", "64", "--zero-points", "-o", path)
+    assert result.exit_code == 0
+    with EngineFile.open(path) as file:
+        recipe = file.manifest.recipe
+    assert (recipe["quant"], recipe["group_size"], recipe["zero_points"]) == ("int4-rtn", 64, True)
+    assert run("generate", path, "-p", "x", "--max-tokens", "2").exit_code == 0
+    assert "--group-size means nothing to --quant fp8" in refused(
+        2, "build", checkpoint, "--quant", "fp8", "--group-size", "64"
+    )
+    assert "--zero-points" in refused(2, "build", checkpoint, "--quant", "w8a8", "--zero-points")
+    assert "--group-size" in refused(2, "build", checkpoint, "--quant", "w8a8", "--group-size", "48")
+
+
 def test_quant_offers_what_there_is() -> None:
     """The command line names the methods by itself: asking the builder would import torch for `--help`."""
     assert tuple(method.name for method in METHODS) == QUANTS
