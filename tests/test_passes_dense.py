@@ -101,7 +101,8 @@ def numpy_int4(exact: Array, group: int) -> list[Array]:
     for n, g in np.ndindex(scales.shape):
         run = exact[n, g * group : (g + 1) * group].astype(np.float64)
         if run.any():
-            first = float(bfloat16(run[np.abs(run).argmax()] / -8))
+            largest = run.min() if -run.min() >= run.max() else run.max()
+            first = float(bfloat16(largest / -8))
             fitted = np.clip(np.rint(run / first), -8, 7)
             scales[n, g] = bfloat16(run @ fitted / (fitted @ fitted))
             codes[n, g * group : (g + 1) * group] = 8 + np.clip(np.rint(run / float(scales[n, g])), -8, 7)

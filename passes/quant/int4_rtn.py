@@ -68,19 +68,18 @@ class Int4Rtn(QuantConfig):
 def quantize_symmetric(weight: torch.Tensor, group: int, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
     """Codes UINT8 [N, K] and scales BFLOAT16 [N, G]; a code stands for (code - 8) · scale.
 
-    The number of largest magnitude, whatever its sign, is at first -8; then the scale is fitted to the codes by least
-    squares, and the codes are chosen anew.
+    The number of largest magnitude (of two, the negative one) is at first -8; then the scale is fitted to the codes by
+    least squares, and the codes are chosen anew.
 
     Raises:
         EngineError: the weight holds NaN or infinity.
     """
     runs = _runs(weight, group, name)
-    largest = runs.gather(-1, runs.abs().argmax(-1, keepdim=True))
-    scale = (largest / -MIDDLE).bfloat16().float()
+    low, high = runs.amin(0), runs.amax(0)
+    scale = (torch.where(-low >= high, low, high) / -MIDDLE).bfloat16()
     codes = _rounded(runs, scale)
-    scale = ((runs * codes).sum(-1, keepdim=True) / codes.square().sum(-1, keepdim=True).clamp(min=1)).bfloat16()
-    codes = _rounded(runs, scale.float())
-    return _columns(codes.add_(MIDDLE).to(torch.uint8), weight.shape[1]), scale.squeeze(-1)
+    scale = ((runs * codes).sum(0) / codes.square().sum(0).clamp(min=1)).bfloat16()
+    return _codes(_rounded(runs, scale).add_(MIDDLE), weight), scale.view(len(weight), -1)
 
 
 def quantize_with_zeros(
@@ -94,25 +93,27 @@ def quantize_with_zeros(
         EngineError: the weight holds NaN or infinity.
     """
     runs = _runs(weight, group, name)
-    low, high = runs.amin(-1, keepdim=True).clamp(max=0), runs.amax(-1, keepdim=True).clamp(min=0)
+    low, high = runs.amin(0).clamp(max=0), runs.amax(0).clamp(min=0)
     scale = ((high - low) / LARGEST).bfloat16()
     step = torch.where(scale > 0, scale.float(), 1.0)
     zero = (-low / step).round().clamp(0, LARGEST)
-    codes = (runs / step + zero).round().clamp(0, LARGEST).to(torch.uint8)
-    return _columns(codes, weight.shape[1]), scale.squeeze(-1), zero.squeeze(-1).to(torch.int8)
+    codes = (runs / step + zero).round_().clamp_(0, LARGEST)
+    return _codes(codes, weight), scale.view(len(weight), -1), zero.to(torch.int8).view(len(weight), -1)
 
 
 def _runs(weight: torch.Tensor, group: int, name: str) -> torch.Tensor:
-    """[N, G, group], the last run with zeros behind it."""
+    """[group, N · G]: the runs of all rows, zeros behind the last one of a row. Across is quicker than along."""
     if not weight.isfinite().all():
         raise EngineError(f"{name} cannot be quantized", "it holds NaN or infinity", "Check the checkpoint.")
-    return torch.nn.functional.pad(weight, (0, -weight.shape[1] % group)).view(weight.shape[0], -1, group)
+    return torch.nn.functional.pad(weight, (0, -weight.shape[1] % group)).view(-1, group).t().contiguous()
 
 
 def _rounded(runs: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Codes in [-8, 7], as floats; scale may be negative, and is 0 for a run of zeros."""
-    return (runs / torch.where(scale != 0, scale, 1.0)).round_().clamp_(-MIDDLE, MIDDLE - 1)
+    return (runs / torch.where(scale != 0, scale.float(), 1.0)).round_().clamp_(-MIDDLE, MIDDLE - 1)
 
 
-def _columns(runs: torch.Tensor, columns: int) -> torch.Tensor:
-    return runs.flatten(1)[:, :columns]
+def _codes(runs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Codes of runs as UINT8 in the weight's shape."""
+    rows, columns = weight.shape
+    return runs.to(torch.uint8).t().reshape(rows, -1)[:, :columns]
