@@ -85,7 +85,7 @@ class GemmA8 final : public Kernel {
   static constexpr int64_t kPieceK = 512;                         // at least the longest of several runs
   static constexpr int64_t kPieceBytes = kBlocks * kPieceK * 16;  // of L1
   static constexpr int64_t kPanelBytes = 1 << 19;                 // of x: a part of L2
-  static constexpr int64_t kPrefetchBytes = 1024;  // ahead in each block, then in the next ones
+  static constexpr int64_t kPrefetchBytes = 1024;                 // ahead in each block
   static_assert(kPieceK >= GemmOperands::kLongestGroup);
 
   // Tokens of a panel, a multiple of 16.
@@ -144,7 +144,7 @@ class GemmA8 final : public Kernel {
   void direct_tile(const Panel& panel, int64_t block) const {
     F sums[M][N];
     each<M, N>([&](int m, int n) { sums[m][n] = S::zero(); });
-    const std::byte *line = g_.block(block), *const last = line + g_.block_bytes - kPrefetchBytes;
+    const std::byte* line = g_.block(block);
     const int8_t* k = x(0);
     for (int64_t g = 0; g < g_.groups; ++g) {
       I acc[M][N];
@@ -152,10 +152,9 @@ class GemmA8 final : public Kernel {
       const std::byte* end = line + depth(g * g_.group, k_end_) / kLineK * 64;
       for (; line < end; line += 64, k += kLineK) {
         Line w[N][kLines];
-        const int64_t ahead = kPrefetchBytes + (line < last ? 0 : (N - 1) * g_.block_bytes);
         ENGINEWRIGHT_UNROLL
         for (int n = 0; n < N; ++n) {
-          S::prefetch(line + n * g_.block_bytes + ahead);
+          S::prefetch(line + n * g_.block_bytes + kPrefetchBytes);
           Codes::load(line + n * g_.block_bytes, w[n]);
         }
         ENGINEWRIGHT_UNROLL
