@@ -85,7 +85,8 @@ class GemmA8 final : public Kernel {
   static constexpr int64_t kPieceK = 512;                         // at least the longest of several runs
   static constexpr int64_t kPieceBytes = kBlocks * kPieceK * 16;  // of L1
   static constexpr int64_t kPanelBytes = 1 << 19;                 // of x: a part of L2
-  static constexpr int64_t kPrefetchBytes = 1024;                 // ahead in each block
+  static constexpr int64_t kPrefetchBytes = 2048;                 // ahead in each block
+  static constexpr int64_t kPrefetchScales = 32;                  // runs ahead
   static_assert(kPieceK >= GemmOperands::kLongestGroup);
 
   // Tokens of a panel, a multiple of 16.
@@ -202,7 +203,11 @@ class GemmA8 final : public Kernel {
     ENGINEWRIGHT_UNROLL
     for (int n = 0; n < N; ++n) {
       F scale{};
-      if (Codes::scaled) scale = S::load_bf16(g_.group_scale + ((block + n) * g_.groups + g) * 16);
+      if (Codes::scaled) {
+        const uint16_t* scales = g_.group_scale + ((block + n) * g_.groups + g) * 16;
+        S::prefetch(scales + kPrefetchScales * 16);
+        scale = S::load_bf16(scales);
+      }
       ENGINEWRIGHT_UNROLL
       for (int m = 0; m < M; ++m) {
         F sum = S::to_float(acc[m][n]);
