@@ -28,7 +28,16 @@ ENGINE := .cache/SmolLM2-135M-Instruct-$(QUANT).engine
 # Torch's own threads would fight over the cores with the other test workers.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations 15
 
-.PHONY: help demo test test-long lint format build bench bench-peers dist clean
+# What `make sanitize` runs, and how. Python itself is not instrumented: a sanitizer's library has to be there before it
+# is, and C++'s, for exceptions. Python's leaks at exit are no finding; a refused allocation is an error that is tested;
+# libtsan knows where things lie without address randomization alone.
+SANITIZED_TESTS := $(wildcard tests/test_cpu_*.py) $(addprefix tests/test_,bench_roof.py company.py kv_cache.py sampling.py)
+SANITIZER_ENV = PYTHONPATH=build/$*/lib LD_PRELOAD="$$(g++ -print-file-name=lib$*.so) $$(g++ -print-file-name=libstdc++.so)" \
+  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:suppressions=tests/asan.supp \
+  UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
+NO_RANDOMIZATION := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+.PHONY: help demo test test-long sanitize sanitize-asan sanitize-tsan lint format build bench bench-peers dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -40,8 +49,18 @@ demo: $(ENGINE) ## build an engine from SmolLM2-135M-Instruct and ask it a quest
 test: lint $(BUILT) $(MODEL) ## checks and tests, what has to pass before a change lands
 	$(PYTEST)
 
-test-long: test ## the same, then the tests that take longer (tests/long)
+test-long: test sanitize ## the same, then the tests that take longer (tests/long)
 	$(PYTEST) tests/long
+
+sanitize: sanitize-asan sanitize-tsan ## the kernels' tests under ASan and UBSan, and under TSan; takes GCC
+
+sanitize-asan: SANITIZERS := address,undefined
+sanitize-tsan: SANITIZERS := thread
+sanitize-asan sanitize-tsan: sanitize-%: $(INSTALLED)
+	CC=gcc CXX=g++ ENGINEWRIGHT_SANITIZE=$(SANITIZERS) ENGINEWRIGHT_BUILD_JOBS=$(JOBS) \
+	  $(BIN)/python setup.py --quiet build --build-base build/$* --build-lib build/$*/lib
+	$(NO_RANDOMIZATION) env $(SANITIZER_ENV) $(BIN)/python -c "from enginewright import _cpu; assert 'build/$*/' in _cpu.__file__"
+	$(NO_RANDOMIZATION) env $(SANITIZER_ENV) $(PYTEST) --capture=sys -k "not real_model" $(SANITIZED_TESTS)
 
 lint: $(BUILT) ## ruff, mypy, import-linter, clang-format
 	$(BIN)/ruff check .

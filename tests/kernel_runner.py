@@ -20,6 +20,7 @@ from enginewright.builder.lower.pack import PackedForm, pack
 Linear = tuple[int, int, int, int, int, int]  # constant, tokens, sequences, logit_rows, kv_blocks, kv_splits
 
 COLUMN_ALIGN = 64  # as plan.py has it
+GAP_BYTES = 64  # between buffers: nobody's memory, which `make sanitize` watches
 ITEM_BYTES = {"f32": 4, "bf16": 2, "i8": 1}
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8", torch.float8_e4m3fn: "e4m3", torch.uint8: "u4"}
 NO_ROWS = (0, 0, 0, 0, 0, 0)
@@ -28,12 +29,11 @@ TOKENS = (0, 1, 0, 0, 0, 0)
 
 
 def aligned(data: bytes | memoryview) -> NDArray[np.uint8]:
-    """A copy that starts at a multiple of 64 bytes."""
-    source = np.frombuffer(data, np.uint8)
-    memory = np.empty(len(source) + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    memory[start : start + len(source)] = source
-    return memory[start : start + len(source)]
+    """A copy that starts at a multiple of 64 bytes, in memory that ends where it ends (`make sanitize` watches)."""
+    memory: NDArray[np.uint8] = torch.empty(len(data), dtype=torch.uint8).numpy()
+    assert memory.ctypes.data % 64 == 0, "torch aligns its memory to 64 bytes"
+    memory[:] = np.frombuffer(data, np.uint8)
+    return memory
 
 
 def weight(value: torch.Tensor, layout: str = "plain") -> _cpu.OperandSpec:
@@ -102,7 +102,7 @@ class KernelRunner:
         """A new buffer of NaN. `rows` is what `linear` comes to in this step."""
         stride = -(-columns // COLUMN_ALIGN) * COLUMN_ALIGN
         buffer = Buffer(self._next_offset, dtype, rows, linear, columns, stride)
-        self._next_offset += -(-rows * stride * ITEM_BYTES[dtype] // 64) * 64
+        self._next_offset += -(-rows * stride * ITEM_BYTES[dtype] // 64) * 64 + GAP_BYTES
         return buffer
 
     def filled(self, value: torch.Tensor, linear: Linear = TOKENS) -> Buffer:

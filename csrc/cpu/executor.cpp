@@ -5,6 +5,7 @@
 
 #include "dispatch.h"
 #include "operands.h"
+#include "poison.h"
 
 namespace enginewright {
 
@@ -102,6 +103,9 @@ Executor::Executor(const std::string& isa, int threads, const Sizes& limits,
     elements = checked_add(elements, padded);
   }
   staging_ = std::make_unique<Memory>(checked_mul(elements, 4));
+  // Nobody's until it is bound.
+  poison(arena_->data(), arena_->bytes());
+  poison(staging_->data(), staging_->bytes());
   Operands bound;
   for (const InputSpec& spec : inputs) bound[spec.name] = bind_step(spec.name);
   checks_ = std::make_unique<InputChecks>(bound);
@@ -128,6 +132,10 @@ Operand Executor::bind(const std::string& label, const ArenaSpec& spec) const {
   operand.pad = spec.pad;
   operand.kind = Operand::Kind::arena;
   operand.label = label;
+  const int64_t used = spec.columns + (spec.dtype == DType::f32 ? 0 : spec.pad);  // see Operand
+  for (int64_t row = 0; row < operand.max_rows; ++row) {
+    unpoison(operand.data + row * row_bytes, used * bytes_of(spec.dtype));
+  }
   return operand;
 }
 
@@ -178,6 +186,7 @@ Operand Executor::bind_step(const std::string& name) const {
     operand.max_rows = input.max_rows;
     operand.kind = Operand::Kind::step;
     operand.label = name;
+    unpoison(operand.data, input.max_rows * input.stride * 4);
     return operand;
   }
   throw std::invalid_argument("a step has no input '" + name + "'");

@@ -17,6 +17,8 @@ class Memory {
   int64_t bytes() const { return bytes_; }
 
  private:
+  int64_t mapped_bytes() const;
+
   std::byte* data_ = nullptr;
   int64_t bytes_ = 0;
 };
