@@ -34,7 +34,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist lo
 SANITIZED_TESTS := $(wildcard tests/test_cpu_*.py) $(addprefix tests/test_,bench_roof.py company.py kv_cache.py sampling.py)
 SANITIZER_ENV = PYTHONPATH=build/$*/lib LD_PRELOAD="$$(g++ -print-file-name=lib$*.so) $$(g++ -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:suppressions=tests/asan.supp \
-  UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
+  UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:suppressions=tests/tsan.supp
 NO_RANDOMIZATION := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .PHONY: help demo test test-long sanitize sanitize-asan sanitize-tsan lint format build bench bench-peers dist clean
@@ -60,7 +60,7 @@ sanitize-asan sanitize-tsan: sanitize-%: $(INSTALLED)
 	CC=gcc CXX=g++ ENGINEWRIGHT_SANITIZE=$(SANITIZERS) ENGINEWRIGHT_BUILD_JOBS=$(JOBS) \
 	  $(BIN)/python setup.py --quiet build --build-base build/$* --build-lib build/$*/lib
 	$(NO_RANDOMIZATION) env $(SANITIZER_ENV) $(BIN)/python -c "from enginewright import _cpu; assert 'build/$*/' in _cpu.__file__"
-	$(NO_RANDOMIZATION) env $(SANITIZER_ENV) $(PYTEST) --capture=sys -k "not real_model" $(SANITIZED_TESTS)
+	$(NO_RANDOMIZATION) env $(SANITIZER_ENV) $(PYTEST) --capture=sys -x --max-worker-restart 0 -k "not real_model" $(SANITIZED_TESTS)
 
 lint: $(BUILT) ## ruff, mypy, import-linter, clang-format
 	$(BIN)/ruff check .

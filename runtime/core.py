@@ -83,7 +83,7 @@ class EngineCore:
     def __init__(self, engine: Engine, config: RuntimeConfig) -> None:
         self.engine = engine
         self.executor = CpuExecutor(engine, config)
-        self._sampler = Sampler()
+        self._sampler = Sampler(self.executor.draw)
         self._scheduler = Scheduler(
             engine.plan.kv_groups,
             self.executor.envelope,

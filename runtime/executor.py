@@ -10,6 +10,7 @@ from enginewright.runtime import env
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, envelope
 from enginewright.runtime.machine import num_cores
+from enginewright.runtime.sampling import Draw
 from enginewright.runtime.step_plan import StepPlan
 
 
@@ -68,6 +69,11 @@ class CpuExecutor:
         """
         self._executor.run(self._prepare(plan), plan.sizes.as_tuple())
         return self._logits[: plan.sizes.logit_rows]
+
+    @property
+    def draw(self) -> Draw:
+        """`_cpu.sample`, by this executor's threads."""
+        return self._executor.sample
 
     def profile(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.void]]:
         """One step, measured.

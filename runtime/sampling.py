@@ -6,7 +6,7 @@ request's parameters and history, and Philox(seed, choice, position), and on not
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -236,14 +236,23 @@ def _joined(arrays: Sequence[npt.NDArray[np.void]], dtype: np.dtype[np.void]) ->
     return np.frombuffer(bytearray().join([array.data for array in arrays]), dtype)
 
 
+Fields = tuple[int, float | None, tuple[tuple[int, float], ...], bool]  # of SampledToken
+Entries = npt.NDArray[np.void]
+Draw = Callable[[npt.NDArray[np.float32], Entries, Entries, Entries], list[Fields]]  # see _cpu.sample
+
 _NO_HISTORY = np.zeros(0, dtype=_cpu.TOKEN_COUNT)
 _NO_BIASES = np.zeros(0, dtype=_cpu.TOKEN_BIAS)
 
 
 class Sampler:
-    """Draws the next token of each request, and adds it to the request's history."""
+    """Draws the next token of each request, and adds it to the request's history.
 
-    def __init__(self) -> None:
+    Args:
+        draw: an executor's, which shares rows among its threads; the draws are the same.
+    """
+
+    def __init__(self, draw: Draw = _cpu.sample) -> None:
+        self._draw = draw
         self._batch = _Batch([])
 
     def sample(self, logits: npt.NDArray[np.float32], requests: Sequence[SamplingRequest]) -> list[SampledToken]:
@@ -252,7 +261,7 @@ class Sampler:
             return []
         if self._batch.requests != requests:
             self._batch = _Batch(requests)
-        sampled = [SampledToken(*row) for row in _cpu.sample(logits, *self._batch.arguments())]
+        sampled = [SampledToken(*row) for row in self._draw(logits, *self._batch.arguments())]
         for request, one in zip(requests, sampled, strict=True):
             if not one.is_nan:
                 request.append(one.token)

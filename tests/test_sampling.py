@@ -250,6 +250,9 @@ def test_what_a_row_gets_does_not_depend_on_the_others() -> None:
     padded = np.full((len(filters), 1024), np.nan, np.float32)
     padded[:, :vocab] = logits
     assert Sampler().sample(padded[:, :vocab], entries()) == together
+    for threads in (1, 2, 5):
+        executor = _cpu.Executor("portable", threads, (1, 1, 1, 0, 0), [], 0)
+        assert Sampler(executor.sample).sample(logits, entries()) == together
 
 
 @pytest.mark.parametrize("filters", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"logprobs": 2}], ids=str)

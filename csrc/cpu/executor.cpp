@@ -222,6 +222,11 @@ void Executor::run(const std::vector<InputArray>& arrays, const Sizes& sizes) {
   pool_.run(job);
 }
 
+void Executor::run(Job& job) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  pool_.run(job);
+}
+
 std::vector<KernelProfile> Executor::profile(const std::vector<InputArray>& arrays, const Sizes& sizes) {
   std::lock_guard<std::mutex> lock(mutex_);
   prepare(arrays, sizes);

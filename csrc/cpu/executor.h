@@ -67,7 +67,9 @@ class Executor {
   void run(const std::vector<InputArray>& arrays, const Sizes& sizes);
   // The same, and what it took: an entry a kernel.
   std::vector<KernelProfile> profile(const std::vector<InputArray>& arrays, const Sizes& sizes);
+  void run(Job& job);  // something else, by the same threads
 
+  int threads() const { return pool_.threads(); }
   std::byte* arena(int64_t offset_bytes, int64_t bytes) const;  // checked to lie inside
 
  private:

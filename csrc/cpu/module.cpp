@@ -8,12 +8,9 @@
 #include "kv_pools.h"
 #include "operands.h"
 #include "roof.h"
-
-namespace py = pybind11;
+#include "sampling_binding.h"
 
 namespace enginewright {
-
-void bind_sampling(py::module_& module);  // sampling_binding.cpp
 
 namespace {
 
@@ -92,7 +89,8 @@ class PyExecutor {
   PyExecutor(const std::string& isa, int threads, const SizesTuple& limits,
              const std::vector<std::tuple<std::string, LinearTuple, LinearTuple>>& inputs,
              int64_t arena_bytes)
-      : executor_(isa, threads, sizes_of(limits), input_specs(inputs), arena_bytes) {}
+      : executor_(isa, threads, sizes_of(limits), input_specs(inputs), arena_bytes),
+        sampling_memory_(executor_.threads()) {}
 
   void add_kernel(const std::string& name, const std::map<std::string, OperandSpec>& specs,
                   const std::map<std::string, std::variant<int64_t, double, std::string>>& attributes) {
@@ -124,6 +122,11 @@ class PyExecutor {
       work.mutable_data()[i] = profile[i].work;
     }
     return {nanoseconds, work};
+  }
+
+  py::list sample(const RowArray<float>& logits, const Array<SamplingRow>& rows,
+                  const Array<TokenCount>& history, const Array<TokenBias>& biases) {
+    return enginewright::sample(logits, rows, history, biases, sampling_memory_, &executor_);
   }
 
   static py::array buffer(const py::object& self, int64_t offset_bytes, int64_t rows, int64_t columns,
@@ -180,6 +183,7 @@ class PyExecutor {
   }
 
   Executor executor_;
+  SamplingMemory sampling_memory_;
   std::vector<py::object> owners_;
 };
 
@@ -229,6 +233,8 @@ void bind_executor(py::module_& module) {
       .def("add_kernel", &PyExecutor::add_kernel, py::arg("name"), py::arg("operands"), py::arg("attributes"))
       .def("run", &PyExecutor::run, py::arg("arrays"), py::arg("sizes"))
       .def("profile", &PyExecutor::profile, py::arg("arrays"), py::arg("sizes"))
+      .def("sample", &PyExecutor::sample, py::arg("logits").noconvert(), py::arg("rows").noconvert(),
+           py::arg("history").noconvert(), py::arg("biases").noconvert())
       .def("buffer", &PyExecutor::buffer, py::arg("offset_bytes"), py::arg("rows"), py::arg("columns"),
            py::arg("stride"), py::arg("dtype"));
 }

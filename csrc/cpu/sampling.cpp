@@ -9,9 +9,9 @@
 
 #include "philox.h"
 
-// Compiled twice, and chosen at load. No sum is left to the compiler to order, so both give the same bits.
+// Compiled for each, and chosen at load. No sum is left to the compiler to order, so all give the same bits.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
-#define ENGINEWRIGHT_CLONES __attribute__((target_clones("avx512f", "default")))
+#define ENGINEWRIGHT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define ENGINEWRIGHT_CLONES
 #endif
@@ -115,7 +115,8 @@ struct Floor {
 };
 
 // Weights under the floor become 0; block_mass anew. No weight is greater than its block's mass.
-void cut(float* weights, int64_t n, Floor floor, double* block_mass) {
+ENGINEWRIGHT_CLONES void cut(float* weights, int64_t n, Floor floor, double* block_mass) {
+  const float more = std::nextafter(floor.weight, FLT_MAX);
   for (int64_t start = 0; start < n; start += kBlock) {
     const int64_t end = std::min(start + kBlock, n);
     if (block_mass[start / kBlock] < floor.weight) {
@@ -123,12 +124,21 @@ void cut(float* weights, int64_t n, Floor floor, double* block_mass) {
       block_mass[start / kBlock] = 0;
       continue;
     }
-    double mass = 0;
-    for (int64_t i = start; i < end; ++i) {
-      const bool kept = weights[i] > floor.weight || (weights[i] == floor.weight && i <= floor.index);
-      weights[i] = kept ? weights[i] : 0.0f;
-      mass += weights[i];
+    const bool equal_too = start <= floor.index;
+    for (int64_t i = int64_t{floor.index} + 1; equal_too && i < end; ++i) {  // in the floor's own block
+      if (weights[i] == floor.weight) weights[i] = 0.0f;
     }
+    const Lanes least = Lanes{} + (equal_too ? floor.weight : more);
+    Lanes lane{};
+    for (int64_t i = start; i < end; i += kLanes) {
+      Lanes weight;
+      load(weights + i, n - i, 0.0f, weight);
+      weight = weight >= least ? weight : Lanes{};
+      store(weights + i, weight, n - i);
+      lane += weight;
+    }
+    double mass = 0;
+    for (int64_t j = 0; j < kLanes; ++j) mass += lane[j];
     block_mass[start / kBlock] = mass;
   }
 }
@@ -191,13 +201,14 @@ Floor nucleus(const float* weights, int64_t n, double top_p, SamplingScratch& sc
       count += weights[i] >= negligible;
     }
   }
+  const int64_t buckets = bucket_of(negligible) + 1;
   auto& mass = scratch.bucket_mass;
-  mass.assign(kBuckets, 0.0);
+  mass.assign(buckets, 0.0);
   for (int64_t i = 0; i < count; ++i) mass[bucket_of(weights[ids[i]])] += weights[ids[i]];
   double reached = 0;
   int64_t bucket = 0;
-  for (; bucket < kBuckets && reached + mass[bucket] < wanted; ++bucket) reached += mass[bucket];
-  if (bucket == kBuckets) return {0.0f, std::numeric_limits<int32_t>::max()};  // by rounding: keep all
+  for (; bucket < buckets && reached + mass[bucket] < wanted; ++bucket) reached += mass[bucket];
+  if (bucket == buckets) return {0.0f, std::numeric_limits<int32_t>::max()};  // by rounding: keep all
 
   int64_t inside = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -281,6 +292,13 @@ int32_t sample_token(const float* x, int64_t vocab, float max, const SamplingRow
 }
 
 }  // namespace
+
+void SamplingScratch::reserve(int64_t vocab) {
+  for (auto* floats : {&adjusted, &weights, &block_max, &bound}) floats->reserve(vocab);
+  for (auto* ints : {&ids, &boundary}) ints->reserve(vocab);
+  block_mass.reserve(blocks_of(vocab));
+  bucket_mass.reserve(kBuckets);
+}
 
 SampledRow sample_row(const float* logits, int64_t vocab, const SamplingRow& row, Span<TokenCount> history,
                       Span<TokenBias> biases, SamplingScratch& scratch, int32_t* top_tokens,

@@ -51,11 +51,12 @@ struct SampledRow {
   float logprob;  // of the token; 0 if not wanted
 };
 
-// Memory that a thread uses again from row to row.
+// Memory that a thread uses again from row to row. Once reserved, no row of that vocabulary allocates.
 struct SamplingScratch {
   std::vector<float> adjusted, weights, block_max, bound;
   std::vector<double> block_mass, bucket_mass;
   std::vector<int32_t> ids, boundary;
+  void reserve(int64_t vocab);
 };
 
 template <class T>

@@ -1,7 +1,6 @@
-// Sampling as Python sees it: `_cpu.sample`, the dtypes of its arguments, and `_cpu.philox4x32`.
+// Sampling as Python sees it: `sample`, the dtypes of its arguments, and `_cpu.philox4x32`.
+#include "sampling_binding.h"
 
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -10,15 +9,9 @@
 #include <string>
 
 #include "philox.h"
-#include "sampling.h"
-
-namespace py = pybind11;
 
 namespace enginewright {
 namespace {
-
-template <class T>
-using Array = py::array_t<T, py::array::c_style>;
 
 void require_row(bool holds, int64_t row, const char* sentence) {
   if (!holds) throw std::invalid_argument("row " + std::to_string(row) + ": " + sentence);
@@ -61,8 +54,41 @@ py::tuple sampled_token(const SamplingRow& row, const SampledRow& drawn, const i
   return py::make_tuple(drawn.token, drawn.logprob, top, false);
 }
 
-py::list sample(const py::array_t<float, 0>& logits, const Array<SamplingRow>& rows,
-                const Array<TokenCount>& history, const Array<TokenBias>& biases) {
+// A row each, thread after thread. No row depends on which thread it is drawn by.
+class SampleJob final : public Job {
+ public:
+  struct Row {
+    const float* logits;
+    const SamplingRow* parameters;
+    Span<TokenCount> history;
+    Span<TokenBias> biases;
+    int32_t* top_tokens;
+    float* top_logprobs;
+    SampledRow drawn;
+  };
+  SampleJob(std::vector<Row>& rows, int64_t vocab, std::vector<SamplingScratch>& scratch)
+      : rows_(rows), vocab_(vocab), scratch_(scratch) {}
+
+  void run(Worker& worker) override { run(worker.index, worker.count); }
+  void run(int index, int count) {
+    for (size_t i = static_cast<size_t>(index); i < rows_.size(); i += static_cast<size_t>(count)) {
+      Row& row = rows_[i];
+      row.drawn = sample_row(row.logits, vocab_, *row.parameters, row.history, row.biases,
+                             scratch_[static_cast<size_t>(index)], row.top_tokens, row.top_logprobs);
+    }
+  }
+
+ private:
+  std::vector<Row>& rows_;
+  const int64_t vocab_;
+  std::vector<SamplingScratch>& scratch_;
+};
+
+}  // namespace
+
+py::list sample(const RowArray<float>& logits, const Array<SamplingRow>& rows,
+                const Array<TokenCount>& history, const Array<TokenBias>& biases, SamplingMemory& memory,
+                Executor* executor) {
   if (logits.ndim() != 2 || rows.ndim() != 1 || history.ndim() != 1 || biases.ndim() != 1) {
     throw std::invalid_argument("logits must have two dimensions, rows, history and biases one");
   }
@@ -85,36 +111,40 @@ py::list sample(const py::array_t<float, 0>& logits, const Array<SamplingRow>& r
     bias_begin = row.bias_end;
   }
 
-  std::vector<SampledRow> sampled(static_cast<size_t>(n));
   std::vector<int32_t> top_tokens(static_cast<size_t>(n * top_width));
   std::vector<float> top_logprobs(static_cast<size_t>(n * top_width));
+  std::vector<SampleJob::Row> jobs;
+  history_begin = bias_begin = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const SamplingRow& row = rows.data()[i];
+    jobs.push_back({logits.data() + i * stride,
+                    &row,
+                    {history.data() + history_begin, row.history_end - history_begin},
+                    {biases.data() + bias_begin, row.bias_end - bias_begin},
+                    top_tokens.data() + i * top_width,
+                    top_logprobs.data() + i * top_width,
+                    {}});
+    history_begin = row.history_end;
+    bias_begin = row.bias_end;
+  }
   {
-    const float* x = logits.data();
-    const SamplingRow* row = rows.data();
-    const TokenCount* counts = history.data();
-    const TokenBias* bias = biases.data();
     const py::gil_scoped_release release;
-    SamplingScratch scratch;
-    history_begin = bias_begin = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      sampled[static_cast<size_t>(i)] = sample_row(
-          x + i * stride, vocab, row[i], {counts + history_begin, row[i].history_end - history_begin},
-          {bias + bias_begin, row[i].bias_end - bias_begin}, scratch, top_tokens.data() + i * top_width,
-          top_logprobs.data() + i * top_width);
-      history_begin = row[i].history_end;
-      bias_begin = row[i].bias_end;
+    const std::lock_guard<std::mutex> lock(memory.mutex);
+    for (SamplingScratch& one : memory.scratch) one.reserve(vocab);  // a job must not throw
+    SampleJob job(jobs, vocab, memory.scratch);
+    if (executor != nullptr && n > 1) {
+      executor->run(job);
+    } else {
+      job.run(0, 1);
     }
   }
   py::list result(n);
-  for (int64_t i = 0; i < n; ++i) {
-    result[static_cast<size_t>(i)] =
-        sampled_token(rows.data()[i], sampled[static_cast<size_t>(i)], top_tokens.data() + i * top_width,
-                      top_logprobs.data() + i * top_width);
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    const SampleJob::Row& row = jobs[i];
+    result[i] = sampled_token(*row.parameters, row.drawn, row.top_tokens, row.top_logprobs);
   }
   return result;
 }
-
-}  // namespace
 
 void bind_sampling(py::module_& module) {
   PYBIND11_NUMPY_DTYPE(SamplingRow, seed, position, choice, top_k, temperature, top_p, min_p,
@@ -125,8 +155,15 @@ void bind_sampling(py::module_& module) {
   module.attr("SAMPLING_ROW") = py::dtype::of<SamplingRow>();
   module.attr("TOKEN_COUNT") = py::dtype::of<TokenCount>();
   module.attr("TOKEN_BIAS") = py::dtype::of<TokenBias>();
-  module.def("sample", &sample, py::arg("logits").noconvert(), py::arg("rows").noconvert(),
-             py::arg("history").noconvert(), py::arg("biases").noconvert());
+  module.def(
+      "sample",
+      [](const RowArray<float>& logits, const Array<SamplingRow>& rows, const Array<TokenCount>& history,
+         const Array<TokenBias>& biases) {
+        SamplingMemory memory(1);
+        return sample(logits, rows, history, biases, memory, nullptr);
+      },
+      py::arg("logits").noconvert(), py::arg("rows").noconvert(), py::arg("history").noconvert(),
+      py::arg("biases").noconvert());
   module.def(
       "philox4x32", [](PhiloxCounter counter, PhiloxKey key) { return philox4x32(counter, key); },
       py::arg("counter"), py::arg("key"));

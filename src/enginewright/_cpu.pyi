@@ -66,6 +66,15 @@ class Executor:
     def profile(self, arrays: Sequence[NDArray[np.int32]], sizes: _Sizes) -> tuple[NDArray[np.int64], NDArray[np.void]]:
         """One step, and of each kernel: nanoseconds, from barrier to barrier, and its struct Work (kernel.h)."""
 
+    def sample(
+        self,
+        logits: NDArray[np.float32],
+        rows: NDArray[np.void],
+        history: NDArray[np.void],
+        biases: NDArray[np.void],
+    ) -> list[tuple[int, float | None, tuple[tuple[int, float], ...], bool]]:
+        """`_cpu.sample`, its rows shared by the executor's threads; the same draws."""
+
     def buffer(self, offset_bytes: int, rows: int, columns: int, stride: int, dtype: str) -> NDArray[Any]:
         """View of the arena: f32, i32 or i8 as such, bf16 as uint16. Overwritten by the next step."""
 
