@@ -10,8 +10,9 @@ import msgspec
 import torch
 
 from enginewright import __version__
+from enginewright.builder.ahead import ahead, begin
 from enginewright.builder.checkpoint import Checkpoint
-from enginewright.builder.lower import Lowered, Weight, lower, pack
+from enginewright.builder.lower import Lowered, Weight, lower, pack_rows
 from enginewright.builder.models import build_graph
 from enginewright.builder.progress import Progress, Silent
 from enginewright.engine_file import EngineWriter
@@ -19,7 +20,7 @@ from enginewright.errors import UsageError
 from enginewright.manifest import WEIGHTS, About, Limits
 from enginewright.passes.pipeline import run_pipeline
 from enginewright.passes.quant import Bf16, QuantConfig, quant_config
-from enginewright.passes.weights import as_torch
+from enginewright.passes.weights import open_rows
 from enginewright.plan import Plan
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.executor import CpuExecutor
@@ -83,6 +84,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress) -> BuildReport:
+    sources = begin(checkpoint.source_hashes)
     progress.phase("import the model")
     model = build_graph(checkpoint)
     max_seq_len = _max_seq_len(config, int(model.metadata_props["enginewright.max_seq_len"]))
@@ -93,20 +95,6 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
 
     weights = _merged(lowered)
     weight_bytes = sum(weight.form.nbytes for weight in weights.values())
-    about = About(
-        builder_version=__version__,
-        name=checkpoint.name,
-        model_type=str(checkpoint.config["model_type"]),
-        targets=config.targets,
-        recipe={
-            "quant": config.quant.name,
-            **asdict(config.quant),
-            "max_seq_len": max_seq_len,
-            "max_batch_size": config.max_batch_size,
-        },
-        sources=dict(checkpoint.source_hashes()),
-        limits=Limits(max_seq_len=max_seq_len, max_batch_size=config.max_batch_size),
-    )
     files = _files(checkpoint, {target: entry.plan for target, entry in lowered.items()})
     with EngineWriter(output, len(weights) + len(files) + 1, weight_bytes + sum(map(len, files.values()))) as writer:
         for name, data in files.items():
@@ -114,6 +102,20 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
         progress.phase("pack the weights", weight_bytes)
         for name, weight in weights.items():
             writer.add(f"{WEIGHTS}{name}", _packed(weight, progress), **asdict(weight.form))
+        about = About(
+            builder_version=__version__,
+            name=checkpoint.name,
+            model_type=str(checkpoint.config["model_type"]),
+            targets=config.targets,
+            recipe={
+                "quant": config.quant.name,
+                **asdict(config.quant),
+                "max_seq_len": max_seq_len,
+                "max_batch_size": config.max_batch_size,
+            },
+            sources=dict(sources.result()),
+            limits=Limits(max_seq_len=max_seq_len, max_batch_size=config.max_batch_size),
+        )
         writer.write_header(about)
         progress.phase("run it once")
         writer.add(GOLDENS, _goldens(writer.temporary_path), evidence=True)
@@ -160,9 +162,7 @@ def _files(checkpoint: Checkpoint, plans: Mapping[str, Plan]) -> dict[str, bytes
 
 def _packed(weight: Weight, progress: Progress) -> Iterator[memoryview]:
     """Reads, converts and packs one weight; what is derived lazily (fused, quantized) happens here."""
-    lazy = weight.value.const_value
-    assert lazy is not None, weight.value.name
-    for piece in pack(as_torch(lazy), weight.form):
+    for piece in ahead(pack_rows(open_rows(weight.value), weight.form)):
         progress.advance(piece.nbytes)
         yield piece
 

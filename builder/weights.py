@@ -7,6 +7,7 @@ import torch
 
 from enginewright.builder.checkpoint.base import Checkpoint
 from enginewright.errors import EngineError, UnsupportedModelError
+from enginewright.passes.weights import RowReader, RowsTensor
 
 STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 NAMES_SHOWN = 5
@@ -35,12 +36,8 @@ class Weights:
         """
         if name not in self._values:
             self._check(name, shape)
-            data = ir.LazyTensor(
-                lambda: self._evaluate(name, shape, offset), ir.DataType.FLOAT, ir.Shape(shape), cache=False, name=name
-            )
-            self._values[name] = ir.Value(
-                name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape), const_value=data
-            )
+            data = RowsTensor(name, torch.float32, shape, lambda: self._open(name, shape, offset))
+            self._values[name] = data.initializer()
         return self._values[name]
 
     def ignore(self, suffix: str) -> None:
@@ -81,10 +78,14 @@ class Weights:
                 "Build from the original checkpoint, and quantize with --quant.",
             )
 
-    def _evaluate(self, name: str, shape: tuple[int, ...], offset: float) -> ir.TensorProtocol:
+    def _open(self, name: str, shape: tuple[int, ...], offset: float) -> RowReader:
         self.reads += 1
         values = self._checkpoint.read(name)
         if tuple(values.shape) != shape:
             raise EngineError(f"tensor {name} was read with shape {list(values.shape)}", f"promised was {list(shape)}")
-        rounded = values.to(torch.bfloat16).to(torch.float32)
-        return ir.tensor_adapters.TorchTensor(rounded + offset if offset else rounded, name=name)
+
+        def rows(begin: int, end: int) -> torch.Tensor:
+            rounded = values[begin:end].to(torch.bfloat16).to(torch.float32)
+            return rounded + offset if offset else rounded
+
+        return rows

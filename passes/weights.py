@@ -1,6 +1,9 @@
-"""Weights that are computed when somebody reads them: fused, rounded, quantized."""
+"""Weights that are computed when somebody reads them: fused, rounded, quantized.
 
-from collections.abc import Callable
+They are read by rows, so that no more of a weight is in memory than its reader asks for at once.
+"""
+
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 import torch
@@ -12,6 +15,26 @@ ONNX_DTYPES = {
     torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN,
     torch.uint8: ir.DataType.UINT8,
 }
+
+RowReader = Callable[[int, int], torch.Tensor]  # (begin, end) → these rows, along the first axis
+
+
+class RowsTensor(ir.LazyTensor):
+    """A tensor that can be read by rows. `open` begins a reading; what its reader holds is gone with it."""
+
+    def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], open: Callable[[], RowReader]) -> None:
+        super().__init__(self._whole, ONNX_DTYPES[dtype], ir.Shape(shape), cache=False, name=name)
+        self.open = open
+        self._of = (dtype, shape)
+
+    def _whole(self) -> ir.TensorProtocol:
+        dtype, shape = self._of
+        values = self.open()(0, shape[0])
+        assert values.dtype == dtype and tuple(values.shape) == shape, f"{self.name}: {values.dtype} {values.shape}"
+        return ir.tensor_adapters.TorchTensor(values, name=self.name)
+
+    def initializer(self) -> ir.Value:
+        return ir.Value(name=self.name, type=ir.TensorType(self.dtype), shape=self.shape, const_value=self)
 
 
 def as_torch(tensor: ir.TensorProtocol) -> torch.Tensor:
@@ -30,16 +53,80 @@ def read(value: ir.Value) -> torch.Tensor:
     return as_torch(value.const_value)
 
 
-def derived(name: str, dtype: torch.dtype, shape: tuple[int, ...], compute: Callable[[], torch.Tensor]) -> ir.Value:
-    """An initializer whose values `compute` gives, each time they are read; nothing is kept."""
+def open_rows(value: ir.Value) -> RowReader:
+    """Begins a reading of an initializer."""
+    if isinstance(value.const_value, RowsTensor):
+        return value.const_value.open()
+    values = read(value)
+    return lambda begin, end: values[begin:end]
 
-    def evaluate() -> ir.TensorProtocol:
-        values = compute()
-        assert values.dtype == dtype and tuple(values.shape) == shape, f"{name}: {values.dtype} {values.shape}"
-        return ir.tensor_adapters.TorchTensor(values, name=name)
 
-    tensor = ir.LazyTensor(evaluate, ONNX_DTYPES[dtype], ir.Shape(shape), cache=False, name=name)
-    return ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape), const_value=tensor)
+def stacked(name: str, parts: Sequence[ir.Value]) -> ir.Value:
+    """FLOAT initializers, one behind the other along the rows."""
+    sizes = [shape_of(part)[0] for part in parts]
+
+    def open() -> RowReader:
+        readers = [open_rows(part) for part in parts]
+
+        def rows(begin: int, end: int) -> torch.Tensor:
+            pieces, start = [], 0
+            for reader, size in zip(readers, sizes, strict=True):
+                if begin < start + size and start < end:
+                    pieces.append(reader(max(begin - start, 0), min(end - start, size)))
+                start += size
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+        return rows
+
+    return RowsTensor(name, torch.float32, (sum(sizes), *shape_of(parts[0])[1:]), open).initializer()
+
+
+Output = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape
+
+
+def converted(
+    source: ir.Value, convert: Callable[[torch.Tensor], Sequence[torch.Tensor]], outputs: Sequence[Output]
+) -> list[ir.Value]:
+    """Initializers that are made of a weight: its values, and scales if there are any.
+
+    Args:
+        convert: some rows of the weight → the same rows of each output. A row must not depend on others.
+        outputs: values first. Whoever has read all their rows finds the others ready, and the weight is read once.
+    """
+    conversion = _Conversion(source, convert, outputs)
+    return [
+        RowsTensor(*output, lambda index=index: conversion.open(index)).initializer()  # type: ignore[misc]
+        for index, output in enumerate(outputs)
+    ]
+
+
+class _Conversion:
+    def __init__(
+        self, source: ir.Value, convert: Callable[[torch.Tensor], Sequence[torch.Tensor]], outputs: Sequence[Output]
+    ) -> None:
+        self._source, self._convert, self._outputs = source, convert, outputs
+        self._ready: dict[int, torch.Tensor] = {}  # until they are read
+
+    def open(self, index: int) -> RowReader:
+        if index in self._ready:
+            values = self._ready.pop(index)
+            return lambda begin, end: values[begin:end]
+        reader = open_rows(self._source)
+        if index > 0:
+            return lambda begin, end: self._convert(reader(begin, end))[index]
+        others = [torch.empty(shape, dtype=dtype) for _, dtype, shape in self._outputs[1:]]
+        missing = torch.ones(self._outputs[0][2][0], dtype=torch.bool)
+
+        def rows(begin: int, end: int) -> torch.Tensor:
+            values, *more = self._convert(reader(begin, end))
+            for other, part in zip(others, more, strict=True):
+                other[begin:end] = part
+            missing[begin:end] = False
+            if not missing.any():
+                self._ready = dict(enumerate(others, start=1))
+            return values
+
+        return rows
 
 
 def shape_of(value: ir.Value) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Weights as the CPU kernels read them: the layouts of csrc/cpu/kernel.h, from torch tensors to bytes."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -8,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from enginewright.manifest import K_ALIGN, ROWS, packed_bytes
+from enginewright.passes.weights import RowReader
 
-LINE_BYTES = 64
+PIECE_ELEMENTS = 1 << 18  # of a weight, in memory at once (twice that of pairs); a cache holds them
 DTYPES = {
     "f32": torch.float32,
     "bf16": torch.bfloat16,
@@ -32,18 +34,62 @@ class PackedForm:
         return packed_bytes(self.dtype, self.shape, self.layout)
 
 
+def pack(weight: torch.Tensor, form: PackedForm) -> Iterator[memoryview]:
+    """The bytes of a weight, in pieces.
+
+    Raises:
+        ValueError: the tensor is not of the form's shape or dtype, or holds what kernels cannot take (NaN of e4m3,
+            codes of u4 above 15).
+    """
+    if tuple(weight.shape) != form.shape:
+        raise ValueError(f"a {weight.dtype} {tuple(weight.shape)} tensor is packed as {form}")
+    return pack_rows(lambda begin, end: weight[begin:end], form)
+
+
+def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[memoryview]:
+    """The same of a weight that is read by some rows at a time, each of them once."""
+
+    def read(begin: int, end: int) -> torch.Tensor:
+        values = rows(begin, end)
+        if values.dtype != DTYPES[form.dtype]:
+            raise ValueError(f"a {values.dtype} tensor is packed as {form}")
+        if form.dtype == "e4m3":
+            values = values.view(torch.uint8)  # as such it can be padded
+            if ((values & 0x7F) == 0x7F).any():
+                raise ValueError(f"a weight packed as {form} holds NaN")
+        if form.dtype == "u4" and (values > 15).any():
+            raise ValueError(f"a weight packed as {form} holds codes above 15")
+        return values
+
+    count = form.shape[0]
+    step = max(PIECE_ELEMENTS // math.prod(form.shape[1:]) // ROWS, 1) * ROWS
+    if form.layout == "plain":
+        for begin in range(0, count, step):
+            yield _bytes(read(begin, min(begin + step, count)))
+        return
+    layout, in_pairs = form.layout.removesuffix("_pairs"), form.layout.endswith("_pairs")
+    if layout not in ("r16", "r16_columns"):
+        raise ValueError(f"unknown layout {form.layout!r}")
+    blocks = _columns if layout == "r16_columns" else _u4_blocks if form.dtype == "u4" else _r16_blocks
+    parts = 2 if in_pairs else 1
+    for begin in range(0, count // parts, step):
+        end = min(begin + step, count // parts)
+        halves = [blocks(read(first + begin, first + end)) for first in range(0, count, count // parts)]
+        yield _bytes(torch.stack(halves, dim=1))
+
+
 def _r16_blocks(weight: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] → [blocks, lines, 16, elements a line and row], zero padded."""
+    """[rows, columns] → [blocks, lines, 16] of words, each the elements of K that a row has in a line; zero padded."""
     rows, columns = weight.shape
-    depth = LINE_BYTES // ROWS // weight.itemsize  # elements of K that a row has in a line
-    padded = torch.nn.functional.pad(weight, (0, -columns % K_ALIGN, 0, -rows % ROWS))
-    return padded.reshape(-1, ROWS, padded.shape[1] // depth, depth).transpose(1, 2)
+    padded = torch.nn.functional.pad(weight, (0, -columns % K_ALIGN, 0, -rows % ROWS)).contiguous()
+    words = padded.view(torch.int32)
+    return words.reshape(-1, ROWS, words.shape[1]).transpose(1, 2)
 
 
 def _u4_blocks(codes: torch.Tensor) -> torch.Tensor:
-    """The same of codes of 4 bits: k and k + 4 share a byte, so that a line has 8 of K for each row."""
-    lines = _r16_blocks(codes)
-    return lines[:, 0::2] | lines[:, 1::2] << 4
+    """The same of codes of 4 bits: k and k + 4 share a byte, so that a word has 8 of K."""
+    words = _r16_blocks(codes)
+    return words[:, 0::2] | words[:, 1::2] << 4
 
 
 def _columns(values: torch.Tensor) -> torch.Tensor:
@@ -53,30 +99,6 @@ def _columns(values: torch.Tensor) -> torch.Tensor:
     return padded.reshape(-1, ROWS, columns).transpose(1, 2)
 
 
-def pack(weight: torch.Tensor, form: PackedForm) -> Iterator[memoryview]:
-    """The bytes of a weight, in pieces.
-
-    Raises:
-        ValueError: the tensor is not of the form's shape or dtype, or holds what kernels cannot take (NaN of e4m3,
-            codes of u4 above 15).
-    """
-    if tuple(weight.shape) != form.shape or weight.dtype != DTYPES[form.dtype]:
-        raise ValueError(f"a {weight.dtype} {tuple(weight.shape)} tensor is packed as {form}")
-    if form.dtype == "e4m3":
-        weight = weight.view(torch.uint8)  # as such it can be padded
-        if ((weight & 0x7F) == 0x7F).any():
-            raise ValueError(f"a weight packed as {form} holds NaN")
-    if form.dtype == "u4" and (weight > 15).any():
-        raise ValueError(f"a weight packed as {form} holds codes above 15")
-    layout, in_pairs = form.layout.removesuffix("_pairs"), form.layout.endswith("_pairs")
-    match layout:
-        case "plain":
-            packed = weight
-        case "r16" | "r16_columns":
-            blocks = _columns if layout == "r16_columns" else _u4_blocks if form.dtype == "u4" else _r16_blocks
-            halves = weight.chunk(2) if in_pairs else (weight,)
-            packed = torch.stack([blocks(half) for half in halves], dim=1)
-        case _:
-            raise ValueError(f"unknown layout {form.layout!r}")
-    as_bytes: NDArray[np.uint8] = packed.contiguous().reshape(-1).view(torch.uint8).numpy()
-    yield as_bytes.data
+def _bytes(values: torch.Tensor) -> memoryview:
+    as_bytes: NDArray[np.uint8] = values.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return as_bytes.data

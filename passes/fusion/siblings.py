@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 import onnx_ir as ir
-import torch
 
 from enginewright.passes.graph import Linear, only_used_by, replace, standard, typed
-from enginewright.passes.weights import derived, read, shape_of
+from enginewright.passes.weights import shape_of, stacked
 
 
 def stack(siblings: Sequence[Linear], part: str) -> str | None:
@@ -36,7 +35,7 @@ def stack(siblings: Sequence[Linear], part: str) -> str | None:
     width, depth = sum(sizes), shape_of(first.weight)[1]
     tensor, name = _renamed(str(first.weight.name), part), _renamed(str(first.output.name), part)
     weights = [one.weight for one in siblings]
-    weight = derived(tensor, torch.float32, (width, depth), lambda: torch.cat([read(one) for one in weights]))
+    weight = stacked(tensor, weights)
     graph.register_initializer(weight)
     dims = (*first.x.shape.dims[:-1], width)
     across = typed(f"{name}.transposed", ir.DataType.FLOAT, (depth, width))
@@ -46,7 +45,7 @@ def stack(siblings: Sequence[Linear], part: str) -> str | None:
     if biases:
         product = typed(f"{name}.product", ir.DataType.FLOAT, dims)
         tensor = _renamed(str(biases[0].name), part)
-        bias = derived(tensor, torch.float32, (width,), lambda: torch.cat([read(one) for one in biases]))
+        bias = stacked(tensor, biases)
         graph.register_initializer(bias)
         nodes.append(standard("MatMul", [first.x, across], [product], f"{name}.product"))
         nodes.append(standard("Add", [product, bias], [fused], name))

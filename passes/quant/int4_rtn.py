@@ -14,7 +14,7 @@ import torch
 from enginewright.errors import EngineError
 from enginewright.passes.quant.method import QuantConfig
 from enginewright.passes.quant.w8a8 import W8A8
-from enginewright.passes.weights import derived, read, shape_of
+from enginewright.passes.weights import converted, shape_of
 from enginewright.plugins.gemm_w4a8 import GEMM_W4A8, MIDDLE
 
 LARGEST = 15  # codes are in [0, 15]
@@ -43,18 +43,13 @@ class Int4Rtn(QuantConfig):
         (rows, columns), name = shape_of(weight), str(weight.name)
         group = min(self.group_size, columns) or columns
         quantize = quantize_with_zeros if self.zero_points else quantize_symmetric
-
-        def part(index: int) -> torch.Tensor:
-            return quantize(read(weight), group, name)[index]
-
         groups = -(-columns // group)
-        values = [
-            derived(name, torch.uint8, (rows, columns), lambda: part(0)),
-            derived(f"{name}.scale", torch.bfloat16, (rows, groups), lambda: part(1)),
+        outputs = [
+            (name, torch.uint8, (rows, columns)),
+            (f"{name}.scale", torch.bfloat16, (rows, groups)),
+            (f"{name}.zero", torch.int8, (rows, groups)),
         ]
-        if self.zero_points:
-            values.append(derived(f"{name}.zero", torch.int8, (rows, groups), lambda: part(2)))
-        return values
+        return converted(weight, lambda rows: quantize(rows, group, name), outputs[: 3 if self.zero_points else 2])
 
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
         (q, q_scale), (weight, scale, *zeros) = x, weights
@@ -65,7 +60,7 @@ class Int4Rtn(QuantConfig):
         return self.tables.embed(tokens, weights, scale)
 
 
-def quantize_symmetric(weight: torch.Tensor, group: int, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_symmetric(weight: torch.Tensor, group: int, name: str = "weight") -> tuple[torch.Tensor, ...]:
     """Codes UINT8 [N, K] and scales BFLOAT16 [N, G]; a code stands for (code - 8) · scale.
 
     The number of largest magnitude (of two, the negative one) is at first -8; then the scale is fitted to the codes by
@@ -82,9 +77,7 @@ def quantize_symmetric(weight: torch.Tensor, group: int, name: str = "weight") -
     return _codes(_rounded(runs, scale).add_(MIDDLE), weight), scale.view(len(weight), -1)
 
 
-def quantize_with_zeros(
-    weight: torch.Tensor, group: int, name: str = "weight"
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_with_zeros(weight: torch.Tensor, group: int, name: str = "weight") -> tuple[torch.Tensor, ...]:
     """Codes UINT8 [N, K], scales BFLOAT16 [N, G] and zeros INT8 [N, G]; a code stands for (code - zero) · scale.
 
     Codes reach from the smallest number of a run to its largest, and 0 is always one of them.

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 
 from enginewright.passes.quant.method import QuantConfig
-from enginewright.passes.weights import derived, read, shape_of
+from enginewright.passes.weights import converted, shape_of
 from enginewright.plugins.embed_w8 import EMBED_W8
 from enginewright.plugins.gemm_w8a16 import GEMM_W8A16
 
@@ -24,10 +24,8 @@ class Int8Wo(QuantConfig):
 
     def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
         shape, name = shape_of(weight), str(weight.name)
-        return [
-            derived(name, torch.int8, shape, lambda: quantize_rows(read(weight))[0]),
-            derived(f"{name}.scale", torch.float32, shape[:1], lambda: quantize_rows(read(weight))[1]),
-        ]
+        outputs = [(name, torch.int8, shape), (f"{name}.scale", torch.float32, shape[:1])]
+        return converted(weight, quantize_rows, outputs)
 
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
         return GEMM_W8A16.node([*x, *weights, bias], epilogue="none", to=int(ir.DataType.FLOAT))
