@@ -46,6 +46,14 @@ CASES: list[tuple[str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
+def test_a_build_reads_each_tensor_once(quant: QuantConfig, tmp_path: Path) -> None:
+    config = tiny_config("llama", **BIASES)
+    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    build_engine(checkpoint, BuildConfig(quant=quant), tmp_path / "tiny.engine")
+    assert sorted(checkpoint.reads) == sorted(checkpoint.tensors)
+
+
+@pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
 @pytest.mark.parametrize(
     ("family", "overrides"), CASES, ids=lambda case: case if isinstance(case, str) else "-".join(case)
 )

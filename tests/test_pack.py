@@ -1,9 +1,11 @@
 """Packed weights against the layouts as csrc/cpu/kernel.h words them, element by element."""
 
+import sys
+
 import pytest
 import torch
 
-from enginewright.builder.lower.pack import PackedForm, pack
+from enginewright.builder.lower.pack import PackedForm, pack, pack_rows
 
 FORMS = [(torch.bfloat16, "bf16", 2), (torch.int8, "i8", 4), (torch.float8_e4m3fn, "e4m3", 4)]
 SHAPES = [(1, 1), (16, 64), (17, 65), (37, 577), (48, 130)]
@@ -11,6 +13,13 @@ SHAPES = [(1, 1), (16, 64), (17, 65), (37, 577), (48, 130)]
 
 def packed_bytes(weight: torch.Tensor, form: PackedForm) -> bytes:
     return b"".join(pack(weight, form))
+
+
+@pytest.fixture(params=[1, 1000, None], ids=["16 rows", "some rows", "all rows"], autouse=True)
+def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is in memory at once, the bytes are the same."""
+    if request.param is not None:
+        monkeypatch.setattr(sys.modules[PackedForm.__module__], "PIECE_ELEMENTS", request.param)
 
 
 def random_weight(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -102,3 +111,18 @@ def test_nan_is_refused_where_kernels_take_none(code: int) -> None:
 def test_a_tensor_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="packed as"):
         packed_bytes(torch.zeros(3, 4), PackedForm("f32", (4, 3), "plain"))
+
+
+def test_a_weight_is_read_by_few_rows_each_once() -> None:
+    weight = random_weight(2 * 5000, 70, torch.int8)
+    for layout in ("plain", "r16", "r16_pairs"):
+        asked: list[tuple[int, int]] = []
+
+        def rows(begin: int, end: int, asked: list[tuple[int, int]] = asked) -> torch.Tensor:
+            asked.append((begin, end))
+            return weight[begin:end]
+
+        for _ in pack_rows(rows, PackedForm("i8", (10000, 70), layout)):
+            pass
+        assert sorted(row for begin, end in asked for row in range(begin, end)) == list(range(10000))
+        assert max(end - begin for begin, end in asked) * 70 <= 1 << 18

@@ -10,13 +10,16 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 
+from enginewright.builder.weights import Weights
 from enginewright.errors import EngineError
 from enginewright.passes.graph import typed
 from enginewright.passes.pass_manager import PassResult, check_graph, run_passes
 from enginewright.passes.pipeline import pipeline, run_pipeline
 from enginewright.passes.quant import METHODS, Bf16, Int8Wo, QuantConfig, quant_config
-from enginewright.passes.weights import read
+from enginewright.passes.quant.int8_wo import quantize_rows
+from enginewright.passes.weights import open_rows, read
 from enginewright.plugins.softcap import SOFTCAP
 from tests.golden_rewrites import TABLE, rewrites
 from tests.graphs import QUANTS, checkpoint_of, dense_graph
@@ -57,6 +60,23 @@ def test_a_weight_is_read_when_it_is_asked_for_and_not_kept() -> None:
         checkpoint.reads.clear()
         reader()
         assert checkpoint.reads == fused
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 1, 0, 0, 1, 1)], ids=str)
+def test_values_and_scales_come_of_one_reading_in_any_order_the_same(order: tuple[int, ...]) -> None:
+    checkpoint = checkpoint_of("llama")
+    source = Weights(checkpoint).tensor(
+        "model.embed_tokens.weight", checkpoint.tensors["model.embed_tokens.weight"].shape
+    )
+    outputs = Int8Wo().weights(source)
+    expected = quantize_rows(read(source))
+    checkpoint.reads.clear()
+    for index in order:
+        rows, count = open_rows(outputs[index]), len(expected[index])
+        pieces = [rows(begin, min(begin + 7, count)) for begin in reversed(range(0, count, 7))]
+        assert torch.equal(torch.cat(pieces[::-1]), expected[index])
+    if order == (0, 1):
+        assert len(checkpoint.reads) == 1
 
 
 @pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
