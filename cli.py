@@ -20,6 +20,7 @@ from enginewright.errors import UsageError
 
 GROUP_SIZES = ("32", "64", "128", "256", "512", "0")
 QUANTS = ("bf16", "int8-wo", "w8a8", "int4-rtn", "fp8")
+KV_CACHE_DTYPES = {"bf16": "bf16", "int8": "int8", "bfloat16": "bf16", "auto": "bf16"}  # with vLLM's names
 TARGETS = ("cpu",)
 
 
@@ -43,6 +44,13 @@ def main() -> None:
     "--group-size", type=click.Choice(GROUP_SIZES), help="Columns that share a scale, 0 for all.  [the method's]"
 )
 @click.option("--zero-points", is_flag=True, default=None, help="Weights of 4 bits with a zero point a group.")
+@click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(tuple(KV_CACHE_DTYPES)),
+    default="bf16",
+    show_default=True,
+    help="What the KV cache holds: int8 takes half the memory.",
+)
 @click.option("--target", "targets", type=click.Choice(TARGETS), multiple=True, default=("cpu",), show_default=True)
 @click.option("--max-seq-len", type=Count(), help="Longest sequence, 32k is accepted.  [the model's]")
 @click.option("--max-batch-size", type=Count(), default=32, show_default=True, help="Recorded as the run's default.")
@@ -56,6 +64,7 @@ def build(
     quant: str,
     group_size: str | None,
     zero_points: bool | None,
+    kv_cache_dtype: str,
     targets: tuple[str, ...],
     max_seq_len: int | None,
     max_batch_size: int,
@@ -70,6 +79,7 @@ def build(
 
     config = BuildConfig(
         quant=quant_config(quant, group_size=group_size and int(group_size), zero_points=zero_points),
+        kv_cache_dtype=KV_CACHE_DTYPES[kv_cache_dtype],
         targets=targets,
         max_seq_len=max_seq_len,
         max_batch_size=max_batch_size,
@@ -78,7 +88,8 @@ def build(
     with ConsoleProgress() as progress:
         progress.phase("open the checkpoint")
         checkpoint = open_checkpoint(model)
-        path = output or Path(f"{checkpoint.name}-{quant}.engine")
+        kv = "" if config.kv_cache_dtype == "bf16" else f"-kv-{config.kv_cache_dtype}"
+        path = output or Path(f"{checkpoint.name}-{quant}{kv}.engine")
         report = build_engine(checkpoint, config, path, progress)
     if as_json:
         click.echo(json.dumps(report.to_dict()))

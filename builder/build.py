@@ -26,17 +26,21 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.goldens import GOLDENS, record, replay_config
 
+KV_DTYPES = {"bf16": "bf16", "int8": "i8"}  # as --kv-cache-dtype has it → as the plan has it
+
 
 @dataclass(frozen=True)
 class BuildConfig:
     """What a build is asked for.
 
-    max_seq_len: positions of the longest sequence; None takes the model's own. max_batch_size: sequences in a
-    step, recorded as the runtime's default and nothing more. dump_graphs: folder for one ONNX file a pass.
+    kv_cache_dtype: what the KV cache holds, one of KV_DTYPES. max_seq_len: positions of the longest sequence; None
+    takes the model's own. max_batch_size: sequences in a step, recorded as the runtime's default and nothing more.
+    dump_graphs: folder for one ONNX file a pass.
     """
 
     quant: QuantConfig = field(default_factory=Bf16)
     targets: tuple[str, ...] = ("cpu",)
+    kv_cache_dtype: str = "bf16"
     max_seq_len: int | None = None
     max_batch_size: int = 32
     dump_graphs: Path | None = None
@@ -89,7 +93,7 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
     model = build_graph(checkpoint)
     max_seq_len = _max_seq_len(config, int(model.metadata_props["enginewright.max_seq_len"]))
     progress.phase("run the passes")
-    ragged, results = run_pipeline(model, config.quant, config.dump_graphs)
+    ragged, results = run_pipeline(model, config.quant, config.dump_graphs, KV_DTYPES[config.kv_cache_dtype])
     progress.phase("lower to a plan")
     lowered = {target: lower(ragged, target, max_seq_len) for target in config.targets}
 
@@ -110,6 +114,7 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
             recipe={
                 "quant": config.quant.name,
                 **asdict(config.quant),
+                "kv_cache_dtype": config.kv_cache_dtype,
                 "max_seq_len": max_seq_len,
                 "max_batch_size": config.max_batch_size,
             },

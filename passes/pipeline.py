@@ -24,7 +24,7 @@ from enginewright.plugins.registry import STANDARD_KERNELS
 VIEWS = ("Split", "Reshape")  # ops that a lowering makes no kernel of
 
 
-def pipeline(quant: QuantConfig) -> list[Pass]:
+def pipeline(quant: QuantConfig, kv_dtype: str = "bf16") -> list[Pass]:
     return [
         # Standard ONNX, one dense sequence.
         Cleanup(),
@@ -35,7 +35,7 @@ def pipeline(quant: QuantConfig) -> list[Pass]:
         Quantize(quant),
         FuseSwiGlu(),
         # Packed tokens of many sequences, KV pools.
-        ToRagged(),
+        ToRagged(kv_dtype),
         FuseRopeKvWrite(),
         RoundInProducer(),
         GatherEarly(),
@@ -44,14 +44,14 @@ def pipeline(quant: QuantConfig) -> list[Pass]:
 
 
 def run_pipeline(
-    model: ir.Model, quant: QuantConfig, dump_graphs: Path | None = None
+    model: ir.Model, quant: QuantConfig, dump_graphs: Path | None = None, kv_dtype: str = "bf16"
 ) -> tuple[ir.Model, dict[str, PassResult]]:
     """A dense graph to one that has only ops with kernels (and views); the model is changed in place.
 
     Raises:
         EngineError: an op is left that no target has a kernel for.
     """
-    results = run_passes(model, pipeline(quant), dump_graphs)
+    results = run_passes(model, pipeline(quant, kv_dtype), dump_graphs)
     for node in model.graph:
         if not _has_kernel(node):
             refusals = [refusal for result in results.values() for refusal in result.refusals]

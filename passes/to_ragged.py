@@ -3,7 +3,8 @@ sequences over KV pools.
 
 Inputs afterwards, INT32: tokens, positions [tokens]; query_start [sequences + 1]; kv_len [sequences]; logit_rows
 [logit_rows]; for each KV group g, slots.<g> [tokens] and block_table.<g> [sequences, kv_blocks]. For each layer, in and
-out: key_pool.<layer>, value_pool.<layer> BFLOAT16 [slots.<g>, kv_heads, head_dim]. Output: logits [logit_rows, V].
+out: key_pool.<layer>, value_pool.<layer> [slots.<g>, kv_heads, head_dim], as plugins/kv_write.py has them. Output:
+logits [logit_rows, V].
 """
 
 import json
@@ -16,25 +17,29 @@ from enginewright.errors import EngineError
 from enginewright.passes.graph import nodes_of, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import DOMAIN
-from enginewright.plugins.kv_write import KV_WRITE
+from enginewright.plugins.kv_write import KV_WRITE, POOL_DTYPES
 from enginewright.plugins.paged_attention import BLOCK_SIZE, PAGED_ATTENTION
 from enginewright.plugins.rope import ROPE
 
-POOL_DTYPE = ir.DataType.BFLOAT16
+QUERY_DTYPE = ir.DataType.BFLOAT16
 TOKENS, SEQUENCES, LOGIT_ROWS = (ir.SymbolicDim(name) for name in ("tokens", "sequences", "logit_rows"))
 
 
 @dataclass(frozen=True)
 class ToRagged:
+    """kv_dtype: what the KV pools hold, `bf16` or `i8`."""
+
+    kv_dtype: str = "bf16"
     name: str = "to_ragged"
 
     def __call__(self, model: ir.Model) -> PassResult:
-        return PassResult(_Switch(model).run())
+        return PassResult(_Switch(model, POOL_DTYPES[self.kv_dtype]).run())
 
 
 @dataclass
 class _Switch:
     model: ir.Model
+    pool_dtype: ir.DataType
     inputs: dict[str, ir.Value] = field(default_factory=dict)
     pools: list[ir.Value] = field(default_factory=list)
     written: list[ir.Value] = field(default_factory=list)
@@ -106,15 +111,15 @@ class _Switch:
         shape = {"kv_heads": kv_heads, "head_dim": width // heads}
         slots = ir.SymbolicDim(f"slots.{group}")
         pools = [
-            typed(f"{kind}_pool.{layer}", POOL_DTYPE, (slots, shape["kv_heads"], shape["head_dim"]))
+            typed(f"{kind}_pool.{layer}", self.pool_dtype, (slots, shape["kv_heads"], shape["head_dim"]))
             for kind in ("key", "value")
         ]
         write = KV_WRITE.node([k, v, *pools, self._input(f"slots.{group}", TOKENS)], **shape)
         write.name = f"{node.name}.kv_write"
         for pool, output in zip(pools, write.outputs, strict=True):
             output.name = f"{pool.name}.out"
-        rounded = typed(f"{q.name}.rounded", POOL_DTYPE, q.shape.dims)
-        cast = standard("Cast", [q], [rounded], str(rounded.name), to=int(POOL_DTYPE))
+        rounded = typed(f"{q.name}.rounded", QUERY_DTYPE, q.shape.dims)
+        cast = standard("Cast", [q], [rounded], str(rounded.name), to=int(QUERY_DTYPE))
         tables = [
             self._input("query_start", ir.SymbolicDim("sequences + 1")),
             self._input("kv_len", SEQUENCES),

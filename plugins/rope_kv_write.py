@@ -1,7 +1,7 @@
 """Rotary embedding of queries and keys, and the write of keys and values to their slots: rope.py and kv_write.py.
 
 q: FLOAT [tokens, heads·D]. k, v: FLOAT [tokens, kv_heads·D]. cos, sin: FLOAT [tokens, R/2]. key_pool, value_pool:
-BFLOAT16 [slots, kv_heads, D]. slots: INT32 [tokens]. q_out: BFLOAT16 [tokens, heads·D].
+[slots, kv_heads, D], as kv_write.py has them. slots: INT32 [tokens]. q_out: BFLOAT16 [tokens, heads·D].
 """
 
 from collections.abc import Sequence

@@ -13,12 +13,14 @@ from enginewright.runtime.machine import num_cores
 from enginewright.runtime.sampling import Draw
 from enginewright.runtime.step_plan import StepPlan
 
+KV_DTYPES = ("bf16", "i8")  # what pools hold
+
 
 class CpuExecutor:
     """An engine's plan, ready to run on this machine's CPU.
 
     Raises:
-        NoCodeForMachineError: the instruction set asked for is not there.
+        NoCodeForMachineError: the instruction set asked for is not there, or the engine keeps its KV as nothing known.
         NotEnoughMemoryError: the KV cache does not fit.
         CorruptEngineError: plan and weights do not fit together.
     """
@@ -30,13 +32,14 @@ class CpuExecutor:
         self.envelope = envelope(self.plan, config, engine.weight_bytes)
         self.isa = _choose_isa(config.isa or env.cpu_isa())
         self.threads = config.threads or env.num_threads() or num_cores()
+        _check_kv(engine)
         self._offsets, arena_bytes = self.plan.arena_offsets(self.envelope.limits)
         self._inputs = [entry.name for entry in self.plan.inputs]
         inputs = [(entry.name, entry.rows.as_tuple(), entry.columns.as_tuple()) for entry in self.plan.inputs]
         limits = self.envelope.limits.as_tuple()
         try:
             self.pools = [
-                _cpu.KvPools(len(group.layers), blocks, group.block_size, group.kv_heads, group.head_dim)
+                _cpu.KvPools(len(group.layers), blocks, group.block_size, group.kv_heads, group.head_dim, group.dtype)
                 for group, blocks in zip(self.plan.kv_groups, self.envelope.num_blocks, strict=True)
             ]
             self._executor = _cpu.Executor(self.isa, self.threads, limits, inputs, arena_bytes)
@@ -119,6 +122,16 @@ class CpuExecutor:
                     if operand.layer in group.layers:
                         return _cpu.OperandSpec.kv(pool, group.layers.index(operand.layer))
         raise CorruptEngineError("the plan is damaged", f"{operand} is nowhere")
+
+
+def _check_kv(engine: Engine) -> None:
+    for group in engine.plan.kv_groups:
+        if group.dtype not in KV_DTYPES:
+            raise NoCodeForMachineError(
+                f"{engine.file.path} keeps its KV cache as {group.dtype}",
+                f"this release has {' and '.join(KV_DTYPES)}",
+                "Run it with the release that built it, or build it again with another --kv-cache-dtype.",
+            )
 
 
 def _choose_isa(wanted: str | None) -> str:

@@ -51,6 +51,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
                     "kv_heads": group.kv_heads,
                     "head_dim": group.head_dim,
                     "window": group.window,
+                    "dtype": group.dtype,
                     "bytes_per_token": group.bytes_per_token,
                 }
                 for group in plan.kv_groups
@@ -81,10 +82,9 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
     ]
     for group in summary["kv_groups"]:
         window = f"window {group['window']}" if group["window"] else "all positions"
-        lines.append(
-            f"  KV         {group['layers']} layers of {group['kv_heads']} heads of {group['head_dim']}, {window}: "
-            f"{group['bytes_per_token'] / 1e3:.1f} kB a token"
-        )
+        heads = f"{group['kv_heads']} heads of {group['head_dim']} as {group['dtype']}"
+        a_token = f"{group['bytes_per_token'] / 1e3:.1f} kB a token"
+        lines.append(f"  KV         {group['layers']} layers of {heads}, {window}: {a_token}")
     lines.append(
         f"  memory     {memory['weight_bytes'] / 1e6:.1f} MB weights, {memory['arena_bytes'] / 1e6:.1f} MB arena; "
         f"in {memory['given_bytes'] / 1e9:.1f} GB fit"

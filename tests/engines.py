@@ -18,8 +18,9 @@ def _folder() -> Path:
 
 
 @cache
-def built(checkpoint: Path, quant: str) -> Path:
+def built(checkpoint: Path, quant: str, kv_cache_dtype: str = "bf16") -> Path:
     """The engine of a checkpoint, for the CPU."""
     output = _folder() / f"{len(list(_folder().iterdir()))}-{quant}.engine"
-    build_engine(open_checkpoint(str(checkpoint)), BuildConfig(quant=quant_config(quant)), output)
+    config = BuildConfig(quant=quant_config(quant), kv_cache_dtype=kv_cache_dtype)
+    build_engine(open_checkpoint(str(checkpoint)), config, output)
     return output

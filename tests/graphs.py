@@ -42,17 +42,19 @@ def dense_graph(case: str) -> ir.Model:
     return build_graph(checkpoint_of(case))
 
 
-def passes_before(name: str, quant: QuantConfig | None = None) -> tuple[list[Pass], Pass]:
+def passes_before(name: str, quant: QuantConfig | None = None, kv_dtype: str = "bf16") -> tuple[list[Pass], Pass]:
     """The passes that come before the first one of a name, and that one."""
-    passes = pipeline(quant or Bf16())
+    passes = pipeline(quant or Bf16(), kv_dtype)
     at = [each.name for each in passes].index(name)
     return passes[:at], passes[at]
 
 
-def graph_before(case: str, name: str, quant: QuantConfig | None = None) -> tuple[ir.Model, Pass]:
+def graph_before(
+    case: str, name: str, quant: QuantConfig | None = None, kv_dtype: str = "bf16"
+) -> tuple[ir.Model, Pass]:
     """The graph of a case as a pass of the pipeline finds it, and the pass."""
     model = dense_graph(case)
-    earlier, own = passes_before(name, quant)
+    earlier, own = passes_before(name, quant, kv_dtype)
     run_passes(model, earlier)
     return model, own
 

@@ -56,24 +56,60 @@ def bits(values: torch.Tensor) -> NDArray[np.uint16]:
     return values.bfloat16().contiguous().view(torch.uint16).numpy()
 
 
-class PoolViews:
-    """K and V of one layer, as arrays of bf16 bits that share the pools' memory.
+def codes_of(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as int8, and their scales [..., 1] in fp32."""
+    rows = rows.float()
+    largest = rows.abs().amax(-1, keepdim=True)
+    factor = torch.full_like(largest, 127) / largest  # 127 / largest would be 127 * (1 / largest), rounded twice
+    return (rows * factor).nan_to_num(0).round().to(torch.int8), largest / 127
 
-    keys: [blocks, kv_heads, groups, pairs of dims, 16 tokens, 2]; values: [blocks, kv_heads, pairs of tokens, dims, 2].
+
+def stored(rows: torch.Tensor, dtype: str) -> torch.Tensor:
+    """What rows of bf16 are worth to attention, float64: themselves, or their int8 codes with a scale."""
+    if dtype == "bf16":
+        return rows.double()
+    codes, scale = codes_of(rows)
+    return codes.double() * scale.double()
+
+
+class PoolViews:
+    """K and V of one layer, as arrays that share the pools' memory: bits of bf16, or int8 codes and their scales.
+
+    keys: [blocks, kv_heads, groups, dims / N, 16 tokens, N]; values: [blocks, kv_heads, tokens / N, dims, N]; N is 2 of
+    bf16 and 4 of int8. key_scales, value_scales: float32 [blocks, kv_heads, tokens], empty with bf16.
     """
 
     def __init__(self, heads: Heads, pools: _cpu.KvPools, layer: int) -> None:
         self.heads, count, width = heads, heads.kv_heads, heads.head_dim_pad
-        self.keys = pools.keys(layer).reshape(-1, count, BLOCK_SIZE // 16, width // 2, 16, 2)
-        self.values = pools.values(layer).reshape(-1, count, BLOCK_SIZE // 2, width, 2)
+        keys, values = pools.keys(layer), pools.values(layer)
+        self.int8, size = keys.dtype == np.int8, BLOCK_SIZE * width
+        self.depth = 4 if self.int8 else 2
+        self.keys = keys[..., :size].reshape(-1, count, BLOCK_SIZE // 16, width // self.depth, 16, self.depth)
+        self.values = values[..., :size].reshape(-1, count, BLOCK_SIZE // self.depth, width, self.depth)
+        self.key_scales, self.value_scales = (pool[..., size:].view(np.float32) for pool in (keys, values))
 
     def write(self, slots: NDArray[np.integer], k: torch.Tensor, v: torch.Tensor) -> None:
         """k, v: [tokens, kv_heads, head_dim]. Dims that pad a head become zeros."""
         missing = self.heads.head_dim_pad - self.heads.head_dim
         k, v = (torch.nn.functional.pad(x, (0, missing)) for x in (k, v))
         block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-        self.keys[block, :, at // 16, :, at % 16] = bits(k).reshape(len(slots), self.heads.kv_heads, -1, 2)
-        self.values[block, :, at // 2, :, at % 2] = bits(v)
+        if self.int8:
+            (k, k_scale), (v, v_scale) = codes_of(k), codes_of(v)
+            self.key_scales[block, :, at], self.value_scales[block, :, at] = k_scale[..., 0], v_scale[..., 0]
+        key, value = (x.numpy() if self.int8 else bits(x) for x in (k, v))
+        self.keys[block, :, at // 16, :, at % 16] = key.reshape(len(slots), self.heads.kv_heads, -1, self.depth)
+        self.values[block, :, at // self.depth, :, at % self.depth] = value
+
+    def poison(self, random: np.random.Generator) -> None:
+        """Large numbers in every slot, NaN in block 0; of either sign."""
+        for pool, scales in ((self.keys, self.key_scales), (self.values, self.value_scales)):
+            if self.int8:
+                pool[:] = random.integers(-127, 128, pool.shape)
+                scales[:] = random.choice([1.0, 3e30], scales.shape)
+                scales[0] = np.nan
+            else:
+                pool[:] = bits(torch.from_numpy(random.choice([1.0, -1.0, 3e30, -3e30], pool.shape)))
+                pool[0] = 0x7FC0  # NaN
 
 
 class PagedKv:
@@ -83,15 +119,13 @@ class PagedKv:
     must not be read lead to a block of NaN.
     """
 
-    def __init__(self, heads: Heads, chunks: Sequence[Chunk], window: int = 0, seed: int = 0) -> None:
+    def __init__(self, heads: Heads, chunks: Sequence[Chunk], window: int, dtype: str) -> None:
         counts = [-(-chunk.end // BLOCK_SIZE) for chunk in chunks]
         self.kv_blocks = max(counts)
-        self.pools = _cpu.KvPools(1, sum(counts) + 3, BLOCK_SIZE, heads.kv_heads, heads.head_dim)
+        self.pools = _cpu.KvPools(1, sum(counts) + 3, BLOCK_SIZE, heads.kv_heads, heads.head_dim, dtype)
         views = PoolViews(heads, self.pools, 0)
-        random = np.random.default_rng(seed)
-        for pool in (views.keys, views.values):
-            pool[:] = bits(torch.from_numpy(random.choice([1.0, -1.0, 3e30, -3e30], pool.shape)))
-            pool[0] = 0x7FC0  # NaN
+        random = np.random.default_rng(0)
+        views.poison(random)
         free = iter(random.permutation(sum(counts)) + 1)
         self.block_table = np.zeros((len(chunks), self.kv_blocks), np.int32)
         for row, chunk in zip(self.block_table, chunks, strict=True):

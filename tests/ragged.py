@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -49,10 +48,10 @@ class RaggedRun:
         self.pools = {}
         for value in self.model.graph.inputs:
             if "_pool." in str(value.name):
-                assert value.shape is not None
+                assert value.shape is not None and value.dtype is not None
                 shape = (self.num_blocks * BLOCK_SIZE, *value.shape.dims[1:])
                 garbage = random.choice([-GARBAGE, GARBAGE], size=shape)
-                self.pools[str(value.name)] = garbage.astype(ml_dtypes.bfloat16)
+                self.pools[str(value.name)] = garbage.astype(value.dtype.numpy())
 
     def step(self, new: Mapping[str, Tokens]) -> dict[str, Array]:
         """Run the next tokens of some sequences, packed in the order given. Logits of every new token, [n, V]."""

@@ -50,11 +50,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     folder = tmp_path_factory.mktemp("profile")
     return {
         "llama bf16": built(tiny_checkpoint(folder, "llama", tie_word_embeddings=False), "bf16"),
-        "gemma int8-wo": built(tiny_checkpoint(folder, "gemma3_text"), "int8-wo"),
+        "gemma int8-wo": built(tiny_checkpoint(folder, "gemma3_text"), "int8-wo", "int8"),
     }
 
 
-NAMES = ("llama bf16", "gemma int8-wo")
+NAMES = ("llama bf16", "gemma int8-wo")  # the second with KV in int8
 
 
 def executor_of(engine: Engine, isa: str = "portable", **limits: Any) -> CpuExecutor:
@@ -134,8 +134,10 @@ def test_attention_counts_what_queries_see(engines: Mapping[str, Path], name: st
             end = point.depth + point.tokens
             query, key = np.arange(point.depth, end)[:, None], np.arange(end)[None]
             seen = (key <= query) & (key > query - (int(attributes["window"]) or end))
-            assert int(did["bf16_ops"]) == 4 * point.sequences * heads * head_dim * int(seen.sum())
-            kv_row = 2 * kv_heads * -(-head_dim // 32) * 32 * 2
+            int8, padded = name == "gemma int8-wo", -(-head_dim // 32) * 32
+            ops = 4 * point.sequences * heads * head_dim * int(seen.sum())
+            assert (int(did["int8_ops"]), int(did["bf16_ops"])) == ((ops, 0) if int8 else (0, ops))
+            kv_row = 2 * kv_heads * (padded + 4 if int8 else padded * 2)
             assert int(did["kv_bytes"]) == point.sequences * int(seen.any(axis=0).sum()) * kv_row
             assert int(did["activation_bytes"]) == point.sequences * point.tokens * 2 * heads * head_dim * 2
             assert did["weight_bytes"] == 0

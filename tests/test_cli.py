@@ -52,6 +52,35 @@ def test_build_names_its_output_after_model_and_format(
     assert report["path"] == "tiny-llama-bf16.engine" and Path(report["path"]).stat().st_size == report["size_bytes"]
 
 
+def test_the_kv_cache_is_what_the_build_was_asked_for(checkpoint: Path, engine: Path, tmp_path: Path) -> None:
+    result = run("build", checkpoint, "--kv-cache-dtype", "int8", "-o", tmp_path / "int8.engine", "--json")
+    assert result.exit_code == 0, result.output
+    bf16, int8 = (json.loads(run("inspect", path, "--json").stdout) for path in (engine, tmp_path / "int8.engine"))
+    (wide,), (narrow,) = bf16["kv_groups"], int8["kv_groups"]
+    assert (wide["dtype"], narrow["dtype"]) == ("bf16", "i8")
+    rows = 2 * wide["layers"] * wide["kv_heads"]  # of a token
+    padded = -(-wide["head_dim"] // 32) * 32
+    assert (wide["bytes_per_token"], narrow["bytes_per_token"]) == (rows * padded * 2, rows * (padded + 4))
+    assert json.loads(result.stdout)["kv_bytes_per_token"] == narrow["bytes_per_token"]
+    assert (bf16["recipe"]["kv_cache_dtype"], int8["recipe"]["kv_cache_dtype"]) == ("bf16", "int8")
+    text = run("inspect", tmp_path / "int8.engine").stdout
+    assert "kv_cache_dtype int8" in text and f"heads of {wide['head_dim']} as i8, all positions" in text
+    for name in ("auto", "bfloat16"):
+        assert run("build", checkpoint, "--kv_cache_dtype", name, "-o", tmp_path / f"{name}.engine").exit_code == 0
+        with EngineFile.open(tmp_path / f"{name}.engine") as file, EngineFile.open(engine) as same:
+            assert file.manifest.content_hash == same.manifest.content_hash
+    refused = run("build", checkpoint, "--kv-cache-dtype", "fp8", "-o", tmp_path / "x.engine")
+    assert refused.exit_code == 2 and "'bf16', 'int8'" in refused.stderr
+
+
+def test_an_int8_kv_cache_is_in_the_name_of_the_file(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = json.loads(run("build", checkpoint, "--kv-cache-dtype", "int8", "--json").stdout)
+    assert report["path"] == "tiny-llama-bf16-kv-int8.engine"
+
+
 def test_dumped_graphs_name_weights_and_hold_none(checkpoint: Path, tmp_path: Path) -> None:
     run("build", checkpoint, "-o", tmp_path / "x.engine", "--dump-graphs", tmp_path / "graphs")
     files = sorted((tmp_path / "graphs").iterdir())
@@ -213,6 +242,15 @@ def test_an_engine_that_computes_something_else_is_1(engine: Path, tmp_path: Pat
 def test_an_engine_without_code_for_this_machine_is_6(engine: Path, tmp_path: Path) -> None:
     path = copied(engine, tmp_path / "cuda.engine", {}, targets=("cuda:sm_90a",))
     assert "cuda:sm_90a" in refused(6, "generate", path, "-p", "x")
+
+
+def test_an_engine_whose_kv_cache_this_release_does_not_have_is_6(engine: Path, tmp_path: Path) -> None:
+    with EngineFile.open(engine) as file:
+        plan = json.loads(file.read_section("plan/cpu"))
+    plan["kv_groups"][0]["dtype"] = "e5m2"
+    path = copied(engine, tmp_path / "e5m2.engine", {"plan/cpu": json.dumps(plan).encode()})
+    text = refused(6, "generate", path, "-p", "x")
+    assert "keeps its KV cache as e5m2: this release has bf16 and i8" in text and "--kv-cache-dtype" in text
 
 
 def test_an_instruction_set_that_is_not_there_is_refused(engine: Path) -> None:

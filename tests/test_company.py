@@ -54,5 +54,14 @@ def test_tiny_models(family: str, quant: QuantConfig, isa: str, tmp_path: Path) 
     check(path, isa, threads=2)
 
 
+@pytest.mark.parametrize("isa", _cpu.isa_names())
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_an_int8_kv_cache(family: str, isa: str, tmp_path: Path) -> None:
+    config = tiny_config(family)
+    path = tmp_path / "tiny.engine"
+    build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(kv_cache_dtype="int8"), path)
+    check(path, isa, threads=2)
+
+
 def test_a_real_model(smollm2_gguf: Path) -> None:
     check(built(smollm2_gguf, "bf16"), _cpu.isa_names()[0], threads=2)

@@ -10,10 +10,11 @@ import torch
 
 from enginewright import _cpu
 from tests.kernel_runner import ITEM_BYTES, ONE_COLUMN, KernelRunner
-from tests.paged_kv import SPLIT, Chunk, Heads, PagedKv, Text, random_text
+from tests.paged_kv import SPLIT, Chunk, Heads, PagedKv, Text, random_text, stored
 from tests.tolerances import ATTENTION, ATTENTION_UNIFORM, BF16_ROUNDING
 
 ISAS = _cpu.isa_names()
+KV = ("bf16", "i8")
 SEQUENCES, SEQUENCE_ENDS, KV_BLOCKS, KV_SPLITS = (
     (0, 0, 1, 0, 0, 0),
     (1, 0, 1, 0, 0, 0),
@@ -29,6 +30,7 @@ class Attention:
     heads: Heads
     window: int = 0
     softcap: float = 0.0
+    kv: str = "bf16"  # what the pools hold
 
     @property
     def scale(self) -> float:
@@ -41,7 +43,7 @@ class Attention:
         self, isa: str, chunks: Sequence[Chunk], threads: int, dtype: str = "f32"
     ) -> tuple[list[torch.Tensor], bool]:
         """The result of each chunk, float32 [tokens, heads, head_dim], and whether splits were shared by threads."""
-        heads, kv = self.heads, PagedKv(self.heads, chunks, self.window)
+        heads, kv = self.heads, PagedKv(self.heads, chunks, self.window, self.kv)
         lengths = [chunk.end - chunk.start for chunk in chunks]
         inputs = {
             "query_start": (np.cumsum([0, *lengths]), SEQUENCE_ENDS, ONE_COLUMN),
@@ -96,8 +98,8 @@ class Attention:
     def expected(self, chunk: Chunk) -> torch.Tensor:
         """float64 [tokens, heads, head_dim]"""
         group = self.heads.heads // self.heads.kv_heads
-        q = chunk.text.q[chunk.start : chunk.end].double()
-        k, v = (x[: chunk.end].double().repeat_interleave(group, dim=1) for x in (chunk.text.k, chunk.text.v))
+        q = stored(chunk.text.q[chunk.start : chunk.end], self.kv)
+        k, v = (stored(x[: chunk.end], self.kv).repeat_interleave(group, dim=1) for x in (chunk.text.k, chunk.text.v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -106,10 +108,10 @@ class Attention:
         weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", weights, v)
 
-    def check(self, isa: str, chunks: Sequence[Chunk], threads: int = 1, tolerance: float = ATTENTION) -> None:
+    def check(self, isa: str, chunks: Sequence[Chunk], threads: int = 1, tolerance: float | None = None) -> None:
         for chunk, result in zip(chunks, self.run(isa, chunks, threads), strict=True):
             error = (result.double() - self.expected(chunk)).abs().max() / chunk.text.v.double().abs().max()
-            assert float(error) < tolerance, f"tokens {chunk.start} … {chunk.end - 1}"
+            assert float(error) < (tolerance or ATTENTION[self.kv]), f"tokens {chunk.start} … {chunk.end - 1}"
 
 
 @functools.cache
@@ -126,73 +128,81 @@ def decode(heads: Heads, length: int, seed: int = 0) -> Chunk:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("counts", [(9, 3), (4, 4), (7, 1), (8, 2)], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 128, 272])
-def test_heads_of_all_shapes(isa: str, counts: tuple[int, int], head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim", [16, 20, 64, 80, 128, 272])
+def test_heads_of_all_shapes(isa: str, kv: str, counts: tuple[int, int], head_dim: int) -> None:
     heads = Heads(*counts, head_dim)
     chunks = [whole(heads, 61), decode(heads, 300), Chunk(text(heads, 270, 1), 250, 270)]
-    Attention(heads).check(isa, chunks)
+    Attention(heads, kv=kv).check(isa, chunks)
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_lengths(isa: str, length: int) -> None:
+def test_lengths(isa: str, kv: str, length: int) -> None:
     chunks = [decode(SMOL, length), Chunk(text(SMOL, length, 1), length * 2 // 3, length)]
-    Attention(SMOL).check(isa, chunks, threads=2)
+    Attention(SMOL, kv=kv).check(isa, chunks, threads=2)
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("window", [1, 17, 300])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_windows_and_soft_caps(isa: str, window: int, softcap: float) -> None:
+def test_windows_and_soft_caps(isa: str, kv: str, window: int, softcap: float) -> None:
     heads = Heads(4, 2, 40)
     chunks = [decode(heads, 700), whole(heads, 280), Chunk(text(heads, 530, 1), 500, 530), decode(heads, 1)]
-    Attention(heads, window, softcap).check(isa, chunks)
+    Attention(heads, window, softcap, kv=kv).check(isa, chunks)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_soft_cap_without_a_window(isa: str) -> None:
+@pytest.mark.parametrize("kv", KV)
+def test_a_soft_cap_without_a_window(isa: str, kv: str) -> None:
     heads = Heads(4, 4, 16)
-    Attention(heads, softcap=3.0).check(isa, [whole(heads, 90), decode(heads, 300)])
+    Attention(heads, softcap=3.0, kv=kv).check(isa, [whole(heads, 90), decode(heads, 300)])
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("window", [0, 1, 17, 256, 300])
-def test_exactly_the_visible_positions_count(isa: str, window: int) -> None:
+def test_exactly_the_visible_positions_count(isa: str, kv: str, window: int) -> None:
     """With queries of zero every visible position has the same weight, exactly, and the result is the mean of V."""
     heads = Heads(6, 2, 16)
     base = text(heads, 600)
     flat = Text(torch.zeros_like(base.q), base.k, base.v)
     chunks = [Chunk(flat, 0, 290), Chunk(flat, 599, 600), Chunk(flat, 255, 258), Chunk(flat, 500, 513)]
-    Attention(heads, window).check(isa, chunks, threads=2, tolerance=ATTENTION_UNIFORM)
+    Attention(heads, window, kv=kv).check(isa, chunks, threads=2, tolerance=ATTENTION_UNIFORM[kv])
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("counts", [(40, 1), (64, 2)], ids=str)
-def test_groups_larger_than_a_tile(isa: str, counts: tuple[int, int]) -> None:
+def test_groups_larger_than_a_tile(isa: str, kv: str, counts: tuple[int, int]) -> None:
     heads = Heads(*counts, 16)
-    Attention(heads).check(isa, [decode(heads, 700), whole(heads, 7)], threads=3)
-    result, shared = Attention(heads).run_and_look(isa, [decode(heads, 700)], threads=3)
+    Attention(heads, kv=kv).check(isa, [decode(heads, 700), whole(heads, 7)], threads=3)
+    result, shared = Attention(heads, kv=kv).run_and_look(isa, [decode(heads, 700)], threads=3)
     assert shared
-    assert torch.equal(result[0], Attention(heads).run(isa, [decode(heads, 700)])[0])
+    assert torch.equal(result[0], Attention(heads, kv=kv).run(isa, [decode(heads, 700)])[0])
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_large_scores(isa: str) -> None:
+@pytest.mark.parametrize("kv", KV)
+def test_large_scores(isa: str, kv: str) -> None:
     """Scores of hundreds: e^s would overflow, and whole splits weigh nothing."""
     heads = Heads(2, 1, 32)
     chunk = Chunk(random_text(heads, 600, seed=5, spread=100.0), 580, 600)
-    Attention(heads).check(isa, [chunk])
+    Attention(heads, kv=kv).check(isa, [chunk])
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("head_dim", [40, 64])
-def test_bf16_output_is_the_rounded_f32(isa: str, head_dim: int) -> None:
+def test_bf16_output_is_the_rounded_f32(isa: str, kv: str, head_dim: int) -> None:
     heads = Heads(5, 5, head_dim)
-    attention, chunks = Attention(heads), [whole(heads, 37), decode(heads, 300)]
+    attention, chunks = Attention(heads, kv=kv), [whole(heads, 37), decode(heads, 300)]
     for exact, rounded in zip(attention.run(isa, chunks), attention.run(isa, chunks, dtype="bf16"), strict=True):
         assert torch.equal(exact.bfloat16().float(), rounded)
-        assert float(((exact - rounded).abs() / exact.abs()).max()) < BF16_ROUNDING
+        assert ((exact - rounded).abs() <= BF16_ROUNDING * exact.abs()).all()
 
 
 def cuts(chunk: Chunk, *sizes: int) -> list[Chunk]:
@@ -206,10 +216,11 @@ def cuts(chunk: Chunk, *sizes: int) -> list[Chunk]:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("window", [0, 17, 300])
 @pytest.mark.parametrize("heads", [SMOL, Heads(7, 1, 40)], ids=str)
-def test_bits_do_not_depend_on_cuts_company_or_threads(isa: str, window: int, heads: Heads) -> None:
-    attention, length = Attention(heads, window), 561
+def test_bits_do_not_depend_on_cuts_company_or_threads(isa: str, kv: str, window: int, heads: Heads) -> None:
+    attention, length = Attention(heads, window, kv=kv), 561
     alone = attention.run(isa, [whole(heads, length)])[0]
 
     for sizes in [(1,), (256, 256, 7), (3, 250, 61), (255, 2, 100)]:
@@ -227,9 +238,10 @@ def test_bits_do_not_depend_on_cuts_company_or_threads(isa: str, window: int, he
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("window", [0, 300])
-def test_shared_splits_have_the_same_bits(isa: str, window: int) -> None:
-    attention = Attention(SMOL, window)
+def test_shared_splits_have_the_same_bits(isa: str, kv: str, window: int) -> None:
+    attention = Attention(SMOL, window, kv=kv)
     chunks = [decode(SMOL, 700), decode(SMOL, 1000, 1), decode(SMOL, 20, 2)]
     alone, shared = attention.run_and_look(isa, chunks, threads=1)
     assert not shared
@@ -244,14 +256,31 @@ def test_shared_splits_have_the_same_bits(isa: str, window: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_nan_stays_in_its_sequence(isa: str) -> None:
+@pytest.mark.parametrize("kv", KV)
+def test_nan_stays_in_its_sequence(isa: str, kv: str) -> None:
     bad = random_text(SMOL, 300, seed=9)
     bad.q[299, 4, 7] = torch.nan
-    result = Attention(SMOL).run(isa, [decode(SMOL, 270), Chunk(bad, 290, 300), whole(SMOL, 31)], threads=2)
+    result = Attention(SMOL, kv=kv).run(isa, [decode(SMOL, 270), Chunk(bad, 290, 300), whole(SMOL, 31)], threads=2)
     assert result[1][9, 4].isnan().all()
     result[1][9, 4] = 0
     assert all(not part.isnan().any() for part in result)
-    assert torch.equal(result[0], Attention(SMOL).run(isa, [decode(SMOL, 270)])[0])
+    assert torch.equal(result[0], Attention(SMOL, kv=kv).run(isa, [decode(SMOL, 270)])[0])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("damaged", ["k", "v"])
+def test_a_damaged_row_of_kv_shows_where_it_is_seen(isa: str, kv: str, damaged: str) -> None:
+    """Of one kv head and position; int8 has no NaN but in its scale. Queries before it have weight 0 for its V, and
+    0 * NaN may be theirs: all this is one sequence.
+    """
+    bad = random_text(SMOL, 300, seed=9)
+    getattr(bad, damaged)[295, 1] = torch.nan
+    result = Attention(SMOL, kv=kv).run(isa, [decode(SMOL, 270), Chunk(bad, 290, 300), whole(SMOL, 31)], threads=2)
+    assert result[1][5:, 3:6].isnan().all()
+    result[1][5 if damaged == "k" else 0 :, 3:6] = 0
+    assert all(not part.isnan().any() for part in result)
+    assert torch.equal(result[0], Attention(SMOL, kv=kv).run(isa, [decode(SMOL, 270)])[0])
 
 
 @pytest.mark.parametrize(

@@ -254,11 +254,12 @@ def test_weights_live_as_long_as_the_executor() -> None:
     assert alive() is None
 
 
-def test_kv_pools() -> None:
-    pools = _cpu.KvPools(layers=2, num_blocks=5, block_size=32, kv_heads=3, head_dim=40)
-    assert pools.nbytes == 2 * 2 * 5 * 3 * 32 * 64 * 2
+@pytest.mark.parametrize(("dtype", "row", "row_bytes"), [("bf16", 64, 128), ("i8", 64 + 4, 64 + 4)])
+def test_kv_pools(dtype: str, row: int, row_bytes: int) -> None:
+    pools = _cpu.KvPools(layers=2, num_blocks=5, block_size=32, kv_heads=3, head_dim=40, dtype=dtype)
+    assert pools.nbytes == 2 * 2 * 5 * 3 * 32 * row_bytes
     for array in (pools.keys(0), pools.values(0), pools.keys(1), pools.values(1)):
-        assert array.shape == (5, 3, 32 * 64) and not array.any() and array.ctypes.data % 64 == 0
+        assert array.shape == (5, 3, 32 * row) and not array.any() and array.ctypes.data % 64 == 0
         array[:] = 1
     pools.scrub([4, 1])
     for array in (pools.keys(0), pools.values(0), pools.keys(1), pools.values(1)):
@@ -288,6 +289,14 @@ def test_kv_pools() -> None:
 def test_kv_pools_without_a_size_are_refused(shape: tuple[int, int, int, int, int]) -> None:
     with pytest.raises(ValueError):
         _cpu.KvPools(*shape)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "e4m3"])
+def test_kv_pools_of_other_dtypes_are_refused(dtype: str) -> None:
+    with pytest.raises(ValueError, match=f"a KV pool holds bf16 or i8, not {dtype}"):
+        _cpu.KvPools(1, 1, 32, 1, 64, dtype)
+    with pytest.raises(ValueError, match="there is no dtype 'int8'"):
+        _cpu.KvPools(1, 1, 32, 1, 64, "int8")
 
 
 @pytest.mark.parametrize("shape", [(2**40, 2**40, 32, 1, 64), (1, 2**62, 32, 1, 64), (1, 1, 32, 1, 2**62)])

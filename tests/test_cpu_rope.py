@@ -10,7 +10,8 @@ from tests.paged_kv import BLOCK_SIZE, Heads, PoolViews
 from tests.tolerances import ROPE_TABLE
 
 ISAS = _cpu.isa_names()
-POISON = 0x4321
+KV = ("bf16", "i8")
+POISON = {"bf16": 0x4321, "i8": 0x43}
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -35,8 +36,8 @@ def test_rope_table(isa: str, columns: int, scale: float) -> None:
 class Write:
     """Some tokens' q, k, v, their angles, and the slots they go to."""
 
-    def __init__(self, heads: Heads, tokens: int, rotated: int) -> None:
-        self.heads, self.tokens, self.rotated = heads, tokens, rotated
+    def __init__(self, heads: Heads, tokens: int, rotated: int, kv: str = "bf16") -> None:
+        self.heads, self.tokens, self.rotated, self.kv = heads, tokens, rotated, kv
         generator = torch.Generator().manual_seed(tokens)
         counts = (heads.heads, heads.kv_heads, heads.kv_heads)
         self.qkv = torch.randn(tokens, sum(counts) * heads.head_dim, generator=generator)
@@ -48,10 +49,10 @@ class Write:
         self.pools = self.poisoned_pools(blocks)
 
     def poisoned_pools(self, blocks: int) -> _cpu.KvPools:
-        pools = _cpu.KvPools(2, blocks, BLOCK_SIZE, self.heads.kv_heads, self.heads.head_dim)
+        pools = _cpu.KvPools(2, blocks, BLOCK_SIZE, self.heads.kv_heads, self.heads.head_dim, self.kv)
         for layer in (0, 1):
-            pools.keys(layer)[:] = POISON
-            pools.values(layer)[:] = POISON
+            pools.keys(layer)[:] = POISON[self.kv]
+            pools.values(layer)[:] = POISON[self.kv]
         return pools
 
     def run(self, isa: str, threads: int = 1) -> torch.Tensor:
@@ -92,10 +93,10 @@ class Write:
         cos, sin = (torch.cat((table, table), dim=-1)[:, None] for table in (self.cos, self.sin))
         first, second = x[..., : self.rotated].chunk(2, dim=-1)
         turned = x[..., : self.rotated] * cos + torch.cat((-second, first), dim=-1) * sin
-        return torch.cat((turned, x[..., self.rotated :]), dim=-1).bfloat16()
+        return torch.cat((turned, x[..., self.rotated :]), dim=-1)
 
     def check(self, isa: str, threads: int = 1) -> None:
-        assert torch.equal(self.run(isa, threads), self.turned(self.q).float())
+        assert torch.equal(self.run(isa, threads), self.turned(self.q).bfloat16().float())
         expected = self.poisoned_pools(len(self.pools.keys(0)))
         PoolViews(self.heads, expected, 1).write(self.slots, self.turned(self.k), self.v)
         for layer in (0, 1):  # other slots and layers are as they were
@@ -104,27 +105,48 @@ class Write:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 128])
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("head_dim", [16, 20, 40, 64, 80, 128])
 @pytest.mark.parametrize("counts", [(9, 3), (4, 4), (7, 1)], ids=str)
-def test_rope_kv_write(isa: str, head_dim: int, counts: tuple[int, int]) -> None:
-    Write(Heads(*counts, head_dim), 37, head_dim).check(isa)
-    Write(Heads(*counts, head_dim), 1, head_dim).check(isa, threads=3)
+def test_rope_kv_write(isa: str, kv: str, head_dim: int, counts: tuple[int, int]) -> None:
+    Write(Heads(*counts, head_dim), 37, head_dim, kv).check(isa)
+    Write(Heads(*counts, head_dim), 1, head_dim, kv).check(isa, threads=3)
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("rotated", [2, 6, 32, 50])
-def test_the_first_dims_turn_alone(isa: str, rotated: int) -> None:
-    Write(Heads(4, 2, 50), 19, rotated).check(isa)
+def test_the_first_dims_turn_alone(isa: str, kv: str, rotated: int) -> None:
+    Write(Heads(4, 2, 50), 19, rotated, kv).check(isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("threads", [2, 3, 8])
-def test_threads_do_not_disturb_each_other(isa: str, threads: int) -> None:
-    """Neighbours in a K line or V pair are different threads' tokens: all slots of some blocks in their order."""
-    write = Write(Heads(2, 1, 16), 5 * BLOCK_SIZE, 16)
+def test_threads_do_not_disturb_each_other(isa: str, kv: str, threads: int) -> None:
+    """Neighbours in a line of K or V are different threads' tokens: all slots of some blocks in their order."""
+    write = Write(Heads(2, 1, 16), 5 * BLOCK_SIZE, 16, kv)
     write.slots = np.arange(5 * BLOCK_SIZE, dtype=np.int32)
     for _ in range(20):
         write.check(isa, threads)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_int8_rows_that_are_not_finite_have_no_scale(isa: str) -> None:
+    """Their codes mean nothing; rows of zeros have scale 0."""
+    heads = Heads(4, 2, 20)
+    write = Write(heads, 6, 20, "i8")
+    write.slots = np.arange(6, dtype=np.int32)
+    write.k[1, 0, 3], write.k[2, 1, 19], write.v[3, 0, 7] = torch.nan, torch.inf, -torch.inf  # views of qkv
+    write.k[4, 1] = 0
+    write.run(isa)
+    views = PoolViews(heads, write.pools, 1)
+    lost = [
+        [np.isnan(scales[0, :, :6]).nonzero()[i].tolist() for i in (1, 0)]
+        for scales in (views.key_scales, views.value_scales)
+    ]
+    assert lost == [[[1, 2], [0, 1]], [[3], [0]]]
+    assert views.key_scales[0, 1, 4] == 0 and not views.keys[0, 1, 0, :, 4].any()
 
 
 def test_a_slot_outside_of_the_pool_is_refused() -> None:
@@ -133,7 +155,7 @@ def test_a_slot_outside_of_the_pool_is_refused() -> None:
         write.slots[1] = slot
         with pytest.raises(ValueError, match=r"slots\.0\[1\] is"):
             write.run("portable")
-        assert (write.pools.keys(1) == POISON).all()
+        assert (write.pools.keys(1) == POISON["bf16"]).all()
 
 
 @pytest.mark.parametrize(

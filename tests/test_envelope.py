@@ -162,10 +162,11 @@ def test_the_machine_is_asked_where_nobody_says(monkeypatch: pytest.MonkeyPatch)
         envelope(PLAN, config)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_the_executor_allocates_what_the_envelope_says(family: str, tmp_path: Path) -> None:
-    config = tiny_config(family)
-    build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(), tmp_path / "tiny.engine")
+def test_the_executor_allocates_what_the_envelope_says(family: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+    config, build_config = tiny_config(family), BuildConfig(kv_cache_dtype=kv_cache_dtype)
+    build_engine(MemoryCheckpoint.of(tiny_model(config), config), build_config, tmp_path / "tiny.engine")
     limits = RuntimeConfig(max_model_len=301, max_num_seqs=5, max_num_batched_tokens=37, threads=1)
     with Engine.open(tmp_path / "tiny.engine") as engine:
         for memory in (2_000_000, 20_000_000):

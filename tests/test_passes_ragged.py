@@ -12,10 +12,11 @@ from enginewright.passes.graph import standard, typed
 from enginewright.passes.pass_manager import run_passes
 from enginewright.passes.pipeline import run_pipeline
 from enginewright.passes.quant import Bf16, QuantConfig
+from enginewright.plugins.kv_write import POOL_DTYPES
 from tests import tolerances
 from tests.graphs import CASES, QUANTS, DenseRun, dense_graph, graph_before, random_tokens
 from tests.onnx_run import Array
-from tests.ragged import RaggedRun
+from tests.ragged import GARBAGE, RaggedRun
 from tests.test_passes_dense import relative_error
 
 LENGTHS = {"long": 75, "short": 3, "middle": 41}
@@ -92,9 +93,10 @@ def test_packed_sequences_are_as_each_by_itself(case: str, quant: QuantConfig) -
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kv_dtype", POOL_DTYPES)
 @pytest.mark.parametrize("name", ["fuse_rope_kv_write", "round_in_producer", "gather_early"])
-def test_results_are_the_same_before_and_after(name: str, case: str) -> None:
-    model, own = graph_before(case, name)
+def test_results_are_the_same_before_and_after(name: str, case: str, kv_dtype: str) -> None:
+    model, own = graph_before(case, name, kv_dtype=kv_dtype)
     logits, pools = ragged_logits(model)
     (result,) = run_passes(model, [own]).values()
     assert result.rewrites > 0
@@ -122,6 +124,20 @@ def test_the_finished_graph_is_near_the_imported_one(case: str, quant: QuantConf
         assert (untouched[0], untouched.sum()) == (True, BLOCKS - 6), name
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_int8_pools_are_near_those_of_bf16(case: str) -> None:
+    """What attention reads is a row of 255 steps, and not the row; nothing else differs."""
+    exact, rounded = (run_pipeline(dense_graph(case), Bf16(), kv_dtype=kv_dtype)[0] for kv_dtype in ("bf16", "i8"))
+    (expected, _), (actual, pools) = ragged_logits(exact), ragged_logits(rounded)
+    for name, rows in expected.items():
+        assert 1e-8 < relative_error(actual[name], rows) < tolerances.INT8_KV_LOGITS, name
+    rows = pools["key_pool.0"].astype(np.float64)
+    heads = rows[np.abs(rows).max(axis=(1, 2)) < GARBAGE / 2]  # that were written
+    assert len(heads) == sum(LENGTHS.values())
+    steps = heads / np.abs(heads).max(axis=-1, keepdims=True) * 127
+    np.testing.assert_allclose(steps, np.round(steps), atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("attribute", "change"), [("window", lambda w: w + 1 if w else 0), ("scale", lambda x: x * 1.01)]
 )
@@ -145,12 +161,14 @@ FINAL_OPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
+@pytest.mark.parametrize(
+    ("quant", "kv_dtype"), [*((quant, "bf16") for quant in QUANTS), (Bf16(), "i8")], ids=lambda x: getattr(x, "name", x)
+)
 @pytest.mark.parametrize("case", CASES)
-def test_the_finished_graph_is_what_a_lowering_takes(case: str, quant: QuantConfig) -> None:
+def test_the_finished_graph_is_what_a_lowering_takes(case: str, quant: QuantConfig, kv_dtype: str) -> None:
     dense = dense_graph(case)
     groups = json.loads(dense.metadata_props["enginewright.kv_groups"])
-    model, _ = run_pipeline(dense, quant)
+    model, _ = run_pipeline(dense, quant, kv_dtype=kv_dtype)
     assert {node.op_type for node in model.graph} <= FINAL_OPS
     shapes = {str(value.name): (value.dtype, str(value.shape)) for value in model.graph.inputs}
     tables = {f"slots.{group}": "[tokens]" for group in range(len(groups))}
@@ -164,7 +182,7 @@ def test_the_finished_graph_is_what_a_lowering_takes(case: str, quant: QuantConf
         **tables,
     }
     pools = {
-        f"{kind}_pool.{layer}": (ir.DataType.BFLOAT16, f"[slots.{group},{entry['kv_heads']},{entry['head_dim']}]")
+        f"{kind}_pool.{layer}": (POOL_DTYPES[kv_dtype], f"[slots.{group},{entry['kv_heads']},{entry['head_dim']}]")
         for group, entry in enumerate(groups)
         for layer in entry["layers"]
         for kind in ("key", "value")

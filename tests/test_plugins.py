@@ -100,7 +100,10 @@ def _integer_gemms() -> list[Case]:
 
 
 HEADS = {"heads": 6, "kv_heads": 3, "head_dim": 10}
-POOLS: dict[str, Operand] = {"key_pool": (BFLOAT16, ("slots", 3, 10)), "value_pool": (BFLOAT16, ("slots", 3, 10))}
+POOLS, INT8_POOLS = (  # FLOAT stands for rows of int8
+    dict[str, Operand](key_pool=(dtype, ("slots", 3, 10)), value_pool=(dtype, ("slots", 3, 10)))
+    for dtype in (BFLOAT16, FLOAT)
+)
 NEW: dict[str, Operand] = {"k": (FLOAT, ("tokens", 30)), "v": (FLOAT, ("tokens", 30))}
 SLOTS: dict[str, Operand] = {"slots": (INT32, ("tokens",))}
 PAGED: dict[str, Operand] = {
@@ -155,18 +158,19 @@ CASES: list[Case] = [
         for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
     ),
     *(Case("Rope", {"x": (FLOAT, ("tokens", 30)), **_tables(rotary)}, {"heads": 3}) for rotary in (10, 6)),
-    Case("KvWrite", {**NEW, **POOLS, **SLOTS}, {"kv_heads": 3, "head_dim": 10}),
+    *(Case("KvWrite", {**NEW, **pools, **SLOTS}, {"kv_heads": 3, "head_dim": 10}) for pools in (POOLS, INT8_POOLS)),
     *(
-        Case("RopeKvWrite", {"q": (FLOAT, ("tokens", 60)), **NEW, **_tables(rotary), **POOLS, **SLOTS}, HEADS)
-        for rotary in (10, 6)
+        Case("RopeKvWrite", {"q": (FLOAT, ("tokens", 60)), **NEW, **_tables(rotary), **pools, **SLOTS}, HEADS)
+        for rotary, pools in ((10, POOLS), (6, POOLS), (6, INT8_POOLS))
     ),
     *(
         Case(
             "PagedAttention",
-            PAGED,
+            {**PAGED, **pools},
             {**HEADS, "scale": 0.3, "window": window, "softcap": softcap, "block_size": 4, "to": int(to)},
         )
         for window, softcap, to in ((0, 0.0, FLOAT), (3, 0.0, BFLOAT16), (0, 2.0, FLOAT), (1, 2.0, BFLOAT16))
+        for pools in (POOLS, INT8_POOLS)
     ),
     *(
         Case(

@@ -12,11 +12,12 @@ import pytest
 from enginewright.plugins import PLUGINS
 from tests import tolerances
 from tests.onnx_run import Array, run
-from tests.test_plugins import CASES, INDICES, SIZES, Case, _name, feed, model_of
+from tests.test_plugins import CASES, INDICES, INT8_POOLS, SIZES, Case, _name, feed, model_of
 
 Doubles = npt.NDArray[np.float64]
 Inputs = Mapping[str, Doubles]
 Attributes = Mapping[str, float]
+INT8_KV = "int8 KV"  # beside the attributes of a node: what its pools say
 
 
 def rms_norm(x: Doubles, weight: Doubles, epsilon: float) -> Doubles:
@@ -65,10 +66,16 @@ def low(x: Doubles) -> Doubles:
     return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
-def written(pool: Doubles, rows: Doubles, slots: Doubles) -> Doubles:
+def as_int8(rows: Doubles) -> Doubles:
+    codes, scale = quantized(rows, 0)
+    return codes * scale
+
+
+def written(pool: Doubles, rows: Doubles, slots: Doubles, a: Attributes) -> Doubles:
     result = pool.copy()
     for slot, row in zip(slots.astype(int), rows, strict=True):
-        result[slot] = low(row).reshape(pool.shape[1:])
+        heads = row.reshape(pool.shape[1:])
+        result[slot] = as_int8(heads) if a[INT8_KV] else low(heads)
     return result
 
 
@@ -94,6 +101,7 @@ def paged_attention(x: Inputs, a: Attributes) -> Doubles:
             for head in range(heads):
                 k, v = (x[f"{kind}_pool"][slots, head // (heads // kv_heads)] for kind in ("key", "value"))
                 q = x["q"][token].reshape(heads, -1)[head]
+                q = as_int8(q) if a[INT8_KV] else q
                 out[token, head] = attend(q, k, v, a["scale"], a["softcap"])
     return out.reshape(x["q"].shape)
 
@@ -118,8 +126,8 @@ def rope_kv_write(x: Inputs, a: Attributes) -> list[Doubles]:
     k = rotate(x["k"], x["cos"], x["sin"], int(a["kv_heads"]))
     return [
         rotate(x["q"], x["cos"], x["sin"], int(a["heads"])),
-        written(x["key_pool"], k, x["slots"]),
-        written(x["value_pool"], x["v"], x["slots"]),
+        written(x["key_pool"], k, x["slots"], a),
+        written(x["value_pool"], x["v"], x["slots"], a),
     ]
 
 
@@ -155,7 +163,7 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "GemmW8A16": gemm,
     "GemmW4A8": integer_gemm,
     "GemmW8A8": integer_gemm,
-    "KvWrite": lambda x, a: [written(x[f"{kind}_pool"], x[kind[0]], x["slots"]) for kind in ("key", "value")],
+    "KvWrite": lambda x, a: [written(x[f"{kind}_pool"], x[kind[0]], x["slots"], a) for kind in ("key", "value")],
     "PagedAttention": paged_attention,
     "QuantizeRows": lambda x, a: quantized(x["x"], a["group"]),
     "RmsNorm": lambda x, a: normed(x["x"], x["weight"], a),
@@ -174,7 +182,8 @@ def test_every_reference_has_its_numpy() -> None:
 def test_references_are_numpys(case: Case) -> None:
     feeds = {name: feed(name, operand, SIZES, INDICES) for name, operand in case.operands.items()}
     doubles = {name: array.astype(np.float64) for name, array in feeds.items()}
-    expected = EXPECTED[case.op](doubles, case.attributes)  # type: ignore[arg-type]
+    attributes = {**case.attributes, INT8_KV: case.operands.get("key_pool") == INT8_POOLS["key_pool"]}
+    expected = EXPECTED[case.op](doubles, attributes)  # type: ignore[arg-type]
     outputs = [*run(model_of(case.node()), feeds).values()]
     for actual, wanted in zip(outputs, expected if isinstance(expected, list) else [expected], strict=True):
         _compare(actual, wanted)

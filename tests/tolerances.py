@@ -30,11 +30,14 @@ SOFTCAP_F32 = 6e-7
 TANH_GELU_SILU = 1e-5
 
 # Largest error of attention with fp32 results, over the largest |V|. Weights are rounded to bf16 (2^-9 of each on
-# average at most, random signs, and they still add up to one); scores of bf16 queries are off by 1e-6 or so.
-ATTENTION = 2.0**-9
+# average at most, random signs, and they still add up to one); scores of bf16 queries are off by 1e-6 or so. Over int8
+# KV (the rounding of Q, K and V is not counted), weights have 14 bits of their split's largest, and scores are exact
+# integers times three scales: at most 2^-15 of V a position, with random signs; measured 1.9e-4 at most.
+ATTENTION = {"bf16": 2.0**-9, "i8": 3e-4}
 
-# The same where all visible positions weigh exactly 1: sums of at most 600 bf16 values and one division.
-ATTENTION_UNIFORM = 5e-7
+# The same where all visible positions weigh exactly 1: sums of at most 600 bf16 values and one division; or of weights
+# of 14 bits, which are then the scales of V.
+ATTENTION_UNIFORM = {"bf16": 5e-7, "i8": 2.0**-16}
 
 # Largest error of rope's cos and sin, over their scale: cosine and scale rounded to fp32 (2^-25 each), and their
 # product (at most 2^-24).
@@ -54,12 +57,19 @@ LOGPROB = 1e-6
 # weight: 0.062 at most.
 ENGINE_LOGITS = {"bf16": 1e-4, "int8-wo": 1e-3, "w8a8": 2e-3, "int4-rtn": 0.12, "fp8": 1e-2}
 
+# The same with K, V and the queries of attention in int8, beside KV in bf16. A row of a tiny model has 16 numbers, each
+# off by 1/254 of the largest at most: measured 1.1e-4.
+INT8_KV_LOGITS = 5e-4
+
 # Logits. Where fp32's best token leads by more than this, bf16 arithmetic must choose it, too (from the specification).
 CLEAR_MARGIN = 0.25
 
 # Mean KL to fp32 in nats, SmolLM2: measured 0.0043 with int8 weights, 0.0080 if activations are int8 as well, in runs
 # of 32 (0.0367 with one scale a token), 0.0189 with FP8 weights, 0.313 with 4 bits.
 SMOLLM2_KL = {"int8-wo": 0.01, "w8a8": 0.012, "int4-rtn": 0.4, "fp8": 0.03}
+
+# The same with bf16 weights and int8 KV: measured 0.0017, beside 0.00014 with bf16 KV.
+SMOLLM2_INT8_KV_KL = 0.003
 
 # At how many of the same positions the same token is the likeliest, at least: measured 0.966, 0.940, 0.682 and 0.926.
 SMOLLM2_TOP1 = {"int8-wo": 0.95, "w8a8": 0.92, "int4-rtn": 0.65, "fp8": 0.9}

@@ -14,7 +14,6 @@ from enginewright.builder.lower.arena import assign_slots
 from enginewright.builder.lower.pack import PackedForm
 from enginewright.errors import EngineError
 from enginewright.plan import (
-    DTYPE_BYTES,
     Buffer,
     BufferOperand,
     Input,
@@ -28,9 +27,10 @@ from enginewright.plan import (
     WeightOperand,
 )
 from enginewright.plugins import binding_of
-from enginewright.plugins.paged_attention import BLOCK_SIZE, padded_head_dim
+from enginewright.plugins.kv_write import POOL_DTYPES
+from enginewright.plugins.paged_attention import BLOCK_SIZE, kv_row_bytes
+from enginewright.plugins.plugin import dtype_of
 
-KV_DTYPE = "bf16"
 VIEW_OPS = ("Split", "Reshape")
 OF_GROUPS = ("scale", "zero")  # the roles of matrices with a column for each group of a weight's columns
 DTYPE_NAMES = {
@@ -84,20 +84,22 @@ class _View:
 
 
 def kv_groups_of(model: ir.Model) -> tuple[KvGroup, ...]:
-    """The KV groups that the model file wrote into the graph's metadata."""
+    """The KV groups that the model file wrote into the graph's metadata, stored as the graph's pools are."""
+    stored_as = {pool: dtype for dtype, pool in POOL_DTYPES.items()}
+    pools = {value.name: value for value in model.graph.inputs}
     groups = []
     for entry in json.loads(model.metadata_props["enginewright.kv_groups"]):
         layers, kv_heads, head_dim = tuple(entry["layers"]), entry["kv_heads"], entry["head_dim"]
-        padded = padded_head_dim(head_dim)
+        dtype = stored_as[dtype_of(pools[f"key_pool.{layers[0]}"])]
         groups.append(
             KvGroup(
                 layers=layers,
                 kv_heads=kv_heads,
                 head_dim=head_dim,
                 window=entry["window"],
-                dtype=KV_DTYPE,
+                dtype=dtype,
                 block_size=BLOCK_SIZE,
-                bytes_per_token=len(layers) * 2 * kv_heads * padded * DTYPE_BYTES[KV_DTYPE],
+                bytes_per_token=len(layers) * 2 * kv_heads * kv_row_bytes(head_dim, dtype),
             )
         )
     return tuple(groups)

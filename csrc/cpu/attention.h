@@ -1,9 +1,9 @@
 // paged_attention@1: causal attention of a ragged batch over paged KV (attention_split.h has the arithmetic).
 //
-// q: bf16 [tokens, heads * head_dim]; kv: the pools (kernel.h); query_start: i32 [sequences + 1]; kv_len: i32
-// [sequences]; block_table: i32 [sequences, kv_blocks]; out: f32 or bf16 [tokens, heads * head_dim];
-// partials: f32 [kv_splits, heads * (head_dim_pad + 16)], this kernel's own memory.
-// The query at position p sees max(0, p - window + 1) … p; window 0 is all.
+// q: bf16 [tokens, heads * head_dim]; kv: the pools (kernel.h), bf16 or int8; query_start: i32 [sequences +
+// 1]; kv_len: i32 [sequences]; block_table: i32 [sequences, kv_blocks]; out: f32 or bf16 [tokens, heads *
+// head_dim]; partials: f32 [kv_splits, heads * (head_dim_pad + 16)], this kernel's own memory. The query at
+// position p sees max(0, p - window + 1) … p; window 0 is all.
 //
 // Two schedules with the same bits. As a rule an item is a tile of a sequence, rows of its queries that share
 // a KV head, with all splits; threads take the next item when they are done with one. Where a sequence with
@@ -11,6 +11,7 @@
 // `partials`, and combine them afterwards.
 #pragma once
 
+#include "attention_i8.h"
 #include "attention_tile.h"
 #include "operands.h"
 #include "rows.h"
@@ -18,9 +19,12 @@
 namespace enginewright {
 namespace {
 
-// Split: SplitAttention<S>, or another with the same members.
-template <class S, class Split = SplitAttention<S>>
+// Split: SplitAttention<S>, or another with the same members; its Element says what the pools hold.
+template <class S, class Split>
 class PagedAttention final : public Kernel {
+  using Element = typename Split::Element;
+  static constexpr bool int8 = std::is_same_v<Element, int8_t>;
+
  public:
   PagedAttention(const Operands& operands, const Attributes& attributes)
       : q_(matrix(operands, "q", DType::bf16)),
@@ -35,6 +39,7 @@ class PagedAttention final : public Kernel {
         head_dim_(integer(attributes, "head_dim", 1, 1 << 16)),
         window_(integer(attributes, "window", 0, int64_t{1} << 31)),
         group_(heads_ / kv_heads_),
+        code_bytes_(pool_.code_bytes()),
         split_(head_dim_, pool_.head_dim_pad, static_cast<float>(number(attributes, "scale")),
                static_cast<float>(number(attributes, "softcap"))) {
     require_known(operands, attributes,
@@ -47,6 +52,7 @@ class PagedAttention final : public Kernel {
     require(number(attributes, "scale") > 0, "the attribute 'scale' must be positive");
     require(pool_.block_size % kStepPositions == 0 && kSplitPositions % pool_.block_size == 0,
             "KV blocks must hold 32, 64, 128 or 256 positions");
+    while (int64_t{1} << block_shift_ < pool_.block_size) ++block_shift_;
     require_same_rows(q_, out_);
     require_columns(q_, heads_ * head_dim_);
     require_columns(out_, heads_ * head_dim_);
@@ -69,9 +75,9 @@ class PagedAttention final : public Kernel {
     int64_t seen = 0;  // positions, by all queries
     for (int64_t s = 0; s < sizes.sequences; ++s) {
       for (int64_t p = kv_len(s) - tokens(s); p < kv_len(s); ++p) seen += p + 1 - first_seen(p);
-      work.kv_bytes += positions_seen(s) * 2 * kv_heads_ * pool_.head_dim_pad * 2;
+      work.kv_bytes += positions_seen(s) * pool_.token_bytes();
     }
-    work.bf16_ops = 4 * seen * heads_ * head_dim_;
+    (int8 ? work.int8_ops : work.bf16_ops) = 4 * seen * heads_ * head_dim_;
     work.fp32_ops = 5 * seen * heads_;  // the softmax: scale, maximum, difference, power, sum
     return work;
   }
@@ -95,7 +101,7 @@ class PagedAttention final : public Kernel {
   static constexpr int64_t kItemsPerThread = 8;
 
   struct Scratch {
-    uint16_t* q;
+    Element* q;  // (tile_rows, 2 * head_dim_pad bytes)
     TileScratch tile;
     float *total, *next;  // (tile_rows, row_floats)
   };
@@ -105,7 +111,7 @@ class PagedAttention final : public Kernel {
     scratch.next = scratch.total + Split::tile_rows * row_floats();
     scratch.tile.scores = scratch.next + Split::tile_rows * row_floats();
     scratch.tile.p = reinterpret_cast<uint16_t*>(scratch.tile.scores + Split::tile_rows * kSplitPositions);
-    scratch.q = scratch.tile.p + Split::tile_rows * kSplitPositions;
+    scratch.q = reinterpret_cast<Element*>(scratch.tile.p + Split::tile_rows * kSplitPositions);
     return scratch;
   }
 
@@ -133,11 +139,15 @@ class PagedAttention final : public Kernel {
     const int64_t splits = last / kSplitPositions + 1 - first_split;
     const int64_t parts = kv_heads_ * tiles(s);
     const Range items = share(splits * parts, worker);
+    const auto kv_of = [&](int64_t item) {
+      return split_kv(s, item % parts / tiles(s), first_seen(last), last, first_split + item / parts);
+    };
     for (int64_t item = items.begin; item < items.end; ++item) {
       const int64_t split = item / parts, kv_head = item % parts / tiles(s),
                     begin = tile_begin(s, item % tiles(s));
-      const TileQueries tile = queries(s, kv_head, item % tiles(s), mine.q);
-      const SplitKv kv = split_kv(s, kv_head, tile, first_split + split);
+      const TileQueries<Element> tile = queries(s, kv_head, item % tiles(s), mine.q);
+      SplitKv<Element> kv = kv_of(item);
+      kv.set_next(item + 1 < items.end ? kv_of(item + 1) : kv);
       split_.begin(tile.rows);
       split_.run(tile, kv, mine.tile, partial(split, kv_head * group_ + begin));
     }
@@ -173,58 +183,66 @@ class PagedAttention final : public Kernel {
   }
 
   void run_item(int64_t s, int64_t kv_head, int64_t tile_index, const Scratch& mine) const {
-    const TileQueries tile = queries(s, kv_head, tile_index, mine.q);
-    const int64_t first = tile.low[0] / kSplitPositions, last = tile.high[tile.rows - 1] / kSplitPositions;
+    const TileQueries<Element> tile = queries(s, kv_head, tile_index, mine.q);
+    const int64_t low = tile.low[0], high = tile.high[tile.rows - 1];
+    const int64_t first = low / kSplitPositions, last = high / kSplitPositions;
+    SplitKv<Element> kv = split_kv(s, kv_head, low, high, first);
     split_.begin(tile.rows);
-    split_.run(tile, split_kv(s, kv_head, tile, first), mine.tile, mine.total);
-    for (int64_t split = first + 1; split <= last; ++split) {
-      split_.run(tile, split_kv(s, kv_head, tile, split), mine.tile, mine.next);
-      for (int64_t r = 0; r < tile.rows; ++r) {
+    for (int64_t split = first; split <= last; ++split) {
+      const SplitKv<Element> next = split < last ? split_kv(s, kv_head, low, high, split + 1) : kv;
+      kv.set_next(next);
+      split_.run(tile, kv, mine.tile, split == first ? mine.total : mine.next);
+      for (int64_t r = 0; split > first && r < tile.rows; ++r) {
         split_.combine(mine.total + r * row_floats(), mine.next + r * row_floats());
       }
+      kv = next;
     }
     const int64_t begin = tile_begin(s, tile_index);
+    int64_t token = first_token(s) + begin / group_, member = begin % group_;
     for (int64_t r = 0; r < tile.rows; ++r) {
-      const int64_t token = first_token(s) + (begin + r) / group_,
-                    head = kv_head * group_ + (begin + r) % group_;
-      write(token, head, mine.total + r * row_floats());
+      write(token, kv_head * group_ + member, mine.total + r * row_floats());
+      if (++member == group_) member = 0, ++token;
     }
   }
 
   // A tile's queries, copied to `q`, zeros in the pad dims.
-  TileQueries queries(int64_t s, int64_t kv_head, int64_t tile_index, uint16_t* q) const {
+  TileQueries<Element> queries(int64_t s, int64_t kv_head, int64_t tile_index, Element* q) const {
     const int64_t begin = tile_begin(s, tile_index);
-    TileQueries tile{};
+    TileQueries<Element> tile{};
     tile.q = q;
     tile.rows = tile_begin(s, tile_index + 1) - begin;
+    int64_t token = begin / group_, member = begin % group_;
     for (int64_t r = 0; r < tile.rows; ++r) {
-      const int64_t token = (begin + r) / group_, head = kv_head * group_ + (begin + r) % group_;
-      const uint16_t* from =
-          q_.as<const uint16_t>() + (first_token(s) + token) * q_.stride + head * head_dim_;
-      uint16_t* row = q + r * pool_.head_dim_pad;
-      std::memcpy(row, from, static_cast<size_t>(head_dim_) * sizeof(uint16_t));
-      std::memset(row + head_dim_, 0, static_cast<size_t>(pool_.head_dim_pad - head_dim_) * sizeof(uint16_t));
+      const uint16_t* from = q_.as<const uint16_t>() + (first_token(s) + token) * q_.stride +
+                             (kv_head * group_ + member) * head_dim_;
+      split_.put_query(from, head_dim_, r, tile);
       tile.high[r] = kv_len(s) - tokens(s) + token;
       tile.low[r] = first_seen(tile.high[r]);
+      if (++member == group_) member = 0, ++token;
     }
     return tile;
   }
 
-  // The part of a split that the tile sees. Nothing is read of a block outside of it, nor of its entry.
-  SplitKv split_kv(int64_t s, int64_t kv_head, const TileQueries& tile, int64_t split) const {
+  // The part of a split that a tile sees, whose queries see positions from low to high. Nothing is read of a
+  // block outside of it, nor of its entry.
+  SplitKv<Element> split_kv(int64_t s, int64_t kv_head, int64_t low, int64_t high, int64_t split) const {
     const int32_t* blocks = block_table_.as<const int32_t>() + s * block_table_.stride;
-    const int64_t low = tile.low[0], high = tile.high[tile.rows - 1];
-    SplitKv kv{};
+    SplitKv<Element> kv{};
     kv.begin = split * kSplitPositions;
     if (kv.begin < low) kv.begin = low / kStepPositions * kStepPositions;
     const int64_t split_end = (split + 1) * kSplitPositions;
     const int64_t end = high < split_end ? (high / kStepPositions + 1) * kStepPositions : split_end;
+    const int64_t mask = pool_.block_size - 1;  // a power of two, which divides a split
     for (int64_t at = kv.begin; at < end; at += kGroup) {
-      const int64_t block = blocks[at / pool_.block_size];
-      const int64_t first_row = kv_head * pool_.block_size + at % pool_.block_size;
-      const int64_t start = block * pool_.block_stride + first_row * pool_.head_dim_pad;
-      kv.keys[kv.groups] = pool_.keys + start;
-      kv.values[kv.groups] = pool_.values + start;
+      const int64_t start = blocks[at >> block_shift_] * pool_.block_stride + kv_head * pool_.tile_bytes;
+      const std::byte *keys = pool_.keys + start, *values = pool_.values + start;
+      const int64_t row = at & mask, row_start = row * pool_.head_dim_pad;
+      kv.keys[kv.groups] = reinterpret_cast<const Element*>(keys) + row_start;
+      kv.values[kv.groups] = reinterpret_cast<const Element*>(values) + row_start;
+      if constexpr (int8) {
+        kv.key_scales[kv.groups] = reinterpret_cast<const float*>(keys + code_bytes_) + row;
+        kv.value_scales[kv.groups] = reinterpret_cast<const float*>(values + code_bytes_) + row;
+      }
       ++kv.groups;
     }
     return kv;
@@ -234,8 +252,8 @@ class PagedAttention final : public Kernel {
   // behind a query could change.
   void write(int64_t token, int64_t head, const float* partial) const {
     const RowWriter<S> row(out_, token);
-    const auto sum = S::set1(partial[pool_.head_dim_pad + 1]);
-    const auto value = [&](int64_t i) { return S::add(S::div(S::load(partial + i), sum), S::zero()); };
+    const auto inverse = S::set1(1.0f / partial[pool_.head_dim_pad + 1]);
+    const auto value = [&](int64_t i) { return S::fma(S::load(partial + i), inverse, S::zero()); };
     int64_t i = 0;
     for (; i + 16 <= head_dim_; i += 16) row.put(head * head_dim_ + i, value(i));
     if (i < head_dim_) row.put_first(head * head_dim_ + i, value(i), head_dim_ - i);
@@ -244,10 +262,20 @@ class PagedAttention final : public Kernel {
 
   const Operand q_, out_, partials_, query_start_, kv_len_, block_table_;
   const KvPool pool_;
-  const int64_t heads_, kv_heads_, head_dim_, window_, group_;
+  const int64_t heads_, kv_heads_, head_dim_, window_, group_, code_bytes_;
+  int block_shift_ = 0;  // log2 of the block size
   const Split split_;
   mutable int64_t next_item_ = 0, threads_done_ = 0;  // of the step in progress
 };
+
+// The kernel for what the pools hold.
+template <class S, class Bf16Split = SplitAttention<S>>
+std::unique_ptr<Kernel> make_attention(const Operands& operands, const Attributes& attributes) {
+  if (operand(operands, "kv").dtype == DType::i8) {
+    return make_kernel<PagedAttention<S, SplitAttentionI8<S>>>(operands, attributes);
+  }
+  return make_kernel<PagedAttention<S, Bf16Split>>(operands, attributes);
+}
 
 }  // namespace
 }  // namespace enginewright

@@ -27,7 +27,8 @@ class AmxSplitAttention : public SplitSoftmax<Avx512> {
   static void end() { Amx::release(); }
 
   // partial: (rows, partial_floats)
-  void run(const TileQueries& tile, const SplitKv& kv, const TileScratch& scratch, float* partial) const {
+  void run(const TileQueries<uint16_t>& tile, const SplitKv<uint16_t>& kv, const TileScratch& scratch,
+           float* partial) const {
     Amx::written();
     if (tile.rows > 16) {
       for (int64_t g = 0; g < kv.groups; g += 2) score_two(tile.q, kv.keys + g, scratch.scores + g * kGroup);
@@ -85,7 +86,7 @@ class AmxSplitAttention : public SplitSoftmax<Avx512> {
   }
 
   // p · v for 32 dims.
-  void weigh_two(const uint16_t* p, const SplitKv& kv, int64_t dim, float* out) const {
+  void weigh_two(const uint16_t* p, const SplitKv<uint16_t>& kv, int64_t dim, float* out) const {
     zero_tiles();
     for (int64_t g = 0; g < kv.groups; g += 2) {
       const uint16_t* v = kv.values[g] + dim * 2;
@@ -132,7 +133,7 @@ class AmxSplitAttention : public SplitSoftmax<Avx512> {
 
   // p · v for N x 16 dims.
   template <int N>
-  void weigh_one(const uint16_t* p, const SplitKv& kv, int64_t dim, float* out) const {
+  void weigh_one(const uint16_t* p, const SplitKv<uint16_t>& kv, int64_t dim, float* out) const {
     zero_tiles();
     for (int64_t g = 0; g < kv.groups; g += 2) {
       const uint16_t* b[N];

@@ -23,7 +23,8 @@ class SplitAttentionAvx2 : public SplitSoftmax<Avx2> {
   static void end() {}
 
   // partial: (rows, partial_floats)
-  void run(const TileQueries& tile, const SplitKv& kv, const TileScratch& scratch, float* partial) const {
+  void run(const TileQueries<uint16_t>& tile, const SplitKv<uint16_t>& kv, const TileScratch& scratch,
+           float* partial) const {
     float x[tile_rows * kStride];
     for (int64_t dim = 0; dim < head_dim_; dim += kSplitPositions) {
       const int64_t left = head_dim_ - dim, count = left < kSplitPositions ? left : kSplitPositions;
@@ -47,9 +48,12 @@ class SplitAttentionAvx2 : public SplitSoftmax<Avx2> {
  private:
   static constexpr int64_t kStride = kSplitPositions + 16;  // rows do not share the sets of L1
   static const std::byte* bytes(const uint16_t* p) { return reinterpret_cast<const std::byte*>(p); }
+  static void fetch(const std::byte* p, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64) Avx2::prefetch_l2(p + i);
+  }
 
   // scores (rows, kSplitPositions) += q · k over the dims [dim, dim + count); x: those of q
-  static void score(const float* x, int64_t rows, const SplitKv& kv, int64_t dim, int64_t count,
+  static void score(const float* x, int64_t rows, const SplitKv<uint16_t>& kv, int64_t dim, int64_t count,
                     float* scores) {
     float keys[kSplitPositions * 16];
     for (int64_t g = 0; g < kv.groups; ++g) {
@@ -58,11 +62,14 @@ class SplitAttentionAvx2 : public SplitSoftmax<Avx2> {
     }
   }
   template <int M, int N = few_blocks<M>>
-  static void score_few(const float* x, const SplitKv& kv, int64_t g, int64_t dim, int64_t count,
+  static void score_few(const float* x, const SplitKv<uint16_t>& kv, int64_t g, int64_t dim, int64_t count,
                         float* scores) {
     for (; g + N <= kv.groups; g += N) {
       Lines<N> lines{{}, 64, 0};
-      for (int n = 0; n < N; ++n) lines.first[n] = bytes(kv.keys[g + n] + dim * kGroup);
+      for (int n = 0; n < N; ++n) {
+        lines.first[n] = bytes(kv.keys[g + n] + dim * kGroup);
+        fetch(bytes(kv.values[g + n] + dim * kGroup), count * kGroup * 2);
+      }
       few_tile<Bf16Floats, M, N>(x, kStride, lines, count, dim == 0, scores + g * kGroup, kSplitPositions,
                                  kGroup);
     }
@@ -72,7 +79,7 @@ class SplitAttentionAvx2 : public SplitSoftmax<Avx2> {
   }
 
   // out (rows, partial_floats) = p · v; x: p
-  void weigh(const float* x, int64_t rows, const SplitKv& kv, float* out) const {
+  void weigh(const float* x, int64_t rows, const SplitKv<uint16_t>& kv, float* out) const {
     float values[kSplitPositions * 16];
     for (int64_t dim = 0; dim < width_; dim += 16) {
       for (int64_t g = 0; g < kv.groups; ++g) {
@@ -82,11 +89,12 @@ class SplitAttentionAvx2 : public SplitSoftmax<Avx2> {
     }
   }
   template <int M, int N = few_blocks<M>>
-  void weigh_few(const float* x, const SplitKv& kv, int64_t dim, float* out) const {
+  void weigh_few(const float* x, const SplitKv<uint16_t>& kv, int64_t dim, float* out) const {
     for (; dim + N * 16 <= width_; dim += N * 16) {
       for (int64_t g = 0; g < kv.groups; ++g) {
         Lines<N> lines{{}, width_ * 4, 0};
         for (int n = 0; n < N; ++n) lines.first[n] = bytes(kv.values[g] + (dim + n * 16) * 2);
+        fetch(bytes(kv.next_keys[g] + dim * kGroup), N * 16 * kGroup * 2);
         few_tile<Bf16Floats, M, N>(x + g * kGroup, kStride, lines, kGroup, g == 0, out + dim,
                                    partial_floats(width_), 16);
       }

@@ -11,8 +11,9 @@
 // split's positions, and what a query doesn't see adds exact zeros to it. The sum is of the rounded p, so
 // that weights add up to one and rounding them neither shrinks nor swells the result.
 //
-// Here is what all instruction sets share: the softmax and the combination. attention_tile.h and
-// attention_amx.h add the two products.
+// That is for bf16 KV; attention_i8.h says what int8 KV changes. Here is what all of them share: the softmax
+// and the combination. attention_tile.h, attention_avx2.h, attention_amx.h and attention_i8.h add the two
+// products.
 #pragma once
 
 #include "simd_math.h"
@@ -26,19 +27,31 @@ constexpr int64_t kGroup = 16;          // positions whose scores are the lanes 
 constexpr int64_t kStepPositions = 32;  // what a tile sees of a split is whole steps, aligned to absolute 0
 constexpr int64_t kSplitGroups = kSplitPositions / kGroup;
 
-// A tile's queries. q: (rows, head_dim_pad) bf16. Query r sees the positions low[r] … high[r]; both rise with
-// r.
+// A tile's queries. q: (rows, head_dim_pad). Query r sees the positions low[r] … high[r]; both rise with r.
+// Element: of q, keys and values.
+template <class Element>
 struct TileQueries {
-  const uint16_t* q;
+  Element* q;
   int64_t rows;
   int64_t low[kMostTileRows], high[kMostTileRows];
+  float scale[kMostTileRows];  // of int8 alone, see attention_i8.h
+  int32_t sum[kMostTileRows];
 };
 
-// The part of a split that a tile sees: whole steps of positions from `begin` on.
+// The part of a split that a tile sees: whole steps of positions from `begin` on, by groups as they lie in
+// the pools (kernel.h: KvPool).
+template <class Element>
 struct SplitKv {
-  const uint16_t* keys[kSplitGroups];    // each (head_dim_pad / 2, 16 positions, 2)
-  const uint16_t* values[kSplitGroups];  // each (8, head_dim_pad, 2 positions)
+  const Element *keys[kSplitGroups], *values[kSplitGroups];
+  const float *key_scales[kSplitGroups], *value_scales[kSplitGroups];  // each (16); of int8 alone
   int64_t begin, groups;
+  // Of what is attended to next, or of this: kernels fetch values while they read keys, and these while they
+  // read values.
+  const Element* next_keys[kSplitGroups];
+
+  void set_next(const SplitKv& next) {
+    for (int64_t g = 0; g < groups; ++g) next_keys[g] = g < next.groups ? next.keys[g] : keys[g];
+  }
 };
 
 struct TileScratch {
@@ -48,26 +61,24 @@ struct TileScratch {
 
 inline int64_t partial_floats(int64_t head_dim_pad) { return head_dim_pad + 16; }
 
-// 2^x for x <= 0, relative error 1e-7; 0 from -150 down, NaN stays NaN. The polynomial is the minimax one for
-// 2^r, |r| <= 1/2, among those that are 1 at 0.
+// 2^x for x <= 0, relative error 3e-6; 0 from -150 down, NaN stays NaN. The polynomial is the minimax one for
+// 2^r, 0 <= r <= 1, among those that are 1 at 0.
 template <class S>
 ENGINEWRIGHT_INLINE typename S::F exp2_of_negative(typename S::F x) {
-  x = S::max(S::set1(-160.0f), x);
-  const auto n = S::round(x), r = S::sub(x, n);
-  auto p = S::set1(1.32647272e-3f);
-  p = S::fma(p, r, S::set1(9.67151281e-3f));
-  p = S::fma(p, r, S::set1(5.55073374e-2f));
-  p = S::fma(p, r, S::set1(2.40222421e-1f));
-  p = S::fma(p, r, S::set1(6.93146978e-1f));
+  const auto r = S::fraction(x);
+  auto p = S::set1(1.34266848e-2f);
+  p = S::fma(p, r, S::set1(5.22424728e-2f));
+  p = S::fma(p, r, S::set1(2.41280198e-1f));
+  p = S::fma(p, r, S::set1(6.93044841e-1f));
   p = S::fma(p, r, S::set1(1.0f));
-  return S::scale_pow2(p, n);
+  return S::scale_pow2_floor(p, x);
 }
 
 template <class S>
-class SplitSoftmax {
+class SplitBase {
  public:
   using F = typename S::F;
-  SplitSoftmax(int64_t head_dim_pad, float scale, float softcap)
+  SplitBase(int64_t head_dim_pad, float scale, float softcap)
       : width_(head_dim_pad), scale_(scale), softcap_(softcap) {}
 
   // total := total and then `next`; both partial rows. An empty total, of maximum -infinity, weighs exactly
@@ -87,48 +98,35 @@ class SplitSoftmax {
   }
 
  protected:
-  // q · k in scratch.scores to p in scratch.p, and max and sum of the partial rows.
-  void softmax(const TileQueries& tile, const SplitKv& kv, const TileScratch& scratch, float* partial) const {
-    for (int64_t row = 0; row < tile.rows; ++row) {
-      const int64_t at = row * kSplitPositions;
-      softmax_row(scratch.scores + at, kv, tile.low[row], tile.high[row], scratch.p + at,
-                  partial + row * partial_floats(width_) + width_);
+  // e^(s - max s) is 2^(score * factor + offset); 0 of a score of -infinity.
+  struct Power {
+    float factor, offset;
+  };
+
+  // A query's scores (q · k; s is score * scale) are capped, and become -infinity where it doesn't see.
+  // max_sum[0]: max s, as a power of 2: s * log2(e).
+  Power prepare(float* scores, int64_t first, int64_t positions, int64_t low, int64_t high, float scale,
+                float* max_sum) const {
+    const int64_t begin = clamp(low - first, 0, positions), end = clamp(high + 1 - first, 0, positions);
+    if (softcap_ > 0) cap(scores, scale, positions);
+    mask(scores, begin, end, positions);
+    if (begin >= end) {
+      max_sum[0] = -INFINITY;
+      return {1.0f, 0.0f};
     }
+    F max = S::load(scores);
+    for (int64_t i = kGroup; i < positions; i += kGroup) max = S::max(S::load(scores + i), max);
+    const float log2e = 1.44269504088896341f, factor = softcap_ > 0 ? log2e : scale * log2e;
+    max_sum[0] = S::reduce_max(max) * factor;
+    return {factor, -max_sum[0]};
   }
 
   const int64_t width_;  // head_dim_pad
+  const float scale_;
 
  private:
-  // max_sum[0]: max s, as a power of 2: s * log2(e). max_sum[1]: the sum.
-  void softmax_row(float* scores, const SplitKv& kv, int64_t low, int64_t high, uint16_t* p,
-                   float* max_sum) const {
-    const int64_t positions = kv.groups * kGroup;
-    const int64_t begin = clamp(low - kv.begin, 0, positions), end = clamp(high + 1 - kv.begin, 0, positions);
-    if (begin >= end) {
-      std::memset(p, 0, static_cast<size_t>(positions) * sizeof(uint16_t));
-      max_sum[0] = -INFINITY;
-      max_sum[1] = 0.0f;
-      return;
-    }
-    if (softcap_ > 0) cap(scores, positions);
-    mask(scores, begin, end, positions);
-    F max = S::load(scores);
-    for (int64_t i = kGroup; i < positions; i += kGroup) max = S::max(S::load(scores + i), max);
-    const float log2e = 1.44269504088896341f, factor = softcap_ > 0 ? log2e : scale_ * log2e;
-    max_sum[0] = S::reduce_max(max) * factor;
-    const F scale = S::set1(factor), offset = S::set1(-max_sum[0]);
-    for (int64_t i = 0; i < positions; i += kGroup) {
-      S::store_bf16(p + i, exp2_of_negative<S>(S::fma(S::load(scores + i), scale, offset)));
-    }
-    F sum = S::zero();
-    for (int64_t i = 0; i < positions; i += kStepPositions) {
-      sum = S::dot(sum, S::pair(0x3f803f80u), S::load_line(p + i));  // 1, 1
-    }
-    max_sum[1] = S::reduce_add(sum);
-  }
-
-  void cap(float* scores, int64_t positions) const {
-    const F inverse = S::set1(scale_ / softcap_), cap = S::set1(softcap_);
+  void cap(float* scores, float scale, int64_t positions) const {
+    const F inverse = S::set1(scale / softcap_), cap = S::set1(softcap_);
     for (int64_t i = 0; i < positions; i += kGroup) {
       S::store(scores + i, S::mul(cap, tanh<S>(S::mul(S::load(scores + i), inverse))));
     }
@@ -148,7 +146,59 @@ class SplitSoftmax {
     return x < low ? low : x < high ? x : high;
   }
 
-  const float scale_, softcap_;
+  const float softcap_;
+};
+
+// The softmax of bf16 KV.
+template <class S>
+class SplitSoftmax : public SplitBase<S> {
+ public:
+  using F = typename S::F;
+  using Element = uint16_t;
+  using SplitBase<S>::SplitBase;
+
+  // Query r of a tile, from its head_dim bf16.
+  void put_query(const uint16_t* from, int64_t head_dim, int64_t r, TileQueries<uint16_t>& tile) const {
+    uint16_t* row = tile.q + r * width_;
+    std::memcpy(row, from, static_cast<size_t>(head_dim) * sizeof(uint16_t));
+    std::memset(row + head_dim, 0, static_cast<size_t>(width_ - head_dim) * sizeof(uint16_t));
+  }
+
+ protected:
+  using SplitBase<S>::width_;
+
+  // q · k in scratch.scores to p in scratch.p, and max and sum of the partial rows. In sweeps over all rows:
+  // the next one's start overlaps with the folding of a row's maximum.
+  void softmax(const TileQueries<uint16_t>& tile, const SplitKv<uint16_t>& kv, const TileScratch& scratch,
+               float* partial) const {
+    const int64_t positions = kv.groups * kGroup;
+    const auto max_sum = [&](int64_t row) { return partial + row * partial_floats(width_) + width_; };
+    Power powers[kMostTileRows];
+    for (int64_t row = 0; row < tile.rows; ++row) {
+      powers[row] = this->prepare(scratch.scores + row * kSplitPositions, kv.begin, positions, tile.low[row],
+                                  tile.high[row], this->scale_, max_sum(row));
+    }
+    for (int64_t row = 0; row < tile.rows; ++row) {
+      const int64_t at = row * kSplitPositions;
+      max_sum(row)[1] = weights(scratch.scores + at, positions, powers[row], scratch.p + at);
+    }
+  }
+
+ private:
+  using Power = typename SplitBase<S>::Power;
+
+  // Returns the sum of p.
+  static float weights(const float* scores, int64_t positions, Power power, uint16_t* p) {
+    const F factor = S::set1(power.factor), offset = S::set1(power.offset);
+    for (int64_t i = 0; i < positions; i += kGroup) {
+      S::store_bf16(p + i, exp2_of_negative<S>(S::fma(S::load(scores + i), factor, offset)));
+    }
+    F sum = S::zero();
+    for (int64_t i = 0; i < positions; i += kStepPositions) {
+      sum = S::dot(sum, S::pair(0x3f803f80u), S::load_line(p + i));  // 1, 1
+    }
+    return S::reduce_add(sum);
+  }
 };
 
 }  // namespace

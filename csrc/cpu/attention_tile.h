@@ -11,6 +11,34 @@ namespace {
 
 constexpr int64_t kKeyGroups = 8;  // that stay in L1 while the tile's queries pass
 
+template <int R>
+struct Chunk {
+  static constexpr int rows = R;
+};
+
+template <int R, class Function>
+ENGINEWRIGHT_INLINE void call_chunk(int64_t row, int64_t n, const Function& f) {
+  if constexpr (R > 0) {
+    if (n == R) return f(row, Chunk<R>{});
+    call_chunk<R - 1>(row, n, f);
+  }
+}
+
+// Calls f(first row, Chunk<R>) for runs of R <= Most rows, of nearly the same R each.
+template <int Most, class Function>
+ENGINEWRIGHT_INLINE void for_row_chunks(int64_t rows, const Function& f) {
+  int64_t chunks = (rows + Most - 1) / Most;
+  for (int64_t row = 0; row < rows; --chunks) {
+    const int64_t n = (rows - row + chunks - 1) / chunks;
+    call_chunk<Most>(row, n, f);
+    row += n;
+  }
+}
+
+// Accumulators side by side, for R rows: what registers hold.
+template <class S, int R>
+constexpr int wide = R * 2 <= S::tile_tokens ? S::gemv_blocks : S::tile_blocks;
+
 template <class S>
 class SplitAttention : public SplitSoftmax<S> {
  public:
@@ -25,18 +53,19 @@ class SplitAttention : public SplitSoftmax<S> {
   static void end() {}
 
   // partial: (rows, partial_floats)
-  void run(const TileQueries& tile, const SplitKv& kv, const TileScratch& scratch, float* partial) const {
+  void run(const TileQueries<uint16_t>& tile, const SplitKv<uint16_t>& kv, const TileScratch& scratch,
+           float* partial) const {
     for (int64_t g = 0; g < kv.groups; g += kKeyGroups) {
       const int64_t groups = kv.groups - g < kKeyGroups ? kv.groups - g : kKeyGroups;
-      for_row_chunks(tile.rows, [&](int64_t row, auto chunk) {
-        score<decltype(chunk)::rows>(tile.q + row * width_, kv.keys + g, groups,
+      for_row_chunks<S::tile_tokens>(tile.rows, [&](int64_t row, auto chunk) {
+        score<decltype(chunk)::rows>(tile.q + row * width_, kv.keys + g, kv.values + g, groups,
                                      scratch.scores + row * kSplitPositions + g * kGroup);
       });
     }
     this->softmax(tile, kv, scratch, partial);
     for (int64_t dim = 0; dim < width_; dim += kKeyGroups * 16) {
       const int64_t blocks = (width_ - dim) / 16 < kKeyGroups ? (width_ - dim) / 16 : kKeyGroups;
-      for_row_chunks(tile.rows, [&](int64_t row, auto chunk) {
+      for_row_chunks<S::tile_tokens>(tile.rows, [&](int64_t row, auto chunk) {
         weigh<decltype(chunk)::rows>(scratch.p + row * kSplitPositions, kv, dim, blocks,
                                      partial + row * partial_floats(width_) + dim);
       });
@@ -46,44 +75,20 @@ class SplitAttention : public SplitSoftmax<S> {
  private:
   using SplitSoftmax<S>::width_;
 
-  template <int R>
-  struct Chunk {
-    static constexpr int rows = R;
-  };
-
-  // Calls f(first row, Chunk<R>) for runs of R <= S::tile_tokens rows, of nearly the same R each.
-  template <class Function>
-  static ENGINEWRIGHT_INLINE void for_row_chunks(int64_t rows, const Function& f) {
-    int64_t chunks = (rows + S::tile_tokens - 1) / S::tile_tokens;
-    for (int64_t row = 0; row < rows; --chunks) {
-      const int64_t n = (rows - row + chunks - 1) / chunks;
-      call_chunk<S::tile_tokens>(row, n, f);
-      row += n;
-    }
-  }
-  template <int R, class Function>
-  static ENGINEWRIGHT_INLINE void call_chunk(int64_t row, int64_t n, const Function& f) {
-    if constexpr (R > 0) {
-      if (n == R) return f(row, Chunk<R>{});
-      call_chunk<R - 1>(row, n, f);
-    }
-  }
-
-  // Accumulators side by side, for R rows: what registers hold.
-  template <int R>
-  static constexpr int wide = R * 2 <= S::tile_tokens ? S::gemv_blocks : S::tile_blocks;
-
   // scores (R, kSplitPositions) of R queries and some groups of keys, N at once, then half as many.
-  template <int R, int N = wide<R>>
-  ENGINEWRIGHT_INLINE void score(const uint16_t* q, const uint16_t* const* keys, int64_t groups,
-                                 float* scores) const {
-    for (; groups >= N; groups -= N, keys += N, scores += N * kGroup) score_tile<R, N>(q, keys, scores);
+  template <int R, int N = wide<S, R>>
+  ENGINEWRIGHT_INLINE void score(const uint16_t* q, const uint16_t* const* keys,
+                                 const uint16_t* const* values, int64_t groups, float* scores) const {
+    for (; groups >= N; groups -= N, keys += N, values += N, scores += N * kGroup) {
+      score_tile<R, N>(q, keys, values, scores);
+    }
     if constexpr (N > 1) {
-      if (groups > 0) score<R, N / 2>(q, keys, groups, scores);
+      if (groups > 0) score<R, N / 2>(q, keys, values, groups, scores);
     }
   }
   template <int R, int N>
-  void score_tile(const uint16_t* q, const uint16_t* const* keys, float* scores) const {
+  void score_tile(const uint16_t* q, const uint16_t* const* keys, const uint16_t* const* values,
+                  float* scores) const {
     F acc[R][N];
     ENGINEWRIGHT_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -93,7 +98,10 @@ class SplitAttention : public SplitSoftmax<S> {
     for (int64_t i = 0; i < pairs_; ++i) {
       typename S::Line lines[N];
       ENGINEWRIGHT_UNROLL
-      for (int n = 0; n < N; ++n) lines[n] = S::load_line(keys[n] + i * 2 * kGroup);
+      for (int n = 0; n < N; ++n) {
+        lines[n] = S::load_line(keys[n] + i * 2 * kGroup);
+        S::prefetch_l2(values[n] + i * 2 * kGroup);
+      }
       ENGINEWRIGHT_UNROLL
       for (int r = 0; r < R; ++r) {
         const typename S::Pair pair = S::load_pair(q + r * width_ + 2 * i);
@@ -109,8 +117,8 @@ class SplitAttention : public SplitSoftmax<S> {
   }
 
   // out (R, partial_floats) = p · v for `blocks` x 16 dims from `dim` on.
-  template <int R, int N = wide<R>>
-  ENGINEWRIGHT_INLINE void weigh(const uint16_t* p, const SplitKv& kv, int64_t dim, int64_t blocks,
+  template <int R, int N = wide<S, R>>
+  ENGINEWRIGHT_INLINE void weigh(const uint16_t* p, const SplitKv<uint16_t>& kv, int64_t dim, int64_t blocks,
                                  float* out) const {
     for (; blocks >= N; blocks -= N, dim += N * 16, out += N * 16) weigh_tile<R, N>(p, kv, dim, out);
     if constexpr (N > 1) {
@@ -118,7 +126,7 @@ class SplitAttention : public SplitSoftmax<S> {
     }
   }
   template <int R, int N>
-  void weigh_tile(const uint16_t* p, const SplitKv& kv, int64_t dim, float* out) const {
+  void weigh_tile(const uint16_t* p, const SplitKv<uint16_t>& kv, int64_t dim, float* out) const {
     F acc[R][N];
     ENGINEWRIGHT_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -126,11 +134,14 @@ class SplitAttention : public SplitSoftmax<S> {
       for (int n = 0; n < N; ++n) acc[r][n] = S::zero();
     }
     for (int64_t g = 0; g < kv.groups; ++g, p += kGroup) {
-      const uint16_t* values = kv.values[g] + dim * 2;
-      for (int64_t i = 0; i < kGroup; i += 2, values += 2 * width_) {
+      const uint16_t *values = kv.values[g] + dim * 2, *next_keys = kv.next_keys[g] + dim * 2;
+      for (int64_t i = 0; i < kGroup; i += 2, values += 2 * width_, next_keys += 2 * width_) {
         typename S::Line lines[N];
         ENGINEWRIGHT_UNROLL
-        for (int n = 0; n < N; ++n) lines[n] = S::load_line(values + n * 32);
+        for (int n = 0; n < N; ++n) {
+          lines[n] = S::load_line(values + n * 32);
+          S::prefetch_l2(next_keys + n * 32);
+        }
         ENGINEWRIGHT_UNROLL
         for (int r = 0; r < R; ++r) {
           const typename S::Pair pair = S::load_pair(p + r * kSplitPositions + i);

@@ -194,7 +194,7 @@ Operand Executor::bind_step(const std::string& name) const {
 
 Operand Executor::bind_kv(const std::string& label, const KvPool& pool) const {
   Operand operand;
-  operand.dtype = DType::bf16;
+  operand.dtype = pool.dtype;
   operand.kv = pool;
   operand.kind = Operand::Kind::kv;
   operand.label = label;

@@ -29,6 +29,7 @@
     apply_to = function)
 #else
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false, in GCC's own intrinsics (its bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"        // the same
 #pragma GCC push_options
 #pragma GCC target( \
     "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,fma,amx-tile,amx-bf16,amx-int8")
@@ -65,7 +66,7 @@ KernelTable amx_table() {
   table["gemm_fp8a16@1"] = make_kernel<GemmFp8A16Amx>;
   table["gemm_w8a16@1"] = make_kernel<GemmW8A16Amx>;
   table["gemm_w8a8@1"] = make_w8a8_amx;
-  table["paged_attention@1"] = make_kernel<PagedAttention<Avx512, AmxSplitAttention>>;
+  table["paged_attention@1"] = make_attention<Avx512, AmxSplitAttention>;
   return table;
 }
 

@@ -27,6 +27,7 @@
     apply_to = function)
 #else
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false, in GCC's own intrinsics (its bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"        // the same
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,fma")
 #endif

@@ -64,18 +64,26 @@ inline bool by_columns(Layout layout) {
   return layout == Layout::r16_columns || layout == Layout::r16_columns_pairs;
 }
 
-// The KV pools of one layer, bf16: blocks of the layout above in the other direction. head_dim is padded with
-// zeros to a multiple of 32 (head_dim_pad). For block b and kv head h both pools have a tile of
-// block_size * head_dim_pad elements, b * block_stride + h * block_size * head_dim_pad elements behind their
-// start:
-//   K  [block_size / 16][head_dim_pad / 2][16 tokens][2]   an r16 block of 16 tokens (rows) x head_dim (K)
-//   V  [block_size / 2][head_dim_pad][2 tokens]
-// A slot is block * block_size + position in the block. Both pools are 64-byte aligned.
+// The KV pools of one layer: blocks of the layout above in the other direction. head_dim is padded with zeros
+// to a multiple of 32 (head_dim_pad). For block b and kv head h both pools have a tile of tile_bytes,
+// b * block_stride + h * tile_bytes bytes behind their start:
+//   bf16  K  [block_size / 16][head_dim_pad / 2][16 tokens][2]   r16 blocks of 16 tokens x head_dim
+//         V  [block_size / 2][head_dim_pad][2 tokens]
+//   i8    K  [block_size / 16][head_dim_pad / 4][16 tokens][4]   codes in [-127, 127]
+//         V  [block_size / 4][head_dim_pad][4 tokens]
+//         and behind either, f32 [block_size]: the scale of a token's codes
+// A slot is block * block_size + position in the block. Both pools are 64-byte aligned, and a block of zero
+// bytes holds zeros.
 struct KvPool {
-  uint16_t* keys;
-  uint16_t* values;
+  std::byte* keys;
+  std::byte* values;
+  DType dtype;
   int64_t num_blocks, block_size, kv_heads, head_dim, head_dim_pad;
-  int64_t block_stride;  // elements
+  int64_t tile_bytes, block_stride;  // bytes
+
+  // Of a tile, without scales; and of a token's K and V in all heads.
+  int64_t code_bytes() const { return block_size * head_dim_pad * (dtype == DType::i8 ? 1 : 2); }
+  int64_t token_bytes() const { return 2 * kv_heads * tile_bytes / block_size; }
 };
 
 // A matrix with a fixed address. A row starts every `stride` elements; in arena buffers the stride is a

@@ -13,7 +13,8 @@ namespace enginewright {
 class KvPools {
  public:
   // std::invalid_argument for sizes that are no sizes; std::bad_alloc.
-  KvPools(int64_t layers, int64_t num_blocks, int64_t block_size, int64_t kv_heads, int64_t head_dim);
+  KvPools(int64_t layers, int64_t num_blocks, int64_t block_size, int64_t kv_heads, int64_t head_dim,
+          DType dtype);
 
   int64_t layers() const { return layers_; }
   int64_t bytes() const { return memory_.bytes(); }
@@ -28,8 +29,7 @@ class KvPools {
 
   const int64_t layers_;
   const KvPool shape_;
-  const int64_t block_elements_;  // of K, or of V
-  Memory memory_;                 // [num_blocks][layers][K, V][block_elements], committed block by block
+  Memory memory_;  // [num_blocks][layers][K, V][kv_heads][tile_bytes], committed block by block
 };
 
 }  // namespace enginewright

@@ -76,11 +76,12 @@ py::array view(std::byte* data, const std::vector<py::ssize_t>& shape,
   return py::array(py::dtype::of<T>(), shape, strides, reinterpret_cast<T*>(data), owner);
 }
 
-py::array kv_view(const uint16_t* data, const KvPool& pool, const py::object& owner) {
-  const py::ssize_t tile = pool.block_size * pool.head_dim_pad;
-  auto* bytes = reinterpret_cast<std::byte*>(const_cast<uint16_t*>(data));
-  return view<uint16_t>(bytes, {pool.num_blocks, pool.kv_heads, tile}, {pool.block_stride * 2, tile * 2, 2},
-                        owner);
+py::array kv_view(std::byte* data, const KvPool& pool, const py::object& owner) {
+  const py::ssize_t item = bytes_of(pool.dtype), tile = pool.tile_bytes;
+  const std::vector<py::ssize_t> shape{pool.num_blocks, pool.kv_heads, tile / item};
+  const std::vector<py::ssize_t> strides{pool.block_stride, tile, item};
+  return pool.dtype == DType::i8 ? view<int8_t>(data, shape, strides, owner)
+                                 : view<uint16_t>(data, shape, strides, owner);
 }
 
 // The executor, and the Python objects whose memory it uses.
@@ -189,8 +190,13 @@ class PyExecutor {
 
 void bind_kv_pools(py::module_& module) {
   py::class_<KvPools>(module, "KvPools")
-      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t>(), py::arg("layers"), py::arg("num_blocks"),
-           py::arg("block_size"), py::arg("kv_heads"), py::arg("head_dim"))
+      .def(py::init([](int64_t layers, int64_t num_blocks, int64_t block_size, int64_t kv_heads,
+                       int64_t head_dim, const std::string& dtype) {
+             return std::make_unique<KvPools>(layers, num_blocks, block_size, kv_heads, head_dim,
+                                              dtype_of(dtype));
+           }),
+           py::arg("layers"), py::arg("num_blocks"), py::arg("block_size"), py::arg("kv_heads"),
+           py::arg("head_dim"), py::arg("dtype") = "bf16")
       .def_property_readonly("nbytes", &KvPools::bytes)
       .def("scrub", &KvPools::scrub, py::arg("blocks"), py::call_guard<py::gil_scoped_release>())
       .def("copy", &KvPools::copy, py::arg("blocks"), py::call_guard<py::gil_scoped_release>())

@@ -14,6 +14,43 @@
 namespace enginewright {
 namespace {
 
+// Held to the codes' range, for rows that are not finite.
+template <class S>
+ENGINEWRIGHT_INLINE typename S::F i8_code(typename S::F x) {
+  return S::round(S::min(S::max(x, S::set1(-127.0f)), S::set1(127.0f)));
+}
+
+// Codes of the columns [begin, end) of a row, and their scale. Row is what x is read from: at(column) gives
+// 16 columns, first(column, n) n of them and zeros behind.
+template <class S, class Row>
+ENGINEWRIGHT_INLINE float quantize_run(const Row& x, int64_t begin, int64_t end, int8_t* codes) {
+  using F = typename S::F;
+  F most[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
+  F lost[4] = {S::zero(), S::zero(), S::zero(), S::zero()};  // NaN where x is not finite
+  int64_t i = begin;
+  for (; i + 64 <= end; i += 64) {
+    for (int j = 0; j < 4; ++j) {
+      const F v = x.at(i + 16 * j);
+      most[j] = S::max(most[j], S::abs(v));
+      lost[j] = S::fma(v, S::zero(), lost[j]);
+    }
+  }
+  for (; i < end; i += 16) {
+    const F v = end - i < 16 ? x.first(i, end - i) : x.at(i);
+    most[0] = S::max(most[0], S::abs(v));
+    lost[0] = S::fma(v, S::zero(), lost[0]);
+  }
+  const float largest = S::reduce_max(S::max(S::max(most[0], most[1]), S::max(most[2], most[3])));
+  const float nan_or_zero = S::reduce_add(S::add(S::add(lost[0], lost[1]), S::add(lost[2], lost[3])));
+  const bool zero = largest < 0x1p-120f;
+  const F factor = S::set1(zero ? 0.0f : 127.0f / largest);
+  for (i = begin; i + 16 <= end; i += 16) S::store_i8(codes + i, i8_code<S>(S::mul(x.at(i), factor)));
+  if (const int64_t n = end - i; n > 0) {
+    S::store_i8_first(codes + i, i8_code<S>(S::mul(x.first(i, n), factor)), n);
+  }
+  return (zero ? 0.0f : largest / 127.0f) + nan_or_zero;
+}
+
 // The runs of columns that share a scale: each of `group` columns, the last one perhaps shorter; 0 is the
 // whole row.
 inline int64_t run_of(const Attributes& attributes, int64_t columns) {
@@ -31,56 +68,18 @@ class QuantizedRows {
     require_columns(scale, (codes.columns + run_ - 1) / run_);
   }
 
-  // Row is what x is read from: at(column) gives 16 columns, first(column, n) n of them and zeros behind.
   template <class S, class Row>
   ENGINEWRIGHT_INLINE void put(int64_t row, const Row& x) const {
     int8_t* codes = codes_.as<int8_t>() + row * codes_.stride;
     float* scale = scale_.as<float>() + row * scale_.stride;
-    for (int64_t begin = 0; begin < codes_.columns; begin += run_, ++scale) {
-      const int64_t left = codes_.columns - begin;
-      put_run<S>(x, begin, left < run_ ? codes_.columns : begin + run_, codes, scale);
+    for (int64_t begin = 0; begin < codes_.columns; begin += run_) {
+      const int64_t end = codes_.columns - begin < run_ ? codes_.columns : begin + run_;
+      *scale++ = quantize_run<S>(x, begin, end, codes);
     }
     std::memset(codes + codes_.columns, 0, static_cast<size_t>(codes_.pad));
   }
 
  private:
-  template <class S, class Row>
-  static ENGINEWRIGHT_INLINE void put_run(const Row& x, int64_t begin, int64_t end, int8_t* codes,
-                                          float* scale) {
-    using F = typename S::F;
-    F most[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
-    F lost[4] = {S::zero(), S::zero(), S::zero(), S::zero()};  // NaN where x is not finite
-    int64_t i = begin;
-    for (; i + 64 <= end; i += 64) {
-      for (int j = 0; j < 4; ++j) {
-        const F v = x.at(i + 16 * j);
-        most[j] = S::max(most[j], S::abs(v));
-        lost[j] = S::fma(v, S::zero(), lost[j]);
-      }
-    }
-    for (; i < end; i += 16) {
-      const F v = end - i < 16 ? x.first(i, end - i) : x.at(i);
-      most[0] = S::max(most[0], S::abs(v));
-      lost[0] = S::fma(v, S::zero(), lost[0]);
-    }
-    const float largest = S::reduce_max(S::max(S::max(most[0], most[1]), S::max(most[2], most[3])));
-    const float nan_or_zero = S::reduce_add(S::add(S::add(lost[0], lost[1]), S::add(lost[2], lost[3])));
-    const bool zero = largest < 0x1p-120f;
-    *scale = (zero ? 0.0f : largest / 127.0f) + nan_or_zero;
-
-    const F factor = S::set1(zero ? 0.0f : 127.0f / largest);
-    for (i = begin; i + 16 <= end; i += 16) S::store_i8(codes + i, code<S>(S::mul(x.at(i), factor)));
-    if (const int64_t n = end - i; n > 0) {
-      S::store_i8_first(codes + i, code<S>(S::mul(x.first(i, n), factor)), n);
-    }
-  }
-
-  // Held to the codes' range, for rows that are not finite.
-  template <class S>
-  static ENGINEWRIGHT_INLINE typename S::F code(typename S::F x) {
-    return S::round(S::min(S::max(x, S::set1(-127.0f)), S::set1(127.0f)));
-  }
-
   const Operand codes_, scale_;
   const int64_t run_;
 };

@@ -2,16 +2,18 @@
 //
 //   rope_table@1     cos, sin [tokens, R/2] = cos, sin(position * inv_freq) * scale. The product is fp32, as
 //                    models were trained with it; its cosine is exact to the last bit or so.
-//   rope_kv_write@1  bf16(rope(q)) to q_out, bf16(rope(k)) and bf16(v) to the pools at `slots`.
+//   rope_kv_write@1  bf16(rope(q)) to q_out, rope(k) and v to the pools at `slots`, as bf16, or as int8 with
+//                    a scale a row of head_dim (quantize.h has the rule).
 //                    (x[i], x[i + R/2]) turns by angle i for i < R/2; dims from R on pass unchanged.
 //
 // q: f32 [tokens, heads * D]; k, v: f32 [tokens, kv_heads * D]; cos, sin: f32 [tokens, R/2], R <= D;
 // slots: i32 step input [tokens]; kv: the pools (kernel.h); q_out: bf16 [tokens, heads * D].
-// Threads share heads of tokens. Tokens of one V pair or K line may be different threads' work: they write
-// different 16-bit or 32-bit words.
+// Threads share heads of tokens. Tokens of one V or K line may be different threads' work: they write
+// different bytes.
 #pragma once
 
 #include "operands.h"
+#include "quantize.h"
 #include "rows.h"
 
 namespace enginewright {
@@ -94,8 +96,9 @@ class RopeKvWrite final : public Kernel {
 
   Work work(const Sizes& sizes) const override {
     Work work = touched({&q_, &k_, &v_, &cos_, &sin_, &q_out_}, sizes);
-    work.kv_bytes = q_.rows.at(sizes) * 2 * kv_heads_ * pool_.head_dim_pad * 2;
+    work.kv_bytes = q_.rows.at(sizes) * pool_.token_bytes();
     work.fp32_ops = 6 * q_.rows.at(sizes) * (heads_ + kv_heads_) * half_;
+    if (pool_.dtype == DType::i8) work.fp32_ops += 4 * q_.rows.at(sizes) * 2 * kv_heads_ * head_dim_;
     return work;
   }
 
@@ -145,22 +148,46 @@ class RopeKvWrite final : public Kernel {
   }
 
   void write_kv(int64_t token, int64_t head, std::byte* scratch) const {
-    const int64_t width = pool_.head_dim_pad;
     auto* turned = reinterpret_cast<float*>(scratch);
-    auto* key = reinterpret_cast<uint16_t*>(turned + width);
-    uint16_t* value = key + width;
     rotate(row(k_, token, head * head_dim_), token, turned);
-    round(turned, head_dim_, key);
-    round(row(v_, token, head * head_dim_), head_dim_, value);
-    for (int64_t i = head_dim_; i < width; ++i) key[i] = value[i] = 0;
-
+    const float* value = row(v_, token, head * head_dim_);
     const int64_t slot = slots_.as<const int32_t>()[token * slots_.stride];
-    const int64_t block = slot / pool_.block_size, at = slot % pool_.block_size;
-    const int64_t tile = block * pool_.block_stride + head * pool_.block_size * width;
-    uint16_t* keys = pool_.keys + tile + at / 16 * 16 * width + at % 16 * 2;
+    const int64_t at = slot % pool_.block_size;
+    const int64_t tile = slot / pool_.block_size * pool_.block_stride + head * pool_.tile_bytes;
+    std::byte* rounded = scratch + pool_.head_dim_pad * 4;
+    if (pool_.dtype == DType::i8) {
+      write_codes(turned, value, at, tile, reinterpret_cast<int8_t*>(rounded));
+    } else {
+      write_bf16(turned, value, at, tile, reinterpret_cast<uint16_t*>(rounded));
+    }
+  }
+
+  // Position `at` of a tile, (head_dim) each. rounded: room for two heads.
+  void write_bf16(const float* k, const float* v, int64_t at, int64_t tile, uint16_t* key) const {
+    const int64_t width = pool_.head_dim_pad;
+    uint16_t* value = key + width;
+    round(k, head_dim_, key);
+    round(v, head_dim_, value);
+    for (int64_t i = head_dim_; i < width; ++i) key[i] = value[i] = 0;
+    auto* keys = reinterpret_cast<uint16_t*>(pool_.keys + tile) + at / 16 * 16 * width + at % 16 * 2;
     for (int64_t i = 0; i < width; i += 2) std::memcpy(keys + i * 16, key + i, 4);
-    uint16_t* values = pool_.values + tile + at / 2 * 2 * width + at % 2;
+    auto* values = reinterpret_cast<uint16_t*>(pool_.values + tile) + at / 2 * 2 * width + at % 2;
     for (int64_t i = 0; i < width; ++i) values[2 * i] = value[i];
+  }
+  void write_codes(const float* k, const float* v, int64_t at, int64_t tile, int8_t* key) const {
+    const int64_t width = pool_.head_dim_pad;
+    int8_t* value = key + width;
+    const float k_scale = quantize_run<S>(RowReader<S>(k), 0, head_dim_, key),
+                v_scale = quantize_run<S>(RowReader<S>(v), 0, head_dim_, value);
+    for (int64_t i = head_dim_; i < width; ++i) key[i] = value[i] = 0;
+    auto *keys = reinterpret_cast<int8_t*>(pool_.keys + tile),
+         *values = reinterpret_cast<int8_t*>(pool_.values + tile);
+    reinterpret_cast<float*>(keys + pool_.code_bytes())[at] = k_scale;
+    reinterpret_cast<float*>(values + pool_.code_bytes())[at] = v_scale;
+    keys += at / 16 * 16 * width + at % 16 * 4;
+    for (int64_t i = 0; i < width; i += 4) std::memcpy(keys + i * 16, key + i, 4);
+    values += at / 4 * 4 * width + at % 4;
+    for (int64_t i = 0; i < width; ++i) values[4 * i] = value[i];
   }
 
   const Operand q_, k_, v_, cos_, sin_, q_out_, slots_;

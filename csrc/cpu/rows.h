@@ -18,6 +18,8 @@ class RowReader {
       full_ = x.as<const float>() + row * x.stride;
     }
   }
+  explicit RowReader(const uint16_t* bf16) : bf16_(true), half_(bf16) {}
+  explicit RowReader(const float* row) : bf16_(false), full_(row) {}
   ENGINEWRIGHT_INLINE F at(int64_t column) const {
     return bf16_ ? S::load_bf16(half_ + column) : S::load(full_ + column);
   }

@@ -95,6 +95,8 @@ struct Avx2 {
     return {_mm256_round_ps(x.a, nearest), _mm256_round_ps(x.b, nearest)};
   }
   static ENGINEWRIGHT_INLINE F scale_pow2(F x, F n) { return {scale_pow2(x.a, n.a), scale_pow2(x.b, n.b)}; }
+  static ENGINEWRIGHT_INLINE F fraction(F x) { return sub(max(set1(-160.0f), x), floor(x)); }
+  static ENGINEWRIGHT_INLINE F scale_pow2_floor(F p, F x) { return scale_pow2(p, floor(x)); }
   static ENGINEWRIGHT_INLINE F first(int64_t n, F x, F y) {
     const Line m = below(n);
     return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(m.a)),
@@ -131,6 +133,9 @@ struct Avx2 {
     acc.a = _mm256_fmadd_ps(x.hi, high_bf16(w.a), acc.a);
     acc.b = _mm256_fmadd_ps(x.hi, high_bf16(w.b), acc.b);
     return acc;
+  }
+  static ENGINEWRIGHT_INLINE void prefetch_l2(const void* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
   }
   static ENGINEWRIGHT_INLINE void prefetch(const void* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
@@ -193,6 +198,21 @@ struct Avx2 {
     const __m128i pair = _mm_add_epi32(half, _mm_unpackhi_epi64(half, half));
     return _mm_cvtsi128_si32(pair) + _mm_extract_epi32(pair, 1);
   }
+  static constexpr int byte_bits = 7;  // two products of bytes of 8 would not fit int16
+  static ENGINEWRIGHT_INLINE I dot_u(I acc, Line w, Bytes4 x) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(x.signs, w.a), ones)),
+            _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(x.signs, w.b), ones))};
+  }
+  static ENGINEWRIGHT_INLINE void store_two_bytes(int8_t* p, F x) {
+    const __m256i words =
+        _mm256_packus_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));  // a0 b0 a1 b1
+    const __m256i high = _mm256_srli_epi16(words, 7), low = _mm256_and_si256(words, _mm256_set1_epi16(127));
+    const __m256i both =
+        _mm256_packus_epi16(low, high);  // low a0, low b0, high a0, high b0, and those of a1, b1
+    const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(both, order));
+  }
 
   // Eight pairs of bf16 as floats: the first of each pair, and the second.
   static ENGINEWRIGHT_INLINE __m256 low_bf16(__m256i pairs) {
@@ -203,6 +223,10 @@ struct Avx2 {
   }
 
  private:
+  static ENGINEWRIGHT_INLINE F floor(F x) {  // of -160 at least
+    const F held = max(set1(-160.0f), x);
+    return {_mm256_floor_ps(held.a), _mm256_floor_ps(held.b)};
+  }
   // |x| * (w with the sign of x): two products are at most 2 * 127 * 127, which int16 holds.
   static ENGINEWRIGHT_INLINE __m256i dot_i8(__m256i w, Bytes4 x) {
     const __m256i pairs = _mm256_maddubs_epi16(x.largest, _mm256_sign_epi8(w, x.signs));

@@ -69,6 +69,10 @@ struct Avx512 {
     return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
   static ENGINEWRIGHT_INLINE F scale_pow2(F a, F n) { return _mm512_scalef_ps(a, n); }
+  static ENGINEWRIGHT_INLINE F fraction(F x) {
+    return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  }
+  static ENGINEWRIGHT_INLINE F scale_pow2_floor(F p, F x) { return _mm512_scalef_ps(p, x); }
   static ENGINEWRIGHT_INLINE F first(int64_t n, F a, F b) { return _mm512_mask_blend_ps(below(n), b, a); }
   static ENGINEWRIGHT_INLINE F where_less(F a, F b, F x, F y) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
@@ -108,6 +112,9 @@ struct Avx512 {
     const __m512i codes = _mm512_loadu_si512(p);
     look_up(kE4m3Table, codes, codes, a, b);
   }
+  static ENGINEWRIGHT_INLINE void prefetch_l2(const void* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+  }
   static ENGINEWRIGHT_INLINE void prefetch(const void* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
   }
@@ -133,6 +140,15 @@ struct Avx512 {
     return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
   static ENGINEWRIGHT_INLINE I mul_i(I a, I b) { return _mm512_mullo_epi32(a, b); }
+  static constexpr int byte_bits = 8;
+  static ENGINEWRIGHT_INLINE I dot_u(I acc, Line w, Bytes4 x) { return _mm512_dpbusd_epi32(acc, x, w); }
+  static ENGINEWRIGHT_INLINE void store_two_bytes(int8_t* p, F a) {
+    const __m128i parts = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i parted = _mm512_shuffle_epi8(_mm512_cvtps_epi32(a), _mm512_broadcast_i32x4(parts));
+    const __m512i evens = _mm512_setr_epi64(0, 2, 4, 6, 0, 2, 4, 6);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_castsi512_si256(_mm512_permutexvar_epi64(evens, parted)));
+  }
   static ENGINEWRIGHT_INLINE int32_t sum_i8(const int8_t* p, int64_t n) {
     const __m256i ones = _mm256_set1_epi8(1);
     __m256i sum = _mm256_setzero_si256();

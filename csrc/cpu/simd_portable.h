@@ -14,6 +14,8 @@
 //   max min                        a > b ? a : b: where a lane is NaN the second operand is returned
 //   round                          to the nearest integer, ties to even; |x| < 2^22
 //   scale_pow2(x, n)               x * 2^n for integral lanes n in [-252, 254]
+//   fraction(x)                    x - floor(x) for x <= 0; 0 below -160
+//   scale_pow2_floor(p, x)         p * 2^floor(x) for x <= 0 and p < 2; 0 below -160
 //   first(n, a, b)                 lanes i < n of a, the others of b
 //   where_less(a, b, x, y)         a < b ? x : y
 //   reduce_add reduce_max          over lanes, in one fixed tree (halves folded: 16 -> 8 -> 4 -> 2 -> 1)
@@ -33,8 +35,11 @@
 //                                  dot_u4 wants them
 //   dot_u4(I, Line w, Bytes4 x)    as dot_i8
 //   widen_i8(ptr)                  16 int8 as I; mul_i: lane by lane
+//   dot_u(I, Line w, Bytes4 x)     the same with w as load_line gives it, and x of byte_bits bits, unsigned
+//   store_two_bytes(ptr, x)        lanes rounded to integers of 2 * byte_bits bits: of four at a time, first
+//                                  their lower bits in four bytes, then the upper ones
 //   sum_i8(ptr, n)                 the sum of n int8, a multiple of 32
-//   prefetch(ptr)                  towards L1
+//   prefetch(ptr) prefetch_l2(ptr) towards L1, or L2
 //   tile_tokens, tile_blocks       the GEMM tile whose accumulators fit the registers; gemv_blocks: blocks of
 //                                  16 rows that one token passes together; both powers of 2, at least 2
 #pragma once
@@ -175,6 +180,8 @@ struct Portable {
     }
     return a;
   }
+  static ENGINEWRIGHT_INLINE F fraction(F x) { return sub(max(set1(-160.0f), x), floor(x)); }
+  static ENGINEWRIGHT_INLINE F scale_pow2_floor(F p, F x) { return scale_pow2(p, floor(x)); }
   static ENGINEWRIGHT_INLINE F first(int64_t n, F a, F b) {
     float x[16], y[16];
     store(x, a);
@@ -245,6 +252,7 @@ struct Portable {
     a = load_line(pairs[0]);
     b = load_line(pairs[1]);
   }
+  static ENGINEWRIGHT_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
   static ENGINEWRIGHT_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
   static constexpr int32_t i8_bias = 0;
@@ -295,8 +303,23 @@ struct Portable {
     for (int64_t i = 0; i < n; ++i) sum += p[i];
     return sum;
   }
+  static constexpr int byte_bits = 7;
+  static ENGINEWRIGHT_INLINE I dot_u(I acc, const Line& w, Bytes4 x) { return dot_i8(acc, w, x); }
+  static ENGINEWRIGHT_INLINE void store_two_bytes(int8_t* p, F a) {
+    float lanes[16];
+    store(lanes, round(a));
+    for (int i = 0; i < 16; ++i) {
+      const int code = lanes[i] >= 0.0f ? static_cast<int>(lanes[i]) : 0;  // NaN has no integer
+      p[i / 4 * 8 + i % 4] = static_cast<int8_t>(code & 127);
+      p[i / 4 * 8 + i % 4 + 4] = static_cast<int8_t>(code >> 7);
+    }
+  }
 
  private:
+  static ENGINEWRIGHT_INLINE F floor(F x) {  // of -160 at least
+    const F held = max(set1(-160.0f), x), nearest = round(held);
+    return where_less(held, nearest, sub(nearest, set1(1.0f)), nearest);
+  }
   static ENGINEWRIGHT_INLINE float from_bits(uint32_t bits) {
     float r;
     std::memcpy(&r, &bits, 4);

@@ -21,7 +21,7 @@ KernelTable product_table() {
       {"gemm_bf16@1", make_kernel<GemmBf16<S>>},
       {"gemm_fp8a16@1", make_kernel<GemmFp8A16<S>>},
       {"gemm_w8a16@1", make_kernel<GemmW8A16<S>>},
-      {"paged_attention@1", make_kernel<PagedAttention<S>>},
+      {"paged_attention@1", make_attention<S>},
   };
 }
 

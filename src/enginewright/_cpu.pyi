@@ -17,7 +17,10 @@ def kernel_names(isa: str) -> list[str]: ...
 class KvPools:
     """K and V of the layers of one KV group: zeroed, 64-byte aligned, committed as it is touched."""
 
-    def __init__(self, layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int) -> None: ...
+    def __init__(
+        self, layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str = "bf16"
+    ) -> None:
+        """dtype: "bf16", or "i8" with a scale a row."""
     @property
     def nbytes(self) -> int: ...
     def scrub(self, blocks: Sequence[int]) -> None:
@@ -26,10 +29,12 @@ class KvPools:
     def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Copies blocks, in all layers: pairs of from and to."""
 
-    def keys(self, layer: int) -> NDArray[np.uint16]:
-        """View of the bf16 pool, [num_blocks, kv_heads, block_size * head_dim_pad] (layout: csrc/cpu/kernel.h)."""
+    def keys(self, layer: int) -> NDArray[np.uint16 | np.int8]:
+        """View of the pool, [num_blocks, kv_heads, tile] (layout: csrc/cpu/kernel.h): bits of bf16, or int8 with the
+        bytes of the scales behind it.
+        """
 
-    def values(self, layer: int) -> NDArray[np.uint16]: ...
+    def values(self, layer: int) -> NDArray[np.uint16 | np.int8]: ...
 
 class OperandSpec:
     """Where an operand of a kernel lies. Dtypes and layouts are those of docs/engine-file.md."""
