@@ -52,7 +52,8 @@ class GemmA8 final : public Kernel {
       : g_(operands, attributes, DType::i8, Codes::dtype),
         finish_(g_),
         k_end_(g_.groups * g_.group < g_.k_pad ? g_.groups * g_.group : g_.k_pad),
-        piece_k_(g_.groups == 1 ? kPieceK : kPieceK / g_.group * g_.group) {}
+        piece_k_(g_.groups == 1 ? piece_of(64, kPieceBytes / 16 / kBlocks)
+                                : piece_of(g_.group, kPieceBytes / 16 / kRunBlocks)) {}
 
   int64_t scratch_bytes() const override {
     return kPieceBytes + panel_tokens() * (kBlocks * 64 + g_.groups * int64_t{sizeof(int32_t)});
@@ -71,7 +72,7 @@ class GemmA8 final : public Kernel {
       } else if (g_.groups == 1) {
         pass_groups<kTokens, kBlocks>(panel, begin, end);
       } else {
-        pass_groups<kTokens, 2>(panel, begin, end);  // registers hold sums of two kinds
+        pass_groups<kTokens, kRunBlocks>(panel, begin, end);  // registers hold sums of two kinds
       }
     }
   }
@@ -81,13 +82,20 @@ class GemmA8 final : public Kernel {
   using F = typename S::F;
   using Line = typename S::Line;
   static constexpr int kTokens = S::tile_tokens, kBlocks = S::tile_blocks, kLines = Codes::lines;
-  static constexpr int64_t kLineK = 4 * kLines;                   // of K, in 64 bytes
-  static constexpr int64_t kPieceK = 512;                         // at least the longest of several runs
-  static constexpr int64_t kPieceBytes = kBlocks * kPieceK * 16;  // of L1
-  static constexpr int64_t kPanelBytes = 1 << 19;                 // of x: a part of L2
-  static constexpr int64_t kPrefetchBytes = 2048;                 // ahead in each block
-  static constexpr int64_t kPrefetchScales = 32;                  // runs ahead
-  static_assert(kPieceK >= GemmOperands::kLongestGroup);
+  static constexpr int64_t kLineK = 4 * kLines;     // of K, in 64 bytes
+  static constexpr int kRunBlocks = 2;              // of several runs
+  static constexpr int64_t kPieceBytes = 24 << 10;  // of L1
+  static constexpr int64_t kPanelBytes = 1 << 19;   // of x: a part of L2
+  static constexpr int64_t kPrefetchBytes = 2048;   // ahead in each block
+  static constexpr int64_t kPrefetchScales = 32;    // runs ahead
+  static_assert(kPieceBytes / 16 / kRunBlocks >= GemmOperands::kLongestGroup);
+
+  // Pieces of K of nearly the same length, whole `unit`s, and no longer than `most`.
+  int64_t piece_of(int64_t unit, int64_t most) const {
+    most = most / unit * unit;
+    const int64_t pieces = (k_end_ + most - 1) / most;
+    return round_up((k_end_ + pieces - 1) / pieces, unit);
+  }
 
   // Tokens of a panel, a multiple of 16.
   int64_t panel_tokens() const {
