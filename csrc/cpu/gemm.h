@@ -42,7 +42,7 @@ struct E4m3Lines {
   }
 };
 
-constexpr int64_t kPrefetchLines = 16;  // ahead in each block, where weights come from memory
+constexpr int64_t kPrefetchLines = 32;  // ahead in each block, where weights come from memory
 
 // acc[m][n] += x[m] · block n. x: (M, k_pad) bf16, rows x_stride apart; weight: N blocks of block_bytes.
 template <class S, class Lines, int M, int N, bool prefetch>
@@ -53,7 +53,7 @@ ENGINEWRIGHT_INLINE void gemm_tile(const uint16_t* x, int64_t x_stride, const st
     ENGINEWRIGHT_UNROLL
     for (int n = 0; n < N; ++n) {
       const std::byte* line = weight + n * block_bytes + at;
-      if (prefetch) S::prefetch(line + kPrefetchLines * 64);
+      if (prefetch) S::prefetch_l2(line + kPrefetchLines * 64);
       Lines::load(line, lines[n]);
     }
     ENGINEWRIGHT_UNROLL

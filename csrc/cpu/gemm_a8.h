@@ -163,7 +163,7 @@ class GemmA8 final : public Kernel {
         Line w[N][kLines];
         ENGINEWRIGHT_UNROLL
         for (int n = 0; n < N; ++n) {
-          S::prefetch(line + n * g_.block_bytes + kPrefetchBytes);
+          S::prefetch_l2(line + n * g_.block_bytes + kPrefetchBytes);
           Codes::load(line + n * g_.block_bytes, w[n]);
         }
         ENGINEWRIGHT_UNROLL
@@ -213,7 +213,7 @@ class GemmA8 final : public Kernel {
       F scale{};
       if (Codes::scaled) {
         const uint16_t* scales = g_.group_scale + ((block + n) * g_.groups + g) * 16;
-        S::prefetch(scales + kPrefetchScales * 16);
+        S::prefetch_l2(scales + kPrefetchScales * 16);
         scale = S::load_bf16(scales);
       }
       ENGINEWRIGHT_UNROLL
@@ -248,7 +248,7 @@ class GemmA8 final : public Kernel {
       ENGINEWRIGHT_UNROLL
       for (int n = 0; n < N; ++n) {
         const std::byte* line = from + n * g_.block_bytes;
-        S::prefetch(line + kPrefetchBytes);
+        S::prefetch_l2(line + kPrefetchBytes);
         Line w[kLines];
         Codes::load(line, w);
         ENGINEWRIGHT_UNROLL
