@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from enginewright.builder.weights import Weights
-from enginewright.errors import EngineError
+from enginewright.errors import EngineError, UsageError
 from enginewright.passes.graph import typed
 from enginewright.passes.pass_manager import PassResult, check_graph, run_passes
 from enginewright.passes.pipeline import pipeline, run_pipeline
@@ -273,6 +273,13 @@ def test_what_has_kernels_may_stand_anywhere() -> None:
     _cap_the_residual(model)
     run_pipeline(model, Bf16())
     assert "capped" in {node.name for node in model.graph}
+
+
+@pytest.mark.parametrize("name", ["w8a8", "int4-rtn"])
+@pytest.mark.parametrize("size", [16, 48, 544, -32])
+def test_group_sizes_that_no_kernel_takes_are_refused(name: str, size: int) -> None:
+    with pytest.raises(UsageError, match=f"--group-size {size} is not possible"):
+        quant_config(name, group_size=size)
 
 
 def test_methods_are_found_by_name() -> None:

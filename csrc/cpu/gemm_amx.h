@@ -368,7 +368,7 @@ class GemmW8A8Amx final : public Kernel {
   const GemmW8A8<Avx512> few_;
 };
 
-// Between runs of K tiles would wait in memory: there vectors are as fast.
+// Between runs of K tiles would have to go through memory: several runs take the way without tiles.
 inline std::unique_ptr<Kernel> make_w8a8_amx(const Operands& operands, const Attributes& attributes) {
   if (GemmOperands(operands, attributes, DType::i8, DType::i8).groups > 1) {
     return std::make_unique<GemmW8A8<Avx512>>(operands, attributes);

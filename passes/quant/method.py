@@ -10,12 +10,15 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
+from enginewright.errors import UsageError
 from enginewright.passes.graph import linear_of, made_by, nodes_of, only_used_by, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.weights import read
 from enginewright.plugins.plugin import DOMAIN
 from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
 from enginewright.plugins.softcap import SOFTCAP
+
+LONGEST_GROUP = 512  # columns of one of several runs
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,15 @@ class QuantConfig(ABC):
     def tables(self) -> "QuantConfig":
         """The method of weights with a row for each token: of embeddings, and of the head, which may share one."""
         return self
+
+    def __post_init__(self) -> None:
+        group = self.activation_group
+        if group % 32 or not 0 <= group <= LONGEST_GROUP:
+            raise UsageError(
+                f"--group-size {group} is not possible",
+                "kernels take runs of columns that are whole lines of theirs",
+                f"Use a multiple of 32 up to {LONGEST_GROUP}, or 0 for whole rows.",
+            )
 
     @property
     def activation_group(self) -> int:
