@@ -16,7 +16,7 @@ from enginewright.passes.gather_early import GatherEarly
 from enginewright.passes.graph import norms_rows
 from enginewright.passes.pass_manager import Pass, PassResult, run_passes
 from enginewright.passes.quant import QuantConfig
-from enginewright.passes.quant.method import Quantize
+from enginewright.passes.quant.quantize import Quantize
 from enginewright.passes.to_ragged import ToRagged
 from enginewright.plugins import plugin_of
 from enginewright.plugins.registry import STANDARD_KERNELS

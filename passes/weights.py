@@ -62,7 +62,7 @@ def open_rows(value: ir.Value) -> RowReader:
 
 
 def stacked(name: str, parts: Sequence[ir.Value]) -> ir.Value:
-    """FLOAT initializers, one behind the other along the rows."""
+    """Initializers of one dtype, one behind the other along the rows."""
     sizes = [shape_of(part)[0] for part in parts]
 
     def open() -> RowReader:
@@ -78,7 +78,8 @@ def stacked(name: str, parts: Sequence[ir.Value]) -> ir.Value:
 
         return rows
 
-    return RowsTensor(name, torch.float32, (sum(sizes), *shape_of(parts[0])[1:]), open).initializer()
+    dtype = next(dtype for dtype, onnx_dtype in ONNX_DTYPES.items() if onnx_dtype == parts[0].dtype)
+    return RowsTensor(name, dtype, (sum(sizes), *shape_of(parts[0])[1:]), open).initializer()
 
 
 Output = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape

@@ -12,7 +12,7 @@ from enginewright.errors import EngineError
 from enginewright.passes.pass_manager import run_passes
 from enginewright.passes.quant import Bf16, Fp8, Int4Rtn, Int8Wo, QuantConfig, fp8, int4_rtn
 from enginewright.passes.quant.int8_wo import quantize_rows
-from enginewright.passes.quant.method import Quantize
+from enginewright.passes.quant.quantize import Quantize
 from enginewright.passes.weights import read
 from tests import tolerances
 from tests.graphs import CASES, QUANTS, DenseRun, checkpoint_of, dense_graph, graph_before, random_tokens

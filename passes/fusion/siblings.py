@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from enginewright.passes.graph import Linear, only_used_by, replace, standard, typed
+from enginewright.passes.quant.method import stack_weights
 from enginewright.passes.weights import shape_of, stacked
 
 
@@ -34,8 +35,9 @@ def stack(siblings: Sequence[Linear], part: str) -> str | None:
     sizes = [shape_of(one.weight)[0] for one in siblings]
     width, depth = sum(sizes), shape_of(first.weight)[1]
     tensor, name = _renamed(str(first.weight.name), part), _renamed(str(first.output.name), part)
-    weights = [one.weight for one in siblings]
-    weight = stacked(tensor, weights)
+    weight = stack_weights(tensor, [one.weight for one in siblings])
+    if isinstance(weight, str):
+        return weight
     graph.register_initializer(weight)
     dims = (*first.x.shape.dims[:-1], width)
     across = typed(f"{name}.transposed", ir.DataType.FLOAT, (depth, width))

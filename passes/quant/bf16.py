@@ -8,7 +8,7 @@ import onnx_ir as ir
 import torch
 
 from enginewright.passes.quant.method import QuantConfig
-from enginewright.passes.weights import converted, shape_of
+from enginewright.passes.weights import Output
 from enginewright.plugins.embed_bf16 import EMBED_BF16
 from enginewright.plugins.gemm_bf16 import GEMM_BF16
 
@@ -17,9 +17,15 @@ from enginewright.plugins.gemm_bf16 import GEMM_BF16
 class Bf16(QuantConfig):
     name: ClassVar[str] = "bf16"
 
-    def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
-        outputs = [(str(weight.name), torch.bfloat16, shape_of(weight))]
-        return converted(weight, lambda rows: [rows.to(torch.bfloat16)], outputs)
+    def outputs(self, name: str, rows: int, columns: int) -> Sequence[Output]:
+        return [(name, torch.bfloat16, (rows, columns))]
+
+    def quantize(self, rows: torch.Tensor, name: str) -> Sequence[torch.Tensor]:
+        return [rows.to(torch.bfloat16)]
+
+    def restore(self, *parts: torch.Tensor) -> torch.Tensor:
+        (values,) = parts
+        return values.float()
 
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
         return GEMM_BF16.node([*x, *weights, bias], epilogue="none", to=int(ir.DataType.FLOAT))

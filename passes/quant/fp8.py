@@ -13,7 +13,7 @@ import torch
 from enginewright.errors import EngineError
 from enginewright.passes.quant.int8_wo import Int8Wo
 from enginewright.passes.quant.method import QuantConfig
-from enginewright.passes.weights import converted, shape_of
+from enginewright.passes.weights import Output
 from enginewright.plugins.gemm_fp8a16 import GEMM_FP8A16
 
 LARGEST = 448  # of E4M3FN, which has no infinity
@@ -27,10 +27,15 @@ class Fp8(QuantConfig):
     def tables(self) -> QuantConfig:
         return Int8Wo()
 
-    def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
-        shape, name = shape_of(weight), str(weight.name)
-        outputs = [(name, torch.float8_e4m3fn, shape), (f"{name}.scale", torch.float32, shape[:1])]
-        return converted(weight, lambda rows: quantize_rows(rows, name), outputs)
+    def outputs(self, name: str, rows: int, columns: int) -> Sequence[Output]:
+        return [(name, torch.float8_e4m3fn, (rows, columns)), (f"{name}.scale", torch.float32, (rows,))]
+
+    def quantize(self, rows: torch.Tensor, name: str) -> Sequence[torch.Tensor]:
+        return quantize_rows(rows, name)
+
+    def restore(self, *parts: torch.Tensor) -> torch.Tensor:
+        values, scale = parts
+        return values.float() * scale.unsqueeze(1)
 
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
         return GEMM_FP8A16.node([*x, *weights, bias], epilogue="none", to=int(ir.DataType.FLOAT))

@@ -14,8 +14,9 @@ import torch
 from enginewright.errors import EngineError
 from enginewright.passes.quant.method import QuantConfig
 from enginewright.passes.quant.w8a8 import W8A8
-from enginewright.passes.weights import converted, shape_of
+from enginewright.passes.weights import Output
 from enginewright.plugins.gemm_w4a8 import GEMM_W4A8, MIDDLE
+from enginewright.plugins.quantize_rows import groups_of
 
 LARGEST = 15  # codes are in [0, 15]
 
@@ -39,17 +40,28 @@ class Int4Rtn(QuantConfig):
     def tables(self) -> QuantConfig:
         return W8A8(self.group_size)
 
-    def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
-        (rows, columns), name = shape_of(weight), str(weight.name)
-        group = min(self.group_size, columns) or columns
-        quantize = quantize_with_zeros if self.zero_points else quantize_symmetric
-        groups = -(-columns // group)
+    def outputs(self, name: str, rows: int, columns: int) -> Sequence[Output]:
+        groups = groups_of(columns, self.group_size)
         outputs = [
             (name, torch.uint8, (rows, columns)),
             (f"{name}.scale", torch.bfloat16, (rows, groups)),
             (f"{name}.zero", torch.int8, (rows, groups)),
         ]
-        return converted(weight, lambda rows: quantize(rows, group, name), outputs[: 3 if self.zero_points else 2])
+        return outputs[: 3 if self.zero_points else 2]
+
+    def quantize(self, rows: torch.Tensor, name: str) -> Sequence[torch.Tensor]:
+        quantize = quantize_with_zeros if self.zero_points else quantize_symmetric
+        return quantize(rows, self._group(rows), name)
+
+    def restore(self, *parts: torch.Tensor) -> torch.Tensor:
+        codes, *of_groups = parts
+        group, columns = self._group(codes), codes.shape[1]
+        scale, *zero = (values.float().repeat_interleave(group, 1)[:, :columns] for values in of_groups)
+        return (codes.float() - (zero[0] if zero else MIDDLE)) * scale
+
+    def _group(self, rows: torch.Tensor) -> int:
+        """Columns of a run, of weights with so many."""
+        return min(self.group_size, rows.shape[1]) or rows.shape[1]
 
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
         (q, q_scale), (weight, scale, *zeros) = x, weights

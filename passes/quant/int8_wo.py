@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 
 from enginewright.passes.quant.method import QuantConfig
-from enginewright.passes.weights import converted, shape_of
+from enginewright.passes.weights import Output
 from enginewright.plugins.embed_w8 import EMBED_W8
 from enginewright.plugins.gemm_w8a16 import GEMM_W8A16
 
@@ -22,10 +22,15 @@ LARGEST = 127  # codes are in [-127, 127]: sign and absolute value fit, which AV
 class Int8Wo(QuantConfig):
     name: ClassVar[str] = "int8-wo"
 
-    def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
-        shape, name = shape_of(weight), str(weight.name)
-        outputs = [(name, torch.int8, shape), (f"{name}.scale", torch.float32, shape[:1])]
-        return converted(weight, quantize_rows, outputs)
+    def outputs(self, name: str, rows: int, columns: int) -> Sequence[Output]:
+        return [(name, torch.int8, (rows, columns)), (f"{name}.scale", torch.float32, (rows,))]
+
+    def quantize(self, rows: torch.Tensor, name: str) -> Sequence[torch.Tensor]:
+        return quantize_rows(rows)
+
+    def restore(self, *parts: torch.Tensor) -> torch.Tensor:
+        codes, scale = parts
+        return codes * scale.unsqueeze(1)
 
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
         return GEMM_W8A16.node([*x, *weights, bias], epilogue="none", to=int(ir.DataType.FLOAT))

@@ -1,4 +1,4 @@
-"""What quantization methods share: they take up every linear layer and every embedding, and write their own ops.
+"""What quantization methods share: a format of weights, the ops that read it, and how its numbers are chosen.
 
 A method fixes the precision of activations, too (DESIGN §3): a Cast or a QuantizeRows stands in front of each GEMM.
 """
@@ -9,14 +9,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import onnx_ir as ir
+import torch
 
 from enginewright.errors import UsageError
-from enginewright.passes.graph import linear_of, made_by, nodes_of, only_used_by, replace, standard, typed
-from enginewright.passes.pass_manager import PassResult
-from enginewright.passes.weights import read
-from enginewright.plugins.plugin import DOMAIN
-from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
-from enginewright.plugins.softcap import SOFTCAP
+from enginewright.passes.weights import Output, RowReader, RowsTensor, converted, open_rows, shape_of, stacked
 
 LONGEST_GROUP = 512  # columns of one of several runs
 
@@ -51,8 +47,25 @@ class QuantConfig(ABC):
         return 0
 
     @abstractmethod
+    def outputs(self, name: str, rows: int, columns: int) -> Sequence[Output]:
+        """What stands for a weight [rows, columns] of this name: its values first, then scales if there are any."""
+
+    @abstractmethod
+    def quantize(self, rows: torch.Tensor, name: str) -> Sequence[torch.Tensor]:
+        """The same rows of each of `outputs`, of some rows [n, K] FLOAT of a weight; a row does not depend on others.
+
+        Raises:
+            EngineError: they hold what the format cannot.
+        """
+
+    @abstractmethod
+    def restore(self, *parts: torch.Tensor) -> torch.Tensor:
+        """The other way: FLOAT [n, K], what these rows of `outputs` stand for."""
+
     def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
-        """The initializers that stand for a weight [N, K]: the values first, then scales if there are any."""
+        """The initializers that stand for a weight [N, K]: one for each of `outputs`."""
+        name = str(weight.name)
+        return converted(weight, lambda rows: self.quantize(rows, name), self.outputs(name, *shape_of(weight)))
 
     @abstractmethod
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
@@ -63,113 +76,35 @@ class QuantConfig(ABC):
         """Gives FLOAT [..., H]."""
 
 
-@dataclass(frozen=True)
-class Quantize:
-    """Applies a method to a dense graph."""
+class StoredTensor(RowsTensor):
+    """A weight that is quantized already: by its checkpoint, or by a pass that chose its codes.
 
-    config: QuantConfig
+    It is FLOAT to whoever reads it. Quantize takes its parts as they are, and the GEMM of its format.
+    """
 
-    @property
-    def name(self) -> str:
-        return f"quantize_{self.config.name.replace('-', '_')}"
+    def __init__(self, name: str, stored_as: QuantConfig, parts: Sequence[ir.Value]) -> None:
+        """parts: initializers, as `stored_as.weights` gives them."""
+        self.stored_as, self.parts = stored_as, tuple(parts)
+        super().__init__(name, torch.float32, shape_of(parts[0]), self._open)
 
-    def __call__(self, model: ir.Model) -> PassResult:
-        run = _Run(model, self.config)
-        for node in nodes_of(model, "MatMul"):
-            run.linear(node)
-        for node in nodes_of(model, "Gather"):
-            run.embedding(node)
-        run.swap_initializers()
-        return PassResult(run.rewrites, tuple(run.refusals))
+    def _open(self) -> RowReader:
+        readers = [open_rows(part) for part in self.parts]
+        return lambda begin, end: self.stored_as.restore(*(rows(begin, end) for rows in readers))
 
 
-def tables_of(model: ir.Model) -> set[ir.Value]:
-    """The weights of embeddings and of the head."""
-    tables = {gather.inputs[0] for gather in nodes_of(model, "Gather")}
-    logits: ir.Value | None = next(value for value in model.graph.outputs if value.name == "logits")
-    softcap = made_by(logits, SOFTCAP.name, DOMAIN)
-    head = linear_of(logits if softcap is None else softcap.inputs[0])
-    if head is not None:
-        tables.add(head.weight)
-    return {table for table in tables if table is not None and table.is_initializer()}
+def stack_weights(name: str, weights: Sequence[ir.Value]) -> ir.Value | str:
+    """Weights, one behind the other along the rows; or why that cannot be, a sentence."""
+    already = [one for weight in weights if (one := stored(weight))]
+    if not already:
+        return stacked(name, weights)
+    config, names = already[0].stored_as, " and ".join(str(weight.name) for weight in weights)
+    if len(already) < len(weights) or any(one.stored_as != config for one in already):
+        return f"{names} are stored in different formats."
+    outputs = config.outputs(name, *shape_of(weights[0]))
+    parts = [stacked(output[0], alike) for output, *alike in zip(outputs, *(one.parts for one in already), strict=True)]
+    return StoredTensor(name, config, parts).initializer()
 
 
-class _Run:
-    def __init__(self, model: ir.Model, config: QuantConfig) -> None:
-        self.model, self.config = model, config
-        self.rewrites = 0
-        self.refusals: list[str] = []
-        self._tables = tables_of(model)
-        self._weights: dict[ir.Value, Sequence[ir.Value]] = {}
-        self._rounded: dict[tuple[ir.Value, ir.DataType, int], Sequence[ir.Value]] = {}
-
-    def linear(self, matmul: ir.Node) -> None:
-        product = matmul.outputs[0]
-        add = next((user for user in product.consumers() if user.op_type == "Add"), None)
-        found = (linear_of(add.outputs[0]) if add is not None else None) or linear_of(product)
-        if found is None:
-            self.refusals.append(f"{matmul.name} does not multiply with a weight.")
-            return
-        method = self._method(found.weight)
-        x, rounding = self._round(found.x, method.activations, method.activation_group)
-        gemm = method.gemm(x, self._quantized(found.weight), found.bias)
-        gemm.name = found.output.name
-        transpose, *own = found.nodes
-        replace(own, [*rounding, gemm], [(found.output, gemm.outputs[0])])
-        self.rewrites += 1
-        del transpose  # another layer may share it (a tied head); cleanup removes it when nobody does
-
-    def embedding(self, gather: ir.Node) -> None:
-        table, tokens = gather.inputs
-        if table is None or tokens is None or not table.is_initializer():
-            return
-        scale, old = 1.0, [gather]
-        (output,) = gather.outputs
-        multiply = next((user for user in output.consumers() if user.op_type == "Mul"), None)
-        if multiply is not None and only_used_by(output, multiply):
-            factor = multiply.inputs[1]
-            if factor is not None and factor.is_initializer() and factor.shape == ():
-                scale, old, output = float(read(factor)), [gather, multiply], multiply.outputs[0]
-        embed = self._method(table).embed(tokens, self._quantized(table), scale)
-        embed.name = gather.name
-        replace(old, [embed], [(output, embed.outputs[0])])
-        self.rewrites += 1
-
-    def swap_initializers(self) -> None:
-        """Quantized weights take the names of what they stand for."""
-        initializers = self.model.graph.initializers
-        for old, new in self._weights.items():
-            assert old.name is not None
-            del initializers[old.name]
-            for value in new:
-                self.model.graph.register_initializer(value)
-        # Transposes whose products are gone still hold the old values.
-        for node in nodes_of(self.model, "Transpose"):
-            if node.inputs[0] in self._weights:
-                if node.outputs[0].uses():
-                    raise AssertionError(f"{node.name} is still used")
-                self.model.graph.remove(node, safe=True)
-
-    def _quantized(self, weight: ir.Value) -> Sequence[ir.Value]:
-        if weight not in self._weights:
-            self._weights[weight] = self._method(weight).weights(weight)
-        return self._weights[weight]
-
-    def _method(self, weight: ir.Value) -> QuantConfig:
-        return self.config.tables if weight in self._tables else self.config
-
-    def _round(self, x: ir.Value, to: ir.DataType, group: int) -> tuple[Sequence[ir.Value], list[ir.Node]]:
-        """x in the precision of activations; layers with one input share it."""
-        if (x, to, group) in self._rounded:
-            return self._rounded[x, to, group], []
-        if to == ir.DataType.INT8:
-            node = QUANTIZE_ROWS.node([x], group=group)
-            node.name = f"{x.name}.quantized"
-            for output, name in zip(node.outputs, (node.name, f"{node.name}.scale"), strict=True):
-                output.name = name
-        else:
-            assert x.shape is not None
-            rounded = typed(f"{x.name}.rounded", to, x.shape.dims)
-            node = standard("Cast", [x], [rounded], str(rounded.name), to=int(to))
-        self._rounded[x, to, group] = node.outputs
-        return node.outputs, [node]
+def stored(weight: ir.Value) -> StoredTensor | None:
+    """What is known of a weight that is quantized already; None of others."""
+    return weight.const_value if isinstance(weight.const_value, StoredTensor) else None

@@ -1,0 +1,128 @@
+"""The pass that applies a quantization method: it takes up every linear layer and every embedding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from enginewright.passes.graph import linear_of, made_by, nodes_of, only_used_by, replace, standard, typed
+from enginewright.passes.pass_manager import PassResult
+from enginewright.passes.quant.method import QuantConfig, stored
+from enginewright.passes.weights import read
+from enginewright.plugins.plugin import DOMAIN
+from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
+from enginewright.plugins.softcap import SOFTCAP
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Applies a method to a dense graph."""
+
+    config: QuantConfig
+
+    @property
+    def name(self) -> str:
+        return f"quantize_{self.config.name.replace('-', '_')}"
+
+    def __call__(self, model: ir.Model) -> PassResult:
+        run = _Run(model, self.config)
+        for node in nodes_of(model, "MatMul"):
+            run.linear(node)
+        for node in nodes_of(model, "Gather"):
+            run.embedding(node)
+        run.swap_initializers()
+        return PassResult(run.rewrites, tuple(run.refusals))
+
+
+def tables_of(model: ir.Model) -> set[ir.Value]:
+    """The weights of embeddings and of the head."""
+    tables = {gather.inputs[0] for gather in nodes_of(model, "Gather")}
+    logits: ir.Value | None = next(value for value in model.graph.outputs if value.name == "logits")
+    softcap = made_by(logits, SOFTCAP.name, DOMAIN)
+    head = linear_of(logits if softcap is None else softcap.inputs[0])
+    if head is not None:
+        tables.add(head.weight)
+    return {table for table in tables if table is not None and table.is_initializer()}
+
+
+class _Run:
+    def __init__(self, model: ir.Model, config: QuantConfig) -> None:
+        self.model, self.config = model, config
+        self.rewrites = 0
+        self.refusals: list[str] = []
+        self._tables = tables_of(model)
+        self._weights: dict[ir.Value, Sequence[ir.Value]] = {}
+        self._rounded: dict[tuple[ir.Value, ir.DataType, int], Sequence[ir.Value]] = {}
+
+    def linear(self, matmul: ir.Node) -> None:
+        product = matmul.outputs[0]
+        add = next((user for user in product.consumers() if user.op_type == "Add"), None)
+        found = (linear_of(add.outputs[0]) if add is not None else None) or linear_of(product)
+        if found is None:
+            self.refusals.append(f"{matmul.name} does not multiply with a weight.")
+            return
+        method = self._method(found.weight)
+        x, rounding = self._round(found.x, method.activations, method.activation_group)
+        gemm = method.gemm(x, self._quantized(found.weight), found.bias)
+        gemm.name = found.output.name
+        transpose, *own = found.nodes
+        replace(own, [*rounding, gemm], [(found.output, gemm.outputs[0])])
+        self.rewrites += 1
+        del transpose  # another layer may share it (a tied head); cleanup removes it when nobody does
+
+    def embedding(self, gather: ir.Node) -> None:
+        table, tokens = gather.inputs
+        if table is None or tokens is None or not table.is_initializer():
+            return
+        scale, old = 1.0, [gather]
+        (output,) = gather.outputs
+        multiply = next((user for user in output.consumers() if user.op_type == "Mul"), None)
+        if multiply is not None and only_used_by(output, multiply):
+            factor = multiply.inputs[1]
+            if factor is not None and factor.is_initializer() and factor.shape == ():
+                scale, old, output = float(read(factor)), [gather, multiply], multiply.outputs[0]
+        embed = self._method(table).embed(tokens, self._quantized(table), scale)
+        embed.name = gather.name
+        replace(old, [embed], [(output, embed.outputs[0])])
+        self.rewrites += 1
+
+    def swap_initializers(self) -> None:
+        """Quantized weights take the names of what they stand for."""
+        initializers = self.model.graph.initializers
+        for old, new in self._weights.items():
+            assert old.name is not None
+            del initializers[old.name]
+            for value in new:
+                self.model.graph.register_initializer(value)
+        # Transposes whose products are gone still hold the old values.
+        for node in nodes_of(self.model, "Transpose"):
+            if node.inputs[0] in self._weights:
+                if node.outputs[0].uses():
+                    raise AssertionError(f"{node.name} is still used")
+                self.model.graph.remove(node, safe=True)
+
+    def _quantized(self, weight: ir.Value) -> Sequence[ir.Value]:
+        if weight not in self._weights:
+            already = stored(weight)
+            self._weights[weight] = already.parts if already else self._method(weight).weights(weight)
+        return self._weights[weight]
+
+    def _method(self, weight: ir.Value) -> QuantConfig:
+        already = stored(weight)
+        return already.stored_as if already else self.config.tables if weight in self._tables else self.config
+
+    def _round(self, x: ir.Value, to: ir.DataType, group: int) -> tuple[Sequence[ir.Value], list[ir.Node]]:
+        """x in the precision of activations; layers with one input share it."""
+        if (x, to, group) in self._rounded:
+            return self._rounded[x, to, group], []
+        if to == ir.DataType.INT8:
+            node = QUANTIZE_ROWS.node([x], group=group)
+            node.name = f"{x.name}.quantized"
+            for output, name in zip(node.outputs, (node.name, f"{node.name}.scale"), strict=True):
+                output.name = name
+        else:
+            assert x.shape is not None
+            rounded = typed(f"{x.name}.rounded", to, x.shape.dims)
+            node = standard("Cast", [x], [rounded], str(rounded.name), to=int(to))
+        self._rounded[x, to, group] = node.outputs
+        return node.outputs, [node]
