@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from enginewright.plugins.plugin import DOMAIN
+from enginewright.plugins.softcap import SOFTCAP
+
 
 def made_by(value: ir.Value | None, op_type: str, domain: str = "") -> ir.Node | None:
     """The node that writes a value, if it is of this op."""
@@ -87,3 +90,12 @@ def linear_of(output: ir.Value | None) -> Linear | None:
     if add is not None and not only_used_by(matmul.outputs[0], add):
         return None
     return Linear(x, weight, bias, output, nodes)
+
+
+def head_of(model: ir.Model) -> Linear:
+    """The linear layer that makes logits."""
+    logits: ir.Value | None = next(value for value in model.graph.outputs if value.name == "logits")
+    softcap = made_by(logits, SOFTCAP.name, DOMAIN)
+    head = linear_of(logits if softcap is None else softcap.inputs[0])
+    assert head is not None, "no linear layer makes the logits"
+    return head

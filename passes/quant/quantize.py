@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from enginewright.passes.graph import linear_of, made_by, nodes_of, only_used_by, replace, standard, typed
+from enginewright.passes.graph import head_of, linear_of, nodes_of, only_used_by, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import QuantConfig, stored
 from enginewright.passes.weights import read
-from enginewright.plugins.plugin import DOMAIN
 from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
-from enginewright.plugins.softcap import SOFTCAP
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,7 @@ class Quantize:
 def tables_of(model: ir.Model) -> set[ir.Value]:
     """The weights of embeddings and of the head."""
     tables = {gather.inputs[0] for gather in nodes_of(model, "Gather")}
-    logits: ir.Value | None = next(value for value in model.graph.outputs if value.name == "logits")
-    softcap = made_by(logits, SOFTCAP.name, DOMAIN)
-    head = linear_of(logits if softcap is None else softcap.inputs[0])
-    if head is not None:
-        tables.add(head.weight)
+    tables.add(head_of(model).weight)
     return {table for table in tables if table is not None and table.is_initializer()}
 
 

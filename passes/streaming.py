@@ -1,0 +1,118 @@
+"""Runs a dense graph on texts, node after node: a weight is read when its node runs, and is gone behind it.
+
+What calibration and the quality gate see of a model. No more than one weight and the activations that are still wanted
+are in memory, whatever the model's size. Each text is computed by one thread and by itself, so that results depend
+neither on the number of threads nor on the other texts.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, cast
+
+import onnx_ir as ir
+import torch
+from torch.nn import functional as F
+
+from enginewright.passes.graph import Linear, head_of, linear_of, made_by
+from enginewright.passes.torch_ops import compute_of
+from enginewright.passes.weights import RowReader, open_rows, read, shape_of
+
+HEAD_ROWS = 8192  # of the vocabulary, of which logits are computed at once
+
+
+class Visit(Protocol):
+    def __call__(self, linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+        """Sees a linear layer (without its bias) before it is computed, and what it reads in each text, [tokens, K].
+
+        If it gives the weight another value (`linear.weight.const_value`), the layer is computed with that.
+        """
+
+
+class Streamed:
+    """Texts that were computed up to the head; logits are, when they are asked for."""
+
+    def __init__(self, head: Linear, behind: Sequence[ir.Node], hidden: Sequence[torch.Tensor]) -> None:
+        """behind: the nodes that make logits of what the head gives. hidden: what it reads, [1, tokens, K] a text."""
+        self._behind, self._hidden = behind, hidden
+        rows, reader = shape_of(head.weight)[0], open_rows(head.weight)
+        self._table = [_compact(reader(begin, min(begin + HEAD_ROWS, rows))) for begin in range(0, rows, HEAD_ROWS)]
+
+    @torch.inference_mode()
+    def logits(self, text: int, begin: int, end: int) -> torch.Tensor:
+        """FLOAT [end - begin, vocab]: of these positions of a text."""
+        x = self._hidden[text][:, begin:end]
+        value = torch.cat([F.linear(x, rows.float()) for rows in self._table], dim=-1)
+        for node in self._behind:
+            (value,) = compute_of(node)(node, value, *(_shared(node, extra) for extra in node.inputs[1:]))
+        return value[0]
+
+
+@torch.inference_mode()
+def stream(model: ir.Model, texts: Sequence[Sequence[int]], visit: Visit | None = None, threads: int = 1) -> Streamed:
+    """Compute texts, each from its first position.
+
+    Args:
+        model: a dense graph in standard ops, with none of ours but those that importers write.
+        texts: token ids. visit: called at every linear layer but the head.
+        threads: that compute texts, each with one of torch's.
+
+    Raises:
+        EngineError: a node is of an op that is not known here.
+    """
+    head = head_of(model)
+    nodes, behind = _divided(model, head)
+    wanted = Counter(value for node in nodes for value in node.inputs)
+    wanted[head.x] += 1
+    tokens, positions, *_ = model.graph.inputs
+    values: dict[ir.Value | None, Sequence[object]] = {
+        tokens: [torch.tensor([text]) for text in texts],
+        positions: [torch.arange(len(text)).unsqueeze(0) for text in texts],
+    }
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for node in nodes:
+            linear = linear_of(node.outputs[0])
+            if visit is not None and linear is not None and node.op_type == "MatMul":
+                visit(linear, [x[0] for x in cast(list[torch.Tensor], values[linear.x])])
+            compute = compute_of(node)
+            operands = [values.get(value) or [_shared(node, value)] * len(texts) for value in node.inputs]
+            results = list(pool.map(compute, [node] * len(texts), *operands))
+            for index, output in enumerate(node.outputs):
+                if wanted[output]:
+                    values[output] = [result[index] for result in results]
+            del operands, results
+            for value in node.inputs:
+                wanted[value] -= 1
+                if not wanted[value]:
+                    values.pop(value, None)
+    return Streamed(head, behind, cast(list[torch.Tensor], values[head.x]))
+
+
+def _divided(model: ir.Model, head: Linear) -> tuple[list[ir.Node], list[ir.Node]]:
+    """The nodes in front of the head, without transpositions of weights; and those that make logits of its output."""
+    before: list[ir.Node] = []
+    behind: list[ir.Node] = []
+    logits = {head.output}
+    for node in model.graph:
+        if logits.intersection(value for value in node.inputs if value is not None):
+            behind.append(node)
+            logits.update(node.outputs)
+        elif node.op_type != "Transpose" and node not in head.nodes:
+            before.append(node)
+    return before, behind
+
+
+def _shared(node: ir.Node, value: ir.Value | None) -> torch.Tensor | RowReader | None:
+    """An operand that is the same in every text: a weight, as it is stored; that of a Gather by rows."""
+    if value is None or value.is_graph_input():  # a past, which is empty
+        return None
+    transpose = made_by(value, "Transpose")
+    weight = value if transpose is None else transpose.inputs[0]
+    assert weight is not None
+    return open_rows(weight) if node.op_type == "Gather" else read(weight)
+
+
+def _compact(rows: torch.Tensor) -> torch.Tensor:
+    """As BFLOAT16 where nothing is lost by it, which is so of what checkpoints hold."""
+    small = rows.bfloat16()
+    return small if small.float().equal(rows) else rows
