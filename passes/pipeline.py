@@ -16,6 +16,7 @@ from enginewright.passes.gather_early import GatherEarly
 from enginewright.passes.graph import norms_rows
 from enginewright.passes.pass_manager import Pass, PassResult, run_passes
 from enginewright.passes.quant import QuantConfig
+from enginewright.passes.quant.method import Calibration
 from enginewright.passes.quant.quantize import Quantize
 from enginewright.passes.to_ragged import ToRagged
 from enginewright.plugins import plugin_of
@@ -24,14 +25,15 @@ from enginewright.plugins.registry import STANDARD_KERNELS
 VIEWS = ("Split", "Reshape")  # ops that a lowering makes no kernel of
 
 
-def pipeline(quant: QuantConfig, kv_dtype: str = "bf16") -> list[Pass]:
+def pipeline(quant: QuantConfig, kv_dtype: str = "bf16", calibration: Calibration | None = None) -> list[Pass]:
     return [
         # Standard ONNX, one dense sequence.
         Cleanup(),
         FuseQkv(),
         FuseGateUp(),
+        # Formats of weights and activations. What sees activations does so in standard ops.
+        *quant.prepare(calibration or Calibration()),
         FuseResidualNorm(),
-        # Formats of weights and activations.
         Quantize(quant),
         FuseSwiGlu(),
         # Packed tokens of many sequences, KV pools.
@@ -44,14 +46,21 @@ def pipeline(quant: QuantConfig, kv_dtype: str = "bf16") -> list[Pass]:
 
 
 def run_pipeline(
-    model: ir.Model, quant: QuantConfig, dump_graphs: Path | None = None, kv_dtype: str = "bf16"
+    model: ir.Model,
+    quant: QuantConfig,
+    dump_graphs: Path | None = None,
+    kv_dtype: str = "bf16",
+    calibration: Calibration | None = None,
 ) -> tuple[ir.Model, dict[str, PassResult]]:
     """A dense graph to one that has only ops with kernels (and views); the model is changed in place.
+
+    Args:
+        calibration: texts, for methods that need them.
 
     Raises:
         EngineError: an op is left that no target has a kernel for.
     """
-    results = run_passes(model, pipeline(quant, kv_dtype), dump_graphs)
+    results = run_passes(model, pipeline(quant, kv_dtype, calibration), dump_graphs)
     for node in model.graph:
         if not _has_kernel(node):
             refusals = [refusal for result in results.values() for refusal in result.refusals]

@@ -61,6 +61,24 @@ def open_rows(value: ir.Value) -> RowReader:
     return lambda begin, end: values[begin:end]
 
 
+def scale(value: ir.Value, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None) -> None:
+    """Multiply an initializer's rows [N] or columns [K], when it is read; it stays the same initializer."""
+    before = ir.Value(name=value.name, shape=value.shape, type=value.type, const_value=value.const_value)
+
+    def open() -> RowReader:
+        reader = open_rows(before)
+
+        def scaled(begin: int, end: int) -> torch.Tensor:
+            values = reader(begin, end)
+            if rows is not None:
+                values = values * rows[begin:end].view(-1, *[1] * (values.dim() - 1))
+            return values if columns is None else values * columns
+
+        return scaled
+
+    value.const_value = RowsTensor(str(value.name), torch.float32, shape_of(value), open)
+
+
 def stacked(name: str, parts: Sequence[ir.Value]) -> ir.Value:
     """Initializers of one dtype, one behind the other along the rows."""
     sizes = [shape_of(part)[0] for part in parts]

@@ -12,19 +12,40 @@ import onnx_ir as ir
 import torch
 
 from enginewright.errors import UsageError
+from enginewright.passes.pass_manager import Pass
 from enginewright.passes.weights import Output, RowReader, RowsTensor, converted, open_rows, shape_of, stacked
+from enginewright.plugins.quantize_rows import LARGEST_CODE
 
 LONGEST_GROUP = 512  # columns of one of several runs
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What methods that look at activations are given.
+
+    texts: token ids. threads: that compute them; they change no result.
+    """
+
+    texts: Sequence[Sequence[int]] = ()
+    threads: int = 1
+
+
+def in_runs(x: torch.Tensor, group: int) -> torch.Tensor:
+    """[..., K] → [..., G, group], zeros behind the last column; with group 0, all of K is one."""
+    length = min(group, x.shape[-1]) or x.shape[-1]
+    return torch.unflatten(torch.nn.functional.pad(x, (0, -x.shape[-1] % length)), -1, (-1, length))
 
 
 @dataclass(frozen=True)
 class QuantConfig(ABC):
     """A method and its settings.
 
-    name: what `--quant` calls it. activations: what a GEMM reads, BFLOAT16, or INT8 with scales.
+    name: what `--quant` calls it. activations: what a GEMM reads, BFLOAT16, or INT8 with scales. calibrated: whether
+    `prepare` has to see texts.
     """
 
     name: ClassVar[str]
+    calibrated: ClassVar[bool] = False
     activations: ClassVar[ir.DataType] = ir.DataType.BFLOAT16
 
     @property
@@ -61,6 +82,19 @@ class QuantConfig(ABC):
     @abstractmethod
     def restore(self, *parts: torch.Tensor) -> torch.Tensor:
         """The other way: FLOAT [n, K], what these rows of `outputs` stand for."""
+
+    def round_activations(self, x: torch.Tensor) -> torch.Tensor:
+        """What a GEMM multiplies in the place of x: FLOAT [..., K]."""
+        if self.activations != ir.DataType.INT8:
+            return x.to(torch.bfloat16).float()
+        runs = in_runs(x, self.activation_group)
+        scale = runs.abs().amax(-1, keepdim=True) / LARGEST_CODE
+        rounded = (runs / torch.where(scale > 0, scale, 1.0)).round_().mul_(scale)
+        return rounded.flatten(-2)[..., : x.shape[-1]]
+
+    def prepare(self, calibration: Calibration) -> Sequence[Pass]:
+        """Passes over the dense, fused graph in front of Quantize that choose what this method has to."""
+        return ()
 
     def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
         """The initializers that stand for a weight [N, K]: one for each of `outputs`."""
