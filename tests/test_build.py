@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors
 import torch
@@ -25,7 +24,7 @@ from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from tests import tolerances
-from tests.graphs import QUANTS
+from tests.graphs import QUANTS, relative_error
 from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 
@@ -76,12 +75,6 @@ def test_an_engine_computes_what_transformers_does(
             )
         for rows, reference in zip(actual, expected, strict=True):
             assert relative_error(rows, reference) < tolerances.ENGINE_LOGITS[quant.name]
-
-
-def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """1 - 2<x,y>/(<x,x> + <y,y>) over whole arrays: no scale, and one wrong row of many shows."""
-    x, y = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    return float(1 - 2 * (x * y).sum() / ((x * x).sum() + (y * y).sum()))
 
 
 @pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)

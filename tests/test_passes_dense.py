@@ -10,12 +10,21 @@ import torch
 
 from enginewright.errors import EngineError
 from enginewright.passes.pass_manager import run_passes
-from enginewright.passes.quant import Bf16, Fp8, Int4Rtn, Int8Wo, QuantConfig, fp8, int4_rtn
+from enginewright.passes.quant import Bf16, Fp8, Int4Rtn, Int8Wo, QuantConfig, fp8, int4_codes
 from enginewright.passes.quant.int8_wo import quantize_rows
 from enginewright.passes.quant.quantize import Quantize
 from enginewright.passes.weights import read
 from tests import tolerances
-from tests.graphs import CASES, QUANTS, DenseRun, checkpoint_of, dense_graph, graph_before, random_tokens
+from tests.graphs import (
+    CASES,
+    QUANTS,
+    DenseRun,
+    checkpoint_of,
+    dense_graph,
+    graph_before,
+    random_tokens,
+    relative_error,
+)
 from tests.onnx_run import Array, run
 
 STEPS = (11, 1, 4)  # tokens
@@ -161,12 +170,6 @@ def test_quantized_logits_are_near(case: str, quant: QuantConfig) -> None:
     assert 1e-8 < error < tolerances.ENGINE_LOGITS[quant.name]
 
 
-def relative_error(actual: Array, expected: Array) -> float:
-    """1 - 2<x, y> / (<x, x> + <y, y>): 0 if they are equal, 1 if they have nothing in common."""
-    x, y = actual.astype(np.float64), expected.astype(np.float64)
-    return float(1 - 2 * (x * y).sum() / ((x * x).sum() + (y * y).sum()))
-
-
 def test_rows_are_quantized_half_to_even() -> None:
     weight = torch.tensor(
         [[127.0, 0.5, 1.5, 2.5, -0.5, -2.5, 126.5], [0.0] * 7, [-254.0, 1.0, 3.0, 253.0, 2.0, -1.0, 5.0]]
@@ -188,13 +191,18 @@ def test_rows_become_fp8_half_to_even() -> None:
     assert scale.tolist() == [1.0, 0.0, 0.5]
 
 
+def in_runs_of_4(weight: torch.Tensor, zero_points: bool) -> list[torch.Tensor]:
+    scale, zero = int4_codes.nearest(weight, 4, zero_points)
+    return [int4_codes.codes_of(weight, 4, scale, zero), scale, *([zero] if zero_points else [])]
+
+
 def test_runs_become_4_bits() -> None:
     weight = torch.tensor([[-8.0, 7.0, 0.0, 0.4, 4.0, -3.5, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.25, 0.5, 1.0, -2.0]])
-    codes, scale = int4_rtn.quantize_symmetric(weight, 4)
+    codes, scale = in_runs_of_4(weight, zero_points=False)
     # The second run is fitted: 4, -3.5 and 3 are -8, 7 and -6 at first, and then multiples of -0.5 exactly.
     assert codes.tolist() == [[0, 15, 8, 8, 0, 15, 2, 8], [8, 8, 8, 8, 9, 10, 12, 0]]
     assert scale.tolist() == [[1.0, -0.5], [0.0, 0.25]]
-    codes, scale, zero = int4_rtn.quantize_with_zeros(torch.tensor([[-1.0, 0.0, 14.0, 3.0, 5.0, 15.0]]), 4)
+    codes, scale, zero = in_runs_of_4(torch.tensor([[-1.0, 0.0, 14.0, 3.0, 5.0, 15.0]]), zero_points=True)
     assert (codes.tolist(), scale.tolist(), zero.tolist()) == ([[0, 1, 15, 4, 5, 15]], [[1.0, 1.0]], [[1, 0]])
 
 
@@ -203,8 +211,8 @@ def test_runs_become_4_bits() -> None:
     "quantize",
     [
         fp8.quantize_rows,
-        lambda weight, name: int4_rtn.quantize_symmetric(weight, 2, name),
-        lambda weight, name: int4_rtn.quantize_with_zeros(weight, 2, name),
+        Int4Rtn().quantize,
+        Int4Rtn(zero_points=True).quantize,
     ],
 )
 def test_what_is_no_number_is_refused(quantize: Callable[[torch.Tensor, str], object], value: float) -> None:

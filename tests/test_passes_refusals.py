@@ -10,10 +10,9 @@ from enginewright.passes.graph import standard, typed
 from enginewright.passes.pass_manager import check_graph
 from enginewright.plugins.softcap import SOFTCAP
 from tests import tolerances
-from tests.graphs import DenseRun, graph_before, random_tokens
+from tests.graphs import DenseRun, graph_before, random_tokens, relative_error
 from tests.onnx_run import Array
 from tests.ragged import RaggedRun
-from tests.test_passes_dense import relative_error
 
 Spoil = Callable[[ir.Model], None]
 

@@ -6,13 +6,14 @@ from enginewright.errors import UsageError
 from enginewright.passes.quant.bf16 import Bf16
 from enginewright.passes.quant.fp8 import Fp8
 from enginewright.passes.quant.int4_awq import Int4Awq
+from enginewright.passes.quant.int4_gptq import Int4Gptq
 from enginewright.passes.quant.int4_rtn import Int4Rtn
 from enginewright.passes.quant.int8_sq import Int8Sq
 from enginewright.passes.quant.int8_wo import Int8Wo
 from enginewright.passes.quant.method import QuantConfig
 from enginewright.passes.quant.w8a8 import W8A8
 
-METHODS: tuple[type[QuantConfig], ...] = (Bf16, Int8Wo, W8A8, Int8Sq, Int4Rtn, Int4Awq, Fp8)
+METHODS: tuple[type[QuantConfig], ...] = (Bf16, Int8Wo, W8A8, Int8Sq, Int4Rtn, Int4Awq, Int4Gptq, Fp8)
 
 
 def quant_config(name: str, **settings: object) -> QuantConfig:
@@ -32,4 +33,16 @@ def quant_config(name: str, **settings: object) -> QuantConfig:
     return method(**given)
 
 
-__all__ = ["METHODS", "W8A8", "Bf16", "Fp8", "Int4Awq", "Int4Rtn", "Int8Sq", "Int8Wo", "QuantConfig", "quant_config"]
+__all__ = [
+    "METHODS",
+    "W8A8",
+    "Bf16",
+    "Fp8",
+    "Int4Awq",
+    "Int4Gptq",
+    "Int4Rtn",
+    "Int8Sq",
+    "Int8Wo",
+    "QuantConfig",
+    "quant_config",
+]

@@ -11,14 +11,12 @@ from typing import ClassVar
 import onnx_ir as ir
 import torch
 
-from enginewright.errors import EngineError
+from enginewright.passes.quant.int4_codes import codes_of, nearest
 from enginewright.passes.quant.method import QuantConfig
 from enginewright.passes.quant.w8a8 import W8A8
 from enginewright.passes.weights import Output
 from enginewright.plugins.gemm_w4a8 import GEMM_W4A8, MIDDLE
 from enginewright.plugins.quantize_rows import groups_of
-
-LARGEST = 15  # codes are in [0, 15]
 
 
 @dataclass(frozen=True)
@@ -50,16 +48,20 @@ class Int4Rtn(QuantConfig):
         return outputs[: 3 if self.zero_points else 2]
 
     def quantize(self, rows: torch.Tensor, name: str) -> Sequence[torch.Tensor]:
-        quantize = quantize_with_zeros if self.zero_points else quantize_symmetric
-        return quantize(rows, self._group(rows), name)
+        return self.coded(rows, *nearest(rows, self.group_of(rows), self.zero_points, name))
+
+    def coded(self, rows: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The same with scales and zeros [n, G] that were chosen."""
+        parts = codes_of(rows, self.group_of(rows), scale, zero), scale, zero
+        return parts if self.zero_points else parts[:2]
 
     def restore(self, *parts: torch.Tensor) -> torch.Tensor:
         codes, *of_groups = parts
-        group, columns = self._group(codes), codes.shape[1]
+        group, columns = self.group_of(codes), codes.shape[1]
         scale, *zero = (values.float().repeat_interleave(group, 1)[:, :columns] for values in of_groups)
         return (codes.float() - (zero[0] if zero else MIDDLE)) * scale
 
-    def _group(self, rows: torch.Tensor) -> int:
+    def group_of(self, rows: torch.Tensor) -> int:
         """Columns of a run, of weights with so many."""
         return min(self.group_size, rows.shape[1]) or rows.shape[1]
 
@@ -70,55 +72,3 @@ class Int4Rtn(QuantConfig):
 
     def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:
         return self.tables.embed(tokens, weights, scale)
-
-
-def quantize_symmetric(weight: torch.Tensor, group: int, name: str = "weight") -> tuple[torch.Tensor, ...]:
-    """Codes UINT8 [N, K] and scales BFLOAT16 [N, G]; a code stands for (code - 8) · scale.
-
-    The number of largest magnitude (of two, the negative one) is at first -8; then the scale is fitted to the codes by
-    least squares, and the codes are chosen anew.
-
-    Raises:
-        EngineError: the weight holds NaN or infinity.
-    """
-    runs = _runs(weight, group, name)
-    low, high = runs.amin(0), runs.amax(0)
-    scale = (torch.where(-low >= high, low, high) / -MIDDLE).bfloat16()
-    codes = _rounded(runs, scale)
-    scale = ((runs * codes).sum(0) / codes.square().sum(0).clamp(min=1)).bfloat16()
-    return _codes(_rounded(runs, scale).add_(MIDDLE), weight), scale.view(len(weight), -1)
-
-
-def quantize_with_zeros(weight: torch.Tensor, group: int, name: str = "weight") -> tuple[torch.Tensor, ...]:
-    """Codes UINT8 [N, K], scales BFLOAT16 [N, G] and zeros INT8 [N, G]; a code stands for (code - zero) · scale.
-
-    Codes reach from the smallest number of a run to its largest, and 0 is always one of them.
-
-    Raises:
-        EngineError: the weight holds NaN or infinity.
-    """
-    runs = _runs(weight, group, name)
-    low, high = runs.amin(0).clamp(max=0), runs.amax(0).clamp(min=0)
-    scale = ((high - low) / LARGEST).bfloat16()
-    step = torch.where(scale > 0, scale.float(), 1.0)
-    zero = (-low / step).round().clamp(0, LARGEST)
-    codes = (runs / step + zero).round_().clamp_(0, LARGEST)
-    return _codes(codes, weight), scale.view(len(weight), -1), zero.to(torch.int8).view(len(weight), -1)
-
-
-def _runs(weight: torch.Tensor, group: int, name: str) -> torch.Tensor:
-    """[group, N · G]: the runs of all rows, zeros behind the last one of a row. Across is quicker than along."""
-    if not weight.isfinite().all():
-        raise EngineError(f"{name} cannot be quantized", "it holds NaN or infinity", "Check the checkpoint.")
-    return torch.nn.functional.pad(weight, (0, -weight.shape[1] % group)).view(-1, group).t().contiguous()
-
-
-def _rounded(runs: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Codes in [-8, 7], as floats; scale may be negative, and is 0 for a run of zeros."""
-    return (runs / torch.where(scale != 0, scale.float(), 1.0)).round_().clamp_(-MIDDLE, MIDDLE - 1)
-
-
-def _codes(runs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Codes of runs as UINT8 in the weight's shape."""
-    rows, columns = weight.shape
-    return runs.to(torch.uint8).t().reshape(rows, -1)[:, :columns]

@@ -6,6 +6,7 @@ A method fixes the precision of activations, too (DESIGN §3): a Cast or a Quant
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import onnx_ir as ir
@@ -23,11 +24,13 @@ LONGEST_GROUP = 512  # columns of one of several runs
 class Calibration:
     """What methods that look at activations are given.
 
-    texts: token ids. threads: that compute them; they change no result.
+    texts: token ids. threads: that compute them; they change no result. folder: where codes that were chosen wait until
+    they are packed; None is the system's folder for temporary files.
     """
 
     texts: Sequence[Sequence[int]] = ()
     threads: int = 1
+    folder: Path | None = None
 
 
 def in_runs(x: torch.Tensor, group: int) -> torch.Tensor:

@@ -1,0 +1,64 @@
+"""Quantizing layer by layer while texts stream through: what a layer's codes are is chosen on inputs that the quantized
+layers before it made, so that later ones can make up for earlier ones."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import torch
+
+from enginewright.passes.graph import Linear
+from enginewright.passes.pass_manager import PassResult
+from enginewright.passes.quant.method import Calibration, QuantConfig, StoredTensor, stored
+from enginewright.passes.spool import Spool
+from enginewright.passes.streaming import stream
+from enginewright.passes.weights import read, shape_of
+
+ROWS_AT_ONCE = 512  # of a weight, by one thread
+
+Parts = Sequence[torch.Tensor]
+ChooseRows = Callable[[torch.Tensor], Parts]  # some rows of a weight → the same rows of its parts
+
+
+@dataclass(frozen=True)
+class Choose:
+    """Stores every linear layer but the head in a format.
+
+    config: the format. study: what a layer reads, [tokens, K] FLOAT of each text → what chooses the parts of its rows.
+    """
+
+    config: QuantConfig
+    calibration: Calibration
+    study: Callable[[Sequence[torch.Tensor], int], ChooseRows]
+    name: str = "choose_codes"
+
+    def __call__(self, model: ir.Model) -> PassResult:
+        texts, threads = self.calibration.texts, self.calibration.threads
+        studied: dict[ir.Value, ChooseRows] = {}  # of the last input, which several layers may read
+        spool, rewrites = Spool(self.calibration.folder), 0
+
+        def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+            nonlocal rewrites
+            if stored(linear.weight):
+                return
+            if linear.x not in studied:
+                studied.clear()
+                studied[linear.x] = self.study(inputs, threads)
+            parts = self._parts(read(linear.weight), studied[linear.x], threads)
+            name, shape = str(linear.weight.name), shape_of(linear.weight)
+            kept = [spool.add(*pair) for pair in zip(self.config.outputs(name, *shape), parts, strict=True)]
+            linear.weight.const_value = StoredTensor(name, self.config, kept)
+            rewrites += 1
+
+        stream(model, texts, visit, threads)
+        return PassResult(rewrites)
+
+    def _parts(self, weight: torch.Tensor, choose: ChooseRows, threads: int) -> Parts:
+        def task(rows: torch.Tensor) -> Parts:
+            with torch.inference_mode():
+                return choose(rows)
+
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            pieces = list(pool.map(task, torch.split(weight, ROWS_AT_ONCE)))
+        return [torch.cat(list(part)) for part in zip(*pieces, strict=True)]

@@ -1,0 +1,40 @@
+"""Computed weights on disk until they are packed, so that memory holds none of them."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+
+from enginewright.passes.weights import Output, RowReader, RowsTensor
+
+
+class Spool:
+    """One temporary file without a name: it is gone when nobody can read from it any more, however that comes."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: on the disk that has the room; None is the system's for temporary files."""
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (whoever reads it keeps it open)
+
+    def add(self, output: Output, values: torch.Tensor) -> ir.Value:
+        """The initializer of some values, which are on disk from here on.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        name, dtype, shape = output
+        assert (values.dtype, tuple(values.shape)) == (dtype, shape), f"{name}: {values.dtype} {tuple(values.shape)}"
+        start = self._file.seek(0, os.SEEK_END)
+        self._file.write(values.contiguous().view(torch.uint8).numpy().data)
+        self._file.flush()
+        row_bytes = values[0].numel() * values.element_size()
+
+        def rows(begin: int, end: int) -> torch.Tensor:
+            data = bytearray(os.pread(self._file.fileno(), (end - begin) * row_bytes, start + begin * row_bytes))
+            return torch.frombuffer(data, dtype=dtype).view(end - begin, *shape[1:])
+
+        def open() -> RowReader:
+            return rows
+
+        return RowsTensor(name, dtype, shape, open).initializer()

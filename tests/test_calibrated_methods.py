@@ -1,0 +1,193 @@
+"""Methods that look at activations: what they may move without changing a model, and what they gain by it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+from enginewright.errors import UsageError
+from enginewright.passes.graph import Linear, nodes_of
+from enginewright.passes.pass_manager import run_passes
+from enginewright.passes.pipeline import run_pipeline
+from enginewright.passes.quant import W8A8, Int4Awq, Int4Gptq, Int4Rtn, Int8Sq, Int8Wo, QuantConfig, quant_config
+from enginewright.passes.quant.int4_codes import codes_of, fitted, nearest
+from enginewright.passes.quant.method import Calibration, stored
+from enginewright.passes.quant.smoothing_sites import sites
+from enginewright.passes.spool import Spool
+from enginewright.passes.streaming import stream
+from enginewright.passes.weights import open_rows, read
+from tests import tolerances
+from tests.graphs import CASES, DenseRun, dense_graph, graph_before, random_tokens, relative_error
+
+TEXTS = [random_tokens(length, seed).tolist() for seed, length in enumerate((40, 1, 61))]
+CALIBRATED: list[QuantConfig] = [
+    Int8Sq(),
+    Int8Sq(0),
+    Int4Awq(),
+    Int4Awq(64, True),
+    Int4Gptq(),
+    Int4Gptq(32, True, False),
+]
+
+
+def fused_graph(case: str) -> ir.Model:
+    model, own = graph_before(case, "fuse_gate_up")
+    own(model)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scaling_the_sites_changes_no_result(case: str) -> None:
+    model = fused_graph(case)
+    expected = DenseRun(model).step(TEXTS[0])
+    found, refusals = sites(model)
+    assert (len(found), refusals) == (4 * 3, [])
+    random = torch.Generator().manual_seed(1)
+    for site in found:
+        site.apply(torch.exp2(6 * torch.rand(site.channels, generator=random) - 3))
+    seen: list[float] = []
+
+    def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+        seen.append(float(inputs[0].abs().amax(0).max() / inputs[0].abs().amax(0).median()))
+
+    logits = stream(model, [TEXTS[0]], visit).logits(0, 0, len(TEXTS[0]))
+    assert np.abs(logits.numpy() - expected).max() < tolerances.DENSE_LOGITS
+    assert min(seen) > 3  # channels did change
+
+
+def test_what_others_read_is_not_scaled() -> None:
+    model = fused_graph("llama")
+    gated = next(node for node in nodes_of(model, "Mul") if node.outputs[0].name == "layers.1.mlp.gated")
+    model.graph.outputs.append(gated.outputs[0])
+    found, refusals = sites(model)
+    assert len(found) == 11
+    assert refusals == ["The input of layers.1.mlp.down_proj cannot be scaled: others than linear layers read it."]
+
+
+@pytest.mark.parametrize("quant", CALIBRATED, ids=str)
+def test_the_graph_stays_near_and_is_the_same_whatever_the_threads(quant: QuantConfig) -> None:
+    plain = dense_graph("llama")
+    expected = stream(plain, [TEXTS[2]]).logits(0, 0, 61)
+    weights = []
+    for threads in (1, 3):
+        model = fused_graph("llama")
+        results = run_passes(model, quant.prepare(Calibration(TEXTS, threads)))
+        assert results["smooth" if "smooth" in results else "choose_codes"].rewrites == 12
+        logits = stream(model, [TEXTS[2]]).logits(0, 0, 61)
+        assert relative_error(logits.numpy(), expected.numpy()) < tolerances.ENGINE_LOGITS["int4-rtn"]
+        weights.append([read(value) for value in model.graph.initializers.values()])
+    for one, two in zip(*weights, strict=True):
+        assert torch.equal(one, two)
+
+
+def outlier_model() -> ir.Model:
+    """A model whose norms make a channel of each layer's input a hundred times as large as the others."""
+    model = fused_graph("llama")
+    for index, node in enumerate(nodes_of(model, "RMSNormalization")):
+        weight = node.inputs[1]
+        assert weight is not None
+        values = read(weight).clone()
+        values[(7 * index) % len(values)] *= 100
+        weight.const_value = ir.tensor_adapters.TorchTensor(values)
+    return model
+
+
+def output_error(model: ir.Model, quant: QuantConfig) -> float:
+    """Of logits, when every linear layer's weight and input are rounded as a method has them."""
+    exact = stream(model, TEXTS).logits(2, 0, 61)
+    run_passes(model, quant.prepare(Calibration(TEXTS)))
+    errors = []
+
+    def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+        weight, x = read(linear.weight), torch.cat(list(inputs))
+        kept = weight if stored(linear.weight) else quant.restore(*quant.quantize(weight, "weight"))
+        y = x @ weight.t()
+        errors.append(float((quant.round_activations(x) @ kept.t() - y).norm() / y.norm()))
+
+    logits = stream(model, TEXTS, visit).logits(2, 0, 61)
+    assert isinstance(quant, Int4Gptq | Int4Awq) or float((logits - exact).norm() / exact.norm()) < 1e-4
+    return float(np.mean(errors))
+
+
+def test_smoothing_helps_where_channels_stick_out() -> None:
+    assert output_error(outlier_model(), Int8Sq(0)) < output_error(outlier_model(), W8A8(0)) / 2
+
+
+def correlated(tokens: int, columns: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(2)
+    mixing = torch.randn(columns // 4, columns, generator=random)
+    x = torch.randn(tokens, columns // 4, generator=random) @ mixing
+    x[:, ::9] *= 12
+    return x + 0.1 * torch.randn(tokens, columns, generator=random)
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize(("group", "columns"), [(32, 111), (64, 37), (0, 70)])
+def test_chosen_codes_leave_less_error_than_the_nearest(group: int, columns: int, zero_points: bool) -> None:
+    """In what a layer gives; by methods that know more, less."""
+    x, weight = correlated(400, columns), torch.randn(33, columns, generator=torch.Generator().manual_seed(3))
+    weight[5] = 0
+
+    def error(parts: Sequence[torch.Tensor]) -> float:
+        return float(((Int4Rtn(group, zero_points).restore(*parts) - weight) @ x.t()).norm() / (weight @ x.t()).norm())
+
+    texts = [x[:150], x[150:]]
+    rtn = error(Int4Rtn(group, zero_points).quantize(weight, "weight"))
+    fit = error(Int4Awq(group, zero_points)._study(texts, 1)(weight))
+    gptq = error(Int4Gptq(group, zero_points, act_order=False)._study(texts, 1)(weight))
+    ordered = error(Int4Gptq(group, zero_points)._study(texts, 1)(weight))
+    assert fit < rtn
+    assert gptq < 0.7 * fit
+    assert ordered < 0.7 * fit
+
+
+def test_gptq_is_the_papers_recursion() -> None:
+    """The greedy rounding of column after column, each time solving for the later ones anew, in float64."""
+    columns, config = 20, Int4Gptq(0, act_order=False)
+    x, weight = correlated(100, columns), torch.randn(3, columns, generator=torch.Generator().manual_seed(4))
+    codes, scale = config._study([x], 1)(weight)
+    h = (x.t() @ x / len(x)).double().numpy()
+    h += 0.01 * np.trace(h) / columns * np.eye(columns)
+    rest, step = weight.double().numpy(), scale.double().numpy()[:, 0]
+    for column in range(columns):
+        expected = np.clip(np.rint(rest[:, 0] / step), -8, 7)
+        np.testing.assert_array_equal(codes[:, column].numpy().astype(int) - 8, expected)
+        inverse = np.linalg.inv(h[column:, column:])
+        rest = (rest - np.outer((rest[:, 0] - expected * step) / inverse[0, 0], inverse[0]))[:, 1:]
+
+
+def test_importance_moves_the_scale() -> None:
+    """A run whose largest weight hardly matters is clipped."""
+    weight = torch.tensor([[8.0, 1.1, -0.9, 0.4]])
+    scale, _ = nearest(weight, 4, zero_points=False)
+    lone, zero = fitted(weight, 4, False, torch.tensor([1e-6, 1.0, 1.0, 1.0]))
+    assert abs(float(lone)) < abs(float(scale))
+    assert codes_of(weight, 4, lone, zero)[0, 0] in (0, 15)
+
+
+def test_an_engine_of_a_calibrated_method_is_its_formats() -> None:
+    for quant, op in ((Int4Gptq(), "GemmW4A8"), (Int8Sq(), "GemmW8A8")):
+        model, results = run_pipeline(dense_graph("qwen3"), quant, calibration=Calibration(TEXTS))
+        assert len(list(nodes_of(model, op, domain="enginewright"))) == (12 if op == "GemmW4A8" else 13)
+        assert not results["fuse_swiglu"].refusals
+
+
+def test_settings() -> None:
+    assert quant_config("int4-gptq", group_size=64, damping=5) == Int4Gptq(64, damping=5)
+    with pytest.raises(UsageError, match="--damping 0 is not possible"):
+        Int4Gptq(damping=0)
+    with pytest.raises(UsageError, match="--damping means nothing to --quant int8-wo"):
+        quant_config(Int8Wo.name, damping=1)
+
+
+def test_a_spool_gives_back_what_it_was_given() -> None:
+    spool, random = Spool(), torch.Generator().manual_seed(0)
+    given = [
+        (torch.randn(7, 5, generator=random).to(dtype), dtype)
+        for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+    ]
+    values = [spool.add((str(dtype), dtype, (7, 5)), data) for data, dtype in given]
+    for value, (data, _) in zip(values, given, strict=True):
+        assert torch.equal(open_rows(value)(2, 6).float(), data[2:6].float())
