@@ -51,6 +51,12 @@ def main() -> None:
     show_default=True,
     help="What the KV cache holds: int8 takes half the memory.",
 )
+@click.option(
+    "--calib-data",
+    help="Texts that the method measures on: JSON lines, plain text, or a data set of the hub (owner/name:file).  "
+    "[the model writes some]",
+)
+@click.option("--calib-size", type=Count(), help="Of which it takes so many.  [32]")
 @click.option("--target", "targets", type=click.Choice(TARGETS), multiple=True, default=("cpu",), show_default=True)
 @click.option("--max-seq-len", type=Count(), help="Longest sequence, 32k is accepted.  [the model's]")
 @click.option("--max-batch-size", type=Count(), default=32, show_default=True, help="Recorded as the run's default.")
@@ -65,6 +71,8 @@ def build(
     group_size: str | None,
     zero_points: bool | None,
     kv_cache_dtype: str,
+    calib_data: str | None,
+    calib_size: int | None,
     targets: tuple[str, ...],
     max_seq_len: int | None,
     max_batch_size: int,
@@ -83,6 +91,8 @@ def build(
         targets=targets,
         max_seq_len=max_seq_len,
         max_batch_size=max_batch_size,
+        calib_data=calib_data,
+        calib_size=calib_size,
         dump_graphs=dump_graphs,
     )
     with ConsoleProgress() as progress:

@@ -57,12 +57,16 @@ class ConsoleProgress:
 def describe(report: BuildReport) -> str:
     """What was built, and the command to try next."""
     context_mb = report.kv_bytes_per_token * report.max_seq_len / 1e6
+    calibration = report.calibration and (
+        "calib    {samples} samples, {tokens} tokens, from {source} (sha256:{sha256})".format(**report.calibration),
+    )
     return "\n".join(
         (
             "",
             f"engine   {report.path}",
             f"size     {report.size_bytes / 1e6:.1f} MB",
             f"content  sha256:{report.content_hash}",
+            *(calibration or ()),
             f"memory   {report.weight_bytes / 1e6:.1f} MB of weights, "
             f"{report.kv_bytes_per_token / 1e3:.1f} kB of KV a token "
             f"({context_mb:.0f} MB for a sequence of {report.max_seq_len})",

@@ -8,7 +8,7 @@ model says and prints its content.
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from types import FrameType
@@ -40,13 +40,13 @@ class _TooLong(Exception):
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled template; `now` is the time that it may print.
 
     Raises:
         EngineError: the template is too long, or no Jinja.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, now: Callable[[], datetime] = datetime.now) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise EngineError(
                 "the chat template is too long", f"{len(source)} characters, the limit is {MAX_TEMPLATE_CHARS}"
@@ -56,7 +56,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals["strftime_now"] = lambda form: now().strftime(form)
         environment.globals["namespace"] = _PlainNamespace
         environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
         try:

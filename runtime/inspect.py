@@ -75,7 +75,7 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
     memory, recipe = summary["memory"], summary["recipe"]
     lines = [
         f"{summary['path']}: {summary['name']} ({summary['model_type']}), {summary['file_bytes'] / 1e6:.1f} MB",
-        f"  recipe     {', '.join(f'{key} {value}' for key, value in recipe.items())}",
+        f"  recipe     {_listed(recipe)}",
         f"  targets    {', '.join(summary['targets'])}; built by enginewright {summary['builder_version']}",
         f"  content    sha256:{summary['content_hash']}",
         f"  plan       {summary['steps']} kernel calls of {', '.join(summary['kernels'])}",
@@ -102,3 +102,8 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
         total = sum(entry["bytes"] for entry in weights.values())
         lines.append(f"{total:>16,} bytes  {len(weights)} weights (--sections lists them)")
     return "\n".join(lines)
+
+
+def _listed(recipe: dict[str, Any]) -> str:
+    entries = {key: f"({_listed(value)})" if isinstance(value, dict) else value for key, value in recipe.items()}
+    return ", ".join(f"{key} {value}" for key, value in entries.items())

@@ -1,6 +1,7 @@
 """Text ↔ tokens: encoding, decoding, and conversations through the model's chat template."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +44,18 @@ class Tokenizer:
         tokenizer_json: tokenizers' own format.
         config: the keys of tokenizer_config.json that matter (special tokens).
         chat_template: Jinja, or None.
+        now: the time that the template may print.
     """
 
-    def __init__(self, tokenizer_json: bytes, config: Mapping[str, Any], chat_template: str | None) -> None:
+    def __init__(
+        self,
+        tokenizer_json: bytes,
+        config: Mapping[str, Any],
+        chat_template: str | None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
         self.config = config
-        self._source = chat_template
+        self._source, self._now = chat_template, now
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
         except Exception as error:  # tokenizers raises no narrower class
@@ -125,14 +133,18 @@ class Tokenizer:
             return None
         return max(len(token.encode()) for token in vocabulary)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """A conversation as the model was trained to see it.
+    @property
+    def has_chat_template(self) -> bool:
+        return self._source is not None
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """A conversation as the model was trained to see it; add_generation_prompt: it is the model's turn.
 
         Raises:
             UsageError: the model has no chat template, or it refuses the messages.
         """
         names = {name: self.config.get(name) or "" for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        return self._template.render(messages, names)
+        return self._template.render(messages, names, add_generation_prompt=add_generation_prompt)
 
     @cached_property
     def _template(self) -> "ChatTemplate":
@@ -140,4 +152,4 @@ class Tokenizer:
 
         if self._source is None:
             raise UsageError("this model has no chat template", fix="Give the whole text with --prompt.")
-        return ChatTemplate(self._source)
+        return ChatTemplate(self._source, self._now)

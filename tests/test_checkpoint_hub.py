@@ -1,14 +1,9 @@
-"""Hub ids, against a hub of our own: the part of its HTTP interface that huggingface_hub uses, on this machine."""
+"""Hub ids, against a hub of our own on this machine."""
 
 import functools
-import hashlib
 import json
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
@@ -17,8 +12,8 @@ from tokenizers import Tokenizer, models
 
 from enginewright.builder.checkpoint import Checkpoint, hub, open_checkpoint, opening
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
+from tests.hub_server import Hub, serving
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TEXTS = {
     "config.json": b'{"model_type": "llama"}',
     "tokenizer.json": Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])).to_str().encode(),
@@ -26,67 +21,15 @@ TEXTS = {
 }
 
 
-@dataclass
-class Hub:
-    """One repository, owner/Tiny, and what was fetched of it."""
-
-    endpoint: str
-    files: dict[str, bytes] = field(default_factory=dict)
-    fetched: list[str] = field(default_factory=list)
-    refusal: tuple[int, str] | None = None  # status, and the hub's name for the error
-
-    def answer(self, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
-        if self.refusal:
-            return self.refusal[0], {"X-Error-Code": self.refusal[1]}, b""
-        match path.strip("/").split("/"):
-            case ["api", "models", "owner", "Tiny", *rest]:
-                if rest and rest[:1] in (["revision"], ["tree"]) and rest[1] not in ("main", COMMIT):
-                    return 404, {"X-Error-Code": "RevisionNotFound"}, b""
-                if rest and rest[0] == "tree":
-                    tree = [
-                        {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                        for name, content in self.files.items()
-                    ]
-                    return 200, {}, json.dumps(tree).encode()
-                info = {"id": "owner/Tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}
-                return 200, {}, json.dumps(info).encode()
-            case ["owner", "Tiny", "resolve", _, *name] if "/".join(name) in self.files:
-                content = self.files["/".join(name)]
-                if method == "GET":
-                    self.fetched.append("/".join(name))
-                return 200, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}, content
-        return 404, {"X-Error-Code": "RepoNotFound"}, b""
-
-
 @pytest.fixture
 def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub at work; open_checkpoint asks it, with a cache of its own."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, headers, content = served.answer(self.command, unquote(urlsplit(self.path).path))
-            self.send_response(status)
-            for key, value in (headers | {"Content-Length": str(len(content))}).items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        do_HEAD = do_GET
-
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    served = Hub(f"http://127.0.0.1:{server.server_port}", dict(TEXTS))
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    ask = functools.partial(hub.download, endpoint=served.endpoint, cache_dir=tmp_path / "cache")
-    monkeypatch.setattr(opening, "download", ask)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.chdir(tmp_path)
-    yield served
-    server.shutdown()
-    server.server_close()
+    with serving(TEXTS) as served:
+        ask = functools.partial(hub.download, endpoint=served.endpoint, cache_dir=tmp_path / "cache")
+        monkeypatch.setattr(opening, "download", ask)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.chdir(tmp_path)
+        yield served
 
 
 def shard(**values: float) -> bytes:

@@ -1,10 +1,12 @@
-"""Checkpoints of the Hugging Face hub: the files that an engine needs, into the hub's own cache."""
+"""The Hugging Face hub: the files of a checkpoint that an engine needs, or a file of a data set, into its own cache."""
 
 import errno
 import fnmatch
 import glob
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
@@ -36,21 +38,29 @@ HUB_ID = re.compile(r"(?P<owner>\w[\w.-]*)/(?P<name>\w[\w.-]*)(@(?P<revision>[\w
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 # With tokenizer.json these are not read, without it they say what is there.
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
-ELSEWHERE = (
-    "Or download it on a machine that reaches the hub (`hf download {id} --local-dir FOLDER`), "
-    "bring the folder here and name it."
-)
+WORDS = {"model": ("checkpoint", "folder"), "dataset": ("data set", "file")}  # kind → what it is, and is as a path
+UNREACHABLE = (HfHubHTTPError, TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError, OSError)
 
 
 @dataclass(frozen=True)
 class HubId:
+    """kind: "model" or "dataset". revision: a branch, tag or commit; None: the default branch."""
+
     owner: str
     name: str
-    revision: str | None  # a branch, tag or commit; None: the default branch
+    revision: str | None
+    kind: str = "model"
 
     @property
     def repository(self) -> str:
         return f"{self.owner}/{self.name}"
+
+    @property
+    def elsewhere(self) -> str:
+        """What to do where the hub gives nothing."""
+        kind = "" if self.kind == "model" else f" --repo-type {self.kind}"
+        command = f"`hf download{kind} {self.repository} --local-dir FOLDER`"
+        return f"Or download it on a machine that reaches the hub ({command}), bring the folder here and name it."
 
 
 @dataclass(frozen=True)
@@ -77,32 +87,73 @@ def download(hub_id: HubId, *, hint: str = "", endpoint: str | None = None, cach
     """
     id = hub_id.repository
     try:
-        info = HfApi(endpoint=endpoint).model_info(id, revision=hub_id.revision)
-        names = [entry.rfilename for entry in info.siblings or []]
-        wanted = [name for name in names if _is_text(name)] + _plain_weights(id, names)
-        path = _snapshot(hub_id, wanted, endpoint, cache_dir)
-        if WEIGHTS not in names and INDEX in names:
-            shards = read_index(SourceFolder(path, path.parent.parent)).values()
-            path = _snapshot(hub_id, [*wanted, *shards], endpoint, cache_dir)
+        with _refusals(hub_id, hint):
+            info = HfApi(endpoint=endpoint).model_info(id, revision=hub_id.revision)
+            names = [entry.rfilename for entry in info.siblings or []]
+            wanted = [name for name in names if _is_text(name)] + _plain_weights(id, names)
+            path = _snapshot(hub_id, wanted, endpoint, cache_dir)
+            if WEIGHTS not in names and INDEX in names:
+                shards = read_index(SourceFolder(path, path.parent.parent)).values()
+                path = _snapshot(hub_id, [*wanted, *shards], endpoint, cache_dir)
+    except UNREACHABLE as error:
+        # Of a repository's files we never fetch all.
+        path = _cached(hub_id, [CONFIG, TOKENIZER], cache_dir, error, hint)
+    return Snapshot(path, path.parent.parent)
+
+
+def download_file(
+    hub_id: HubId,
+    choose: Callable[[list[str]], str],
+    *,
+    endpoint: str | None = None,
+    cache_dir: Path | None = None,
+) -> tuple[Path, str]:
+    """Brings one file of a data set into the cache, unless it lies there already; where it is, and its name.
+
+    Args:
+        choose: the names of its files → the name of the one that is wanted.
+        endpoint, cache_dir: as in `download`.
+
+    Raises:
+        UsageError: the hub has no such data set or revision.
+        EngineError: the hub cannot be reached and the cache has nothing, or access is denied.
+    """
+    hub_id = replace(hub_id, kind="dataset")
+    try:
+        with _refusals(hub_id):
+            info = HfApi(endpoint=endpoint).dataset_info(hub_id.repository, revision=hub_id.revision)
+            name = choose([entry.rfilename for entry in info.siblings or []])
+            path = _snapshot(hub_id, [name], endpoint, cache_dir)
+    except UNREACHABLE as error:
+        path = _cached(hub_id, [], cache_dir, error)
+        name = choose(sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()))
+    return SourceFolder(path, path.parent.parent).file(name), name
+
+
+@contextmanager
+def _refusals(hub_id: HubId, hint: str = "") -> Iterator[None]:
+    """What the hub answers where it has nothing for us, in our words."""
+    id, (what, here) = hub_id.repository, WORDS[hub_id.kind]
+    try:
+        yield
     except GatedRepoError as error:
         raise EngineError(
             f"the hub denies access to {id}",
             "its owner asks for an agreement first",
-            f"Accept it on the model's page of the hub, then `hf auth login`. {ELSEWHERE.format(id=id)}",
+            f"Accept it on its page of the hub, then `hf auth login`. {hub_id.elsewhere}",
         ) from error
     except RevisionNotFoundError as error:
         raise UsageError(f"{id} has no revision {hub_id.revision} on the hub") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UsageError(
-            f"there is no checkpoint {id}",
-            "no such folder here, and no such repository on the hub, or it is private",
+            f"there is no {what} {id}",
+            f"no such {here} here, and no such repository on the hub, or it is private",
             hint or "Check the name; for a private repository, `hf auth login`.",
         ) from error
-    except (HfHubHTTPError, TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
+    except OSError as error:
+        if error.errno in NO_ROOM:
             raise EngineError(f"{id} could not be stored in the hub's cache", str(error)) from error
-        path = _cached(hub_id, cache_dir, error, hint)
-    return Snapshot(path, path.parent.parent)
+        raise
 
 
 def _is_text(name: str) -> bool:
@@ -137,6 +188,7 @@ def _snapshot(hub_id: HubId, names: list[str], endpoint: str | None, cache_dir: 
     return Path(
         snapshot_download(
             hub_id.repository,
+            repo_type=hub_id.kind,
             revision=hub_id.revision,
             allow_patterns=patterns,
             endpoint=endpoint,
@@ -145,15 +197,16 @@ def _snapshot(hub_id: HubId, names: list[str], endpoint: str | None, cache_dir: 
     )
 
 
-def _cached(hub_id: HubId, cache_dir: Path | None, error: Exception, hint: str) -> Path:
-    """What an earlier download left, for when the hub does not answer."""
+def _cached(hub_id: HubId, names: list[str], cache_dir: Path | None, error: Exception, hint: str = "") -> Path:
+    """What an earlier download left, for when the hub does not answer. names: files that it has to hold."""
     id = hub_id.repository
     try:
         return Path(
             snapshot_download(
                 id,
+                repo_type=hub_id.kind,
                 revision=hub_id.revision,
-                allow_patterns=[CONFIG, TOKENIZER],  # of a repository's files we never fetch all
+                allow_patterns=names,
                 cache_dir=cache_dir,
                 local_files_only=True,
             )
@@ -164,7 +217,7 @@ def _cached(hub_id: HubId, cache_dir: Path | None, error: Exception, hint: str) 
         else:
             why = f"the hub cannot be reached, and the cache does not have it ({first_line(error)})"
             fix = "Check the network and try again."
-        tried = f"there is no folder {id} here, and {why}"
+        tried = f"there is no {WORDS[hub_id.kind][1]} {id} here, and {why}"
         raise EngineError(
-            f"{id} cannot be had", tried, " ".join(filter(None, [hint, fix, ELSEWHERE.format(id=id)]))
+            f"{id} cannot be had", tried, " ".join(filter(None, [hint, fix, hub_id.elsewhere]))
         ) from missing

@@ -1,0 +1,157 @@
+"""Checkpoint → graph → plan: all that an engine will hold, before any of its weights is read."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from enginewright import __version__
+from enginewright.builder.ahead import ahead
+from enginewright.builder.checkpoint import Checkpoint
+from enginewright.builder.lower import Lowered, Weight, lower, pack_rows
+from enginewright.builder.models import build_graph
+from enginewright.builder.progress import Progress
+from enginewright.engine_file import EngineWriter
+from enginewright.errors import UsageError
+from enginewright.manifest import WEIGHTS, About, Limits
+from enginewright.passes.pass_manager import PassResult
+from enginewright.passes.pipeline import run_pipeline
+from enginewright.passes.quant import Bf16, QuantConfig
+from enginewright.passes.quant.method import Calibration
+from enginewright.passes.weights import open_rows
+from enginewright.plan import Plan
+
+KV_DTYPES = {"bf16": "bf16", "int8": "i8"}  # as --kv-cache-dtype has it → as the plan has it
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What a build is asked for.
+
+    kv_cache_dtype: what the KV cache holds, one of KV_DTYPES. max_seq_len: positions of the longest sequence; None
+    takes the model's own. max_batch_size: sequences in a step, recorded as the runtime's default and nothing more.
+    calib_data, calib_size: as `builder.calibration` has them; both None where the method needs no calibration.
+    dump_graphs: folder for one ONNX file a pass.
+    """
+
+    quant: QuantConfig = field(default_factory=Bf16)
+    targets: tuple[str, ...] = ("cpu",)
+    kv_cache_dtype: str = "bf16"
+    max_seq_len: int | None = None
+    max_batch_size: int = 32
+    calib_data: str | None = None
+    calib_size: int | None = None
+    dump_graphs: Path | None = None
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """plans: by target. weights: name → where its bytes come from. files: the sections that are not weights."""
+
+    checkpoint: Checkpoint
+    config: BuildConfig
+    max_seq_len: int
+    plans: Mapping[str, Plan]
+    weights: Mapping[str, Weight]
+    files: Mapping[str, bytes]
+    results: Mapping[str, PassResult]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.form.nbytes for weight in self.weights.values())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return next(iter(self.plans.values())).kv_bytes_per_token()
+
+    def writer(self, output: Path, evidence_sections: int) -> EngineWriter:
+        content_bytes = self.weight_bytes + sum(map(len, self.files.values()))
+        return EngineWriter(output, len(self.weights) + len(self.files) + evidence_sections, content_bytes)
+
+    def write(self, writer: EngineWriter, progress: Progress) -> None:
+        """Add every section; weights are read, converted and packed now."""
+        for name, data in self.files.items():
+            writer.add(name, data)
+        for name, weight in self.weights.items():
+            writer.add(f"{WEIGHTS}{name}", packed(weight, progress), **asdict(weight.form))
+
+    def about(self, sources: Mapping[str, str], **recipe: Any) -> About:
+        """recipe: what else has changed the content."""
+        config = self.config
+        return About(
+            builder_version=__version__,
+            name=self.checkpoint.name,
+            model_type=str(self.checkpoint.config["model_type"]),
+            targets=config.targets,
+            recipe={
+                "quant": config.quant.name,
+                **asdict(config.quant),
+                "kv_cache_dtype": config.kv_cache_dtype,
+                "max_seq_len": self.max_seq_len,
+                "max_batch_size": config.max_batch_size,
+                **recipe,
+            },
+            sources=dict(sources),
+            limits=Limits(max_seq_len=self.max_seq_len, max_batch_size=config.max_batch_size),
+        )
+
+
+def assemble(
+    checkpoint: Checkpoint, config: BuildConfig, progress: Progress, calibration: Calibration | None = None
+) -> Assembly:
+    """Import a model, run the passes, and lower it.
+
+    Args:
+        calibration: texts for a method that needs some; without them it leaves out what has to see them.
+
+    Raises:
+        UnsupportedModelError: the model, or something in it, is not implemented.
+        UsageError: the options do not fit the model.
+    """
+    progress.phase("import the model")
+    model = build_graph(checkpoint)
+    max_seq_len = _max_seq_len(config, int(model.metadata_props["enginewright.max_seq_len"]))
+    progress.phase("calibrate, run the passes" if calibration else "run the passes")
+    ragged, results = run_pipeline(
+        model, config.quant, config.dump_graphs, KV_DTYPES[config.kv_cache_dtype], calibration
+    )
+    progress.phase("lower to a plan")
+    lowered = {target: lower(ragged, target, max_seq_len) for target in config.targets}
+    plans = {target: entry.plan for target, entry in lowered.items()}
+    return Assembly(checkpoint, config, max_seq_len, plans, _merged(lowered), _files(checkpoint, plans), results)
+
+
+def _max_seq_len(config: BuildConfig, model_limit: int) -> int:
+    if config.max_seq_len is not None and config.max_seq_len > model_limit:
+        raise UsageError(
+            f"--max-seq-len {config.max_seq_len} is more than the model was made for",
+            f"its config says {model_limit} positions",
+            f"Use --max-seq-len {model_limit} or less.",
+        )
+    return config.max_seq_len or model_limit
+
+
+def _merged(lowered: Mapping[str, Lowered]) -> dict[str, Weight]:
+    """The weights of all targets; one that several read alike is stored once."""
+    return {name: weight for entry in lowered.values() for name, weight in entry.weights.items()}
+
+
+def _files(checkpoint: Checkpoint, plans: Mapping[str, Plan]) -> dict[str, bytes]:
+    """Sections that are not weights: plans, tokenizer, templates, defaults."""
+    tokenizer = checkpoint.tokenizer
+    files = {f"plan/{target}": plan.to_json() for target, plan in plans.items()}
+    files["tokenizer.json"] = tokenizer.tokenizer_json
+    files["tokenizer_config.json"] = msgspec.json.encode(dict(tokenizer.config), order="sorted")
+    files["generation_config.json"] = msgspec.json.encode(dict(checkpoint.generation_config), order="sorted")
+    if tokenizer.chat_template is not None:
+        files["chat_template"] = tokenizer.chat_template.encode()
+    return files
+
+
+def packed(weight: Weight, progress: Progress) -> Iterator[memoryview]:
+    """Reads, converts and packs one weight; what is derived lazily (fused, quantized) happens here."""
+    for piece in ahead(pack_rows(open_rows(weight.value), weight.form)):
+        progress.advance(piece.nbytes)
+        yield piece

@@ -1,0 +1,163 @@
+"""What `--calib-data` names, as texts: JSON lines, plain text, or a file of a data set of the hub.
+
+A line of JSON has "text", "prompt" and "completion", or "messages"; other keys are ignored. Plain text is cut into
+pieces at the ends of lines. Of a large file the beginning counts.
+"""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+import msgspec
+
+from enginewright.builder.checkpoint.files import LFS_POINTER
+from enginewright.builder.checkpoint.hub import HubId, download_file, parse_hub_id
+from enginewright.errors import UsageError
+
+LIMIT_BYTES = 64 << 20  # of a file; samples are a few hundred kilobytes at most
+PIECE_CHARACTERS = 768  # of plain text: a sample's tokens, and a third more
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+PLAIN = (".txt", ".text", ".md", ".rst")
+# Files that data sets are kept in, and that are not read here.
+OTHER_FORMS = (".parquet", ".arrow", ".feather", ".csv", ".tsv", ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".bin")
+DESCRIPTIONS = ("dataset_infos.json", "dataset_dict.json", "state.json")  # what data sets hold beside their data
+NAMES_SHOWN = 5
+FORMS = 'JSON lines (.jsonl: {"text": …}, {"prompt": …, "completion": …} or {"messages": […]}) or plain text'
+
+
+@dataclass(frozen=True)
+class Text:
+    """content: a text, or messages with role and content. where: file, and line or piece."""
+
+    content: str | list[dict[str, Any]]
+    where: str
+
+
+class _Line(msgspec.Struct):
+    text: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+_LINE = msgspec.json.Decoder(_Line)
+
+
+def read_texts(ref: str) -> list[Text]:
+    """The texts of a file, or of a data set of the hub: owner/name, owner/name@revision, owner/name:file.
+
+    Raises:
+        UsageError: there is no such file, or it is no text, or a line of JSON is none of the forms.
+        EngineError: the hub cannot be reached.
+    """
+    path, name = _find(ref)
+    suffix = PurePath(name).suffix.lower()
+    if suffix in OTHER_FORMS:
+        raise _not_read(name, suffix)
+    content = _read(path, name)
+    texts = list(_lines(content, name) if suffix in JSON_LINES else _pieces(content, name))
+    if not texts:
+        raise UsageError(f"{name} cannot be used for calibration", "it is empty", f"Give {FORMS}.")
+    return texts
+
+
+def _find(ref: str) -> tuple[Path, str]:
+    """The file, and what messages call it."""
+    path = Path(ref)
+    if path.is_dir():
+        raise UsageError(f"{path} cannot be used for calibration", "it is a folder", "Name a file in it.")
+    if path.exists():
+        return path, ref
+    id, _, file = ref.partition(":")
+    hub_id = parse_hub_id(id)
+    if hub_id is None or (not file and path.suffix.lower() in (*JSON_LINES, *PLAIN, *OTHER_FORMS)):
+        near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.glob("*")], n=1, cutoff=0.7)
+        fix = f"Did you mean {path.parent / near[0]}?" if near else f"Name a file of {FORMS}, or a data set of the hub."
+        raise UsageError(f"there is no calibration data {ref}", "no such file, and not a hub id", fix)
+    path, file = download_file(hub_id, lambda names: _choose(names, hub_id, file))
+    return path, f"{id}:{file}"
+
+
+def _choose(names: list[str], hub_id: HubId, wanted: str) -> str:
+    """The file of a data set that is meant."""
+    id = hub_id.repository
+    if wanted in names:
+        return wanted
+    readable = [name for name in names if name.endswith((*JSON_LINES, ".txt")) and name not in DESCRIPTIONS]
+    if not wanted and len(readable) == 1:
+        return readable[0]
+    if readable:
+        what = f"the data set {id} has no file {wanted}" if wanted else f"the data set {id} has several files"
+        near = difflib.get_close_matches(wanted, readable, n=1) or readable[:1]
+        raise UsageError(what, _listed(readable), f"Name one: {id}:{near[0]}")
+    raise _not_read(f"the data set {id}", _listed(names) or "it is empty")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:NAMES_SHOWN]) + (
+        f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    )
+
+
+def _not_read(name: str, why: str) -> UsageError:
+    return UsageError(
+        f"{name} cannot be used for calibration",
+        f"{why}: not a form that is read here",
+        f"Write some hundred of its texts into a file of {FORMS}.",
+    )
+
+
+def _read(path: Path, name: str) -> str:
+    """The text of a file, its beginning if it is large."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(LIMIT_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{name} cannot be read", error.strerror or str(error)) from error
+    if data.startswith(LFS_POINTER):
+        raise UsageError(
+            f"{name} is a pointer of Git LFS, not the file itself", fix="Run `git lfs pull` in its folder."
+        )
+    if len(data) > LIMIT_BYTES:
+        data = data[: data.rfind(b"\n", 0, LIMIT_BYTES) + 1] or data[:LIMIT_BYTES]
+    if b"\0" in data:
+        raise UsageError(f"{name} cannot be used for calibration", "it is binary, not text", f"Give {FORMS}, in UTF-8.")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        why = f"byte {error.start} is no UTF-8"
+        raise UsageError(f"{name} cannot be used for calibration", why, f"Give {FORMS}, in UTF-8.") from error
+
+
+def _lines(content: str, name: str) -> Iterator[Text]:
+    for number, line in enumerate(content.split("\n"), start=1):
+        if line.strip():
+            where = f"{name}, line {number}"
+            try:
+                yield Text(_of_line(_LINE.decode(line)), where)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                raise UsageError(where, str(error), f"Give {FORMS}.") from error
+
+
+def _of_line(line: _Line) -> str | list[dict[str, Any]]:
+    if line.messages:
+        return line.messages
+    if line.text is not None:
+        return line.text
+    if line.prompt is not None and line.completion is not None:
+        return line.prompt + line.completion
+    raise ValueError('it has neither "text", "prompt" with "completion", nor "messages"')
+
+
+def _pieces(content: str, name: str) -> Iterator[Text]:
+    """Whole lines as long as a sample, and long lines in parts."""
+    begin = 0
+    while begin < len(content):
+        end = content.find("\n", begin + PIECE_CHARACTERS) + 1
+        if not 0 < end <= begin + 2 * PIECE_CHARACTERS:
+            end = begin + PIECE_CHARACTERS
+        if content[begin:end].strip():
+            yield Text(content[begin:end], f"{name}, character {begin}")
+        begin = end
