@@ -64,6 +64,7 @@ def main() -> None:
 @click.option(
     "--dump-graphs", type=click.Path(path_type=Path, file_okay=False), help="One ONNX file a pass, no weights."
 )
+@click.option("--dry-run", is_flag=True, help="Say what the build would make and take, and touch nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def build(
     model: str,
@@ -78,12 +79,14 @@ def build(
     max_batch_size: int,
     output: Path | None,
     dump_graphs: Path | None,
+    dry_run: bool,
     as_json: bool,
 ) -> None:
     """Build MODEL (a folder, a .gguf file, or a hub id) into one engine file."""
     from enginewright.builder.build import BuildConfig, build_engine, quant_config
     from enginewright.builder.checkpoint import open_checkpoint
     from enginewright.builder.console import ConsoleProgress, describe
+    from enginewright.builder.forecast import forecast
 
     config = BuildConfig(
         quant=quant_config(quant, group_size=group_size and int(group_size), zero_points=zero_points),
@@ -97,14 +100,11 @@ def build(
     )
     with ConsoleProgress() as progress:
         progress.phase("open the checkpoint")
-        checkpoint = open_checkpoint(model)
+        checkpoint = open_checkpoint(model, only_cached=dry_run)
         kv = "" if config.kv_cache_dtype == "bf16" else f"-kv-{config.kv_cache_dtype}"
         path = output or Path(f"{checkpoint.name}-{quant}{kv}.engine")
-        report = build_engine(checkpoint, config, path, progress)
-    if as_json:
-        click.echo(json.dumps(report.to_dict()))
-    else:
-        click.echo(describe(report), err=True)
+        report = (forecast if dry_run else build_engine)(checkpoint, config, path, progress)
+    click.echo(json.dumps(report.to_dict()) if as_json else describe(report), err=not as_json)
 
 
 @main.command()

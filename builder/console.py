@@ -3,12 +3,17 @@
 import shlex
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from enginewright.builder.build import BuildReport
+from enginewright.builder.forecast import Forecast
+
+REFUSALS_SHOWN = 3  # of each pass
 
 
 class ConsoleProgress:
@@ -54,23 +59,56 @@ class ConsoleProgress:
         self._phase, self._task = "", None
 
 
-def describe(report: BuildReport) -> str:
-    """What was built, and the command to try next."""
-    context_mb = report.kv_bytes_per_token * report.max_seq_len / 1e6
-    calibration = report.calibration and (
-        "calib    {samples} samples, {tokens} tokens, from {source} (sha256:{sha256})".format(**report.calibration),
-    )
-    return "\n".join(
-        (
-            "",
-            f"engine   {report.path}",
-            f"size     {report.size_bytes / 1e6:.1f} MB",
-            f"content  sha256:{report.content_hash}",
-            *(calibration or ()),
-            f"memory   {report.weight_bytes / 1e6:.1f} MB of weights, "
-            f"{report.kv_bytes_per_token / 1e3:.1f} kB of KV a token "
-            f"({context_mb:.0f} MB for a sequence of {report.max_seq_len})",
-            "",
-            f'next     engine generate {shlex.quote(str(report.path))} --chat "What is the capital of France?"',
-        )
-    )
+def describe(report: BuildReport | Forecast) -> str:
+    """What was built, and the command to try next; or what would be."""
+    return "\n".join(("", *(_built(report) if isinstance(report, BuildReport) else _foreseen(report))))
+
+
+def _built(report: BuildReport) -> Iterator[str]:
+    yield f"engine   {report.path}"
+    yield f"size     {_size(report.size_bytes)}"
+    yield f"content  sha256:{report.content_hash}"
+    yield from _calibration(report.calibration)
+    yield f"memory   {_size(report.weight_bytes)} of weights, {_kv(report)}"
+    yield ""
+    yield f'next     engine generate {shlex.quote(str(report.path))} --chat "What is the capital of France?"'
+
+
+def _foreseen(report: Forecast) -> Iterator[str]:
+    yield f"engine   {report.output}, of {report.name} ({report.model_type})"
+    yield f"recipe   {', '.join(f'{key} {value}' for key, value in report.recipe.items())}"
+    for target, kernels in report.kernels.items():
+        calls = ", ".join(f"{count} {kernel}" for kernel, count in sorted(kernels.items()))
+        yield f"plan     {target}: {calls}"
+    for name, sentences in report.refusals.items():
+        yield f"skipped  by {name}: {' '.join(sentences[:REFUSALS_SHOWN])}"
+        if len(sentences) > REFUSALS_SHOWN:
+            yield f"         and {len(sentences) - REFUSALS_SHOWN} more (--json lists them)"
+    yield f"size     {_size(report.file_bytes)}"
+    yield from _calibration(report.calibration)
+    dtypes = ", ".join(f"{_size(count)} {dtype}" for dtype, count in sorted(report.weight_bytes.items()))
+    yield f"memory   {_size(sum(report.weight_bytes.values()))} of weights ({dtypes}), {_kv(report)}"
+    yield f"build    takes {_need(report.disk_bytes, report.free_disk_bytes, 'on that disk')}"
+    yield f"         and {_need(report.memory_bytes, report.free_memory_bytes, 'in memory')}"
+    yield ""
+    yield "Nothing was written."
+
+
+def _calibration(made: Mapping[str, Any] | None) -> Iterator[str]:
+    if made is not None:
+        digest = f" (sha256:{made['sha256']})" if "sha256" in made else ""
+        yield f"calib    {made['samples']} samples, {made['tokens']} tokens, from {made['source']}{digest}"
+
+
+def _kv(report: BuildReport | Forecast) -> str:
+    context = _size(report.kv_bytes_per_token * report.max_seq_len, 0)
+    a_token = report.kv_bytes_per_token / 1e3
+    return f"{a_token:.1f} kB of KV a token ({context} for a sequence of {report.max_seq_len})"
+
+
+def _need(needed: int, free: int, where: str) -> str:
+    return f"{_size(needed)} {where}, where {'only ' if free < needed else ''}{_size(free)} are free"
+
+
+def _size(nbytes: int, decimals: int = 1) -> str:
+    return f"{nbytes / 1e6:.{decimals}f} MB" if nbytes < 1e10 else f"{nbytes / 1e9:.{decimals}f} GB"

@@ -86,6 +86,15 @@ def test_without_network_the_cache_serves(remote: Hub, tmp_path: Path, monkeypat
     assert "hf download owner/Other --local-dir FOLDER" in refused.value.fix
 
 
+def test_only_what_is_cached(remote: Hub) -> None:
+    remote.files["model.safetensors"] = shard(x=1.5)
+    with pytest.raises(EngineError, match="the cache does not have it, and nothing is downloaded now") as refused:
+        open_checkpoint("owner/Tiny", only_cached=True)
+    assert remote.fetched == [] and "hf download owner/Tiny" in refused.value.fix
+    open_checkpoint("owner/Tiny")
+    assert open_checkpoint("owner/Tiny", only_cached=True).read("x").item() == 1.5
+
+
 def test_told_to_stay_offline(remote: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     remote.files["model.safetensors"] = shard(x=1.5)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -1,5 +1,5 @@
 """Calibration: token ids of a few texts, on which a method measures what goes through the layers."""
 
-from enginewright.builder.calibration.samples import Samples, calibrate
+from enginewright.builder.calibration.samples import Samples, calibrate, foresee_samples
 
-__all__ = ["Samples", "calibrate"]
+__all__ = ["Samples", "calibrate", "foresee_samples"]

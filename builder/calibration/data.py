@@ -63,6 +63,13 @@ def read_texts(ref: str) -> list[Text]:
     return texts
 
 
+def is_remote(ref: str) -> bool:
+    """Whether it names a data set of the hub, and nothing here."""
+    id, _, file = ref.partition(":")
+    named_as_file = not file and PurePath(ref).suffix.lower() in (*JSON_LINES, *PLAIN, *OTHER_FORMS)
+    return not Path(ref).exists() and parse_hub_id(id) is not None and not named_as_file
+
+
 def _find(ref: str) -> tuple[Path, str]:
     """The file, and what messages call it."""
     path = Path(ref)
@@ -72,7 +79,7 @@ def _find(ref: str) -> tuple[Path, str]:
         return path, ref
     id, _, file = ref.partition(":")
     hub_id = parse_hub_id(id)
-    if hub_id is None or (not file and path.suffix.lower() in (*JSON_LINES, *PLAIN, *OTHER_FORMS)):
+    if hub_id is None or not is_remote(ref):
         near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.glob("*")], n=1, cutoff=0.7)
         fix = f"Did you mean {path.parent / near[0]}?" if near else f"Name a file of {FORMS}, or a data set of the hub."
         raise UsageError(f"there is no calibration data {ref}", "no such file, and not a hub id", fix)

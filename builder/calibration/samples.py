@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from enginewright.builder.assembly import BuildConfig
-from enginewright.builder.calibration.data import Text, read_texts
+from enginewright.builder.calibration.data import Text, is_remote, read_texts
 from enginewright.builder.calibration.written import write_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.progress import Progress
@@ -27,6 +27,8 @@ SAMPLE_TOKENS = 128
 LEAST_TOKENS = 16  # of a sample
 MOST_CHARACTERS = 32 * SAMPLE_TOKENS  # of a text; what is behind them is not tokenized
 TODAY = datetime(2026, 1, 1)  # to chat templates that print the date: the same inputs give the same bytes on every day
+
+ITSELF = "the model itself"
 
 T = TypeVar("T")
 
@@ -46,7 +48,7 @@ class Samples:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "source": self.source or "the model itself",
+            "source": self.source or ITSELF,
             "samples": len(self.texts),
             "tokens": sum(map(len, self.texts)),
             "sha256": self.sha256,
@@ -64,21 +66,44 @@ def calibrate(checkpoint: Checkpoint, config: BuildConfig, output: Path, progres
         UsageError: the data is not there, is no text, or has none that is long enough; or the method needs none.
         EngineError: the hub cannot be reached, or there is no space for the engine that writes the samples.
     """
+    if not _wanted(config):
+        return None
+    if config.calib_data is not None:
+        progress.phase("read the calibration data")
+        return _read_samples(config.calib_data, checkpoint, _count(config))
+    texts = write_samples(checkpoint, _tokenizer(checkpoint), _count(config), SAMPLE_TOKENS, output, progress)
+    return Samples(texts, None)
+
+
+def foresee_samples(checkpoint: Checkpoint, config: BuildConfig) -> dict[str, Any] | None:
+    """What is known of the samples, and what is wrong with the data, without a download or a model that writes."""
+    if not _wanted(config):
+        return None
+    if config.calib_data is not None and not is_remote(config.calib_data):
+        return _read_samples(config.calib_data, checkpoint, _count(config)).to_dict()
+    count = _count(config)
+    return {"source": config.calib_data or ITSELF, "samples": count, "tokens": count * SAMPLE_TOKENS}
+
+
+def _wanted(config: BuildConfig) -> bool:
     if not config.quant.calibrated:
         for option, given in (("--calib-data", config.calib_data), ("--calib-size", config.calib_size)):
             if given is not None:
                 raise UsageError(f"{option} means nothing to --quant {config.quant.name}", "it needs no calibration")
-        return None
+    return config.quant.calibrated
+
+
+def _count(config: BuildConfig) -> int:
+    return config.calib_size or SAMPLES
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     files = checkpoint.tokenizer
-    tokenizer = Tokenizer(files.tokenizer_json, files.config, files.chat_template, now=lambda: TODAY)
-    count = config.calib_size or SAMPLES
-    if config.calib_data is None:
-        return Samples(write_samples(checkpoint, tokenizer, count, SAMPLE_TOKENS, output, progress), None)
-    progress.phase("read the calibration data")
-    return Samples(_read_samples(config.calib_data, tokenizer, count), config.calib_data)
+    return Tokenizer(files.tokenizer_json, files.config, files.chat_template, now=lambda: TODAY)
 
 
-def _read_samples(ref: str, tokenizer: Tokenizer, count: int) -> tuple[tuple[int, ...], ...]:
+def _read_samples(ref: str, checkpoint: Checkpoint, count: int) -> Samples:
+    tokenizer = _tokenizer(checkpoint)
     samples: list[tuple[int, ...]] = []
     for text in _spread(texts := read_texts(ref), count):
         ids = _encode(text, tokenizer)
@@ -92,7 +117,7 @@ def _read_samples(ref: str, tokenizer: Tokenizer, count: int) -> tuple[tuple[int
             f"none of its {len(texts)} has {LEAST_TOKENS} tokens",
             "Give longer texts, or leave --calib-data out: the model then writes some itself.",
         )
-    return tuple(samples)
+    return Samples(tuple(samples), ref)
 
 
 def _encode(text: Text, tokenizer: Tokenizer) -> list[int]:

@@ -74,18 +74,30 @@ def parse_hub_id(ref: str) -> HubId | None:
     return HubId(match["owner"], match["name"], match["revision"]) if match else None
 
 
-def download(hub_id: HubId, *, hint: str = "", endpoint: str | None = None, cache_dir: Path | None = None) -> Snapshot:
+def download(
+    hub_id: HubId,
+    *,
+    hint: str = "",
+    endpoint: str | None = None,
+    cache_dir: Path | None = None,
+    only_cached: bool = False,
+) -> Snapshot:
     """Brings what is needed of a repository into the cache; what lies there already is not fetched again.
 
     Args:
         hint: what else may have been meant, for the message when there is no such repository.
         endpoint: address of the hub, and cache_dir: place of the cache; both as huggingface_hub has them unless said.
+        only_cached: the hub is not asked.
 
     Raises:
         UsageError: the hub has no such repository or revision.
         EngineError: the hub cannot be reached and the cache has nothing, or access is denied.
     """
     id = hub_id.repository
+    needed = [CONFIG, TOKENIZER]  # of a repository's files we never fetch all
+    if only_cached:
+        path = _cached(hub_id, needed, cache_dir, "nothing is downloaded now", f"Get it: `hf download {id}`.")
+        return Snapshot(path, path.parent.parent)
     try:
         with _refusals(hub_id, hint):
             info = HfApi(endpoint=endpoint).model_info(id, revision=hub_id.revision)
@@ -96,8 +108,7 @@ def download(hub_id: HubId, *, hint: str = "", endpoint: str | None = None, cach
                 shards = read_index(SourceFolder(path, path.parent.parent)).values()
                 path = _snapshot(hub_id, [*wanted, *shards], endpoint, cache_dir)
     except UNREACHABLE as error:
-        # Of a repository's files we never fetch all.
-        path = _cached(hub_id, [CONFIG, TOKENIZER], cache_dir, error, hint)
+        path = _cached(hub_id, needed, cache_dir, *_unreachable(error), hint)
     return Snapshot(path, path.parent.parent)
 
 
@@ -125,7 +136,7 @@ def download_file(
             name = choose([entry.rfilename for entry in info.siblings or []])
             path = _snapshot(hub_id, [name], endpoint, cache_dir)
     except UNREACHABLE as error:
-        path = _cached(hub_id, [], cache_dir, error)
+        path = _cached(hub_id, [], cache_dir, *_unreachable(error))
         name = choose(sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()))
     return SourceFolder(path, path.parent.parent).file(name), name
 
@@ -197,13 +208,19 @@ def _snapshot(hub_id: HubId, names: list[str], endpoint: str | None, cache_dir: 
     )
 
 
-def _cached(hub_id: HubId, names: list[str], cache_dir: Path | None, error: Exception, hint: str = "") -> Path:
-    """What an earlier download left, for when the hub does not answer. names: files that it has to hold."""
-    id = hub_id.repository
+def _unreachable(error: Exception) -> tuple[str, str]:
+    """Why the hub does not answer, and what to do."""
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set", "Unset HF_HUB_OFFLINE and try again."
+    return f"the hub cannot be reached ({first_line(error)})", "Check the network and try again."
+
+
+def _cached(hub_id: HubId, names: list[str], cache_dir: Path | None, why: str, fix: str, hint: str = "") -> Path:
+    """What an earlier download left. names: files that it has to hold. why, fix: about the hub, if it holds nothing."""
     try:
         return Path(
             snapshot_download(
-                id,
+                hub_id.repository,
                 repo_type=hub_id.kind,
                 revision=hub_id.revision,
                 allow_patterns=names,
@@ -212,12 +229,8 @@ def _cached(hub_id: HubId, names: list[str], cache_dir: Path | None, error: Exce
             )
         )
     except (LocalEntryNotFoundError, OSError, ValueError) as missing:
-        if isinstance(error, OfflineModeIsEnabled):
-            why, fix = "HF_HUB_OFFLINE is set, and the cache does not have it", "Unset HF_HUB_OFFLINE and try again."
-        else:
-            why = f"the hub cannot be reached, and the cache does not have it ({first_line(error)})"
-            fix = "Check the network and try again."
-        tried = f"there is no {WORDS[hub_id.kind][1]} {id} here, and {why}"
         raise EngineError(
-            f"{id} cannot be had", tried, " ".join(filter(None, [hint, fix, hub_id.elsewhere]))
+            f"{hub_id.repository} cannot be had",
+            f"there is no {WORDS[hub_id.kind][1]} {hub_id.repository} here, the cache does not have it, and {why}",
+            " ".join(filter(None, [hint, fix, hub_id.elsewhere])),
         ) from missing

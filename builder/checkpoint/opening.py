@@ -12,11 +12,12 @@ from enginewright.errors import UsageError
 FORMS = "Name a checkpoint's folder, a GGUF file, or a hub id (owner/name, or owner/name@revision)."
 
 
-def open_checkpoint(ref: str) -> Checkpoint:
+def open_checkpoint(ref: str, *, only_cached: bool = False) -> Checkpoint:
     """Opens a checkpoint; reads its headers, not its weights.
 
     Args:
         ref: path of a folder with safetensors files, path of a GGUF file or of a folder with one, or a hub id.
+        only_cached: of the hub, only what an earlier download left.
 
     Raises:
         UsageError: nothing of that name is there, with what was tried and a similar name where there is one.
@@ -36,7 +37,7 @@ def open_checkpoint(ref: str) -> Checkpoint:
         raise UsageError(
             f"there is no checkpoint {ref}", "no such folder or file, and not a hub id", _did_you_mean(path) or FORMS
         )
-    snapshot = download(hub_id, hint=_did_you_mean(path))
+    snapshot = download(hub_id, hint=_did_you_mean(path), only_cached=only_cached)
     return open_folder(snapshot.path, hub_id.name, snapshot.root)
 
 

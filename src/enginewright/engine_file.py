@@ -165,6 +165,11 @@ def _failing(what: str, fix: str = "") -> Iterator[None]:
         raise EngineError(what, why or str(error), fix) from error
 
 
+def header_bytes(sections: int) -> int:
+    """What a writer reserves in front of so many sections."""
+    return padded(HEADER_BASE_BYTES + HEADER_SECTION_BYTES * sections)
+
+
 class EngineWriter:
     """Writes an engine that appears under its name whole, by `commit`, or not at all.
 
@@ -184,7 +189,7 @@ class EngineWriter:
 
     def __init__(self, path: str | Path, expected_sections: int, total_bytes: int | None = None) -> None:
         self.path = Path(path)
-        self._data_start = padded(HEADER_BASE_BYTES + HEADER_SECTION_BYTES * expected_sections)
+        self._data_start = header_bytes(expected_sections)
         self._total_bytes = None if total_bytes is None else total_bytes + ALIGN * expected_sections
         self._forms: dict[str, SectionForm] = {}
         self._places: dict[str, tuple[int, int]] = {}

@@ -1,0 +1,115 @@
+"""`engine build --dry-run`: what a build would make, and what it would take; nothing is written, no weight is read."""
+
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from enginewright.builder.assembly import Assembly, BuildConfig, assemble
+from enginewright.builder.calibration import foresee_samples
+from enginewright.builder.checkpoint import Checkpoint
+from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
+from enginewright.builder.progress import Progress
+from enginewright.engine_file import header_bytes
+from enginewright.engine_header import padded
+from enginewright.errors import UsageError
+from enginewright.passes.quant import W8A8
+from enginewright.plan import Sizes
+from enginewright.runtime.machine import free_memory
+
+EVIDENCE_SECTIONS = 1  # goldens
+# Python with torch and onnx takes 200 MB, the graph and pieces of weights the rest.
+BASE_BYTES = 300_000_000
+COPIES = 4  # of activations in the plan's precision, that calibration has at once: it keeps them as FLOAT
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a build would make and take.
+
+    kernels: by target, how often each is called. refusals: by pass, what it leaves as it is and why, in sentences.
+    weight_bytes: by dtype. file_bytes: without what a build measures (goldens: some kilobytes). disk_bytes: at most, at
+    any time of the build. memory_bytes: an estimate, without pages of files.
+    """
+
+    output: Path
+    name: str
+    model_type: str
+    recipe: dict[str, Any]
+    kernels: dict[str, dict[str, int]]
+    rewrites: dict[str, int]
+    refusals: dict[str, list[str]]
+    calibration: dict[str, Any] | None
+    file_bytes: int
+    weight_bytes: dict[str, int]
+    kv_bytes_per_token: int
+    max_seq_len: int
+    disk_bytes: int
+    free_disk_bytes: int
+    memory_bytes: int
+    free_memory_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self) | {"output": str(self.output), "targets": list(self.kernels)}
+
+
+def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress) -> Forecast:
+    """What `build_engine` would do with the same arguments.
+
+    Raises:
+        What it would raise: the model is not supported, or the options do not fit it.
+    """
+    if config.dump_graphs is not None:
+        raise UsageError("--dry-run writes nothing", "and --dump-graphs does", "Leave one of them out.")
+    if not (folder := output.absolute().parent).is_dir():
+        raise UsageError(f"{output} cannot be written", f"there is no folder {folder}", "Make it, or name another one.")
+    samples = foresee_samples(checkpoint, config)
+    assembly = assemble(checkpoint, config, progress)
+    draft = assemble(checkpoint, BuildConfig(quant=W8A8()), progress) if samples and not config.calib_data else None
+    file_bytes = _file_bytes(assembly)
+    weight_bytes: Counter[str] = Counter()
+    for weight in assembly.weights.values():
+        weight_bytes[weight.form.dtype] += weight.form.nbytes
+    return Forecast(
+        output=output,
+        name=checkpoint.name,
+        model_type=str(checkpoint.config["model_type"]),
+        recipe=assembly.about(sources={}).recipe,
+        kernels={target: dict(Counter(step.kernel for step in plan.steps)) for target, plan in assembly.plans.items()},
+        rewrites={name: result.rewrites for name, result in assembly.results.items()},
+        refusals={name: list(result.refusals) for name, result in assembly.results.items() if result.refusals},
+        calibration=samples,
+        file_bytes=file_bytes,
+        weight_bytes=dict(weight_bytes),
+        kv_bytes_per_token=assembly.kv_bytes_per_token,
+        max_seq_len=assembly.max_seq_len,
+        # The draft is gone before the engine is begun.
+        disk_bytes=max(file_bytes, _file_bytes(draft) if draft else 0),
+        free_disk_bytes=shutil.disk_usage(folder).free,
+        memory_bytes=_memory_bytes(assembly, samples["tokens"] if samples else 0),
+        free_memory_bytes=free_memory(),
+    )
+
+
+def _file_bytes(assembly: Assembly) -> int:
+    sections = [weight.form.nbytes for weight in assembly.weights.values()] + [*map(len, assembly.files.values())]
+    return header_bytes(len(sections) + EVIDENCE_SECTIONS) + sum(map(padded, sections))
+
+
+def _memory_bytes(assembly: Assembly, calibration_tokens: int) -> int:
+    largest = max(4 * prod(weight.form.shape) for weight in assembly.weights.values())
+    total = BASE_BYTES + _buffer_bytes(assembly.checkpoint)
+    if calibration_tokens:
+        plan = next(iter(assembly.plans.values()))
+        _, activations = plan.arena_offsets(Sizes(calibration_tokens, 1, 1, 1, 1))
+        total += COPIES * activations + largest
+    return total
+
+
+def _buffer_bytes(checkpoint: Checkpoint) -> int:
+    """Tensors of a GGUF file are dequantized whole, one at a time; others are read where they are mapped."""
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return 0
+    return max(4 * prod(info.shape) for info in checkpoint.tensors.values())

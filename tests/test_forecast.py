@@ -1,0 +1,127 @@
+"""`engine build --dry-run`: it says beforehand what the build then does, reads no weight, and touches nothing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from enginewright.builder.assembly import BuildConfig
+from enginewright.builder.build import build_engine
+from enginewright.builder.checkpoint import open_checkpoint
+from enginewright.builder.forecast import BASE_BYTES, Forecast, forecast
+from enginewright.builder.progress import Silent
+from enginewright.cli import main
+from enginewright.engine_file import EngineFile
+from enginewright.errors import UsageError
+from enginewright.passes.quant import W8A8, Int4Awq, Int4Rtn, Int8Sq, QuantConfig
+from tests import tiny_gguf
+from tests.graphs import QUANTS
+from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["build", *map(str, arguments)])
+
+
+def contents(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+
+
+CASES = [("llama", quant) for quant in QUANTS] + [(family, Int4Rtn()) for family in FAMILIES if family != "llama"]
+
+
+@pytest.mark.parametrize(("family", "quant"), CASES, ids=lambda case: getattr(case, "name", case))
+def test_a_build_does_what_was_said(family: str, quant: QuantConfig, tmp_path: Path) -> None:
+    config = tiny_config(family)
+    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    said = forecast(checkpoint, BuildConfig(quant=quant), tmp_path / "x.engine", Silent())
+    assert checkpoint.reads == [] and list(tmp_path.iterdir()) == []
+    done = build_engine(checkpoint, BuildConfig(quant=quant), tmp_path / "x.engine")
+    assert 0 <= done.size_bytes - said.file_bytes < 8192, "goldens come on top"
+    assert sum(said.weight_bytes.values()) == done.weight_bytes
+    assert (said.kv_bytes_per_token, said.max_seq_len) == (done.kv_bytes_per_token, done.max_seq_len)
+    assert said.rewrites == {name: done.rewrites[name] for name in said.rewrites}
+    assert set(done.rewrites) - set(said.rewrites) <= ({"smooth"} if quant.calibrated else set())
+    with EngineFile.open(tmp_path / "x.engine") as file:
+        steps = json.loads(file.read_section("plan/cpu"))["steps"]
+        assert sum(said.kernels["cpu"].values()) == len(steps) and {step["kernel"] for step in steps} == set(
+            said.kernels["cpu"]
+        )
+        assert said.recipe == {key: value for key, value in file.manifest.recipe.items() if key != "calibration"}
+        assert set(said.weight_bytes) == {form.dtype for form in file.sections.values() if form.dtype}
+    assert (said.calibration is None) == (done.calibration is None) == (not quant.calibrated)
+    if said.calibration is not None and done.calibration is not None:
+        assert said.calibration == {key: done.calibration[key] for key in said.calibration}
+
+
+def test_the_command_says_it_and_touches_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = contents(folder), contents(tmp_path)
+    result = run(folder, "--quant", "w8a8", "--dry_run")
+    assert result.exit_code == 0 and result.stdout == ""
+    for piece in ("tiny-llama-w8a8.engine", " gemm_w8a8@1", "MB i8", "on that disk", "in memory", "skipped  by"):
+        assert piece in result.stderr
+    report = json.loads(run(folder, "--quant", "w8a8", "--dry-run", "--json").stdout)
+    assert report["targets"] == ["cpu"] and report["kernels"]["cpu"]["gemm_w8a8@1"] == 13
+    assert report["disk_bytes"] == report["file_bytes"] and report["free_disk_bytes"] > 0
+    assert report["refusals"]["round_in_producer"][0].endswith(" cannot quantize.")
+    assert (contents(folder), contents(tmp_path)) == before
+    assert json.loads(run(folder, "--quant", "w8a8", "--json").stdout)["path"] == report["output"]
+
+
+def test_what_a_build_refuses_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.engine"
+    for code, said, arguments in (
+        (2, "512 positions", (folder, "--max-seq-len", "513")),
+        (2, "--calib-size means nothing", (folder, "--calib-size", "3")),
+        (2, "there is no folder", (folder, "-o", tmp_path / "no" / "x.engine")),
+        (2, "--dump-graphs", (folder, "--dump-graphs", tmp_path / "graphs")),
+    ):
+        result = run("--dry-run", "-o", path, *arguments)
+        assert result.exit_code == code and said in result.stderr, result.output
+    odd = tmp_path / "odd"
+    shutil.copytree(folder, odd)
+    (odd / "config.json").write_text((odd / "config.json").read_text().replace("{", '{"clip_qkv": 5,', 1))
+    result = run("--dry-run", odd)
+    assert result.exit_code == 3 and "clip_qkv = 5" in result.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["odd"]
+
+
+def test_calibration_data_is_looked_at(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
+    checkpoint = open_checkpoint(str(folder))
+
+    def said(data: str | None) -> Forecast:
+        config = BuildConfig(quant=Int8Sq(), calib_data=data, calib_size=4)
+        return forecast(checkpoint, config, tmp_path / "x.engine", Silent())
+
+    here, remote, own = said("x.txt"), said("owner/Texts"), said(None)
+    assert here.calibration is not None and len(here.calibration["sha256"]) == 64
+    assert remote.calibration == {"source": "owner/Texts", "samples": 4, "tokens": 512}, "nothing is fetched"
+    assert own.calibration == {"source": "the model itself", "samples": 4, "tokens": 512}
+    assert own.memory_bytes > BASE_BYTES and own.disk_bytes >= own.file_bytes
+    with pytest.raises(UsageError, match=r"there is no calibration data y\.txt"):
+        said("y.txt")
+
+
+def test_the_draft_takes_its_space_on_the_disk(tmp_path: Path) -> None:
+    config = tiny_config("llama", tie_word_embeddings=False)
+    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    build = BuildConfig(quant=Int4Awq())
+    small = forecast(checkpoint, build, tmp_path / "x.engine", Silent())
+    draft = forecast(checkpoint, BuildConfig(quant=W8A8()), tmp_path / "x.engine", Silent())
+    assert small.file_bytes < draft.file_bytes == small.disk_bytes
+
+
+def test_tensors_that_are_dequantized_take_memory(tmp_path: Path) -> None:
+    path = tiny_gguf.write_model(tmp_path / "x.gguf", "llama", tiny_gguf.tiny_model("llama")).finish()
+    said = forecast(open_checkpoint(str(path)), BuildConfig(), tmp_path / "x.engine", Silent())
+    assert said.memory_bytes == BASE_BYTES + 4 * 108 * 54
