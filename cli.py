@@ -19,7 +19,7 @@ from enginewright.cli_options import (
 from enginewright.errors import UsageError
 
 GROUP_SIZES = ("32", "64", "128", "256", "512", "0")
-QUANTS = ("bf16", "int8-wo", "w8a8", "int4-rtn", "fp8")
+QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "fp8")
 KV_CACHE_DTYPES = {"bf16": "bf16", "int8": "int8", "bfloat16": "bf16", "auto": "bf16"}  # with vLLM's names
 TARGETS = ("cpu",)
 
