@@ -6,7 +6,7 @@ neither on the number of threads nor on the other texts.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, cast
 
@@ -15,17 +15,21 @@ import torch
 from torch.nn import functional as F
 
 from enginewright.passes.graph import Linear, head_of, linear_of, made_by
-from enginewright.passes.torch_ops import compute_of
+from enginewright.passes.torch_ops import Compute, compute_of
 from enginewright.passes.weights import RowReader, open_rows, read, shape_of
 
 HEAD_ROWS = 8192  # of the vocabulary, of which logits are computed at once
 
 
+Instead = Mapping[int, Callable[[torch.Tensor], torch.Tensor]]  # text → x [1, tokens, K] to y [1, tokens, N]
+
+
 class Visit(Protocol):
-    def __call__(self, linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+    def __call__(self, linear: Linear, inputs: Sequence[torch.Tensor]) -> Instead | None:
         """Sees a linear layer (without its bias) before it is computed, and what it reads in each text, [tokens, K].
 
-        If it gives the weight another value (`linear.weight.const_value`), the layer is computed with that.
+        If it gives the weight another value (`linear.weight.const_value`), the layer is computed with that. What it
+        returns for a text takes the layer's place there.
         """
 
 
@@ -46,6 +50,11 @@ class Streamed:
         for node in self._behind:
             (value,) = compute_of(node)(node, value, *(_shared(node, extra) for extra in node.inputs[1:]))
         return value[0]
+
+
+def one_thread_each(threads: int) -> ThreadPoolExecutor:
+    """Threads in each of which torch computes with one: results do not depend on how many they are."""
+    return ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
 
 
 @torch.inference_mode()
@@ -69,14 +78,17 @@ def stream(model: ir.Model, texts: Sequence[Sequence[int]], visit: Visit | None 
         tokens: [torch.tensor([text]) for text in texts],
         positions: [torch.arange(len(text)).unsqueeze(0) for text in texts],
     }
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with one_thread_each(threads) as pool:
         for node in nodes:
-            linear = linear_of(node.outputs[0])
-            if visit is not None and linear is not None and node.op_type == "MatMul":
-                visit(linear, [x[0] for x in cast(list[torch.Tensor], values[linear.x])])
-            compute = compute_of(node)
+            linear = linear_of(node.outputs[0]) if node.op_type == "MatMul" else None
+            instead: Instead | None = None
+            if visit is not None and linear is not None:
+                instead = visit(linear, [x[0] for x in cast(list[torch.Tensor], values[linear.x])])
+            compute = [compute_of(node)] * len(texts)
+            for text, other in (instead or {}).items():
+                compute[text] = lambda node, x, weight, other=other: (other(x),)
             operands = [values.get(value) or [_shared(node, value)] * len(texts) for value in node.inputs]
-            results = list(pool.map(compute, [node] * len(texts), *operands))
+            results = list(pool.map(_call, compute, [node] * len(texts), *operands))
             for index, output in enumerate(node.outputs):
                 if wanted[output]:
                     values[output] = [result[index] for result in results]
@@ -86,6 +98,11 @@ def stream(model: ir.Model, texts: Sequence[Sequence[int]], visit: Visit | None 
                 if not wanted[value]:
                     values.pop(value, None)
     return Streamed(head, behind, cast(list[torch.Tensor], values[head.x]))
+
+
+def _call(compute: Compute, *operands: object) -> tuple[torch.Tensor, ...]:
+    with torch.inference_mode():  # of this thread
+        return compute(*operands)
 
 
 def _divided(model: ir.Model, head: Linear) -> tuple[list[ir.Node], list[ir.Node]]:

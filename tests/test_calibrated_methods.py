@@ -1,6 +1,7 @@
 """Methods that look at activations: what they may move without changing a model, and what they gain by it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 
 import numpy as np
 import onnx_ir as ir
@@ -12,6 +13,8 @@ from enginewright.passes.graph import Linear, nodes_of
 from enginewright.passes.pass_manager import run_passes
 from enginewright.passes.pipeline import run_pipeline
 from enginewright.passes.quant import W8A8, Int4Awq, Int4Gptq, Int4Rtn, Int8Sq, Int8Wo, QuantConfig, quant_config
+from enginewright.passes.quant.auto import FORMATS, Auto, Mix, assigned, bits_of, free_weights, measured
+from enginewright.passes.quant.int4_awq import by_importance
 from enginewright.passes.quant.int4_codes import codes_of, fitted, nearest
 from enginewright.passes.quant.method import Calibration, stored
 from enginewright.passes.quant.smoothing_sites import sites
@@ -123,6 +126,10 @@ def correlated(tokens: int, columns: int) -> torch.Tensor:
     return x + 0.1 * torch.randn(tokens, columns, generator=random)
 
 
+def chosen(config: Int4Gptq, inputs: Sequence[torch.Tensor], weight: torch.Tensor) -> Sequence[torch.Tensor]:
+    return config.study(inputs, 1)(config, weight)
+
+
 @pytest.mark.parametrize("zero_points", [False, True])
 @pytest.mark.parametrize(("group", "columns"), [(32, 111), (64, 37), (0, 70)])
 def test_chosen_codes_leave_less_error_than_the_nearest(group: int, columns: int, zero_points: bool) -> None:
@@ -135,9 +142,9 @@ def test_chosen_codes_leave_less_error_than_the_nearest(group: int, columns: int
 
     texts = [x[:150], x[150:]]
     rtn = error(Int4Rtn(group, zero_points).quantize(weight, "weight"))
-    fit = error(Int4Awq(group, zero_points)._study(texts, 1)(weight))
-    gptq = error(Int4Gptq(group, zero_points, act_order=False)._study(texts, 1)(weight))
-    ordered = error(Int4Gptq(group, zero_points)._study(texts, 1)(weight))
+    fit = error(by_importance(texts, 1)(Int4Rtn(group, zero_points), weight))
+    gptq = error(chosen(Int4Gptq(group, zero_points, act_order=False), texts, weight))
+    ordered = error(chosen(Int4Gptq(group, zero_points), texts, weight))
     assert fit < rtn
     assert gptq < 0.7 * fit
     assert ordered < 0.7 * fit
@@ -147,7 +154,7 @@ def test_gptq_is_the_papers_recursion() -> None:
     """The greedy rounding of column after column, each time solving for the later ones anew, in float64."""
     columns, config = 20, Int4Gptq(0, act_order=False)
     x, weight = correlated(100, columns), torch.randn(3, columns, generator=torch.Generator().manual_seed(4))
-    codes, scale = config._study([x], 1)(weight)
+    codes, scale = chosen(config, [x], weight)
     h = (x.t() @ x / len(x)).double().numpy()
     h += 0.01 * np.trace(h) / columns * np.eye(columns)
     rest, step = weight.double().numpy(), scale.double().numpy()[:, 0]
@@ -191,3 +198,55 @@ def test_a_spool_gives_back_what_it_was_given() -> None:
     values = [spool.add((str(dtype), dtype, (7, 5)), data) for data, dtype in given]
     for value, (data, _) in zip(values, given, strict=True):
         assert torch.equal(open_rows(value)(2, 6).float(), data[2:6].float())
+
+
+def small_weights(count: int) -> list[ir.Value]:
+    return [ir.Value(name=f"w{index}", shape=ir.Shape((8 + index, 256))) for index in range(count)]
+
+
+@pytest.mark.parametrize("bits", [4.2, 4.5, 5.5, 8.2, 11.0])
+def test_bits_are_spent_nearly_as_well_as_can_be(bits: float) -> None:
+    """Against all assignments there are."""
+    weights, random = small_weights(5), np.random.default_rng(int(10 * bits))
+    costs = {weight: sorted(random.exponential(size=len(FORMATS)), reverse=True) for weight in weights}
+    sizes = {weight: [bits_of(config, weight) for config in FORMATS] for weight in weights}
+    budget = bits * sum(int(weight.shape.numpy()[0]) * 256 for weight in weights if weight.shape)
+
+    def total(choice: Sequence[int], of: Mapping[ir.Value, Sequence[float]]) -> float:
+        return sum(of[weight][index] for weight, index in zip(weights, choice, strict=True))
+
+    chosen = [FORMATS.index(config) for config in assigned(weights, costs, bits).values()]
+    fitting = [each for each in product(range(len(FORMATS)), repeat=5) if total(each, sizes) <= budget]
+    costs_of = sorted(total(each, costs) for each in fitting)
+    assert tuple(chosen) in fitting
+    assert total(chosen, costs) <= costs_of[len(costs_of) // 50]  # among the best fiftieth
+
+
+def test_a_layer_that_minds_costs_more_and_gets_more_bits() -> None:
+    """One whose weights are far from each other within a run."""
+    model = fused_graph("llama")
+    weights, calibration = free_weights(model), Calibration(TEXTS)
+    before = measured(model, weights, calibration)
+    down = model.graph.initializers["model.layers.1.mlp.down_proj.weight"]
+    spread = read(down) * torch.exp2(6 * torch.rand(74, generator=torch.Generator().manual_seed(0)) - 3)
+    down.const_value = ir.tensor_adapters.TorchTensor(spread)
+    costs = measured(model, weights, calibration)
+    assert costs[down][0] > 2 * before[down][0]
+    assert all(of[0] > of[3] > of[4] >= 0 for of in costs.values())
+    formats = assigned(weights, costs, 6.0)
+    assert FORMATS.index(formats[down]) > FORMATS.index(assigned(weights, before, 6.0)[down])
+    run_passes(model, [Mix(6.0, calibration)])
+    kept = stored(down)
+    assert kept is not None and kept.stored_as == formats[down]
+
+
+@pytest.mark.parametrize("bits", ["4", "17", "many", "nan"])
+def test_an_impossible_budget_is_refused(bits: str) -> None:
+    with pytest.raises(UsageError, match=f"--bits {bits} is not possible"):
+        Auto(bits=bits)
+
+
+def test_a_budget_below_the_smallest_format_says_what_it_takes() -> None:
+    weights = small_weights(2)
+    with pytest.raises(UsageError, match=r"(?s)takes 4\.125 bits a weight.*Use 4\.13 or more"):
+        assigned(weights, {weight: [0.0] * len(FORMATS) for weight in weights}, 4.1)

@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 from enginewright.errors import UsageError
+from enginewright.passes.quant.auto import Auto
 from enginewright.passes.quant.bf16 import Bf16
 from enginewright.passes.quant.fp8 import Fp8
 from enginewright.passes.quant.int4_awq import Int4Awq
@@ -13,7 +14,7 @@ from enginewright.passes.quant.int8_wo import Int8Wo
 from enginewright.passes.quant.method import QuantConfig
 from enginewright.passes.quant.w8a8 import W8A8
 
-METHODS: tuple[type[QuantConfig], ...] = (Bf16, Int8Wo, W8A8, Int8Sq, Int4Rtn, Int4Awq, Int4Gptq, Fp8)
+METHODS: tuple[type[QuantConfig], ...] = (Bf16, Int8Wo, W8A8, Int8Sq, Int4Rtn, Int4Awq, Int4Gptq, Fp8, Auto)
 
 
 def quant_config(name: str, **settings: object) -> QuantConfig:

@@ -2,8 +2,8 @@
 layers before it made, so that later ones can make up for earlier ones."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import onnx_ir as ir
 import torch
@@ -12,23 +12,25 @@ from enginewright.passes.graph import Linear
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import Calibration, QuantConfig, StoredTensor, stored
 from enginewright.passes.spool import Spool
-from enginewright.passes.streaming import stream
+from enginewright.passes.streaming import one_thread_each, stream
 from enginewright.passes.weights import read, shape_of
 
 ROWS_AT_ONCE = 512  # of a weight, by one thread
 
 Parts = Sequence[torch.Tensor]
-ChooseRows = Callable[[torch.Tensor], Parts]  # some rows of a weight → the same rows of its parts
+ChooseRows = Callable[
+    [QuantConfig, torch.Tensor], Parts
+]  # a format, some rows of a weight → the same rows of its parts
 
 
 @dataclass(frozen=True)
 class Choose:
     """Stores every linear layer but the head in a format.
 
-    config: the format. study: what a layer reads, [tokens, K] FLOAT of each text → what chooses the parts of its rows.
+    format_of: of a weight. study: what a layer reads, [tokens, K] FLOAT of each text → what chooses parts of its rows.
     """
 
-    config: QuantConfig
+    format_of: Callable[[ir.Value], QuantConfig]
     calibration: Calibration
     study: Callable[[Sequence[torch.Tensor], int], ChooseRows]
     name: str = "choose_codes"
@@ -45,20 +47,22 @@ class Choose:
             if linear.x not in studied:
                 studied.clear()
                 studied[linear.x] = self.study(inputs, threads)
-            parts = self._parts(read(linear.weight), studied[linear.x], threads)
+            config = self.format_of(linear.weight)
+            parts = _in_parts(read(linear.weight), partial(studied[linear.x], config), threads)
             name, shape = str(linear.weight.name), shape_of(linear.weight)
-            kept = [spool.add(*pair) for pair in zip(self.config.outputs(name, *shape), parts, strict=True)]
-            linear.weight.const_value = StoredTensor(name, self.config, kept)
+            kept = [spool.add(*pair) for pair in zip(config.outputs(name, *shape), parts, strict=True)]
+            linear.weight.const_value = StoredTensor(name, config, kept)
             rewrites += 1
 
         stream(model, texts, visit, threads)
         return PassResult(rewrites)
 
-    def _parts(self, weight: torch.Tensor, choose: ChooseRows, threads: int) -> Parts:
-        def task(rows: torch.Tensor) -> Parts:
-            with torch.inference_mode():
-                return choose(rows)
 
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            pieces = list(pool.map(task, torch.split(weight, ROWS_AT_ONCE)))
-        return [torch.cat(list(part)) for part in zip(*pieces, strict=True)]
+def _in_parts(weight: torch.Tensor, choose: Callable[[torch.Tensor], Parts], threads: int) -> Parts:
+    def task(rows: torch.Tensor) -> Parts:
+        with torch.inference_mode():  # of this thread
+            return choose(rows)
+
+    with one_thread_each(threads) as pool:
+        pieces = list(pool.map(task, torch.split(weight, ROWS_AT_ONCE)))
+    return [torch.cat(list(part)) for part in zip(*pieces, strict=True)]

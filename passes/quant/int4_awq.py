@@ -12,7 +12,7 @@ from enginewright.passes.pass_manager import Pass
 from enginewright.passes.quant.choose import Choose, ChooseRows, Parts
 from enginewright.passes.quant.int4_codes import fitted
 from enginewright.passes.quant.int4_rtn import Int4Rtn
-from enginewright.passes.quant.method import Calibration
+from enginewright.passes.quant.method import Calibration, QuantConfig
 from enginewright.passes.quant.smooth import Smooth
 
 
@@ -22,15 +22,20 @@ class Int4Awq(Int4Rtn):
     calibrated: ClassVar[bool] = True
 
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
-        return [
-            Smooth(self, calibration, lambda x: x.mean(0), with_weights=False),
-            Choose(self, calibration, self._study),
-        ]
+        return [smooth_by_mean(self, calibration), Choose(lambda weight: self, calibration, by_importance)]
 
-    def _study(self, inputs: Sequence[torch.Tensor], threads: int) -> ChooseRows:
-        importance = torch.stack([x.square().sum(0) for x in inputs]).sum(0) / sum(map(len, inputs))
 
-        def choose(rows: torch.Tensor) -> Parts:
-            return self.coded(rows, *fitted(rows, self.group_of(rows), self.zero_points, importance))
+def smooth_by_mean(config: QuantConfig, calibration: Calibration) -> Smooth:
+    return Smooth(config, calibration, lambda x: x.mean(0), with_weights=False)
 
-        return choose
+
+def by_importance(inputs: Sequence[torch.Tensor], threads: int) -> ChooseRows:
+    """Of 4-bit formats, scales are fitted where inputs are large; others are rounded to nearest."""
+    importance = torch.stack([x.square().sum(0) for x in inputs]).sum(0) / sum(map(len, inputs))
+
+    def choose(config: QuantConfig, rows: torch.Tensor) -> Parts:
+        if not isinstance(config, Int4Rtn):
+            return config.quantize(rows, "weight")
+        return config.coded(rows, *fitted(rows, config.group_of(rows), config.zero_points, importance))
+
+    return choose

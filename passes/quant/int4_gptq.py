@@ -3,7 +3,6 @@ columns that are not rounded yet (GPTQ, https://arxiv.org/abs/2210.17323).
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +13,8 @@ from enginewright.passes.pass_manager import Pass
 from enginewright.passes.quant.choose import Choose, ChooseRows, Parts
 from enginewright.passes.quant.int4_codes import LARGEST, fitted
 from enginewright.passes.quant.int4_rtn import Int4Rtn
-from enginewright.passes.quant.method import Calibration
+from enginewright.passes.quant.method import Calibration, QuantConfig
+from enginewright.passes.streaming import one_thread_each
 
 BLOCK = 128  # columns whose effect on all later ones is taken together
 
@@ -39,15 +39,15 @@ class Int4Gptq(Int4Rtn):
             )
 
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
-        return [Choose(self, calibration, self._study)]
+        return [Choose(lambda weight: self, calibration, self.study)]
 
-    def _study(self, inputs: Sequence[torch.Tensor], threads: int) -> ChooseRows:
+    def study(self, inputs: Sequence[torch.Tensor], threads: int) -> ChooseRows:
         hessian = _hessian(inputs, threads)
         diagonal = hessian.diagonal().clone()
         order = diagonal.argsort(descending=True, stable=True) if self.act_order else torch.arange(len(diagonal))
         factor = _inverse_factor(hessian[order][:, order], self.damping / 100)
 
-        def choose(rows: torch.Tensor) -> Parts:
+        def choose(config: QuantConfig, rows: torch.Tensor) -> Parts:
             group = self.group_of(rows)
             scale, zero = fitted(rows, group, self.zero_points, diagonal)
             groups = order // group
@@ -68,7 +68,7 @@ def _hessian(inputs: Sequence[torch.Tensor], threads: int) -> torch.Tensor:
 
     columns = inputs[0].shape[1]
     total = torch.zeros(columns, columns)
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with one_thread_each(threads) as pool:
         for part in pool.map(square, inputs):
             total += part
     return total / sum(map(len, inputs))

@@ -17,7 +17,7 @@ from enginewright.passes.graph import Linear
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import Calibration, QuantConfig
 from enginewright.passes.quant.smoothing_sites import Site, sites
-from enginewright.passes.streaming import stream
+from enginewright.passes.streaming import one_thread_each, stream
 from enginewright.passes.weights import read
 
 TOKENS_TRIED = 256  # of all texts, on which factors are compared
@@ -60,15 +60,18 @@ class Smooth:
 
         def loss(factors: torch.Tensor) -> float:
             columns = site.widen(factors)
-            q = self.config.round_activations(seen / columns)
-            results = (F.linear(q, self._rounded(weight * columns)) for weight in tried)
-            return sum(float((y - other).double().square().sum()) for y, other in zip(exact, results, strict=True))
+            with torch.inference_mode():  # of this thread
+                q = self.config.round_activations(seen / columns)
+                results = (F.linear(q, self._rounded(weight * columns)) for weight in tried)
+                return sum(float((y - other).double().square().sum()) for y, other in zip(exact, results, strict=True))
 
         candidates = [
             torch.ones_like(a),
             *(_balanced(a**alpha, w ** (1 - alpha) if self.with_weights else None) for alpha in ALPHAS),
         ]
-        return min(candidates, key=loss)
+        with one_thread_each(self.calibration.threads) as pool:
+            losses = list(pool.map(loss, candidates))
+        return candidates[losses.index(min(losses))]
 
     def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
         return self.config.restore(*self.config.quantize(weight, "weight"))

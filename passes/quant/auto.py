@@ -1,0 +1,163 @@
+"""`--quant auto --bits 4.5`: each layer in a format of its own, as many bits a weight on average as there are to spend.
+
+How much a layer minds 4 bits is measured, one layer at a time: with that layer rounded and all others exact, how far do
+the model's next-token distributions move? What the same layer would cost in another format is taken to be that, times
+the ratio of the errors in its own result. Then bits are spent where they buy most, one step of one layer after another.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import ClassVar
+
+import onnx_ir as ir
+import torch
+from torch.nn import functional as F
+
+from enginewright.errors import UsageError
+from enginewright.passes.graph import Linear, head_of, linear_of, nodes_of
+from enginewright.passes.pass_manager import Pass, PassResult
+from enginewright.passes.quant.bf16 import Bf16
+from enginewright.passes.quant.choose import Choose
+from enginewright.passes.quant.int4_awq import by_importance, smooth_by_mean
+from enginewright.passes.quant.int4_rtn import Int4Rtn
+from enginewright.passes.quant.method import Calibration, QuantConfig, stored
+from enginewright.passes.quant.w8a8 import W8A8
+from enginewright.passes.streaming import Instead, stream
+from enginewright.passes.weights import read, shape_of
+
+FORMATS: tuple[QuantConfig, ...] = (Int4Rtn(128), Int4Rtn(64), Int4Rtn(32), W8A8(32), Bf16())
+MEASURED = FORMATS[1]
+PROBE_TOKENS = 256  # of a probe: one layer rounded
+TOKENS_AT_ONCE = 8192  # of all probes that stream together
+
+
+@dataclass(frozen=True)
+class Auto(W8A8):
+    """bits: a weight of linear layers, on average, scales counted; the head and embeddings are int8 beside it."""
+
+    name: ClassVar[str] = "auto"
+    calibrated: ClassVar[bool] = True
+    bits: str = "5"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            usable = 4 < Decimal(self.bits) <= 16
+        except InvalidOperation:
+            usable = False
+        if not usable:
+            raise UsageError(
+                f"--bits {self.bits} is not possible", "formats take more than 4 bits a weight, and 16 at most"
+            )
+
+    def prepare(self, calibration: Calibration) -> Sequence[Pass]:
+        return [smooth_by_mean(MEASURED, calibration), Mix(float(self.bits), calibration)]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Chooses the format of every linear layer but the head, and its codes."""
+
+    bits: float
+    calibration: Calibration
+    name: str = "mix_formats"
+
+    def __call__(self, model: ir.Model) -> PassResult:
+        weights = free_weights(model)
+        costs = measured(model, weights, self.calibration)
+        formats = assigned(weights, costs, self.bits)
+        return Choose(formats.__getitem__, self.calibration, by_importance)(model)
+
+
+def free_weights(model: ir.Model) -> list[ir.Value]:
+    """Of linear layers but the head that nothing has quantized yet."""
+    head = head_of(model).weight
+    linears = [linear for node in nodes_of(model, "MatMul") if (linear := linear_of(node.outputs[0]))]
+    return [linear.weight for linear in linears if linear.weight is not head and not stored(linear.weight)]
+
+
+Costs = Mapping[ir.Value, Sequence[float]]  # weight → by format, what it adds to the divergence, in nats
+
+
+def measured(model: ir.Model, weights: Sequence[ir.Value], calibration: Calibration) -> Costs:
+    """What each weight costs in each of FORMATS."""
+    text = [token for one in calibration.texts for token in one][:PROBE_TOKENS]
+    at_once = max(TOKENS_AT_ONCE // max(len(text), 1) - 1, 1)
+    costs: dict[ir.Value, Sequence[float]] = {}
+    for begin in range(0, len(weights), at_once):
+        costs |= _probe(model, weights[begin : begin + at_once], text, calibration.threads)
+    return costs
+
+
+def _probe(model: ir.Model, weights: Sequence[ir.Value], text: Sequence[int], threads: int) -> Costs:
+    """One text for each weight, in which nothing but that is rounded, and one in which nothing is."""
+    errors: dict[ir.Value, Sequence[float]] = {}
+
+    def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> Instead | None:
+        if linear.weight not in weights:
+            return None
+        weight = read(linear.weight)
+        errors[linear.weight] = _errors(weight, inputs[0])
+        kept = MEASURED.restore(*MEASURED.quantize(weight, str(linear.weight.name)))
+        return {1 + weights.index(linear.weight): lambda x: F.linear(MEASURED.round_activations(x), kept)}
+
+    streamed = stream(model, [text] * (1 + len(weights)), visit, threads)
+    exact = streamed.logits(0, 0, len(text)).double().log_softmax(-1)
+    costs: dict[ir.Value, Sequence[float]] = {}
+    for index, weight in enumerate(weights, start=1):
+        other = streamed.logits(index, 0, len(text)).double().log_softmax(-1)
+        divergence = float((exact.exp() * (exact - other)).sum(-1).mean())
+        own = errors[weight][FORMATS.index(MEASURED)]
+        costs[weight] = [divergence * error / own if own else 0.0 for error in errors[weight]]
+    return costs
+
+
+def _errors(weight: torch.Tensor, x: torch.Tensor) -> list[float]:
+    """Of a layer's result in each of FORMATS, squared."""
+    exact = F.linear(x, weight)
+    results = (
+        F.linear(config.round_activations(x), config.restore(*config.quantize(weight, "weight"))) for config in FORMATS
+    )
+    return [float((result - exact).double().square().sum()) for result in results]
+
+
+def bits_of(config: QuantConfig, weight: ir.Value) -> int:
+    """All that stands for a weight; codes of 4 bits are bytes until they are packed."""
+    outputs = config.outputs("weight", *shape_of(weight))
+    return sum(
+        torch.Size(shape).numel() * (4 if dtype == torch.uint8 else 8 * dtype.itemsize) for _, dtype, shape in outputs
+    )
+
+
+def assigned(weights: Sequence[ir.Value], costs: Costs, bits: float) -> dict[ir.Value, QuantConfig]:
+    """The format of each weight.
+
+    Raises:
+        UsageError: even the smallest takes more bits.
+    """
+    sizes = {weight: [bits_of(config, weight) for config in FORMATS] for weight in weights}
+    elements = sum(torch.Size(shape_of(weight)).numel() for weight in weights)
+    left = bits * elements - sum(size[0] for size in sizes.values())
+    if left < 0:
+        least = sum(size[0] for size in sizes.values()) / elements
+        raise UsageError(
+            f"--bits {bits:g} is not possible",
+            f"the smallest format takes {least:.3f} bits a weight",
+            f"Use {least + 0.005:.2f} or more.",
+        )
+    chosen = dict.fromkeys(weights, 0)
+    while True:
+        steps = [
+            ((costs[weight][now] - costs[weight][then]) / (size[then] - size[now]), -index, then)
+            for index, (weight, now) in enumerate(chosen.items())
+            for size in [sizes[weight]]
+            for then in range(now + 1, len(FORMATS))
+            if 0 < size[then] - size[now] <= left and costs[weight][then] < costs[weight][now]
+        ]
+        if not steps:
+            return {weight: FORMATS[index] for weight, index in chosen.items()}
+        _, index, then = max(steps)
+        weight = weights[-index]
+        left -= sizes[weight][then] - sizes[weight][chosen[weight]]
+        chosen[weight] = then
