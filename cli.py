@@ -135,6 +135,21 @@ def verify(engine: Path, goldens: bool, threads: int | None, isa: str | None, as
 
 
 @main.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option("--all", "every_line", is_flag=True, help="List everything, however much it is.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.pass_context
+def diff(context: click.Context, a: Path, b: Path, every_line: bool, as_json: bool) -> None:
+    """Say what tells the engines A and B apart; ends with 0 if their content is the same, and with 1 if not."""
+    from enginewright.runtime.diff import compare, describe
+
+    report = compare(a, b)
+    click.echo(json.dumps(report) if as_json else describe(report, every_line=every_line))
+    context.exit(0 if report["same"] else 1)
+
+
+@main.command()
 @click.argument("model")
 @click.option("--onnx", "path", required=True, type=click.Path(path_type=Path, dir_okay=False), help="Where to write.")
 @click.option("--dtype", type=click.Choice(("fp32", "fp16")), default="fp32", show_default=True)

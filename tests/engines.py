@@ -1,4 +1,4 @@
-"""Engines for tests: built once a process, from real or tiny checkpoints."""
+"""Engines for tests: built once a process, from real or tiny checkpoints; and altered."""
 
 import atexit
 import shutil
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
+from enginewright.engine_file import EngineFile, EngineWriter
+from enginewright.manifest import About
 
 
 @cache
@@ -24,3 +26,14 @@ def built(checkpoint: Path, quant: str, kv_cache_dtype: str = "bf16") -> Path:
     config = BuildConfig(quant=quant_config(quant), kv_cache_dtype=kv_cache_dtype)
     build_engine(open_checkpoint(str(checkpoint)), config, output)
     return output
+
+
+def copied(engine: Path, path: Path, changed: dict[str, bytes], **about: object) -> Path:
+    """An engine with other sections and another description, and hashes that fit them."""
+    with EngineFile.open(engine) as file, EngineWriter(path, 300) as writer:
+        for name, form in file.sections.items():
+            data = changed.get(name, file.read_section(name))
+            writer.add(name, data, dtype=form.dtype, shape=form.shape, layout=form.layout, evidence=form.evidence)
+        fields = {field: getattr(file.manifest, field) for field in About.__struct_fields__}
+        writer.commit(About(**fields | about))
+    return path

@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 
 from enginewright import _cpu
 from enginewright.cli import QUANTS, main
-from enginewright.engine_file import EngineFile, EngineWriter
-from enginewright.manifest import About
+from enginewright.engine_file import EngineFile
 from enginewright.passes.quant import METHODS
+from tests.engines import copied
 from tests.tiny import tiny_checkpoint
 
 
@@ -216,17 +216,6 @@ def test_damaged_engines_are_5(engine: Path, tmp_path: Path) -> None:
         at = file.offsets["weights/model.norm.weight"]
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     assert "weights/model.norm.weight" in refused(5, "verify", path)
-
-
-def copied(engine: Path, path: Path, changed: dict[str, bytes], **about: object) -> Path:
-    """An engine with other sections and another description, and hashes that fit them."""
-    with EngineFile.open(engine) as file, EngineWriter(path, 300) as writer:
-        for name, form in file.sections.items():
-            data = changed.get(name, file.read_section(name))
-            writer.add(name, data, dtype=form.dtype, shape=form.shape, layout=form.layout, evidence=form.evidence)
-        fields = {field: getattr(file.manifest, field) for field in About.__struct_fields__}
-        writer.commit(About(**fields | about))
-    return path
 
 
 def test_an_engine_that_computes_something_else_is_1(engine: Path, tmp_path: Path) -> None:
