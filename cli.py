@@ -16,6 +16,7 @@ from enginewright.cli_options import (
     Commands,
     Count,
 )
+from enginewright.cli_recipes import recipe_option
 from enginewright.errors import UsageError
 
 GROUP_SIZES = ("32", "64", "128", "256", "512", "0")
@@ -39,6 +40,7 @@ def main() -> None:
 
 @main.command()
 @click.argument("model")
+@recipe_option
 @click.option("--quant", type=click.Choice(QUANTS), default="bf16", show_default=True, help="Weight format.")
 @click.option(
     "--group-size", type=click.Choice(GROUP_SIZES), help="Columns that share a scale, 0 for all.  [the method's]"

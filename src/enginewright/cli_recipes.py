@@ -1,0 +1,74 @@
+"""Build recipes: TOML files whose keys are options of `engine build`. Some are shipped, in configs/."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enginewright.errors import UsageError
+
+PLACE = Path(__file__).with_name("configs")
+SHIPPED = {name: PLACE / f"{name}.toml" for name in sorted(path.stem for path in PLACE.glob("*.toml"))}
+OF_ONE_RUN = ("recipe", "output", "dump_graphs", "dry_run", "json")  # options that no recipe is about
+
+
+def recipe_option(command: Any) -> Any:
+    """`--recipe`: what a recipe says becomes the default of the other options."""
+    return click.option(
+        "--recipe",
+        is_eager=True,
+        expose_value=False,
+        callback=_take_up,
+        help=f"Options from a TOML file, or from one of {', '.join(SHIPPED)}; those given here go before them.",
+    )(command)
+
+
+def _take_up(context: click.Context, _: click.Parameter, ref: str | None) -> None:
+    if ref is None:
+        return
+    path = SHIPPED.get(ref, Path(ref))
+    if not path.is_file():
+        near = difflib.get_close_matches(ref, SHIPPED, n=1)
+        fix = f"Did you mean {near[0]}?" if near else "Name one of them, or a TOML file."
+        raise UsageError(f"there is no recipe {ref}", f"no such file, and none of {', '.join(SHIPPED)}", fix)
+    options = {_key(option): option for option in context.command.params if isinstance(option, click.Option)}
+    known = {key: option for key, option in options.items() if key not in OF_ONE_RUN}
+    settings = {key.replace("-", "_"): value for key, value in _read(path).items()}
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            fix = f"Did you mean {near[0]}?" if near else f"There are {', '.join(known)}."
+            raise UsageError(f"the recipe {path} has the unknown key {key}", fix=fix)
+    context.default_map = {
+        str(known[key].name): _value(context, path, key, known[key], settings[key]) for key in settings
+    }
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"the recipe {path} cannot be read", error.strerror or str(error)) from error
+    except ValueError as error:  # no TOML, or no UTF-8
+        raise UsageError(f"the recipe {path} is not TOML", str(error)) from error
+
+
+def _key(option: click.Option) -> str:
+    return max(option.opts, key=len).lstrip("-").replace("-", "_")
+
+
+def _value(context: click.Context, path: Path, key: str, option: click.Option, given: Any) -> Any:
+    """What the command line would make of it."""
+    several = given if isinstance(given, list) else [given]
+    try:
+        if len(several) != 1 and not option.multiple:
+            raise click.BadParameter("it takes one value")
+        if not all(isinstance(one, str | int | float) for one in several):
+            raise click.BadParameter("it takes text, a number, or true or false")
+        words = [one if isinstance(one, bool) else str(one) for one in several]
+        return option.type_cast_value(context, words if option.multiple else words[0])
+    except click.BadParameter as error:
+        raise UsageError(f"the recipe {path} has the value {given!r} for {key}", error.message) from error

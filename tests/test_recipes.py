@@ -1,0 +1,119 @@
+"""`engine build --recipe`: each shipped recipe builds, flags go before it, and what is wrong in one is named."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from enginewright.cli import main
+from enginewright.cli_recipes import SHIPPED
+from enginewright.engine_file import EngineFile
+from tests.tiny import tiny_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["build", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+
+
+def test_all_of_configs_is_shipped() -> None:
+    assert sorted(SHIPPED) == sorted(path.stem for path in (ROOT / "configs").glob("*.toml")) != []
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_builds_what_it_says(name: str, folder: Path, tmp_path: Path) -> None:
+    result = run(folder, "--recipe", name, "-o", tmp_path / "x.engine")
+    assert result.exit_code == 0, result.output
+    text = SHIPPED[name].read_text()
+    assert text.startswith("# "), "a recipe says what it is for"
+    with EngineFile.open(tmp_path / "x.engine") as file:
+        recipe = file.manifest.recipe
+        settings = tomllib.loads(text)
+        assert {key: recipe[key] for key in settings if key in recipe} == {
+            key: value for key, value in settings.items() if key in recipe
+        }
+        assert {"quant", "kv_cache_dtype"} <= set(settings)
+    assert f"`{name}`" in (ROOT / "docs/build.md").read_text()
+
+
+def recipe(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_of_ones_own_and_flags_before_it(folder: Path, tmp_path: Path) -> None:
+    settings = {
+        "quant": "int4-rtn",
+        "group_size": 64,
+        "zero_points": True,
+        "kv_cache_dtype": "int8",
+        "max_seq_len": 128,
+        "max_batch_size": 1024,
+    }
+    text = """
+quant = "int4-rtn"
+group-size = 64
+zero_points = true
+kv_cache_dtype = "int8"
+max_seq_len = 128
+max-batch-size = "1k"
+target = ["cpu"]
+"""
+    taken = ("--recipe", recipe(tmp_path, text))
+    flags = ("--group-size", "32", "--kv_cache_dtype", "bf16", "--max-seq-len", "64")
+    replaced = {"group_size": 32, "kv_cache_dtype": "bf16", "max_seq_len": 64}
+    for arguments, expected in (
+        (taken, settings),
+        ((*taken, *flags), settings | replaced),
+        ((*flags, *taken), settings | replaced),
+    ):
+        result = run(folder, *arguments, "-o", tmp_path / "x.engine", "--dry-run", "--json")
+        assert json.loads(result.stdout)["recipe"] == expected
+    refused = run(folder, *taken, "--quant", "fp8", "--dry-run")
+    assert refused.exit_code == 2 and "--group-size means nothing to --quant fp8" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('qant = "bf16"', "mine.toml has the unknown key qant\nDid you mean quant?"),
+        ("xyz = 1", "unknown key xyz\nThere are quant, group_size"),
+        ('output = "x"', "unknown key output"),
+        ("dry_run = true", "unknown key dry_run"),
+        ('model = "x"', "unknown key model"),
+        ('[build]\nquant = "bf16"', "unknown key build"),
+        ('quant = "bf61"', "mine.toml has the value 'bf61' for quant: 'bf61' is not one of 'bf16'"),
+        ('max_seq_len = "0k"', "'0k' for max_seq_len: '0k' is not a positive whole number"),
+        ('quant = ["bf16", "fp8"]', "for quant: it takes one value"),
+        ('zero_points = "perhaps"', "for zero_points: "),
+        ("quant = 2026-01-01", "for quant: it takes text"),
+        ('target = ["cpu", "tpu"]', "'tpu' is not"),
+        ("quant = ", "mine.toml is not TOML: "),
+        ("\udcff", "mine.toml is not TOML: "),
+    ],
+)
+def test_what_is_wrong_in_a_recipe_is_named(text: str, said: str, folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text, errors="surrogateescape")
+    result = run(folder, "--recipe", path, "-o", tmp_path / "x.engine")
+    assert result.exit_code == 2 and said in result.stderr, result.output
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mine.toml"]
+
+
+def test_no_such_recipe(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    near = run(folder, "--recipe", "cpu-in4")
+    assert (
+        near.exit_code == 2 and "there is no recipe cpu-in4" in near.stderr and "Did you mean cpu-int4?" in near.stderr
+    )
+    assert "Name one of them" in run(folder, "--recipe", "q/x.toml").stderr
+    assert run(folder, "--recipe", tmp_path).exit_code == 2
