@@ -123,6 +123,13 @@ def assemble(
     return Assembly(checkpoint, config, max_seq_len, plans, _merged(lowered), _files(checkpoint, plans), results)
 
 
+def check_place(output: Path) -> None:
+    """Raises UsageError where no engine could be written; said before what takes minutes."""
+    folder = output.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"{output} cannot be written", f"there is no folder {folder}", "Make it, or name another one.")
+
+
 def _max_seq_len(config: BuildConfig, model_limit: int) -> int:
     if config.max_seq_len is not None and config.max_seq_len > model_limit:
         raise UsageError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from enginewright.builder.ahead import begin
-from enginewright.builder.assembly import BuildConfig, assemble
+from enginewright.builder.assembly import BuildConfig, assemble, check_place
 from enginewright.builder.calibration import calibrate
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.progress import Progress, Silent
@@ -67,9 +67,11 @@ def _one_thread() -> Iterator[None]:
 
 
 def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress) -> BuildReport:
+    check_place(output)
     sources = begin(checkpoint.source_hashes)
     samples = calibrate(checkpoint, config, output, progress)
-    calibration = Calibration(samples.texts, env.num_threads() or num_cores()) if samples else None
+    threads, folder = env.num_threads() or num_cores(), output.absolute().parent
+    calibration = Calibration(samples.texts, threads, folder) if samples else None
     assembly = assemble(checkpoint, config, progress, calibration)
     with assembly.writer(output, evidence_sections=1) as writer:
         progress.phase("pack the weights", assembly.weight_bytes)

@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from enginewright.builder.assembly import Assembly, BuildConfig, assemble
+from enginewright.builder.assembly import Assembly, BuildConfig, assemble, check_place
 from enginewright.builder.calibration import foresee_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
@@ -16,6 +16,8 @@ from enginewright.engine_file import header_bytes
 from enginewright.engine_header import padded
 from enginewright.errors import UsageError
 from enginewright.passes.quant import W8A8
+from enginewright.passes.quant.choose import Choose
+from enginewright.passes.quant.method import Calibration
 from enginewright.plan import Sizes
 from enginewright.runtime.machine import free_memory
 
@@ -63,8 +65,7 @@ def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress
     """
     if config.dump_graphs is not None:
         raise UsageError("--dry-run writes nothing", "and --dump-graphs does", "Leave one of them out.")
-    if not (folder := output.absolute().parent).is_dir():
-        raise UsageError(f"{output} cannot be written", f"there is no folder {folder}", "Make it, or name another one.")
+    check_place(output)
     samples = foresee_samples(checkpoint, config)
     assembly = assemble(checkpoint, config, progress)
     draft = assemble(checkpoint, BuildConfig(quant=W8A8()), progress) if samples and not config.calib_data else None
@@ -85,9 +86,9 @@ def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress
         weight_bytes=dict(weight_bytes),
         kv_bytes_per_token=assembly.kv_bytes_per_token,
         max_seq_len=assembly.max_seq_len,
-        # The draft is gone before the engine is begun.
-        disk_bytes=max(file_bytes, _file_bytes(draft) if draft else 0),
-        free_disk_bytes=shutil.disk_usage(folder).free,
+        # The draft is gone before the engine is begun; codes go when it is written.
+        disk_bytes=max(file_bytes + _spooled_bytes(assembly), _file_bytes(draft) if draft else 0),
+        free_disk_bytes=shutil.disk_usage(output.absolute().parent).free,
         memory_bytes=_memory_bytes(assembly, samples["tokens"] if samples else 0),
         free_memory_bytes=free_memory(),
     )
@@ -96,6 +97,15 @@ def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress
 def _file_bytes(assembly: Assembly) -> int:
     sections = [weight.form.nbytes for weight in assembly.weights.values()] + [*map(len, assembly.files.values())]
     return header_bytes(len(sections) + EVIDENCE_SECTIONS) + sum(map(padded, sections))
+
+
+def _spooled_bytes(assembly: Assembly) -> int:
+    """Of a method that chooses codes beforehand: those wait on disk, a byte each, and an eighth more for scales."""
+    quant = assembly.config.quant
+    if not any(isinstance(each, Choose) for each in quant.prepare(Calibration())):
+        return 0
+    forms = [weight.form for weight in assembly.weights.values()]
+    return sum(9 * prod(form.shape) // 8 for form in forms if form.dtype == "u4")
 
 
 def _memory_bytes(assembly: Assembly, calibration_tokens: int) -> int:

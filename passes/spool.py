@@ -2,11 +2,14 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import onnx_ir as ir
 import torch
 
+from enginewright.errors import EngineError
 from enginewright.passes.weights import Output, RowReader, RowsTensor
 
 
@@ -14,20 +17,27 @@ class Spool:
     """One temporary file without a name: it is gone when nobody can read from it any more, however that comes."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """folder: on the disk that has the room; None is the system's for temporary files."""
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (whoever reads it keeps it open)
+        """folder: on the disk that has the room; None is the system's for temporary files.
+
+        Raises:
+            EngineError: no file can be made there.
+        """
+        self._folder = folder or Path(tempfile.gettempdir())
+        with self._writing():
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (whoever reads it keeps it open)
 
     def add(self, output: Output, values: torch.Tensor) -> ir.Value:
         """The initializer of some values, which are on disk from here on.
 
         Raises:
-            OSError: the disk is full.
+            EngineError: the disk is full.
         """
         name, dtype, shape = output
         assert (values.dtype, tuple(values.shape)) == (dtype, shape), f"{name}: {values.dtype} {tuple(values.shape)}"
         start = self._file.seek(0, os.SEEK_END)
-        self._file.write(values.contiguous().view(torch.uint8).numpy().data)
-        self._file.flush()
+        with self._writing():
+            self._file.write(values.contiguous().view(torch.uint8).numpy().data)
+            self._file.flush()
         row_bytes = values[0].numel() * values.element_size()
 
         def rows(begin: int, end: int) -> torch.Tensor:
@@ -38,3 +48,13 @@ class Spool:
             return rows
 
         return RowsTensor(name, dtype, shape, open).initializer()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise EngineError(
+                f"weights cannot wait in {self._folder}", why, "Make room there, and build again."
+            ) from error

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
 
-from enginewright.errors import UsageError
+from enginewright.errors import EngineError, UsageError
 from enginewright.passes.graph import Linear, nodes_of
 from enginewright.passes.pass_manager import run_passes
 from enginewright.passes.pipeline import run_pipeline
@@ -187,6 +188,11 @@ def test_settings() -> None:
         Int4Gptq(damping=0)
     with pytest.raises(UsageError, match="--damping means nothing to --quant int8-wo"):
         quant_config(Int8Wo.name, damping=1)
+
+
+def test_a_spool_without_room_says_where(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"weights cannot wait in .*missing: No such file"):
+        Spool(tmp_path / "missing")
 
 
 def test_a_spool_gives_back_what_it_was_given() -> None:

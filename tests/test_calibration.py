@@ -14,7 +14,7 @@ from enginewright.builder.progress import Silent
 from enginewright.cli import main
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, UsageError
-from enginewright.passes.quant import W8A8, Int8Sq
+from enginewright.passes.quant import W8A8, Int4Gptq, Int8Sq, QuantConfig
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.tokenizer import Tokenizer
 from tests.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
@@ -224,12 +224,24 @@ def test_the_engine_says_what_it_was_calibrated_on(checkpoint: MemoryCheckpoint,
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["x.engine", "x.jsonl"]
 
 
+@pytest.mark.parametrize("quant", [Int8Sq(), Int4Gptq()], ids=lambda quant: quant.name)
+def test_the_bytes_do_not_depend_on_threads(
+    quant: QuantConfig, checkpoint: MemoryCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for threads in ("1", "2"):
+        monkeypatch.setenv("ENGINEWRIGHT_NUM_THREADS", threads)
+        build_engine(checkpoint, BuildConfig(quant=quant, calib_size=5), tmp_path / threads)
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+
+
 def test_whatever_fails_while_the_model_writes_nothing_is_left(
     checkpoint: MemoryCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object, **__: object) -> None:
         raise EngineError("no answers today")
 
+    with pytest.raises(UsageError, match="there is no folder"):
+        build_engine(checkpoint, BuildConfig(quant=Int8Sq()), tmp_path / "missing" / "x.engine")
     monkeypatch.setattr(LLM, "generate", failing)
     with pytest.raises(EngineError, match="no answers today"):
         build_engine(checkpoint, BuildConfig(quant=Int8Sq()), tmp_path / "x.engine")

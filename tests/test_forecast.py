@@ -15,7 +15,7 @@ from enginewright.builder.progress import Silent
 from enginewright.cli import main
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
-from enginewright.passes.quant import W8A8, Int4Awq, Int4Rtn, Int8Sq, QuantConfig
+from enginewright.passes.quant import W8A8, Int4Gptq, Int4Rtn, Int8Sq, QuantConfig
 from tests import tiny_gguf
 from tests.graphs import QUANTS
 from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
@@ -112,13 +112,17 @@ def test_calibration_data_is_looked_at(folder: Path, tmp_path: Path, monkeypatch
         said("y.txt")
 
 
-def test_the_draft_takes_its_space_on_the_disk(tmp_path: Path) -> None:
+def test_the_draft_and_waiting_codes_take_their_space_on_the_disk(tmp_path: Path) -> None:
     config = tiny_config("llama", tie_word_embeddings=False)
     checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
-    build = BuildConfig(quant=Int4Awq())
-    small = forecast(checkpoint, build, tmp_path / "x.engine", Silent())
-    draft = forecast(checkpoint, BuildConfig(quant=W8A8()), tmp_path / "x.engine", Silent())
-    assert small.file_bytes < draft.file_bytes == small.disk_bytes
+
+    def said(quant: QuantConfig) -> Forecast:
+        return forecast(checkpoint, BuildConfig(quant=quant), tmp_path / "x.engine", Silent())
+
+    rounded, chosen, smoothed, draft = map(said, (Int4Rtn(), Int4Gptq(), Int8Sq(), W8A8()))
+    assert rounded.disk_bytes == rounded.file_bytes == chosen.file_bytes < draft.file_bytes == smoothed.disk_bytes
+    codes = sum(rows * columns for rows, columns in 3 * [(96, 48), (48, 48), (148, 48), (48, 74)])
+    assert chosen.disk_bytes - chosen.file_bytes == pytest.approx(codes, rel=0.2)
 
 
 def test_tensors_that_are_dequantized_take_memory(tmp_path: Path) -> None:
