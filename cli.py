@@ -10,6 +10,7 @@ from enginewright import __version__
 from enginewright.cli_options import (
     LIMIT_OPTIONS,
     LIMITS,
+    QUANT_OPTIONS,
     WORKLOAD,
     WORKLOAD_OPTIONS,
     BenchCommands,
@@ -19,8 +20,7 @@ from enginewright.cli_options import (
 from enginewright.cli_recipes import recipe_option
 from enginewright.errors import UsageError
 
-GROUP_SIZES = ("32", "64", "128", "256", "512", "0")
-QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "fp8")
+QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "fp8", "auto")
 KV_CACHE_DTYPES = {"bf16": "bf16", "int8": "int8", "bfloat16": "bf16", "auto": "bf16"}  # with vLLM's names
 TARGETS = ("cpu",)
 
@@ -42,10 +42,7 @@ def main() -> None:
 @click.argument("model")
 @recipe_option
 @click.option("--quant", type=click.Choice(QUANTS), default="bf16", show_default=True, help="Weight format.")
-@click.option(
-    "--group-size", type=click.Choice(GROUP_SIZES), help="Columns that share a scale, 0 for all.  [the method's]"
-)
-@click.option("--zero-points", is_flag=True, default=None, help="Weights of 4 bits with a zero point a group.")
+@QUANT_OPTIONS
 @click.option(
     "--kv-cache-dtype",
     type=click.Choice(tuple(KV_CACHE_DTYPES)),
@@ -71,8 +68,6 @@ def main() -> None:
 def build(
     model: str,
     quant: str,
-    group_size: str | None,
-    zero_points: bool | None,
     kv_cache_dtype: str,
     calib_data: str | None,
     calib_size: int | None,
@@ -83,6 +78,7 @@ def build(
     dump_graphs: Path | None,
     dry_run: bool,
     as_json: bool,
+    **settings: Any,
 ) -> None:
     """Build MODEL (a folder, a .gguf file, or a hub id) into one engine file."""
     from enginewright.builder.build import BuildConfig, build_engine, quant_config
@@ -91,7 +87,7 @@ def build(
     from enginewright.builder.forecast import forecast
 
     config = BuildConfig(
-        quant=quant_config(quant, group_size=group_size and int(group_size), zero_points=zero_points),
+        quant=quant_config(quant, **settings),
         kv_cache_dtype=KV_CACHE_DTYPES[kv_cache_dtype],
         targets=targets,
         max_seq_len=max_seq_len,

@@ -119,3 +119,16 @@ WORKLOAD_OPTIONS = _with_options(
     click.option("--seed", type=int, default=0, show_default=True, help="Of prompts, lengths and arrivals."),
     click.option("--ignore-eos/--no-ignore-eos", default=True, show_default=True, help="Answers of full length."),
 )
+
+GROUP_SIZES = (32, 64, 128, 256, 512, 0)
+QUANT_OPTIONS = _with_options(
+    click.option(
+        "--group-size",
+        type=click.Choice(GROUP_SIZES),
+        help="Columns that share a scale, 0 for all.  [the method's]",
+    ),
+    click.option("--zero-points", is_flag=True, default=None, help="Weights of 4 bits with a zero point a group."),
+    click.option("--bits", help="auto: bits a weight on average, such as 4.6.  [5]"),
+    click.option("--act-order/--no-act-order", default=None, help="int4-gptq: columns that matter most first.  [yes]"),
+    click.option("--damping", type=Count(), help="int4-gptq: of the Hessian, in hundredths of its mean.  [1]"),
+)
