@@ -11,11 +11,13 @@ from enginewright.passes.graph import standard, typed
 from enginewright.passes.pass_manager import Pass, PassResult, check_graph
 from enginewright.plugins.add_rms_norm import ADD_RMS_NORM
 from enginewright.plugins.gemm_bf16 import GEMM_BF16
+from enginewright.plugins.gemm_w8a8 import GEMM_W8A8
 from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
 from enginewright.plugins.rms_norm import RMS_NORM
 from tests.onnx_run import Array, run
 
-FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+FLOAT, BFLOAT16, INT8 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.INT8
+DTYPES = {FLOAT: np.float32, BFLOAT16: ml_dtypes.bfloat16, INT8: np.int8}
 TOKENS, WIDTH = 7, 5
 
 
@@ -89,6 +91,15 @@ def product_and_quantized() -> ir.Model:
     return whole([x, weight], codes, [gemm, node])
 
 
+def product_of_groups_and_rounded() -> ir.Model:
+    """A product of int8 activations in groups, which is only read as bfloat16."""
+    x, weight, scale = typed("x", FLOAT, ("tokens", 70)), typed("w", INT8, (12, 70)), typed("s", FLOAT, (12,))
+    rounded, codes = quantized(x, "q")
+    gemm = GEMM_W8A8.node([codes[0], weight, codes[1], scale, None], epilogue="none", to=int(FLOAT), group=32)
+    node, low = cast(*named(gemm, "product"), "low", BFLOAT16)
+    return whole([x, weight, scale], [low], [rounded, gemm, node])
+
+
 def gated(epilogue: str) -> ir.Model:
     """silu(gate) · up of the halves of what a matrix product gives, which has this epilogue itself."""
     x, weight = typed("x", BFLOAT16, ("tokens", WIDTH)), typed("w", BFLOAT16, (12, WIDTH))
@@ -115,7 +126,9 @@ def results(model: ir.Model) -> dict[str, Array]:
         assert value.shape is not None
         shape = [dim if isinstance(dim, int) else TOKENS for dim in value.shape]
         numbers = random.standard_normal(shape).astype(np.float32)
-        feeds[str(value.name)] = numbers.astype(ml_dtypes.bfloat16) if value.dtype == BFLOAT16 else numbers
+        if value.dtype == INT8:
+            numbers *= 40
+        feeds[str(value.name)] = numbers.astype(DTYPES[value.dtype])
     return run(model, feeds)
 
 
@@ -143,9 +156,10 @@ def test_what_only_looks_like_the_pattern_is_left_alone(model: ir.Model, own: Pa
         (add_and_norm("normed"), RoundInProducer(), ["AddRmsNorm"]),
         (norm_and_quantized("AddRmsNorm"), RoundInProducer(), ["AddRmsNorm"]),
         (norm_and_quantized("RMSNormalization"), RoundInProducer(), ["RmsNorm"]),
+        (product_of_groups_and_rounded(), RoundInProducer(), ["QuantizeRows", "GemmW8A8"]),
         (gated("none"), FuseSwiGlu(), ["GemmBf16"]),
     ],
-    ids=["normed", "quantized sum", "quantized", "gated"],
+    ids=["normed", "quantized sum", "quantized", "product of groups", "gated"],
 )
 def test_the_pattern_beside_it_is_fused(model: ir.Model, own: Pass, left: list[str]) -> None:
     before = results(model)

@@ -87,5 +87,7 @@ def _rounding(producer: ir.Node, to: int, group: int) -> ir.Node:
         epsilon = producer.attributes.get_float("epsilon", 1e-5)
         return RMS_NORM.node(producer.inputs, epsilon=epsilon, to=to, group=group)
     attributes = {name: attribute.value for name, attribute in producer.attributes.items()}
-    changed = {"to": to, "group": group}
-    return plugin.node(producer.inputs, **{name: changed.get(name, old) for name, old in attributes.items()})
+    changed = {"to": to}
+    if to == ir.DataType.INT8:  # otherwise a group is of what the node reads
+        changed["group"] = group
+    return plugin.node(producer.inputs, **{**attributes, **changed})
