@@ -16,12 +16,14 @@ from enginewright.engine_file import header_bytes
 from enginewright.engine_header import padded
 from enginewright.errors import UsageError
 from enginewright.passes.quant import W8A8
+from enginewright.passes.quant.auto import Mix
 from enginewright.passes.quant.choose import Choose
 from enginewright.passes.quant.method import Calibration
 from enginewright.plan import Sizes
 from enginewright.runtime.machine import free_memory
 
 EVIDENCE_SECTIONS = 1  # goldens
+CODE_BYTES = {"u4": 1, "i8": 1, "e4m3": 1, "bf16": 2}  # by dtype, before they are packed
 # Python with torch and onnx takes 200 MB, the graph and pieces of weights the rest.
 BASE_BYTES = 300_000_000
 COPIES = 4  # of activations in the plan's precision, that calibration has at once: it keeps them as FLOAT
@@ -100,12 +102,12 @@ def _file_bytes(assembly: Assembly) -> int:
 
 
 def _spooled_bytes(assembly: Assembly) -> int:
-    """Of a method that chooses codes beforehand: those wait on disk, a byte each, and an eighth more for scales."""
-    quant = assembly.config.quant
-    if not any(isinstance(each, Choose) for each in quant.prepare(Calibration())):
+    """Of a method that chooses codes beforehand: those wait on disk, with an eighth more for scales."""
+    if not any(isinstance(each, Choose | Mix) for each in assembly.config.quant.prepare(Calibration())):
         return 0
-    forms = [weight.form for weight in assembly.weights.values()]
-    return sum(9 * prod(form.shape) // 8 for form in forms if form.dtype == "u4")
+    forms = [weight.form for weight in assembly.weights.values() if weight.form.layout.startswith("r16")]
+    codes = [prod(form.shape) * CODE_BYTES[form.dtype] for form in forms if "columns" not in form.layout]
+    return 9 * sum(codes) // 8
 
 
 def _memory_bytes(assembly: Assembly, calibration_tokens: int) -> int:

@@ -32,7 +32,7 @@ def pipeline(quant: QuantConfig, kv_dtype: str = "bf16", calibration: Calibratio
         FuseQkv(),
         FuseGateUp(),
         # Formats of weights and activations. What sees activations does so in standard ops.
-        *(() if quant.calibrated and calibration is None else quant.prepare(calibration or Calibration())),
+        *(quant.foresee() if quant.calibrated and calibration is None else quant.prepare(calibration or Calibration())),
         FuseResidualNorm(),
         Quantize(quant),
         FuseSwiGlu(),
@@ -55,7 +55,7 @@ def run_pipeline(
     """A dense graph to one that has only ops with kernels (and views); the model is changed in place.
 
     Args:
-        calibration: texts, for methods that need them; without any, they leave out what has to see some.
+        calibration: texts, for methods that need them; without any, there is a plan of the same sizes and no more.
 
     Raises:
         EngineError: an op is left that no target has a kernel for.

@@ -21,7 +21,7 @@ from enginewright.passes.quant.bf16 import Bf16
 from enginewright.passes.quant.choose import Choose
 from enginewright.passes.quant.int4_awq import by_importance, smooth_by_mean
 from enginewright.passes.quant.int4_rtn import Int4Rtn
-from enginewright.passes.quant.method import Calibration, QuantConfig, stored
+from enginewright.passes.quant.method import Calibration, QuantConfig, StoredTensor, stored
 from enginewright.passes.quant.w8a8 import W8A8
 from enginewright.passes.streaming import Instead, stream
 from enginewright.passes.weights import read, shape_of
@@ -54,6 +54,9 @@ class Auto(W8A8):
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
         return [smooth_by_mean(MEASURED, calibration), Mix(float(self.bits), calibration)]
 
+    def foresee(self) -> Sequence[Pass]:
+        return [MixUnseen(float(self.bits))]
+
 
 @dataclass(frozen=True)
 class Mix:
@@ -68,6 +71,22 @@ class Mix:
         costs = measured(model, weights, self.calibration)
         formats = assigned(weights, costs, self.bits)
         return Choose(formats.__getitem__, self.calibration, by_importance)(model)
+
+
+@dataclass(frozen=True)
+class MixUnseen:
+    """Spends the bits as if all layers minded alike, and chooses no codes."""
+
+    bits: float
+    name: str = "mix_formats"
+
+    def __call__(self, model: ir.Model) -> PassResult:
+        weights = free_weights(model)
+        alike = {weight: [float(-index) for index in range(len(FORMATS))] for weight in weights}
+        for weight, config in assigned(weights, alike, self.bits).items():
+            source = ir.Value(name=weight.name, type=weight.type, shape=weight.shape, const_value=weight.const_value)
+            weight.const_value = StoredTensor(str(weight.name), config, config.weights(source))
+        return PassResult(len(weights))
 
 
 def free_weights(model: ir.Model) -> list[ir.Value]:

@@ -99,6 +99,10 @@ class QuantConfig(ABC):
         """Passes over the dense, fused graph in front of Quantize that choose what this method has to."""
         return ()
 
+    def foresee(self) -> Sequence[Pass]:
+        """Stands for `prepare` where a plan is all that is wanted: reads no weight and sees no text."""
+        return ()
+
     def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
         """The initializers that stand for a weight [N, K]: one for each of `outputs`."""
         name = str(weight.name)
