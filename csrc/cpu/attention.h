@@ -66,7 +66,8 @@ class PagedAttention final : public Kernel {
   }
 
   int64_t scratch_bytes() const override {
-    return Split::tile_rows * (2 * row_floats() * 4 + kSplitPositions * 6 + pool_.head_dim_pad * 2);
+    return Split::tile_rows * (2 * row_floats() * 4 + kSplitPositions * 6) + q_rows() * q_bytes() +
+           kv_heads_ * tiles_of(1) * static_cast<int64_t>(sizeof(Tile));
   }
 
   // KV that several queries of a sequence see counts once.
@@ -100,10 +101,12 @@ class PagedAttention final : public Kernel {
   // Items as large as a sequence's must be this many a thread, or its splits are shared.
   static constexpr int64_t kItemsPerThread = 8;
 
+  using Tile = TileQueries<Element>;
   struct Scratch {
-    Element* q;  // (tile_rows, 2 * head_dim_pad bytes)
     TileScratch tile;
     float *total, *next;  // (tile_rows, row_floats)
+    std::byte* q;         // (q_rows, q_bytes)
+    Tile* tiles;          // all of one token
   };
   Scratch scratch(const Worker& worker) const {
     Scratch scratch{};
@@ -111,10 +114,13 @@ class PagedAttention final : public Kernel {
     scratch.next = scratch.total + Split::tile_rows * row_floats();
     scratch.tile.scores = scratch.next + Split::tile_rows * row_floats();
     scratch.tile.p = reinterpret_cast<uint16_t*>(scratch.tile.scores + Split::tile_rows * kSplitPositions);
-    scratch.q = reinterpret_cast<Element*>(scratch.tile.p + Split::tile_rows * kSplitPositions);
+    scratch.q = reinterpret_cast<std::byte*>(scratch.tile.p + Split::tile_rows * kSplitPositions);
+    scratch.tiles = reinterpret_cast<Tile*>(scratch.q + q_rows() * q_bytes());
     return scratch;
   }
 
+  int64_t q_rows() const { return heads_ < Split::tile_rows ? Split::tile_rows : heads_; }
+  int64_t q_bytes() const { return 2 * pool_.head_dim_pad; }  // int8 has zeros in the second half
   int64_t row_floats() const { return partial_floats(pool_.head_dim_pad); }
   int64_t first_token(int64_t s) const { return query_start_.as<const int32_t>()[s * query_start_.stride]; }
   int64_t tokens(int64_t s) const { return first_token(s + 1) - first_token(s); }
@@ -125,7 +131,10 @@ class PagedAttention final : public Kernel {
   int64_t positions_seen(int64_t s) const { return kv_len(s) - first_seen(kv_len(s) - tokens(s)); }
 
   // Tiles of a sequence and a KV head: rows are numbered token * group + head in the group.
-  int64_t tiles(int64_t s) const { return (tokens(s) * group_ + Split::tile_rows - 1) / Split::tile_rows; }
+  int64_t tiles_of(int64_t tokens) const {
+    return (tokens * group_ + Split::tile_rows - 1) / Split::tile_rows;
+  }
+  int64_t tiles(int64_t s) const { return tiles_of(tokens(s)); }
   int64_t tile_begin(int64_t s, int64_t tile) const { return tokens(s) * group_ * tile / tiles(s); }
 
   bool is_shared(int64_t s, int64_t work, const Worker& worker) const {
@@ -135,26 +144,40 @@ class PagedAttention final : public Kernel {
 
   void run_shared(int64_t s, Worker& worker) const {
     const Scratch mine = scratch(worker);
-    const int64_t last = kv_len(s) - 1, first_split = first_seen(last) / kSplitPositions;
+    const int64_t last = kv_len(s) - 1, low = first_seen(last), first_split = low / kSplitPositions;
     const int64_t splits = last / kSplitPositions + 1 - first_split;
     const int64_t parts = kv_heads_ * tiles(s);
     const Range items = share(splits * parts, worker);
-    const auto kv_of = [&](int64_t item) {
-      return split_kv(s, item % parts / tiles(s), first_seen(last), last, first_split + item / parts);
+    const auto first_head = [&](int64_t part) {  // of a part's rows
+      return part / tiles(s) * group_ + tile_begin(s, part % tiles(s));
     };
+    for (int64_t part = 0; part < parts; ++part) {
+      mine.tiles[part] = queries(s, part / tiles(s), part % tiles(s), mine.q + first_head(part) * q_bytes());
+    }
+    const auto kv_of = [&](int64_t item) {
+      return split_kv(s, item % parts / tiles(s), low, last, first_split + item / parts);
+    };
+    Ahead<S> ahead;
     for (int64_t item = items.begin; item < items.end; ++item) {
-      const int64_t split = item / parts, kv_head = item % parts / tiles(s),
-                    begin = tile_begin(s, item % tiles(s));
-      const TileQueries<Element> tile = queries(s, kv_head, item % tiles(s), mine.q);
+      const int64_t split = item / parts, part = item % parts;
+      if (item == items.begin || part == 0) {  // this thread's heads of the next split
+        const int64_t left = items.end - (split + 1) * parts;
+        const int64_t heads = left < parts ? (left + tiles(s) - 1) / tiles(s) : kv_heads_;
+        look_ahead(s, 0, heads, low, last, first_split + split + 1, ahead);
+      }
       SplitKv<Element> kv = kv_of(item);
       kv.set_next(item + 1 < items.end ? kv_of(item + 1) : kv);
-      split_.begin(tile.rows);
-      split_.run(tile, kv, mine.tile, partial(split, kv_head * group_ + begin));
+      split_.begin(mine.tiles[part].rows);
+      split_.run(mine.tiles[part], kv, mine.tile, ahead, partial(split, first_head(part)));
     }
     worker.sync();
     const Range heads = share(heads_, worker);
+    for (int64_t split = 1; split < splits; ++split) {  // in sweeps over heads, which wait for nothing
+      for (int64_t head = heads.begin; head < heads.end; ++head) {
+        split_.combine(partial(0, head), partial(split, head));
+      }
+    }
     for (int64_t head = heads.begin; head < heads.end; ++head) {
-      for (int64_t split = 1; split < splits; ++split) split_.combine(partial(0, head), partial(split, head));
       write(first_token(s), head, partial(0, head));
     }
   }
@@ -183,15 +206,17 @@ class PagedAttention final : public Kernel {
   }
 
   void run_item(int64_t s, int64_t kv_head, int64_t tile_index, const Scratch& mine) const {
-    const TileQueries<Element> tile = queries(s, kv_head, tile_index, mine.q);
+    const Tile tile = queries(s, kv_head, tile_index, mine.q);
     const int64_t low = tile.low[0], high = tile.high[tile.rows - 1];
     const int64_t first = low / kSplitPositions, last = high / kSplitPositions;
     SplitKv<Element> kv = split_kv(s, kv_head, low, high, first);
+    Ahead<S> ahead;
     split_.begin(tile.rows);
     for (int64_t split = first; split <= last; ++split) {
       const SplitKv<Element> next = split < last ? split_kv(s, kv_head, low, high, split + 1) : kv;
       kv.set_next(next);
-      split_.run(tile, kv, mine.tile, split == first ? mine.total : mine.next);
+      look_ahead(s, kv_head, 1, low, high, split + 1, ahead);
+      split_.run(tile, kv, mine.tile, ahead, split == first ? mine.total : mine.next);
       for (int64_t r = 0; split > first && r < tile.rows; ++r) {
         split_.combine(mine.total + r * row_floats(), mine.next + r * row_floats());
       }
@@ -206,10 +231,10 @@ class PagedAttention final : public Kernel {
   }
 
   // A tile's queries, copied to `q`, zeros in the pad dims.
-  TileQueries<Element> queries(int64_t s, int64_t kv_head, int64_t tile_index, Element* q) const {
+  Tile queries(int64_t s, int64_t kv_head, int64_t tile_index, std::byte* q) const {
     const int64_t begin = tile_begin(s, tile_index);
-    TileQueries<Element> tile{};
-    tile.q = q;
+    Tile tile{};
+    tile.q = reinterpret_cast<Element*>(q);
     tile.rows = tile_begin(s, tile_index + 1) - begin;
     int64_t token = begin / group_, member = begin % group_;
     for (int64_t r = 0; r < tile.rows; ++r) {
@@ -246,6 +271,21 @@ class PagedAttention final : public Kernel {
       ++kv.groups;
     }
     return kv;
+  }
+
+  // `heads` KV heads of what split_kv() leads to; none where `split` is behind the sequence, or heads < 1.
+  void look_ahead(int64_t s, int64_t kv_head, int64_t heads, int64_t low, int64_t high, int64_t split,
+                  Ahead<S>& ahead) const {
+    const int32_t* blocks = block_table_.as<const int32_t>() + s * block_table_.stride;
+    const int64_t start = split * kSplitPositions, split_end = start + kSplitPositions;
+    const int64_t begin = start < low ? low : start, end = high < split_end ? high + 1 : split_end;
+    ahead.start(heads * pool_.tile_bytes);
+    if (heads < 1 || begin >= end) return;
+    for (int64_t block = begin >> block_shift_; block << block_shift_ < end; ++block) {
+      const int64_t at = blocks[block] * pool_.block_stride + kv_head * pool_.tile_bytes;
+      ahead.add(pool_.keys + at);
+      ahead.add(pool_.values + at);
+    }
   }
 
   // out[token, head] = o / sum. The added zero turns -0 into 0: the sign of a zero is all that positions

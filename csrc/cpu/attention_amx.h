@@ -28,7 +28,7 @@ class AmxSplitAttention : public SplitSoftmax<Avx512> {
 
   // partial: (rows, partial_floats)
   void run(const TileQueries<uint16_t>& tile, const SplitKv<uint16_t>& kv, const TileScratch& scratch,
-           float* partial) const {
+           Ahead<Avx512>& ahead, float* partial) const {
     Amx::written();
     if (tile.rows > 16) {
       for (int64_t g = 0; g < kv.groups; g += 2) score_two(tile.q, kv.keys + g, scratch.scores + g * kGroup);
@@ -37,7 +37,7 @@ class AmxSplitAttention : public SplitSoftmax<Avx512> {
       for (; g + 4 <= kv.groups; g += 4) score_one<4>(tile.q, kv.keys + g, scratch.scores + g * kGroup);
       if (g < kv.groups) score_one<2>(tile.q, kv.keys + g, scratch.scores + g * kGroup);
     }
-    softmax(tile, kv, scratch, partial);
+    softmax(tile, kv, scratch, ahead, partial);
     Amx::written();
     if (tile.rows > 16) {
       for (int64_t dim = 0; dim < width_; dim += 32) weigh_two(scratch.p, kv, dim, partial + dim);

@@ -24,7 +24,7 @@ class SplitAttentionAvx2 : public SplitSoftmax<Avx2> {
 
   // partial: (rows, partial_floats)
   void run(const TileQueries<uint16_t>& tile, const SplitKv<uint16_t>& kv, const TileScratch& scratch,
-           float* partial) const {
+           Ahead<Avx2>& ahead, float* partial) const {
     float x[tile_rows * kStride];
     for (int64_t dim = 0; dim < head_dim_; dim += kSplitPositions) {
       const int64_t left = head_dim_ - dim, count = left < kSplitPositions ? left : kSplitPositions;
@@ -36,7 +36,7 @@ class SplitAttentionAvx2 : public SplitSoftmax<Avx2> {
         score(x, tile.rows, kv, dim, count, scratch.scores);
       }
     }
-    softmax(tile, kv, scratch, partial);
+    softmax(tile, kv, scratch, ahead, partial);
     expand_rows(scratch.p, kSplitPositions, tile.rows, kv.groups * kGroup, 1.0f, x, kStride);
     if (tile.rows <= kFewRows) {
       call_few(tile.rows, [&](auto few) { weigh_few<decltype(few)::rows>(x, kv, 0, partial); });

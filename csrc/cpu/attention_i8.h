@@ -42,20 +42,20 @@ class SplitAttentionI8 : public SplitBase<S> {
 
   // partial: (rows, partial_floats)
   void run(const TileQueries<int8_t>& tile, const SplitKv<int8_t>& kv, const TileScratch& scratch,
-           float* partial) const {
+           Ahead<S>& ahead, float* partial) const {
     for (int64_t g = 0; g < kv.groups; g += kKeyGroups) {
       const int64_t groups = kv.groups - g < kKeyGroups ? kv.groups - g : kKeyGroups;
       for_row_chunks<S::tile_tokens>(tile.rows, [&](int64_t row, auto chunk) {
-        score<decltype(chunk)::rows>(tile, row, kv, g, groups, scratch.scores + row * kSplitPositions);
+        score<decltype(chunk)::rows>(tile, row, kv, g, groups, ahead, scratch.scores + row * kSplitPositions);
       });
     }
     float units[tile_rows];  // of the weights
-    softmax(tile, kv, scratch, partial, units);
+    softmax(tile, kv, scratch, ahead, partial, units);
     for (int64_t dim = 0; dim < width_; dim += kKeyGroups * 16) {
       const int64_t blocks = (width_ - dim) / 16 < kKeyGroups ? (width_ - dim) / 16 : kKeyGroups;
       for_row_chunks<S::tile_tokens / 2>(tile.rows, [&](int64_t row, auto chunk) {
         weigh<decltype(chunk)::rows>(codes(scratch) + row * 2 * kSplitPositions, units + row, kv, dim, blocks,
-                                     partial + row * partial_floats(width_) + dim);
+                                     ahead, partial + row * partial_floats(width_) + dim);
       });
     }
   }
@@ -72,15 +72,15 @@ class SplitAttentionI8 : public SplitBase<S> {
   // groups at once, then half as many.
   template <int R, int N = wide<S, R>>
   ENGINEWRIGHT_INLINE void score(const TileQueries<int8_t>& tile, int64_t row, const SplitKv<int8_t>& kv,
-                                 int64_t g, int64_t groups, float* scores) const {
-    for (; groups >= N; groups -= N, g += N) score_tile<R, N>(tile, row, kv, g, scores);
+                                 int64_t g, int64_t groups, Ahead<S>& ahead, float* scores) const {
+    for (; groups >= N; groups -= N, g += N) score_tile<R, N>(tile, row, kv, g, ahead, scores);
     if constexpr (N > 1) {
-      if (groups > 0) score<R, N / 2>(tile, row, kv, g, groups, scores);
+      if (groups > 0) score<R, N / 2>(tile, row, kv, g, groups, ahead, scores);
     }
   }
   template <int R, int N>
   void score_tile(const TileQueries<int8_t>& tile, int64_t row, const SplitKv<int8_t>& kv, int64_t g,
-                  float* scores) const {
+                  Ahead<S>& ahead, float* scores) const {
     I acc[R][N];
     ENGINEWRIGHT_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -100,6 +100,7 @@ class SplitAttentionI8 : public SplitBase<S> {
         lines[n] = S::load_i8(keys[n] + i * 4 * kGroup);
         S::prefetch_l2(values[n] + i * 4 * kGroup);
       }
+      ahead.fetch();
       ENGINEWRIGHT_UNROLL
       for (int r = 0; r < R; ++r) {
         const typename S::Bytes4 x = S::load_bytes4(q + r * q_stride() + 4 * i);
@@ -126,7 +127,7 @@ class SplitAttentionI8 : public SplitBase<S> {
   // rows; units: what one of a row's weights is. In sweeps over all rows, so that one starts while another's
   // maximum is still folded.
   void softmax(const TileQueries<int8_t>& tile, const SplitKv<int8_t>& kv, const TileScratch& scratch,
-               float* partial, float* units) const {
+               Ahead<S>& ahead, float* partial, float* units) const {
     const int64_t positions = kv.groups * kGroup;
     const auto row_of = [&](int64_t row) { return scratch.scores + row * kSplitPositions; };
     const auto max_sum = [&](int64_t row) { return partial + row * partial_floats(width_) + width_; };
@@ -137,7 +138,7 @@ class SplitAttentionI8 : public SplitBase<S> {
                                   this->scale_ * tile.scale[row], max_sum(row));
     }
     for (int64_t row = 0; row < tile.rows; ++row) {
-      units[row] = weights(kv, powers[row], row_of(row), max_sum(row), &per_unit[row]);
+      units[row] = weights(kv, powers[row], row_of(row), ahead, max_sum(row), &per_unit[row]);
     }
     for (int64_t row = 0; row < tile.rows; ++row) {
       const F factor = S::set1(per_unit[row]);
@@ -151,7 +152,7 @@ class SplitAttentionI8 : public SplitBase<S> {
 
   // A query's prepared scores to e^(s - max s) * value_scale in fp32, and the sum. Returns what a unit of
   // them is as integers, and its inverse.
-  float weights(const SplitKv<int8_t>& kv, Power power, float* scores, float* max_sum,
+  float weights(const SplitKv<int8_t>& kv, Power power, float* scores, Ahead<S>& ahead, float* max_sum,
                 float* per_unit) const {
     const int64_t positions = kv.groups * kGroup;
     const F factor = S::set1(power.factor), offset = S::set1(power.offset);
@@ -163,6 +164,7 @@ class SplitAttentionI8 : public SplitBase<S> {
       sum = S::add(sum, p);
       most = S::max(weight, most);
       lost = S::fma(weight, S::zero(), lost);
+      ahead.fetch();
     }
     max_sum[1] = S::reduce_add(sum);
     const float largest = S::reduce_max(most);
@@ -174,15 +176,17 @@ class SplitAttentionI8 : public SplitBase<S> {
   // out (R, partial_floats) = w · v for `blocks` x 16 dims from `dim` on. w: R rows of softmax_row.
   template <int R, int N = wide<S, 2 * R>>
   ENGINEWRIGHT_INLINE void weigh(const int8_t* w, const float* scales, const SplitKv<int8_t>& kv, int64_t dim,
-                                 int64_t blocks, float* out) const {
-    for (; blocks >= N; blocks -= N, dim += N * 16, out += N * 16) weigh_tile<R, N>(w, scales, kv, dim, out);
+                                 int64_t blocks, Ahead<S>& ahead, float* out) const {
+    for (; blocks >= N; blocks -= N, dim += N * 16, out += N * 16) {
+      weigh_tile<R, N>(w, scales, kv, dim, ahead, out);
+    }
     if constexpr (N > 1) {
-      if (blocks > 0) weigh<R, N / 2>(w, scales, kv, dim, blocks, out);
+      if (blocks > 0) weigh<R, N / 2>(w, scales, kv, dim, blocks, ahead, out);
     }
   }
   template <int R, int N>
   void weigh_tile(const int8_t* w, const float* scales, const SplitKv<int8_t>& kv, int64_t dim,
-                  float* out) const {
+                  Ahead<S>& ahead, float* out) const {
     I acc[2 * R][N];
     ENGINEWRIGHT_UNROLL
     for (int r = 0; r < 2 * R; ++r) {
@@ -198,6 +202,7 @@ class SplitAttentionI8 : public SplitBase<S> {
           lines[n] = S::load_line(values + n * 64);
           S::prefetch_l2(next_keys + n * 64);
         }
+        ahead.fetch();
         ENGINEWRIGHT_UNROLL
         for (int r = 0; r < 2 * R; ++r) {
           const typename S::Bytes4 x = S::load_bytes4(w + r / 2 * 2 * kSplitPositions + i + r % 2 * 4);

@@ -54,6 +54,37 @@ struct SplitKv {
   }
 };
 
+// Fetches towards L2 what is attended to after that: pieces of memory in its order, some lines a call.
+// Kernels call fetch() in all that they do, since a core keeps few lines on their way and drops what is asked
+// for beyond; what SplitKv's users fetch themselves, just before they need it, makes up for that.
+template <class S>
+class Ahead {
+ public:
+  void start(int64_t piece_bytes) {
+    piece_bytes_ = piece_bytes;
+    pieces_ = piece_ = left_ = 0;
+  }
+  void add(const std::byte* piece) { starts_[pieces_++] = piece; }
+
+  ENGINEWRIGHT_INLINE void fetch() {
+    if (left_ <= 0) {
+      if (piece_ == pieces_) return;
+      line_ = starts_[piece_++];
+      left_ = piece_bytes_;
+    }
+    ENGINEWRIGHT_UNROLL
+    for (int i = 0; i < kLines; ++i) S::prefetch_l2(line_ + 64 * i);
+    line_ += 64 * kLines;
+    left_ -= 64 * kLines;
+  }
+
+ private:
+  static constexpr int kLines = 4;  // a call: with as many, most arrive in time; measured
+  const std::byte* starts_[2 * kSplitPositions / kStepPositions];
+  const std::byte* line_ = nullptr;
+  int64_t piece_bytes_ = 0, pieces_ = 0, piece_ = 0, left_ = 0;
+};
+
 struct TileScratch {
   float* scores;  // (rows, kSplitPositions)
   uint16_t* p;    // the same
@@ -170,7 +201,7 @@ class SplitSoftmax : public SplitBase<S> {
   // q · k in scratch.scores to p in scratch.p, and max and sum of the partial rows. In sweeps over all rows:
   // the next one's start overlaps with the folding of a row's maximum.
   void softmax(const TileQueries<uint16_t>& tile, const SplitKv<uint16_t>& kv, const TileScratch& scratch,
-               float* partial) const {
+               Ahead<S>& ahead, float* partial) const {
     const int64_t positions = kv.groups * kGroup;
     const auto max_sum = [&](int64_t row) { return partial + row * partial_floats(width_) + width_; };
     Power powers[kMostTileRows];
@@ -180,7 +211,7 @@ class SplitSoftmax : public SplitBase<S> {
     }
     for (int64_t row = 0; row < tile.rows; ++row) {
       const int64_t at = row * kSplitPositions;
-      max_sum(row)[1] = weights(scratch.scores + at, positions, powers[row], scratch.p + at);
+      max_sum(row)[1] = weights(scratch.scores + at, positions, powers[row], ahead, scratch.p + at);
     }
   }
 
@@ -188,10 +219,11 @@ class SplitSoftmax : public SplitBase<S> {
   using Power = typename SplitBase<S>::Power;
 
   // Returns the sum of p.
-  static float weights(const float* scores, int64_t positions, Power power, uint16_t* p) {
+  static float weights(const float* scores, int64_t positions, Power power, Ahead<S>& ahead, uint16_t* p) {
     const F factor = S::set1(power.factor), offset = S::set1(power.offset);
     for (int64_t i = 0; i < positions; i += kGroup) {
       S::store_bf16(p + i, exp2_of_negative<S>(S::fma(S::load(scores + i), factor, offset)));
+      ahead.fetch();
     }
     F sum = S::zero();
     for (int64_t i = 0; i < positions; i += kStepPositions) {

@@ -54,19 +54,19 @@ class SplitAttention : public SplitSoftmax<S> {
 
   // partial: (rows, partial_floats)
   void run(const TileQueries<uint16_t>& tile, const SplitKv<uint16_t>& kv, const TileScratch& scratch,
-           float* partial) const {
+           Ahead<S>& ahead, float* partial) const {
     for (int64_t g = 0; g < kv.groups; g += kKeyGroups) {
       const int64_t groups = kv.groups - g < kKeyGroups ? kv.groups - g : kKeyGroups;
       for_row_chunks<S::tile_tokens>(tile.rows, [&](int64_t row, auto chunk) {
-        score<decltype(chunk)::rows>(tile.q + row * width_, kv.keys + g, kv.values + g, groups,
+        score<decltype(chunk)::rows>(tile.q + row * width_, kv.keys + g, kv.values + g, groups, ahead,
                                      scratch.scores + row * kSplitPositions + g * kGroup);
       });
     }
-    this->softmax(tile, kv, scratch, partial);
+    this->softmax(tile, kv, scratch, ahead, partial);
     for (int64_t dim = 0; dim < width_; dim += kKeyGroups * 16) {
       const int64_t blocks = (width_ - dim) / 16 < kKeyGroups ? (width_ - dim) / 16 : kKeyGroups;
       for_row_chunks<S::tile_tokens>(tile.rows, [&](int64_t row, auto chunk) {
-        weigh<decltype(chunk)::rows>(scratch.p + row * kSplitPositions, kv, dim, blocks,
+        weigh<decltype(chunk)::rows>(scratch.p + row * kSplitPositions, kv, dim, blocks, ahead,
                                      partial + row * partial_floats(width_) + dim);
       });
     }
@@ -78,17 +78,18 @@ class SplitAttention : public SplitSoftmax<S> {
   // scores (R, kSplitPositions) of R queries and some groups of keys, N at once, then half as many.
   template <int R, int N = wide<S, R>>
   ENGINEWRIGHT_INLINE void score(const uint16_t* q, const uint16_t* const* keys,
-                                 const uint16_t* const* values, int64_t groups, float* scores) const {
+                                 const uint16_t* const* values, int64_t groups, Ahead<S>& ahead,
+                                 float* scores) const {
     for (; groups >= N; groups -= N, keys += N, values += N, scores += N * kGroup) {
-      score_tile<R, N>(q, keys, values, scores);
+      score_tile<R, N>(q, keys, values, ahead, scores);
     }
     if constexpr (N > 1) {
-      if (groups > 0) score<R, N / 2>(q, keys, values, groups, scores);
+      if (groups > 0) score<R, N / 2>(q, keys, values, groups, ahead, scores);
     }
   }
   template <int R, int N>
   void score_tile(const uint16_t* q, const uint16_t* const* keys, const uint16_t* const* values,
-                  float* scores) const {
+                  Ahead<S>& ahead, float* scores) const {
     F acc[R][N];
     ENGINEWRIGHT_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -102,6 +103,7 @@ class SplitAttention : public SplitSoftmax<S> {
         lines[n] = S::load_line(keys[n] + i * 2 * kGroup);
         S::prefetch_l2(values[n] + i * 2 * kGroup);
       }
+      ahead.fetch();
       ENGINEWRIGHT_UNROLL
       for (int r = 0; r < R; ++r) {
         const typename S::Pair pair = S::load_pair(q + r * width_ + 2 * i);
@@ -119,14 +121,15 @@ class SplitAttention : public SplitSoftmax<S> {
   // out (R, partial_floats) = p · v for `blocks` x 16 dims from `dim` on.
   template <int R, int N = wide<S, R>>
   ENGINEWRIGHT_INLINE void weigh(const uint16_t* p, const SplitKv<uint16_t>& kv, int64_t dim, int64_t blocks,
-                                 float* out) const {
-    for (; blocks >= N; blocks -= N, dim += N * 16, out += N * 16) weigh_tile<R, N>(p, kv, dim, out);
+                                 Ahead<S>& ahead, float* out) const {
+    for (; blocks >= N; blocks -= N, dim += N * 16, out += N * 16) weigh_tile<R, N>(p, kv, dim, ahead, out);
     if constexpr (N > 1) {
-      if (blocks > 0) weigh<R, N / 2>(p, kv, dim, blocks, out);
+      if (blocks > 0) weigh<R, N / 2>(p, kv, dim, blocks, ahead, out);
     }
   }
   template <int R, int N>
-  void weigh_tile(const uint16_t* p, const SplitKv<uint16_t>& kv, int64_t dim, float* out) const {
+  void weigh_tile(const uint16_t* p, const SplitKv<uint16_t>& kv, int64_t dim, Ahead<S>& ahead,
+                  float* out) const {
     F acc[R][N];
     ENGINEWRIGHT_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -142,6 +145,7 @@ class SplitAttention : public SplitSoftmax<S> {
           lines[n] = S::load_line(values + n * 32);
           S::prefetch_l2(next_keys + n * 32);
         }
+        ahead.fetch();
         ENGINEWRIGHT_UNROLL
         for (int r = 0; r < R; ++r) {
           const typename S::Pair pair = S::load_pair(p + r * kSplitPositions + i);
