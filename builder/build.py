@@ -97,7 +97,7 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
 def _goldens(path: Path) -> bytes:
     """What the finished engine computes on this machine."""
     with Engine.open(path) as engine:
-        executor = CpuExecutor(engine, replay_config())
+        executor = CpuExecutor(engine, replay_config(engine.plan.max_seq_len))
         return record(executor, engine.plan.vocab_size).to_json()
 
 

@@ -11,7 +11,7 @@ from enginewright.builder.assembly import Assembly, BuildConfig, assemble, check
 from enginewright.builder.calibration import foresee_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
-from enginewright.builder.progress import Progress
+from enginewright.builder.progress import Progress, Silent
 from enginewright.engine_file import header_bytes
 from enginewright.engine_header import padded
 from enginewright.errors import UsageError
@@ -70,7 +70,7 @@ def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress
     check_place(output)
     samples = foresee_samples(checkpoint, config)
     assembly = assemble(checkpoint, config, progress)
-    draft = assemble(checkpoint, BuildConfig(quant=W8A8()), progress) if samples and not config.calib_data else None
+    draft = assemble(checkpoint, BuildConfig(quant=W8A8()), Silent()) if samples and not config.calib_data else None
     file_bytes = _file_bytes(assembly)
     weight_bytes: Counter[str] = Counter()
     for weight in assembly.weights.values():

@@ -45,9 +45,19 @@ class Goldens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise CorruptEngineError("the goldens cannot be read", str(error), "Build the engine again.") from error
 
 
-def replay_config(threads: int | None = None, isa: str | None = None) -> RuntimeConfig:
-    """Limits that the prompts need and no more."""
-    return RuntimeConfig(max_num_seqs=1, max_num_batched_tokens=max(PROMPT_TOKENS), threads=threads, isa=isa)
+def replay_config(max_seq_len: int, threads: int | None = None, isa: str | None = None) -> RuntimeConfig:
+    """Limits that the prompts need and no more: the KV cache of an engine's longest sequence may not fit the memory.
+
+    max_seq_len: the engine's.
+    """
+    longest = max(PROMPT_TOKENS)
+    return RuntimeConfig(
+        max_model_len=min(longest, max_seq_len),
+        max_num_seqs=1,
+        max_num_batched_tokens=longest,
+        threads=threads,
+        isa=isa,
+    )
 
 
 def _last_logprobs(executor: CpuExecutor, prompt: tuple[int, ...]) -> NDArray[np.float64]:
@@ -59,9 +69,9 @@ def _last_logprobs(executor: CpuExecutor, prompt: tuple[int, ...]) -> NDArray[np
 
 
 def record(executor: CpuExecutor, vocab_size: int) -> Goldens:
-    """Run prompts of fixed pseudo-random tokens and keep what came out."""
+    """Run prompts of fixed pseudo-random tokens, as far as they fit the longest sequence, and keep what came out."""
     entries = []
-    for count in PROMPT_TOKENS:
+    for count in (count for count in PROMPT_TOKENS if count <= executor.envelope.max_model_len):
         prompt = tuple((index * 7919 + 10) % vocab_size for index in range(1, count + 1))
         logprobs = _last_logprobs(executor, prompt)
         top = np.argsort(-logprobs, kind="stable")[:TOP]

@@ -27,7 +27,7 @@ def verify(path: Path, *, goldens: bool, threads: int | None = None, isa: str | 
         return report | {"goldens": "not replayed"}
     with Engine.open(path) as engine:
         expected = Goldens.from_json(engine.file.read_section(GOLDENS))
-        executor = CpuExecutor(engine, replay_config(threads, isa))
+        executor = CpuExecutor(engine, replay_config(engine.plan.max_seq_len, threads, isa))
         deviations = replay(expected, executor)
     worst = max(deviations, default=0.0)
     if worst > expected.tolerance:

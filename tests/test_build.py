@@ -17,12 +17,13 @@ from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.engine_file import EngineFile
-from enginewright.errors import EngineError, UnsupportedModelError, UsageError
+from enginewright.errors import EngineError, NotEnoughMemoryError, UnsupportedModelError, UsageError
 from enginewright.passes.quant import QuantConfig
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
+from enginewright.runtime.verify import verify
 from tests import tolerances
 from tests.graphs import QUANTS, relative_error
 from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
@@ -130,6 +131,24 @@ def test_a_length_beyond_the_model_is_refused(tmp_path: Path) -> None:
     checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
     with pytest.raises(UsageError, match="512 positions"):
         build_engine(checkpoint, BuildConfig(max_seq_len=513), tmp_path / "x.engine")
+
+
+@pytest.mark.parametrize("length", [1, 39])
+def test_an_engine_may_be_shorter_than_its_goldens(length: int, tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    build_engine(checkpoint, BuildConfig(max_seq_len=length), tmp_path / "x.engine")
+    assert verify(tmp_path / "x.engine", goldens=True)["goldens"] == "right"
+
+
+def test_goldens_take_no_memory_for_the_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config("llama", max_position_embeddings=1 << 20)
+    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    monkeypatch.setattr("enginewright.runtime.envelope.free_memory", lambda: 1 << 26)
+    build_engine(checkpoint, BuildConfig(), tmp_path / "x.engine")
+    assert verify(tmp_path / "x.engine", goldens=True)["goldens"] == "right"
+    with Engine.open(tmp_path / "x.engine") as engine, pytest.raises(NotEnoughMemoryError):
+        CpuExecutor(engine, RuntimeConfig())
 
 
 FAULTY_CALLS = ("write", "pwrite", "pwritev", "fsync", "fdatasync", "rename", "replace", "link", "ftruncate")
