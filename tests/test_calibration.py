@@ -1,6 +1,7 @@
 """Calibration data: what is read, cut and chosen; what the model writes itself; and what is refused, by name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,19 @@ def test_of_a_large_file_the_beginning_counts(
     path = write(tmp_path / "x.jsonl", *({"text": f"{n} {SENTENCE}"} for n in range(9)), {"wrong": 1})
     monkeypatch.setattr("enginewright.builder.calibration.data.LIMIT_BYTES", path.stat().st_size - 2)
     assert len(calibration(checkpoint, tmp_path, path).texts) == 9
+    one_line = tmp_path / "x.txt"
+    one_line.write_text("東京" * 999)
+    monkeypatch.setattr("enginewright.builder.calibration.data.LIMIT_BYTES", 1000)
+    assert calibration(checkpoint, tmp_path, one_line).texts, "cut within a character"
+
+
+def test_tokens_that_the_model_does_not_have(checkpoint: MemoryCheckpoint, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", {"text": SENTENCE}, {"text": f"{SENTENCE} The capital of France is Paris."})
+    texts = calibration(checkpoint, tmp_path, path).texts
+    highest = max(texts[0])
+    assert max(texts[1]) > highest
+    smaller = replace(checkpoint, config={**checkpoint.config, "vocab_size": highest + 1})
+    assert calibration(smaller, tmp_path, path).texts == texts[:1]
 
 
 def test_a_template_that_prints_the_date_prints_the_same_on_every_day(

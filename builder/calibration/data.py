@@ -4,6 +4,7 @@ A line of JSON has "text", "prompt" and "completion", or "messages"; other keys 
 pieces at the ends of lines. Of a large file the beginning counts.
 """
 
+import codecs
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -127,12 +128,13 @@ def _read(path: Path, name: str) -> str:
         raise UsageError(
             f"{name} is a pointer of Git LFS, not the file itself", fix="Run `git lfs pull` in its folder."
         )
-    if len(data) > LIMIT_BYTES:
+    whole = len(data) <= LIMIT_BYTES
+    if not whole:
         data = data[: data.rfind(b"\n", 0, LIMIT_BYTES) + 1] or data[:LIMIT_BYTES]
     if b"\0" in data:
         raise UsageError(f"{name} cannot be used for calibration", "it is binary, not text", f"Give {FORMS}, in UTF-8.")
     try:
-        return data.decode("utf-8-sig")
+        return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=whole)
     except UnicodeDecodeError as error:
         why = f"byte {error.start} is no UTF-8"
         raise UsageError(f"{name} cannot be used for calibration", why, f"Give {FORMS}, in UTF-8.") from error

@@ -5,6 +5,7 @@ grows with their tokens, and many short texts differ more than a few long ones.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -103,11 +104,12 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _read_samples(ref: str, checkpoint: Checkpoint, count: int) -> Samples:
-    tokenizer = _tokenizer(checkpoint)
+    tokenizer, vocab_size = _tokenizer(checkpoint), checkpoint.config.get("vocab_size", math.inf)
     samples: list[tuple[int, ...]] = []
     for text in _spread(texts := read_texts(ref), count):
         ids = _encode(text, tokenizer)
-        if len(ids) >= LEAST_TOKENS:
+        # Tokenizers may know tokens that their model has no embedding for.
+        if len(ids) >= LEAST_TOKENS and max(ids) < vocab_size:
             samples.append(tuple(ids))
         if len(samples) == count:
             break
