@@ -4,7 +4,7 @@ A key with the value null counts as absent, as it does for transformers.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar, overload
 
 from enginewright.errors import EngineError, UnsupportedModelError
@@ -126,18 +126,18 @@ class ConfigReader:
         """Refuse, by name, keys that change results and that nobody read.
 
         Raises:
-            UnsupportedModelError: naming the first of them.
+            UnsupportedModelError: naming all of them.
         """
-        for key, harmless in CHANGES_THE_RESULT.items():
-            value = self._values.get(key)
-            if key not in self._read and value is not None and value not in harmless:
-                raise self.unsupported(f"{key} = {_short(value)}")
+        self._refuse(key for key, harmless in CHANGES_THE_RESULT.items() if self._values.get(key) not in harmless)
 
     def refuse_any_unread(self, harmless: Collection[str] = ()) -> None:
         """Refuse, by name, every key that nobody read: for objects in which every key counts."""
-        for key, value in self._values.items():
-            if key not in self._read and value is not None and key not in harmless:
-                raise self.unsupported(f"{key} = {_short(value)}")
+        self._refuse(key for key in self._values if key not in harmless)
+
+    def _refuse(self, keys: Iterable[str]) -> None:
+        found = [key for key in keys if key not in self._read and self._values.get(key) is not None]
+        if found:
+            raise self.unsupported(", ".join(f"{key} = {_short(self._values[key])}" for key in found))
 
     def _find(self, keys: tuple[str, ...]) -> tuple[str, Any]:
         self._read.update(keys)

@@ -97,6 +97,11 @@ def test_values_that_change_nothing_are_left_alone() -> None:
             ConfigReader({key: "something else"}).refuse_unread()
 
 
+def test_all_that_is_not_implemented_is_named_at_once() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"what is not implemented: alibi = True, clip_qkv = 5$"):
+        ConfigReader({"clip_qkv": 5, "alibi": True, "mlp_bias": False, "logit_scale": None}).refuse_unread()
+
+
 def test_objects_in_which_every_key_counts() -> None:
     config = ConfigReader({"factor": 2.0, "remark": True, "absent": None, "long": [1.0] * 1000})
     config.read(float, "factor")
