@@ -87,6 +87,7 @@ class GemmA8 final : public Kernel {
   static constexpr int64_t kPieceBytes = 24 << 10;  // of L1
   static constexpr int64_t kPanelBytes = 1 << 19;   // of x: a part of L2
   static constexpr int64_t kPrefetchBytes = 2048;   // ahead in each block
+  static constexpr int64_t kPrefetchAgain = 256;    // since a core with many lines on their way drops some
   static constexpr int64_t kPrefetchScales = 32;    // runs ahead
   static_assert(kPieceBytes / 16 / kRunBlocks >= GemmOperands::kLongestGroup);
 
@@ -155,15 +156,18 @@ class GemmA8 final : public Kernel {
     each<M, N>([&](int m, int n) { sums[m][n] = S::zero(); });
     const std::byte* line = g_.block(block);
     const int8_t* k = x(0);
+    const std::byte *ahead = line + kPrefetchBytes, *block_end = line + g_.block_bytes;
     for (int64_t g = 0; g < g_.groups; ++g) {
       I acc[M][N];
       begin(panel, 0, block, g, acc);
       const std::byte* end = line + depth(g * g_.group, k_end_) / kLineK * 64;
-      for (; line < end; line += 64, k += kLineK) {
+      for (; line < end; line += 64, k += kLineK, ahead += 64) {
+        if (ahead == block_end) ahead += (N - 1) * g_.block_bytes;  // the next N
         Line w[N][kLines];
         ENGINEWRIGHT_UNROLL
         for (int n = 0; n < N; ++n) {
-          S::prefetch_l2(line + n * g_.block_bytes + kPrefetchBytes);
+          S::prefetch_l2(ahead + n * g_.block_bytes);
+          S::prefetch(line + n * g_.block_bytes + kPrefetchAgain);
           Codes::load(line + n * g_.block_bytes, w[n]);
         }
         ENGINEWRIGHT_UNROLL
