@@ -9,6 +9,7 @@ from enginewright.plugins.add_rms_norm import ADD_RMS_NORM
 from enginewright.plugins.causal_window import CAUSAL_WINDOW
 from enginewright.plugins.embed_bf16 import EMBED_BF16
 from enginewright.plugins.embed_w8 import EMBED_W8
+from enginewright.plugins.gather_columns import GATHER_COLUMNS
 from enginewright.plugins.gemm_bf16 import GEMM_BF16
 from enginewright.plugins.gemm_fp8a16 import GEMM_FP8A16
 from enginewright.plugins.gemm_w4a8 import GEMM_W4A8
@@ -32,6 +33,7 @@ PLUGINS: Mapping[str, Plugin] = {
         CAUSAL_WINDOW,
         EMBED_BF16,
         EMBED_W8,
+        GATHER_COLUMNS,
         GEMM_BF16,
         GEMM_FP8A16,
         GEMM_W4A8,

@@ -197,6 +197,44 @@ def test_add(isa: str, columns: int) -> None:
     assert runner.read_pad(out).isnan().all()
 
 
+@isas
+@pytest.mark.parametrize("columns", [1, 77, 1100])
+@pytest.mark.parametrize("threads", THREADS)
+def test_gather_columns(isa: str, columns: int, threads: int) -> None:
+    """Some columns twice, others not at all."""
+    x = randn(5, columns)
+    order = torch.randint(0, columns, (columns,), generator=torch.Generator().manual_seed(columns), dtype=torch.int32)
+    order[-1] = columns - 1
+    runner = KernelRunner(isa, threads, tokens=5)
+    operands: Operands = {"x": runner.filled(x), "columns": weight(order)}
+    out, half = runner.buffer(5, columns, "f32"), runner.buffer(5, columns, "bf16")
+    for target in (out, half):
+        runner.call("gather_columns@1", operands | {"out": target})
+    assert torch.equal(runner.read(out), x[:, order])
+    assert runner.read_pad(out).isnan().all()
+    assert torch.equal(runner.read(half), x[:, order].bfloat16().float())
+    assert not runner.read_pad(half).any()
+
+
+@isas
+def test_gather_columns_of_a_column_view(isa: str) -> None:
+    x, order = randn(5, 200), torch.arange(95, -1, -1, dtype=torch.int32)
+    runner = KernelRunner(isa, tokens=5)
+    view, out = runner.filled(x).view(20, 96), runner.buffer(5, 96, "f32")
+    runner.call("gather_columns@1", {"x": view, "columns": weight(order), "out": out})
+    assert torch.equal(runner.read(out), x[:, 20:116].flip(1))
+
+
+@pytest.mark.parametrize("wrong", [-1, 64, 2**31 - 1, -(2**31)])
+def test_columns_that_are_not_there_are_refused(wrong: int) -> None:
+    order = torch.arange(64, dtype=torch.int32)
+    order[17] = wrong
+    runner = KernelRunner("portable")
+    x, out = runner.buffer(1, 64, "f32"), runner.buffer(1, 64, "f32")
+    with pytest.raises(ValueError, match="names columns that 'x' does not have"):
+        runner.call("gather_columns@1", {"x": x, "columns": weight(order), "out": out})
+
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": torch.nn.functional.silu,
     "geglu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
@@ -233,6 +271,7 @@ def test_activations_over_their_whole_range(isa: str, epilogue: str) -> None:
         ("add@1", {"a": 64, "b": 65, "out": 64}, {}, "'b' must have 64 columns"),
         ("cast@1", {"x": 64, "out": 64, "y": 64}, {}, "no operand 'y'"),
         ("gather_rows@1", {"x": 64, "out": 64, "rows": 64}, {}, "'rows' must be i32"),
+        ("gather_columns@1", {"x": 64, "out": 64, "columns": 64}, {}, "'columns' must be i32"),
     ],
 )
 def test_malformed_operands_are_refused(

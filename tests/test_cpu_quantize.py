@@ -98,6 +98,20 @@ def test_a_norm_quantizes_what_it_would_have_written(isa: str, columns: int, ker
         assert torch.equal(runner.read(total), x + delta)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("group", [0, 32])
+def test_columns_are_quantized_in_their_new_order(isa: str, columns: int, group: int) -> None:
+    x, order = rows_of(columns).clamp(-9, 9), torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+    runner = KernelRunner(isa, 2, tokens=ROWS)
+    q, scale = outputs(runner, columns, group)
+    operands: Operands = {"x": runner.filled(x), "columns": weight(order.int()), "out": q, "scale": scale}
+    runner.call("gather_columns@1", operands, {"group": group})
+    codes, scales = quantized(x[:, order], group)
+    assert torch.equal(runner.read(q), codes) and torch.equal(runner.read(scale), scales)
+    assert not runner.read_pad(q).any()
+
+
 @pytest.mark.parametrize(
     ("message", "change"),
     [

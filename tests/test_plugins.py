@@ -28,6 +28,7 @@ INDICES: Mapping[str, Sequence[int]] = {  # values that must be in range, or fit
     "query_start": [0, 3, 7],
     "kv_len": [5, 8],
     "block_table": [4, 1, 5, 2],
+    "columns": [10, 0, 3, 3, 7, 1, 9, 2, 8, 5, 4],
 }
 INDICES_OF_ONE: Mapping[str, Sequence[int]] = {**INDICES, "query_start": [0, 1], "kv_len": [1]}
 
@@ -179,6 +180,11 @@ CASES: list[Case] = [
             {"q_num_heads": 6, "kv_num_heads": 3, "scale": 0.3, "softcap": softcap, "window": window},
         )
         for window, softcap in ((3, 0.0), (1, 2.0))
+    ),
+    *(
+        Case("GatherColumns", {"x": (FLOAT, (*rows, 11)), "columns": (INT32, (11,))}, {"to": int(to), "group": 0})
+        for rows in (("tokens",), (1, "T"))
+        for to in (FLOAT, BFLOAT16, INT8)
     ),
     *(Case("Softcap", {"x": (FLOAT, rows)}, {"cap": 3.0}) for rows in (("tokens", 11), (1, "T", 11))),
 ]

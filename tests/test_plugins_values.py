@@ -144,7 +144,10 @@ def quantized(x: Doubles, group: float) -> list[Doubles]:
 
 
 def normed(x: Doubles, weight: Doubles, a: Attributes) -> list[Doubles]:
-    result = rms_norm(x, weight, a["epsilon"])
+    return written_to(rms_norm(x, weight, a["epsilon"]), a)
+
+
+def written_to(result: Doubles, a: Attributes) -> list[Doubles]:
     return quantized(result, a["group"]) if a["to"] == ir.DataType.INT8 else [result]
 
 
@@ -158,6 +161,7 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "CausalWindow": causal_window,
     "EmbedBf16": lambda x, a: x["table"][x["tokens"].astype(int)] * a["scale"],
     "EmbedW8": lambda x, a: (x["table"] * x["table_scale"][:, None])[x["tokens"].astype(int)] * a["scale"],
+    "GatherColumns": lambda x, a: written_to(x["x"][..., x["columns"].astype(int)], a),
     "GemmBf16": gemm,
     "GemmFp8A16": gemm,
     "GemmW8A16": gemm,

@@ -38,6 +38,7 @@ DTYPE_NAMES = {
     ir.DataType.BFLOAT16: "bf16",
     ir.DataType.INT8: "i8",
     ir.DataType.FLOAT8E4M3FN: "e4m3",
+    ir.DataType.INT32: "i32",
     ir.DataType.UINT8: "u4",  # codes of 4 bits, a byte each in the graph
 }
 

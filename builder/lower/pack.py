@@ -17,6 +17,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "i8": torch.int8,
     "e4m3": torch.float8_e4m3fn,
+    "i32": torch.int32,
     "u4": torch.uint8,  # a code each
 }
 

@@ -9,8 +9,6 @@
 // lanes by column, then in one tree: the same bits for every row, wherever it stands.
 #pragma once
 
-#include <optional>
-
 #include "operands.h"
 #include "quantize.h"
 #include "rows.h"
@@ -52,43 +50,6 @@ struct NormedRow {
   }
 };
 
-// The operand that a norm writes.
-template <class S>
-class NormOut {
- public:
-  NormOut(const Operands& operands, const Attributes& attributes, const std::string& name, const Operand& x,
-          const Operand& weight)
-      : out_(operand(operands, name)), columns_(x.columns), width_(weight.columns) {
-    if (out_.dtype == DType::i8) {
-      require(width_ == columns_, "a row is quantized as a whole, so 'weight' must be as wide as 'x'");
-      quantized_.emplace(matrix(operands, name, DType::i8), matrix(operands, "scale", DType::f32),
-                         attributes);
-    } else {
-      float_matrix(operands, name);
-      require(operands.count("scale") == 0, "'scale' belongs to an output of i8");
-    }
-    require_same_rows(x, out_);
-    require_columns(out_, columns_);
-  }
-
-  const Operand& written() const { return out_; }
-
-  // Columns [column, column + width) of a row.
-  ENGINEWRIGHT_INLINE void put(int64_t row, int64_t column, const NormedRow<S>& normed) const {
-    if (quantized_) return quantized_->template put<S>(row, normed);
-    const RowWriter<S> out(out_, row);
-    int64_t i = 0;
-    for (; i + 16 <= width_; i += 16) out.put(column + i, normed.at(i));
-    if (const int64_t n = width_ - i; n > 0) out.put_first(column + i, normed.first(i, n), n);
-    if (column + width_ == columns_) out.zero_pad(out_);
-  }
-
- private:
-  const Operand out_;
-  const int64_t columns_, width_;
-  std::optional<QuantizedRows> quantized_;
-};
-
 inline float checked_epsilon(const Attributes& attributes) {
   const double epsilon = number(attributes, "epsilon");
   require(epsilon >= 0, "the attribute 'epsilon' must not be negative");
@@ -101,7 +62,7 @@ class RmsNorm final : public Kernel {
   RmsNorm(const Operands& operands, const Attributes& attributes)
       : x_(matrix(operands, "x", DType::f32)),
         weight_(vector_weight(operands, "weight", operand(operands, "weight").columns)),
-        out_(operands, attributes, "out", x_, weight_),
+        out_(operands, attributes, "out", x_, weight_.columns),
         epsilon_(checked_epsilon(attributes)) {
     require_known(operands, attributes, {"x", "weight", "out", "scale"}, {"epsilon", "group"});
     require(x_.columns % weight_.columns == 0, "the width of 'weight' does not divide the columns of 'x'");
@@ -120,13 +81,13 @@ class RmsNorm final : public Kernel {
     for (int64_t item = mine.begin; item < mine.end; ++item) {
       const int64_t row = item / runs, column = item % runs * width;
       const float* x = x_.as<const float>() + row * x_.stride + column;
-      out_.put(row, column, {x, weight, inverse_rms<S>(x, width, epsilon_)});
+      out_.put(row, column, NormedRow<S>{x, weight, inverse_rms<S>(x, width, epsilon_)});
     }
   }
 
  private:
   const Operand x_, weight_;
-  const NormOut<S> out_;
+  const RowsOut<S> out_;
   const float epsilon_;
 };
 
@@ -138,7 +99,7 @@ class AddRmsNorm final : public Kernel {
         delta_(matrix(operands, "delta", DType::f32)),
         weight_(vector_weight(operands, "weight", x_.columns)),
         sum_(matrix(operands, "sum", DType::f32)),
-        normed_(operands, attributes, "normed", x_, weight_),
+        normed_(operands, attributes, "normed", x_, weight_.columns),
         epsilon_(checked_epsilon(attributes)) {
     require_known(operands, attributes, {"x", "delta", "weight", "sum", "normed", "scale"},
                   {"epsilon", "group"});
@@ -167,13 +128,13 @@ class AddRmsNorm final : public Kernel {
       if (const int64_t n = columns - i; n > 0) {
         S::store_first(sum + i, S::add(S::load_first(x + i, n), S::load_first(delta + i, n)), n);
       }
-      normed_.put(row, 0, {sum, weight, inverse_rms<S>(sum, columns, epsilon_)});
+      normed_.put(row, 0, NormedRow<S>{sum, weight, inverse_rms<S>(sum, columns, epsilon_)});
     }
   }
 
  private:
   const Operand x_, delta_, weight_, sum_;
-  const NormOut<S> normed_;
+  const RowsOut<S> normed_;
   const float epsilon_;
 };
 

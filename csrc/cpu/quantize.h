@@ -8,6 +8,8 @@
 // nothing then.
 #pragma once
 
+#include <optional>
+
 #include "operands.h"
 #include "rows.h"
 
@@ -82,6 +84,45 @@ class QuantizedRows {
  private:
   const Operand codes_, scale_;
   const int64_t run_;
+};
+
+// What a kernel writes row by row: floats, or i8 with the operand 'scale' beside it.
+template <class S>
+class RowsOut {
+ public:
+  // width: columns that are put at once.
+  RowsOut(const Operands& operands, const Attributes& attributes, const std::string& name, const Operand& x,
+          int64_t width)
+      : out_(operand(operands, name)), columns_(x.columns), width_(width) {
+    if (out_.dtype == DType::i8) {
+      require(width_ == columns_, "a row is quantized as a whole, so 'weight' must be as wide as 'x'");
+      quantized_.emplace(matrix(operands, name, DType::i8), matrix(operands, "scale", DType::f32),
+                         attributes);
+    } else {
+      float_matrix(operands, name);
+      require(operands.count("scale") == 0, "'scale' belongs to an output of i8");
+    }
+    require_same_rows(x, out_);
+    require_columns(out_, columns_);
+  }
+
+  const Operand& written() const { return out_; }
+
+  // Columns [column, column + width) of a row; x is read as by quantize_run.
+  template <class Row>
+  ENGINEWRIGHT_INLINE void put(int64_t row, int64_t column, const Row& x) const {
+    if (quantized_) return quantized_->template put<S>(row, x);
+    const RowWriter<S> out(out_, row);
+    int64_t i = 0;
+    for (; i + 16 <= width_; i += 16) out.put(column + i, x.at(i));
+    if (const int64_t n = width_ - i; n > 0) out.put_first(column + i, x.first(i, n), n);
+    if (column + width_ == columns_) out.zero_pad(out_);
+  }
+
+ private:
+  const Operand out_;
+  const int64_t columns_, width_;
+  std::optional<QuantizedRows> quantized_;
 };
 
 template <class S>

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "embed.h"
+#include "gather_columns.h"
 #include "gemm.h"
 #include "gemm_a8.h"
 #include "kernel.h"
@@ -34,6 +35,7 @@ KernelTable make_table(KernelTable table) {
       {"cast@1", make_kernel<Cast<S>>},
       {"embed_bf16@1", make_kernel<EmbedBf16<S>>},
       {"embed_w8@1", make_kernel<EmbedW8<S>>},
+      {"gather_columns@1", make_kernel<GatherColumns<S>>},
       {"gather_rows@1", make_kernel<GatherRows<S>>},
       {"gemm_w4a8@1", make_kernel<GemmW4A8<S>>},
       {"gemm_w8a8@1", make_kernel<GemmW8A8<S>>},
