@@ -41,7 +41,7 @@ def main() -> None:
 @main.command()
 @click.argument("model")
 @recipe_option
-@click.option("--quant", type=click.Choice(QUANTS), default="bf16", show_default=True, help="Weight format.")
+@click.option("--quant", type=click.Choice(QUANTS), help="Weight format.  [bf16, or the one that MODEL is in]")
 @QUANT_OPTIONS
 @click.option(
     "--kv-cache-dtype",
@@ -67,7 +67,7 @@ def main() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def build(
     model: str,
-    quant: str,
+    quant: str | None,
     kv_cache_dtype: str,
     calib_data: str | None,
     calib_size: int | None,
@@ -81,13 +81,13 @@ def build(
     **settings: Any,
 ) -> None:
     """Build MODEL (a folder, a .gguf file, or a hub id) into one engine file."""
-    from enginewright.builder.build import BuildConfig, build_engine, quant_config
+    from enginewright.builder.build import BuildConfig, build_engine, chosen_quant, default_output
     from enginewright.builder.checkpoint import open_checkpoint
     from enginewright.builder.console import ConsoleProgress, describe
     from enginewright.builder.forecast import forecast
 
     config = BuildConfig(
-        quant=quant_config(quant, **settings),
+        quant=chosen_quant(quant, **settings),
         kv_cache_dtype=KV_CACHE_DTYPES[kv_cache_dtype],
         targets=targets,
         max_seq_len=max_seq_len,
@@ -99,8 +99,7 @@ def build(
     with ConsoleProgress() as progress:
         progress.phase("open the checkpoint")
         checkpoint = open_checkpoint(model, only_cached=dry_run)
-        kv = "" if config.kv_cache_dtype == "bf16" else f"-kv-{config.kv_cache_dtype}"
-        path = output or Path(f"{checkpoint.name}-{quant}{kv}.engine")
+        path = output or default_output(checkpoint, config)
         report = (forecast if dry_run else build_engine)(checkpoint, config, path, progress)
     click.echo(json.dumps(report.to_dict()) if as_json else describe(report), err=not as_json)
 

@@ -1,7 +1,9 @@
 """Checkpoint → graph → plan: all that an engine will hold, before any of its weights is read."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import msgspec
 from enginewright import __version__
 from enginewright.builder.ahead import ahead
 from enginewright.builder.checkpoint import Checkpoint
+from enginewright.builder.checkpoint.quantized import format_name
 from enginewright.builder.lower import Lowered, Weight, lower, pack_rows
 from enginewright.builder.models import build_graph
 from enginewright.builder.progress import Progress
@@ -18,7 +21,7 @@ from enginewright.errors import UsageError
 from enginewright.manifest import WEIGHTS, About, Limits
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.pipeline import run_pipeline
-from enginewright.passes.quant import Bf16, QuantConfig
+from enginewright.passes.quant import Bf16, QuantConfig, quant_config
 from enginewright.passes.quant.method import Calibration
 from enginewright.passes.weights import open_rows
 from enginewright.plan import Plan
@@ -30,13 +33,14 @@ KV_DTYPES = {"bf16": "bf16", "int8": "i8"}  # as --kv-cache-dtype has it → as 
 class BuildConfig:
     """What a build is asked for.
 
-    kv_cache_dtype: what the KV cache holds, one of KV_DTYPES. max_seq_len: positions of the longest sequence; None
-    takes the model's own. max_batch_size: sequences in a step, recorded as the runtime's default and nothing more.
-    calib_data, calib_size: as `builder.calibration` has them; both None where the method needs no calibration.
-    dump_graphs: folder for one ONNX file a pass.
+    quant: None takes weights as the checkpoint has them, quantized or BF16. kv_cache_dtype: what the KV cache holds,
+    one of KV_DTYPES. max_seq_len: positions of the longest sequence; None takes the model's own. max_batch_size:
+    sequences in a step, recorded as the runtime's default and nothing more. calib_data, calib_size: as
+    `builder.calibration` has them; both None where the method needs no calibration. dump_graphs: folder for one ONNX
+    file a pass.
     """
 
-    quant: QuantConfig = field(default_factory=Bf16)
+    quant: QuantConfig | None = None
     targets: tuple[str, ...] = ("cpu",)
     kv_cache_dtype: str = "bf16"
     max_seq_len: int | None = None
@@ -45,10 +49,17 @@ class BuildConfig:
     calib_size: int | None = None
     dump_graphs: Path | None = None
 
+    @property
+    def method(self) -> QuantConfig:
+        """Of weights that are not quantized already."""
+        return self.quant or Bf16()
+
 
 @dataclass(frozen=True)
 class Assembly:
-    """plans: by target. weights: name → where its bytes come from. files: the sections that are not weights."""
+    """plans: by target. weights: name → where its bytes come from. files: the sections that are not weights. notes:
+    what people should know of weights that the checkpoint has quantized.
+    """
 
     checkpoint: Checkpoint
     config: BuildConfig
@@ -57,6 +68,7 @@ class Assembly:
     weights: Mapping[str, Weight]
     files: Mapping[str, bytes]
     results: Mapping[str, PassResult]
+    notes: Sequence[str]
 
     @property
     def weight_bytes(self) -> int:
@@ -86,8 +98,8 @@ class Assembly:
             model_type=str(self.checkpoint.config["model_type"]),
             targets=config.targets,
             recipe={
-                "quant": config.quant.name,
-                **asdict(config.quant),
+                "quant": format_name(self.checkpoint) or config.method.name,
+                **asdict(config.method),
                 "kv_cache_dtype": config.kv_cache_dtype,
                 "max_seq_len": self.max_seq_len,
                 "max_batch_size": config.max_batch_size,
@@ -115,12 +127,51 @@ def assemble(
     max_seq_len = _max_seq_len(config, int(model.metadata_props["enginewright.max_seq_len"]))
     progress.phase("calibrate, run the passes" if calibration else "run the passes")
     ragged, results = run_pipeline(
-        model, config.quant, config.dump_graphs, KV_DTYPES[config.kv_cache_dtype], calibration
+        model, config.method, config.dump_graphs, KV_DTYPES[config.kv_cache_dtype], calibration
     )
     progress.phase("lower to a plan")
     lowered = {target: lower(ragged, target, max_seq_len) for target in config.targets}
     plans = {target: entry.plan for target, entry in lowered.items()}
-    return Assembly(checkpoint, config, max_seq_len, plans, _merged(lowered), _files(checkpoint, plans), results)
+    notes = Counter(json.loads(model.metadata_props["enginewright.notes"]))
+    notes.update(note for result in results.values() for note in result.notes)
+    return Assembly(
+        checkpoint,
+        config,
+        max_seq_len,
+        plans,
+        _merged(lowered),
+        _files(checkpoint, plans),
+        results,
+        [f"{count} weights: {text}" for text, count in notes.items()],
+    )
+
+
+def check_quant(checkpoint: Checkpoint, config: BuildConfig) -> None:
+    """Refuse to quantize what is quantized already.
+
+    Raises:
+        UsageError: the checkpoint is, and a method is asked for.
+    """
+    stored_as = format_name(checkpoint)
+    if stored_as is not None and config.quant is not None:
+        raise UsageError(
+            f"--quant {config.quant.name} is not possible",
+            f"the checkpoint is quantized already, as {stored_as}",
+            "Leave --quant out to build it as it is, or build from the original checkpoint.",
+        )
+
+
+def chosen_quant(name: str | None, **settings: object) -> QuantConfig | None:
+    """What --quant and the settings of methods ask for; None where they leave it to the checkpoint."""
+    given = name is not None or any(value is not None for value in settings.values())
+    return quant_config(name or Bf16.name, **settings) if given else None
+
+
+def default_output(checkpoint: Checkpoint, config: BuildConfig) -> Path:
+    """MODEL-QUANT.engine, in the working directory."""
+    quant = config.quant.name if config.quant else format_name(checkpoint) or Bf16.name
+    kv = "" if config.kv_cache_dtype == "bf16" else f"-kv-{config.kv_cache_dtype}"
+    return Path(f"{checkpoint.name}-{quant}{kv}.engine")
 
 
 def check_place(output: Path) -> None:

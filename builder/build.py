@@ -1,6 +1,6 @@
 """Checkpoint → graph → plan → file: the builder's one road, end to end."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from enginewright.builder.ahead import begin
-from enginewright.builder.assembly import BuildConfig, assemble, check_place
+from enginewright.builder.assembly import (
+    BuildConfig,
+    assemble,
+    check_place,
+    check_quant,
+    chosen_quant,
+    default_output,
+)
 from enginewright.builder.calibration import calibrate
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.progress import Progress, Silent
@@ -25,7 +32,7 @@ from enginewright.runtime.machine import num_cores
 @dataclass(frozen=True)
 class BuildReport:
     """What was built. weight_bytes: weights as stored. rewrites: pass → number of rewrites. calibration: None if the
-    method needs none.
+    method needs none. notes: what people should know of weights that the checkpoint has quantized.
     """
 
     path: Path
@@ -36,6 +43,7 @@ class BuildReport:
     max_seq_len: int
     rewrites: dict[str, int]
     calibration: Mapping[str, Any] | None
+    notes: Sequence[str]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"path": str(self.path)}
@@ -68,6 +76,7 @@ def _one_thread() -> Iterator[None]:
 
 def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress) -> BuildReport:
     check_place(output)
+    check_quant(checkpoint, config)
     sources = begin(checkpoint.source_hashes)
     samples = calibrate(checkpoint, config, output, progress)
     threads, folder = env.num_threads() or num_cores(), output.absolute().parent
@@ -91,6 +100,7 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
         max_seq_len=assembly.max_seq_len,
         rewrites={name: result.rewrites for name, result in assembly.results.items()},
         calibration=samples.to_dict() if samples else None,
+        notes=assembly.notes,
     )
 
 
@@ -101,4 +111,4 @@ def _goldens(path: Path) -> bytes:
         return record(executor, engine.plan.vocab_size).to_json()
 
 
-__all__ = ["BuildConfig", "BuildReport", "build_engine", "quant_config"]
+__all__ = ["BuildConfig", "BuildReport", "build_engine", "chosen_quant", "default_output", "quant_config"]

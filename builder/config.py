@@ -107,6 +107,14 @@ class ConfigReader:
             raise self.error(f"{key} is {_short(value)}, not a list")
         return [self._as(kind, f"{key}[{index}]", entry) for index, entry in enumerate(value)]
 
+    def holds(self, key: str, value: object) -> bool:
+        """Whether a key, of whatever type, has just this value."""
+        return bool(self._find((key,))[1] == value)
+
+    def names(self) -> list[str]:
+        """All keys that are there."""
+        return list(self._values)
+
     def section(self, *keys: str) -> "ConfigReader | None":
         """An object within the config, None if there is none."""
         key, value = self._find(keys)

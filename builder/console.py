@@ -69,6 +69,7 @@ def _built(report: BuildReport) -> Iterator[str]:
     yield f"size     {_size(report.size_bytes)}"
     yield f"content  sha256:{report.content_hash}"
     yield from _calibration(report.calibration)
+    yield from _notes(report)
     yield f"memory   {_size(report.weight_bytes)} of weights, {_kv(report)}"
     yield ""
     yield f'next     engine generate {shlex.quote(str(report.path))} --chat "What is the capital of France?"'
@@ -88,6 +89,7 @@ def _foreseen(report: Forecast) -> Iterator[str]:
     yield from _calibration(report.calibration)
     dtypes = ", ".join(f"{_size(count)} {dtype}" for dtype, count in sorted(report.weight_bytes.items()))
     yield f"memory   {_size(sum(report.weight_bytes.values()))} of weights ({dtypes}), {_kv(report)}"
+    yield from _notes(report)
     yield f"build    takes {_need(report.disk_bytes, report.free_disk_bytes, 'on that disk')}"
     yield f"         and {_need(report.memory_bytes, report.free_memory_bytes, 'in memory')}"
     yield ""
@@ -98,6 +100,11 @@ def _calibration(made: Mapping[str, Any] | None) -> Iterator[str]:
     if made is not None:
         digest = f" (sha256:{made['sha256']})" if "sha256" in made else ""
         yield f"calib    {made['samples']} samples, {made['tokens']} tokens, from {made['source']}{digest}"
+
+
+def _notes(report: BuildReport | Forecast) -> Iterator[str]:
+    for note in report.notes:
+        yield f"note     {note}"
 
 
 def _kv(report: BuildReport | Forecast) -> str:

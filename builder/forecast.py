@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from enginewright.builder.assembly import Assembly, BuildConfig, assemble, check_place
+from enginewright.builder.assembly import Assembly, BuildConfig, assemble, check_place, check_quant
 from enginewright.builder.calibration import foresee_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
@@ -34,8 +34,8 @@ class Forecast:
     """What a build would make and take.
 
     kernels: by target, how often each is called. refusals: by pass, what it leaves as it is and why, in sentences.
-    weight_bytes: by dtype. file_bytes: without what a build measures (goldens: some kilobytes). disk_bytes: at most, at
-    any time of the build. memory_bytes: an estimate, without pages of files.
+    notes: as those of a BuildReport. weight_bytes: by dtype. file_bytes: without what a build measures (goldens: some
+    kilobytes). disk_bytes: at most, at any time of the build. memory_bytes: an estimate, without pages of files.
     """
 
     output: Path
@@ -46,6 +46,7 @@ class Forecast:
     rewrites: dict[str, int]
     refusals: dict[str, list[str]]
     calibration: dict[str, Any] | None
+    notes: list[str]
     file_bytes: int
     weight_bytes: dict[str, int]
     kv_bytes_per_token: int
@@ -68,6 +69,7 @@ def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress
     if config.dump_graphs is not None:
         raise UsageError("--dry-run writes nothing", "and --dump-graphs does", "Leave one of them out.")
     check_place(output)
+    check_quant(checkpoint, config)
     samples = foresee_samples(checkpoint, config)
     assembly = assemble(checkpoint, config, progress)
     draft = assemble(checkpoint, BuildConfig(quant=W8A8()), Silent()) if samples and not config.calib_data else None
@@ -84,6 +86,7 @@ def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress
         rewrites={name: result.rewrites for name, result in assembly.results.items()},
         refusals={name: list(result.refusals) for name, result in assembly.results.items() if result.refusals},
         calibration=samples,
+        notes=list(assembly.notes),
         file_bytes=file_bytes,
         weight_bytes=dict(weight_bytes),
         kv_bytes_per_token=assembly.kv_bytes_per_token,
@@ -103,7 +106,7 @@ def _file_bytes(assembly: Assembly) -> int:
 
 def _spooled_bytes(assembly: Assembly) -> int:
     """Of a method that chooses codes beforehand: those wait on disk, with an eighth more for scales."""
-    if not any(isinstance(each, Choose | Mix) for each in assembly.config.quant.prepare(Calibration())):
+    if not any(isinstance(each, Choose | Mix) for each in assembly.config.method.prepare(Calibration())):
         return 0
     forms = [weight.form for weight in assembly.weights.values() if weight.form.layout.startswith("r16")]
     codes = [prod(form.shape) * CODE_BYTES[form.dtype] for form in forms if "columns" not in form.layout]

@@ -15,10 +15,13 @@ from enginewright.plugins import plugin_of
 
 @dataclass(frozen=True)
 class PassResult:
-    """rewrites: how often the pass changed the graph. refusals: why it did not where it might have, a sentence each."""
+    """rewrites: how often the pass changed the graph. refusals: why it did not where it might have, a sentence each.
+    notes: what people should know of the engine, one for each weight or other thing that it is true of.
+    """
 
     rewrites: int
     refusals: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Pass(Protocol):
@@ -51,7 +54,9 @@ def run_passes(model: ir.Model, passes: Sequence[Pass], dump_graphs: Path | None
         if dump_graphs is not None:
             dump_graph(model, dump_graphs / f"{index:02d}-{each.name}.onnx")
         before = results.get(each.name, PassResult(0))
-        results[each.name] = PassResult(before.rewrites + result.rewrites, before.refusals + result.refusals)
+        results[each.name] = PassResult(
+            before.rewrites + result.rewrites, before.refusals + result.refusals, before.notes + result.notes
+        )
     return results
 
 

@@ -16,6 +16,7 @@ from enginewright.passes.gather_early import GatherEarly
 from enginewright.passes.graph import norms_rows
 from enginewright.passes.pass_manager import Pass, PassResult, run_passes
 from enginewright.passes.quant import QuantConfig
+from enginewright.passes.quant.act_order import SortColumns
 from enginewright.passes.quant.method import Calibration
 from enginewright.passes.quant.quantize import Quantize
 from enginewright.passes.to_ragged import ToRagged
@@ -29,6 +30,7 @@ def pipeline(quant: QuantConfig, kv_dtype: str = "bf16", calibration: Calibratio
     return [
         # Standard ONNX, one dense sequence.
         Cleanup(),
+        SortColumns(),
         FuseQkv(),
         FuseGateUp(),
         # Formats of weights and activations. What sees activations does so in standard ops.

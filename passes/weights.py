@@ -33,6 +33,10 @@ class RowsTensor(ir.LazyTensor):
         assert values.dtype == dtype and tuple(values.shape) == shape, f"{self.name}: {values.dtype} {values.shape}"
         return ir.tensor_adapters.TorchTensor(values, name=self.name)
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return self._of[0]
+
     def initializer(self) -> ir.Value:
         return ir.Value(name=self.name, type=ir.TensorType(self.dtype), shape=self.shape, const_value=self)
 

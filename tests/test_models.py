@@ -274,7 +274,7 @@ REFUSED: list[tuple[str, Mapping[str, Any], str, int]] = [
     ("llama", {"hidden_act": "relu2"}, "hidden_act = 'relu2'.*silu", 3),
     ("llama", {"sliding_window": 4096}, "sliding_window = 4096", 3),
     ("llama", {"num_experts": 8}, "num_experts = 8", 3),
-    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "already quantized", 3),
+    ("llama", {"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method = 'bitsandbytes'", 3),
     ("llama", {"num_key_value_heads": 4}, "no multiple of num_key_value_heads", 1),
     ("llama", {"head_dim": 7}, "head_dim is 7", 1),
     ("qwen2", {"attention_bias": True}, "attention_bias", 3),

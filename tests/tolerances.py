@@ -88,3 +88,12 @@ REFERENCE_F32 = 1e-6
 # Mean KL (nats) between a tiny model and its rescaled copy, in float64: each weight is rounded to bf16 once more, which
 # changes logits as bf16 weights do; measured 1.4e-6. A scale that is forgotten in one place gives 7e-4 or more.
 RESCALED_KL = 2e-5
+
+# A weight of a quantized checkpoint beside what its producer restores, over the value: the same code times a scale that
+# is rounded to bf16, and the producer's own rounding of the product to bf16 or fp16.
+STORED_SCALES = 2.0**-8 * 1.01
+
+# relative_error of all logits, engine against transformers on what a quantized checkpoint stands for: the arithmetic of
+# ENGINE_LOGITS without its rounding of weights. Activations are bf16 (6.2e-5 measured at most), or int8 with a scale
+# for each run of columns (4.2e-4) or each token (3.9e-4).
+STORED_LOGITS = {"bf16": 1e-4, "int4": 1e-3, "int8": 1e-3}

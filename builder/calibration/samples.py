@@ -87,11 +87,11 @@ def foresee_samples(checkpoint: Checkpoint, config: BuildConfig) -> dict[str, An
 
 
 def _wanted(config: BuildConfig) -> bool:
-    if not config.quant.calibrated:
+    if not config.method.calibrated:
         for option, given in (("--calib-data", config.calib_data), ("--calib-size", config.calib_size)):
             if given is not None:
-                raise UsageError(f"{option} means nothing to --quant {config.quant.name}", "it needs no calibration")
-    return config.quant.calibrated
+                raise UsageError(f"{option} means nothing to --quant {config.method.name}", "it needs no calibration")
+    return config.method.calibrated
 
 
 def _count(config: BuildConfig) -> int:

@@ -15,6 +15,7 @@ from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+MODELOPT_CONFIG = "hf_quant_config.json"  # where config.json has no quantization_config: what modelopt wrote beside it
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -27,6 +28,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -80,7 +82,7 @@ class FolderCheckpoint:
 
     @cached_property
     def _source_hashes(self) -> Mapping[str, str]:
-        texts = [CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES, INDEX]
+        texts = [CONFIG, GENERATION_CONFIG, MODELOPT_CONFIG, *TOKENIZER_FILES, INDEX]
         present = {name for name in texts if self._files.find(name)} | set(self._shard_of.values())
         return {name: self._files.sha256(name) for name in sorted(present)}
 
@@ -95,6 +97,9 @@ class FolderCheckpoint:
         config = self._files.read_json(CONFIG)
         if not isinstance(config.get("model_type"), str):
             raise UnsupportedModelError(f"{CONFIG} in {folder} names no model_type")
+        beside = self._files.read_json(MODELOPT_CONFIG).get("quantization")
+        if config.get("quantization_config") is None and isinstance(beside, dict):
+            config["quantization_config"] = {"quant_method": "modelopt", **beside}
         return config
 
     def _read_headers(self) -> dict[str, TensorInfo]:

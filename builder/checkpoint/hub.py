@@ -26,6 +26,7 @@ from enginewright.builder.checkpoint.folder import (
     CONFIG,
     GENERATION_CONFIG,
     INDEX,
+    MODELOPT_CONFIG,
     PICKLE_SUFFIXES,
     WEIGHTS,
     read_index,
@@ -168,7 +169,7 @@ def _refusals(hub_id: HubId, hint: str = "") -> Iterator[None]:
 
 
 def _is_text(name: str) -> bool:
-    return name in (CONFIG, GENERATION_CONFIG, INDEX, *TOKENIZER_FILES, *OTHER_TOKENIZERS)
+    return name in (CONFIG, GENERATION_CONFIG, MODELOPT_CONFIG, INDEX, *TOKENIZER_FILES, *OTHER_TOKENIZERS)
 
 
 def _plain_weights(id: str, names: list[str]) -> list[str]:

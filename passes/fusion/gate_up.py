@@ -8,6 +8,9 @@ from enginewright.passes.fusion.gated import gated_product
 from enginewright.passes.fusion.siblings import stack
 from enginewright.passes.graph import linear_of, nodes_of
 from enginewright.passes.pass_manager import PassResult
+from enginewright.passes.quant.method import forget_format, stored, stored_alike
+
+RESTORED = "restored, because gate and up projection are quantized in different formats"
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class FuseGateUp:
     name: str = "fuse_gate_up"
 
     def __call__(self, model: ir.Model) -> PassResult:
-        rewrites, refusals = 0, []
+        rewrites, refusals, notes = 0, [], []
         for node in nodes_of(model, "Mul"):
             gated = gated_product(node)
             if gated is None:
@@ -24,7 +27,12 @@ class FuseGateUp:
             if gate is None or up is None:
                 refusal: str | None = f"{node.name} does not multiply two linear layers."
             else:
+                weights = (gate.weight, up.weight)
+                if not stored_alike(weights):  # apart, they have no kernel
+                    notes += [RESTORED for weight in weights if stored(weight)]
+                    for weight in weights:
+                        forget_format(weight)
                 refusal = stack((gate, up), "gate_up_proj")
             rewrites += refusal is None
             refusals += [refusal] if refusal else []
-        return PassResult(rewrites, tuple(refusals))
+        return PassResult(rewrites, tuple(refusals), tuple(notes))

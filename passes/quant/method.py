@@ -138,12 +138,25 @@ def stack_weights(name: str, weights: Sequence[ir.Value]) -> ir.Value | str:
     already = [one for weight in weights if (one := stored(weight))]
     if not already:
         return stacked(name, weights)
-    config, names = already[0].stored_as, " and ".join(str(weight.name) for weight in weights)
-    if len(already) < len(weights) or any(one.stored_as != config for one in already):
+    config = already[0].stored_as
+    if not stored_alike(weights):
+        names = " and ".join(str(weight.name) for weight in weights)
         return f"{names} are stored in different formats."
     outputs = config.outputs(name, *shape_of(weights[0]))
     parts = [stacked(output[0], alike) for output, *alike in zip(outputs, *(one.parts for one in already), strict=True)]
     return StoredTensor(name, config, parts).initializer()
+
+
+def stored_alike(weights: Sequence[ir.Value]) -> bool:
+    """Whether weights are all quantized already in one and the same format, or none of them is."""
+    formats = [one.stored_as if (one := stored(weight)) else None for weight in weights]
+    return all(format == formats[0] for format in formats)
+
+
+def forget_format(weight: ir.Value) -> None:
+    """A weight that is quantized already is from now on as others: FLOAT, and to be quantized anew."""
+    if (one := stored(weight)) is not None:
+        weight.const_value = RowsTensor(str(one.name), torch.float32, shape_of(weight), one.open)
 
 
 def stored(weight: ir.Value) -> StoredTensor | None:

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import json
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import cast
 import onnx_ir as ir
 
 from enginewright.builder.checkpoint.base import Checkpoint
+from enginewright.builder.checkpoint.quantized import read_format
 from enginewright.builder.config import ConfigReader
+from enginewright.builder.tensors import Tensors
 from enginewright.builder.weights import Weights
 from enginewright.errors import UnsupportedModelError
 
@@ -35,16 +38,12 @@ def build_graph(checkpoint: Checkpoint) -> ir.Model:
         EngineError: config and tensors do not fit together.
     """
     config = ConfigReader(checkpoint.config)
-    weights = Weights(checkpoint)
-    if config.section("quantization_config") is not None:
-        raise UnsupportedModelError(
-            "the checkpoint is already quantized",
-            "its config.json has a quantization_config, which is not implemented",
-            "Build from the original checkpoint, and quantize with --quant.",
-        )
+    format = read_format(config, Tensors(checkpoint))
+    weights = Weights(checkpoint, format)
     model = _find(config.read(str, "model_type"))(config, weights)
     config.refuse_unread()
     weights.refuse_left_over()
+    model.metadata_props["enginewright.notes"] = json.dumps(format.notes if format else {})
     return model
 
 

@@ -1,0 +1,6 @@
+"""Checkpoints that are quantized already: one file a format, named after the `quant_method` of its config.json."""
+
+from enginewright.builder.checkpoint.quantized.find import format_name, read_format
+from enginewright.builder.checkpoint.quantized.format import Format
+
+__all__ = ["Format", "format_name", "read_format"]

@@ -1,0 +1,40 @@
+"""Numbers of a few bits, out of the words and bytes that they are packed in."""
+
+import torch
+
+# FP4 (E2M1) and scales (E8M0), by code. https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+E8M0 = torch.tensor([*(2.0 ** (code - 127) for code in range(255)), torch.nan])
+
+
+def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Codes UINT8 [..., count] of INT32 words [..., W]: code i is the `bits` bits from bit i · bits on."""
+    if bits == 8:
+        return words.contiguous().view(torch.uint8)[..., :count]
+    if bits == 4:
+        return nibbles(words.contiguous().view(torch.uint8))[..., :count]
+    first = torch.arange(count) * bits
+    wide = torch.nn.functional.pad(words, (0, 1)).to(torch.int64) & 0xFFFFFFFF
+    word = first // 32
+    pairs = wide[..., word] | wide[..., word + 1] << 32
+    return ((pairs >> first % 32) & ((1 << bits) - 1)).to(torch.uint8)
+
+
+def nibbles(pairs: torch.Tensor) -> torch.Tensor:
+    """Codes UINT8 [..., 2 n] of bytes [..., n], the low half of each first."""
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
+
+
+def words_for(count: int, bits: int) -> int:
+    """32-bit words that hold so many codes."""
+    return -(-count * bits // 32)
+
+
+def fp4(pairs: torch.Tensor) -> torch.Tensor:
+    """FLOAT [..., 2 n] of bytes [..., n] with two FP4 numbers each."""
+    return FP4[nibbles(pairs).int()]
+
+
+def e8m0(exponents: torch.Tensor) -> torch.Tensor:
+    """FLOAT powers of two, of their exponents as UINT8 or FLOAT8E8M0: 2^(code - 127), NaN for 255."""
+    return E8M0[exponents.view(torch.uint8).int()]

@@ -1,0 +1,210 @@
+"""What the numbers of a quantized weight become: the form of the kernel that runs them, or bfloat16 where none does.
+
+Formats say where codes, scales and zero points are; all are given by rows of the weight, [n, ...].
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from enginewright.builder.checkpoint.quantized.format import Format
+from enginewright.builder.tensors import Read
+from enginewright.errors import EngineError
+from enginewright.passes.quant import W8A8, Fp8, Int4Rtn, Int8Wo, QuantConfig
+from enginewright.passes.quant.method import LONGEST_GROUP, StoredTensor
+from enginewright.passes.weights import RowReader, RowsTensor
+
+Open = Callable[[], RowReader]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Numbers of each run of `size` columns of a weight, the last one perhaps shorter.
+
+    scales: floating point [n, G]. zeros: what codes are larger than the numbers that they stand for, integers [n, G];
+    None where that is always half of the codes.
+    """
+
+    size: int
+    scales: Open
+    zeros: Open | None = None
+
+
+def by_rows(read: Read, of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Open:
+    """The rows of a tensor, or of what is made of it when a reading begins."""
+
+    def open() -> RowReader:
+        values = of(read()) if of else read()
+        return lambda begin, end: values[begin:end]
+
+    return open
+
+
+def by_columns(read: Read, of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Open:
+    """The same of its columns: a tensor [..., N] that holds the weight's rows side by side."""
+
+    def open() -> RowReader:
+        values = of(read()) if of else read()
+        return lambda begin, end: values[:, begin:end].t()
+
+    return open
+
+
+def integers(
+    format: Format,
+    name: str,
+    shape: tuple[int, ...],
+    bits: int,
+    codes: Open,
+    groups: Groups,
+    int8_activations: int | None = None,
+) -> RowsTensor:
+    """A weight of integers; a code stands for (code - zero) · scale.
+
+    Args:
+        codes: UINT8 [n, K], in [0, 2^bits).
+        int8_activations: columns of INT8 activations that share a scale, 0 for all; None where they are not INT8.
+    """
+    whole_rows = groups.size >= shape[1]
+    run = 0 if whole_rows else _run_of(groups.size)
+    if bits <= 4 and run is not None:
+        return _int4(name, shape, bits, codes, groups, run)
+    if bits > 4 and whole_rows and groups.zeros is None:
+        config = Int8Wo() if int8_activations is None else W8A8(int8_activations)
+        return _int8(name, shape, bits, codes, groups, config)
+    shift = " with zero points" if groups.zeros else ""
+    runs = "by rows" if whole_rows else f"in runs of {groups.size} columns"
+    format.note(f"integers of {bits} bits{shift} {runs}, which no kernel takes, are restored to bfloat16")
+    return restored(name, shape, restore_integers(name, bits, codes, groups))
+
+
+def restore_integers(name: str, bits: int, codes: Open, groups: Groups) -> Open:
+    def open() -> RowReader:
+        read, scales, zeros = codes(), groups.scales(), groups.zeros and groups.zeros()
+
+        def rows(begin: int, end: int) -> torch.Tensor:
+            values = read(begin, end).float()
+            zero = zeros(begin, end).float() if zeros else torch.full((1, 1), float(1 << bits - 1))
+            scale = _finite(scales(begin, end), name)
+            return (values - _wide(zero, groups.size, values)) * _wide(scale, groups.size, values)
+
+        return rows
+
+    return open
+
+
+def floats(
+    format: Format, name: str, shape: tuple[int, ...], values: Open, groups: Groups, what: str, fp8: bool = False
+) -> RowsTensor:
+    """A weight of small floating point numbers, each times the scale of its run.
+
+    Args:
+        values: FLOAT8E4M3FN [n, K] if fp8; else what `.float()` gives the numbers of.
+        what: for a note, what such weights are called.
+    """
+    if fp8 and groups.size >= shape[1]:
+        return _fp8(name, shape, values, groups)
+    format.note(f"{what}, which no kernel takes, is restored to bfloat16")
+
+    def open() -> RowReader:
+        read, scales = values(), groups.scales()
+
+        def rows(begin: int, end: int) -> torch.Tensor:
+            numbers = read(begin, end).float()
+            return numbers * _wide(_finite(scales(begin, end), name), groups.size, numbers)
+
+        return rows
+
+    return restored(name, shape, open)
+
+
+def restored(name: str, shape: tuple[int, ...], open: Open) -> RowsTensor:
+    """FLOAT numbers, rounded to bfloat16 as those of other checkpoints are."""
+
+    def rounded() -> RowReader:
+        read = open()
+        return lambda begin, end: _finite(read(begin, end), name).to(torch.bfloat16).float()
+
+    return RowsTensor(name, torch.float32, shape, rounded)
+
+
+def _run_of(size: int) -> int | None:
+    """The longest run that kernels take and that divides one of `size` columns."""
+    return next((run for run in range(LONGEST_GROUP, 0, -32) if size % run == 0), None)
+
+
+def _int4(name: str, shape: tuple[int, ...], bits: int, codes: Open, groups: Groups, run: int) -> StoredTensor:
+    config = Int4Rtn(group_size=run, zero_points=groups.zeros is not None)
+    shift = 0 if groups.zeros else 8 - (1 << bits - 1)  # the middle of fewer bits moves to that of four
+    repeats = groups.size // run if run else 1
+    count = config.outputs(name, *shape)[1][2][1]  # runs of a row
+
+    def of_runs(values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(repeats, dim=1)[:, :count] if repeats > 1 else values
+
+    opens = [
+        _mapped(codes, lambda rows: _checked_codes(rows, bits, name) + shift),
+        _mapped(groups.scales, lambda rows: _finite(of_runs(rows).to(torch.bfloat16), name)),
+    ]
+    if groups.zeros:
+        opens.append(_mapped(groups.zeros, lambda rows: _checked_codes(of_runs(rows), 4, name).to(torch.int8)))
+    return _stored(name, shape, config, opens)
+
+
+def _int8(
+    name: str, shape: tuple[int, ...], bits: int, codes: Open, groups: Groups, config: QuantConfig
+) -> StoredTensor:
+    def signed(rows: torch.Tensor) -> torch.Tensor:
+        # -128 becomes -127, beyond which kernels cannot go.
+        return _checked_codes(rows, bits, name).to(torch.int16).sub_(1 << bits - 1).clamp_(min=-127).to(torch.int8)
+
+    scales = _mapped(groups.scales, lambda rows: _finite(rows.float(), name)[:, 0])
+    return _stored(name, shape, config, [_mapped(codes, signed), scales])
+
+
+def _fp8(name: str, shape: tuple[int, ...], values: Open, groups: Groups) -> StoredTensor:
+    def checked(rows: torch.Tensor) -> torch.Tensor:
+        if ((rows.view(torch.uint8) & 0x7F) == 0x7F).any():
+            raise _not_finite(name)
+        return rows
+
+    scales = _mapped(groups.scales, lambda rows: _finite(rows.float(), name)[:, 0])
+    return _stored(name, shape, Fp8(), [_mapped(values, checked), scales])
+
+
+def _stored(name: str, shape: tuple[int, ...], config: QuantConfig, opens: list[Open]) -> StoredTensor:
+    outputs = config.outputs(name, *shape)
+    parts = [RowsTensor(*output, open).initializer() for output, open in zip(outputs, opens, strict=True)]
+    return StoredTensor(name, config, parts)
+
+
+def _mapped(open: Open, convert: Callable[[torch.Tensor], torch.Tensor]) -> Open:
+    def opened() -> RowReader:
+        read = open()
+        return lambda begin, end: convert(read(begin, end))
+
+    return opened
+
+
+def _wide(of_groups: torch.Tensor, size: int, values: torch.Tensor) -> torch.Tensor:
+    """Numbers of runs [n, G] for each column of values [n, K]."""
+    if of_groups.shape[1] == 1:
+        return of_groups.float()
+    return of_groups.float().repeat_interleave(size, dim=1)[:, : values.shape[1]]
+
+
+def _checked_codes(codes: torch.Tensor, bits: int, name: str) -> torch.Tensor:
+    if bits < 8 and ((codes < 0) | (codes >= 1 << bits)).any():
+        raise EngineError(f"{name} cannot be used", f"it holds codes of more than {bits} bits", "Check the checkpoint.")
+    return codes
+
+
+def _finite(values: torch.Tensor, name: str) -> torch.Tensor:
+    if not values.isfinite().all():
+        raise _not_finite(name)
+    return values
+
+
+def _not_finite(name: str) -> EngineError:
+    return EngineError(f"{name} cannot be used", "it or its scales hold NaN or infinity", "Check the checkpoint.")

@@ -1,0 +1,1 @@
+"""One file a format, found by its name: `open(config, tensors)` makes its reader."""

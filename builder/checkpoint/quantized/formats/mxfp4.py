@@ -1,0 +1,25 @@
+"""MXFP4 checkpoints, as those of gpt-oss: FP4 numbers, and a power of two for each 32 of them.
+
+Of a parameter [..., K]: `<name>_blocks` UINT8 [..., K / 32, 16], two numbers a byte, and `<name>_scales` UINT8 [..., K
+/ 32]. https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
+"""
+
+from enginewright.builder.checkpoint.quantized.format import Format
+from enginewright.builder.checkpoint.quantized.fours import mxfp4_weight
+from enginewright.builder.config import ConfigReader
+from enginewright.builder.tensors import Tensors
+from enginewright.passes.weights import RowsTensor
+
+HARMLESS = ("dequantize", "modules_to_not_convert")
+
+
+def open(config: ConfigReader, tensors: Tensors) -> Format:
+    config.refuse_any_unread(("quant_method", *HARMLESS))
+    return Mxfp4(tensors)
+
+
+class Mxfp4(Format):
+    def weight(self, name: str, shape: tuple[int, ...]) -> RowsTensor | None:
+        if self.tensors.find(f"{name}_blocks") is None:
+            return None
+        return mxfp4_weight(self, name, shape, f"{name}_blocks", f"{name}_scales")
