@@ -61,6 +61,15 @@ def main() -> None:
 @click.option("--max-batch-size", type=Count(), default=32, show_default=True, help="Recorded as the run's default.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="[MODEL-QUANT.engine]")
 @click.option(
+    "--gate",
+    default="quick",
+    show_default=True,
+    help="Compare engine and source: quick, full or off, and limits: kl=0.05,top1=0.97.  [limits: the method's]",
+)
+@click.option(
+    "--report", type=click.Path(path_type=Path), help="What the gate measured: an .html file, and .json beside."
+)
+@click.option(
     "--dump-graphs", type=click.Path(path_type=Path, file_okay=False), help="One ONNX file a pass, no weights."
 )
 @click.option("--dry-run", is_flag=True, help="Say what the build would make and take, and touch nothing.")
@@ -75,6 +84,8 @@ def build(
     max_seq_len: int | None,
     max_batch_size: int,
     output: Path | None,
+    gate: str,
+    report: Path | None,
     dump_graphs: Path | None,
     dry_run: bool,
     as_json: bool,
@@ -85,6 +96,7 @@ def build(
     from enginewright.builder.checkpoint import open_checkpoint
     from enginewright.builder.console import ConsoleProgress, describe
     from enginewright.builder.forecast import forecast
+    from enginewright.builder.gate import parse_gate
 
     config = BuildConfig(
         quant=chosen_quant(quant, **settings),
@@ -95,13 +107,15 @@ def build(
         calib_data=calib_data,
         calib_size=calib_size,
         dump_graphs=dump_graphs,
+        gate=parse_gate(gate),
+        report=report,
     )
     with ConsoleProgress() as progress:
         progress.phase("open the checkpoint")
         checkpoint = open_checkpoint(model, only_cached=dry_run)
         path = output or default_output(checkpoint, config)
-        report = (forecast if dry_run else build_engine)(checkpoint, config, path, progress)
-    click.echo(json.dumps(report.to_dict()) if as_json else describe(report), err=not as_json)
+        made = (forecast if dry_run else build_engine)(checkpoint, config, path, progress)
+    click.echo(json.dumps(made.to_dict()) if as_json else describe(made), err=not as_json)
 
 
 @main.command()

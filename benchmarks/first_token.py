@@ -39,7 +39,7 @@ def main() -> None:
         path = arguments.engine
         if path is None:
             path = Path(folder) / "model.engine"
-            build = [sys.executable, "-m", "enginewright.cli", "build", str(SMOLLM2), "-o", str(path)]
+            build = [sys.executable, "-m", "enginewright.cli", "build", str(SMOLLM2), "--gate", "off", "-o", str(path)]
             subprocess.run(build, check=True, stderr=subprocess.DEVNULL)
         question = "What is the capital of France?"
         generate = [sys.executable, "-m", "enginewright.cli", "generate", str(path), "--chat", question]

@@ -147,7 +147,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = folder / "model.engine"
-        build_engine(open_checkpoint(str(arguments.model)), BuildConfig(quant=quant_config(arguments.quant)), path)
+        config = BuildConfig(quant=quant_config(arguments.quant), gate=None)
+        build_engine(open_checkpoint(str(arguments.model)), config, path)
         limits = {"threads": arguments.threads}
         paced = {**limits, "prefill_chunk_size": arguments.chunk}
         library = [sys.executable, str(SCRIPTS / "ours.py"), str(path)]

@@ -84,7 +84,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.engine"
-        build_engine(open_checkpoint(str(arguments.checkpoint)), BuildConfig(quant=quant_config(arguments.quant)), path)
+        config = BuildConfig(quant=quant_config(arguments.quant), gate=None)
+        build_engine(open_checkpoint(str(arguments.checkpoint)), config, path)
         with Engine.open(path) as engine:
             for batch in arguments.batch:
                 rounds = [round_of(engine, batch, arguments.steps) for _ in range(arguments.rounds)]

@@ -153,7 +153,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.engine"
-        build_engine(open_checkpoint(str(arguments.model)), BuildConfig(quant=quant_config(arguments.quant)), path)
+        config = BuildConfig(quant=quant_config(arguments.quant), gate=None)
+        build_engine(open_checkpoint(str(arguments.model)), config, path)
         work = f"{arguments.streams} streams, a prompt of {arguments.prompt} tokens, {arguments.quant}"
         print(f"{work}, {arguments.threads} threads, {arguments.rounds} rounds")
         figures = asyncio.run(measure(path, arguments))

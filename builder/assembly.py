@@ -3,16 +3,18 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import onnx_ir as ir
 
 from enginewright import __version__
 from enginewright.builder.ahead import ahead
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.quantized import format_name
+from enginewright.builder.gate import GateConfig
 from enginewright.builder.lower import Lowered, Weight, lower, pack_rows
 from enginewright.builder.models import build_graph
 from enginewright.builder.progress import Progress
@@ -37,7 +39,7 @@ class BuildConfig:
     one of KV_DTYPES. max_seq_len: positions of the longest sequence; None takes the model's own. max_batch_size:
     sequences in a step, recorded as the runtime's default and nothing more. calib_data, calib_size: as
     `builder.calibration` has them; both None where the method needs no calibration. dump_graphs: folder for one ONNX
-    file a pass.
+    file a pass. gate: None measures nothing. report: an .html or .json file for what the gate has measured.
     """
 
     quant: QuantConfig | None = None
@@ -48,6 +50,8 @@ class BuildConfig:
     calib_data: str | None = None
     calib_size: int | None = None
     dump_graphs: Path | None = None
+    gate: GateConfig | None = field(default_factory=GateConfig)
+    report: Path | None = None
 
     @property
     def method(self) -> QuantConfig:
@@ -57,13 +61,16 @@ class BuildConfig:
 
 @dataclass(frozen=True)
 class Assembly:
-    """plans: by target. weights: name → where its bytes come from. files: the sections that are not weights. notes:
-    what people should know of weights that the checkpoint has quantized.
+    """imported, dense: the graph at first, and before it was quantized. plans: by target. weights: name → where its
+    bytes come from. files: the sections that are not weights. notes: what people should know of weights that the
+    checkpoint has quantized.
     """
 
     checkpoint: Checkpoint
     config: BuildConfig
     max_seq_len: int
+    imported: ir.Model
+    dense: ir.Model
     plans: Mapping[str, Plan]
     weights: Mapping[str, Weight]
     files: Mapping[str, bytes]
@@ -125,24 +132,26 @@ def assemble(
     progress.phase("import the model")
     model = build_graph(checkpoint)
     max_seq_len = _max_seq_len(config, int(model.metadata_props["enginewright.max_seq_len"]))
+    imported, dense = model.clone(), list[ir.Model]()
     progress.phase("calibrate, run the passes" if calibration else "run the passes")
-    ragged, results = run_pipeline(
-        model, config.method, config.dump_graphs, KV_DTYPES[config.kv_cache_dtype], calibration
-    )
+    kv_dtype = KV_DTYPES[config.kv_cache_dtype]
+    ragged, results = run_pipeline(model, config.method, config.dump_graphs, kv_dtype, calibration, dense.append)
     progress.phase("lower to a plan")
     lowered = {target: lower(ragged, target, max_seq_len) for target in config.targets}
     plans = {target: entry.plan for target, entry in lowered.items()}
     notes = Counter(json.loads(model.metadata_props["enginewright.notes"]))
     notes.update(note for result in results.values() for note in result.notes)
     return Assembly(
-        checkpoint,
-        config,
-        max_seq_len,
-        plans,
-        _merged(lowered),
-        _files(checkpoint, plans),
-        results,
-        [f"{count} weights: {text}" for text, count in notes.items()],
+        checkpoint=checkpoint,
+        config=config,
+        max_seq_len=max_seq_len,
+        imported=imported,
+        dense=dense[0],
+        plans=plans,
+        weights=_merged(lowered),
+        files=_files(checkpoint, plans),
+        results=results,
+        notes=[f"{count} weights: {text}" for text, count in notes.items()],
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from enginewright.builder.ahead import begin
 from enginewright.builder.assembly import (
+    Assembly,
     BuildConfig,
     assemble,
     check_place,
@@ -19,7 +20,9 @@ from enginewright.builder.assembly import (
 )
 from enginewright.builder.calibration import calibrate
 from enginewright.builder.checkpoint import Checkpoint
+from enginewright.builder.gate import Subject, check_report_path, measure, refusal, write_report
 from enginewright.builder.progress import Progress, Silent
+from enginewright.manifest import About
 from enginewright.passes.quant import quant_config
 from enginewright.passes.quant.method import Calibration
 from enginewright.runtime import env
@@ -27,6 +30,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.goldens import GOLDENS, record, replay_config
 from enginewright.runtime.machine import num_cores
+from enginewright.runtime.quality import QUALITY, QualityReport
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,10 @@ class BuildReport:
     rewrites: dict[str, int]
     calibration: Mapping[str, Any] | None
     notes: Sequence[str]
+    quality: QualityReport
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"path": str(self.path)}
+        return asdict(self) | {"path": str(self.path), "quality": self.quality.to_dict()}
 
 
 def build_engine(
@@ -58,6 +63,7 @@ def build_engine(
         UnsupportedModelError: the model, or something in it, is not implemented.
         UsageError: the options do not fit the model.
         EngineError: the checkpoint is damaged, or the disk is.
+        QualityGateError: the engine is too far from its source.
     """
     with _one_thread():
         return _build(checkpoint, config, output, progress or Silent())
@@ -77,18 +83,23 @@ def _one_thread() -> Iterator[None]:
 def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress) -> BuildReport:
     check_place(output)
     check_quant(checkpoint, config)
+    if config.report is not None:
+        check_report_path(config.report, config.gate)
     sources = begin(checkpoint.source_hashes)
     samples = calibrate(checkpoint, config, output, progress)
     threads, folder = env.num_threads() or num_cores(), output.absolute().parent
     calibration = Calibration(samples.texts, threads, folder) if samples else None
     assembly = assemble(checkpoint, config, progress, calibration)
-    with assembly.writer(output, evidence_sections=1) as writer:
+    with assembly.writer(output, evidence_sections=2) as writer:
         progress.phase("pack the weights", assembly.weight_bytes)
         assembly.write(writer, progress)
         about = assembly.about(sources.result(), **(samples.recipe() if samples else {}))
         writer.write_header(about)
         progress.phase("run it once")
-        writer.add(GOLDENS, _goldens(writer.temporary_path), evidence=True)
+        goldens = _goldens(writer.temporary_path)
+        quality = _gate(assembly, writer.temporary_path, about, progress)
+        writer.add(GOLDENS, goldens, evidence=True)
+        writer.add(QUALITY, quality.to_json(), evidence=True)
         progress.phase("write it to disk")
         manifest = writer.commit(about)
     return BuildReport(
@@ -101,6 +112,7 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
         rewrites={name: result.rewrites for name, result in assembly.results.items()},
         calibration=samples.to_dict() if samples else None,
         notes=assembly.notes,
+        quality=quality,
     )
 
 
@@ -109,6 +121,25 @@ def _goldens(path: Path) -> bytes:
     with Engine.open(path) as engine:
         executor = CpuExecutor(engine, replay_config(engine.plan.max_seq_len))
         return record(executor, engine.plan.vocab_size).to_json()
+
+
+def _gate(assembly: Assembly, path: Path, about: About, progress: Progress) -> QualityReport:
+    """How far the finished engine is from its source.
+
+    Raises:
+        QualityGateError: too far.
+    """
+    config = assembly.config
+    if config.gate is None:
+        return QualityReport("off")
+    progress.phase(f"quality gate ({config.gate.name})")
+    names = {str(weight.value.name): name for name, weight in assembly.weights.items()}
+    report = measure(config.gate, Subject(path, assembly.imported, assembly.dense, names, config.method))
+    if config.report is not None:
+        write_report(report, about, config.report)
+    if report.measured is not None and report.measured.failed:
+        raise refusal(report.measured, config.method, config.kv_cache_dtype)
+    return report
 
 
 __all__ = ["BuildConfig", "BuildReport", "build_engine", "chosen_quant", "default_output", "quant_config"]

@@ -4,6 +4,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from enginewright.builder.build import BuildReport
 from enginewright.builder.forecast import Forecast
+from enginewright.runtime.quality import describe_quality
 
 REFUSALS_SHOWN = 3  # of each pass
 
@@ -71,6 +73,8 @@ def _built(report: BuildReport) -> Iterator[str]:
     yield from _calibration(report.calibration)
     yield from _notes(report)
     yield f"memory   {_size(report.weight_bytes)} of weights, {_kv(report)}"
+    quality = describe_quality(report.quality)
+    yield from (f"{name:<8} {line}" for name, line in zip_longest(["quality"], quality, fillvalue=""))
     yield ""
     yield f'next     engine generate {shlex.quote(str(report.path))} --chat "What is the capital of France?"'
 

@@ -11,6 +11,7 @@ from enginewright.builder.assembly import Assembly, BuildConfig, assemble, check
 from enginewright.builder.calibration import foresee_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
+from enginewright.builder.gate.gate import STEP_ELEMENTS, TOKENS
 from enginewright.builder.progress import Progress, Silent
 from enginewright.engine_file import header_bytes
 from enginewright.engine_header import padded
@@ -22,11 +23,11 @@ from enginewright.passes.quant.method import Calibration
 from enginewright.plan import Sizes
 from enginewright.runtime.machine import free_memory
 
-EVIDENCE_SECTIONS = 1  # goldens
+EVIDENCE_SECTIONS = 2  # goldens, quality report
 CODE_BYTES = {"u4": 1, "i8": 1, "e4m3": 1, "bf16": 2}  # by dtype, before they are packed
 # Python with torch and onnx takes 200 MB, the graph and pieces of weights the rest.
 BASE_BYTES = 300_000_000
-COPIES = 4  # of activations in the plan's precision, that calibration has at once: it keeps them as FLOAT
+COPIES = 4  # of activations in the plan's precision, that calibration or the gate has at once: they are FLOAT there
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress
         raise UsageError("--dry-run writes nothing", "and --dump-graphs does", "Leave one of them out.")
     check_place(output)
     check_quant(checkpoint, config)
+    if config.report is not None:
+        raise UsageError("--dry-run writes nothing", "and --report does", "Leave one of them out.")
     samples = foresee_samples(checkpoint, config)
     assembly = assemble(checkpoint, config, progress)
     draft = assemble(checkpoint, BuildConfig(quant=W8A8()), Silent()) if samples and not config.calib_data else None
@@ -116,11 +119,13 @@ def _spooled_bytes(assembly: Assembly) -> int:
 def _memory_bytes(assembly: Assembly, calibration_tokens: int) -> int:
     largest = max(4 * prod(weight.form.shape) for weight in assembly.weights.values())
     total = BASE_BYTES + _buffer_bytes(assembly.checkpoint)
-    if calibration_tokens:
+    gate = assembly.config.gate is not None
+    tokens = max(calibration_tokens, TOKENS if gate else 0)
+    if tokens:
         plan = next(iter(assembly.plans.values()))
-        _, activations = plan.arena_offsets(Sizes(calibration_tokens, 1, 1, 1, 1))
+        _, activations = plan.arena_offsets(Sizes(tokens, 1, 1, 1, 1))
         total += COPIES * activations + largest
-    return total
+    return total + (4 * STEP_ELEMENTS if gate else 0)
 
 
 def _buffer_bytes(checkpoint: Checkpoint) -> int:

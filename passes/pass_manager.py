@@ -1,6 +1,6 @@
 """Runs passes one after the other, and checks the graph after each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -33,11 +33,17 @@ class Pass(Protocol):
     def __call__(self, model: ir.Model) -> PassResult: ...
 
 
-def run_passes(model: ir.Model, passes: Sequence[Pass], dump_graphs: Path | None = None) -> dict[str, PassResult]:
+def run_passes(
+    model: ir.Model,
+    passes: Sequence[Pass],
+    dump_graphs: Path | None = None,
+    watch: Callable[[Pass, ir.Model], None] | None = None,
+) -> dict[str, PassResult]:
     """Run passes in order; the results by name (a pass that runs twice is counted twice under one name).
 
     Args:
         dump_graphs: a folder for one ONNX file a pass, without weights: `00-imported.onnx`, `01-cleanup.onnx`, …
+        watch: called before each pass.
 
     Raises:
         EngineError: a pass left a graph that is none; the message names the pass and the node.
@@ -46,6 +52,8 @@ def run_passes(model: ir.Model, passes: Sequence[Pass], dump_graphs: Path | None
     if dump_graphs is not None:
         dump_graph(model, dump_graphs / "00-imported.onnx")
     for index, each in enumerate(passes, start=1):
+        if watch is not None:
+            watch(each, model)
         result = each(model)
         try:
             check_graph(model)

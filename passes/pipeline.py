@@ -1,5 +1,6 @@
 """The compiler's table of contents: every pass, in order."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
@@ -53,16 +54,23 @@ def run_pipeline(
     dump_graphs: Path | None = None,
     kv_dtype: str = "bf16",
     calibration: Calibration | None = None,
+    keep: Callable[[ir.Model], None] | None = None,
 ) -> tuple[ir.Model, dict[str, PassResult]]:
     """A dense graph to one that has only ops with kernels (and views); the model is changed in place.
 
     Args:
         calibration: texts, for methods that need them; without any, there is a plan of the same sizes and no more.
+        keep: given a copy of the last graph that can be streamed; its linear layers are those that are quantized.
 
     Raises:
         EngineError: an op is left that no target has a kernel for.
     """
-    results = run_passes(model, pipeline(quant, kv_dtype, calibration), dump_graphs)
+
+    def watch(following: Pass, model: ir.Model) -> None:
+        if keep is not None and isinstance(following, FuseResidualNorm):
+            keep(model.clone())
+
+    results = run_passes(model, pipeline(quant, kv_dtype, calibration), dump_graphs, watch)
     for node in model.graph:
         if not _has_kernel(node):
             refusals = [refusal for result in results.values() for refusal in result.refusals]

@@ -103,6 +103,7 @@ _OPS: Mapping[tuple[str, str], Compute] = {
     ("", "Split"): _split,
     ("", "RotaryEmbedding"): _rotate,
     ("", "Attention"): _attention,
+    (DOMAIN, "GatherColumns"): lambda node, x, columns: (x[..., columns.long()],),
     (DOMAIN, "RopeTable"): _rope_table,
     (DOMAIN, "CausalWindow"): _attention,
     (DOMAIN, "Softcap"): _softcap,

@@ -16,6 +16,7 @@ from enginewright.errors import CorruptEngineError, EngineError, UsageError
 from enginewright.manifest import WEIGHTS, SectionForm
 from enginewright.plan import Plan
 from enginewright.runtime.goldens import GOLDENS, Golden, Goldens
+from enginewright.runtime.quality import QUALITY, QualityReport
 
 ABOUT = ("name", "model_type", "targets", "limits", "builder_version", "format_version")
 PLANS = "plan/"
@@ -127,9 +128,11 @@ def _evidence(file_a: EngineFile, file_b: EngineFile) -> dict[str, Any]:
 
 
 def _measured(name: str, a: bytes, b: bytes) -> dict[str, Any]:
-    """How a section of evidence differs: goldens by their numbers, other JSON objects entry by entry."""
+    """How a section of evidence differs: what is known by its numbers, other JSON objects entry by entry."""
     if name == GOLDENS:
         return _between(Goldens.from_json(a).entries, Goldens.from_json(b).entries)
+    if name == QUALITY:
+        return _differences(QualityReport.from_json(a).figures(), QualityReport.from_json(b).figures())
     try:
         return _differences(*(msgspec.json.decode(data, type=dict[str, Any]) for data in (a, b)))
     except msgspec.MsgspecError:

@@ -1,5 +1,6 @@
 """`engine inspect`: what is in an engine file, and how many sequences of which length fit a memory."""
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from enginewright.manifest import WEIGHTS
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, envelope, sequence_bytes
 from enginewright.runtime.machine import free_memory
+from enginewright.runtime.quality import QUALITY, QualityReport, describe_quality
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -38,6 +40,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
             "targets": list(manifest.targets),
             "recipe": manifest.recipe,
             "content_hash": manifest.content_hash,
+            "quality": _quality(engine),
             "format_version": manifest.format_version,
             "builder_version": manifest.builder_version,
             "sources": manifest.sources,
@@ -70,14 +73,23 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
         }
 
 
+def _quality(engine: Engine) -> dict[str, Any] | None:
+    """As the build has measured it; None if it had no gate yet."""
+    if QUALITY not in engine.file.sections:
+        return None
+    return QualityReport.from_json(engine.file.read_section(QUALITY)).to_dict()
+
+
 def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
     """A summary for people."""
-    memory, recipe = summary["memory"], summary["recipe"]
+    memory, recipe, report = summary["memory"], summary["recipe"], summary["quality"]
+    quality = ["not known"] if report is None else describe_quality(QualityReport.from_dict(report))
     lines = [
         f"{summary['path']}: {summary['name']} ({summary['model_type']}), {summary['file_bytes'] / 1e6:.1f} MB",
         f"  recipe     {_listed(recipe)}",
         f"  targets    {', '.join(summary['targets'])}; built by enginewright {summary['builder_version']}",
         f"  content    sha256:{summary['content_hash']}",
+        *(f"  {name:<10} {line}" for name, line in zip_longest(["quality"], quality, fillvalue="")),
         f"  plan       {summary['steps']} kernel calls of {', '.join(summary['kernels'])}",
     ]
     for group in summary["kv_groups"]:

@@ -1,6 +1,6 @@
 """Teacher forcing: the logits of given texts, at every position or the last."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +11,13 @@ from enginewright.runtime.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
 
 
-def score(
+def forced(
     executor: CpuExecutor, token_ids: Sequence[Sequence[int]], *, last_only: bool = False
-) -> list[NDArray[np.float32]]:
-    """Logits of texts, computed together: one array [tokens, vocab_size] a text, or [1, vocab_size] with last_only.
+) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
+    """Logits of texts as they are computed: which text, at which position they begin, and [positions, vocab_size].
 
-    The KV cache is used from its beginning: nothing else may be running on the executor.
+    They are a view that the next step overwrites. The KV cache is used from its beginning: nothing else may be running
+    on the executor.
 
     Raises:
         UsageError: a text has no token, or more than fit the longest sequence.
@@ -32,11 +33,22 @@ def score(
     scheduler = Scheduler(executor.plan.kv_groups, executor.envelope)
     for text in texts:
         scheduler.add(text)
-    rows: dict[int, list[NDArray[np.float32]]] = {id(text): [] for text in texts}
+    index = {id(text): number for number, text in enumerate(texts)}
     while (plan := scheduler.schedule()) is not None:
-        logits, first = executor.run(plan), 0
+        logits, row = executor.run(plan), 0
         for part in plan.parts:
-            rows[id(part.sequence)].append(logits[first : first + part.num_logit_rows].copy())
-            first += part.num_logit_rows
+            begin = part.sequence.num_computed_tokens + part.num_tokens - part.num_logit_rows
+            if part.num_logit_rows:
+                yield index[id(part.sequence)], begin, logits[row : row + part.num_logit_rows]
+            row += part.num_logit_rows
         scheduler.commit(plan, [])
-    return [np.concatenate(rows[id(text)]) for text in texts]
+
+
+def score(
+    executor: CpuExecutor, token_ids: Sequence[Sequence[int]], *, last_only: bool = False
+) -> list[NDArray[np.float32]]:
+    """All of these logits: one array [tokens, vocab_size] a text, or [1, vocab_size] with last_only."""
+    rows: list[list[NDArray[np.float32]]] = [[] for _ in token_ids]
+    for text, _, logits in forced(executor, token_ids, last_only=last_only):
+        rows[text].append(logits.copy())
+    return [np.concatenate(parts) for parts in rows]

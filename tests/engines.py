@@ -21,9 +21,9 @@ def _folder() -> Path:
 
 @cache
 def built(checkpoint: Path, quant: str, kv_cache_dtype: str = "bf16") -> Path:
-    """The engine of a checkpoint, for the CPU."""
+    """The engine of a checkpoint, for the CPU; the gate would take longer than the build."""
     output = _folder() / f"{len(list(_folder().iterdir()))}-{quant}.engine"
-    config = BuildConfig(quant=quant_config(quant), kv_cache_dtype=kv_cache_dtype)
+    config = BuildConfig(quant=quant_config(quant), kv_cache_dtype=kv_cache_dtype, gate=None)
     build_engine(open_checkpoint(str(checkpoint)), config, output)
     return output
 

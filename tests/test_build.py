@@ -49,7 +49,7 @@ CASES: list[tuple[str, dict[str, object]]] = [
 def test_a_build_reads_each_tensor_once(quant: QuantConfig, tmp_path: Path) -> None:
     config = tiny_config("llama", **BIASES)
     checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
-    build_engine(checkpoint, BuildConfig(quant=quant), tmp_path / "tiny.engine")
+    build_engine(checkpoint, BuildConfig(quant=quant, gate=None), tmp_path / "tiny.engine")
     assert sorted(checkpoint.reads) == sorted(checkpoint.tensors)
 
 
@@ -64,7 +64,7 @@ def test_an_engine_computes_what_transformers_does(
     config = tiny_config(family, **overrides)
     model = tiny_model(config)
     path = tmp_path / "tiny.engine"
-    build_engine(MemoryCheckpoint.of(model, config), BuildConfig(quant=quant), path)
+    build_engine(MemoryCheckpoint.of(model, config), BuildConfig(quant=quant, gate=None), path)
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(0, config["vocab_size"], (n,), generator=generator).tolist() for n in (1, 2, 33, 61, 307)]
     with torch.inference_mode():
@@ -175,7 +175,7 @@ def test_every_system_call_of_a_build_may_fail(tmp_path: Path, monkeypatch: pyte
 
     for name in FAULTY_CALLS:
         monkeypatch.setattr(os, name, failing(getattr(os, name)))
-    build_engine(checkpoint, BuildConfig(), path)
+    build_engine(checkpoint, BuildConfig(gate=None), path)
     total = calls
     assert total > 10
     path.write_bytes(b"an earlier engine")
@@ -183,7 +183,7 @@ def test_every_system_call_of_a_build_may_fail(tmp_path: Path, monkeypatch: pyte
     for fail_at in range(1, total + 1):
         calls = 0
         try:
-            build_engine(checkpoint, BuildConfig(), path)
+            build_engine(checkpoint, BuildConfig(gate=None), path)
             survived.append(fail_at)
             path.write_bytes(b"an earlier engine")
         except EngineError as error:

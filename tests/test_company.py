@@ -50,7 +50,7 @@ def check(path: Path, isa: str, threads: int) -> None:
 def test_tiny_models(family: str, quant: QuantConfig, isa: str, tmp_path: Path) -> None:
     config = tiny_config(family)
     path = tmp_path / "tiny.engine"
-    build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(quant=quant), path)
+    build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(quant=quant, gate=None), path)
     check(path, isa, threads=2)
 
 
@@ -59,7 +59,7 @@ def test_tiny_models(family: str, quant: QuantConfig, isa: str, tmp_path: Path) 
 def test_an_int8_kv_cache(family: str, isa: str, tmp_path: Path) -> None:
     config = tiny_config(family)
     path = tmp_path / "tiny.engine"
-    build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(kv_cache_dtype="int8"), path)
+    build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(kv_cache_dtype="int8", gate=None), path)
     check(path, isa, threads=2)
 
 

@@ -14,6 +14,7 @@ from enginewright.manifest import About
 from enginewright.passes.quant import W8A8, Bf16
 from enginewright.runtime.diff import compare
 from enginewright.runtime.goldens import GOLDENS, Golden, Goldens
+from enginewright.runtime.quality import QUALITY, QualityReport
 from tests.engines import copied
 from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
@@ -89,7 +90,7 @@ def test_another_kv_cache_and_other_limits(folder: Path) -> None:
     assert list(kv["sections"]) == ["plan/cpu"]
     short = found(folder / "bf16", folder / "short")
     assert short["about"] == {"limits.max_seq_len": [512, 64], "limits.max_batch_size": [32, 3]}
-    assert {"about", "recipe", "sections"} <= set(short) <= {"about", "recipe", "sections", "sizes"}
+    assert {"about", "recipe", "sections"} <= set(short) <= {"about", "recipe", "sections", "sizes", "evidence"}
 
 
 def test_sources_name_and_one_weight(folder: Path, tmp_path: Path) -> None:
@@ -134,16 +135,25 @@ def test_reports_are_compared_entry_by_entry(folder: Path, tmp_path: Path) -> No
             for section, form in file.sections.items():
                 kept = {"dtype": form.dtype, "shape": form.shape, "layout": form.layout, "evidence": form.evidence}
                 writer.add(section, file.read_section(section), **kept)  # type: ignore[arg-type]
-            writer.add("quality", evidence, evidence=True)
+            writer.add("speed", evidence, evidence=True)
             writer.commit(About(**{field: getattr(file.manifest, field) for field in About.__struct_fields__}))
         return tmp_path / name
 
-    one = reported("one", b'{"gate":"quick","cpu":{"kl":0.01,"top1":0.98}}')
-    other = reported("other", b'{"gate":"quick","cpu":{"kl":0.02,"top1":0.98}}')
-    assert found(one, other) == {"evidence": {"quality": {"cpu.kl": [0.01, 0.02]}}}
-    assert found(folder / "bf16", one)["evidence"] == {"quality": {"only_in": "b"}}
-    assert found(one, reported("odd", b"no JSON"))["evidence"] == {"quality": {"nbytes": [46, 7]}}
-    assert "quality: cpu.kl 0.01 → 0.02" in run(one, other).stdout
+    one = reported("one", b'{"cpu":{"decode":10,"prefill":98}}')
+    other = reported("other", b'{"cpu":{"decode":20,"prefill":98}}')
+    assert found(one, other) == {"evidence": {"speed": {"cpu.decode": [10, 20]}}}
+    assert found(folder / "bf16", one)["evidence"] == {"speed": {"only_in": "b"}}
+    assert found(one, reported("odd", b"no JSON"))["evidence"] == {"speed": {"nbytes": [34, 7]}}
+    assert "speed: cpu.decode 10 → 20" in run(one, other).stdout
+
+
+def test_quality_is_compared_by_its_figures(folder: Path, tmp_path: Path) -> None:
+    quality = found(folder / "bf16", folder / "w8a8")["evidence"]["quality"]
+    assert quality["kl"][0] < quality["kl"][1] and quality["layers.model.layers.1.mlp.down_proj"][1] > 0
+    assert "gate" not in quality and "isa" not in quality
+    off = copied(folder / "bf16", tmp_path / "off", {QUALITY: QualityReport("off").to_json()})
+    assert found(folder / "bf16", off)["evidence"]["quality"]["gate"] == ["quick", "off"]
+    assert "quality: kl" in run(folder / "bf16", folder / "w8a8").stdout
 
 
 def test_long_lists_are_cut_unless_asked_for(folder: Path, tmp_path: Path) -> None:

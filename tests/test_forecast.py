@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from enginewright.builder.assembly import BuildConfig
 from enginewright.builder.build import build_engine
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.forecast import BASE_BYTES, Forecast, forecast
+from enginewright.builder.gate import GateConfig
 from enginewright.builder.progress import Silent
 from enginewright.cli import main
 from enginewright.engine_file import EngineFile
@@ -44,7 +46,7 @@ def test_a_build_does_what_was_said(family: str, quant: QuantConfig, tmp_path: P
     said = forecast(checkpoint, BuildConfig(quant=quant), tmp_path / "x.engine", Silent())
     assert checkpoint.reads == [] and list(tmp_path.iterdir()) == []
     done = build_engine(checkpoint, BuildConfig(quant=quant), tmp_path / "x.engine")
-    assert 0 <= done.size_bytes - said.file_bytes < 8192, "goldens come on top"
+    assert 0 <= done.size_bytes - said.file_bytes < 8192, "goldens and the quality report come on top"
     assert sum(said.weight_bytes.values()) == done.weight_bytes
     assert (said.kv_bytes_per_token, said.max_seq_len) == (done.kv_bytes_per_token, done.max_seq_len)
     assert said.rewrites == {name: done.rewrites[name] for name in said.rewrites}
@@ -141,5 +143,8 @@ def test_mixed_formats_are_foreseen_by_their_size(bits: str, tmp_path: Path) -> 
 
 def test_tensors_that_are_dequantized_take_memory(tmp_path: Path) -> None:
     path = tiny_gguf.write_model(tmp_path / "x.gguf", "llama", tiny_gguf.tiny_model("llama")).finish()
-    said = forecast(open_checkpoint(str(path)), BuildConfig(), tmp_path / "x.engine", Silent())
+    config = BuildConfig(gate=None)
+    said = forecast(open_checkpoint(str(path)), config, tmp_path / "x.engine", Silent())
     assert said.memory_bytes == BASE_BYTES + 4 * 108 * 54
+    gated = forecast(open_checkpoint(str(path)), replace(config, gate=GateConfig()), tmp_path / "x.engine", Silent())
+    assert gated.memory_bytes > said.memory_bytes

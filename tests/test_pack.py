@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from enginewright.builder.lower.pack import PackedForm, pack, pack_rows
+from enginewright.builder.lower.pack import DTYPES, PackedForm, pack, pack_rows, unpack_rows
 
 FORMS = [(torch.bfloat16, "bf16", 2), (torch.int8, "i8", 4), (torch.float8_e4m3fn, "e4m3", 4)]
 SHAPES = [(1, 1), (16, 64), (17, 65), (37, 577), (48, 130)]
@@ -126,3 +126,27 @@ def test_a_weight_is_read_by_few_rows_each_once() -> None:
             pass
         assert sorted(row for begin, end in asked for row in range(begin, end)) == list(range(10000))
         assert max(end - begin for begin, end in asked) * 70 <= 1 << 18
+
+
+LAYOUTS = [("f32", "plain"), *((name, "r16") for name in ("bf16", "i8", "e4m3", "u4")), ("i8", "r16_columns")]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 64), (34, 65), (96, 130)])
+@pytest.mark.parametrize(("name", "layout"), [*LAYOUTS, *((name, f"{layout}_pairs") for name, layout in LAYOUTS[1:])])
+def test_what_was_packed_is_unpacked(shape: tuple[int, int], name: str, layout: str) -> None:
+    rows, columns = (2 * shape[0], shape[1]) if layout.endswith("_pairs") else shape
+    dtype = DTYPES[name]
+    weight = random_weight(rows, columns, torch.int32)
+    weight = (weight % 16 if name == "u4" else weight).to(dtype)
+    form = PackedForm(name, (rows, columns), layout)
+    data = bytearray(packed_bytes(weight, form))
+    unpacked = unpack_rows(memoryview(data).toreadonly(), form)
+    assert torch.equal(unpacked(0, rows).float(), weight.float()) and unpacked(0, rows).dtype == dtype
+    for begin, end in ((0, 1), (rows - 1, rows), (rows // 3, rows // 2 + 1)):
+        assert torch.equal(unpacked(begin, end).float(), weight[begin:end].float())
+
+
+def test_a_vector_is_unpacked_as_one() -> None:
+    values = torch.arange(37, dtype=torch.float32)
+    form = PackedForm("f32", (37,), "plain")
+    assert torch.equal(unpack_rows(memoryview(packed_bytes(values, form)), form)(5, 30), values[5:30])

@@ -1,4 +1,4 @@
-"""Weights as the CPU kernels read them: the layouts of csrc/cpu/kernel.h, from torch tensors to bytes."""
+"""Weights as the CPU kernels read them: the layouts of csrc/cpu/kernel.h, from torch tensors to bytes and back."""
 
 import math
 from collections.abc import Iterator
@@ -77,6 +77,42 @@ def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[memoryview]:
         end = min(begin + step, count // parts)
         halves = [blocks(read(first + begin, first + end)) for first in range(0, count, count // parts)]
         yield _bytes(torch.stack(halves, dim=1))
+
+
+def unpack_rows(data: memoryview, form: PackedForm) -> RowReader:
+    """The other way: what was packed, by rows. data: bytes, of the form's size."""
+    layout, parts = form.layout.removesuffix("_pairs"), 2 if form.layout.endswith("_pairs") else 1
+    block_rows = 1 if layout == "plain" else ROWS
+    part_rows = form.shape[0] // parts
+    of_blocks = np.frombuffer(data, np.uint8).reshape(-(-part_rows // block_rows), parts, -1)
+
+    def rows(begin: int, end: int) -> torch.Tensor:
+        pieces = []
+        for part in range(parts):
+            first, last = (min(max(row - part * part_rows, 0), part_rows) for row in (begin, end))
+            if first == last:
+                continue
+            start = first // block_rows
+            blocks = torch.from_numpy(of_blocks[start : -(-last // block_rows), part].copy())  # a mapping is read-only
+            values = _unpacked(blocks, form, layout)
+            pieces.append(values[first - start * block_rows : last - start * block_rows])
+        return torch.cat(pieces).reshape(end - begin, *form.shape[1:])
+
+    return rows
+
+
+def _unpacked(blocks: torch.Tensor, form: PackedForm, layout: str) -> torch.Tensor:
+    """UINT8 [blocks, bytes] → [rows, columns], with the rows that fill the last block."""
+    dtype = DTYPES[form.dtype]
+    if layout == "plain":
+        return blocks.view(dtype)
+    columns = form.shape[1]
+    if layout == "r16_columns":
+        return blocks.view(dtype).view(-1, columns, ROWS).transpose(1, 2).reshape(-1, columns)
+    words = blocks.view(len(blocks), -1, ROWS, 4).transpose(1, 2)  # [blocks, 16, lines, 4]
+    if form.dtype == "u4":
+        words = torch.stack((words & 15, words >> 4), dim=3)
+    return words.reshape(len(blocks) * ROWS, -1).view(dtype)[:, :columns]
 
 
 def _r16_blocks(weight: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Choose:
             parts = _in_parts(read(linear.weight), partial(studied[linear.x], config), threads)
             name, shape = str(linear.weight.name), shape_of(linear.weight)
             kept = [spool.add(*pair) for pair in zip(config.outputs(name, *shape), parts, strict=True)]
-            linear.weight.const_value = StoredTensor(name, config, kept)
+            linear.weight.const_value = StoredTensor(name, config, kept, origin=linear.weight.const_value)
             rewrites += 1
 
         stream(model, texts, visit, threads)

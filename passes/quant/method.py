@@ -123,9 +123,17 @@ class StoredTensor(RowsTensor):
     It is FLOAT to whoever reads it. Quantize takes its parts as they are, and the GEMM of its format.
     """
 
-    def __init__(self, name: str, stored_as: QuantConfig, parts: Sequence[ir.Value]) -> None:
-        """parts: initializers, as `stored_as.weights` gives them."""
-        self.stored_as, self.parts = stored_as, tuple(parts)
+    def __init__(
+        self,
+        name: str,
+        stored_as: QuantConfig,
+        parts: Sequence[ir.Value],
+        origin: ir.TensorProtocol | None = None,
+    ) -> None:
+        """parts: initializers, as `stored_as.weights` gives them. origin: FLOAT, what a pass has chosen the codes for;
+        None where the checkpoint has the codes alone.
+        """
+        self.stored_as, self.parts, self.origin = stored_as, tuple(parts), origin
         super().__init__(name, torch.float32, shape_of(parts[0]), self._open)
 
     def _open(self) -> RowReader:

@@ -1,0 +1,134 @@
+"""What each linear layer of an engine makes of its source's activations: which layers a format hurts, and how much."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import onnx_ir as ir
+import torch
+
+from enginewright.builder.lower import PackedForm, unpack_rows
+from enginewright.manifest import ROWS
+from enginewright.passes.graph import Linear
+from enginewright.passes.quant import QuantConfig
+from enginewright.passes.quant.method import stored
+from enginewright.passes.quant.quantize import tables_of
+from enginewright.passes.streaming import stream
+from enginewright.passes.weights import RowReader, open_rows, shape_of
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.quality import LayerError, rounded
+
+PIECE_ELEMENTS = 1 << 20  # of a weight, compared at once by a thread
+# Errors are divided by this share of the median at least: a token that a layer has next to nothing for says little.
+FLOOR = 0.1
+SMALLEST = 1e-30
+
+
+class FileWeights:
+    """The weights of an engine as its GEMMs read them.
+
+    Args:
+        sections: name in the graph → name in the plan.
+    """
+
+    def __init__(self, engine: Engine, sections: Mapping[str, str]) -> None:
+        self._engine, self._sections = engine, sections
+
+    def rows(self, weight: ir.Value, method: QuantConfig) -> RowReader:
+        """FLOAT."""
+        readers = [unpack_rows(data, form) for data, form in self._parts(weight, method)]
+        return lambda begin, end: method.restore(*(rows(begin, end) for rows in readers))
+
+    def nbytes(self, weight: ir.Value, method: QuantConfig) -> int:
+        return sum(form.nbytes for _, form in self._parts(weight, method))
+
+    def _parts(self, weight: ir.Value, method: QuantConfig) -> list[tuple[memoryview, PackedForm]]:
+        parts = []
+        for name, _, _ in method.outputs(str(weight.name), *shape_of(weight)):
+            data, form = self._engine.weight(self._sections[name])
+            assert form.dtype is not None and form.shape is not None and form.layout is not None
+            parts.append((data, PackedForm(form.dtype, form.shape, form.layout)))
+        return parts
+
+
+def layer_errors(
+    dense: ir.Model, quant: QuantConfig, weights: FileWeights, texts: Sequence[Sequence[int]], threads: int = 1
+) -> tuple[LayerError, ...]:
+    """All linear layers, and the tables; the worst first. The same by whatever number of threads.
+
+    Args:
+        dense: the graph that was quantized, as it was before; weights whose codes were chosen are restored in it.
+    """
+    formats = {weight: already.stored_as for weight in dense.graph.initializers.values() if (already := stored(weight))}
+    for weight in formats:
+        already = stored(weight)
+        if already is not None and already.origin is not None:
+            weight.const_value = already.origin
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found = _Errors(weights, quant, formats, pool)
+        stream(dense, texts, found.of_linear, threads)
+        for table in sorted(tables_of(dense), key=lambda value: str(value.name)):
+            found.of_table(table)
+    return tuple(sorted(found.layers, key=_badness, reverse=True))
+
+
+def _badness(layer: LayerError) -> tuple[bool, float]:
+    return layer.error is None, layer.error or 0.0
+
+
+class _Errors:
+    def __init__(
+        self,
+        weights: FileWeights,
+        quant: QuantConfig,
+        formats: Mapping[ir.Value, QuantConfig],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        """formats: of weights that have one of their own."""
+        self.layers: list[LayerError] = []
+        self._weights, self._quant, self._formats, self._pool = weights, quant, formats, pool
+
+    def of_linear(self, linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+        weight, x = linear.weight, torch.cat(list(inputs))
+        method = self._formats.get(weight, self._quant)
+        read = method.round_activations(x)
+        compare = partial(_compare_products, x, read, open_rows(weight), self._weights.rows(weight, method))
+        errors, sizes = zip(*self._pool.map(compare, *_pieces(weight)), strict=True)
+        self._add(weight, method, torch.stack(errors).sum(0), torch.stack(sizes).sum(0))
+
+    def of_table(self, table: ir.Value) -> None:
+        method = self._formats.get(table, self._quant.tables)
+        compare = partial(_compare_rows, open_rows(table), self._weights.rows(table, method))
+        errors, sizes = zip(*self._pool.map(compare, *_pieces(table)), strict=True)
+        self._add(table, method, torch.cat(errors), torch.cat(sizes))
+
+    def _add(self, weight: ir.Value, method: QuantConfig, error: torch.Tensor, size: torch.Tensor) -> None:
+        """error, size: squares, of each token or row."""
+        norms = size.sqrt()
+        relative = error.sqrt() / norms.clamp(min=max(FLOOR * float(norms.median()), SMALLEST))
+        name = str(weight.name).removesuffix(".weight")
+        mean = rounded(float(relative.mean()))
+        self.layers.append(LayerError(name, method.name, self._weights.nbytes(weight, method), mean))
+
+
+def _compare_products(
+    x: torch.Tensor, x_read: torch.Tensor, source: RowReader, file: RowReader, begin: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squares of the error and of the product with some rows, DOUBLE [tokens]."""
+    product = x @ source(begin, end).t()
+    error = x_read @ file(begin, end).t() - product
+    return error.double().square().sum(1), product.double().square().sum(1)
+
+
+def _compare_rows(source: RowReader, file: RowReader, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = source(begin, end)
+    error = file(begin, end) - rows
+    return error.double().square().sum(1), rows.double().square().sum(1)
+
+
+def _pieces(weight: ir.Value) -> tuple[range, list[int]]:
+    """Where pieces of a weight begin, and where they end."""
+    rows, columns = shape_of(weight)
+    step = max(PIECE_ELEMENTS // columns // ROWS, 1) * ROWS
+    begins = range(0, rows, step)
+    return begins, [min(begin + step, rows) for begin in begins]

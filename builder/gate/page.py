@@ -1,0 +1,150 @@
+"""The quality report as one HTML page that needs nothing else: no scripts, no files, light and dark."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+from enginewright.builder.gate.plots import bars, lines
+from enginewright.manifest import About
+from enginewright.runtime.quality import Distance, Full, LayerError, Measured, QualityReport
+
+_OF_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c1e21; --dim: #62676e; --page: #fff; --rule: #d9dce0; --bad: #b3261e;
+  --good: #1b6e3c; --c0: #1f5a96; --c1: #b3541e; --c2: #3a7d44; --c3: #7b4fa3; --c4: #8a6d00; --c5: #a33b6a; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e7e9; --dim: #9aa0a7; --page: #16181b; --rule: #34383d;
+  --bad: #f2857d; --good: #7ecb9a; --c0: #79b0e8; --c1: #e79a6b; --c2: #85c98f; --c3: #bd9be0; --c4: #d9bd55;
+  --c5: #e58fb5; } }
+body { background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 60rem;
+  margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } p { color: var(--dim); }
+table { border-collapse: collapse; } td, th { padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--rule); }
+th { text-align: left; color: var(--dim); font-weight: 500; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
+.bad { color: var(--bad); } .good { color: var(--good); }
+svg { width: 100%; height: auto; font-size: 12px; } svg text { fill: var(--dim); }
+svg .end { text-anchor: end; } svg .middle { text-anchor: middle; } svg .grid { stroke: var(--rule); }
+svg .axis { stroke: var(--dim); } svg .line { fill: none; stroke: var(--c); stroke-width: 1.5; }
+svg .dot, svg .bar { fill: var(--c); }
+""" + "".join(f".c{number} {{ --c: var(--c{number}); }} " for number in range(6))
+
+
+def page(report: QualityReport, measured: Measured, about: About) -> str:
+    verdict = "refused" if measured.failed else "passed"
+    recipe = ", ".join(f"{key} {value}" for key, value in about.recipe.items())
+    body = [
+        f"<h1>{escape(about.name)}: what the build has lost</h1>",
+        f"<p>{escape(about.model_type)}, {escape(recipe)}; computed with {escape(measured.isa)}, "
+        f"built by enginewright {escape(about.builder_version)}.</p>",
+        f'<p>Gate {escape(report.gate)}: <strong class="{"bad" if measured.failed else "good"}">{verdict}</strong></p>',
+        *_checks(measured),
+        *_by_layer(measured.layers),
+        "<h2>KL by position</h2><p>Mean over all texts, of the positions from one number to the next.</p>",
+        bars(
+            [
+                {"KL": (entry.kl or 0.0, f"{entry.begin} to {entry.end - 1}: {_number(entry.kl)}")}
+                for entry in measured.ranges
+            ],
+            [str(entry.begin) for entry in measured.ranges],
+            "position in the text",
+            "KL, nats",
+        ),
+        *_texts(measured),
+        *([] if measured.full is None else _full(measured.full)),
+        *_layers(measured.layers),
+    ]
+    title = f"<title>{escape(about.name)}: quality</title>"
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">{title}<style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
+
+
+def _checks(measured: Measured) -> Iterator[str]:
+    yield from _table(
+        ("", "measure", "value", "limit", ""),
+        (
+            (
+                check.name,
+                check.what,
+                _number(check.value),
+                "none" if check.limit is None else f"{'≥' if check.least else '≤'} {check.limit:g}",
+                "" if check.limit is None else "passed" if check.passed else "failed",
+            )
+            for check in measured.checks
+        ),
+    )
+
+
+def _by_layer(layers: Sequence[LayerError]) -> Iterator[str]:
+    """Errors and sizes in the order of the model, a colour for each kind of layer."""
+    errors: dict[str, list[tuple[float, float, str]]] = {}
+    sizes: dict[int, dict[str, tuple[float, str]]] = {}
+    tables: list[dict[str, tuple[float, str]]] = []
+    placed = [(match, layer) for layer in layers for match in [_OF_LAYER.fullmatch(layer.name)]]
+    for match, layer in sorted(placed, key=lambda entry: (int(entry[0][1]), entry[1].name) if entry[0] else (-1, "")):
+        size = (layer.nbytes / 1e6, f"{layer.name}: {layer.nbytes / 1e6:.2f} MB as {layer.method}")
+        if match is None:
+            tables.append({"tables": size})
+            continue
+        number, kind = int(match[1]), match[2]
+        told = f"{layer.name}: {_number(layer.error)}"
+        errors.setdefault(kind, []).append((number, 100 * (layer.error or 0.0), told))
+        sizes.setdefault(number, {})[kind] = size
+    yield "<h2>Error by layer</h2><p>Of each linear layer's output on the source's activations, relative to it.</p>"
+    yield lines(errors, "layer", "error, %")
+    yield "<h2>Size by layer</h2><p>Weights with their scales, as the file holds them; embedding and head last.</p>"
+    labels = [*map(str, sizes), *("table" for _ in tables)]
+    yield bars([*sizes.values(), *tables], labels, "layer", "MB")
+
+
+def _texts(measured: Measured) -> Iterator[str]:
+    yield "<h2>Texts</h2>"
+    rows = [(text.name, *_distance(text.distance)) for text in measured.texts]
+    rows.append(("all", *_distance(measured.whole)))
+    yield from _table(("text", "positions", "KL", "±", "same token first", "perplexity", "the source's"), rows)
+
+
+def _distance(distance: Distance) -> tuple[str, ...]:
+    values = (distance.kl, distance.kl_standard_error, distance.top1, distance.perplexity, distance.source_perplexity)
+    return str(distance.positions), *map(_number, values)
+
+
+def _full(full: Full) -> Iterator[str]:
+    yield "<h2>Needles</h2><p>A number that a text tells once: is it repeated when the text asks for it?</p>"
+    found = {True: "found", False: "lost"}
+    yield from _table(
+        ("tokens", "depth", "source", "engine"),
+        ((str(one.length), f"{one.depth:g}", found[one.source], found[one.engine]) for one in full.needles),
+    )
+    yield "<h2>Writing</h2><p>How many tokens the source would have written as well, before it went another way.</p>"
+    said = {None: "", True: "yes", False: "no"}
+    yield from _table(
+        ("after", "tokens", "agreed", "valid JSON"),
+        ((one.prompt, str(one.tokens), str(one.agreed), said[one.valid_json]) for one in full.writings),
+    )
+
+
+def _layers(layers: Sequence[LayerError]) -> Iterator[str]:
+    yield f"<h2>Layers</h2><details><summary>All {len(layers)}, the worst first</summary>"
+    yield from _table(
+        ("layer", "format", "error", "MB"),
+        ((one.name, one.method, _number(one.error), f"{one.nbytes / 1e6:.2f}") for one in layers),
+    )
+    yield "</details>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield "<table>"
+    yield f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"
+    for row in rows:
+        yield f"<tr>{''.join(map(_cell, row))}</tr>"
+    yield "</table>"
+
+
+def _cell(text: str) -> str:
+    kind = {"failed": "bad", "lost": "bad", "passed": "good"}.get(text)
+    kind = kind or ("number" if text.replace(".", "").replace("e-", "").isdigit() else "")
+    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"

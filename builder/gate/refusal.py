@@ -1,0 +1,68 @@
+"""What a failed gate says: what is beyond its limit, which layers hurt most, and what to try."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+from enginewright.errors import QualityGateError
+from enginewright.passes.quant import METHODS, QuantConfig
+from enginewright.runtime.quality import Check, LayerError, Measured
+
+LAYERS_SHOWN = 8
+SMALLEST_GROUP = 32
+GENTLER = {  # method → others, as far as there are any, that lose less
+    "int4-rtn": ("int4-awq", "int4-gptq", "fp8", "int8-wo"),
+    "int4-awq": ("int4-gptq", "fp8", "int8-wo"),
+    "int4-gptq": ("int4-awq", "fp8", "int8-wo"),
+    "w8a8": ("int8-sq", "int8-wo"),
+    "int8-sq": ("int8-wo",),
+    "fp8": ("int8-wo",),
+    "int8-wo": ("bf16",),
+}
+
+
+def refusal(measured: Measured, quant: QuantConfig, kv_cache_dtype: str) -> QualityGateError:
+    """Why these figures did not pass."""
+    why = "; ".join(map(_said, measured.failed))
+    tries = list(_tries(quant, kv_cache_dtype))
+    loosened = ",".join(f"{check.name}={check.value:g}" for check in measured.failed if _may_pass(check))
+    if loosened:
+        tries.append(f"other limits, --gate {loosened}")
+    lines = [*_table(measured.layers[:LAYERS_SHOWN]), ""]
+    if tries:
+        lines.append(f"Nothing was written. Try {', or '.join(tries)}.")
+    else:
+        lines.append("Nothing was written. Please report this: the engine does not compute what it should.")
+    return QualityGateError("the engine is too far from the model that it was built from", why, "\n".join(lines))
+
+
+def _said(check: Check) -> str:
+    value = "not a number" if check.value is None else f"{check.value:g}"
+    return f"{check.name} is {value}, at {'least' if check.least else 'most'} {check.limit:g} passes ({check.what})"
+
+
+def _may_pass(check: Check) -> bool:
+    """Whether somebody might want it as it is."""
+    return check.value is not None and check.name not in ("finite", "layer")
+
+
+def _table(layers: Sequence[LayerError]) -> Iterator[str]:
+    width = max(len(layer.name) for layer in layers)
+    yield f"  {'layers that are off most':<{width}}  {'format':<9} {'error':>8} {'MB':>9}"
+    for layer in layers:
+        error = "NaN" if layer.error is None else f"{layer.error:.2%}"
+        yield f"  {layer.name:<{width}}  {layer.method:<9} {error:>8} {layer.nbytes / 1e6:>9.2f}"
+
+
+def _tries(quant: QuantConfig, kv_cache_dtype: str) -> Iterator[str]:
+    settings = {field.name: getattr(quant, field.name) for field in fields(quant)}
+    group = settings.get("group_size")
+    if group is not None and not 0 < group <= SMALLEST_GROUP:
+        yield f"--group-size {SMALLEST_GROUP}"
+    if settings.get("zero_points") is False:
+        yield "--zero-points"
+    if "bits" in settings:
+        yield f"more than --bits {settings['bits']}"
+    known = [method.name for method in METHODS]
+    yield from (f"--quant {name}" for name in GENTLER.get(quant.name, ()) if name in known)
+    if kv_cache_dtype != "bf16":
+        yield "--kv-cache-dtype bf16"

@@ -1,0 +1,54 @@
+"""Writes the quality report for people and for programs: an HTML page, and JSON beside it."""
+
+from pathlib import Path
+
+import msgspec
+
+from enginewright.builder.gate.config import GateConfig
+from enginewright.builder.gate.page import page
+from enginewright.errors import EngineError, UsageError
+from enginewright.manifest import About
+from enginewright.runtime.bench.machine_facts import require_writable
+from enginewright.runtime.quality import QualityReport
+
+
+def check_report_path(path: Path, gate: GateConfig | None) -> None:
+    """Raises UsageError, before a build, if its report could not be written after it."""
+    if gate is None:
+        raise UsageError("--report has nothing to tell", "--gate off measures nothing")
+    if path.suffix.lower() not in (".html", ".json"):
+        raise UsageError(f"--report {path} is of no known kind", "it may end in .html or .json")
+    for file in _files(path):
+        require_writable(file)
+
+
+def write_report(report: QualityReport, about: About, path: Path) -> None:
+    """An .html file has a .json file beside it; each is whole or not there.
+
+    Raises:
+        EngineError: a file cannot be written.
+    """
+    told = {
+        "name": about.name,
+        "model_type": about.model_type,
+        "builder_version": about.builder_version,
+        "recipe": about.recipe,
+        "quality": report,
+    }
+    for file in _files(path):
+        if file.suffix.lower() == ".json":
+            data = msgspec.json.format(msgspec.json.encode(told, order="sorted"), indent=1) + b"\n"
+        else:
+            assert report.measured is not None
+            data = page(report, report.measured, about).encode()
+        temporary = file.with_name(f".{file.name}.part")
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(file)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise EngineError(f"{file} cannot be written", error.strerror or str(error)) from error
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.suffix.lower() == ".json" else [path, path.with_suffix(".json")]

@@ -1,0 +1,194 @@
+"""The quality report: how far an engine is from the model that it was built from, as its build has measured it.
+
+It is evidence: rounded, so that machines of one class write the same, and without times, paths or memory figures.
+"""
+
+from typing import Any
+
+import msgspec
+
+from enginewright.errors import CorruptEngineError
+
+QUALITY = "quality"  # the section of the engine file
+
+
+class Check(msgspec.Struct, frozen=True):
+    """A measured value beside its limit.
+
+    value: None is not a number. limit: None where there is none. least: whether the limit is the least that passes; if
+    not, it is the most.
+    """
+
+    name: str
+    what: str
+    value: float | None
+    limit: float | None
+    least: bool
+
+    @property
+    def passed(self) -> bool:
+        if self.limit is None:
+            return True
+        if self.value is None:
+            return False
+        return self.value >= self.limit if self.least else self.value <= self.limit
+
+
+class Distance(msgspec.Struct, frozen=True):
+    """Next-token distributions of the engine beside the source's, over some positions.
+
+    broken: positions where the engine's logits are not finite; the others alone are counted below. kl: KL(source ||
+    engine), nats, mean. top1: share of positions where both have the same likeliest token. perplexities: of the tokens
+    that follow. None where there was nothing to measure.
+    """
+
+    positions: int
+    broken: int
+    kl: float | None
+    kl_standard_error: float | None
+    top1: float | None
+    source_perplexity: float | None
+    perplexity: float | None
+
+
+class TextDistance(msgspec.Struct, frozen=True):
+    """Of one text."""
+
+    name: str
+    distance: Distance
+
+
+class PositionRange(msgspec.Struct, frozen=True):
+    """Positions of all texts from begin to end, end not included. kl: mean, nats."""
+
+    begin: int
+    end: int
+    kl: float | None
+
+
+class LayerError(msgspec.Struct, frozen=True):
+    """A linear layer, or a table (embedding, head), as the file holds it.
+
+    method: what `--quant` calls its format. nbytes: in the file, with scales. error: |y - x Wᵀ| / |x Wᵀ|, mean over
+    tokens, where x is the source's and y has x and W as the engine has them; of a table the same of its rows. None is
+    not a number.
+    """
+
+    name: str
+    method: str
+    nbytes: int
+    error: float | None
+
+
+class Needle(msgspec.Struct, frozen=True):
+    """Whether a number that is told once in a text is repeated where the text asks for it, by source and engine.
+
+    length: tokens of the text. depth: where in it the number is told, a share of the length.
+    """
+
+    length: int
+    depth: float
+    source: bool
+    engine: bool
+
+
+class Writing(msgspec.Struct, frozen=True):
+    """What the engine writes after a prompt, greedily.
+
+    tokens: how many. agreed: of these, how many the source would have written as well, before it had gone another way.
+    valid_json: None where JSON was not asked for.
+    """
+
+    prompt: str
+    tokens: int
+    agreed: int
+    valid_json: bool | None
+
+
+class Full(msgspec.Struct, frozen=True):
+    """What `--gate full` adds."""
+
+    needles: tuple[Needle, ...]
+    writings: tuple[Writing, ...]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """isa: the instruction set that the engine was run on."""
+
+    isa: str
+    checks: tuple[Check, ...]
+    whole: Distance
+    texts: tuple[TextDistance, ...]
+    ranges: tuple[PositionRange, ...]
+    layers: tuple[LayerError, ...]  # the worst first
+    full: Full | None = None
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if not check.passed)
+
+
+class QualityReport(msgspec.Struct, frozen=True):
+    """gate: "quick", "full", or "off"; nothing is measured then."""
+
+    gate: str
+    measured: Measured | None = None
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self, order="sorted")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON would hold it."""
+        fields: dict[str, Any] = msgspec.json.decode(self.to_json())
+        return fields
+
+    def figures(self) -> dict[str, Any]:
+        """What two engines may be compared by: checks by name, and errors by layer."""
+        if self.measured is None:
+            return {"gate": self.gate}
+        checks = {check.name: check.value for check in self.measured.checks}
+        return {"gate": self.gate, **checks, "layers": {layer.name: layer.error for layer in self.measured.layers}}
+
+    @staticmethod
+    def from_dict(fields: dict[str, Any]) -> "QualityReport":
+        return msgspec.convert(fields, QualityReport)
+
+    @staticmethod
+    def from_json(data: bytes) -> "QualityReport":
+        try:
+            return msgspec.json.decode(data, type=QualityReport)
+        except msgspec.MsgspecError as error:
+            raise CorruptEngineError("the quality report cannot be read", str(error), "Build it again.") from error
+
+
+def rounded(value: float | None, digits: int = 3) -> float | None:
+    """To so many significant digits; None if it is no finite number."""
+    if value is None or not abs(value) < float("inf"):
+        return None
+    return float(f"{value:.{digits}g}")
+
+
+def describe_quality(report: QualityReport) -> list[str]:
+    """A report in a few lines."""
+    if report.measured is None:
+        return ["not measured (--gate off)"]
+    whole = report.measured.whole
+    lines = [
+        f"KL {_number(whole.kl)} ± {_number(whole.kl_standard_error)} nats, over {whole.positions} positions",
+        f"the same likeliest token at {_percent(whole.top1)}; "
+        f"perplexity {_number(whole.perplexity)}, the source's {_number(whole.source_perplexity)}",
+    ]
+    limits = [
+        f"{check.name} {'≥' if check.least else '≤'} {check.limit:g}{'' if check.passed else ' (failed)'}"
+        for check in report.measured.checks
+        if check.limit is not None
+    ]
+    return [*lines, f"gate {report.gate}: {', '.join(limits)}"]
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _percent(value: float | None) -> str:
+    return "none" if value is None else f"{value:.1%}"
