@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from peers.worker import NotMeasured
 from protocol.models import Model
@@ -18,7 +19,7 @@ SAMPLE_S = 0.005
 @dataclass(frozen=True)
 class Built:
     """seconds: of the whole command. rss_anon_bytes: the most that was seen. weight_bytes: as stored. kv_bytes: of a
-    position. cores_taken_by_others: meanwhile.
+    position. quality: what its gate has measured, as JSON. cores_taken_by_others: meanwhile.
     """
 
     path: Path
@@ -26,10 +27,11 @@ class Built:
     rss_anon_bytes: int
     weight_bytes: int
     kv_bytes: float
+    quality: dict[str, Any]
     cores_taken_by_others: float
 
 
-def build(model: Model, name: str, options: tuple[str, ...], folder: Path) -> Built:
+def build(model: Model, name: str, options: tuple[str, ...], folder: Path, gate: str = "off") -> Built:
     """`engine build` in a process of its own.
 
     Raises:
@@ -38,7 +40,7 @@ def build(model: Model, name: str, options: tuple[str, ...], folder: Path) -> Bu
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{model.name}-{name}.engine"
     command = [sys.executable, "-m", "enginewright.cli", "build", str(model.folder), *options]
-    command += ["--output", str(path), "--gate", "off", "--json"]
+    command += ["--output", str(path), "--gate", gate, "--json"]
     before, start = snapshot(), time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     most, ended = [0], threading.Event()
@@ -53,7 +55,8 @@ def build(model: Model, name: str, options: tuple[str, ...], folder: Path) -> Bu
         raise NotMeasured(f"engine build {' '.join(options)} ended with {process.returncode}: {' '.join(said)}")
     report = json.loads(out)
     others = snapshot().elsewhere(before)
-    return Built(path, seconds, most[0], report["weight_bytes"], report["kv_bytes_per_token"], others)
+    sizes = report["weight_bytes"], report["kv_bytes_per_token"]
+    return Built(path, seconds, most[0], *sizes, report["quality"], others)
 
 
 def _watch(pid: int, most: list[int], ended: threading.Event) -> None:
