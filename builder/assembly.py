@@ -151,7 +151,7 @@ def assemble(
         weights=_merged(lowered),
         files=_files(checkpoint, plans),
         results=results,
-        notes=[f"{count} weights: {text}" for text, count in notes.items()],
+        notes=[f"{count} {'weight' if count == 1 else 'weights'}: {text}" for text, count in notes.items()],
     )
 
 

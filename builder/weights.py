@@ -9,6 +9,7 @@ from enginewright.builder.checkpoint.base import Checkpoint
 from enginewright.builder.checkpoint.quantized import Format
 from enginewright.builder.tensors import Read, Tensors
 from enginewright.errors import UnsupportedModelError
+from enginewright.passes.quant.method import forget_format, stored
 from enginewright.passes.weights import RowReader, RowsTensor
 
 STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -45,6 +46,15 @@ class Weights:
             quantized = self._format.weight(name, shape) if self._format and len(shape) == 2 else None
             self._values[name] = (quantized or self._plain(name, shape, offset)).initializer()
         return self._values[name]
+
+    def table(self, name: str, shape: tuple[int, ...]) -> ir.Value:
+        """As `tensor`, of a weight whose rows are looked up. In formats that no kernel looks up it is restored."""
+        value = self.tensor(name, shape)
+        already = stored(value)
+        if self._format and already and already.stored_as.tables != already.stored_as:
+            self._format.note("an embedding, which no kernel looks up in its format, is restored to bfloat16")
+            forget_format(value)
+        return value
 
     def ignore(self, suffix: str) -> None:
         """Tensors whose name ends in `suffix` may be left over."""

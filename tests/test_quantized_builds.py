@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from enginewright.builder.build import BuildConfig, BuildReport, build_engine
+from enginewright.builder.gate import GateConfig
 from enginewright.builder.models import build_graph
 from enginewright.errors import EngineError
 from enginewright.passes.pass_manager import run_passes
@@ -25,8 +26,8 @@ from tests.graphs import DenseRun, random_tokens, relative_error
 from tests.quantized import CASES, GPTQ, Tiny, fp8, gptq, mixed, pack_quantized, tiny_case, tiny_quantized
 
 
-def build(tiny: Tiny, path: Path) -> BuildReport:
-    return build_engine(tiny.checkpoint, BuildConfig(), path)
+def build(tiny: Tiny, path: Path, gate: GateConfig | None = None) -> BuildReport:
+    return build_engine(tiny.checkpoint, BuildConfig(gate=gate), path)
 
 
 def error_of(tiny: Tiny, path: Path) -> float:
@@ -76,7 +77,7 @@ def test_act_order_is_sorted_once_for_all_layers_of_an_input(mlp_bias: bool, tmp
     """In front of queries, keys and values, of the output, and of gate and up; of down, their rows move."""
     path = tmp_path / "tiny.engine"
     tiny = tiny_quantized(gptq(order="shared"), {**GPTQ, "desc_act": True}, mlp_bias=mlp_bias)
-    report = build(tiny, path)
+    report = build(tiny, path, GateConfig())
     assert (report.rewrites["sort_columns"], report.notes) == (21, [])
     assert report.rewrites["fuse_qkv"] == report.rewrites["fuse_swiglu"] == 3
     assert error_of(tiny, path) < tolerances.STORED_LOGITS["int4"]
@@ -163,10 +164,11 @@ def test_a_head_that_is_quantized(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_embedding_that_is_quantized_is_restored(tied: bool, tmp_path: Path) -> None:
-    """No kernel looks FP8 up."""
+    """No kernel looks FP8 up. The gate agrees, which compares with what the checkpoint stands for."""
     config = {"quant_method": "fp8", "modules_to_convert": ["model.embed_tokens"]}
     tiny = tiny_quantized({"embed_tokens": fp8(shape=(1,)), "o_proj": fp8()}, config, tie_word_embeddings=tied)
-    build(tiny, tmp_path / "tiny.engine")
+    report = build(tiny, tmp_path / "tiny.engine", GateConfig())
+    assert report.notes == ["1 weight: an embedding, which no kernel looks up in its format, is restored to bfloat16"]
     assert error_of(tiny, tmp_path / "tiny.engine") < tolerances.STORED_LOGITS["bf16"]
 
 

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from enginewright.passes.graph import head_of, linear_of, nodes_of, only_used_by, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
-from enginewright.passes.quant.method import QuantConfig, StoredTensor, stored
+from enginewright.passes.quant.method import QuantConfig, stored
 from enginewright.passes.weights import read
 from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
 
@@ -45,7 +45,6 @@ class _Run:
         self.rewrites = 0
         self.refusals: list[str] = []
         self._tables = tables_of(model)
-        self._gathered = {gather.inputs[0] for gather in nodes_of(model, "Gather")}
         self._weights: dict[ir.Value, Sequence[ir.Value]] = {}
         self._rounded: dict[tuple[ir.Value, ir.DataType, int], Sequence[ir.Value]] = {}
 
@@ -98,19 +97,13 @@ class _Run:
 
     def _quantized(self, weight: ir.Value) -> Sequence[ir.Value]:
         if weight not in self._weights:
-            already = self._stored(weight)
+            already = stored(weight)
             self._weights[weight] = already.parts if already else self._method(weight).weights(weight)
         return self._weights[weight]
 
     def _method(self, weight: ir.Value) -> QuantConfig:
-        already = self._stored(weight)
-        return already.stored_as if already else self.config.tables if weight in self._tables else self.config
-
-    def _stored(self, weight: ir.Value) -> StoredTensor | None:
-        """A weight that is quantized already, if it can be used so: embeddings take formats of tables only."""
         already = stored(weight)
-        is_table = already is not None and already.stored_as.tables == already.stored_as
-        return already if is_table or weight not in self._gathered else None
+        return already.stored_as if already else self.config.tables if weight in self._tables else self.config
 
     def _round(self, x: ir.Value, to: ir.DataType, group: int) -> tuple[Sequence[ir.Value], list[ir.Node]]:
         """x in the precision of activations; layers with one input share it."""

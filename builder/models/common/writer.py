@@ -45,7 +45,7 @@ class GraphWriter:
     def embedding(self, tensor: str, scale: float | None = None) -> ir.Value:
         """Rows of the table, times `scale`: [1, T, hidden]."""
         dims = (1, T, self._sizes.hidden)
-        table = self._weights.tensor(f"{tensor}.weight", (self._sizes.vocab, self._sizes.hidden))
+        table = self._weights.table(f"{tensor}.weight", (self._sizes.vocab, self._sizes.hidden))
         rows = self._op("Gather", [table, self._tokens], _short(tensor), dims, axis=0)
         if scale is None:
             return rows
