@@ -56,7 +56,7 @@ def tiny_engine(kind: str = "") -> Path:
         checkpoint = replace(checkpoint, stored={**checkpoint.stored, "model.embed_tokens.weight": table})
     folder = Path(mkdtemp(prefix="enginewright-serving-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    build_engine(checkpoint, BuildConfig(), folder / "tiny.engine")
+    build_engine(checkpoint, BuildConfig(gate=None), folder / "tiny.engine")
     return folder / "tiny.engine"
 
 

@@ -43,9 +43,9 @@ CASES = [("llama", quant) for quant in EXACT] + [(family, Int4Rtn()) for family 
 def test_a_build_does_what_was_said(family: str, quant: QuantConfig, tmp_path: Path) -> None:
     config = tiny_config(family)
     checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
-    said = forecast(checkpoint, BuildConfig(quant=quant), tmp_path / "x.engine", Silent())
+    said = forecast(checkpoint, BuildConfig(quant=quant, gate=None), tmp_path / "x.engine", Silent())
     assert checkpoint.reads == [] and list(tmp_path.iterdir()) == []
-    done = build_engine(checkpoint, BuildConfig(quant=quant), tmp_path / "x.engine")
+    done = build_engine(checkpoint, BuildConfig(quant=quant, gate=None), tmp_path / "x.engine")
     assert 0 <= done.size_bytes - said.file_bytes < 8192, "goldens and the quality report come on top"
     assert sum(said.weight_bytes.values()) == done.weight_bytes
     assert (said.kv_bytes_per_token, said.max_seq_len) == (done.kv_bytes_per_token, done.max_seq_len)
@@ -131,7 +131,7 @@ def test_the_draft_and_waiting_codes_take_their_space_on_the_disk(tmp_path: Path
 def test_mixed_formats_are_foreseen_by_their_size(bits: str, tmp_path: Path) -> None:
     config = tiny_config("llama", hidden_size=96, intermediate_size=160)
     checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
-    build = BuildConfig(quant=Auto(bits=bits), calib_size=4)
+    build = BuildConfig(quant=Auto(bits=bits), calib_size=4, gate=None)
     said = forecast(checkpoint, build, tmp_path / "x.engine", Silent())
     assert checkpoint.reads == []
     done = build_engine(checkpoint, build, tmp_path / "x.engine")

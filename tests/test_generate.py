@@ -35,7 +35,7 @@ def tiny_engine(folder: Path, family: str, generation: dict[str, Any], nan_row: 
         table = checkpoint.stored["model.embed_tokens.weight"].clone()
         table[nan_row] = float("nan")
         checkpoint = replace(checkpoint, stored={**checkpoint.stored, "model.embed_tokens.weight": table})
-    build_engine(replace(checkpoint, generation_config=generation), BuildConfig(), folder / f"{family}.engine")
+    build_engine(replace(checkpoint, generation_config=generation), BuildConfig(gate=None), folder / f"{family}.engine")
     return folder / f"{family}.engine"
 
 

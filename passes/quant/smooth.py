@@ -20,7 +20,8 @@ from enginewright.passes.quant.smoothing_sites import Site, sites
 from enginewright.passes.streaming import one_thread_each, stream
 from enginewright.passes.weights import read
 
-TOKENS_TRIED = 256  # of all texts, on which factors are compared
+TOKENS_SEEN = 2048  # about as many, of texts that are spread over all: channels that stick out do so everywhere
+TOKENS_TRIED = 256  # of those, on which factors are compared
 ROWS_TRIED = 512  # of each weight
 ALPHAS = tuple(step / 10 for step in range(11))
 LIMIT = 1e4  # of factors, either way
@@ -45,7 +46,9 @@ class Smooth:
             if linear.weight in first:
                 factors[linear.weight] = self._factors(first[linear.weight], torch.cat(list(inputs)))
 
-        stream(model, self.calibration.texts, visit, self.calibration.threads)
+        texts = self.calibration.texts
+        seen = texts[:: max(sum(map(len, texts)) // TOKENS_SEEN, 1)]
+        stream(model, seen, visit, self.calibration.threads)
         for weight, site in first.items():
             site.apply(factors[weight])
         return PassResult(len(found), tuple(refusals))
