@@ -15,8 +15,9 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.gate import gate as gate_module
 from enginewright.builder.gate.config import GateConfig
 from enginewright.cli import main
-from enginewright.engine_file import EngineFile
+from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.errors import CorruptEngineError, QualityGateError
+from enginewright.manifest import About
 from enginewright.passes.quant import Int4Rtn, Int8Wo
 from enginewright.runtime.quality import QUALITY, QualityReport
 from tests.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
@@ -90,6 +91,17 @@ def test_off_is_recorded_and_changes_no_content(checkpoint: Path, tmp_path: Path
         with EngineFile.open(path) as file:
             hashes.append(file.manifest.content_hash)
     assert hashes[0] == hashes[1]
+
+
+def test_engines_of_before_the_gate_are_shown(tmp_path: Path) -> None:
+    build_engine(in_memory(), BuildConfig(gate=None), tmp_path / "new.engine")
+    with EngineFile.open(tmp_path / "new.engine") as file, EngineWriter(tmp_path / "old.engine", 100) as writer:
+        for name, form in file.sections.items():
+            if name != QUALITY:
+                kept = {"dtype": form.dtype, "shape": form.shape, "layout": form.layout, "evidence": form.evidence}
+                writer.add(name, file.read_section(name), **kept)  # type: ignore[arg-type]
+        writer.commit(About(**{field: getattr(file.manifest, field) for field in About.__struct_fields__}))
+    assert "quality    not known" in run("inspect", tmp_path / "old.engine").stdout
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])

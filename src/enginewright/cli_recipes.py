@@ -12,7 +12,7 @@ from enginewright.errors import UsageError
 
 PLACE = Path(__file__).with_name("configs")
 SHIPPED = {name: PLACE / f"{name}.toml" for name in sorted(path.stem for path in PLACE.glob("*.toml"))}
-OF_ONE_RUN = ("recipe", "output", "dump_graphs", "dry_run", "json")  # options that no recipe is about
+OF_ONE_RUN = ("recipe", "output", "report", "dump_graphs", "dry_run", "json")  # options that no recipe is about
 
 
 def recipe_option(command: Any) -> Any:
