@@ -2,8 +2,9 @@
 other way, as far as it helps (SmoothQuant, https://arxiv.org/abs/2211.10438; AWQ, https://arxiv.org/abs/2306.00978).
 
 For each site, factors s = a^α / w^β are tried, a being a statistic of each channel of the activations and w the largest
-of each column of the weights; the α that leaves the least error in the layers' results is taken. s = 1 is among what is
-tried, so that a layer is never worse than without, on what was seen.
+of each column of the weights; the α that leaves the least error in the layers' results is taken: relative to each
+token's, since a few tokens have results far larger than all others. s = 1 is among what is tried, so that a layer is
+never worse than without, on what was seen.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from enginewright.passes.quant.smoothing_sites import Site, sites
 from enginewright.passes.streaming import one_thread_each, stream
 from enginewright.passes.weights import read
 
-TOKENS_SEEN = 2048  # about as many, of texts that are spread over all: channels that stick out do so everywhere
+TOKENS_SEEN = 1024  # about as many, of texts that are spread over all: channels that stick out do so everywhere
 TOKENS_TRIED = 256  # of those, on which factors are compared
 ROWS_TRIED = 512  # of each weight
 ALPHAS = tuple(step / 10 for step in range(11))
@@ -60,13 +61,15 @@ class Smooth:
         seen = x[:: -(-len(x) // TOKENS_TRIED)]
         tried = [weight[:: -(-len(weight) // ROWS_TRIED)] for weight in weights]
         exact = [F.linear(seen, weight) for weight in tried]
+        sizes = _squares(exact).clamp(min=1e-30)
 
         def loss(factors: torch.Tensor) -> float:
             columns = site.widen(factors)
             with torch.inference_mode():  # of this thread
                 q = self.config.round_activations(seen / columns)
-                results = (F.linear(q, self._rounded(weight * columns)) for weight in tried)
-                return sum(float((y - other).double().square().sum()) for y, other in zip(exact, results, strict=True))
+                results = [F.linear(q, self._rounded(weight * columns)) for weight in tried]
+                errors = _squares([y - other for y, other in zip(exact, results, strict=True)])
+            return float((errors / sizes).sum())
 
         candidates = [
             torch.ones_like(a),
@@ -78,6 +81,11 @@ class Smooth:
 
     def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
         return self.config.restore(*self.config.quantize(weight, "weight"))
+
+
+def _squares(results: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of what layers give for each token, DOUBLE [tokens]."""
+    return torch.stack([y.double().square().sum(1) for y in results]).sum(0)
 
 
 def _balanced(up: torch.Tensor, down: torch.Tensor | None) -> torch.Tensor:

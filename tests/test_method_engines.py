@@ -1,0 +1,68 @@
+"""Engines of every method beside the graph that they were lowered from, in onnxruntime: the same numbers."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from enginewright.builder import assembly
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.builder.checkpoint import Checkpoint
+from enginewright.passes.quant import METHODS, QuantConfig
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.executor import CpuExecutor
+from enginewright.runtime.score import score
+from tests import tolerances
+from tests.graphs import checkpoint_of, random_tokens, relative_error
+from tests.ragged import RaggedRun
+
+CALIBRATION = "The quick brown fox jumps over the lazy dog, and what is the capital of France? Paris, it answers.\n" * 8
+
+
+def difference(
+    checkpoint: Checkpoint, quant: QuantConfig, tokens: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> float:
+    """relative_error of an engine's logits beside its graph's."""
+    graphs: list[ir.Model] = []
+    lower = assembly.lower
+    monkeypatch.setattr(assembly, "lower", lambda model, *rest: graphs.append(model.clone()) or lower(model, *rest))
+    (folder / "data.txt").write_text(CALIBRATION)
+    data = str(folder / "data.txt") if quant.calibrated else None
+    build_engine(checkpoint, BuildConfig(quant=quant, calib_data=data, gate=None), folder / "x.engine")
+    (graph,) = graphs
+    expected = RaggedRun(graph, num_blocks=8).step({"text": tokens})["text"]
+    with Engine.open(folder / "x.engine") as engine:
+        (logits,) = score(CpuExecutor(engine, RuntimeConfig(max_num_seqs=1)), [tokens])
+    return relative_error(logits, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_an_engine_computes_its_graph(
+    method: type[QuantConfig], family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = random_tokens(53, seed=1).tolist()
+    error = difference(checkpoint_of(family), method(), tokens, tmp_path, monkeypatch)
+    assert error < tolerances.ENGINE_GRAPH
+
+
+def test_the_comparison_sees_a_wrong_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of one layer, twice as large in the file as in the graph."""
+    method = next(method for method in METHODS if method.name == "int8-wo")
+    packed = assembly.packed
+
+    def doubled(weight, progress):  # type: ignore[no-untyped-def]
+        for piece in packed(weight, progress):
+            if weight.value.name == "model.layers.1.mlp.down_proj.weight.scale":
+                piece = (
+                    (np.frombuffer(piece, np.float32) * np.where(np.arange(len(piece) // 4) == 3, 2, 1))
+                    .astype("f4")
+                    .data
+                )
+            yield piece
+
+    monkeypatch.setattr(assembly, "packed", doubled)
+    tokens = random_tokens(53, seed=1).tolist()
+    assert difference(checkpoint_of("qwen3"), method(), tokens, tmp_path, monkeypatch) > 2 * tolerances.ENGINE_GRAPH
