@@ -18,7 +18,7 @@ from enginewright.cli import main
 from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.errors import CorruptEngineError, QualityGateError
 from enginewright.manifest import About
-from enginewright.passes.quant import Int4Rtn, Int8Wo
+from enginewright.passes.quant import W8A8, Int4Rtn, Int8Sq, Int8Wo
 from enginewright.runtime.quality import QUALITY, QualityReport
 from tests.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
@@ -204,6 +204,31 @@ def test_texts_are_cut_to_what_the_engine_takes(longest: int, tmp_path: Path) ->
     assert [text.distance.positions for text in measured.texts] == [longest] * 16
     assert (measured.whole.perplexity is None) == (longest == 1)
     assert ("ppl" in {check.name for check in measured.checks}) == (longest > 1)
+
+
+def with_outliers(factor: float) -> MemoryCheckpoint:
+    """A model that computes the same, with a channel of what its layers read so much larger, and weights smaller."""
+    checkpoint = in_memory()
+    stored = {name: values.clone() for name, values in checkpoint.stored.items()}
+    readers = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_layernorm": ("gate_proj", "up_proj")}
+    for name, values in stored.items():
+        layer, _, kind = name.removesuffix(".weight").rpartition(".")
+        channel = len(name) % 48
+        if kind in readers:
+            values[channel] *= factor
+        for norm, names in readers.items():
+            if kind in names:
+                block = layer.rpartition(".")[0]
+                values[:, len(f"{block}.{norm}.weight") % 48] /= factor
+    checkpoint.stored = stored
+    return checkpoint
+
+
+def test_outliers_are_refused_where_nothing_is_done_about_them(tmp_path: Path) -> None:
+    checkpoint = with_outliers(128)
+    with pytest.raises(QualityGateError, match="--quant int8-sq"):
+        build_engine(checkpoint, BuildConfig(quant=W8A8()), tmp_path / "x.engine")
+    build_engine(checkpoint, BuildConfig(quant=Int8Sq()), tmp_path / "x.engine")
 
 
 def test_a_model_that_is_broken_itself_is_refused_as_such(tmp_path: Path) -> None:
