@@ -20,7 +20,7 @@ from enginewright.cli_options import (
 from enginewright.cli_recipes import recipe_option
 from enginewright.errors import UsageError
 
-QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "fp8", "auto")
+QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto")
 KV_CACHE_DTYPES = {"bf16": "bf16", "int8": "int8", "bfloat16": "bf16", "auto": "bf16"}  # with vLLM's names
 TARGETS = ("cpu",)
 

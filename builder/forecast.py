@@ -24,7 +24,7 @@ from enginewright.plan import Sizes
 from enginewright.runtime.machine import free_memory
 
 EVIDENCE_SECTIONS = 2  # goldens, quality report
-CODE_BYTES = {"u4": 1, "i8": 1, "e4m3": 1, "bf16": 2}  # by dtype, before they are packed
+CODE_BYTES = {"u4": 1, "e2m1": 1, "i8": 1, "e4m3": 1, "bf16": 2}  # by dtype, before they are packed
 # Python with torch and onnx takes 200 MB, the graph and pieces of weights the rest.
 BASE_BYTES = 300_000_000
 COPIES = 4  # of activations in the plan's precision, that calibration or the gate has at once: they are FLOAT there

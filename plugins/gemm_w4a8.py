@@ -41,7 +41,11 @@ GEMM_W4A8 = Plugin(
     by_rows=True,
     kernels={
         "cpu": KernelBinding(
-            "gemm_w4a8@1", ("x", "weight", "x_scale", "scale", "zero", "bias"), ("out",), ("epilogue", "group")
+            "gemm_w4a8@1",
+            ("x", "weight", "x_scale", "scale", "zero", "bias"),
+            ("out",),
+            ("epilogue", "group"),
+            packed={"weight": "u4"},
         )
     },
 )

@@ -16,7 +16,7 @@ class KernelBinding:
     node is, in order; "" for one that the kernel does not take (the value pool, where the key pool's operand
     stands for both). attributes: those of the node that the kernel is given. in_place: output operand → index
     of the input whose memory it may take over. scratch: node → (operand, rows, columns) of an f32 buffer that
-    only this call uses.
+    only this call uses. packed: operand → dtype of a weight whose numbers have a byte each in the graph alone.
     """
 
     kernel: str
@@ -25,3 +25,4 @@ class KernelBinding:
     attributes: tuple[str, ...] = ()
     in_place: Mapping[str, int] = field(default_factory=dict)
     scratch: Callable[[ir.Node], tuple[str, Linear, int]] | None = None
+    packed: Mapping[str, str] = field(default_factory=dict)

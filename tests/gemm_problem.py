@@ -11,9 +11,11 @@ DTYPES = {
     "gemm_fp8a16@1": torch.float8_e4m3fn,
     "gemm_w8a8@1": torch.int8,
     "gemm_w4a8@1": torch.uint8,
+    "gemm_mxfp4a8@1": torch.uint8,
 }
 KERNELS = list(DTYPES)
-BF16_KERNELS, INT8_KERNELS = KERNELS[:3], KERNELS[3:]  # by their activations
+BF16_KERNELS, INT8_KERNELS, FOUR_BIT_KERNELS = KERNELS[:3], KERNELS[3:], KERNELS[4:]
+E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float64)  # doubled
 
 
 def generator(*seed: int) -> torch.Generator:
@@ -60,7 +62,7 @@ class Problem:
         zeros: bool = False,
     ):
         self.kernel, self.epilogue, self.rows = kernel, epilogue, rows
-        self.group = (32 if kernel == "gemm_w4a8@1" else 0) if group is None else group
+        self.group = (32 if kernel in FOUR_BIT_KERNELS else 0) if group is None else group
         self.outputs = rows if epilogue == "none" else rows // 2
         self.x = torch.randn(tokens, columns, generator=generator(tokens, columns)).bfloat16()
         if kernel in INT8_KERNELS:
@@ -69,7 +71,7 @@ class Problem:
         self.vectors: dict[str, torch.Tensor] = {}
         self.of_groups: dict[str, torch.Tensor] = {}
         groups = runs_of(self.x[:1], self.group).shape[1]
-        if kernel == "gemm_w4a8@1":
+        if kernel in FOUR_BIT_KERNELS:
             scale = torch.randn(rows, groups, generator=generator(rows, groups)) * 0.02
             self.of_groups["scale"] = scale.bfloat16()
             if zeros:
@@ -96,7 +98,7 @@ class Problem:
         out = runner.buffer(len(x), self.outputs, dtype)
         operands: Operands = {
             "x": runner.filled(x),
-            "weight": weight(self.weight, "r16" if self.epilogue == "none" else "r16_pairs"),
+            "weight": weight(self.weight, "r16" if self.epilogue == "none" else "r16_pairs", self._packed),
             "out": out,
         }
         operands |= {name: weight(vector) for name, vector in self.vectors.items()}
@@ -115,9 +117,7 @@ class Problem:
         if self.x.dtype == torch.int8:
             x = self._scaled(x, scales_of(self.x, self.group))
         if self.of_groups:
-            ones = torch.ones_like(self.of_groups["scale"])
-            zeros = self._scaled(torch.ones_like(matrix), self.of_groups.get("zero", 8 * ones))
-            matrix = self._scaled(matrix - zeros, self.of_groups["scale"])
+            matrix = self._scaled(self.numbers(), self.of_groups["scale"])
         y = x @ matrix.T
         if "scale" in self.vectors:
             y = y * self.vectors["scale"].double()
@@ -129,6 +129,18 @@ class Problem:
         if self.epilogue == "swiglu":
             return torch.nn.functional.silu(gate) * up
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+    def numbers(self) -> torch.Tensor:
+        """What codes of 4 bits stand for, without their scales: float64."""
+        if self._packed:
+            return E2M1[self.weight.int()]
+        zeros = self.of_groups.get("zero", torch.full_like(self.of_groups["scale"], 8))
+        codes = self.weight.double()
+        return codes - self._scaled(torch.ones_like(codes), zeros)
+
+    @property
+    def _packed(self) -> str | None:
+        return "e2m1" if self.kernel == "gemm_mxfp4a8@1" else None
 
     def _scaled(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Each run multiplied by its factor."""

@@ -22,7 +22,7 @@ Linear = tuple[int, int, int, int, int, int]  # constant, tokens, sequences, log
 COLUMN_ALIGN = 64  # as plan.py has it
 GAP_BYTES = 64  # between buffers: nobody's memory, which `make sanitize` watches
 ITEM_BYTES = {"f32": 4, "bf16": 2, "i8": 1}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "e2m1"}
 NO_ROWS = (0, 0, 0, 0, 0, 0)
 ONE_COLUMN = (1, 0, 0, 0, 0, 0)
 TOKENS = (0, 1, 0, 0, 0, 0)
@@ -36,10 +36,10 @@ def aligned(data: bytes | memoryview) -> NDArray[np.uint8]:
     return memory
 
 
-def weight(value: torch.Tensor, layout: str = "plain") -> _cpu.OperandSpec:
-    """A packed weight. Vectors become [1, columns]."""
+def weight(value: torch.Tensor, layout: str = "plain", dtype: str | None = None) -> _cpu.OperandSpec:
+    """A packed weight. Vectors become [1, columns]. dtype: u4 for UINT8, if it is not given."""
     rows, columns = value.shape if value.ndim == 2 else (1, value.shape[0])
-    form = PackedForm(NAMES[value.dtype], tuple(value.shape), layout)
+    form = PackedForm(dtype or NAMES[value.dtype], tuple(value.shape), layout)
     data = aligned(b"".join(pack(value, form)))
     return _cpu.OperandSpec.weight(data, form.dtype, layout, rows, columns)
 

@@ -119,7 +119,7 @@ def test_operands_outside_of_the_arena_are_refused(operand: _cpu.OperandSpec, me
         (4096, "bf16", "r16", -16, 64, "is empty"),
         (4096, "i8", "r16", 2**39, 2**30, "overflows"),
         (4096, "i8", "r16", 2**62, 64, "too many rows"),
-        (4096, "f32", "r16", 16, 64, "layout of bf16, i8, e4m3 and u4"),
+        (4096, "f32", "r16", 16, 64, "layout of bf16, i8, e4m3, u4 and e2m1"),
     ],
 )
 def test_weights_smaller_than_their_shape_are_refused(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from tests.gemm_problem import INT8_KERNELS, Problem, relative_error, scales_of
+from tests.gemm_problem import FOUR_BIT_KERNELS, INT8_KERNELS, Problem, relative_error, scales_of
 from tests.kernel_runner import KernelRunner, Operands, weight
 from tests.tolerances import GEMM_F32
 
@@ -36,6 +36,33 @@ def test_the_largest_int8_products_neither_saturate_nor_wrap(isa: str, tokens: i
     assert torch.equal(problem.run(isa, "f32"), expected.expand(tokens, 33))
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 6, 7, 33])
+@pytest.mark.parametrize("kernel", FOUR_BIT_KERNELS)
+def test_weights_of_4_bits_give_the_same_bits_everywhere(kernel: str, tokens: int) -> None:
+    """Of one run on every instruction set; of several on those that have an FMA."""
+    whole, runs = (Problem(kernel, tokens, 70, 1300, bias=True, group=group) for group in (0, 32))
+    numbers = whole.numbers()
+    scaled = (whole.x.double() @ numbers.T).float() * whole.of_groups["scale"].float().T
+    expected = scaled * scales_of(whole.x, 0) + whole.vectors["bias"]
+    results = [runs.run(isa, "f32", threads=2) for isa in ISAS if isa != "portable"]
+    for isa in ISAS:
+        assert torch.equal(whole.run(isa, "f32", threads=2), expected), isa
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_code_of_e2m1(isa: str) -> None:
+    """Each in every row and at every place of a line, times powers of two: but for the tokens' scales, exact."""
+    problem = Problem("gemm_mxfp4a8@1", 32, 16, 32)
+    problem.x = torch.eye(32).to(torch.int8)
+    problem.weight = ((torch.arange(16)[:, None] + torch.arange(32)) % 16).to(torch.uint8)
+    halved = 2.0 ** torch.arange(-104, 104, 13)
+    problem.of_groups["scale"] = halved.bfloat16().view(16, 1)
+    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    weight = torch.tensor(numbers + [-number for number in numbers])[problem.weight.int()] * (2 * halved[:, None])
+    assert torch.equal(problem.run(isa, "f32"), weight.T * scales_of(problem.x, 32))
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 6, 40])
@@ -48,6 +75,18 @@ def test_weights_of_4_bits_at_their_largest(isa: str, tokens: int, zeros: bool) 
         problem.of_groups["zero"].fill_(3)
     exact = torch.tensor(-127.0 * (12 if zeros else 7) * 16_500)
     expected = exact * 2.0**-20 * scales_of(problem.x, 0)
+    assert torch.equal(problem.run(isa, "f32"), expected.expand(tokens, 33))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("tokens", [1, 3, 6, 40])
+def test_e2m1_at_its_largest(isa: str, tokens: int, sign: int) -> None:
+    problem = Problem("gemm_mxfp4a8@1", tokens, 33, 16_500, group=0)
+    problem.x.fill_(127)
+    problem.weight.fill_(7 if sign > 0 else 15)
+    problem.of_groups["scale"] = torch.full((33, 1), 2.0**-20).bfloat16()
+    expected = torch.tensor(sign * 127.0 * 12 * 16_500) * 2.0**-20 * scales_of(problem.x, 0)
     assert torch.equal(problem.run(isa, "f32"), expected.expand(tokens, 33))
 
 
@@ -77,6 +116,9 @@ def malformed() -> list[tuple[str, str, dict[str, Any]]]:
         ("gemm_w4a8@1", "'x_scale' must have 2 columns, not 4", {"group": 64}),
         ("gemm_w4a8@1", "multiple of 32", {"group": 48}),
         ("gemm_w4a8@1", "in 0 … 512, not 544", {"group": 544}),
+        ("gemm_mxfp4a8@1", "weight of e2m1", {"weight": weight(codes, "r16")}),
+        ("gemm_mxfp4a8@1", "'scale' must have 4 columns, not 3", {"scale": weight(scale[:, :3], "r16_columns")}),
+        ("gemm_mxfp4a8@1", "no operand 'zero'", {"zero": weight(scale.to(torch.int8), "r16_columns")}),
         ("gemm_w8a8@1", "no operand 'zero'", {"zero": weight(scale.to(torch.int8), "r16_columns")}),
         ("gemm_w8a8@1", "'scale' must be f32", {"scale": weight(torch.zeros(32).bfloat16())}),
     ]
@@ -85,12 +127,12 @@ def malformed() -> list[tuple[str, str, dict[str, Any]]]:
 @pytest.mark.parametrize(("kernel", "message", "change"), malformed(), ids=lambda value: str(value)[:40])
 def test_malformed_operands_are_refused(kernel: str, message: str, change: dict[str, Any]) -> None:
     runner = KernelRunner("portable")
-    four_bits = kernel == "gemm_w4a8@1"
+    four_bits = kernel in FOUR_BIT_KERNELS
     matrix = torch.zeros(32, 128, dtype=torch.uint8 if four_bits else torch.int8)
     operands: Operands = {
         "x": runner.filled(torch.zeros(1, 128, dtype=torch.int8)),
         "x_scale": runner.buffer(1, change.get("x_scale", 4), "f32"),
-        "weight": weight(matrix, "r16"),
+        "weight": weight(matrix, "r16", "e2m1" if kernel == "gemm_mxfp4a8@1" else None),
         "scale": weight(torch.zeros(32, 4).bfloat16(), "r16_columns") if four_bits else weight(torch.zeros(32)),
         "out": runner.buffer(1, 32, "f32"),
     }
@@ -103,7 +145,9 @@ def test_malformed_operands_are_refused(kernel: str, message: str, change: dict[
     ("message", "dtype", "layout", "shape"),
     [
         ("of u4 cannot be plain", "u4", "plain", (4, 64)),
-        ("has a layout of bf16, i8, e4m3 and u4 weights, but is f32", "f32", "r16_columns", (4, 64)),
+        ("of e2m1 cannot be plain", "e2m1", "plain", (4, 64)),
+        ("has 511 bytes, but its shape takes 512", "e2m1", "r16", (3, 5)),
+        ("has a layout of bf16, i8, e4m3, u4 and e2m1 weights, but is f32", "f32", "r16_columns", (4, 64)),
         ("has no two halves", "i8", "r16_columns_pairs", (5, 2)),
         ("has 511 bytes, but its shape takes 512", "u4", "r16", (3, 5)),
         ("has 511 bytes, but its shape takes 1024", "bf16", "r16_columns_pairs", (34, 8)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from enginewright.builder.lower.pack import DTYPES, PackedForm, pack, pack_rows, unpack_rows
+from enginewright.manifest import FOUR_BITS
 
 FORMS = [(torch.bfloat16, "bf16", 2), (torch.int8, "i8", 4), (torch.float8_e4m3fn, "e4m3", 4)]
 SHAPES = [(1, 1), (16, 64), (17, 65), (37, 577), (48, 130)]
@@ -62,11 +63,12 @@ def test_r16_pairs_alternates_blocks_of_both_matrices(half_rows: int) -> None:
         assert blocks[:, half].contiguous().view(torch.uint8).numpy().tobytes() == expected
 
 
+@pytest.mark.parametrize("name", FOUR_BITS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_codes_of_4_bits_share_bytes(shape: tuple[int, int]) -> None:
+def test_codes_of_4_bits_share_bytes(shape: tuple[int, int], name: str) -> None:
     rows, columns = shape
     weight = (random_weight(rows, columns, torch.int32) % 16).to(torch.uint8)
-    form = PackedForm("u4", shape, "r16")
+    form = PackedForm(name, shape, "r16")
     data = packed_bytes(weight, form)
     padded_columns = -(-columns // 64) * 64
     assert len(data) == form.nbytes == -(-rows // 16) * 16 * padded_columns // 2
@@ -128,7 +130,7 @@ def test_a_weight_is_read_by_few_rows_each_once() -> None:
         assert max(end - begin for begin, end in asked) * 70 <= 1 << 18
 
 
-LAYOUTS = [("f32", "plain"), *((name, "r16") for name in ("bf16", "i8", "e4m3", "u4")), ("i8", "r16_columns")]
+LAYOUTS = [("f32", "plain"), *((name, "r16") for name in ("bf16", "i8", "e4m3", *FOUR_BITS)), ("i8", "r16_columns")]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 64), (34, 65), (96, 130)])
@@ -137,7 +139,7 @@ def test_what_was_packed_is_unpacked(shape: tuple[int, int], name: str, layout: 
     rows, columns = (2 * shape[0], shape[1]) if layout.endswith("_pairs") else shape
     dtype = DTYPES[name]
     weight = random_weight(rows, columns, torch.int32)
-    weight = (weight % 16 if name == "u4" else weight).to(dtype)
+    weight = (weight % 16 if name in FOUR_BITS else weight).to(dtype)
     form = PackedForm(name, (rows, columns), layout)
     data = bytearray(packed_bytes(weight, form))
     unpacked = unpack_rows(memoryview(data).toreadonly(), form)

@@ -10,7 +10,7 @@ import torch
 
 from enginewright.errors import EngineError
 from enginewright.passes.pass_manager import run_passes
-from enginewright.passes.quant import Bf16, Fp8, Int4Rtn, Int8Wo, QuantConfig, fp8, int4_codes
+from enginewright.passes.quant import Bf16, Fp8, Int4Rtn, Int8Wo, Mxfp4, QuantConfig, fp8, int4_codes
 from enginewright.passes.quant.int8_wo import quantize_rows
 from enginewright.passes.quant.quantize import Quantize
 from enginewright.passes.weights import read
@@ -97,6 +97,8 @@ def numpy_weight(name: str, weight: torch.Tensor, quant: QuantConfig) -> list[Ar
         return [exact.astype(bfloat16)]
     if isinstance(quant, Int4Rtn) and name not in TABLES:
         return numpy_int4(exact, quant.group_size)
+    if isinstance(quant, Mxfp4) and name not in TABLES:
+        return numpy_mxfp4(exact)
     is_fp8 = isinstance(quant, Fp8) and name not in TABLES
     scale = np.abs(exact).max(axis=1) / np.float32(448 if is_fp8 else 127)
     codes = np.divide(exact, scale[:, None], out=np.zeros_like(exact), where=scale[:, None] > 0)
@@ -115,6 +117,23 @@ def numpy_int4(exact: Array, group: int) -> list[Array]:
             fitted = np.clip(np.rint(run / first), -8, 7)
             scales[n, g] = bfloat16(run @ fitted / (fitted @ fitted))
             codes[n, g * group : (g + 1) * group] = 8 + np.clip(np.rint(run / float(scales[n, g])), -8, 7)
+    return [codes, scales]
+
+
+def numpy_mxfp4(exact: Array) -> list[Array]:
+    """Run by run: the power of two that leaves less error, of the specification's and the next."""
+    codes = np.zeros(exact.shape, np.uint8)
+    scales = np.zeros((len(exact), -(-exact.shape[1] // 32)), bfloat16)
+    for n, g in np.ndindex(scales.shape):
+        run = exact[n, g * 32 : (g + 1) * 32].astype(np.float64)
+        first = np.floor(np.log2(np.abs(run).max())) - 2 if run.any() else -125
+        rounded = [(run / 2**power).clip(-6, 6).astype(ml_dtypes.float4_e2m1fn) for power in (first, first + 1)]
+        errors = [
+            ((run / 2**first - numbers.astype(float) * 2**more) ** 2).sum() for more, numbers in enumerate(rounded)
+        ]
+        best = int(errors[1] < errors[0])
+        scales[n, g] = 2 ** (first + best) / 2
+        codes[n, g * 32 : (g + 1) * 32] = rounded[best].view(np.uint8)
     return [codes, scales]
 
 
@@ -206,6 +225,26 @@ def test_runs_become_4_bits() -> None:
     assert (codes.tolist(), scale.tolist(), zero.tolist()) == ([[0, 1, 15, 4, 5, 15]], [[1.0, 1.0]], [[1, 0]])
 
 
+def test_mxfp4_goes_to_the_even_one_of_two_and_is_clipped() -> None:
+    """Runs whose largest number is 6 have the power 1; of a partial run, zeros behind it count for nothing."""
+    halfway = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    weight = torch.tensor([[6.0, *halfway, *(-number for number in halfway), *[0.0] * 17, 7.0, 7.0, 7.0, 1.0]])
+    codes, scale = Mxfp4().quantize(weight, "weight")
+    assert codes[0, :15].tolist() == [7, 0, 2, 2, 4, 4, 6, 6, 8, 10, 10, 12, 12, 14, 14]
+    # 7 becomes 6 with the power 1, and 8 with 2; then 1 is still 1.
+    assert (scale.tolist(), codes[0, 32:].tolist()) == ([[0.5, 0.5]], [7, 7, 7, 2])
+    codes, scale = Mxfp4().quantize(torch.full((1, 3), 7.5), "weight")
+    assert (scale.tolist(), codes.tolist()) == ([[1.0]], [[6, 6, 6]])
+
+
+@pytest.mark.parametrize("largest", [0.0, 2.0**-140, 2.0**-126, 3.0 * 2.0**-124, 2.5e38])
+def test_mxfp4_of_the_smallest_and_largest_numbers(largest: float) -> None:
+    codes, scale = Mxfp4().quantize(torch.tensor([[largest, -largest, 0.0]]), "weight")
+    assert scale.float().log2().item() in range(-126, 127), "a normal bfloat16, as the kernels read it"
+    error = (Mxfp4().restore(codes, scale)[0, 0].double() - largest).abs()
+    assert error <= max(largest / 7, 2.0**-126)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
     "quantize",
@@ -213,6 +252,7 @@ def test_runs_become_4_bits() -> None:
         fp8.quantize_rows,
         Int4Rtn().quantize,
         Int4Rtn(zero_points=True).quantize,
+        Mxfp4().quantize,
     ],
 )
 def test_what_is_no_number_is_refused(quantize: Callable[[torch.Tensor, str], object], value: float) -> None:
@@ -270,6 +310,7 @@ def test_quantized_arithmetic_is_numpys(quant: QuantConfig) -> None:
         "int8-wo": ["EmbedW8", "GemmW8A16", "GemmW8A16"],
         "w8a8": ["EmbedW8", "QuantizeRows", "GemmW8A8", "QuantizeRows", "GemmW8A8"],
         "int4-rtn": ["EmbedW8", "QuantizeRows", "GemmW4A8", "QuantizeRows", "GemmW8A8"],
+        "mxfp4": ["EmbedW8", "QuantizeRows", "GemmMxfp4A8", "QuantizeRows", "GemmW8A8"],
         "fp8": ["EmbedW8", "GemmFp8A16", "GemmW8A16"],
     }
     assert [node.op_type for node in model.graph if node.domain] == ops[quant.name]
@@ -279,7 +320,10 @@ def test_quantized_arithmetic_is_numpys(quant: QuantConfig) -> None:
     def stored(name: str) -> tuple[Array, Array]:
         """Values in fp32, and scales (1 where there are none). A row is one run, where there are runs."""
         values, *scale = numpy_weight(name, torch.from_numpy(arrays[name]), quant)
-        numbers = values.astype(np.float32) - (8 if values.dtype == np.uint8 else 0)
+        if isinstance(quant, Mxfp4) and name not in TABLES:
+            numbers = 2 * values.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        else:
+            numbers = values.astype(np.float32) - (8 if values.dtype == np.uint8 else 0)
         return numbers, scale[0].astype(np.float32).reshape(-1) if scale else np.ones(len(values), np.float32)
 
     def rounded(x: Array) -> tuple[Array, Array | np.float32]:

@@ -154,9 +154,9 @@ def test_the_comparison_sees_faults(attribute: str, change: Callable[[float], fl
 
 
 FINAL_OPS = {
-    "Add", "AddRmsNorm", "Cast", "EmbedBf16", "EmbedW8", "Gather", "GemmBf16", "GemmFp8A16", "GemmW4A8", "GemmW8A16",
-    "GemmW8A8", "PagedAttention", "QuantizeRows", "RMSNormalization", "Reshape", "RmsNorm", "RopeKvWrite", "RopeTable",
-    "Softcap", "Split",
+    "Add", "AddRmsNorm", "Cast", "EmbedBf16", "EmbedW8", "Gather", "GemmBf16", "GemmFp8A16", "GemmMxfp4A8", "GemmW4A8",
+    "GemmW8A16", "GemmW8A8", "PagedAttention", "QuantizeRows", "RMSNormalization", "Reshape", "RmsNorm", "RopeKvWrite",
+    "RopeTable", "Softcap", "Split",
 }  # fmt: skip
 
 

@@ -97,6 +97,7 @@ def _integer_gemms() -> list[Case]:
             four: dict[str, Operand] = {"weight": (UINT8, (22, 77)), "scale": (BFLOAT16, (22, runs))}
             zeros: dict[str, Operand] = {"zero": (INT8, (22, runs))} if bias else {}
             cases.append(Case("GemmW4A8", {**x, **four, **zeros, **bias}, attributes))
+            cases.append(Case("GemmMxfp4A8", {**x, **four, **bias}, attributes))
     return cases
 
 

@@ -43,6 +43,11 @@ def integer_gemm(x: Inputs, a: Attributes) -> Doubles:
     return product(x["x"] * by_runs(x["x_scale"], a["group"], width), weight, x, a)
 
 
+def mxfp4_gemm(x: Inputs, a: Attributes) -> Doubles:
+    numbers = x["weight"].astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    return integer_gemm({**x, "weight": 2 * numbers, "zero": np.zeros_like(x["scale"])}, a)
+
+
 def product(x: Doubles, weight: Doubles, rest: Inputs, a: Attributes) -> Doubles:
     y = np.einsum("...k,nk->...n", x, weight) + rest.get("bias", 0.0)
     gate, up = np.split(y, 2, axis=-1)
@@ -165,6 +170,7 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "GemmBf16": gemm,
     "GemmFp8A16": gemm,
     "GemmW8A16": gemm,
+    "GemmMxfp4A8": mxfp4_gemm,
     "GemmW4A8": integer_gemm,
     "GemmW8A8": integer_gemm,
     "KvWrite": lambda x, a: [written(x[f"{kind}_pool"], x[kind[0]], x["slots"], a) for kind in ("key", "value")],

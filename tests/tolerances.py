@@ -55,7 +55,7 @@ LOGPROB = 1e-6
 # rope, mask or layout gives 0.1 and more. int8 rows add 1/254 of each row's largest weight: 5.2e-4 at most. FP8 has 4
 # bits of precision and adds 2^-4 of a weight at most: 4.1e-3. Codes of 4 bits are off by half of 1/8 of a run's largest
 # weight: 0.062 at most.
-ENGINE_LOGITS = {"bf16": 1e-4, "int8-wo": 1e-3, "w8a8": 2e-3, "int4-rtn": 0.12, "fp8": 1e-2}
+ENGINE_LOGITS = {"bf16": 1e-4, "int8-wo": 1e-3, "w8a8": 2e-3, "int4-rtn": 0.12, "mxfp4": 0.2, "fp8": 1e-2}
 
 # The same with K, V and the queries of attention in int8, beside KV in bf16. A row of a tiny model has 16 numbers, each
 # off by 1/254 of the largest at most: measured 1.1e-4.

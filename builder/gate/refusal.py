@@ -11,6 +11,7 @@ LAYERS_SHOWN = 8
 SMALLEST_GROUP = 32
 GENTLER = {  # method → others, as far as there are any, that lose less
     "int4-rtn": ("int4-awq", "int4-gptq", "fp8", "int8-wo"),
+    "mxfp4": ("int4-awq", "int4-gptq", "fp8", "int8-wo"),
     "int4-awq": ("int4-gptq", "fp8", "int8-wo"),
     "int4-gptq": ("int4-awq", "fp8", "int8-wo"),
     "w8a8": ("int8-sq", "int8-wo"),

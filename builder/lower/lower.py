@@ -39,7 +39,6 @@ DTYPE_NAMES = {
     ir.DataType.INT8: "i8",
     ir.DataType.FLOAT8E4M3FN: "e4m3",
     ir.DataType.INT32: "i32",
-    ir.DataType.UINT8: "u4",  # codes of 4 bits, a byte each in the graph
 }
 
 ROWS = {
@@ -211,7 +210,8 @@ class _Lowering:
         layout = "plain" if len(shape) == 1 else "r16_columns" if role in OF_GROUPS else "r16"
         if gated and layout != "plain":
             layout += "_pairs"
-        form = PackedForm(DTYPE_NAMES[value.dtype], shape, layout)
+        packed = binding_of(node, self.target).packed.get(role)
+        form = PackedForm(packed or DTYPE_NAMES[value.dtype], shape, layout)
         name = _name(value)
         if name in self.weights and self.weights[name].form != form:
             name = f"{name}.{layout}"

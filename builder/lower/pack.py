@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from enginewright.manifest import K_ALIGN, ROWS, packed_bytes
+from enginewright.manifest import FOUR_BITS, K_ALIGN, ROWS, packed_bytes
 from enginewright.passes.weights import RowReader
 
 PIECE_ELEMENTS = 1 << 18  # of a weight, in memory at once (twice that of pairs); a cache holds them
@@ -18,7 +18,7 @@ DTYPES = {
     "i8": torch.int8,
     "e4m3": torch.float8_e4m3fn,
     "i32": torch.int32,
-    "u4": torch.uint8,  # a code each
+    **dict.fromkeys(FOUR_BITS, torch.uint8),  # a code each
 }
 
 
@@ -40,7 +40,7 @@ def pack(weight: torch.Tensor, form: PackedForm) -> Iterator[memoryview]:
 
     Raises:
         ValueError: the tensor is not of the form's shape or dtype, or holds what kernels cannot take (NaN of e4m3,
-            codes of u4 above 15).
+            codes of 4 bits above 15).
     """
     if tuple(weight.shape) != form.shape:
         raise ValueError(f"a {weight.dtype} {tuple(weight.shape)} tensor is packed as {form}")
@@ -58,7 +58,7 @@ def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[memoryview]:
             values = values.view(torch.uint8)  # as such it can be padded
             if ((values & 0x7F) == 0x7F).any():
                 raise ValueError(f"a weight packed as {form} holds NaN")
-        if form.dtype == "u4" and (values > 15).any():
+        if form.dtype in FOUR_BITS and (values > 15).any():
             raise ValueError(f"a weight packed as {form} holds codes above 15")
         return values
 
@@ -71,7 +71,7 @@ def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[memoryview]:
     layout, in_pairs = form.layout.removesuffix("_pairs"), form.layout.endswith("_pairs")
     if layout not in ("r16", "r16_columns"):
         raise ValueError(f"unknown layout {form.layout!r}")
-    blocks = _columns if layout == "r16_columns" else _u4_blocks if form.dtype == "u4" else _r16_blocks
+    blocks = _columns if layout == "r16_columns" else _four_bit_blocks if form.dtype in FOUR_BITS else _r16_blocks
     parts = 2 if in_pairs else 1
     for begin in range(0, count // parts, step):
         end = min(begin + step, count // parts)
@@ -110,7 +110,7 @@ def _unpacked(blocks: torch.Tensor, form: PackedForm, layout: str) -> torch.Tens
     if layout == "r16_columns":
         return blocks.view(dtype).view(-1, columns, ROWS).transpose(1, 2).reshape(-1, columns)
     words = blocks.view(len(blocks), -1, ROWS, 4).transpose(1, 2)  # [blocks, 16, lines, 4]
-    if form.dtype == "u4":
+    if form.dtype in FOUR_BITS:
         words = torch.stack((words & 15, words >> 4), dim=3)
     return words.reshape(len(blocks) * ROWS, -1).view(dtype)[:, :columns]
 
@@ -123,7 +123,7 @@ def _r16_blocks(weight: torch.Tensor) -> torch.Tensor:
     return words.reshape(-1, ROWS, words.shape[1]).transpose(1, 2)
 
 
-def _u4_blocks(codes: torch.Tensor) -> torch.Tensor:
+def _four_bit_blocks(codes: torch.Tensor) -> torch.Tensor:
     """The same of codes of 4 bits: k and k + 4 share a byte, so that a word has 8 of K."""
     words = _r16_blocks(codes)
     return words[:, 0::2] | words[:, 1::2] << 4

@@ -120,7 +120,7 @@ Operand Executor::bind(const std::string& label, const ArenaSpec& spec) const {
           the + "has no proper columns");
   require(checked_add(checked_add(spec.column_offset, spec.columns), spec.pad) <= spec.stride,
           the + "is narrower than the columns used of it");
-  require(spec.dtype != DType::u4, the + "cannot hold u4");
+  require(!four_bits(spec.dtype), the + "cannot hold " + name_of(spec.dtype));
   operand.max_rows = checked_at(spec.rows, limits_);
   const int64_t row_bytes = spec.stride * bytes_of(spec.dtype);
   operand.data = arena(spec.offset_bytes, checked_mul(operand.max_rows, row_bytes)) +
@@ -144,10 +144,11 @@ Operand Executor::bind(const std::string& label, const WeightSpec& spec) const {
           "the weight '" + label + "' is empty");
   int64_t rows = spec.rows, columns = spec.columns;
   if (spec.layout == Layout::plain) {
-    require(spec.dtype != DType::u4, "the weight '" + label + "' of u4 cannot be plain");
+    require(!four_bits(spec.dtype),
+            "the weight '" + label + "' of " + name_of(spec.dtype) + " cannot be plain");
   } else {
     require(spec.dtype != DType::f32 && spec.dtype != DType::i32,
-            "the weight '" + label + "' has a layout of bf16, i8, e4m3 and u4 weights, but is " +
+            "the weight '" + label + "' has a layout of bf16, i8, e4m3, u4 and e2m1 weights, but is " +
                 name_of(spec.dtype));
     require(!in_pairs(spec.layout) || rows % 2 == 0, "the weight '" + label + "' has no two halves");
     require(rows < (int64_t{1} << 40), "the weight '" + label + "' has too many rows");

@@ -1,14 +1,15 @@
-// GEMM with int8 activations, weights i8 or u4, for any instruction set (gemm_operands.h has the shapes).
+// GEMM with int8 activations, weights i8, u4 or e2m1, for any instruction set (gemm_operands.h has the
+// shapes).
 //
 // The sum of products of a run of K is an integer, exact in any order, so that every way through the weights
 // gives the same bits, on every instruction set with one FMA; what follows it is fp32 in one order.
 //
 //   few tokens   weights pass once, as they come from memory
 //   many tokens  a piece of K of a few blocks of weights is copied to where it stays in L1, as dots want it
-//                (u4 a byte each); all tokens of a panel pass it, while their sums wait in scratch
+//                (4 bits become a byte); all tokens of a panel pass it, while their sums wait in scratch
 //
-// Codes in memory are larger than the numbers that they stand for: u4 by its zero, i8 by S::i8_bias, where
-// dot_i8 wants it so. A run's sum therefore begins with -zero * (sum of the run of x).
+// Codes are larger than the numbers that they stand for: u4 by its zero, i8 by S::i8_bias, where dot_i8 wants
+// it so, and those that e2m1 becomes by 12. A run's sum therefore begins with -zero * (sum of the run of x).
 #pragma once
 
 #include "gemm_epilogue.h"
@@ -40,6 +41,26 @@ struct U4Codes {
   static constexpr bool scaled = true;
   static constexpr int32_t zero = 8;
   static ENGINEWRIGHT_INLINE void load(const std::byte* p, Line (&w)[lines]) { S::expand_u4(p, w[0], w[1]); }
+  static ENGINEWRIGHT_INLINE typename S::I dot(typename S::I acc, Line w, typename S::Bytes4 x) {
+    return S::dot_u4(acc, w, x);
+  }
+};
+
+template <class S>
+struct E2m1Codes {
+  using Line = typename S::Line;
+  static constexpr DType dtype = DType::e2m1;
+  static constexpr int lines = 2;
+  static constexpr bool scaled = true;
+  static constexpr int32_t zero = 12;
+  // Twice the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, and 12 more.
+  alignas(16) static constexpr uint8_t doubled[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                      12, 11, 10, 9,  8,  6,  4,  0};
+  static ENGINEWRIGHT_INLINE void load(const std::byte* p, Line (&w)[lines]) {
+    S::expand_u4(p, w[0], w[1]);
+    ENGINEWRIGHT_UNROLL
+    for (int i = 0; i < lines; ++i) w[i] = S::lookup16(doubled, w[i]);
+  }
   static ENGINEWRIGHT_INLINE typename S::I dot(typename S::I acc, Line w, typename S::Bytes4 x) {
     return S::dot_u4(acc, w, x);
   }
@@ -324,6 +345,8 @@ template <class S>
 using GemmW8A8 = GemmA8<S, I8Codes<S>>;
 template <class S>
 using GemmW4A8 = GemmA8<S, U4Codes<S>>;
+template <class S>
+using GemmMxfp4A8 = GemmA8<S, E2m1Codes<S>>;
 
 }  // namespace
 }  // namespace enginewright

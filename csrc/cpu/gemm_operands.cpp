@@ -6,7 +6,7 @@ namespace enginewright {
 
 namespace {
 
-constexpr int64_t kMostK = int64_t{1} << 17;  // 127 * 127 * 2^17 < 2^31; of u4, 15 * 127 * 2^17
+constexpr int64_t kMostK = int64_t{1} << 17;  // 127 * 127 * 2^17 < 2^31; of 4 bits, 24 * 127 * 2^17
 
 Epilogue epilogue_of(const Attributes& attributes) {
   const std::string name = text(attributes, "epilogue");
@@ -53,13 +53,12 @@ GemmOperands::GemmOperands(const Operands& operands, const Attributes& attribute
     scale_bytes_ += weight.max_rows * 4;
     return vector_weight(operands, name, weight.max_rows).as<const float>();
   };
-  if (weight_dtype != DType::bf16 && weight_dtype != DType::u4) scale = vector("scale");
+  if (weight_dtype != DType::bf16 && !four_bits(weight_dtype)) scale = vector("scale");
   if (operands.count("bias") != 0) bias = vector("bias");
 }
 
 void GemmOperands::bind_integers(const Operands& operands, const Attributes& attributes) {
-  const bool four_bits = weight.dtype == DType::u4;
-  if (four_bits) {
+  if (weight.dtype == DType::u4) {
     require_known(operands, attributes, {"x", "x_scale", "weight", "scale", "zero", "bias", "out"},
                   {"epilogue", "group"});
   } else {
@@ -76,7 +75,7 @@ void GemmOperands::bind_integers(const Operands& operands, const Attributes& att
   require_columns(factors, groups);
   x_scale = factors.as<const float>();
   x_scale_stride = factors.stride;
-  if (four_bits) {
+  if (four_bits(weight.dtype)) {
     group_scale = of_groups(operands, "scale", DType::bf16).as<const uint16_t>();
     if (operands.count("zero") != 0) group_zero = of_groups(operands, "zero", DType::i8).as<const int8_t>();
   }

@@ -5,14 +5,16 @@
 //   gemm_fp8a16@1 the same with weight: e4m3, scale: f32 [N]
 //   gemm_w8a8@1   the same with x: i8 and weight: i8, x_scale: f32 [M, G], scale: f32 [N]
 //   gemm_w4a8@1   the same with weight: u4, scale: bf16 r16_columns [N, G], zero?: i8 r16_columns [N, G]
+//   gemm_mxfp4a8@1 the same with weight: e2m1, and no zero
 //
 // out = (x · weightᵀ) * scale + bias in fp32, from left to right. Products with bf16 x are summed in fp32.
 //
 // Where x is i8, K is cut into G runs of `group` columns, the last one perhaps shorter (group 0: one run is
 // all of K), and the sum of products of a run is an integer, exact, since codes are in [-127, 127] and a run
 // is at most 2^17 (runs of several: multiples of 32 up to 512). Then (x · weightᵀ) = Σ run sums * x_scale,
-// one FMA a run, in ascending order; with u4 weights each run's sum is multiplied by its scale before that,
-// and a code stands for code - zero, or code - 8 where there are no zeros.
+// one FMA a run, in ascending order; with weights of 4 bits each run's sum is multiplied by its scale before
+// that. A code of u4 stands for code - zero, or code - 8 where there are no zeros; one of e2m1 for twice its
+// number, an integer in [-12, 12].
 //
 // With a gated epilogue ("swiglu", "geglu") weight is r16_pairs [2F, K], gate rows and up rows, scale, zero
 // and bias have 2F, and out [M, F] = act(gate) * up.
@@ -34,7 +36,7 @@ struct GemmOperands {
   int64_t x_scale_stride = 0;             // from one token to the next
   const float* scale = nullptr;           // of rows; null: 1
   const uint16_t* group_scale = nullptr;  // bf16, 16 a group and block; null: 1
-  const int8_t* group_zero = nullptr;     // the same; null: 8
+  const int8_t* group_zero = nullptr;     // the same; null: that of the codes
   const float* bias = nullptr;            // null: 0
   int64_t k_pad = 0;                      // columns of x and weight that are read
   int64_t group = 0, groups = 1;          // runs of K

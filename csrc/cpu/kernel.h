@@ -24,7 +24,8 @@
 
 namespace enginewright {
 
-enum class DType : uint8_t { f32, bf16, i32, i8, e4m3, u4 };  // e4m3: FP8, see bf16_tables.h
+// e4m3: FP8, see bf16_tables.h. u4 and e2m1: codes of 4 bits, integers or FP4.
+enum class DType : uint8_t { f32, bf16, i32, i8, e4m3, u4, e2m1 };
 
 // Sizes of one step; see enginewright/plan.py.
 struct Sizes {
@@ -49,8 +50,8 @@ struct Linear {
 //   r16        blocks of 16 rows (the last one padded with zero rows); in a block, 64-byte lines of
 //              4 bytes of K for each of the 16 rows. bf16: element (n, k) is at line
 //              (n / 16) * (K_pad / 2) + k / 2, position (n % 16) * 2 + k % 2. i8 and e4m3: the same with 4
-//              for 2. u4: byte (n % 16) * 4 + k % 4 of a line has (n, k) in its low half and (n, k + 4) in
-//              its high half, for k = 8 line + 0 … 3.
+//              for 2. u4 and e2m1: byte (n % 16) * 4 + k % 4 of a line has (n, k) in its low half and (n, k +
+//              4) in its high half, for k = 8 line + 0 … 3.
 //   r16_pairs  two matrices of rows / 2 rows each, stored as r16 with their blocks interleaved:
 //              first[0:16], second[0:16], first[16:32], … (gate and up of a gated MLP).
 //   r16_columns, r16_columns_pairs   what belongs to groups of K, in the same blocks of 16 rows, column by

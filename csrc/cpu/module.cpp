@@ -28,10 +28,11 @@ Sizes sizes_of(const SizesTuple& tuple) {
 }
 
 DType dtype_of(const std::string& name) {
-  for (const DType dtype : {DType::f32, DType::bf16, DType::i32, DType::i8, DType::e4m3, DType::u4}) {
+  for (const DType dtype :
+       {DType::f32, DType::bf16, DType::i32, DType::i8, DType::e4m3, DType::u4, DType::e2m1}) {
     if (name == name_of(dtype)) return dtype;
   }
-  throw std::invalid_argument("there is no dtype '" + name + "'; known: f32, bf16, i32, i8, e4m3, u4");
+  throw std::invalid_argument("there is no dtype '" + name + "'; known: f32, bf16, i32, i8, e4m3, u4, e2m1");
 }
 
 Layout layout_of(const std::string& name) {

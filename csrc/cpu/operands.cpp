@@ -20,10 +20,14 @@ const char* name_of(DType dtype) {
       return "e4m3";
     case DType::u4:
       return "u4";
+    case DType::e2m1:
+      return "e2m1";
     default:
       return "i8";
   }
 }
+
+bool four_bits(DType dtype) { return dtype == DType::u4 || dtype == DType::e2m1; }
 
 int64_t bytes_of(DType dtype, int64_t elements) {
   switch (dtype) {
@@ -33,6 +37,7 @@ int64_t bytes_of(DType dtype, int64_t elements) {
     case DType::bf16:
       return 2 * elements;
     case DType::u4:
+    case DType::e2m1:
       return elements / 2;
     default:
       return elements;

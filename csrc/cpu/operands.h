@@ -10,7 +10,8 @@ namespace enginewright {
 
 void require(bool holds, const std::string& sentence);
 const char* name_of(DType dtype);
-int64_t bytes_of(DType dtype, int64_t elements = 1);  // of u4: of an even number of elements
+bool four_bits(DType dtype);
+int64_t bytes_of(DType dtype, int64_t elements = 1);  // of 4 bits: of an even number of elements
 int64_t round_up(int64_t value, int64_t multiple);
 
 // The operand `name`, or std::invalid_argument.

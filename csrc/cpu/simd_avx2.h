@@ -173,7 +173,11 @@ struct Avx2 {
     high = {_mm256_and_si256(_mm256_srli_epi16(both.a, 4), mask),
             _mm256_and_si256(_mm256_srli_epi16(both.b, 4), mask)};
   }
-  // Two products are at most 2 * 15 * 127, which int16 holds.
+  static ENGINEWRIGHT_INLINE Line lookup16(const uint8_t* table, Line x) {
+    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return {_mm256_shuffle_epi8(all, x.a), _mm256_shuffle_epi8(all, x.b)};
+  }
+  // Two products are at most 2 * 24 * 127, which int16 holds.
   static ENGINEWRIGHT_INLINE I dot_u4(I acc, Line w, Bytes4 x) {
     const __m256i ones = _mm256_set1_epi16(1);
     acc.a = _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, x.signs), ones));

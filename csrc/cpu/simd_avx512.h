@@ -135,6 +135,10 @@ struct Avx512 {
     low = _mm512_and_si512(both, mask);
     high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
   }
+  static ENGINEWRIGHT_INLINE Line lookup16(const uint8_t* table, Line a) {
+    const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(all), a);
+  }
   static ENGINEWRIGHT_INLINE I dot_u4(I acc, Line w, Bytes4 x) { return _mm512_dpbusd_epi32(acc, w, x); }
   static ENGINEWRIGHT_INLINE I widen_i8(const int8_t* p) {
     return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -33,7 +33,8 @@
 //   dot_i8(I, Line w, Bytes4 x)    acc[i] + the sum of w[i][j] * x[j]; codes are in [-127, 127]
 //   expand_u4(ptr, Line&, Line&)   64 bytes as two lines of unsigned bytes, low halves and high halves, as
 //                                  dot_u4 wants them
-//   dot_u4(I, Line w, Bytes4 x)    as dot_i8
+//   lookup16(table, Line)          each byte i, of those in [0, 15], as the i-th of the table's
+//   dot_u4(I, Line w, Bytes4 x)    as dot_i8, of bytes up to 24
 //   widen_i8(ptr)                  16 int8 as I; mul_i: lane by lane
 //   dot_u(I, Line w, Bytes4 x)     the same with w as load_line gives it, and x of byte_bits bits, unsigned
 //   store_two_bytes(ptr, x)        lanes rounded to integers of 2 * byte_bits bits: of four at a time, first
@@ -287,6 +288,12 @@ struct Portable {
       low.q[i] = both.q[i] & 0x0f0f0f0fu;
       high.q[i] = both.q[i] >> 4 & 0x0f0f0f0fu;
     }
+  }
+  static ENGINEWRIGHT_INLINE Line lookup16(const uint8_t* table, const Line& a) {
+    uint8_t bytes[64];
+    store_line(bytes, a);
+    for (uint8_t& byte : bytes) byte = table[byte];
+    return load_line(bytes);
   }
   static ENGINEWRIGHT_INLINE I dot_u4(I acc, const Line& w, Bytes4 x) { return dot_i8(acc, w, x); }
   static ENGINEWRIGHT_INLINE I widen_i8(const int8_t* p) {

@@ -37,6 +37,7 @@ KernelTable make_table(KernelTable table) {
       {"embed_w8@1", make_kernel<EmbedW8<S>>},
       {"gather_columns@1", make_kernel<GatherColumns<S>>},
       {"gather_rows@1", make_kernel<GatherRows<S>>},
+      {"gemm_mxfp4a8@1", make_kernel<GemmMxfp4A8<S>>},
       {"gemm_w4a8@1", make_kernel<GemmW4A8<S>>},
       {"gemm_w8a8@1", make_kernel<GemmW8A8<S>>},
       {"quantize_rows@1", make_kernel<QuantizeRows<S>>},

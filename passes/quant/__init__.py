@@ -12,9 +12,10 @@ from enginewright.passes.quant.int4_rtn import Int4Rtn
 from enginewright.passes.quant.int8_sq import Int8Sq
 from enginewright.passes.quant.int8_wo import Int8Wo
 from enginewright.passes.quant.method import QuantConfig
+from enginewright.passes.quant.mxfp4 import Mxfp4
 from enginewright.passes.quant.w8a8 import W8A8
 
-METHODS: tuple[type[QuantConfig], ...] = (Bf16, Int8Wo, W8A8, Int8Sq, Int4Rtn, Int4Awq, Int4Gptq, Fp8, Auto)
+METHODS: tuple[type[QuantConfig], ...] = (Bf16, Int8Wo, W8A8, Int8Sq, Int4Rtn, Int4Awq, Int4Gptq, Mxfp4, Fp8, Auto)
 
 
 def quant_config(name: str, **settings: object) -> QuantConfig:
@@ -44,6 +45,7 @@ __all__ = [
     "Int4Rtn",
     "Int8Sq",
     "Int8Wo",
+    "Mxfp4",
     "QuantConfig",
     "quant_config",
 ]

@@ -10,9 +10,8 @@ from typing import ClassVar
 import onnx_ir as ir
 import torch
 
-from enginewright.errors import EngineError
 from enginewright.passes.quant.int8_wo import Int8Wo
-from enginewright.passes.quant.method import QuantConfig
+from enginewright.passes.quant.method import QuantConfig, check_finite
 from enginewright.passes.weights import Output
 from enginewright.plugins.gemm_fp8a16 import GEMM_FP8A16
 
@@ -50,9 +49,6 @@ def quantize_rows(weight: torch.Tensor, name: str = "weight") -> tuple[torch.Ten
     Raises:
         EngineError: the weight holds NaN or infinity.
     """
-    largest = weight.abs().amax(dim=1)
-    if not largest.isfinite().all():
-        raise EngineError(f"{name} cannot be quantized", "it holds NaN or infinity", "Check the checkpoint.")
-    scale = largest / LARGEST
+    scale = check_finite(weight.abs().amax(dim=1), name) / LARGEST
     values = weight / torch.where(scale > 0, scale, 1.0).unsqueeze(1)
     return values.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale

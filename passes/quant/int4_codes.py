@@ -6,7 +6,7 @@ are [group, N · G]: computing across runs is quicker than along them.
 
 import torch
 
-from enginewright.errors import EngineError
+from enginewright.passes.quant.method import check_finite
 from enginewright.plugins.gemm_w4a8 import MIDDLE
 
 LARGEST = 15  # codes are in [0, 15]
@@ -23,9 +23,7 @@ def nearest(weight: torch.Tensor, group: int, zero_points: bool, name: str = "we
     Raises:
         EngineError: the weight holds NaN or infinity.
     """
-    if not weight.isfinite().all():
-        raise EngineError(f"{name} cannot be quantized", "it holds NaN or infinity", "Check the checkpoint.")
-    runs = _runs(weight, group)
+    runs = _runs(check_finite(weight, name), group)
     whole, zero = _reaching_all(runs, zero_points)
     scale = whole.bfloat16() if zero_points else _least_squares(runs, _rounded(runs, whole.bfloat16(), zero))
     return _by_row(scale, weight), _by_row(zero.to(torch.int8), weight)

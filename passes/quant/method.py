@@ -12,7 +12,7 @@ from typing import ClassVar
 import onnx_ir as ir
 import torch
 
-from enginewright.errors import UsageError
+from enginewright.errors import EngineError, UsageError
 from enginewright.passes.pass_manager import Pass
 from enginewright.passes.weights import Output, RowReader, RowsTensor, converted, open_rows, shape_of, stacked
 from enginewright.plugins.quantize_rows import LARGEST_CODE
@@ -37,6 +37,17 @@ def in_runs(x: torch.Tensor, group: int) -> torch.Tensor:
     """[..., K] → [..., G, group], zeros behind the last column; with group 0, all of K is one."""
     length = min(group, x.shape[-1]) or x.shape[-1]
     return torch.unflatten(torch.nn.functional.pad(x, (0, -x.shape[-1] % length)), -1, (-1, length))
+
+
+def check_finite(weight: torch.Tensor, name: str) -> torch.Tensor:
+    """The weight itself.
+
+    Raises:
+        EngineError: it holds NaN or infinity.
+    """
+    if not weight.isfinite().all():
+        raise EngineError(f"{name} cannot be quantized", "it holds NaN or infinity", "Check the checkpoint.")
+    return weight
 
 
 @dataclass(frozen=True)

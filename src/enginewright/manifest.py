@@ -20,7 +20,8 @@ MAX_BYTES = 2**53  # of a section or a file: whole numbers up to here survive ev
 MAX_NAME = 255
 ROWS = 16  # rows of an r16 block
 K_ALIGN = 64  # elements; columns of r16 layouts are padded to this
-MATRIX_DTYPES = ("bf16", "i8", "e4m3", "u4")  # what r16 and r16_pairs hold
+FOUR_BITS = ("u4", "e2m1")
+MATRIX_DTYPES = ("bf16", "i8", "e4m3", *FOUR_BITS)  # what r16 and r16_pairs hold
 COLUMN_DTYPES = ("bf16", "i8")  # what r16_columns and r16_columns_pairs hold
 _SECTION_NAME = re.compile(r"[!#-\[\]-~]{1,255}")  # printable ASCII but '"' and '\\'
 
@@ -167,4 +168,4 @@ def packed_bytes(dtype: str, shape: tuple[int, ...], layout: str) -> int:
         raise ValueError(f"{rows} rows cannot be pairs")
     elements = parts * -(-(rows // parts) // ROWS) * ROWS
     elements *= columns if by_columns else -(-columns // K_ALIGN) * K_ALIGN
-    return elements // 2 if dtype == "u4" else elements * DTYPE_BYTES[dtype]
+    return elements // 2 if dtype in FOUR_BITS else elements * DTYPE_BYTES[dtype]

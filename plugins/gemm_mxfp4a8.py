@@ -1,0 +1,49 @@
+"""Matrix product with MXFP4 weights and int8 activations: see gemm.py.
+
+weight: UINT8 [N, K], codes of E2M1 numbers, sign first. scale: BFLOAT16 [N, G], half of the runs' powers of two: a code
+of group g stands for DOUBLED[code] · scale[n, g].
+https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from enginewright.plugins import gemm
+from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.plugin import Plugin, int_of, operand
+from enginewright.plugins.quantize_rows import dequantized
+from enginewright.plugins.writer import Writer
+
+# Twice the numbers of E2M1, by code: integers, so that sums of their products with int8 are exact.
+DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
+    codes = operand(node, 1)
+    numbers = write.op("Gather", np.array(DOUBLED, np.int8), write.cast(codes, ir.DataType.INT32))
+    numbers.shape = codes.shape
+    scales = write.cast(operand(node, 3), ir.DataType.FLOAT)
+    weight = dequantized(write, numbers, scales, int_of(node, "group"))
+    return gemm.integers_reference(write, node, weight, None, 4)
+
+
+GEMM_MXFP4A8 = Plugin(
+    name="GemmMxfp4A8",
+    inputs=("x", "weight", "x_scale", "scale", "bias?"),
+    outputs=("out",),
+    attributes=gemm.GROUP_ATTRIBUTES,
+    reference=_reference,
+    infer=gemm.infer,
+    by_rows=True,
+    kernels={
+        "cpu": KernelBinding(
+            "gemm_mxfp4a8@1",
+            ("x", "weight", "x_scale", "scale", "bias"),
+            ("out",),
+            ("epilogue", "group"),
+            packed={"weight": "e2m1"},
+        )
+    },
+)
