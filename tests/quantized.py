@@ -253,7 +253,7 @@ CASES: dict[str, tuple[Pack, Mapping[str, Any], str]] = {
     "naive": (fp8(shape=(1,)), compressed("naive-quantized", num_bits=8, type="float", strategy="tensor"), "bf16"),
     "fp8, blocks": (fp8((32, 48), scale="weight_scale_inv"), FP8, "bf16"),
     "modelopt": (fp8(), {"quant_method": "modelopt", "quant_algo": "FP8"}, "bf16"),
-    "mxfp4": (fp4(("weight_blocks", "weight_scales"), 32, blocks=True), {"quant_method": "mxfp4"}, "bf16"),
+    "mxfp4": (fp4(("weight_blocks", "weight_scales"), 32, blocks=True), {"quant_method": "mxfp4"}, "int4"),
 }
 
 

@@ -15,7 +15,7 @@ from enginewright.builder.checkpoint.quantized import Format, read_format
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.tensors import Tensors
 from enginewright.errors import EngineError
-from enginewright.passes.quant import W8A8, Fp8, Int4Rtn, Int8Wo, QuantConfig
+from enginewright.passes.quant import W8A8, Fp8, Int4Rtn, Int8Wo, Mxfp4, QuantConfig
 from enginewright.passes.quant.act_order import ActOrdered
 from enginewright.passes.quant.method import StoredTensor
 from enginewright.passes.weights import RowsTensor
@@ -94,7 +94,7 @@ def test_weights_are_what_their_producer_restores(name: str) -> None:
         ("compressed-tensors/fp8", Fp8()),
         ("compressed-tensors/fp8 by rows", Fp8()),
         ("compressed-tensors/fp8 blocks", None),
-        ("compressed-tensors/mxfp4", None),
+        ("compressed-tensors/mxfp4", Mxfp4()),
         ("gptq/4 bits, symmetric, 32", Int4Rtn(32)),
         ("gptq/4 bits, zero points, 32", Int4Rtn(32, zero_points=True)),
         ("gptq/4 bits, symmetric, -1", Int4Rtn(0)),
@@ -236,13 +236,31 @@ def test_one_scale_of_fp8_is_every_rows(shape: tuple[int, ...]) -> None:
     assert any("static scales" in note for note in format.notes)
 
 
-def test_mxfp4_is_restored_as_by_transformers() -> None:
+def test_mxfp4_is_what_transformers_restores() -> None:
     packed = fp4(("weight_blocks", "weight_scales"), 32, blocks=True)(random_weight(24, 96), torch.Generator())
     weight, _ = opened({"quant_method": "mxfp4"}, packed.stored, (24, 96))
     blocks, scales = packed.stored["weight_blocks"], packed.stored["weight_scales"]
     oracle = convert_moe_packed_tensors(blocks[None], scales[None])[0].t()
+    assert form_of(weight) == Mxfp4()
     assert torch.equal(values_of(weight), oracle.float())
     assert torch.equal(values_of(weight), packed.weight)
+
+
+def test_mxfp4_of_every_power_and_of_a_last_run_that_is_shorter() -> None:
+    """Each code in each row; the last row's power is the NaN of E8M0."""
+    codes = torch.arange(40) % 16
+    stored = {
+        "weight_packed": (codes[::2] | codes[1::2] << 4).to(torch.uint8).expand(256, 20),
+        "weight_scale": torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 2),
+    }
+    config, _, _ = golden("compressed-tensors/mxfp4")
+    weight, _ = opened(config, stored, (256, 40))
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    powers = 2.0 ** torch.arange(-127, 126, dtype=torch.float64)[:, None]
+    read = weight.open()
+    assert torch.equal(read(0, 253).double(), torch.cat((numbers, -numbers))[codes] * powers)
+    with pytest.raises(EngineError, match="NaN or infinity"):
+        read(255, 256)
 
 
 MODELOPT: list[tuple[str, Any]] = [

@@ -30,11 +30,6 @@ def words_for(count: int, bits: int) -> int:
     return -(-count * bits // 32)
 
 
-def fp4(pairs: torch.Tensor) -> torch.Tensor:
-    """FLOAT [..., 2 n] of bytes [..., n] with two FP4 numbers each."""
-    return FP4[nibbles(pairs).int()]
-
-
 def e8m0(exponents: torch.Tensor) -> torch.Tensor:
     """FLOAT powers of two, of their exponents as UINT8 or FLOAT8E8M0: 2^(code - 127), NaN for 255."""
     return E8M0[exponents.view(torch.uint8).int()]

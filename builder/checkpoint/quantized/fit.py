@@ -11,7 +11,7 @@ import torch
 from enginewright.builder.checkpoint.quantized.format import Format
 from enginewright.builder.tensors import Read
 from enginewright.errors import EngineError
-from enginewright.passes.quant import W8A8, Fp8, Int4Rtn, Int8Wo, QuantConfig
+from enginewright.passes.quant import W8A8, Fp8, Int4Rtn, Int8Wo, Mxfp4, QuantConfig
 from enginewright.passes.quant.method import LONGEST_GROUP, StoredTensor
 from enginewright.passes.weights import RowReader, RowsTensor
 
@@ -92,6 +92,12 @@ def restore_integers(name: str, bits: int, codes: Open, groups: Groups) -> Open:
         return rows
 
     return open
+
+
+def mxfp4(name: str, shape: tuple[int, ...], codes: Open, powers: Open) -> StoredTensor:
+    """codes: UINT8 [n, K], of E2M1. powers: FLOAT [n, K / 32]; bfloat16 holds half of any, the smallest subnormal."""
+    scales = _mapped(powers, lambda rows: (_finite(rows, name) / 2).to(torch.bfloat16))
+    return _stored(name, shape, Mxfp4(), [codes, scales])
 
 
 def floats(

@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from enginewright.builder.checkpoint.quantized.bits import fp4
-from enginewright.builder.checkpoint.quantized.fit import Groups, floats
+from enginewright.builder.checkpoint.quantized.bits import FP4, nibbles
+from enginewright.builder.checkpoint.quantized.fit import Groups, Open, floats, mxfp4
 from enginewright.builder.checkpoint.quantized.format import FLOATS, Format
 from enginewright.builder.checkpoint.quantized.grids import take_grid, take_scales
-from enginewright.builder.tensors import Read
 from enginewright.passes.weights import RowReader, RowsTensor
 
 MX_RUN, NV_RUN = 32, 16  # columns that share a scale
@@ -19,8 +18,8 @@ MX_RUN, NV_RUN = 32, 16  # columns that share a scale
 
 def mxfp4_weight(format: Format, name: str, shape: tuple[int, ...], packed: str, scales: str) -> RowsTensor:
     """packed: UINT8, [N, K / 2] or [N, K / 32, 16]. scales: UINT8 [N, K / 32], exponents of two."""
-    groups = take_scales(format.tensors, scales, shape, (1, MX_RUN))
-    return _weight(format, name, shape, packed, groups, "MXFP4")
+    powers = take_scales(format.tensors, scales, shape, (1, MX_RUN)).scales
+    return mxfp4(name, shape, _codes(format, shape, packed), powers)
 
 
 def nvfp4_weight(
@@ -44,16 +43,23 @@ def nvfp4_weight(
         (torch.float8_e4m3fn,),
         lambda values: scaled(values.float(), of_all().float().reshape(())),
     )
-    return _weight(format, name, shape, packed, Groups(NV_RUN, scales), "NVFP4")
+    codes = _codes(format, shape, packed)
+
+    def numbers() -> RowReader:
+        read = codes()
+        return lambda begin, end: FP4[read(begin, end).int()]
+
+    return floats(format, name, shape, numbers, Groups(NV_RUN, scales), "NVFP4")
 
 
-def _weight(format: Format, name: str, shape: tuple[int, ...], packed: str, scales: Groups, what: str) -> RowsTensor:
+def _codes(format: Format, shape: tuple[int, ...], packed: str) -> Open:
+    """UINT8 [n, K]."""
     rows, columns = shape
     blocks = (rows, -(-columns // MX_RUN), MX_RUN // 2)
-    read: Read = format.tensors.take(packed, (rows, -(-columns // 2)), blocks, dtypes=[torch.uint8])
+    read = format.tensors.take(packed, (rows, -(-columns // 2)), blocks, dtypes=[torch.uint8])
 
     def open() -> RowReader:
         values = read()
-        return lambda begin, end: fp4(values[begin:end]).flatten(1)[:, :columns]
+        return lambda begin, end: nibbles(values[begin:end]).flatten(1)[:, :columns]
 
-    return floats(format, name, shape, open, scales, what)
+    return open
