@@ -52,7 +52,8 @@ def test_weights_of_4_bits_give_the_same_bits_everywhere(kernel: str, tokens: in
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_code_of_e2m1(isa: str) -> None:
-    """Each in every row and at every place of a line, times powers of two, the first subnormal: but for the tokens' scales, exact."""
+    """Each in every row and at every place of a line, times powers of two, the first subnormal: exact but for the
+    tokens' scales."""
     problem = Problem("gemm_mxfp4a8@1", 32, 16, 32)
     problem.x = torch.eye(32).to(torch.int8)
     problem.weight = ((torch.arange(16)[:, None] + torch.arange(32)) % 16).to(torch.uint8)

@@ -38,6 +38,10 @@ def difference(
     return relative_error(logits, expected)
 
 
+def bound(method: type[QuantConfig]) -> float:
+    return tolerances.ENGINE_GRAPH["int8" if method.activations == ir.DataType.INT8 else "bf16"]
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_an_engine_computes_its_graph(
@@ -45,7 +49,7 @@ def test_an_engine_computes_its_graph(
 ) -> None:
     tokens = random_tokens(53, seed=1).tolist()
     error = difference(checkpoint_of(family), method(), tokens, tmp_path, monkeypatch)
-    assert error < tolerances.ENGINE_GRAPH
+    assert error < bound(method)
 
 
 def test_the_comparison_sees_a_wrong_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,4 +69,4 @@ def test_the_comparison_sees_a_wrong_scale(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(assembly, "packed", doubled)
     tokens = random_tokens(53, seed=1).tolist()
-    assert difference(checkpoint_of("qwen3"), method(), tokens, tmp_path, monkeypatch) > 2 * tolerances.ENGINE_GRAPH
+    assert difference(checkpoint_of("qwen3"), method(), tokens, tmp_path, monkeypatch) > 20 * bound(method)
