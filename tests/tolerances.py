@@ -54,7 +54,7 @@ LOGPROB = 1e-6
 # activations have a relative error of 2^-9; a few dozen roundings in tiny random models end at 3.5e-5 at most. A wrong
 # rope, mask or layout gives 0.1 and more. int8 rows add 1/254 of each row's largest weight: 5.2e-4 at most. FP8 has 4
 # bits of precision and adds 2^-4 of a weight at most: 4.1e-3. Codes of 4 bits are off by half of 1/8 of a run's largest
-# weight: 0.062 at most.
+# weight: 0.062 at most; FP4 numbers by up to a sixth of themselves: 0.125 at most.
 ENGINE_LOGITS = {"bf16": 1e-4, "int8-wo": 1e-3, "w8a8": 2e-3, "int4-rtn": 0.12, "mxfp4": 0.2, "fp8": 1e-2}
 
 # The same with K, V and the queries of attention in int8, beside KV in bf16. A row of a tiny model has 16 numbers, each
