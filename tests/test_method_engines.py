@@ -9,7 +9,9 @@ import pytest
 from enginewright.builder import assembly
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import Checkpoint
-from enginewright.passes.quant import METHODS, QuantConfig
+from enginewright.engine_file import EngineFile
+from enginewright.errors import UsageError
+from enginewright.passes.quant import METHODS, Fp8, Int4Rtn, Mxfp4, QuantConfig, quant_config
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
@@ -70,3 +72,23 @@ def test_the_comparison_sees_a_wrong_scale(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(assembly, "packed", doubled)
     tokens = random_tokens(53, seed=1).tolist()
     assert difference(checkpoint_of("qwen3"), method(), tokens, tmp_path, monkeypatch) > 20 * bound(method)
+
+
+def test_a_head_of_its_own_may_be_one_of_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = random_tokens(53, seed=1).tolist()
+    for method in (Int4Rtn, Mxfp4, Fp8):
+        quant = method(quantize_lm_head=True)
+        assert difference(checkpoint_of("llama"), quant, tokens, tmp_path, monkeypatch) < bound(method)
+        with EngineFile.open(tmp_path / "x.engine") as file:
+            names = ("lm_head", "model.layers.0.mlp.down_proj", "model.embed_tokens")
+            head, layer, table = (file.sections[f"weights/{name}.weight"].dtype for name in names)
+            assert head == layer != table == "i8"
+
+
+def test_a_tied_head_cannot_be(tmp_path: Path) -> None:
+    config = BuildConfig(quant=Int4Rtn(quantize_lm_head=True))
+    with pytest.raises(UsageError, match="--quantize-lm-head is not possible: the head shares its table"):
+        build_engine(checkpoint_of("llama, biases, tied"), config, tmp_path / "x.engine")
+    with pytest.raises(UsageError, match="--quantize-lm-head means nothing to --quant w8a8"):
+        quant_config("w8a8", quantize_lm_head=True)
+    assert not list(tmp_path.iterdir())

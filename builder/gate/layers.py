@@ -12,7 +12,7 @@ from enginewright.manifest import ROWS
 from enginewright.passes.graph import Linear
 from enginewright.passes.quant import QuantConfig
 from enginewright.passes.quant.method import stored
-from enginewright.passes.quant.quantize import tables_of
+from enginewright.passes.quant.quantize import table_methods
 from enginewright.passes.streaming import stream
 from enginewright.passes.weights import RowReader, open_rows, shape_of
 from enginewright.runtime.engine import Engine
@@ -67,8 +67,8 @@ def layer_errors(
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         found = _Errors(weights, quant, formats, pool)
         stream(dense, texts, found.of_linear, threads)
-        for table in sorted(tables_of(dense), key=lambda value: str(value.name)):
-            found.of_table(table)
+        for table, method in table_methods(dense, quant).items():
+            found.of_table(table, formats.get(table, method))
     return tuple(sorted(found.layers, key=_badness, reverse=True))
 
 
@@ -96,8 +96,7 @@ class _Errors:
         errors, sizes = zip(*self._pool.map(compare, *_pieces(weight)), strict=True)
         self._add(weight, method, torch.stack(errors).sum(0), torch.stack(sizes).sum(0))
 
-    def of_table(self, table: ir.Value) -> None:
-        method = self._formats.get(table, self._quant.tables)
+    def of_table(self, table: ir.Value, method: QuantConfig) -> None:
         compare = partial(_compare_rows, open_rows(table), self._weights.rows(table, method))
         errors, sizes = zip(*self._pool.map(compare, *_pieces(table)), strict=True)
         self._add(table, method, torch.cat(errors), torch.cat(sizes))

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 
 from enginewright.passes.quant.int8_wo import Int8Wo
-from enginewright.passes.quant.method import QuantConfig, check_finite
+from enginewright.passes.quant.method import OfLayers, QuantConfig, check_finite
 from enginewright.passes.weights import Output
 from enginewright.plugins.gemm_fp8a16 import GEMM_FP8A16
 
@@ -19,7 +19,7 @@ LARGEST = 448  # of E4M3FN, which has no infinity
 
 
 @dataclass(frozen=True)
-class Fp8(QuantConfig):
+class Fp8(OfLayers):
     name: ClassVar[str] = "fp8"
 
     @property
@@ -38,9 +38,6 @@ class Fp8(QuantConfig):
 
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
         return GEMM_FP8A16.node([*x, *weights, bias], epilogue="none", to=int(ir.DataType.FLOAT))
-
-    def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:
-        return self.tables.embed(tokens, weights, scale)
 
 
 def quantize_rows(weight: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import torch
 
 from enginewright.passes.quant.int4_codes import codes_of, nearest
-from enginewright.passes.quant.method import QuantConfig
+from enginewright.passes.quant.method import OfLayers, QuantConfig
 from enginewright.passes.quant.w8a8 import W8A8
 from enginewright.passes.weights import Output
 from enginewright.plugins.gemm_w4a8 import GEMM_W4A8, MIDDLE
@@ -20,7 +20,7 @@ from enginewright.plugins.quantize_rows import groups_of
 
 
 @dataclass(frozen=True)
-class Int4Rtn(QuantConfig):
+class Int4Rtn(OfLayers):
     """group_size: columns that share a scale, a multiple of 32 up to 512; 0 is all of a row. zero_points: whether a run
     has a zero point, too, so that its codes reach from its smallest weight to its largest.
     """
@@ -69,6 +69,3 @@ class Int4Rtn(QuantConfig):
         (q, q_scale), (weight, scale, *zeros) = x, weights
         inputs = [q, weight, q_scale, scale, zeros[0] if zeros else None, bias]
         return GEMM_W4A8.node(inputs, epilogue="none", to=int(ir.DataType.FLOAT), group=self.group_size)
-
-    def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:
-        return self.tables.embed(tokens, weights, scale)

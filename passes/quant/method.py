@@ -5,7 +5,7 @@ A method fixes the precision of activations, too (DESIGN §3): a Cast or a Quant
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -67,6 +67,11 @@ class QuantConfig(ABC):
         """The method of weights with a row for each token: of embeddings, and of the head, which may share one."""
         return self
 
+    @property
+    def head(self) -> "QuantConfig":
+        """The method of a head that shares its table with no embedding."""
+        return self.tables
+
     def __post_init__(self) -> None:
         group = self.activation_group
         if group % 32 or not 0 <= group <= LONGEST_GROUP:
@@ -126,6 +131,23 @@ class QuantConfig(ABC):
     @abstractmethod
     def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:
         """Gives FLOAT [..., H]."""
+
+
+@dataclass(frozen=True)
+class OfLayers(QuantConfig):
+    """A method of linear layers alone; `tables` names another for embeddings.
+
+    quantize_lm_head: whether a head that shares its table with no embedding is one of the layers.
+    """
+
+    quantize_lm_head: bool = field(default=False, kw_only=True)
+
+    @property
+    def head(self) -> QuantConfig:
+        return self if self.quantize_lm_head else self.tables
+
+    def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:
+        return self.tables.embed(tokens, weights, scale)
 
 
 class StoredTensor(RowsTensor):

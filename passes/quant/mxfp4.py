@@ -12,7 +12,7 @@ from typing import ClassVar
 import onnx_ir as ir
 import torch
 
-from enginewright.passes.quant.method import QuantConfig, check_finite, in_runs
+from enginewright.passes.quant.method import OfLayers, QuantConfig, check_finite, in_runs
 from enginewright.passes.quant.w8a8 import W8A8
 from enginewright.passes.weights import Output
 from enginewright.plugins.gemm_mxfp4a8 import DOUBLED, GEMM_MXFP4A8
@@ -25,7 +25,7 @@ HALFWAYS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)
 
 
 @dataclass(frozen=True)
-class Mxfp4(QuantConfig):
+class Mxfp4(OfLayers):
     name: ClassVar[str] = "mxfp4"
     activations: ClassVar[ir.DataType] = ir.DataType.INT8
 
@@ -55,9 +55,6 @@ class Mxfp4(QuantConfig):
         (q, q_scale), (weight, scale) = x, weights
         inputs = [q, weight, q_scale, scale, bias]
         return GEMM_MXFP4A8.node(inputs, epilogue="none", to=int(ir.DataType.FLOAT), group=RUN)
-
-    def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:
-        return self.tables.embed(tokens, weights, scale)
 
 
 def _nearest(runs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from enginewright.errors import UsageError
 from enginewright.passes.graph import head_of, linear_of, nodes_of, only_used_by, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import QuantConfig, stored
@@ -32,11 +33,22 @@ class Quantize:
         return PassResult(run.rewrites, tuple(run.refusals))
 
 
-def tables_of(model: ir.Model) -> set[ir.Value]:
-    """The weights of embeddings and of the head."""
-    tables = {gather.inputs[0] for gather in nodes_of(model, "Gather")}
-    tables.add(head_of(model).weight)
-    return {table for table in tables if table is not None and table.is_initializer()}
+def table_methods(model: ir.Model, config: QuantConfig) -> dict[ir.Value, QuantConfig]:
+    """The methods of weights with a row for each token: of embeddings and the head.
+
+    Raises:
+        UsageError: the head is to have one of its own, and shares its table with an embedding.
+    """
+    tables = [gather.inputs[0] for gather in nodes_of(model, "Gather")]
+    methods = {table: config.tables for table in tables if table is not None and table.is_initializer()}
+    head = head_of(model).weight
+    if head in methods and config.head != config.tables:
+        raise UsageError(
+            "--quantize-lm-head is not possible",
+            "the head shares its table with the embedding, and that is int8 by row",
+            "Leave it out.",
+        )
+    return methods if head in methods else {**methods, head: config.head}
 
 
 class _Run:
@@ -44,7 +56,7 @@ class _Run:
         self.model, self.config = model, config
         self.rewrites = 0
         self.refusals: list[str] = []
-        self._tables = tables_of(model)
+        self._tables = table_methods(model, config)
         self._weights: dict[ir.Value, Sequence[ir.Value]] = {}
         self._rounded: dict[tuple[ir.Value, ir.DataType, int], Sequence[ir.Value]] = {}
 
@@ -103,7 +115,7 @@ class _Run:
 
     def _method(self, weight: ir.Value) -> QuantConfig:
         already = stored(weight)
-        return already.stored_as if already else self.config.tables if weight in self._tables else self.config
+        return already.stored_as if already else self._tables.get(weight, self.config)
 
     def _round(self, x: ir.Value, to: ir.DataType, group: int) -> tuple[Sequence[ir.Value], list[ir.Node]]:
         """x in the precision of activations; layers with one input share it."""

@@ -128,6 +128,9 @@ QUANT_OPTIONS = _with_options(
         help="Columns that share a scale, 0 for all.  [the method's]",
     ),
     click.option("--zero-points", is_flag=True, default=None, help="Weights of 4 bits with a zero point a group."),
+    click.option(
+        "--quantize-lm-head", is_flag=True, default=None, help="The head, if it is not tied, as other layers."
+    ),
     click.option("--bits", help="auto: bits a weight on average, such as 4.6.  [5]"),
     click.option("--act-order/--no-act-order", default=None, help="int4-gptq: columns that matter most first.  [yes]"),
     click.option("--damping", type=Count(), help="int4-gptq: of the Hessian, in hundredths of its mean.  [1]"),
