@@ -1,7 +1,6 @@
 """How far a batch is: a bar on a terminal; nothing elsewhere but one line at the end."""
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 
@@ -14,27 +13,23 @@ class AnswerBar:
 
     def __enter__(self) -> "AnswerBar":
         if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+            import click
 
-            columns: Sequence[Any] = (
-                TextColumn("answers"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[tokens]} tokens"),
-                TimeElapsedColumn(),
+            bar = click.progressbar(
+                length=self._total, label="answers", show_pos=True, item_show_func=self._said, file=sys.stderr
             )
-            self._bar = Progress(*columns, console=Console(file=sys.stderr))
-            self._bar.add_task("answers", total=self._total, tokens=0)
-            self._bar.start()
+            self._bar = bar.__enter__()
         return self
 
     def update(self, done: int, tokens: int) -> None:
-        self._done, self._tokens = done, tokens
+        more, self._done, self._tokens = done - self._done, done, tokens
         if self._bar is not None:
-            self._bar.update(0, completed=done, tokens=tokens)
+            self._bar.update(more)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.__exit__(None, None, None)
         print(f"[{self._done} of {self._total} answers, {self._tokens} tokens]", file=sys.stderr)
+
+    def _said(self, _: object) -> str:
+        return f"{self._tokens} tokens"

@@ -13,6 +13,7 @@ BUILDER = (
     "onnx",
     "onnx_ir",
     "onnxruntime",
+    "rich",
     "safetensors",
     "gguf",
     "transformers",
@@ -23,7 +24,6 @@ BUILDER = (
 SLOW = (
     "asyncio",
     "jinja2",
-    "rich",
     "starlette",
     "uvicorn",
 )  # needed by some commands, and too slow to import for the others

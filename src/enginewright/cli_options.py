@@ -9,7 +9,7 @@ import click
 from enginewright.errors import EngineError, UsageError
 
 # What the extra [build] brings; the base install does without.
-BUILDER_NEEDS = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "safetensors", "torch")
+BUILDER_NEEDS = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "rich", "safetensors", "torch")
 
 
 class Count(click.ParamType[int]):
