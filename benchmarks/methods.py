@@ -20,6 +20,7 @@ METHODS = (
     "bf16",
     "int8-wo",
     "fp8",
+    "mxfp4",
     *(f"{name}{group}" for group in ("", ",group-size=0") for name in ("w8a8", "int8-sq")),
     *(f"{name},group-size={group}" for group in (32, 64, 128) for name in ("int4-rtn", "int4-awq", "int4-gptq")),
     *(f"auto,bits={bits}" for bits in ("4.25", "4.6", "5", "6")),
@@ -79,7 +80,7 @@ def main() -> None:
             lines.append(measured(method, of, Path(folder)))
             print(lines[-1], flush=True)
     if arguments.output is not None:
-        command = f"`python benchmarks/methods.py --model {arguments.model}`"
+        command = f"`python benchmarks/methods.py --model {arguments.model} {' '.join(arguments.methods)}`"
         arguments.output.write_text("\n".join([command, "", *lines, ""]))
 
 

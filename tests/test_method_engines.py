@@ -40,8 +40,12 @@ def difference(
     return relative_error(logits, expected)
 
 
+def activations_of(method: type[QuantConfig]) -> str:
+    return "int8" if method.activations == ir.DataType.INT8 else "bf16"
+
+
 def bound(method: type[QuantConfig]) -> float:
-    return tolerances.ENGINE_GRAPH["int8" if method.activations == ir.DataType.INT8 else "bf16"]
+    return tolerances.ENGINE_GRAPH[activations_of(method)]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
@@ -71,7 +75,7 @@ def test_the_comparison_sees_a_wrong_scale(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(assembly, "packed", doubled)
     tokens = random_tokens(53, seed=1).tolist()
-    assert difference(checkpoint_of("qwen3"), method(), tokens, tmp_path, monkeypatch) > 10 * bound(method)
+    assert difference(checkpoint_of("qwen3"), method(), tokens, tmp_path, monkeypatch) > 20 * bound(method)
 
 
 def test_a_head_of_its_own_may_be_one_of_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

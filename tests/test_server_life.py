@@ -122,8 +122,8 @@ def test_a_crowd_is_turned_away() -> None:
                     answer = one.result()
                     assert answer.status == 429 and int(answer.headers["retry-after"]) >= 1
                     assert answer.error["type"] == "rate_limit_error" and answer.error["code"] == "overloaded"
-            waiting_to_be_encoded = server.llm._encoder._work_queue.qsize()
-            assert waiting_to_be_encoded <= 5 and server.service.admission.num_answers == 5
+            wait_until(lambda: server.llm._encoder._work_queue.qsize() == 0)  # of the five, on a busy machine
+            assert server.service.admission.num_answers == 5
         answers = [one.result().status for one in asked]
         assert sorted(answers) == [200] * 5 + [429] * 7
         assert server.service.metrics.rejected[429] == 7

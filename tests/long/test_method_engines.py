@@ -6,7 +6,8 @@ import pytest
 
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.passes.quant import METHODS, QuantConfig
-from tests.test_method_engines import bound, difference
+from tests import tolerances
+from tests.test_method_engines import activations_of, difference
 
 TOKENS = [1, 504, 3575, 282, 4649, 314, 7042, 30, 198, 339, 5248, 2520, 327, 253, 1194, 28, 284, 2744]
 
@@ -16,4 +17,4 @@ def test_an_engine_computes_its_graph(
     method: type[QuantConfig], smollm2_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = difference(open_checkpoint(str(smollm2_folder)), method(), TOKENS, tmp_path, monkeypatch)
-    assert error < bound(method)
+    assert error < tolerances.ENGINE_GRAPH_SMOLLM2[activations_of(method)]
