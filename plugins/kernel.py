@@ -1,11 +1,12 @@
-"""How a node becomes a kernel call: which operand each of its inputs and outputs is."""
+"""How a node becomes a kernel call: which operand each of its inputs and outputs is, and what a GPU launches for it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 
-from enginewright.plan import Linear
+from enginewright.plan import Extent, Launch, Linear
 
 
 @dataclass(frozen=True)
@@ -26,3 +27,68 @@ class KernelBinding:
     in_place: Mapping[str, int] = field(default_factory=dict)
     scratch: Callable[[ir.Node], tuple[str, Linear, int]] | None = None
     packed: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """An operand as kernels are specialized to it.
+
+    stride: elements from one row to the next. padded: columns that hold zeros behind the matrix's own, and its own. KV
+    pools are no matrices: `kv_dtype` and `block_stride` (bytes from one block to the next) belong to them alone.
+    """
+
+    dtype: str
+    rows: Linear
+    columns: int
+    stride: int
+    padded: int
+    layout: str = "plain"
+    block_stride: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """A kernel call that is being lowered for GPUs: operands by role (without optional ones that are absent)."""
+
+    operands: Mapping[str, Matrix]
+    attributes: Mapping[str, int | float | str]
+
+    def rows(self, role: str) -> str:
+        """Which size of the step an operand has as its number of rows, in C++."""
+        linear = self.operands[role].rows
+        for name in ("tokens", "sequences", "logit_rows"):
+            if linear == Linear(**{name: 1}):
+                return f"Rows::{name}"
+        raise AssertionError(f"{role} has rows {linear}, which kernels do not count")
+
+
+# As C++ has them.
+TYPES = {"f32": "Type::f32", "bf16": "Type::bf16", "i8": "Type::i8"}
+
+
+@dataclass(frozen=True)
+class CudaKernel(KernelBinding):
+    """A kernel for GPUs: also what is launched for a call. sources: headers of csrc/cuda, function → header."""
+
+    launches: Callable[[Call], tuple[Launch, ...]] = lambda _: ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+def expression(function: str, struct: str, **fields: int | float | bool | str) -> str:
+    """A specialization in C++, `function<struct{.field = …}>`, in namespace enginewright; strings are enumerators."""
+    written = ", ".join(f".{name} = {_literal(value)}" for name, value in fields.items())
+    return f"{function}<{struct}{{{written}}}>"
+
+
+def _literal(value: int | float | bool | str) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return float(np.float32(value)).hex() + "f" if isinstance(value, float) else str(value)
+
+
+def blocks(rows: Linear | int, per: int = 1) -> Extent:
+    """Blocks in one dimension of a grid: one for each `per` rows."""
+    return Extent(rows if isinstance(rows, Linear) else Linear(constant=rows), per)
+
+
+ONE = Extent()

@@ -130,12 +130,48 @@ class KvOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 Operand = InputOperand | WeightOperand | BufferOperand | KvOperand
 
 
-class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One kernel call. kernel: versioned name, `gemm_bf16@1`."""
+class Extent(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A dimension of a launch's grid: ceil(rows / per) blocks, and no more than `per_multiprocessor` for each
+    multiprocessor where that is not 0.
+    """
+
+    rows: Linear = Linear(constant=1)
+    per: int = 1
+    per_multiprocessor: int = 0
+
+    def at(self, sizes: Sizes, multiprocessors: int) -> int:
+        blocks = -(-self.rows.at(sizes) // self.per)
+        return min(blocks, self.per_multiprocessor * multiprocessors) if self.per_multiprocessor else blocks
+
+
+class Launch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One launch on a GPU. kernel: its name in the engine's code, the C++ expression of a specialization.
+
+    arguments: behind the step's sizes, the addresses of operands by role; of a KV operand, "kv.keys" and "kv.values"; a
+    role that the step lacks is a null pointer. It runs where low ≤ rows ≤ high, so a step's launches may be a table by
+    shape.
+    """
+
+    kernel: str
+    arguments: tuple[str, ...]
+    grid: tuple[Extent, Extent, Extent]
+    threads: int
+    shared_bytes: int = 0
+    rows: Linear = Linear(constant=1)
+    low: int = 1
+    high: int = 2**31 - 1
+
+    def runs(self, sizes: Sizes) -> bool:
+        return self.low <= self.rows.at(sizes) <= self.high
+
+
+class Step(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One kernel call. kernel: versioned name, `gemm_bf16@1`. launches: what it is on a GPU, in order."""
 
     kernel: str
     operands: dict[str, Operand]
     attributes: dict[str, int | float | str]
+    launches: tuple[Launch, ...] = ()
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,273 @@
+// device.cuh in plain C++: every thread of a block is a fiber, and blocks run one after another.
+//
+// What a GPU leaves open is chosen here to be hostile. A fiber runs until it has to wait, so that threads are
+// as far apart as barriers let them be; who goes first is up to the schedule. Shared memory is full of NaN at
+// first. copy_async moves nothing before its wait. And a barrier or a wait can be left out at run time
+// (disable_site), to see that tests notice. Misaligned addresses, lanes of a warp in different warp
+// functions, and barriers that some threads never reach are errors. emulator.cpp has the fibers.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#define DEVICE inline
+#define KERNEL(threads) void
+#define KERNEL_OCCUPANCY(threads, blocks) void
+
+namespace enginewright {
+
+namespace emulator {
+
+struct Place {  // of a thread
+  int thread, block[3], grid[3];
+};
+extern Place here;
+
+unsigned char* shared_bytes();
+
+// Where a barrier or a wait stands in the source.
+struct Site {
+  const char* file;
+  int line;
+};
+void sync_block(Site site);
+void sync_lanes(Site site);
+void begin_copy(void* shared, const void* global, int bytes, bool there);
+void commit();
+void wait(int pending, Site site);
+void require(bool holds, const char* what);
+
+// All lanes of the warp give theirs; gives what lane 0 gave, the others' SLOT_BYTES apart, until the lane's
+// next exchange.
+constexpr std::size_t SLOT_BYTES = 32;
+const unsigned char* exchange(const char* what, const void* mine, std::size_t bytes);
+
+template <class T>
+class Lanes {
+ public:
+  Lanes(const char* what, const T& mine) : bytes_(exchange(what, &mine, sizeof(T))) {
+    static_assert(sizeof(T) <= SLOT_BYTES);
+  }
+  T operator[](int lane) const {
+    T value;
+    std::memcpy(&value, bytes_ + lane * SLOT_BYTES, sizeof(T));
+    return value;
+  }
+
+ private:
+  const unsigned char* bytes_;
+};
+
+inline void aligned(const void* address, std::size_t bytes) {
+  require(reinterpret_cast<std::uintptr_t>(address) % bytes == 0,
+          "an address is not aligned to what is moved");
+}
+
+struct AB {
+  uint32_t a[4], b[2];
+};
+struct Rows {
+  const unsigned char* row;
+};
+inline void matrices(uint32_t (&r)[4], const void* row, bool transposed) {
+  aligned(row, 16);
+  Lanes<Rows> rows("load_matrices", {static_cast<const unsigned char*>(row)});
+  int g = here.thread % 32 / 4, t = here.thread % 4;
+  for (int i = 0; i < 4; ++i) {
+    uint16_t low, high;
+    if (transposed) {
+      std::memcpy(&low, rows[i * 8 + 2 * t].row + 2 * g, 2);
+      std::memcpy(&high, rows[i * 8 + 2 * t + 1].row + 2 * g, 2);
+    } else {
+      std::memcpy(&low, rows[i * 8 + g].row + 4 * t, 2);
+      std::memcpy(&high, rows[i * 8 + g].row + 4 * t + 2, 2);
+    }
+    r[i] = low | static_cast<uint32_t>(high) << 16;
+  }
+  exchange("load_matrices", nullptr, 0);  // nobody overwrites a row before all have read
+}
+
+// Σ a b over k of a fragment product: element (row, k) of A and (k, column) of B by `number`, BYTES a number.
+template <int BYTES, class Number>
+double product(const Lanes<AB>& lanes, int row, int column, Number number) {
+  constexpr int IN_WORD = 4 / BYTES;
+  double sum = 0;
+  for (int half = 0; half < 2; ++half)
+    for (int t = 0; t < 4; ++t) {
+      uint32_t a = lanes[row % 8 * 4 + t].a[row / 8 + 2 * half], b = lanes[column * 4 + t].b[half];
+      for (int e = 0; e < IN_WORD; ++e) sum += number(a >> (8 * BYTES * e)) * number(b >> (8 * BYTES * e));
+    }
+  return sum;
+}
+template <int BYTES, class Sum, class Number>
+void multiply(const char* what, Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Number number) {
+  Lanes<AB> lanes(what, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
+  int g = here.thread % 32 / 4, t = here.thread % 4;
+  for (int i = 0; i < 4; ++i)
+    d[i] = static_cast<Sum>(d[i] + product<BYTES>(lanes, g + i / 2 * 8, 2 * t + i % 2, number));
+}
+
+inline double bf16_number(uint32_t bits) { return std::bit_cast<float>(bits << 16); }
+inline double int8_number(uint32_t bits) { return static_cast<int8_t>(bits); }
+inline double e4m3_number(uint32_t bits) {
+  int exponent = static_cast<int>(bits >> 3 & 15), mantissa = static_cast<int>(bits & 7);
+  double size = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+  if ((bits & 0x7f) == 0x7f) size = NAN;
+  return bits & 0x80 ? -size : size;
+}
+
+// Rounded to nearest even; a NaN stays one.
+inline uint32_t bf16_bits(float x) {
+  uint32_t bits = std::bit_cast<uint32_t>(x);
+  if (x != x) return 0x7fff;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+}  // namespace emulator
+
+constexpr int SM = ENGINEWRIGHT_EMULATED;  // what the kernels are compiled as
+
+DEVICE int thread_index() { return emulator::here.thread; }
+DEVICE int block_x() { return emulator::here.block[0]; }
+DEVICE int block_y() { return emulator::here.block[1]; }
+DEVICE int block_z() { return emulator::here.block[2]; }
+DEVICE int grid_x() { return emulator::here.grid[0]; }
+DEVICE int grid_y() { return emulator::here.grid[1]; }
+DEVICE int grid_z() { return emulator::here.grid[2]; }
+
+template <class T>
+DEVICE T* shared_memory() {
+  return reinterpret_cast<T*>(emulator::shared_bytes());
+}
+
+DEVICE void sync_threads(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  emulator::sync_block({file, line});
+}
+DEVICE void sync_warp(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  emulator::sync_lanes({file, line});
+}
+
+template <class T>
+DEVICE T shuffle(T value, int from) {
+  static_assert(sizeof(T) == 4);
+  return emulator::Lanes<T>("shuffle", value)[from & 31];
+}
+template <class T>
+DEVICE T shuffle_xor(T value, int mask) {
+  static_assert(sizeof(T) == 4);
+  return emulator::Lanes<T>("shuffle_xor", value)[thread_index() % 32 ^ mask];
+}
+template <class T>
+DEVICE T shuffle_up(T value, int distance) {
+  static_assert(sizeof(T) == 4);
+  emulator::Lanes<T> lanes("shuffle_up", value);
+  int lane = thread_index() % 32;
+  return lane < distance ? value : lanes[lane - distance];
+}
+DEVICE uint32_t ballot(bool value) {
+  emulator::Lanes<bool> lanes("ballot", value);
+  uint32_t bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= static_cast<uint32_t>(lanes[lane]) << lane;
+  return bits;
+}
+
+template <int BYTES = 16>
+DEVICE void copy_async(void* shared, const void* global, bool there = true) {
+  static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);
+  emulator::aligned(shared, BYTES);
+  emulator::aligned(global, BYTES);
+  emulator::begin_copy(shared, global, BYTES, there);
+}
+DEVICE void commit_copies() { emulator::commit(); }
+template <int PENDING>
+DEVICE void wait_copies(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  emulator::wait(PENDING, {file, line});
+}
+
+DEVICE void load_matrices(uint32_t (&r)[4], const void* row) { emulator::matrices(r, row, false); }
+DEVICE void load_matrices_transposed(uint32_t (&r)[4], const void* row) { emulator::matrices(r, row, true); }
+
+DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  emulator::multiply<2>("mma_bf16", d, a, b, emulator::bf16_number);
+}
+DEVICE void mma_int8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  emulator::multiply<1>("mma_int8", d, a, b, emulator::int8_number);
+}
+DEVICE void mma_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  emulator::multiply<1>("mma_e4m3", d, a, b, emulator::e4m3_number);
+}
+
+DEVICE float float_of_bits(uint32_t bits) { return std::bit_cast<float>(bits); }
+DEVICE uint32_t bits_of_float(float value) { return std::bit_cast<uint32_t>(value); }
+DEVICE uint32_t pack_bf16(float low, float high) {
+  return emulator::bf16_bits(low) | emulator::bf16_bits(high) << 16;
+}
+DEVICE uint32_t fma_bf16(uint32_t a, uint32_t b, uint32_t c) {
+  // A product of two bf16 and its sum with a third, rounded to odd bits by double, then once to bf16: exact
+  // but for sums that need more than 53 bits, which round alike.
+  auto one = [](uint32_t x, uint32_t y, uint32_t z) {
+    return static_cast<float>(emulator::bf16_number(x) * emulator::bf16_number(y) + emulator::bf16_number(z));
+  };
+  return pack_bf16(one(a & 0xffff, b & 0xffff, c & 0xffff), one(a >> 16, b >> 16, c >> 16));
+}
+
+DEVICE float fma(float a, float b, float c) { return std::fmaf(a, b, c); }
+DEVICE float exp2_fast(float x) { return std::exp2(x); }
+DEVICE float log2_fast(float x) { return std::log2(x); }
+DEVICE float inverse_sqrt(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
+DEVICE float square_root(float x) { return std::sqrt(x); }
+DEVICE float divide(float a, float b) { return a / b; }
+DEVICE float round_half_even(float x) { return std::nearbyint(x); }
+DEVICE float tanh_of(float x) { return std::tanh(x); }
+DEVICE float log_of(float x) { return std::log(x); }
+DEVICE float cos_of(float x) { return std::cos(x); }
+DEVICE float sin_of(float x) { return std::sin(x); }
+DEVICE float absolute(float x) { return std::fabs(x); }
+DEVICE float larger(float a, float b) { return std::fmax(a, b); }
+DEVICE float smaller(float a, float b) { return std::fmin(a, b); }
+DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
+DEVICE int count_bits(uint32_t bits) { return std::popcount(bits); }
+DEVICE int first_bit(uint32_t bits) { return bits ? std::countr_zero(bits) : -1; }
+
+DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t picked = 0;
+  for (int i = 0; i < 4; ++i)
+    picked |= static_cast<uint32_t>(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return picked;
+}
+
+struct alignas(16) Words4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(8) Words2 {
+  uint32_t x, y;
+};
+
+DEVICE Words4 load16(const void* address) {
+  emulator::aligned(address, 16);
+  return *static_cast<const Words4*>(address);
+}
+DEVICE Words4 load_once(const void* address) { return load16(address); }
+DEVICE void store16(void* address, Words4 words) {
+  emulator::aligned(address, 16);
+  *static_cast<Words4*>(address) = words;
+}
+
+DEVICE int32_t atomic_add(int32_t* address, int32_t value) {  // fibers do not interrupt each other
+  int32_t before = *address;
+  *address += value;
+  return before;
+}
+DEVICE uint32_t atomic_max(uint32_t* address, uint32_t value) {
+  uint32_t before = *address;
+  *address = std::max(before, value);
+  return before;
+}
+DEVICE void fence() {}
+
+}  // namespace enginewright

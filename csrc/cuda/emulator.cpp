@@ -1,0 +1,326 @@
+// The fibers behind emulated.h, and how Python launches a kernel on them.
+#include "emulator.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#define SWITCH_BEGINS(keep, bottom, size) __sanitizer_start_switch_fiber(keep, bottom, size)
+#define SWITCH_ENDS(kept, bottom, size) __sanitizer_finish_switch_fiber(kept, bottom, size)
+#else
+#define SWITCH_BEGINS(keep, bottom, size)
+#define SWITCH_ENDS(kept, bottom, size)
+#endif
+
+// Saves what a function must keep (System V x86-64) on this stack, goes on on the other one.
+extern "C" void enginewright_switch(void** from, void* to);
+asm(R"(
+.text
+.type enginewright_switch, @function
+enginewright_switch:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+.size enginewright_switch, .-enginewright_switch
+)");
+
+namespace enginewright::emulator {
+
+Place here{};
+
+namespace {
+
+constexpr std::size_t STACK_BYTES = 256 << 10;
+constexpr int MAX_THREADS = 1024;
+
+struct Copy {
+  void* shared;
+  const void* global;
+  int bytes;
+};
+
+struct Barrier {
+  int expected = 0, arrived = 0;
+  unsigned generation = 0;
+  std::vector<int> waiting;
+};
+
+struct Warp {
+  Barrier barrier;
+  const char* doing = nullptr;
+  alignas(16) unsigned char slots[2][32 * SLOT_BYTES];
+};
+
+struct Fiber {
+  void* stack_pointer = nullptr;
+  std::unique_ptr<unsigned char[]> stack;
+  bool done = false, ready = false;
+  std::deque<std::vector<Copy>> groups;  // the last one is still open
+};
+
+class Block {
+ public:
+  Block(const Launch& launch, const std::function<void()>& body, std::mt19937& random)
+      : launch_(launch), body_(body), random_(random), fibers_(pool()), warps_(launch.threads / 32) {
+    // malloc, so that a sanitizer sees where shared memory ends.
+    shared_.reset(
+        static_cast<unsigned char*>(std::aligned_alloc(128, (launch.shared_bytes + 127) / 128 * 128)));
+#if defined(__SANITIZE_ADDRESS__)
+    shared_.reset(static_cast<unsigned char*>(std::malloc(launch.shared_bytes ? launch.shared_bytes : 1)));
+#endif
+    std::memset(shared_.get(), 0xff, launch.shared_bytes);
+    block_barrier_.expected = launch.threads;
+    for (Warp& warp : warps_) warp.barrier.expected = 32;
+    order_.resize(warps_.size());
+    for (std::size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<int>(i);
+    if (launch.schedule == Schedule::reverse) std::reverse(order_.begin(), order_.end());
+  }
+
+  void run() {
+    current_block = this;
+    for (int thread = 0; thread < launch_.threads; ++thread) start(thread);
+    while (error.empty()) {
+      int next = pick();
+      if (next < 0) break;
+      resume(next);
+    }
+    int left = 0;
+    for (int thread = 0; thread < launch_.threads; ++thread) left += !fibers_[thread].done;
+    if (error.empty() && left)
+      error = std::to_string(left) + " threads wait at a barrier that the others never reach";
+    current_block = nullptr;
+  }
+
+  void arrive(Barrier& barrier) {
+    if (++barrier.arrived == barrier.expected) {
+      barrier.arrived = 0;
+      for (int thread : barrier.waiting) fibers_[thread].ready = true;
+      barrier.waiting.clear();
+      if (launch_.schedule == Schedule::random) std::shuffle(order_.begin(), order_.end(), random_);
+      return;
+    }
+    barrier.waiting.push_back(current_);
+    fibers_[current_].ready = false;
+    leave();
+  }
+
+  // Back to the scheduler, for good if an error was found.
+  void leave() {
+    [[maybe_unused]] void* fake = nullptr;
+    SWITCH_BEGINS(&fake, scheduler_bottom_, scheduler_size_);
+    enginewright_switch(&fibers_[current_].stack_pointer, scheduler_);
+    SWITCH_ENDS(fake, nullptr, nullptr);
+  }
+
+  Fiber& fiber() { return fibers_[current_]; }
+  Warp& warp() { return warps_[current_ / 32]; }
+  Barrier& block_barrier() { return block_barrier_; }
+  unsigned char* shared() { return shared_.get(); }
+
+  static inline Block* current_block = nullptr;
+  static inline std::string error;
+
+ private:
+  struct Free {
+    void operator()(unsigned char* memory) const { std::free(memory); }
+  };
+
+  static std::vector<Fiber>& pool() {
+    static std::vector<Fiber> fibers(MAX_THREADS);
+    return fibers;
+  }
+
+  void start(int thread) {
+    Fiber& fiber = fibers_[thread];
+    if (!fiber.stack) fiber.stack.reset(new unsigned char[STACK_BYTES]);
+    fiber.done = false;
+    fiber.ready = true;
+    fiber.groups.assign(1, {});
+    auto top = reinterpret_cast<std::uintptr_t>(fiber.stack.get() + STACK_BYTES) / 16 * 16;
+    auto* words = reinterpret_cast<void**>(top) - 8;  // six registers, where to return to, and an empty word
+    std::fill(words, words + 8, nullptr);
+    words[6] = reinterpret_cast<void*>(&Block::entry);
+    fiber.stack_pointer = words;
+  }
+
+  static void entry() {
+    Block& block = *current_block;
+    SWITCH_ENDS(nullptr, &block.scheduler_bottom_, &block.scheduler_size_);
+    block.body_();
+    Fiber& fiber = block.fiber();
+    for (const auto& group : fiber.groups)
+      if (!group.empty()) error = "a thread ends without having waited for its copies";
+    fiber.done = true;
+    fiber.ready = false;
+    SWITCH_BEGINS(nullptr, block.scheduler_bottom_, block.scheduler_size_);
+    void* forgotten;
+    enginewright_switch(&forgotten, block.scheduler_);
+    std::abort();
+  }
+
+  int pick() const {
+    for (int warp : order_)
+      for (int i = 0; i < 32; ++i) {
+        int thread = warp * 32 + (launch_.schedule == Schedule::reverse ? 31 - i : i);
+        if (fibers_[thread].ready) return thread;
+      }
+    return -1;
+  }
+
+  void resume(int thread) {
+    current_ = thread;
+    here.thread = thread;
+    [[maybe_unused]] void* fake = nullptr;
+    SWITCH_BEGINS(&fake, fibers_[thread].stack.get(), STACK_BYTES);
+    enginewright_switch(&scheduler_, fibers_[thread].stack_pointer);
+    SWITCH_ENDS(fake, nullptr, nullptr);
+  }
+
+  const Launch& launch_;
+  const std::function<void()>& body_;
+  std::mt19937& random_;
+  std::vector<Fiber>& fibers_;
+  std::vector<Warp> warps_;
+  std::vector<int> order_;
+  Barrier block_barrier_;
+  std::unique_ptr<unsigned char[], Free> shared_;
+  void* scheduler_ = nullptr;
+  [[maybe_unused]] const void* scheduler_bottom_ = nullptr;
+  [[maybe_unused]] std::size_t scheduler_size_ = 0;
+  int current_ = 0;
+};
+
+std::set<std::string> sites;
+std::string disabled, report;
+
+std::string name_of(Site site) {
+  std::string file = site.file;
+  return file.substr(file.rfind('/') + 1) + ":" + std::to_string(site.line);
+}
+bool left_out(Site site) {
+  std::string name = name_of(site);
+  sites.insert(name);
+  return name == disabled;
+}
+
+[[noreturn]] void stop(std::string why) {
+  Block::error = "thread " + std::to_string(here.thread) + " of block (" + std::to_string(here.block[0]) +
+                 ", " + std::to_string(here.block[1]) + ", " + std::to_string(here.block[2]) +
+                 "): " + std::move(why);
+  Block::current_block->leave();
+  std::abort();
+}
+
+}  // namespace
+
+unsigned char* shared_bytes() { return Block::current_block->shared(); }
+
+void require(bool holds, const char* what) {
+  if (!holds) stop(what);
+}
+
+void sync_block(Site site) {
+  if (!left_out(site)) Block::current_block->arrive(Block::current_block->block_barrier());
+}
+
+void sync_lanes(Site site) {
+  if (!left_out(site)) exchange("sync_warp", nullptr, 0);
+}
+
+const unsigned char* exchange(const char* what, const void* mine, std::size_t bytes) {
+  Warp& warp = Block::current_block->warp();
+  Barrier& barrier = warp.barrier;
+  if (barrier.arrived == 0) warp.doing = what;
+  if (std::strcmp(warp.doing, what) != 0)
+    stop(std::string("a lane is in ") + what + " while others of its warp are in " + warp.doing);
+  unsigned char* slots = warp.slots[barrier.generation & 1];
+  if (bytes) std::memcpy(slots + here.thread % 32 * SLOT_BYTES, mine, bytes);
+  if (barrier.arrived == barrier.expected - 1) ++barrier.generation;
+  Block::current_block->arrive(barrier);
+  return slots;
+}
+
+void begin_copy(void* shared, const void* global, int bytes, bool there) {
+  std::memset(shared, 0xff, bytes);  // what was there is gone from now on
+  Block::current_block->fiber().groups.back().push_back({shared, there ? global : nullptr, bytes});
+}
+
+void commit() { Block::current_block->fiber().groups.emplace_back(); }
+
+void wait(int pending, Site site) {
+  auto& groups = Block::current_block->fiber().groups;
+  bool skip = left_out(site);
+  while (static_cast<int>(groups.size()) - 1 > pending) {
+    if (!skip)
+      for (const Copy& copy : groups.front()) {
+        if (copy.global)
+          std::memcpy(copy.shared, copy.global, copy.bytes);
+        else
+          std::memset(copy.shared, 0, copy.bytes);
+      }
+    groups.pop_front();
+  }
+}
+
+std::string run(const Launch& launch, const std::function<void()>& body) {
+  if (launch.threads < 32 || launch.threads > MAX_THREADS || launch.threads % 32)
+    return "a block of " + std::to_string(launch.threads) + " threads";
+  std::mt19937 random(launch.seed);
+  Block::error.clear();
+  std::copy(launch.grid, launch.grid + 3, here.grid);
+  std::vector<int> blocks(static_cast<std::size_t>(launch.grid[0]) * launch.grid[1] * launch.grid[2]);
+  for (std::size_t i = 0; i < blocks.size(); ++i) blocks[i] = static_cast<int>(i);
+  if (launch.schedule == Schedule::reverse) std::reverse(blocks.begin(), blocks.end());
+  if (launch.schedule == Schedule::random) std::shuffle(blocks.begin(), blocks.end(), random);
+  for (int block : blocks) {
+    here.block[0] = block % launch.grid[0];
+    here.block[1] = block / launch.grid[0] % launch.grid[1];
+    here.block[2] = block / launch.grid[0] / launch.grid[1];
+    Block(launch, body, random).run();
+    if (!Block::error.empty()) break;
+  }
+  return Block::error;
+}
+
+}  // namespace enginewright::emulator
+
+using namespace enginewright::emulator;
+
+extern "C" {
+
+// A barrier or a wait, "file:line", that does nothing from now on; an empty name brings all back.
+void enginewright_disable_site(const char* name) { disabled = name; }
+
+// The barriers and waits that have been reached, a line each.
+const char* enginewright_sites() {
+  report.clear();
+  for (const std::string& site : sites) report += site + "\n";
+  return report.c_str();
+}
+
+// Runs kernel `index` of this library. Gives why it could not, or nothing.
+const char* enginewright_launch(int index, const Launch* launch, void** arguments) {
+  report = run(*launch, [&] { kernels[index](arguments); });
+  return report.c_str();
+}
+}

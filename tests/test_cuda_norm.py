@@ -1,0 +1,75 @@
+"""RMS normalization on CUDA, in emulation, against float64."""
+
+import numpy as np
+import pytest
+
+from enginewright.plugins.kernel import expression
+from tests.emulated import SCHEDULES, Kernels
+
+ROWS, STRIDE, COLUMNS, EPSILON = 5, 192, 70, 1e-5
+TYPES = {"f32": ("Type::f32", np.float32), "i8": ("Type::i8", np.int8)}
+
+
+def _expression(to: str, group: int, add: bool) -> str:
+    return expression(
+        "rms_norm",
+        "RmsNorm",
+        rows="Rows::tokens",
+        columns=COLUMNS,
+        x_stride=STRIDE,
+        sum_stride=STRIDE,
+        y_stride=STRIDE,
+        padded=128,
+        group=group,
+        scale_stride=64,
+        type=TYPES[to][0],
+        add=add,
+        epsilon=EPSILON,
+    )
+
+
+CASES = [("f32", 0, True), ("f32", 0, False), ("i8", 32, True), ("i8", 0, False)]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return Kernels([("rms_norm.cuh", _expression(*case)) for case in CASES])
+
+
+@pytest.mark.parametrize(("to", "group", "add"), CASES)
+def test_rows_are_normalized(kernels: Kernels, to: str, group: int, add: bool) -> None:
+    """3 of 5 rows, 70 columns of 192: what lies outside keeps its poison; columns up to 128 are zeros."""
+    rng = np.random.default_rng(0)
+    x, delta = rng.standard_normal((2, ROWS, STRIDE)).astype(np.float32)
+    x[1] = 0.0
+    delta[1] = 0.0
+    weight = rng.standard_normal(COLUMNS).astype(np.float32)
+    sizes = np.array([3, 1, 1, 1, 1], np.int32)
+
+    def run(schedule: str) -> list[np.ndarray]:
+        total, scale = np.full((2, ROWS, STRIDE), np.nan, np.float32)
+        y = np.full((ROWS, STRIDE), 99, TYPES[to][1])
+        arguments = (sizes, x, delta if add else None, weight, total if add else None, y, scale if to == "i8" else None)
+        kernels.launch(_expression(to, group, add), [ROWS], 256, (COLUMNS + 8) * 4, *arguments, schedule=schedule)
+        return [total, y, scale]
+
+    total, y, scale = run("forward")
+    summed = (x + delta if add else x)[:3, :COLUMNS].astype(np.float64)
+    want = summed / np.sqrt((summed * summed).mean(-1, keepdims=True) + EPSILON) * weight
+    if to == "i8":
+        runs = group or COLUMNS
+        got = y[:3, :COLUMNS] * np.repeat(scale[:3], runs, axis=-1)[:, :COLUMNS].astype(np.float64)
+        assert np.abs(got - want).max() <= np.abs(want).max() / 127
+        assert np.abs(y[0]).max() == 127 and np.isnan(scale[3:]).all()
+    else:
+        np.testing.assert_allclose(y[:3, :COLUMNS], want, rtol=2e-6)
+    assert (y[:3, COLUMNS:128] == 0).all() and (y[:3, 128:] == 99).all() and (y[3:] == 99).all()
+    assert np.array_equal(total[:3, :COLUMNS], (x + delta)[:3, :COLUMNS]) if add else np.isnan(total).all()
+    for schedule in SCHEDULES[1:]:
+        for got, again in zip([total, y, scale], run(schedule), strict=True):
+            np.testing.assert_array_equal(again, got)
+    for site in kernels.sites:
+        with kernels.without(site):
+            assert any(not np.array_equal(again, y) for schedule in SCHEDULES for _, again, _ in [run(schedule)]), (
+                f"nothing is missed without the barrier at {site}"
+            )
