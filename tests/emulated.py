@@ -110,10 +110,10 @@ def _value(argument: Argument) -> ctypes._SimpleCData:
 @cache
 def _compiled(instances: tuple[Instance, ...], sm: int) -> Path:
     includes = "".join(f'#include "{source}"\n' for source in dict.fromkeys(source for source, _ in instances))
-    calls = "".join(f"    Caller<{expression}>::call,\n" for _, expression in instances)
+    calls = "".join(f"    emulator::Caller<{expression}>::call,\n" for _, expression in instances)
     program = (
         f'{includes}#include "emulator.h"\n'
-        f"namespace enginewright::emulator {{\nconst Call kernels[] = {{\n{calls}}};\n}}\n"
+        f"namespace enginewright {{\nconst emulator::Call kernels[] = {{\n{calls}}};\n}}\n"
     )
     options = [*FLAGS, f"-DENGINEWRIGHT_EMULATED={sm}", f"-I{SOURCES}"]
     options += [f"-fsanitize={SANITIZE}", "-g"] if SANITIZE else []

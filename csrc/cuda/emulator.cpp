@@ -320,7 +320,7 @@ const char* enginewright_sites() {
 
 // Runs kernel `index` of this library. Gives why it could not, or nothing.
 const char* enginewright_launch(int index, const Launch* launch, void** arguments) {
-  report = run(*launch, [&] { kernels[index](arguments); });
+  report = run(*launch, [&] { enginewright::kernels[index](arguments); });
   return report.c_str();
 }
 }

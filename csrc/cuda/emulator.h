@@ -24,9 +24,8 @@ struct Launch {
 
 std::string run(const Launch& launch, const std::function<void()>& body);
 
-// The library's kernels, by index; arguments are addresses of each, as CUDA's launches take them.
+// A kernel with addresses of its arguments, as CUDA's launches take them.
 using Call = void (*)(void** arguments);
-extern const Call kernels[];
 
 template <auto KERNEL_FUNCTION>
 struct Caller;
@@ -40,3 +39,7 @@ struct Caller<KERNEL_FUNCTION> {
 };
 
 }  // namespace enginewright::emulator
+
+namespace enginewright {
+extern const emulator::Call kernels[];  // the library's, by index
+}
