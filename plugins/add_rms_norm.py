@@ -9,9 +9,18 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.norm_cuda import norm_on_cuda
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, float_of, operand
 from enginewright.plugins.quantize_rows import TO_ATTRIBUTES, types_as, written_as
 from enginewright.plugins.writer import Writer
+
+KERNEL = KernelBinding(
+    "add_rms_norm@1",
+    ("x", "delta", "weight"),
+    ("sum", "normed", "scale"),
+    ("epsilon", "group"),
+    in_place={"sum": 0},
+)
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -32,13 +41,5 @@ ADD_RMS_NORM = Plugin(
     reference=_reference,
     infer=_infer,
     by_rows=True,
-    kernels={
-        "cpu": KernelBinding(
-            "add_rms_norm@1",
-            ("x", "delta", "weight"),
-            ("sum", "normed", "scale"),
-            ("epsilon", "group"),
-            in_place={"sum": 0},
-        )
-    },
+    kernels={"cpu": KERNEL, "cuda": norm_on_cuda(KERNEL, "normed")},
 )

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from enginewright.plugins.embed_cuda import embed_on_cuda
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, float_of, operand, width_of
 from enginewright.plugins.writer import Writer
+
+KERNEL = KernelBinding("embed_bf16@1", ("tokens", "table"), ("out",), ("scale",))
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -28,5 +31,5 @@ EMBED_BF16 = Plugin(
     attributes={"scale": float},
     reference=_reference,
     infer=_infer,
-    kernels={"cpu": KernelBinding("embed_bf16@1", ("tokens", "table"), ("out",), ("scale",))},
+    kernels={"cpu": KERNEL, "cuda": embed_on_cuda(KERNEL)},
 )

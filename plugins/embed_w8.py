@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from enginewright.plugins.embed_cuda import embed_on_cuda
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, float_of, operand, width_of
 from enginewright.plugins.writer import Writer
+
+KERNEL = KernelBinding("embed_w8@1", ("tokens", "table", "table_scale"), ("out",), ("scale",))
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -30,5 +33,5 @@ EMBED_W8 = Plugin(
     attributes={"scale": float},
     reference=_reference,
     infer=_infer,
-    kernels={"cpu": KernelBinding("embed_w8@1", ("tokens", "table", "table_scale"), ("out",), ("scale",))},
+    kernels={"cpu": KERNEL, "cuda": embed_on_cuda(KERNEL)},
 )

@@ -28,6 +28,11 @@ class KernelBinding:
     scratch: Callable[[ir.Node], tuple[str, Linear, int]] | None = None
     packed: Mapping[str, str] = field(default_factory=dict)
 
+    def on_cuda(self, launches: "Callable[[Call], tuple[Launch, ...]]", **sources: str) -> "CudaKernel":
+        """The same call where GPUs launch `launches` for it. sources: function → its header in csrc/cuda."""
+        headers = {function: f"{stem}.cuh" for function, stem in sources.items()}
+        return CudaKernel(**vars(self), launches=launches, sources=headers)
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -68,7 +73,7 @@ TYPES = {"f32": "Type::f32", "bf16": "Type::bf16", "i8": "Type::i8"}
 
 @dataclass(frozen=True)
 class CudaKernel(KernelBinding):
-    """A kernel for GPUs: also what is launched for a call. sources: headers of csrc/cuda, function → header."""
+    """A kernel for GPUs: also what is launched for a call. sources: function → its header in csrc/cuda."""
 
     launches: Callable[[Call], tuple[Launch, ...]] = lambda _: ()
     sources: Mapping[str, str] = field(default_factory=dict)

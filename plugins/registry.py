@@ -7,6 +7,7 @@ import onnx_ir as ir
 from enginewright.errors import EngineError
 from enginewright.plugins.add_rms_norm import ADD_RMS_NORM
 from enginewright.plugins.causal_window import CAUSAL_WINDOW
+from enginewright.plugins.elementwise_cuda import by_element
 from enginewright.plugins.embed_bf16 import EMBED_BF16
 from enginewright.plugins.embed_w8 import EMBED_W8
 from enginewright.plugins.gather_columns import GATHER_COLUMNS
@@ -70,13 +71,17 @@ def plugin_of(node: ir.Node) -> Plugin | None:
 
 
 # Standard ops that a lowered graph may still hold.
+ADD = KernelBinding("add@1", ("a", "b"), ("out",), in_place={"out": 0})
+CAST = KernelBinding("cast@1", ("x",), ("out",))
+GATHER_ROWS = KernelBinding("gather_rows@1", ("x", "rows"), ("out",))
 STANDARD_KERNELS: Mapping[str, Mapping[str, KernelBinding]] = {
-    "cpu": {
-        "Add": KernelBinding("add@1", ("a", "b"), ("out",), in_place={"out": 0}),
-        "Cast": KernelBinding("cast@1", ("x",), ("out",)),
-        "Gather": KernelBinding("gather_rows@1", ("x", "rows"), ("out",)),
-        "RMSNormalization": RMS_NORM.kernels["cpu"],
-    }
+    "cpu": {"Add": ADD, "Cast": CAST, "Gather": GATHER_ROWS, "RMSNormalization": RMS_NORM.kernels["cpu"]},
+    "cuda": {
+        "Add": by_element(ADD, "add", "a", "b"),
+        "Cast": by_element(CAST, "cast"),
+        "Gather": by_element(GATHER_ROWS, "gather", source="rows"),
+        "RMSNormalization": RMS_NORM.kernels["cuda"],
+    },
 }
 
 

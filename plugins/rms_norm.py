@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.norm_cuda import norm_on_cuda
 from enginewright.plugins.plugin import Plugin, float_of, operand
 from enginewright.plugins.quantize_rows import TO_ATTRIBUTES, types_as, written_as
 from enginewright.plugins.writer import Writer
@@ -30,5 +31,5 @@ RMS_NORM = Plugin(
     reference=_reference,
     infer=types_as,
     by_rows=True,
-    kernels={"cpu": KERNEL},
+    kernels={"cpu": KERNEL, "cuda": norm_on_cuda(KERNEL, "out")},
 )

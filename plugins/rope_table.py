@@ -8,9 +8,12 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from enginewright.plugins.kernel import KernelBinding
+from enginewright.plan import Launch
+from enginewright.plugins.kernel import ONE, Call, KernelBinding, blocks, expression
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, float_of, operand, width_of
 from enginewright.plugins.writer import Writer
+
+KERNEL = KernelBinding("rope_table@1", ("positions", "inv_freq"), ("cos", "sin"), ("scale",))
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -25,6 +28,14 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
     return [table, table]
 
 
+def _launches(call: Call) -> tuple[Launch, ...]:
+    cos = call.operands["cos"]
+    scale = float(call.attributes["scale"])
+    kernel = expression("rope_table", "RopeTable", columns=cos.columns, stride=cos.stride, scale=scale)
+    arguments = ("positions", "inv_freq", "cos", "sin")
+    return (Launch(kernel, arguments, (blocks(cos.rows), ONE, ONE), threads=64),)
+
+
 ROPE_TABLE = Plugin(
     name="RopeTable",
     inputs=("positions", "inv_freq"),
@@ -32,5 +43,5 @@ ROPE_TABLE = Plugin(
     attributes={"scale": float},
     reference=_reference,
     infer=_infer,
-    kernels={"cpu": KernelBinding("rope_table@1", ("positions", "inv_freq"), ("cos", "sin"), ("scale",))},
+    kernels={"cpu": KERNEL, "cuda": KERNEL.on_cuda(_launches, rope_table="rope_table")},
 )

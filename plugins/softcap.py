@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from enginewright.plugins.elementwise_cuda import by_element
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, dtype_of, float_of, operand
 from enginewright.plugins.writer import Writer
+
+KERNEL = KernelBinding("softcap@1", ("x",), ("out",), ("cap",))
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -29,5 +32,5 @@ SOFTCAP = Plugin(
     reference=_reference,
     infer=_infer,
     by_rows=True,
-    kernels={"cpu": KernelBinding("softcap@1", ("x",), ("out",), ("cap",))},
+    kernels={"cpu": KERNEL, "cuda": by_element(KERNEL, "softcap")},
 )

@@ -17,6 +17,7 @@ def _expression(to: str, group: int, add: bool) -> str:
         rows="Rows::tokens",
         columns=COLUMNS,
         x_stride=STRIDE,
+        delta_stride=STRIDE,
         sum_stride=STRIDE,
         y_stride=STRIDE,
         padded=128,

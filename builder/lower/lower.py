@@ -14,12 +14,14 @@ from enginewright.builder.lower.arena import assign_slots
 from enginewright.builder.lower.pack import PackedForm
 from enginewright.errors import EngineError
 from enginewright.plan import (
+    COLUMN_ALIGN,
     Buffer,
     BufferOperand,
     Input,
     InputOperand,
     KvGroup,
     KvOperand,
+    Launch,
     Linear,
     Operand,
     Plan,
@@ -27,8 +29,9 @@ from enginewright.plan import (
     WeightOperand,
 )
 from enginewright.plugins import binding_of
+from enginewright.plugins.kernel import Call, CudaKernel, Matrix
 from enginewright.plugins.kv_write import POOL_DTYPES
-from enginewright.plugins.paged_attention import BLOCK_SIZE, kv_row_bytes
+from enginewright.plugins.paged_attention import BLOCK_SIZE, kv_row_bytes, padded_head_dim
 from enginewright.plugins.plugin import dtype_of
 
 VIEW_OPS = ("Split", "Reshape")
@@ -68,10 +71,13 @@ class Weight:
 
 @dataclass(frozen=True)
 class Lowered:
-    """plan: what the executor runs. weights: name in the plan → where its bytes come from."""
+    """plan: what the executor runs. weights: name in the plan → where its bytes come from. kernels: the code that the
+    plan's launches need, expression → its header in csrc/cuda.
+    """
 
     plan: Plan
     weights: Mapping[str, Weight]
+    kernels: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ def kv_groups_of(model: ir.Model) -> tuple[KvGroup, ...]:
 
 
 def lower(model: ir.Model, target: str, max_seq_len: int) -> Lowered:
-    """Lower a ragged graph for a target (`cpu`).
+    """Lower a ragged graph for a family of targets (`cpu`, `cuda`).
 
     Raises:
         EngineError: a node has no kernel for the target; the message names it.
@@ -119,10 +125,12 @@ class _Lowering:
         self.model = model
         self.graph = model.graph
         self.target = target
+        self.groups = kv_groups_of(model)
         self.views: dict[ir.Value, _View] = {}
         self.buffers: list[tuple[str, Linear, int]] = []  # dtype, rows, columns
         self.steps: list[Step] = []
         self.weights: dict[str, Weight] = {}
+        self.kernels: dict[str, str] = {}
         self.nodes = list(self.graph)
         self.order = {node: index for index, node in enumerate(self.nodes)}
 
@@ -146,14 +154,14 @@ class _Lowering:
         plan = Plan(
             target=self.target,
             inputs=tuple(inputs),
-            kv_groups=kv_groups_of(self.model),
+            kv_groups=self.groups,
             buffers=tuple(Buffer(*entry, slot) for entry, slot in zip(self.buffers, slots, strict=True)),
             steps=tuple(self.steps),
             logits=view.buffer,
             vocab_size=view.columns,
             max_seq_len=max_seq_len,
         )
-        return Lowered(plan, self.weights)
+        return Lowered(plan, self.weights, self.kernels)
 
     def _split(self, node: ir.Node) -> None:
         source = self.views[_input(node, 0)]
@@ -189,7 +197,31 @@ class _Lowering:
             role, rows, columns = binding.scratch(node)
             self.buffers.append(("f32", rows, columns))
             operands[role] = BufferOperand(len(self.buffers) - 1, 0, columns)
-        self.steps.append(Step(binding.kernel, operands, attributes))
+        launches: tuple[Launch, ...] = ()
+        if isinstance(binding, CudaKernel):
+            matrices = {role: self._matrix(operand) for role, operand in operands.items()}
+            launches = binding.launches(Call(matrices, attributes))
+            for launch in launches:
+                self.kernels[launch.kernel] = binding.sources[launch.kernel.partition("<")[0]]
+        self.steps.append(Step(binding.kernel, operands, attributes, launches))
+
+    def _matrix(self, operand: Operand) -> Matrix:
+        match operand:
+            case InputOperand():
+                rows, columns = INPUT_SHAPES[operand.name.partition(".")[0]]
+                return Matrix("i32", rows, columns.constant, columns.constant, columns.constant)
+            case WeightOperand():
+                form = self.weights[operand.name].form
+                return Matrix(form.dtype, Linear(constant=form.shape[0]), *[form.shape[-1]] * 3, form.layout)
+            case BufferOperand():
+                dtype, rows, columns = self.buffers[operand.index]
+                whole = operand.columns == columns
+                padded = -(-columns // COLUMN_ALIGN) * COLUMN_ALIGN if whole else operand.columns
+                return Matrix(dtype, rows, operand.columns, Buffer(dtype, rows, columns, 0).stride, padded)
+            case KvOperand():
+                (group,) = (group for group in self.groups if operand.layer in group.layers)
+                block_bytes, padded = group.block_size * group.bytes_per_token, padded_head_dim(group.head_dim)
+                return Matrix(group.dtype, Linear(), group.head_dim, padded, padded, block_stride=block_bytes)
 
     def _read(self, value: ir.Value, role: str, node: ir.Node) -> Operand:
         name = _name(value)

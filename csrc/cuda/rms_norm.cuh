@@ -12,7 +12,7 @@ namespace enginewright {
 // `columns`.
 struct RmsNorm {
   Rows rows;
-  int columns, x_stride, sum_stride, y_stride, padded, group, scale_stride;
+  int columns, x_stride, delta_stride, sum_stride, y_stride, padded, group, scale_stride;
   Type type;
   bool add;
   float epsilon;
@@ -34,7 +34,7 @@ rms_norm(const Sizes* sizes, const float* x, const float* delta, const float* we
   for (int c = thread_index(); c < S.columns; c += THREADS) {
     float value = x[int64_t{row} * S.x_stride + c];
     if constexpr (S.add) {
-      value += delta[int64_t{row} * S.sum_stride + c];
+      value += delta[int64_t{row} * S.delta_stride + c];
       sum[int64_t{row} * S.sum_stride + c] = value;
     }
     values[c] = value;

@@ -1,0 +1,36 @@
+"""What GPUs launch for RMS norms, with or without a residual before them: csrc/cuda/rms_norm.cuh."""
+
+from enginewright.plan import DTYPE_BYTES, Launch
+from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
+
+THREADS = 256
+WARPS = THREADS // 32
+
+
+def norm_on_cuda(binding: KernelBinding, out: str) -> CudaKernel:
+    """out: the role of what is normalized."""
+
+    def launches(call: Call) -> tuple[Launch, ...]:
+        x, y, total = call.operands["x"], call.operands[out], call.operands.get("sum")
+        scale = call.operands.get("scale")
+        kernel = expression(
+            "rms_norm",
+            "RmsNorm",
+            rows=call.rows(out),
+            columns=y.columns,
+            x_stride=x.stride,
+            delta_stride=call.operands["delta"].stride if total else 0,
+            sum_stride=total.stride if total else 0,
+            y_stride=y.stride,
+            padded=y.columns if y.dtype == "f32" else y.padded,
+            group=int(call.attributes.get("group", 0)),
+            scale_stride=scale.stride if scale else 0,
+            type=TYPES[y.dtype],
+            add=total is not None,
+            epsilon=float(call.attributes["epsilon"]),
+        )
+        shared_bytes = (y.columns + WARPS) * DTYPE_BYTES["f32"]
+        arguments = ("x", "delta", "weight", "sum", out, "scale")
+        return (Launch(kernel, arguments, (blocks(y.rows), ONE, ONE), THREADS, shared_bytes),)
+
+    return binding.on_cuda(launches, rms_norm="rms_norm")
