@@ -1,6 +1,6 @@
 """Which buffers may share memory: buffers of one slot are never alive together."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from enginewright.plan import Buffer, BufferOperand, Linear, Sizes, Step
@@ -15,10 +15,12 @@ class _Slot:
     free_after: int  # the last step that reads it
 
 
-def assign_slots(buffers: Sequence[tuple[str, Linear, int]], steps: Sequence[Step], result: int) -> list[int]:
+def assign_slots(
+    buffers: Sequence[tuple[str, Linear, int]], steps: Sequence[Step], result: int, lasting: Collection[int] = ()
+) -> list[int]:
     """The slot of each buffer (dtype, rows, columns), best fit in order of first use.
 
-    A buffer lives from the first step that names it to the last; `result` lives to the end.
+    A buffer lives from the first step that names it to the last; `result` lives to the end, `lasting` ones always.
     """
     first, last = [len(steps)] * len(buffers), [-1] * len(buffers)
     for index, step in enumerate(steps):
@@ -27,6 +29,8 @@ def assign_slots(buffers: Sequence[tuple[str, Linear, int]], steps: Sequence[Ste
                 first[operand.index] = min(first[operand.index], index)
                 last[operand.index] = index
     last[result] = len(steps)
+    for buffer in lasting:
+        first[buffer], last[buffer] = -1, len(steps)
 
     slots: list[_Slot] = []
     chosen = [0] * len(buffers)

@@ -128,6 +128,7 @@ class _Lowering:
         self.groups = kv_groups_of(model)
         self.views: dict[ir.Value, _View] = {}
         self.buffers: list[tuple[str, Linear, int]] = []  # dtype, rows, columns
+        self.lasting: list[int] = []  # buffers that keep their content from step to step
         self.steps: list[Step] = []
         self.weights: dict[str, Weight] = {}
         self.kernels: dict[str, str] = {}
@@ -150,7 +151,7 @@ class _Lowering:
                 self._step(node)
         (logits,) = (value for value in self.graph.outputs if value.name == "logits")
         view = self.views[logits]
-        slots = assign_slots([entry[:3] for entry in self.buffers], self.steps, view.buffer)
+        slots = assign_slots([entry[:3] for entry in self.buffers], self.steps, view.buffer, self.lasting)
         plan = Plan(
             target=self.target,
             inputs=tuple(inputs),
@@ -195,8 +196,11 @@ class _Lowering:
         }
         if binding.scratch is not None:
             role, rows, columns = binding.scratch(node)
-            self.buffers.append(("f32", rows, columns))
-            operands[role] = BufferOperand(len(self.buffers) - 1, 0, columns)
+            operands[role] = self._extra("f32", rows, columns)
+        if isinstance(binding, CudaKernel) and binding.counters is not None:
+            role, rows, columns = binding.counters(node)
+            counters = operands[role] = self._extra("i32", rows, columns)
+            self.lasting.append(counters.index)
         launches: tuple[Launch, ...] = ()
         if isinstance(binding, CudaKernel):
             matrices = {role: self._matrix(operand) for role, operand in operands.items()}
@@ -205,11 +209,15 @@ class _Lowering:
                 self.kernels[launch.kernel] = binding.sources[launch.kernel.partition("<")[0]]
         self.steps.append(Step(binding.kernel, operands, attributes, launches))
 
+    def _extra(self, dtype: str, rows: Linear, columns: int) -> BufferOperand:
+        self.buffers.append((dtype, rows, columns))
+        return BufferOperand(len(self.buffers) - 1, 0, columns)
+
     def _matrix(self, operand: Operand) -> Matrix:
         match operand:
             case InputOperand():
-                rows, columns = INPUT_SHAPES[operand.name.partition(".")[0]]
-                return Matrix("i32", rows, columns.constant, columns.constant, columns.constant)
+                rows, width = INPUT_SHAPES[operand.name.partition(".")[0]]
+                return Matrix("i32", rows, *[width.constant] * 3)
             case WeightOperand():
                 form = self.weights[operand.name].form
                 return Matrix(form.dtype, Linear(constant=form.shape[0]), *[form.shape[-1]] * 3, form.layout)
