@@ -73,9 +73,10 @@ TYPES = {"f32": "Type::f32", "bf16": "Type::bf16", "i8": "Type::i8"}
 
 @dataclass(frozen=True)
 class CudaKernel(KernelBinding):
-    """A kernel for GPUs: also what is launched for a call. sources: function → its header in csrc/cuda. counters: node →
-    (operand, rows, columns) of an i32 buffer that only this call uses: zeros before the first step, and afterwards what
-    the step before has left.
+    """A kernel for GPUs: also what is launched for a call.
+
+    sources: function → its header in csrc/cuda. counters: node → (operand, rows, columns) of an i32 buffer that only
+    this call uses: zeros before the first step, and afterwards what the step before has left.
     """
 
     launches: Callable[[Call], tuple[Launch, ...]] = lambda _: ()

@@ -217,10 +217,11 @@ class _Lowering:
         match operand:
             case InputOperand():
                 rows, width = INPUT_SHAPES[operand.name.partition(".")[0]]
-                return Matrix("i32", rows, *[width.constant] * 3)
+                return Matrix("i32", rows, width.constant, width.constant, width.constant)
             case WeightOperand():
                 form = self.weights[operand.name].form
-                return Matrix(form.dtype, Linear(constant=form.shape[0]), *[form.shape[-1]] * 3, form.layout)
+                count, columns = Linear(constant=form.shape[0]), form.shape[-1]
+                return Matrix(form.dtype, count, columns, columns, columns, form.layout)
             case BufferOperand():
                 dtype, rows, columns = self.buffers[operand.index]
                 whole = operand.columns == columns
