@@ -1,6 +1,6 @@
 """The compiler's table of contents: every pass, in order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import onnx_ir as ir
@@ -27,7 +27,9 @@ from enginewright.plugins.registry import STANDARD_KERNELS
 VIEWS = ("Split", "Reshape")  # ops that a lowering makes no kernel of
 
 
-def pipeline(quant: QuantConfig, kv_dtype: str = "bf16", calibration: Calibration | None = None) -> list[Pass]:
+def pipeline(
+    quant: QuantConfig, kv_dtype: str = "bf16", calibration: Calibration | None = None, family: str = "cpu"
+) -> list[Pass]:
     return [
         # Standard ONNX, one dense sequence.
         Cleanup(),
@@ -36,8 +38,15 @@ def pipeline(quant: QuantConfig, kv_dtype: str = "bf16", calibration: Calibratio
         FuseGateUp(),
         # Formats of weights and activations. What sees activations does so in standard ops.
         *(quant.foresee() if quant.calibrated and calibration is None else quant.prepare(calibration or Calibration())),
+        *for_family(quant, kv_dtype, family),
+    ]
+
+
+def for_family(quant: QuantConfig, kv_dtype: str, family: str) -> list[Pass]:
+    """The rest, which depends on the family of targets (`cpu`, `cuda`)."""
+    return [
         FuseResidualNorm(),
-        Quantize(quant),
+        Quantize(quant, family),
         FuseSwiGlu(),
         # Packed tokens of many sequences, KV pools.
         ToRagged(kv_dtype),
@@ -55,12 +64,14 @@ def run_pipeline(
     kv_dtype: str = "bf16",
     calibration: Calibration | None = None,
     keep: Callable[[ir.Model], None] | None = None,
+    family: str = "cpu",
 ) -> tuple[ir.Model, dict[str, PassResult]]:
     """A dense graph to one that has only ops with kernels (and views); the model is changed in place.
 
     Args:
         calibration: texts, for methods that need them; without any, there is a plan of the same sizes and no more.
-        keep: given a copy of the last graph that can be streamed; its linear layers are those that are quantized.
+        keep: given a copy of the last graph that can be streamed; its linear layers are those that are quantized, and
+            `run_for_family` takes it.
 
     Raises:
         EngineError: an op is left that no target has a kernel for.
@@ -70,13 +81,25 @@ def run_pipeline(
         if keep is not None and isinstance(following, FuseResidualNorm):
             keep(model.clone())
 
-    results = run_passes(model, pipeline(quant, kv_dtype, calibration), dump_graphs, watch)
+    results = run_passes(model, pipeline(quant, kv_dtype, calibration, family), dump_graphs, watch)
+    _check_kernels(model, results)
+    return model, results
+
+
+def run_for_family(
+    dense: ir.Model, quant: QuantConfig, family: str, dump_graphs: Path | None = None, kv_dtype: str = "bf16"
+) -> ir.Model:
+    """The same for another family of targets, from the dense graph on; that is changed in place."""
+    _check_kernels(dense, run_passes(dense, for_family(quant, kv_dtype, family), dump_graphs))
+    return dense
+
+
+def _check_kernels(model: ir.Model, results: Mapping[str, PassResult]) -> None:
     for node in model.graph:
         if not _has_kernel(node):
             refusals = [refusal for result in results.values() for refusal in result.refusals]
             why = " ".join(refusals[:3]) or "no pass took it up"
             raise EngineError(f"node {node.name} ({node.op_type}) has no kernel", why, "Please report this.")
-    return model, results
 
 
 def _has_kernel(node: ir.Node) -> bool:

@@ -62,6 +62,10 @@ class QuantConfig(ABC):
     calibrated: ClassVar[bool] = False
     activations: ClassVar[ir.DataType] = ir.DataType.BFLOAT16
 
+    def on(self, family: str) -> "QuantConfig":
+        """The same weights, as targets of a family (`cpu`, `cuda`) multiply them: with activations of its precision."""
+        return self
+
     @property
     def tables(self) -> "QuantConfig":
         """The method of weights with a row for each token: of embeddings, and of the head, which may share one."""

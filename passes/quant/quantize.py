@@ -15,16 +15,17 @@ from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
 
 @dataclass(frozen=True)
 class Quantize:
-    """Applies a method to a dense graph."""
+    """Applies a method to a dense graph, for a family of targets."""
 
     config: QuantConfig
+    family: str = "cpu"
 
     @property
     def name(self) -> str:
         return f"quantize_{self.config.name.replace('-', '_')}"
 
     def __call__(self, model: ir.Model) -> PassResult:
-        run = _Run(model, self.config)
+        run = _Run(model, self.config, self.family)
         for node in nodes_of(model, "MatMul"):
             run.linear(node)
         for node in nodes_of(model, "Gather"):
@@ -52,8 +53,8 @@ def table_methods(model: ir.Model, config: QuantConfig) -> dict[ir.Value, QuantC
 
 
 class _Run:
-    def __init__(self, model: ir.Model, config: QuantConfig) -> None:
-        self.model, self.config = model, config
+    def __init__(self, model: ir.Model, config: QuantConfig, family: str) -> None:
+        self.model, self.config, self.family = model, config, family
         self.rewrites = 0
         self.refusals: list[str] = []
         self._tables = table_methods(model, config)
@@ -115,7 +116,8 @@ class _Run:
 
     def _method(self, weight: ir.Value) -> QuantConfig:
         already = stored(weight)
-        return already.stored_as if already else self._tables.get(weight, self.config)
+        method = already.stored_as if already else self._tables.get(weight, self.config)
+        return method.on(self.family)
 
     def _round(self, x: ir.Value, to: ir.DataType, group: int) -> tuple[Sequence[ir.Value], list[ir.Node]]:
         """x in the precision of activations; layers with one input share it."""
