@@ -22,7 +22,7 @@ from enginewright.engine_file import EngineWriter
 from enginewright.errors import UsageError
 from enginewright.manifest import WEIGHTS, About, Limits
 from enginewright.passes.pass_manager import PassResult
-from enginewright.passes.pipeline import run_pipeline
+from enginewright.passes.pipeline import run_for_family, run_pipeline
 from enginewright.passes.quant import Bf16, QuantConfig, quant_config
 from enginewright.passes.quant.method import Calibration
 from enginewright.passes.weights import open_rows
@@ -61,9 +61,10 @@ class BuildConfig:
 
 @dataclass(frozen=True)
 class Assembly:
-    """imported, dense: the graph at first, and before it was quantized. plans: by target. weights: name → where its
-    bytes come from. files: the sections that are not weights. notes: what people should know of weights that the
-    checkpoint has quantized.
+    """imported, dense: the graph at first, and before it was quantized. plans: by family of targets. weights: name →
+    where its bytes come from. kernels: the code that GPUs need, expression → its header in csrc/cuda. files: the
+    sections that are neither weights nor code. notes: what people should know of weights that the checkpoint has
+    quantized.
     """
 
     checkpoint: Checkpoint
@@ -73,6 +74,7 @@ class Assembly:
     dense: ir.Model
     plans: Mapping[str, Plan]
     weights: Mapping[str, Weight]
+    kernels: Mapping[str, str]
     files: Mapping[str, bytes]
     results: Mapping[str, PassResult]
     notes: Sequence[str]
@@ -135,10 +137,17 @@ def assemble(
     imported, dense = model.clone(), list[ir.Model]()
     progress.phase("calibrate, run the passes" if calibration else "run the passes")
     kv_dtype = KV_DTYPES[config.kv_cache_dtype]
-    ragged, results = run_pipeline(model, config.method, config.dump_graphs, kv_dtype, calibration, dense.append)
+    first, *others = families_of(config.targets)
+    ragged, results = run_pipeline(
+        model, config.method, config.dump_graphs, kv_dtype, calibration, dense.append, family=first
+    )
+    graphs = {first: ragged}
+    for family in others:
+        dump = config.dump_graphs / family if config.dump_graphs else None
+        graphs[family] = run_for_family(dense[0].clone(), config.method, family, dump, kv_dtype)
     progress.phase("lower to a plan")
-    lowered = {target: lower(ragged, target, max_seq_len) for target in config.targets}
-    plans = {target: entry.plan for target, entry in lowered.items()}
+    lowered = {family: lower(graph, family, max_seq_len) for family, graph in graphs.items()}
+    plans = {family: entry.plan for family, entry in lowered.items()}
     notes = Counter(json.loads(model.metadata_props["enginewright.notes"]))
     notes.update(note for result in results.values() for note in result.notes)
     return Assembly(
@@ -149,10 +158,16 @@ def assemble(
         dense=dense[0],
         plans=plans,
         weights=_merged(lowered),
+        kernels={name: source for entry in lowered.values() for name, source in entry.kernels.items()},
         files=_files(checkpoint, plans),
         results=results,
         notes=[f"{count} {'weight' if count == 1 else 'weights'}: {text}" for text, count in notes.items()],
     )
+
+
+def families_of(targets: Sequence[str]) -> list[str]:
+    """`cpu` and `cuda`, of targets such as `cuda:sm_90a`, each once."""
+    return list(dict.fromkeys(target.partition(":")[0] for target in targets))
 
 
 def check_quant(checkpoint: Checkpoint, config: BuildConfig) -> None:
@@ -201,8 +216,13 @@ def _max_seq_len(config: BuildConfig, model_limit: int) -> int:
 
 
 def _merged(lowered: Mapping[str, Lowered]) -> dict[str, Weight]:
-    """The weights of all targets; one that several read alike is stored once."""
-    return {name: weight for entry in lowered.values() for name, weight in entry.weights.items()}
+    """The weights of all families; one that several read is stored once."""
+    merged: dict[str, Weight] = {}
+    for entry in lowered.values():
+        for name, weight in entry.weights.items():
+            if merged.setdefault(name, weight).form != weight.form:
+                raise AssertionError(f"{name} is packed as {merged[name].form} and as {weight.form}")
+    return merged
 
 
 def _files(checkpoint: Checkpoint, plans: Mapping[str, Plan]) -> dict[str, bytes]:

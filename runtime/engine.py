@@ -6,6 +6,8 @@ from types import TracebackType
 from typing import Any, cast
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError
@@ -67,6 +69,10 @@ class Engine:
         if section not in self.file.sections:
             raise CorruptEngineError(f"{self.file.path} is incomplete", f"it has no section {section}")
         return self.file.section(section), self.file.sections[section]
+
+    def read_weight(self, name: str, begin: int, buffer: NDArray[np.uint8]) -> None:
+        """Fill a buffer with bytes of a packed weight from `begin` on, past the mapping; threads may do so at once."""
+        self.file.read_into(f"{WEIGHTS}{name}", begin, buffer.data)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

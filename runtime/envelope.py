@@ -114,11 +114,15 @@ def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, Sizes]:
     )
 
 
-def envelope(plan: Plan, config: RuntimeConfig, weight_bytes: int = 0) -> Envelope:
+def envelope(
+    plan: Plan, config: RuntimeConfig, weight_bytes: int = 0, free: int | None = None, share: float = FREE_SHARE
+) -> Envelope:
     """What to allocate for these limits.
 
     Args:
-        weight_bytes: of the engine; what is free on the machine must hold them, too.
+        weight_bytes: of the engine; what is free must hold them, too.
+        free: bytes, of a GPU; None is what is free on the machine.
+        share: of what weights and arena leave, for the KV cache where the config does not say how much.
 
     Raises:
         NotEnoughMemoryError: the memory does not hold one sequence of the longest length.
@@ -127,7 +131,7 @@ def envelope(plan: Plan, config: RuntimeConfig, weight_bytes: int = 0) -> Envelo
     _, arena_bytes = plan.arena_offsets(limits)
     budget = config.kv_cache_memory
     if budget is None:
-        budget = int((free_memory() - weight_bytes - arena_bytes) * FREE_SHARE)
+        budget = int(((free_memory() if free is None else free) - weight_bytes - arena_bytes) * share)
     one = sequence_bytes(plan.kv_groups, length, limits.tokens)
     if budget < one:
         raise NotEnoughMemoryError(

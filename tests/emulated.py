@@ -31,7 +31,8 @@ FLAGS = (
 SCHEDULES = ("forward", "reverse", "random")
 
 Instance = tuple[str, str]  # a header of csrc/cuda, and the expression of a kernel in it (plugins/kernel.py)
-Argument = np.ndarray | int | float | None  # a pointer to an array (or none), an int32, or a float
+# A pointer to an array (or none), an int32, a float, or what ctypes has.
+Argument = np.ndarray | int | float | ctypes._SimpleCData | None
 
 
 class _Launch(ctypes.Structure):
@@ -99,6 +100,8 @@ def _value(argument: Argument) -> ctypes._SimpleCData:
     match argument:
         case None:
             return ctypes.c_void_p(None)
+        case ctypes._SimpleCData():
+            return argument
         case np.ndarray():
             return ctypes.c_void_p(argument.ctypes.data)
         case float():

@@ -99,6 +99,21 @@ class EngineFile:
             raise CorruptEngineError(f"{self.path} is damaged", f"section {name}", REBUILD)
         return data
 
+    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+        """Fill a buffer with a section's bytes from `begin` on, read without the mapping.
+
+        Raises:
+            CorruptEngineError: there is no such section, or it has not so many bytes.
+        """
+        form, start = self._find(name)
+        filled, view = 0, memoryview(buffer).cast("B")
+        while filled < len(view):
+            with _failing(f"{self.path} cannot be read"):
+                count = os.preadv(self._fd, [view[filled:]], start + begin + filled)
+            if count == 0 or begin + len(view) > form.nbytes:
+                raise CorruptEngineError(f"{self.path} is cut short", f"section {name}", REBUILD)
+            filled += count
+
     def verify_sections(
         self, names: Iterable[str] | None = None, progress: Callable[[int], None] | None = None
     ) -> list[str]:

@@ -84,8 +84,12 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         return (-(-self.columns // COLUMN_ALIGN) | 1) * COLUMN_ALIGN
 
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
     def bytes_at(self, sizes: Sizes) -> int:
-        return self.rows.at(sizes) * self.stride * DTYPE_BYTES[self.dtype]
+        return self.rows.at(sizes) * self.stride * self.element_bytes
 
 
 class KvGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -242,6 +246,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for size in slot_bytes:
             starts.append(starts[-1] + -(-size // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES)
         return [starts[buffer.slot] for buffer in self.buffers], starts[-1]
+
+    def weight_names(self) -> list[str]:
+        """Of the weights that kernels read, each once, in the order of their first use."""
+        operands = (operand for step in self.steps for operand in step.operands.values())
+        return list(dict.fromkeys(operand.name for operand in operands if isinstance(operand, WeightOperand)))
 
     def kv_bytes_per_token(self) -> int:
         return sum(group.bytes_per_token for group in self.kv_groups)

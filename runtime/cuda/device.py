@@ -1,0 +1,190 @@
+"""What the executor needs of a GPU: memory, copies and launches on one stream, and graphs of them.
+
+`CudaDevice` is the driver's API by way of cuda-bindings, and nothing more of CUDA is needed where an engine runs: no
+toolkit, no compiler, no torch. Whatever has the same methods can stand in its place.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginewright.errors import EngineError, NoCodeForMachineError, NotEnoughMemoryError
+
+Bytes = NDArray[np.uint8]
+Grid = tuple[int, int, int]
+OnGrid = Callable[[Grid], None]  # launches a kernel
+
+
+class Device(Protocol):
+    """A GPU and one stream: what is asked for is done in order, and `synchronize` waits for it.
+
+    Addresses are numbers. Host memory that is copied asynchronously is `pinned`.
+    """
+
+    @property
+    def multiprocessors(self) -> int: ...
+    @property
+    def free_bytes(self) -> int: ...
+    def allocate(self, nbytes: int) -> int:
+        """Zeros, aligned to 256 bytes. Raises NotEnoughMemoryError."""
+        ...
+
+    def pinned(self, nbytes: int) -> Bytes: ...
+    def upload(self, address: int, data: Bytes) -> None: ...
+    def download(self, data: Bytes, address: int) -> None: ...
+    def copy(self, to: int, source: int, nbytes: int) -> None: ...
+    def synchronize(self) -> None: ...
+    def bind(self) -> None:
+        """The calling thread works with this device from now on."""
+        ...
+
+    def launcher(
+        self, kernel: str, threads: int, shared_bytes: int, arguments: Sequence[int]
+    ) -> Callable[[Grid], None]:
+        """A kernel of the engine's code with the addresses that it is given; what launches it on a grid."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What `work` asks for, without doing it; what does it, at once, as often as it is called."""
+        ...
+
+
+class CudaDevice:
+    """GPU number `index` of this process.
+
+    Args:
+        code: of the engine: gives a kernel's cubin and its symbol there by name. Set before the first `launcher`.
+
+    Raises:
+        NoCodeForMachineError: there is no such GPU, or no driver, or cuda-bindings is not installed.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise NoCodeForMachineError(
+                "engines cannot run on a GPU here",
+                f"cuda-bindings is missing ({error})",
+                "pip install 'enginewright[cuda]', or run the engine on the CPU with --device cpu.",
+            ) from error
+        self._driver: Any = driver
+        self.code: Callable[[str], tuple[bytes, str]] | None = None
+        self._modules: dict[bytes, Any] = {}
+        try:
+            self._call("cuInit", 0)
+            self._device = self._call("cuDeviceGet", index)
+        except EngineError as error:
+            raise NoCodeForMachineError(
+                f"there is no GPU {index} here", str(error), "Run the engine on the CPU with --device cpu."
+            ) from error
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self.bind()
+        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self._stream = self._call("cuStreamCreate", flags)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability: (9, 0) of an H200."""
+        major, minor = (
+            self._attribute(f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{name}") for name in ("MAJOR", "MINOR")
+        )
+        return major, minor
+
+    @property
+    def multiprocessors(self) -> int:
+        return self._attribute("CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT")
+
+    @property
+    def name(self) -> str:
+        return bytes(self._call("cuDeviceGetName", 256, self._device)).split(b"\0")[0].decode()
+
+    @property
+    def free_bytes(self) -> int:
+        free, _ = self._call("cuMemGetInfo")
+        return int(free)
+
+    def bind(self) -> None:
+        self._call("cuCtxSetCurrent", self._context)
+
+    def allocate(self, nbytes: int) -> int:
+        if nbytes > self.free_bytes:
+            raise NotEnoughMemoryError(
+                f"{nbytes / 1e6:.0f} MB do not fit on the GPU", f"{self.free_bytes / 1e6:.0f} MB are free"
+            )
+        address = int(self._call("cuMemAlloc", max(nbytes, 1)))
+        self._call("cuMemsetD8Async", address, 0, max(nbytes, 1), self._stream)
+        return address
+
+    def pinned(self, nbytes: int) -> Bytes:
+        address = int(self._call("cuMemHostAlloc", max(nbytes, 1), 0))
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+    def upload(self, address: int, data: Bytes) -> None:
+        self._call("cuMemcpyHtoDAsync", address, data.ctypes.data, data.nbytes, self._stream)
+
+    def download(self, data: Bytes, address: int) -> None:
+        self._call("cuMemcpyDtoHAsync", data.ctypes.data, address, data.nbytes, self._stream)
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        self._call("cuMemcpyDtoDAsync", to, source, nbytes, self._stream)
+
+    def synchronize(self) -> None:
+        self._call("cuStreamSynchronize", self._stream)
+
+    def launcher(
+        self, kernel: str, threads: int, shared_bytes: int, arguments: Sequence[int]
+    ) -> Callable[[Grid], None]:
+        function = self._function(kernel, shared_bytes)
+        # CUDA takes the addresses of the arguments; both arrays live as long as the launcher.
+        values = (ctypes.c_uint64 * len(arguments))(*arguments)
+        start = ctypes.addressof(values)
+        pointers = (ctypes.c_uint64 * len(arguments))(*[start + 8 * index for index in range(len(arguments))])
+        parameters, stream, launch = ctypes.addressof(pointers), self._stream, self._driver.cuLaunchKernel
+        kept = values, pointers
+
+        def run(grid: Grid) -> None:
+            (error,) = launch(function, *grid, threads, 1, 1, shared_bytes, stream, parameters, 0)
+            if error:
+                raise self._failed("cuLaunchKernel", error, f"{kernel} with {len(kept[0])} arguments")
+
+        return run
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._call("cuStreamBeginCapture", self._stream, mode)
+        try:
+            work()
+        finally:
+            graph = self._call("cuStreamEndCapture", self._stream)
+        whole = self._call("cuGraphInstantiate", graph, 0)
+        return lambda: self._call("cuGraphLaunch", whole, self._stream)
+
+    def _function(self, kernel: str, shared_bytes: int) -> Any:
+        assert self.code is not None
+        cubin, symbol = self.code(kernel)
+        if cubin not in self._modules:
+            self._modules[cubin] = self._call("cuModuleLoadData", cubin)
+        function = self._call("cuModuleGetFunction", self._modules[cubin], symbol.encode())
+        if shared_bytes > 48 << 10:  # more than every kernel has unasked
+            limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._call("cuFuncSetAttribute", function, limit, shared_bytes)
+        return function
+
+    def _attribute(self, name: str) -> int:
+        return int(self._call("cuDeviceGetAttribute", getattr(self._driver.CUdevice_attribute, name), self._device))
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Of the driver's API: what a function gives behind its error. Raises EngineError for that."""
+        error, *values = getattr(self._driver, name)(*arguments)
+        if error:
+            raise self._failed(name, error)
+        return values[0] if len(values) == 1 else values
+
+    def _failed(self, name: str, error: Any, what: str = "") -> EngineError:
+        _, text = self._driver.cuGetErrorString(error)
+        why = bytes(text).decode() if text else str(error)
+        return EngineError(f"the GPU failed in {name}", f"{why}{f' ({what})' if what else ''}")

@@ -1,0 +1,168 @@
+"""Runs plans on a GPU: an engine's launches in order, from addresses that never move.
+
+All memory is taken at the start: weights as the file has them, the arena at its limits, the KV pools, and the inputs.
+So a launch is a function, a grid and constant arguments; kernels read the sizes of a step from memory. Steps that only
+decode are replayed as graphs, one for each number of sequences in BUCKETS; others are launched one by one.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginewright import _cpu
+from enginewright.errors import CorruptEngineError
+from enginewright.plan import BufferOperand, Input, InputOperand, KvOperand, Launch, Operand, Sizes, Step, WeightOperand
+from enginewright.runtime.cuda.device import Device, OnGrid
+from enginewright.runtime.cuda.upload import upload_weights
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig, block_bytes, envelope
+from enginewright.runtime.sampling import Draw
+from enginewright.runtime.step_plan import StepPlan
+
+FREE_SHARE = 0.9  # of the GPU's memory that weights and arena leave, for the KV cache
+ALIGN = 256  # bytes; of weights and inputs
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # sequences of a graph
+SIZES_BYTES = 32
+
+
+class CudaExecutor:
+    """An engine's plan, ready to run on a device.
+
+    Raises:
+        NotEnoughMemoryError: weights, arena and KV cache do not fit.
+        CorruptEngineError: plan and code do not fit together.
+    """
+
+    def __init__(self, engine: Engine, device: Device, config: RuntimeConfig | None = None) -> None:
+        config = config or RuntimeConfig()
+        self.engine, self.plan, self.device = engine, engine.plan, device
+        self.envelope = envelope(self.plan, config, engine.weight_bytes, free=device.free_bytes, share=FREE_SHARE)
+        limits = self.envelope.limits
+        self._multiprocessors = device.multiprocessors
+        self._inputs = _Inputs(self.plan.inputs, limits, device)
+        offsets, arena_bytes = self.plan.arena_offsets(limits)
+        arena = device.allocate(arena_bytes)
+        self._buffers = [arena + offset for offset in offsets]
+        self._pools = [
+            device.allocate(count * block_bytes(group))
+            for count, group in zip(self.envelope.num_blocks, self.plan.kv_groups, strict=True)
+        ]
+        self._weights = upload_weights(engine, device, ALIGN)
+        self._launches = [
+            (launch, self._launcher(step, launch)) for step in self.plan.steps for launch in step.launches
+        ]
+        logits = self.plan.buffers[self.plan.logits]
+        self._logits = device.pinned(limits.logit_rows * logits.stride * 4).view(np.float32).reshape(-1, logits.stride)
+        self._graphs: dict[int, Callable[[], None]] = {}
+        device.synchronize()
+
+    @property
+    def draw(self) -> Draw:
+        return _cpu.sample
+
+    def warm_up(self) -> None:
+        """Capture the graphs of all numbers of sequences, so that no step has to."""
+        for count in BUCKETS:
+            if count <= self.envelope.limits.sequences:
+                self._graph(count)
+
+    def run(self, plan: StepPlan) -> NDArray[np.float32]:
+        """One step.
+
+        Returns:
+            Logits [logit_rows, vocab_size], a view of memory that the next step overwrites.
+        """
+        self.device.bind()
+        sizes = plan.sizes
+        for pool, group, copies in zip(self._pools, self.plan.kv_groups, plan.copies, strict=True):
+            size = block_bytes(group)
+            for source, to in copies:
+                self.device.copy(pool + to * size, pool + source * size, size)
+        self._inputs.upload(plan.inputs, sizes)
+        bucket = _bucket(sizes)
+        if bucket is not None and bucket <= self.envelope.limits.sequences:
+            self._graph(bucket)()
+        else:
+            self._launch(sizes)
+        rows = self._logits[: sizes.logit_rows]
+        if sizes.logit_rows:
+            self.device.download(rows.reshape(-1).view(np.uint8), self._buffers[self.plan.logits])
+        self.device.synchronize()
+        return rows[:, : self.plan.vocab_size]
+
+    def _graph(self, count: int) -> Callable[[], None]:
+        if count not in self._graphs:
+            limits = self.envelope.limits
+            sizes = Sizes(count, count, count, limits.kv_blocks, limits.kv_splits)
+            self._graphs[count] = self.device.capture(lambda: self._launch(sizes))
+        return self._graphs[count]
+
+    def _launch(self, sizes: Sizes) -> None:
+        for launch, run in self._launches:
+            if launch.runs(sizes):
+                x, y, z = (extent.at(sizes, self._multiprocessors) for extent in launch.grid)
+                if x * y * z:
+                    run((x, y, z))
+
+    def _launcher(self, step: Step, launch: Launch) -> OnGrid:
+        addresses = [self._inputs.sizes]
+        for role in launch.arguments:
+            name, _, part = role.partition(".")
+            operand = step.operands.get(name)
+            addresses.append(self._address(operand, part) if operand is not None else 0)
+        return self.device.launcher(launch.kernel, launch.threads, launch.shared_bytes, addresses)
+
+    def _address(self, operand: Operand, part: str) -> int:
+        match operand:
+            case InputOperand():
+                return self._inputs.addresses[operand.name]
+            case WeightOperand():
+                return self._weights[operand.name]
+            case BufferOperand():
+                buffer = self.plan.buffers[operand.index]
+                return self._buffers[operand.index] + operand.column * buffer.element_bytes
+            case KvOperand():
+                for pool, group in zip(self._pools, self.plan.kv_groups, strict=True):
+                    if operand.layer in group.layers:
+                        half = group.block_size * group.bytes_per_token // (2 * len(group.layers))
+                        return pool + (2 * group.layers.index(operand.layer) + (part == "values")) * half
+        raise CorruptEngineError("the plan is damaged", f"{operand} is nowhere")
+
+
+def _bucket(sizes: Sizes) -> int | None:
+    """The sequences of the graph that takes a step; None if none does: it reads prompts, or has too many."""
+    if not sizes.tokens == sizes.sequences == sizes.logit_rows or sizes.tokens > BUCKETS[-1]:
+        return None
+    return BUCKETS[bisect_left(BUCKETS, sizes.tokens)]
+
+
+class _Inputs:
+    """The step's sizes and inputs, where kernels read them: sizes and vectors side by side, then the block tables."""
+
+    def __init__(self, inputs: Sequence[Input], limits: Sizes, device: Device) -> None:
+        self._device = device
+        vectors = [entry for entry in inputs if entry.columns.at(limits) == entry.columns.constant]
+        tables = [entry for entry in inputs if entry not in vectors]
+        offset, offsets = SIZES_BYTES, {}
+        for entry in (*vectors, *tables):
+            offset = -(-offset // ALIGN) * ALIGN
+            offsets[entry.name] = offset
+            offset += 4 * entry.rows.at(limits) * entry.columns.at(limits)
+            if entry in vectors:
+                self._vectors_end = offset
+        self._host = device.pinned(offset)
+        self.sizes = device.allocate(offset)
+        self.addresses = {name: self.sizes + offset for name, offset in offsets.items()}
+        self._offsets = offsets
+        self._tables = {entry.name for entry in tables}
+
+    def upload(self, inputs: dict[str, NDArray[np.int32]], sizes: Sizes) -> None:
+        self._host[: 4 * len(sizes.as_tuple())].view(np.int32)[:] = sizes.as_tuple()
+        for name, values in inputs.items():
+            start = self._offsets[name]
+            self._host[start : start + values.nbytes].view(np.int32)[:] = values.reshape(-1)
+            if name in self._tables:
+                self._device.upload(self.addresses[name], self._host[start : start + values.nbytes])
+        self._device.upload(self.sizes, self._host[: self._vectors_end])

@@ -1,0 +1,83 @@
+"""A GPU's place taken by the CPU: memory is this process's, and kernels run in emulation (tests/emulated.py)."""
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+
+import numpy as np
+
+from enginewright.runtime.cuda.device import Bytes, Grid
+from tests.emulated import SCHEDULES, Kernels
+
+ALIGN = 256
+FREE_BYTES = 256 << 20
+
+
+class EmulatedDevice:
+    """kernels: the code of the engine, expression → its header. What is captured is done when it is replayed, on the
+    memory as it is then.
+    """
+
+    multiprocessors = 3
+    free_bytes = FREE_BYTES
+
+    def __init__(self, kernels: Mapping[str, str], sm: int = 80) -> None:
+        self._kernels = Kernels([(source, expression) for expression, source in kernels.items()], sm)
+        self._memory: list[Bytes] = []
+        self._captured: list[Callable[[], None]] | None = None
+        self._schedules = cycle(SCHEDULES)
+        self.launches = 0
+        self.replays = 0
+
+    def allocate(self, nbytes: int) -> int:
+        memory = self.pinned(nbytes + ALIGN)
+        return -(-memory.ctypes.data // ALIGN) * ALIGN
+
+    def pinned(self, nbytes: int) -> Bytes:
+        self._memory.append(np.zeros(nbytes, np.uint8))
+        return self._memory[-1]
+
+    def upload(self, address: int, data: Bytes) -> None:
+        ctypes.memmove(address, data.ctypes.data, data.nbytes)
+
+    def download(self, data: Bytes, address: int) -> None:
+        ctypes.memmove(data.ctypes.data, address, data.nbytes)
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(to, source, nbytes)
+
+    def synchronize(self) -> None:
+        pass
+
+    def bind(self) -> None:
+        pass
+
+    def launcher(
+        self, kernel: str, threads: int, shared_bytes: int, arguments: Sequence[int]
+    ) -> Callable[[Grid], None]:
+        addresses = [ctypes.c_void_p(address or None) for address in arguments]
+
+        def run(grid: Grid) -> None:
+            def launch() -> None:
+                self.launches += 1
+                schedule = next(self._schedules)
+                self._kernels.launch(kernel, grid, threads, shared_bytes, *addresses, schedule=schedule)
+
+            if self._captured is None:
+                launch()
+            else:
+                self._captured.append(launch)
+
+        return run
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        captured = self._captured = []
+        work()
+        self._captured = None
+
+        def replay() -> None:
+            self.replays += 1
+            for launch in captured:
+                launch()
+
+        return replay
