@@ -118,20 +118,23 @@ def _compiled(instances: tuple[Instance, ...], sm: int) -> Path:
         f'{includes}#include "emulator.h"\n'
         f"namespace enginewright {{\nconst emulator::Call kernels[] = {{\n{calls}}};\n}}\n"
     )
-    options = [*FLAGS, f"-DENGINEWRIGHT_EMULATED={sm}", f"-I{SOURCES}"]
-    options += [f"-fsanitize={SANITIZE}", "-g"] if SANITIZE else []
-    content = [program, " ".join(options), *(path.read_text() for path in sorted(SOURCES.glob("*.*")))]
-    name = hashlib.sha256("\0".join(content).encode()).hexdigest()[:32]
-    library = BUILT / f"{name}.so"
-    if library.exists():
-        return library
+    emulator = _built((SOURCES / "emulator.cpp").read_text(), ["-c"], ".o")
+    return _built(program, [f"-DENGINEWRIGHT_EMULATED={sm}", "-shared", str(emulator)], ".so")
+
+
+def _built(program: str, options: Sequence[str], suffix: str) -> Path:
+    """What g++ makes of a program; made once for the same sources and options, by whichever process comes first."""
+    options = [*FLAGS, f"-I{SOURCES}", *([f"-fsanitize={SANITIZE}", "-g"] if SANITIZE else []), *options]
+    content = [program, " ".join(options), *(path.read_text() for path in sorted(SOURCES.glob("*.*h")))]
+    output = BUILT / (hashlib.sha256("\0".join(content).encode()).hexdigest()[:32] + suffix)
+    if output.exists():
+        return output
     BUILT.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILT) as folder:
-        source, output = Path(folder, "kernels.cpp"), Path(folder, library.name)
+        source, partial = Path(folder, "program.cpp"), Path(folder, output.name)
         source.write_text(program)
         compiler = shutil.which("g++")
         assert compiler is not None, "g++ compiles CUDA kernels for the CPU; there is none"
-        command = [compiler, *options, "-o", str(output), str(source), str(SOURCES / "emulator.cpp")]
-        subprocess.run(command, check=True, text=True)
-        output.replace(library)
-    return library
+        subprocess.run([compiler, *options, "-o", str(partial), str(source)], check=True)
+        partial.replace(output)
+    return output

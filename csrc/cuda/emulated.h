@@ -7,9 +7,6 @@
 // functions, and barriers that some threads never reach are errors. emulator.cpp has the fibers.
 #pragma once
 
-#include <algorithm>
-#include <bit>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -111,25 +108,27 @@ void multiply(const char* what, Sum (&d)[4], const uint32_t (&a)[4], const uint3
     d[i] = static_cast<Sum>(d[i] + product<BYTES>(lanes, g + i / 2 * 8, 2 * t + i % 2, number));
 }
 
-inline double bf16_number(uint32_t bits) { return std::bit_cast<float>(bits << 16); }
+inline double bf16_number(uint32_t bits) { return __builtin_bit_cast(float, bits << 16); }
 inline double int8_number(uint32_t bits) { return static_cast<int8_t>(bits); }
 inline double e4m3_number(uint32_t bits) {
   int exponent = static_cast<int>(bits >> 3 & 15), mantissa = static_cast<int>(bits & 7);
-  double size = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
-  if ((bits & 0x7f) == 0x7f) size = NAN;
+  double size = exponent ? __builtin_ldexp(8 + mantissa, exponent - 10) : __builtin_ldexp(mantissa, -9);
+  if ((bits & 0x7f) == 0x7f) size = __builtin_nan("");
   return bits & 0x80 ? -size : size;
 }
 
 // Rounded to nearest even; a NaN stays one.
 inline uint32_t bf16_bits(float x) {
-  uint32_t bits = std::bit_cast<uint32_t>(x);
+  uint32_t bits = __builtin_bit_cast(uint32_t, x);
   if (x != x) return 0x7fff;
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
 }  // namespace emulator
 
+#ifdef ENGINEWRIGHT_EMULATED
 constexpr int SM = ENGINEWRIGHT_EMULATED;  // what the kernels are compiled as
+#endif
 
 DEVICE int thread_index() { return emulator::here.thread; }
 DEVICE int block_x() { return emulator::here.block[0]; }
@@ -201,8 +200,8 @@ DEVICE void mma_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[
   emulator::multiply<1>("mma_e4m3", d, a, b, emulator::e4m3_number);
 }
 
-DEVICE float float_of_bits(uint32_t bits) { return std::bit_cast<float>(bits); }
-DEVICE uint32_t bits_of_float(float value) { return std::bit_cast<uint32_t>(value); }
+DEVICE float float_of_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+DEVICE uint32_t bits_of_float(float value) { return __builtin_bit_cast(uint32_t, value); }
 DEVICE uint32_t pack_bf16(float low, float high) {
   return emulator::bf16_bits(low) | emulator::bf16_bits(high) << 16;
 }
@@ -215,23 +214,25 @@ DEVICE uint32_t fma_bf16(uint32_t a, uint32_t b, uint32_t c) {
   return pack_bf16(one(a & 0xffff, b & 0xffff, c & 0xffff), one(a >> 16, b >> 16, c >> 16));
 }
 
-DEVICE float fma(float a, float b, float c) { return std::fmaf(a, b, c); }
-DEVICE float exp2_fast(float x) { return std::exp2(x); }
-DEVICE float log2_fast(float x) { return std::log2(x); }
-DEVICE float inverse_sqrt(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
-DEVICE float square_root(float x) { return std::sqrt(x); }
+DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+DEVICE float exp2_fast(float x) { return __builtin_exp2f(x); }
+DEVICE float log2_fast(float x) { return __builtin_log2f(x); }
+DEVICE float inverse_sqrt(float x) {
+  return static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(x)));
+}
+DEVICE float square_root(float x) { return __builtin_sqrtf(x); }
 DEVICE float divide(float a, float b) { return a / b; }
-DEVICE float round_half_even(float x) { return std::nearbyint(x); }
-DEVICE float tanh_of(float x) { return std::tanh(x); }
-DEVICE float log_of(float x) { return std::log(x); }
-DEVICE float cos_of(float x) { return std::cos(x); }
-DEVICE float sin_of(float x) { return std::sin(x); }
-DEVICE float absolute(float x) { return std::fabs(x); }
-DEVICE float larger(float a, float b) { return std::fmax(a, b); }
-DEVICE float smaller(float a, float b) { return std::fmin(a, b); }
+DEVICE float round_half_even(float x) { return __builtin_nearbyintf(x); }
+DEVICE float tanh_of(float x) { return __builtin_tanhf(x); }
+DEVICE float log_of(float x) { return __builtin_logf(x); }
+DEVICE float cos_of(float x) { return __builtin_cosf(x); }
+DEVICE float sin_of(float x) { return __builtin_sinf(x); }
+DEVICE float absolute(float x) { return __builtin_fabsf(x); }
+DEVICE float larger(float a, float b) { return __builtin_fmaxf(a, b); }
+DEVICE float smaller(float a, float b) { return __builtin_fminf(a, b); }
 DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
-DEVICE int count_bits(uint32_t bits) { return std::popcount(bits); }
-DEVICE int first_bit(uint32_t bits) { return bits ? std::countr_zero(bits) : -1; }
+DEVICE int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
+DEVICE int first_bit(uint32_t bits) { return bits ? __builtin_ctz(bits) : -1; }
 
 DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   uint64_t bytes = uint64_t{b} << 32 | a;
@@ -265,7 +266,7 @@ DEVICE int32_t atomic_add(int32_t* address, int32_t value) {  // fibers do not i
 }
 DEVICE uint32_t atomic_max(uint32_t* address, uint32_t value) {
   uint32_t before = *address;
-  *address = std::max(before, value);
+  *address = before > value ? before : value;
   return before;
 }
 DEVICE void fence() {}

@@ -1,9 +1,11 @@
 // The fibers behind emulated.h, and how Python launches a kernel on them.
 #include "emulator.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <random>
 #include <set>
@@ -282,7 +284,7 @@ void wait(int pending, Site site) {
   }
 }
 
-std::string run(const Launch& launch, const std::function<void()>& body) {
+static std::string run(const Launch& launch, const std::function<void()>& body) {
   if (launch.threads < 32 || launch.threads > MAX_THREADS || launch.threads % 32)
     return "a block of " + std::to_string(launch.threads) + " threads";
   std::mt19937 random(launch.seed);

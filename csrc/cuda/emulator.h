@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
-#include <string>
 #include <utility>
 
 #include "emulated.h"
@@ -21,8 +19,6 @@ struct Launch {
   Schedule schedule;
   uint32_t seed;
 };
-
-std::string run(const Launch& launch, const std::function<void()>& body);
 
 // A kernel with addresses of its arguments, as CUDA's launches take them.
 using Call = void (*)(void** arguments);

@@ -1,0 +1,133 @@
+"""CUDA kernels that treat each element of a row alike, embeddings, and rope tables: in emulation, against numpy."""
+
+import numpy as np
+import pytest
+import torch
+
+from enginewright.builder.lower import PackedForm, pack
+from enginewright.plan import Linear, Sizes
+from enginewright.plugins import PLUGINS
+from enginewright.plugins.kernel import CudaKernel, Matrix
+from enginewright.plugins.registry import STANDARD_KERNELS
+from tests.cuda_call import CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
+
+TOKENS, LOGIT_ROWS = Linear(tokens=1), Linear(logit_rows=1)
+SIZES = Sizes(tokens=5, sequences=2, logit_rows=3, kv_blocks=1, kv_splits=1)
+
+
+def kernel(op: str) -> CudaKernel:
+    binding = STANDARD_KERNELS["cuda"].get(op) or PLUGINS[op].kernels["cuda"]
+    assert isinstance(binding, CudaKernel)
+    return binding
+
+
+def run(op: str, operands: dict[str, Operand], **attributes: float) -> Operand:
+    call = CudaCall(kernel(op), {role: operand.matrix for role, operand in operands.items()}, **attributes)
+    call.run(operands, SIZES)
+    return operands["out"]
+
+
+def check_outside(out: Operand, rows: int) -> None:
+    """Nothing but the step's rows was written, and of those no more than `padded` columns, zeros behind the last."""
+    values, matrix = out.values, out.matrix
+    poison = empty(matrix.dtype, matrix.rows, 0, matrix.columns, matrix.stride).values[:1]
+    assert (values[:rows, matrix.columns : matrix.padded] == 0).all()
+    np.testing.assert_array_equal(values[:rows, matrix.padded :], np.repeat(poison, rows, 0)[:, matrix.padded :])
+    np.testing.assert_array_equal(values[rows:], np.repeat(poison, len(values) - rows, 0))
+
+
+@pytest.mark.parametrize("columns", [70, 4099])
+def test_sums(columns: int) -> None:
+    a, b = np.random.default_rng(1).standard_normal((2, 5, columns)).astype(np.float32)
+    out = empty("f32", TOKENS, 5, columns, columns + 64)
+    operands = {
+        "a": strided("f32", TOKENS, a, columns + 7),
+        "b": strided("f32", TOKENS, b, columns + 1),
+        "out": out,
+    }
+    run("Add", operands)
+    np.testing.assert_array_equal(out.values[:5, :columns], a + b)
+    check_outside(out, 5)
+
+
+def test_casts_round_to_nearest_even_and_pad_with_zeros() -> None:
+    x = np.random.default_rng(2).standard_normal((5, 70)).astype(np.float32)
+    x[0, :3] = np.array([0x3F808000, 0x3F818000, 0x7F7FFFFF], np.uint32).view(np.float32)
+    out = run("Cast", {"x": strided("f32", TOKENS, x, 77), "out": empty("bf16", TOKENS, 5, 70, 192, 128)})
+    np.testing.assert_array_equal(out.values[:5, :70], as_bf16(x))
+    check_outside(out, 5)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_rows_are_gathered(dtype: str) -> None:
+    x = np.random.default_rng(3).standard_normal((5, 70)).astype(np.float32)
+    stored = as_bf16(x) if dtype == "bf16" else x
+    padded = 128 if dtype == "bf16" else 70
+    rows = Operand(np.array([4, 0, 4], np.int32), Matrix("i32", LOGIT_ROWS, 1, 1, 1))
+    operands = {
+        "x": strided(dtype, TOKENS, stored, 192, padded),
+        "rows": rows,
+        "out": empty(dtype, LOGIT_ROWS, 3, 70, 192, padded),
+    }
+    out = run("Gather", operands)
+    np.testing.assert_array_equal(out.values[:3, :70], stored[[4, 0, 4]])
+    check_outside(out, 3)
+
+
+def test_softcap() -> None:
+    x = 40 * np.random.default_rng(4).standard_normal((3, 70)).astype(np.float32)
+    operands = {"x": strided("f32", LOGIT_ROWS, x, 77), "out": empty("f32", LOGIT_ROWS, 3, 70, 192)}
+    out = run("Softcap", operands, cap=30.0)
+    np.testing.assert_allclose(out.values[:3, :70], 30 * np.tanh(x.astype(np.float64) / 30), rtol=1e-6)
+    check_outside(out, 3)
+
+
+@pytest.mark.parametrize(("op", "dtype"), [("EmbedBf16", "bf16"), ("EmbedW8", "i8")])
+def test_embeddings_read_the_table_as_the_file_has_it(op: str, dtype: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    rows, columns = 37, 70
+    if dtype == "i8":
+        table = torch.randint(-127, 128, (rows, columns), generator=generator, dtype=torch.int8)
+    else:
+        table = torch.randn((rows, columns), generator=generator).to(torch.bfloat16)
+    scale = np.random.default_rng(6).uniform(0.1, 2, rows).astype(np.float32)
+    form = PackedForm(dtype, (rows, columns), "r16")
+    packed = np.frombuffer(b"".join(pack(table, form)), np.uint8)
+    tokens = np.array([0, 36, 15, 16, 36], np.int32)
+    operands = {
+        "tokens": vector("i32", tokens),
+        "table": Operand(packed, Matrix(dtype, Linear(constant=rows), columns, columns, columns, "r16")),
+        "out": empty("f32", TOKENS, 5, columns, 77),
+    }
+    if dtype == "i8":
+        operands["table_scale"] = vector("f32", scale)
+    out = run(op, operands, scale=8.5)
+    want = table.float().numpy()[tokens]
+    want = want * scale[tokens, None] * np.float32(8.5) if dtype == "i8" else want * np.float32(8.5)
+    np.testing.assert_array_equal(out.values[:5, :columns], want)
+    check_outside(out, 5)
+
+
+def test_rope_tables() -> None:
+    positions = np.array([0, 1, 77, 4095, 131071], np.int32)
+    frequencies = (10000.0 ** -(np.arange(0, 70, 2) / 70)).astype(np.float32)
+    cos, sin = empty("f32", TOKENS, 5, 35, 64), empty("f32", TOKENS, 5, 35, 64)
+    operands = {
+        "positions": vector("i32", positions),
+        "inv_freq": vector("f32", frequencies),
+        "cos": cos,
+        "sin": sin,
+    }
+    matrices = {role: operand.matrix for role, operand in operands.items()}
+    CudaCall(kernel("RopeTable"), matrices, scale=1.5).run(operands, SIZES)
+    angles = (positions[:, None].astype(np.float32) * frequencies).astype(np.float64)
+    np.testing.assert_allclose(cos.values[:5, :35], 1.5 * np.cos(angles), atol=2e-7)
+    np.testing.assert_allclose(sin.values[:5, :35], 1.5 * np.sin(angles), atol=2e-7)
+    for out in (cos, sin):
+        check_outside(out, 5)
+
+
+def test_bits_of_bf16_are_those_of_torch() -> None:
+    x = np.random.default_rng(7).standard_normal(1000).astype(np.float32)
+    rounded = torch.from_numpy(x).to(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(from_bf16(as_bf16(x)), rounded)
