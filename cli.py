@@ -21,7 +21,8 @@ from enginewright.cli_recipes import recipe_option
 from enginewright.errors import UsageError
 
 QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto")
-KV_CACHE_DTYPES = {"bf16": "bf16", "int8": "int8", "bfloat16": "bf16", "auto": "bf16"}  # with vLLM's names
+KV_CACHE_DTYPES = {name: name for name in ("bf16", "int8", "fp8")}
+KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # vLLM's names
 TARGETS = ("cpu",)
 
 
@@ -48,7 +49,7 @@ def main() -> None:
     type=click.Choice(tuple(KV_CACHE_DTYPES)),
     default="bf16",
     show_default=True,
-    help="What the KV cache holds: int8 takes half the memory.",
+    help="What the KV cache holds: int8 and fp8 take half the memory.",
 )
 @click.option(
     "--calib-data",

@@ -28,7 +28,7 @@ from enginewright.passes.quant.method import Calibration
 from enginewright.passes.weights import open_rows
 from enginewright.plan import Plan
 
-KV_DTYPES = {"bf16": "bf16", "int8": "i8"}  # as --kv-cache-dtype has it → as the plan has it
+KV_DTYPES = {"bf16": "bf16", "int8": "i8", "fp8": "e4m3"}  # as --kv-cache-dtype has it → as the plan has it
 
 
 @dataclass(frozen=True)

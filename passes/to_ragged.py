@@ -17,7 +17,7 @@ from enginewright.errors import EngineError
 from enginewright.passes.graph import nodes_of, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import DOMAIN
-from enginewright.plugins.kv_write import KV_WRITE, POOL_DTYPES
+from enginewright.plugins.kv_write import KV_WRITE, STORED, pool_dtype
 from enginewright.plugins.paged_attention import BLOCK_SIZE, PAGED_ATTENTION
 from enginewright.plugins.rope import ROPE
 
@@ -27,19 +27,19 @@ TOKENS, SEQUENCES, LOGIT_ROWS = (ir.SymbolicDim(name) for name in ("tokens", "se
 
 @dataclass(frozen=True)
 class ToRagged:
-    """kv_dtype: what the KV pools hold, `bf16` or `i8`."""
+    """kv_dtype: what the KV pools hold, one of `STORED`."""
 
     kv_dtype: str = "bf16"
     name: str = "to_ragged"
 
     def __call__(self, model: ir.Model) -> PassResult:
-        return PassResult(_Switch(model, POOL_DTYPES[self.kv_dtype]).run())
+        return PassResult(_Switch(model, STORED[self.kv_dtype]).run())
 
 
 @dataclass
 class _Switch:
     model: ir.Model
-    pool_dtype: ir.DataType
+    stored: ir.DataType
     inputs: dict[str, ir.Value] = field(default_factory=dict)
     pools: list[ir.Value] = field(default_factory=list)
     written: list[ir.Value] = field(default_factory=list)
@@ -111,10 +111,10 @@ class _Switch:
         shape = {"kv_heads": kv_heads, "head_dim": width // heads}
         slots = ir.SymbolicDim(f"slots.{group}")
         pools = [
-            typed(f"{kind}_pool.{layer}", self.pool_dtype, (slots, shape["kv_heads"], shape["head_dim"]))
+            typed(f"{kind}_pool.{layer}", pool_dtype(self.stored), (slots, shape["kv_heads"], shape["head_dim"]))
             for kind in ("key", "value")
         ]
-        write = KV_WRITE.node([k, v, *pools, self._input(f"slots.{group}", TOKENS)], **shape)
+        write = KV_WRITE.node([k, v, *pools, self._input(f"slots.{group}", TOKENS)], **shape, stored=int(self.stored))
         write.name = f"{node.name}.kv_write"
         for pool, output in zip(pools, write.outputs, strict=True):
             output.name = f"{pool.name}.out"
@@ -133,6 +133,7 @@ class _Switch:
             window=node.attributes.get_int("window", 0),
             softcap=node.attributes.get_float("softcap", 0.0),
             block_size=BLOCK_SIZE,
+            stored=int(self.stored),
             to=int(ir.DataType.FLOAT),
         )
         attend.name = node.name

@@ -1,10 +1,10 @@
 """Causal attention of packed tokens to the KV pools, through a block table a sequence.
 
-q: BFLOAT16 [tokens, heads·D]. key_pool, value_pool: [slots, kv_heads, D], as kv_write.py has them; queries are rounded
-to int8 where they are. A slot is block · block_size + its place in the block. query_start: INT32 [sequences + 1], where
-each sequence's tokens begin. kv_len: INT32 [sequences], positions after this step. block_table: INT32 [sequences,
-kv_blocks]. out: `to` [tokens, heads·D]. Query heads h·heads/kv_heads … share kv head h. window 0 and softcap 0 mean
-none. https://arxiv.org/abs/2309.06180
+q: BFLOAT16 [tokens, heads·D]. key_pool, value_pool: [slots, kv_heads, D], as kv_write.py has them, and `stored`; with
+INT8, queries are rounded as keys are. A slot is block · block_size + its place in the block. query_start: INT32
+[sequences + 1], where each sequence's tokens begin. kv_len: INT32 [sequences], positions after this step. block_table:
+INT32 [sequences, kv_blocks]. out: `to` [tokens, heads·D]. Query heads h·heads/kv_heads … share kv head h. window 0 and
+softcap 0 mean none. https://arxiv.org/abs/2309.06180
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,13 @@ import onnx_ir as ir
 
 from enginewright.plan import DTYPE_BYTES, Linear
 from enginewright.plugins.kernel import KernelBinding
-from enginewright.plugins.kv_write import POOL_DTYPES, as_stored
+from enginewright.plugins.kv_write import as_stored
 from enginewright.plugins.masked_attention import in_window, masked_attention
 from enginewright.plugins.plugin import (
     Plugin,
     TypeAndDims,
     dims_of,
     dtype_attribute,
-    dtype_of,
     float_of,
     int_of,
     operand,
@@ -39,7 +38,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 def kv_row_bytes(head_dim: int, dtype: str) -> int:
     """Bytes that a token's K, or V, of one head takes in a pool."""
-    scale_bytes = DTYPE_BYTES["f32"] if dtype == "i8" else 0
+    scale_bytes = 0 if dtype == "bf16" else DTYPE_BYTES["f32"]
     return padded_head_dim(head_dim) * DTYPE_BYTES[dtype] + scale_bytes
 
 
@@ -72,8 +71,8 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     grouped = write.op(
         "Reshape", write.cast(q, ir.DataType.FLOAT), [-1, kv_heads, heads // kv_heads, head_dim]
     )  # [tokens, kv_heads, group, head_dim]
-    if dtype_of(key_pool) == POOL_DTYPES["i8"]:  # bf16 queries are bf16 already
-        grouped = as_stored(write, grouped, key_pool)
+    if dtype_attribute(node, "stored") == ir.DataType.INT8:  # bf16 queries are bf16 already
+        grouped = as_stored(write, grouped, key_pool, ir.DataType.INT8)
     scale, softcap = float_of(node, "scale"), float_of(node, "softcap")
     y = masked_attention(write, grouped, keys, values, visible, scale, softcap)
     return [write.round_to(write.op("Reshape", y, [-1, heads * head_dim]), dtype_attribute(node))]
@@ -104,6 +103,7 @@ PAGED_ATTENTION = Plugin(
         "window": int,
         "softcap": float,
         "block_size": int,
+        "stored": int,
         "to": int,
     },
     reference=_reference,

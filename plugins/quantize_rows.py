@@ -3,10 +3,10 @@
 x: FLOAT or BFLOAT16 [..., K]. q: INT8 [..., K]. scale: FLOAT [..., G]: one for each run of `group` columns (a multiple
 of 32), the last one perhaps shorter; with group 0 the whole row is one. With largest = max|x| of a run, scale is
 largest / 127 and q is x · (127 / largest), in fp32. A largest below TINY counts as 0: scale 0, codes 0. A NaN or an
-infinity makes the run's scale NaN; its codes mean nothing then.
+infinity makes the run's scale NaN; its codes mean nothing then. Rows of a KV pool may be FLOAT8E4M3FN in the same way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -14,8 +14,8 @@ from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Dims, Plugin, TypeAndDims, dims_of, dtype_attribute, int_of, operand, width_of
 from enginewright.plugins.writer import Writer
 
-LARGEST_CODE = 127.0
-TINY = 2.0**-120  # below about 2^-121, 127 / largest is infinite
+LARGEST_CODE: Mapping[ir.DataType, float] = {ir.DataType.INT8: 127.0, ir.DataType.FLOAT8E4M3FN: 448.0}
+TINY = {ir.DataType.INT8: 2.0**-120, ir.DataType.FLOAT8E4M3FN: 2.0**-118}  # below half of it, the factor is infinite
 
 
 def groups_of(width: int, group: int) -> int:
@@ -23,25 +23,29 @@ def groups_of(width: int, group: int) -> int:
     return -(-width // group) if group else 1
 
 
-def quantized(write: Writer, x: ir.Value, dims: Dims, group: int) -> list[ir.Value]:
+def quantized(
+    write: Writer, x: ir.Value, dims: Dims, group: int, dtype: ir.DataType = ir.DataType.INT8
+) -> list[ir.Value]:
     """q and scale of a FLOAT value of these dimensions."""
-    width = dims[-1]
+    width, most = dims[-1], LARGEST_CODE[dtype]
     assert isinstance(width, int)
     groups, outer = groups_of(width, group), [0] * (len(dims) - 1)  # in a Reshape, 0 is the dimension as it is
     if groups > 1:  # [..., G, group], zeros behind the last column
         x = write.op("Pad", x, [0, groups * group - width], None, [-1])
         x = write.op("Reshape", x, [*outer, groups, group])
     largest = write.op("ReduceMax", write.op("Abs", x), [-1], keepdims=1)
-    tiny = write.op("Less", largest, TINY)
-    factor = write.op("Where", tiny, 0.0, write.op("Div", LARGEST_CODE, largest))
-    q = write.op("Clip", write.op("Round", write.op("Mul", x, factor)), -LARGEST_CODE, LARGEST_CODE)
-    scale = write.op("Where", tiny, 0.0, write.op("Div", largest, LARGEST_CODE))
+    tiny = write.op("Less", largest, TINY[dtype])
+    factor = write.op("Where", tiny, 0.0, write.op("Div", most, largest))
+    q = write.op("Clip", write.op("Mul", x, factor), -most, most)
+    if dtype == ir.DataType.INT8:  # a Cast would cut
+        q = write.op("Round", q)
+    scale = write.op("Where", tiny, 0.0, write.op("Div", largest, most))
     nan_or_zero = write.op("ReduceSum", write.op("Mul", x, 0.0), [-1], keepdims=1)
     scale = write.op("Add", scale, nan_or_zero)
     if groups > 1:
         q = write.op("Slice", write.op("Reshape", q, [*outer, groups * group]), [0], [width], [-1])
         scale = write.op("Squeeze", scale, [-1])
-    return [write.cast(q, ir.DataType.INT8), scale]
+    return [write.cast(q, dtype), scale]
 
 
 def dequantized(write: Writer, q: ir.Value, scale: ir.Value, group: int, zero: ir.Value | None = None) -> ir.Value:

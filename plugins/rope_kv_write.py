@@ -17,12 +17,11 @@ from enginewright.plugins.writer import Writer
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     q, k, v, cos, sin, key_pool, value_pool, slots = (operand(node, index) for index in range(8))
-    heads, kv_heads, head_dim = (int_of(node, name) for name in ("heads", "kv_heads", "head_dim"))
-    keys = rotated(write, k, cos, sin, kv_heads)
+    keys = rotated(write, k, cos, sin, int_of(node, "kv_heads"))
     return [
-        write.cast(rotated(write, q, cos, sin, heads), ir.DataType.BFLOAT16),
-        written(write, key_pool, keys, slots, kv_heads, head_dim),
-        written(write, value_pool, v, slots, kv_heads, head_dim),
+        write.cast(rotated(write, q, cos, sin, int_of(node, "heads")), ir.DataType.BFLOAT16),
+        written(write, node, key_pool, keys, slots),
+        written(write, node, value_pool, v, slots),
     ]
 
 
@@ -35,7 +34,7 @@ ROPE_KV_WRITE = Plugin(
     name="RopeKvWrite",
     inputs=("q", "k", "v", "cos", "sin", "key_pool", "value_pool", "slots"),
     outputs=("q_out", "key_pool", "value_pool"),
-    attributes={"heads": int, "kv_heads": int, "head_dim": int},
+    attributes={"heads": int, "kv_heads": int, "head_dim": int, "stored": int},
     reference=_reference,
     infer=_infer,
     kernels={

@@ -13,7 +13,7 @@ from enginewright.runtime.machine import num_cores
 from enginewright.runtime.sampling import Draw
 from enginewright.runtime.step_plan import StepPlan
 
-KV_DTYPES = ("bf16", "i8")  # what pools hold
+KV_DTYPES = ("bf16", "i8", "e4m3")  # what pools hold
 
 
 class CpuExecutor:
@@ -129,7 +129,7 @@ def _check_kv(engine: Engine) -> None:
         if group.dtype not in KV_DTYPES:
             raise NoCodeForMachineError(
                 f"{engine.file.path} keeps its KV cache as {group.dtype}",
-                f"this release has {' and '.join(KV_DTYPES)}",
+                f"this release has {', '.join(KV_DTYPES)}",
                 "Run it with the release that built it, or build it again with another --kv-cache-dtype.",
             )
 

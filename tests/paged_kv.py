@@ -52,38 +52,45 @@ def random_text(heads: Heads, length: int, seed: int, spread: float = 2.0) -> Te
     return Text(normal(heads.heads, spread), normal(heads.kv_heads, 1), normal(heads.kv_heads, 1))
 
 
-def bits(values: torch.Tensor) -> NDArray[np.uint16]:
+def bits(values: torch.Tensor) -> NDArray[np.generic]:
+    """Of bf16 (or what is rounded to it) or FP8; int8 as it is."""
+    if values.dtype == torch.int8:
+        return values.numpy()
+    if values.dtype == torch.float8_e4m3fn:
+        return values.view(torch.uint8).numpy()
     return values.bfloat16().contiguous().view(torch.uint16).numpy()
 
 
-def codes_of(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as int8, and their scales [..., 1] in fp32."""
-    rows = rows.float()
+def codes_of(rows: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as int8 or FP8, and their scales [..., 1] in fp32."""
+    rows, most = rows.float(), {"i8": 127, "e4m3": 448}[dtype]
     largest = rows.abs().amax(-1, keepdim=True)
-    factor = torch.full_like(largest, 127) / largest  # 127 / largest would be 127 * (1 / largest), rounded twice
-    return (rows * factor).nan_to_num(0).round().to(torch.int8), largest / 127
+    factor = torch.full_like(largest, most) / largest  # most / largest would be most * (1 / largest), rounded twice
+    numbers = (rows * factor).nan_to_num(0)
+    codes = numbers.round().to(torch.int8) if dtype == "i8" else numbers.to(torch.float8_e4m3fn)
+    return codes, largest / most
 
 
 def stored(rows: torch.Tensor, dtype: str) -> torch.Tensor:
-    """What rows of bf16 are worth to attention, float64: themselves, or their int8 codes with a scale."""
+    """What rows of bf16 are worth to attention, float64: themselves, or their codes with a scale."""
     if dtype == "bf16":
         return rows.double()
-    codes, scale = codes_of(rows)
+    codes, scale = codes_of(rows, dtype)
     return codes.double() * scale.double()
 
 
 class PoolViews:
-    """K and V of one layer, as arrays that share the pools' memory: bits of bf16, or int8 codes and their scales.
+    """K and V of one layer, as arrays that share the pools' memory: bits of bf16 or FP8, or int8 codes; and scales.
 
     keys: [blocks, kv_heads, groups, dims / N, 16 tokens, N]; values: [blocks, kv_heads, tokens / N, dims, N]; N is 2 of
-    bf16 and 4 of int8. key_scales, value_scales: float32 [blocks, kv_heads, tokens], empty with bf16.
+    bf16 and 4 of codes. key_scales, value_scales: float32 [blocks, kv_heads, tokens], empty with bf16.
     """
 
     def __init__(self, heads: Heads, pools: _cpu.KvPools, layer: int) -> None:
         self.heads, count, width = heads, heads.kv_heads, heads.head_dim_pad
         keys, values = pools.keys(layer), pools.values(layer)
-        self.int8, size = keys.dtype == np.int8, BLOCK_SIZE * width
-        self.depth = 4 if self.int8 else 2
+        self.dtype, size = {"int8": "i8", "uint8": "e4m3", "uint16": "bf16"}[keys.dtype.name], BLOCK_SIZE * width
+        self.depth = 2 if self.dtype == "bf16" else 4
         self.keys = keys[..., :size].reshape(-1, count, BLOCK_SIZE // 16, width // self.depth, 16, self.depth)
         self.values = values[..., :size].reshape(-1, count, BLOCK_SIZE // self.depth, width, self.depth)
         self.key_scales, self.value_scales = (pool[..., size:].view(np.float32) for pool in (keys, values))
@@ -93,18 +100,19 @@ class PoolViews:
         missing = self.heads.head_dim_pad - self.heads.head_dim
         k, v = (torch.nn.functional.pad(x, (0, missing)) for x in (k, v))
         block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-        if self.int8:
-            (k, k_scale), (v, v_scale) = codes_of(k), codes_of(v)
+        if self.dtype != "bf16":
+            (k, k_scale), (v, v_scale) = codes_of(k, self.dtype), codes_of(v, self.dtype)
             self.key_scales[block, :, at], self.value_scales[block, :, at] = k_scale[..., 0], v_scale[..., 0]
-        key, value = (x.numpy() if self.int8 else bits(x) for x in (k, v))
+        key, value = (bits(x) for x in (k, v))
         self.keys[block, :, at // 16, :, at % 16] = key.reshape(len(slots), self.heads.kv_heads, -1, self.depth)
         self.values[block, :, at // self.depth, :, at % self.depth] = value
 
     def poison(self, random: np.random.Generator) -> None:
         """Large numbers in every slot, NaN in block 0; of either sign."""
         for pool, scales in ((self.keys, self.key_scales), (self.values, self.value_scales)):
-            if self.int8:
-                pool[:] = random.integers(-127, 128, pool.shape)
+            if self.dtype != "bf16":
+                codes = range(-127, 128) if self.dtype == "i8" else [*range(127), *range(128, 255)]
+                pool[:] = random.choice(codes, pool.shape)
                 scales[:] = random.choice([1.0, 3e30], scales.shape)
                 scales[0] = np.nan
             else:

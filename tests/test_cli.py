@@ -52,25 +52,33 @@ def test_build_names_its_output_after_model_and_format(
     assert report["path"] == "tiny-llama-bf16.engine" and Path(report["path"]).stat().st_size == report["size_bytes"]
 
 
-def test_the_kv_cache_is_what_the_build_was_asked_for(checkpoint: Path, engine: Path, tmp_path: Path) -> None:
-    result = run("build", checkpoint, "--kv-cache-dtype", "int8", "-o", tmp_path / "int8.engine", "--json")
+@pytest.mark.parametrize(("name", "dtype"), [("int8", "i8"), ("fp8", "e4m3")])
+def test_the_kv_cache_is_what_the_build_was_asked_for(
+    name: str, dtype: str, checkpoint: Path, engine: Path, tmp_path: Path
+) -> None:
+    result = run("build", checkpoint, "--kv-cache-dtype", name, "-o", tmp_path / "codes.engine", "--json")
     assert result.exit_code == 0, result.output
-    bf16, int8 = (json.loads(run("inspect", path, "--json").stdout) for path in (engine, tmp_path / "int8.engine"))
-    (wide,), (narrow,) = bf16["kv_groups"], int8["kv_groups"]
-    assert (wide["dtype"], narrow["dtype"]) == ("bf16", "i8")
+    bf16, codes = (json.loads(run("inspect", path, "--json").stdout) for path in (engine, tmp_path / "codes.engine"))
+    (wide,), (narrow,) = bf16["kv_groups"], codes["kv_groups"]
+    assert (wide["dtype"], narrow["dtype"]) == ("bf16", dtype)
     rows = 2 * wide["layers"] * wide["kv_heads"]  # of a token
     padded = -(-wide["head_dim"] // 32) * 32
     assert (wide["bytes_per_token"], narrow["bytes_per_token"]) == (rows * padded * 2, rows * (padded + 4))
     assert json.loads(result.stdout)["kv_bytes_per_token"] == narrow["bytes_per_token"]
-    assert (bf16["recipe"]["kv_cache_dtype"], int8["recipe"]["kv_cache_dtype"]) == ("bf16", "int8")
-    text = run("inspect", tmp_path / "int8.engine").stdout
-    assert "kv_cache_dtype int8" in text and f"heads of {wide['head_dim']} as i8, all positions" in text
-    for name in ("auto", "bfloat16"):
+    assert (bf16["recipe"]["kv_cache_dtype"], codes["recipe"]["kv_cache_dtype"]) == ("bf16", name)
+    text = run("inspect", tmp_path / "codes.engine").stdout
+    assert f"kv_cache_dtype {name}" in text and f"heads of {wide['head_dim']} as {dtype}, all positions" in text
+
+
+def test_names_of_kv_caches(checkpoint: Path, engine: Path, tmp_path: Path) -> None:
+    fp8 = tmp_path / "fp8.engine"
+    assert run("build", checkpoint, "--kv-cache-dtype", "fp8", "-o", fp8).exit_code == 0
+    for name, same_as in (("auto", engine), ("bfloat16", engine), ("fp8_e4m3", fp8)):
         assert run("build", checkpoint, "--kv_cache_dtype", name, "-o", tmp_path / f"{name}.engine").exit_code == 0
-        with EngineFile.open(tmp_path / f"{name}.engine") as file, EngineFile.open(engine) as same:
+        with EngineFile.open(tmp_path / f"{name}.engine") as file, EngineFile.open(same_as) as same:
             assert file.manifest.content_hash == same.manifest.content_hash
-    refused = run("build", checkpoint, "--kv-cache-dtype", "fp8", "-o", tmp_path / "x.engine")
-    assert refused.exit_code == 2 and "'bf16', 'int8'" in refused.stderr
+    refused = run("build", checkpoint, "--kv-cache-dtype", "fp8_e5m2", "-o", tmp_path / "x.engine")
+    assert refused.exit_code == 2 and "'bf16', 'int8', 'fp8'" in refused.stderr
 
 
 def test_an_int8_kv_cache_is_in_the_name_of_the_file(
@@ -239,7 +247,7 @@ def test_an_engine_whose_kv_cache_this_release_does_not_have_is_6(engine: Path, 
     plan["kv_groups"][0]["dtype"] = "e5m2"
     path = copied(engine, tmp_path / "e5m2.engine", {"plan/cpu": json.dumps(plan).encode()})
     text = refused(6, "generate", path, "-p", "x")
-    assert "keeps its KV cache as e5m2: this release has bf16 and i8" in text and "--kv-cache-dtype" in text
+    assert "keeps its KV cache as e5m2: this release has bf16, i8, e4m3" in text and "--kv-cache-dtype" in text
 
 
 def test_an_instruction_set_that_is_not_there_is_refused(engine: Path) -> None:

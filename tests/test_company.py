@@ -55,11 +55,12 @@ def test_tiny_models(family: str, quant: QuantConfig, isa: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("isa", _cpu.isa_names())
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-def test_an_int8_kv_cache(family: str, isa: str, tmp_path: Path) -> None:
-    config = tiny_config(family)
+def test_a_kv_cache_of_codes(family: str, kv_cache_dtype: str, isa: str, tmp_path: Path) -> None:
+    config, build_config = tiny_config(family), BuildConfig(kv_cache_dtype=kv_cache_dtype, gate=None)
     path = tmp_path / "tiny.engine"
-    build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(kv_cache_dtype="int8", gate=None), path)
+    build_engine(MemoryCheckpoint.of(tiny_model(config), config), build_config, path)
     check(path, isa, threads=2)
 
 

@@ -162,7 +162,7 @@ def test_the_machine_is_asked_where_nobody_says(monkeypatch: pytest.MonkeyPatch)
         envelope(PLAN, config)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_the_executor_allocates_what_the_envelope_says(family: str, kv_cache_dtype: str, tmp_path: Path) -> None:
     config, build_config = tiny_config(family), BuildConfig(kv_cache_dtype=kv_cache_dtype)

@@ -11,7 +11,7 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
-from enginewright.passes.quant import METHODS, Fp8, Int4Rtn, Mxfp4, QuantConfig, quant_config
+from enginewright.passes.quant import METHODS, Bf16, Fp8, Int4Rtn, Mxfp4, QuantConfig, quant_config
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
@@ -24,7 +24,12 @@ CALIBRATION = "The quick brown fox jumps over the lazy dog, and what is the capi
 
 
 def difference(
-    checkpoint: Checkpoint, quant: QuantConfig, tokens: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint,
+    quant: QuantConfig,
+    tokens: list[int],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kv_cache_dtype: str = "bf16",
 ) -> float:
     """relative_error of an engine's logits beside its graph's."""
     graphs: list[ir.Model] = []
@@ -32,7 +37,8 @@ def difference(
     monkeypatch.setattr(assembly, "lower", lambda model, *rest: graphs.append(model.clone()) or lower(model, *rest))
     (folder / "data.txt").write_text(CALIBRATION)
     data = str(folder / "data.txt") if quant.calibrated else None
-    build_engine(checkpoint, BuildConfig(quant=quant, calib_data=data, gate=None), folder / "x.engine")
+    config = BuildConfig(quant=quant, kv_cache_dtype=kv_cache_dtype, calib_data=data, gate=None)
+    build_engine(checkpoint, config, folder / "x.engine")
     (graph,) = graphs
     expected = RaggedRun(graph, num_blocks=8).step({"text": tokens})["text"]
     with Engine.open(folder / "x.engine") as engine:
@@ -56,6 +62,16 @@ def test_an_engine_computes_its_graph(
     tokens = random_tokens(53, seed=1).tolist()
     error = difference(checkpoint_of(family), method(), tokens, tmp_path, monkeypatch)
     assert error < bound(method)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_so_it_does_with_a_kv_cache_of_codes(
+    kv_cache_dtype: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = random_tokens(53, seed=1).tolist()
+    error = difference(checkpoint_of(family), Bf16(), tokens, tmp_path, monkeypatch, kv_cache_dtype)
+    assert error < tolerances.ENGINE_GRAPH[f"{kv_cache_dtype} KV"]
 
 
 def test_the_comparison_sees_a_wrong_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

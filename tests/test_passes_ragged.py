@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -12,7 +13,7 @@ from enginewright.passes.graph import standard, typed
 from enginewright.passes.pass_manager import run_passes
 from enginewright.passes.pipeline import run_pipeline
 from enginewright.passes.quant import Bf16, QuantConfig
-from enginewright.plugins.kv_write import POOL_DTYPES
+from enginewright.plugins.kv_write import STORED, pool_dtype
 from tests import tolerances
 from tests.graphs import CASES, QUANTS, DenseRun, dense_graph, graph_before, random_tokens, relative_error
 from tests.onnx_run import Array
@@ -92,7 +93,7 @@ def test_packed_sequences_are_as_each_by_itself(case: str, quant: QuantConfig) -
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kv_dtype", POOL_DTYPES)
+@pytest.mark.parametrize("kv_dtype", STORED)
 @pytest.mark.parametrize("name", ["fuse_rope_kv_write", "round_in_producer", "gather_early"])
 def test_results_are_the_same_before_and_after(name: str, case: str, kv_dtype: str) -> None:
     model, own = graph_before(case, name, kv_dtype=kv_dtype)
@@ -123,18 +124,20 @@ def test_the_finished_graph_is_near_the_imported_one(case: str, quant: QuantConf
         assert (untouched[0], untouched.sum()) == (True, BLOCKS - 6), name
 
 
+@pytest.mark.parametrize("kv_dtype", tolerances.KV_LOGITS)
 @pytest.mark.parametrize("case", CASES)
-def test_int8_pools_are_near_those_of_bf16(case: str) -> None:
-    """What attention reads is a row of 255 steps, and not the row; nothing else differs."""
-    exact, rounded = (run_pipeline(dense_graph(case), Bf16(), kv_dtype=kv_dtype)[0] for kv_dtype in ("bf16", "i8"))
+def test_pools_of_codes_are_near_those_of_bf16(case: str, kv_dtype: str) -> None:
+    """What attention reads is a row of codes, and not the row; nothing else differs."""
+    exact, rounded = (run_pipeline(dense_graph(case), Bf16(), kv_dtype=dtype)[0] for dtype in ("bf16", kv_dtype))
     (expected, _), (actual, pools) = ragged_logits(exact), ragged_logits(rounded)
     for name, rows in expected.items():
-        assert 1e-8 < relative_error(actual[name], rows) < tolerances.INT8_KV_LOGITS, name
+        assert 1e-8 < relative_error(actual[name], rows) < tolerances.KV_LOGITS[kv_dtype], name
     rows = pools["key_pool.0"].astype(np.float64)
     heads = rows[np.abs(rows).max(axis=(1, 2)) < GARBAGE / 2]  # that were written
     assert len(heads) == sum(LENGTHS.values())
-    steps = heads / np.abs(heads).max(axis=-1, keepdims=True) * 127
-    np.testing.assert_allclose(steps, np.round(steps), atol=1e-4)
+    codes = heads / np.abs(heads).max(axis=-1, keepdims=True) * {"i8": 127, "e4m3": 448}[kv_dtype]
+    nearest = np.round(codes) if kv_dtype == "i8" else codes.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    np.testing.assert_allclose(codes, nearest, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +164,9 @@ FINAL_OPS = {
 
 
 @pytest.mark.parametrize(
-    ("quant", "kv_dtype"), [*((quant, "bf16") for quant in QUANTS), (Bf16(), "i8")], ids=lambda x: getattr(x, "name", x)
+    ("quant", "kv_dtype"),
+    [*((quant, "bf16") for quant in QUANTS), (Bf16(), "i8"), (Bf16(), "e4m3")],
+    ids=lambda x: getattr(x, "name", x),
 )
 @pytest.mark.parametrize("case", CASES)
 def test_the_finished_graph_is_what_a_lowering_takes(case: str, quant: QuantConfig, kv_dtype: str) -> None:
@@ -181,7 +186,10 @@ def test_the_finished_graph_is_what_a_lowering_takes(case: str, quant: QuantConf
         **tables,
     }
     pools = {
-        f"{kind}_pool.{layer}": (POOL_DTYPES[kv_dtype], f"[slots.{group},{entry['kv_heads']},{entry['head_dim']}]")
+        f"{kind}_pool.{layer}": (
+            pool_dtype(STORED[kv_dtype]),
+            f"[slots.{group},{entry['kv_heads']},{entry['head_dim']}]",
+        )
         for group, entry in enumerate(groups)
         for layer in entry["layers"]
         for kind in ("key", "value")

@@ -13,6 +13,7 @@ import pytest
 from enginewright import _cpu
 from enginewright.errors import EngineError
 from enginewright.plugins import DOMAIN, PLUGINS, Plugin, binding_of, expand_references, plugin_of
+from enginewright.plugins.kv_write import pool_dtype
 from enginewright.plugins.registry import STANDARD_KERNELS
 from tests.onnx_run import Array, run
 
@@ -102,15 +103,17 @@ def _integer_gemms() -> list[Case]:
 
 
 HEADS = {"heads": 6, "kv_heads": 3, "head_dim": 10}
-POOLS, INT8_POOLS = (  # FLOAT stands for rows of int8
-    dict[str, Operand](key_pool=(dtype, ("slots", 3, 10)), value_pool=(dtype, ("slots", 3, 10)))
-    for dtype in (BFLOAT16, FLOAT)
-)
+STORED = (BFLOAT16, INT8, FP8)
+
+
+def _pools(stored: ir.DataType) -> dict[str, Operand]:
+    return dict.fromkeys(("key_pool", "value_pool"), (pool_dtype(stored), ("slots", 3, 10)))
+
+
 NEW: dict[str, Operand] = {"k": (FLOAT, ("tokens", 30)), "v": (FLOAT, ("tokens", 30))}
 SLOTS: dict[str, Operand] = {"slots": (INT32, ("tokens",))}
 PAGED: dict[str, Operand] = {
     "q": (BFLOAT16, ("tokens", 60)),
-    **POOLS,
     "query_start": (INT32, ("sequences + 1",)),
     "kv_len": (INT32, ("sequences",)),
     "block_table": (INT32, ("sequences", "kv_blocks")),
@@ -160,19 +163,34 @@ CASES: list[Case] = [
         for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
     ),
     *(Case("Rope", {"x": (FLOAT, ("tokens", 30)), **_tables(rotary)}, {"heads": 3}) for rotary in (10, 6)),
-    *(Case("KvWrite", {**NEW, **pools, **SLOTS}, {"kv_heads": 3, "head_dim": 10}) for pools in (POOLS, INT8_POOLS)),
     *(
-        Case("RopeKvWrite", {"q": (FLOAT, ("tokens", 60)), **NEW, **_tables(rotary), **pools, **SLOTS}, HEADS)
-        for rotary, pools in ((10, POOLS), (6, POOLS), (6, INT8_POOLS))
+        Case("KvWrite", {**NEW, **_pools(stored), **SLOTS}, {"kv_heads": 3, "head_dim": 10, "stored": int(stored)})
+        for stored in STORED
+    ),
+    *(
+        Case(
+            "RopeKvWrite",
+            {"q": (FLOAT, ("tokens", 60)), **NEW, **_tables(rotary), **_pools(stored), **SLOTS},
+            {**HEADS, "stored": int(stored)},
+        )
+        for rotary, stored in ((10, BFLOAT16), *((6, stored) for stored in STORED))
     ),
     *(
         Case(
             "PagedAttention",
-            {**PAGED, **pools},
-            {**HEADS, "scale": 0.3, "window": window, "softcap": softcap, "block_size": 4, "to": int(to)},
+            {**PAGED, **_pools(stored)},
+            {
+                **HEADS,
+                "scale": 0.3,
+                "window": window,
+                "softcap": softcap,
+                "block_size": 4,
+                "stored": int(stored),
+                "to": int(to),
+            },
         )
         for window, softcap, to in ((0, 0.0, FLOAT), (3, 0.0, BFLOAT16), (0, 2.0, FLOAT), (1, 2.0, BFLOAT16))
-        for pools in (POOLS, INT8_POOLS)
+        for stored in STORED
     ),
     *(
         Case(
@@ -355,8 +373,8 @@ def test_a_binding_speaks_of_the_op_it_stands_at(plugin: Plugin) -> None:
     assert len(binding.outputs) == len(plugin.outputs)
     operands = [name for name in (*binding.inputs, *binding.outputs) if name]
     assert len(set(operands)) == len(operands)
-    # The dtype of an output and the size of a block are known from the operands.
-    assert set(plugin.attributes) - set(binding.attributes) <= {"to", "block_size"}
+    # The dtype of an output, the size of a block and what a pool holds are known from the operands.
+    assert set(plugin.attributes) - set(binding.attributes) <= {"to", "block_size", "stored"}
     assert set(binding.attributes) <= set(plugin.attributes)
     for output, index in binding.in_place.items():
         before, after = node.inputs[index], node.outputs[binding.outputs.index(output)]

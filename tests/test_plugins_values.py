@@ -12,12 +12,11 @@ import pytest
 from enginewright.plugins import PLUGINS
 from tests import tolerances
 from tests.onnx_run import Array, run
-from tests.test_plugins import CASES, INDICES, INT8_POOLS, SIZES, Case, _name, feed, model_of
+from tests.test_plugins import CASES, INDICES, SIZES, Case, _name, feed, model_of
 
 Doubles = npt.NDArray[np.float64]
 Inputs = Mapping[str, Doubles]
 Attributes = Mapping[str, float]
-INT8_KV = "int8 KV"  # beside the attributes of a node: what its pools say
 
 
 def rms_norm(x: Doubles, weight: Doubles, epsilon: float) -> Doubles:
@@ -71,16 +70,21 @@ def low(x: Doubles) -> Doubles:
     return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
-def as_int8(rows: Doubles) -> Doubles:
-    codes, scale = quantized(rows, 0)
-    return codes * scale
+def as_stored(rows: Doubles, stored: float) -> Doubles:
+    if stored == ir.DataType.BFLOAT16:
+        return low(rows)
+    if stored == ir.DataType.INT8:
+        codes, scale = quantized(rows, 0)
+        return codes * scale
+    scale = np.abs(rows).max(axis=-1, keepdims=True) / 448
+    return (rows / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
 
 
 def written(pool: Doubles, rows: Doubles, slots: Doubles, a: Attributes) -> Doubles:
     result = pool.copy()
     for slot, row in zip(slots.astype(int), rows, strict=True):
         heads = row.reshape(pool.shape[1:])
-        result[slot] = as_int8(heads) if a[INT8_KV] else low(heads)
+        result[slot] = as_stored(heads, a["stored"])
     return result
 
 
@@ -106,7 +110,7 @@ def paged_attention(x: Inputs, a: Attributes) -> Doubles:
             for head in range(heads):
                 k, v = (x[f"{kind}_pool"][slots, head // (heads // kv_heads)] for kind in ("key", "value"))
                 q = x["q"][token].reshape(heads, -1)[head]
-                q = as_int8(q) if a[INT8_KV] else q
+                q = as_stored(q, a["stored"]) if a["stored"] == ir.DataType.INT8 else q
                 out[token, head] = attend(q, k, v, a["scale"], a["softcap"])
     return out.reshape(x["q"].shape)
 
@@ -192,8 +196,7 @@ def test_every_reference_has_its_numpy() -> None:
 def test_references_are_numpys(case: Case) -> None:
     feeds = {name: feed(name, operand, SIZES, INDICES) for name, operand in case.operands.items()}
     doubles = {name: array.astype(np.float64) for name, array in feeds.items()}
-    attributes = {**case.attributes, INT8_KV: case.operands.get("key_pool") == INT8_POOLS["key_pool"]}
-    expected = EXPECTED[case.op](doubles, attributes)  # type: ignore[arg-type]
+    expected = EXPECTED[case.op](doubles, case.attributes)  # type: ignore[arg-type]
     outputs = [*run(model_of(case.node()), feeds).values()]
     for actual, wanted in zip(outputs, expected if isinstance(expected, list) else [expected], strict=True):
         _compare(actual, wanted)

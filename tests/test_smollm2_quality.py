@@ -96,12 +96,13 @@ def test_quantized_engines_stay_close_to_fp32(reference: Reference, smollm2_gguf
     assert top1 >= tolerances.SMOLLM2_TOP1[quant]
 
 
-def test_an_int8_kv_cache_stays_close_to_fp32(reference: Reference, smollm2_gguf: Path) -> None:
-    logits = engine_logits(reference, built(smollm2_gguf, "bf16", "int8"))
+@pytest.mark.parametrize("kv_cache_dtype", tolerances.SMOLLM2_KV_KL)
+def test_a_kv_cache_of_codes_stays_close_to_fp32(reference: Reference, smollm2_gguf: Path, kv_cache_dtype: str) -> None:
+    logits = engine_logits(reference, built(smollm2_gguf, "bf16", kv_cache_dtype))
     kl = mean_kl(reference.fp32_logits, logits)
     top1 = float((logits.argmax(-1) == reference.fp32_logits.argmax(-1)).double().mean())
-    print(f"\nmean KL to fp32: engine bf16 with int8 KV {kl:.6f}; the same token first at {top1:.1%}")
+    print(f"\nmean KL to fp32: engine bf16 with {kv_cache_dtype} KV {kl:.6f}; the same token first at {top1:.1%}")
     beside = mean_kl(engine_logits(reference, built(smollm2_gguf, "bf16")), logits)
     print(f"mean KL to the engine with bf16 KV: {beside:.6f}")
-    assert kl <= tolerances.SMOLLM2_INT8_KV_KL
+    assert kl <= tolerances.SMOLLM2_KV_KL[kv_cache_dtype]
     assert top1 >= tolerances.SMOLLM2_TOP1["int8-wo"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from enginewright.builder.gate.config import GateConfig, limits_of
+from enginewright.builder.gate.config import FP8_KV, GateConfig, limits_of
 from enginewright.builder.gate.distance import by_position, compare, distance
 from enginewright.builder.gate.full import full_values, measure_full
 from enginewright.builder.gate.layers import FileWeights, layer_errors
@@ -63,6 +63,8 @@ def measure(config: GateConfig, subject: Subject) -> QualityReport:
         short = held_out(engine.tokenizer, plan.vocab_size, LAYER_TOKENS, plan.max_seq_len)
         layers = layer_errors(subject.dense, subject.quant, weights, [text.tokens for text in short], threads)
         full = measure_full(subject.source, engine, threads) if config.full else None
+    formats = [layer.method for layer in layers]
+    formats += [FP8_KV for group in plan.kv_groups if group.dtype == "e4m3"]
     values: dict[str, float | None] = {"kl": whole.kl, "top1": whole.top1, "layer": layers[0].error}
     if whole.source_perplexity is not None:
         ratio = None if whole.perplexity is None else whole.perplexity / whole.source_perplexity
@@ -72,7 +74,7 @@ def measure(config: GateConfig, subject: Subject) -> QualityReport:
     finite = Check("finite", FINITE, rounded(1 - whole.broken / whole.positions, 4), 1.0, least=True)
     measured = Measured(
         isa=executor.isa,
-        checks=(*config.checks(values, limits_of(layer.method for layer in layers)), finite),
+        checks=(*config.checks(values, limits_of(formats)), finite),
         whole=whole,
         texts=tuple(TextDistance(text.name, distance([one])) for text, one in zip(texts, found, strict=True)),
         ranges=by_position(found),

@@ -30,9 +30,8 @@ from enginewright.plan import (
 )
 from enginewright.plugins import binding_of
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
-from enginewright.plugins.kv_write import POOL_DTYPES
 from enginewright.plugins.paged_attention import BLOCK_SIZE, kv_row_bytes, padded_head_dim
-from enginewright.plugins.plugin import dtype_of
+from enginewright.plugins.plugin import dtype_attribute
 
 VIEW_OPS = ("Split", "Reshape")
 OF_GROUPS = ("scale", "zero")  # the roles of matrices with a column for each group of a weight's columns
@@ -90,13 +89,13 @@ class _View:
 
 
 def kv_groups_of(model: ir.Model) -> tuple[KvGroup, ...]:
-    """The KV groups that the model file wrote into the graph's metadata, stored as the graph's pools are."""
-    stored_as = {pool: dtype for dtype, pool in POOL_DTYPES.items()}
+    """The KV groups that the model file wrote into the graph's metadata, stored as the graph's writers do."""
     pools = {value.name: value for value in model.graph.inputs}
     groups = []
     for entry in json.loads(model.metadata_props["enginewright.kv_groups"]):
         layers, kv_heads, head_dim = tuple(entry["layers"]), entry["kv_heads"], entry["head_dim"]
-        dtype = stored_as[dtype_of(pools[f"key_pool.{layers[0]}"])]
+        (writer,) = pools[f"key_pool.{layers[0]}"].consumers()
+        dtype = DTYPE_NAMES[dtype_attribute(writer, "stored")]
         groups.append(
             KvGroup(
                 layers=layers,

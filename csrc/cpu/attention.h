@@ -1,6 +1,6 @@
 // paged_attention@1: causal attention of a ragged batch over paged KV (attention_split.h has the arithmetic).
 //
-// q: bf16 [tokens, heads * head_dim]; kv: the pools (kernel.h), bf16 or int8; query_start: i32 [sequences +
+// q: bf16 [tokens, heads * head_dim]; kv: the pools (kernel.h); query_start: i32 [sequences +
 // 1]; kv_len: i32 [sequences]; block_table: i32 [sequences, kv_blocks]; out: f32 or bf16 [tokens, heads *
 // head_dim]; partials: f32 [kv_splits, heads * (head_dim_pad + 16)], this kernel's own memory. The query at
 // position p sees max(0, p - window + 1) … p; window 0 is all.
@@ -22,8 +22,9 @@ namespace {
 // Split: SplitAttention<S>, or another with the same members; its Element says what the pools hold.
 template <class S, class Split>
 class PagedAttention final : public Kernel {
+  using Query = typename Split::Query;
   using Element = typename Split::Element;
-  static constexpr bool int8 = std::is_same_v<Element, int8_t>;
+  static constexpr bool scaled = sizeof(Element) == 1;
 
  public:
   PagedAttention(const Operands& operands, const Attributes& attributes)
@@ -78,7 +79,7 @@ class PagedAttention final : public Kernel {
       for (int64_t p = kv_len(s) - tokens(s); p < kv_len(s); ++p) seen += p + 1 - first_seen(p);
       work.kv_bytes += positions_seen(s) * pool_.token_bytes();
     }
-    (int8 ? work.int8_ops : work.bf16_ops) = 4 * seen * heads_ * head_dim_;
+    (sizeof(Query) == 1 ? work.int8_ops : work.bf16_ops) = 4 * seen * heads_ * head_dim_;
     work.fp32_ops = 5 * seen * heads_;  // the softmax: scale, maximum, difference, power, sum
     return work;
   }
@@ -101,7 +102,7 @@ class PagedAttention final : public Kernel {
   // Items as large as a sequence's must be this many a thread, or its splits are shared.
   static constexpr int64_t kItemsPerThread = 8;
 
-  using Tile = TileQueries<Element>;
+  using Tile = TileQueries<Query>;
   struct Scratch {
     TileScratch tile;
     float *total, *next;  // (tile_rows, row_floats)
@@ -234,7 +235,7 @@ class PagedAttention final : public Kernel {
   Tile queries(int64_t s, int64_t kv_head, int64_t tile_index, std::byte* q) const {
     const int64_t begin = tile_begin(s, tile_index);
     Tile tile{};
-    tile.q = reinterpret_cast<Element*>(q);
+    tile.q = reinterpret_cast<Query*>(q);
     tile.rows = tile_begin(s, tile_index + 1) - begin;
     int64_t token = begin / group_, member = begin % group_;
     for (int64_t r = 0; r < tile.rows; ++r) {
@@ -264,7 +265,7 @@ class PagedAttention final : public Kernel {
       const int64_t row = at & mask, row_start = row * pool_.head_dim_pad;
       kv.keys[kv.groups] = reinterpret_cast<const Element*>(keys) + row_start;
       kv.values[kv.groups] = reinterpret_cast<const Element*>(values) + row_start;
-      if constexpr (int8) {
+      if constexpr (scaled) {
         kv.key_scales[kv.groups] = reinterpret_cast<const float*>(keys + code_bytes_) + row;
         kv.value_scales[kv.groups] = reinterpret_cast<const float*>(values + code_bytes_) + row;
       }
@@ -309,12 +310,16 @@ class PagedAttention final : public Kernel {
 };
 
 // The kernel for what the pools hold.
-template <class S, class Bf16Split = SplitAttention<S>>
+template <class S, class Bf16Split = SplitAttention<S>, class E4m3Split = SplitAttention<S, E4m3Lines<S>>>
 std::unique_ptr<Kernel> make_attention(const Operands& operands, const Attributes& attributes) {
-  if (operand(operands, "kv").dtype == DType::i8) {
-    return make_kernel<PagedAttention<S, SplitAttentionI8<S>>>(operands, attributes);
+  switch (operand(operands, "kv").dtype) {
+    case DType::i8:
+      return make_kernel<PagedAttention<S, SplitAttentionI8<S>>>(operands, attributes);
+    case DType::e4m3:
+      return make_kernel<PagedAttention<S, E4m3Split>>(operands, attributes);
+    default:
+      return make_kernel<PagedAttention<S, Bf16Split>>(operands, attributes);
   }
-  return make_kernel<PagedAttention<S, Bf16Split>>(operands, attributes);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The products of attention for AVX2 (attention_split.h says what they are for).
+// The products of attention for AVX2 (attention_split.h says what they are for), over KV of bf16 and of e4m3.
 //
 // Queries and probabilities become fp32 first. A few rows, as in decoding, then pass keys and values in
 // registers; with more, a group of 16 keys, or 16 dims of a split's values, become fp32 once in L1, and the
@@ -11,19 +11,21 @@
 namespace enginewright {
 namespace {
 
-class SplitAttentionAvx2 : public SplitSoftmax<Avx2> {
+// Floats: Bf16Floats with Element uint16_t, or E4m3Floats with uint8_t.
+template <class Floats, class Element>
+class SplitAttentionAvx2 : public SplitSoftmax<Avx2, Element> {
  public:
   static constexpr int64_t tile_rows = 24;  // four register tiles of six
 
   SplitAttentionAvx2(int64_t head_dim, int64_t head_dim_pad, float scale, float softcap)
-      : SplitSoftmax<Avx2>(head_dim_pad, scale, softcap), head_dim_(head_dim) {}
+      : SplitSoftmax<Avx2, Element>(head_dim_pad, scale, softcap), head_dim_(round_up(head_dim, kDepth)) {}
 
   // Around run()s with `rows` queries, and after all of a thread.
   static void begin(int64_t) {}
   static void end() {}
 
   // partial: (rows, partial_floats)
-  void run(const TileQueries<uint16_t>& tile, const SplitKv<uint16_t>& kv, const TileScratch& scratch,
+  void run(const TileQueries<uint16_t>& tile, const SplitKv<Element>& kv, const TileScratch& scratch,
            Ahead<Avx2>& ahead, float* partial) const {
     float x[tile_rows * kStride];
     for (int64_t dim = 0; dim < head_dim_; dim += kSplitPositions) {
@@ -36,7 +38,7 @@ class SplitAttentionAvx2 : public SplitSoftmax<Avx2> {
         score(x, tile.rows, kv, dim, count, scratch.scores);
       }
     }
-    softmax(tile, kv, scratch, ahead, partial);
+    this->softmax(tile, kv, scratch, ahead, partial);
     expand_rows(scratch.p, kSplitPositions, tile.rows, kv.groups * kGroup, 1.0f, x, kStride);
     if (tile.rows <= kFewRows) {
       call_few(tile.rows, [&](auto few) { weigh_few<decltype(few)::rows>(x, kv, 0, partial); });
@@ -46,32 +48,34 @@ class SplitAttentionAvx2 : public SplitSoftmax<Avx2> {
   }
 
  private:
+  using SplitSoftmax<Avx2, Element>::width_;
+  static constexpr int64_t kDepth = Floats::k_count;        // of a line: along dims, or positions
   static constexpr int64_t kStride = kSplitPositions + 16;  // rows do not share the sets of L1
-  static const std::byte* bytes(const uint16_t* p) { return reinterpret_cast<const std::byte*>(p); }
+  static const std::byte* bytes(const Element* p) { return reinterpret_cast<const std::byte*>(p); }
   static void fetch(const std::byte* p, int64_t count) {
     for (int64_t i = 0; i < count; i += 64) Avx2::prefetch_l2(p + i);
   }
 
   // scores (rows, kSplitPositions) += q · k over the dims [dim, dim + count); x: those of q
-  static void score(const float* x, int64_t rows, const SplitKv<uint16_t>& kv, int64_t dim, int64_t count,
+  static void score(const float* x, int64_t rows, const SplitKv<Element>& kv, int64_t dim, int64_t count,
                     float* scores) {
     float keys[kSplitPositions * 16];
     for (int64_t g = 0; g < kv.groups; ++g) {
-      expand_lines<Bf16Floats>(bytes(kv.keys[g] + dim * kGroup), 64, count, keys);
+      expand_lines<Floats>(bytes(kv.keys[g] + dim * kGroup), 64, count, keys);
       fma_rows<kStride>(x, rows, keys, count, dim == 0, scores + g * kGroup, kSplitPositions);
     }
   }
   template <int M, int N = few_blocks<M>>
-  static void score_few(const float* x, const SplitKv<uint16_t>& kv, int64_t g, int64_t dim, int64_t count,
+  static void score_few(const float* x, const SplitKv<Element>& kv, int64_t g, int64_t dim, int64_t count,
                         float* scores) {
     for (; g + N <= kv.groups; g += N) {
       Lines<N> lines{{}, 64, 0};
       for (int n = 0; n < N; ++n) {
         lines.first[n] = bytes(kv.keys[g + n] + dim * kGroup);
-        fetch(bytes(kv.values[g + n] + dim * kGroup), count * kGroup * 2);
+        fetch(bytes(kv.values[g + n] + dim * kGroup), count * kGroup * sizeof(Element));
       }
-      few_tile<Bf16Floats, M, N>(x, kStride, lines, count, dim == 0, scores + g * kGroup, kSplitPositions,
-                                 kGroup);
+      few_tile<Floats, M, N>(x, kStride, lines, count, dim == 0, scores + g * kGroup, kSplitPositions,
+                             kGroup);
     }
     if constexpr (N > 1) {
       if (g < kv.groups) score_few<M, N / 2>(x, kv, g, dim, count, scores);
@@ -79,24 +83,25 @@ class SplitAttentionAvx2 : public SplitSoftmax<Avx2> {
   }
 
   // out (rows, partial_floats) = p · v; x: p
-  void weigh(const float* x, int64_t rows, const SplitKv<uint16_t>& kv, float* out) const {
+  void weigh(const float* x, int64_t rows, const SplitKv<Element>& kv, float* out) const {
     float values[kSplitPositions * 16];
     for (int64_t dim = 0; dim < width_; dim += 16) {
       for (int64_t g = 0; g < kv.groups; ++g) {
-        expand_lines<Bf16Floats>(bytes(kv.values[g] + dim * 2), width_ * 4, kGroup, values + g * kGroup * 16);
+        expand_lines<Floats>(bytes(kv.values[g] + dim * kDepth), width_ * 4, kGroup,
+                             values + g * kGroup * 16);
       }
       fma_rows<kStride>(x, rows, values, kv.groups * kGroup, true, out + dim, partial_floats(width_));
     }
   }
   template <int M, int N = few_blocks<M>>
-  void weigh_few(const float* x, const SplitKv<uint16_t>& kv, int64_t dim, float* out) const {
+  void weigh_few(const float* x, const SplitKv<Element>& kv, int64_t dim, float* out) const {
     for (; dim + N * 16 <= width_; dim += N * 16) {
       for (int64_t g = 0; g < kv.groups; ++g) {
         Lines<N> lines{{}, width_ * 4, 0};
-        for (int n = 0; n < N; ++n) lines.first[n] = bytes(kv.values[g] + (dim + n * 16) * 2);
-        fetch(bytes(kv.next_keys[g] + dim * kGroup), N * 16 * kGroup * 2);
-        few_tile<Bf16Floats, M, N>(x + g * kGroup, kStride, lines, kGroup, g == 0, out + dim,
-                                   partial_floats(width_), 16);
+        for (int n = 0; n < N; ++n) lines.first[n] = bytes(kv.values[g] + (dim + n * 16) * kDepth);
+        fetch(bytes(kv.next_keys[g] + dim * kGroup), N * 16 * kGroup * sizeof(Element));
+        few_tile<Floats, M, N>(x + g * kGroup, kStride, lines, kGroup, g == 0, out + dim,
+                               partial_floats(width_), 16);
       }
     }
     if constexpr (N > 1) {
@@ -104,7 +109,7 @@ class SplitAttentionAvx2 : public SplitSoftmax<Avx2> {
     }
   }
 
-  const int64_t head_dim_;
+  const int64_t head_dim_;  // with what fills the last line
 };
 
 }  // namespace

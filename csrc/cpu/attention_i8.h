@@ -21,6 +21,7 @@ class SplitAttentionI8 : public SplitBase<S> {
  public:
   using F = typename S::F;
   using I = typename S::I;
+  using Query = int8_t;
   using Element = int8_t;
   static constexpr int64_t tile_rows = 24;
 

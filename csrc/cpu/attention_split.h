@@ -11,9 +11,10 @@
 // split's positions, and what a query doesn't see adds exact zeros to it. The sum is of the rounded p, so
 // that weights add up to one and rounding them neither shrinks nor swells the result.
 //
-// That is for bf16 KV; attention_i8.h says what int8 KV changes. Here is what all of them share: the softmax
-// and the combination. attention_tile.h, attention_avx2.h, attention_amx.h and attention_i8.h add the two
-// products.
+// That is for bf16 KV. Of e4m3 KV, k and v are codes, which bf16 has exactly, s is multiplied by the key's
+// scale, the weight of a position is bf16(p * the value's scale), and the sum is of p in fp32. attention_i8.h
+// says what int8 KV changes. Here is what all of them share: the softmax and the combination.
+// attention_tile.h, attention_avx2.h, attention_amx.h and attention_i8.h add the two products.
 #pragma once
 
 #include "simd_math.h"
@@ -28,7 +29,6 @@ constexpr int64_t kStepPositions = 32;  // what a tile sees of a split is whole 
 constexpr int64_t kSplitGroups = kSplitPositions / kGroup;
 
 // A tile's queries. q: (rows, head_dim_pad). Query r sees the positions low[r] … high[r]; both rise with r.
-// Element: of q, keys and values.
 template <class Element>
 struct TileQueries {
   Element* q;
@@ -43,7 +43,7 @@ struct TileQueries {
 template <class Element>
 struct SplitKv {
   const Element *keys[kSplitGroups], *values[kSplitGroups];
-  const float *key_scales[kSplitGroups], *value_scales[kSplitGroups];  // each (16); of int8 alone
+  const float *key_scales[kSplitGroups], *value_scales[kSplitGroups];  // each (16); not of bf16
   int64_t begin, groups;
   // Of what is attended to next, or of this: kernels fetch values while they read keys, and these while they
   // read values.
@@ -180,12 +180,13 @@ class SplitBase {
   const float softcap_;
 };
 
-// The softmax of bf16 KV.
-template <class S>
+// The softmax of bf16 and e4m3 KV. KvElement: uint16_t or uint8_t.
+template <class S, class KvElement = uint16_t>
 class SplitSoftmax : public SplitBase<S> {
  public:
   using F = typename S::F;
-  using Element = uint16_t;
+  using Query = uint16_t;
+  using Element = KvElement;
   using SplitBase<S>::SplitBase;
 
   // Query r of a tile, from its head_dim bf16.
@@ -200,9 +201,12 @@ class SplitSoftmax : public SplitBase<S> {
 
   // q · k in scratch.scores to p in scratch.p, and max and sum of the partial rows. In sweeps over all rows:
   // the next one's start overlaps with the folding of a row's maximum.
-  void softmax(const TileQueries<uint16_t>& tile, const SplitKv<uint16_t>& kv, const TileScratch& scratch,
+  void softmax(const TileQueries<uint16_t>& tile, const SplitKv<Element>& kv, const TileScratch& scratch,
                Ahead<S>& ahead, float* partial) const {
     const int64_t positions = kv.groups * kGroup;
+    if constexpr (scaled) {
+      for (int64_t row = 0; row < tile.rows; ++row) scale(kv, scratch.scores + row * kSplitPositions);
+    }
     const auto max_sum = [&](int64_t row) { return partial + row * partial_floats(width_) + width_; };
     Power powers[kMostTileRows];
     for (int64_t row = 0; row < tile.rows; ++row) {
@@ -211,21 +215,36 @@ class SplitSoftmax : public SplitBase<S> {
     }
     for (int64_t row = 0; row < tile.rows; ++row) {
       const int64_t at = row * kSplitPositions;
-      max_sum(row)[1] = weights(scratch.scores + at, positions, powers[row], ahead, scratch.p + at);
+      max_sum(row)[1] = weights(scratch.scores + at, kv, powers[row], ahead, scratch.p + at);
     }
   }
 
  private:
   using Power = typename SplitBase<S>::Power;
+  static constexpr bool scaled = std::is_same_v<Element, uint8_t>;
 
-  // Returns the sum of p.
-  static float weights(const float* scores, int64_t positions, Power power, Ahead<S>& ahead, uint16_t* p) {
+  static void scale(const SplitKv<Element>& kv, float* scores) {
+    for (int64_t g = 0; g < kv.groups; ++g, scores += kGroup) {
+      S::store(scores, S::mul(S::load(scores), S::load(kv.key_scales[g])));
+    }
+  }
+
+  // To p, or the weights. Returns the sum of p.
+  static float weights(const float* scores, const SplitKv<Element>& kv, Power power, Ahead<S>& ahead,
+                       uint16_t* p) {
+    const int64_t positions = kv.groups * kGroup;
     const F factor = S::set1(power.factor), offset = S::set1(power.offset);
+    F sum = S::zero();
     for (int64_t i = 0; i < positions; i += kGroup) {
-      S::store_bf16(p + i, exp2_of_negative<S>(S::fma(S::load(scores + i), factor, offset)));
+      F weight = exp2_of_negative<S>(S::fma(S::load(scores + i), factor, offset));
+      if constexpr (scaled) {
+        sum = S::add(sum, weight);
+        weight = S::mul(weight, S::load(kv.value_scales[i / kGroup]));
+      }
+      S::store_bf16(p + i, weight);
       ahead.fetch();
     }
-    F sum = S::zero();
+    if constexpr (scaled) return S::reduce_add(sum);
     for (int64_t i = 0; i < positions; i += kStepPositions) {
       sum = S::dot(sum, S::pair(0x3f803f80u), S::load_line(p + i));  // 1, 1
     }

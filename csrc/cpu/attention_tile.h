@@ -1,10 +1,12 @@
-// The products of attention for any instruction set (attention_split.h says what they are for).
+// The products of attention for any instruction set (attention_split.h says what they are for), over KV of
+// bf16 and of e4m3, which becomes bf16 in registers.
 //
 // Sixteen scores, or sixteen dims of a result, are the lanes of a register; a few queries and a few such
 // groups keep their accumulators in registers while head_dim, or the positions, pass once.
 #pragma once
 
 #include "attention_split.h"
+#include "bf16_lines.h"
 
 namespace enginewright {
 namespace {
@@ -39,21 +41,23 @@ ENGINEWRIGHT_INLINE void for_row_chunks(int64_t rows, const Function& f) {
 template <class S, int R>
 constexpr int wide = R * 2 <= S::tile_tokens ? S::gemv_blocks : S::tile_blocks;
 
-template <class S>
-class SplitAttention : public SplitSoftmax<S> {
+// KvLines: Bf16Lines or E4m3Lines.
+template <class S, class KvLines = Bf16Lines<S>>
+class SplitAttention : public SplitSoftmax<S, typename KvLines::Element> {
  public:
   using F = typename S::F;
+  using Element = typename KvLines::Element;
   static constexpr int64_t tile_rows = 24;  // four register tiles of six
 
   SplitAttention(int64_t head_dim, int64_t head_dim_pad, float scale, float softcap)
-      : SplitSoftmax<S>(head_dim_pad, scale, softcap), pairs_(head_dim / 2) {}
+      : SplitSoftmax<S, Element>(head_dim_pad, scale, softcap), lines_((head_dim + kDepth - 1) / kDepth) {}
 
   // Around run()s with `rows` queries, and after all of a thread.
   static void begin(int64_t) {}
   static void end() {}
 
   // partial: (rows, partial_floats)
-  void run(const TileQueries<uint16_t>& tile, const SplitKv<uint16_t>& kv, const TileScratch& scratch,
+  void run(const TileQueries<uint16_t>& tile, const SplitKv<Element>& kv, const TileScratch& scratch,
            Ahead<S>& ahead, float* partial) const {
     for (int64_t g = 0; g < kv.groups; g += kKeyGroups) {
       const int64_t groups = kv.groups - g < kKeyGroups ? kv.groups - g : kKeyGroups;
@@ -73,13 +77,16 @@ class SplitAttention : public SplitSoftmax<S> {
   }
 
  private:
-  using SplitSoftmax<S>::width_;
+  using SplitSoftmax<S, Element>::width_;
+  static constexpr int kPairs = KvLines::kPairs, kDepth = 2 * kPairs;  // of a line: along dims, or positions
+  static constexpr int kLine = 16 * kDepth;                            // elements
+  template <int R>
+  static constexpr int side_by_side = wide<S, R> / kPairs;  // lines of bf16 take registers, too
 
   // scores (R, kSplitPositions) of R queries and some groups of keys, N at once, then half as many.
-  template <int R, int N = wide<S, R>>
-  ENGINEWRIGHT_INLINE void score(const uint16_t* q, const uint16_t* const* keys,
-                                 const uint16_t* const* values, int64_t groups, Ahead<S>& ahead,
-                                 float* scores) const {
+  template <int R, int N = side_by_side<R>>
+  ENGINEWRIGHT_INLINE void score(const uint16_t* q, const Element* const* keys, const Element* const* values,
+                                 int64_t groups, Ahead<S>& ahead, float* scores) const {
     for (; groups >= N; groups -= N, keys += N, values += N, scores += N * kGroup) {
       score_tile<R, N>(q, keys, values, ahead, scores);
     }
@@ -88,7 +95,7 @@ class SplitAttention : public SplitSoftmax<S> {
     }
   }
   template <int R, int N>
-  void score_tile(const uint16_t* q, const uint16_t* const* keys, const uint16_t* const* values,
+  void score_tile(const uint16_t* q, const Element* const* keys, const Element* const* values,
                   Ahead<S>& ahead, float* scores) const {
     F acc[R][N];
     ENGINEWRIGHT_UNROLL
@@ -96,19 +103,22 @@ class SplitAttention : public SplitSoftmax<S> {
       ENGINEWRIGHT_UNROLL
       for (int n = 0; n < N; ++n) acc[r][n] = S::zero();
     }
-    for (int64_t i = 0; i < pairs_; ++i) {
-      typename S::Line lines[N];
+    for (int64_t i = 0; i < lines_; ++i) {
+      typename S::Line lines[N][kPairs];
       ENGINEWRIGHT_UNROLL
       for (int n = 0; n < N; ++n) {
-        lines[n] = S::load_line(keys[n] + i * 2 * kGroup);
-        S::prefetch_l2(values[n] + i * 2 * kGroup);
+        KvLines::load(keys[n] + i * kLine, lines[n]);
+        S::prefetch_l2(values[n] + i * kLine);
       }
       ahead.fetch();
       ENGINEWRIGHT_UNROLL
       for (int r = 0; r < R; ++r) {
-        const typename S::Pair pair = S::load_pair(q + r * width_ + 2 * i);
         ENGINEWRIGHT_UNROLL
-        for (int n = 0; n < N; ++n) acc[r][n] = S::dot(acc[r][n], pair, lines[n]);
+        for (int p = 0; p < kPairs; ++p) {
+          const typename S::Pair pair = S::load_pair(q + r * width_ + i * kDepth + 2 * p);
+          ENGINEWRIGHT_UNROLL
+          for (int n = 0; n < N; ++n) acc[r][n] = S::dot(acc[r][n], pair, lines[n][p]);
+        }
       }
     }
     ENGINEWRIGHT_UNROLL
@@ -119,8 +129,8 @@ class SplitAttention : public SplitSoftmax<S> {
   }
 
   // out (R, partial_floats) = p · v for `blocks` x 16 dims from `dim` on.
-  template <int R, int N = wide<S, R>>
-  ENGINEWRIGHT_INLINE void weigh(const uint16_t* p, const SplitKv<uint16_t>& kv, int64_t dim, int64_t blocks,
+  template <int R, int N = side_by_side<R>>
+  ENGINEWRIGHT_INLINE void weigh(const uint16_t* p, const SplitKv<Element>& kv, int64_t dim, int64_t blocks,
                                  Ahead<S>& ahead, float* out) const {
     for (; blocks >= N; blocks -= N, dim += N * 16, out += N * 16) weigh_tile<R, N>(p, kv, dim, ahead, out);
     if constexpr (N > 1) {
@@ -128,7 +138,7 @@ class SplitAttention : public SplitSoftmax<S> {
     }
   }
   template <int R, int N>
-  void weigh_tile(const uint16_t* p, const SplitKv<uint16_t>& kv, int64_t dim, Ahead<S>& ahead,
+  void weigh_tile(const uint16_t* p, const SplitKv<Element>& kv, int64_t dim, Ahead<S>& ahead,
                   float* out) const {
     F acc[R][N];
     ENGINEWRIGHT_UNROLL
@@ -137,20 +147,23 @@ class SplitAttention : public SplitSoftmax<S> {
       for (int n = 0; n < N; ++n) acc[r][n] = S::zero();
     }
     for (int64_t g = 0; g < kv.groups; ++g, p += kGroup) {
-      const uint16_t *values = kv.values[g] + dim * 2, *next_keys = kv.next_keys[g] + dim * 2;
-      for (int64_t i = 0; i < kGroup; i += 2, values += 2 * width_, next_keys += 2 * width_) {
-        typename S::Line lines[N];
+      const Element *values = kv.values[g] + dim * kDepth, *next_keys = kv.next_keys[g] + dim * kDepth;
+      for (int64_t i = 0; i < kGroup; i += kDepth, values += kDepth * width_, next_keys += kDepth * width_) {
+        typename S::Line lines[N][kPairs];
         ENGINEWRIGHT_UNROLL
         for (int n = 0; n < N; ++n) {
-          lines[n] = S::load_line(values + n * 32);
-          S::prefetch_l2(next_keys + n * 32);
+          KvLines::load(values + n * kLine, lines[n]);
+          S::prefetch_l2(next_keys + n * kLine);
         }
         ahead.fetch();
         ENGINEWRIGHT_UNROLL
         for (int r = 0; r < R; ++r) {
-          const typename S::Pair pair = S::load_pair(p + r * kSplitPositions + i);
           ENGINEWRIGHT_UNROLL
-          for (int n = 0; n < N; ++n) acc[r][n] = S::dot(acc[r][n], pair, lines[n]);
+          for (int pair = 0; pair < kPairs; ++pair) {
+            const typename S::Pair weights = S::load_pair(p + r * kSplitPositions + i + 2 * pair);
+            ENGINEWRIGHT_UNROLL
+            for (int n = 0; n < N; ++n) acc[r][n] = S::dot(acc[r][n], weights, lines[n][pair]);
+          }
         }
       }
     }
@@ -161,7 +174,7 @@ class SplitAttention : public SplitSoftmax<S> {
     }
   }
 
-  const int64_t pairs_;
+  const int64_t lines_;  // of a group of keys
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Weights of 8 bits as bf16, which has every value of them: tables by the code without its sign.
+// Codes of 8 bits as bf16, which has every value of them: tables by the code without its sign.
 //
 //   i8     -127 … 127
 //   e4m3   FP8 of the form E4M3FN: a sign, 4 bits of exponent (bias 7), 3 of fraction; subnormals, no
@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 namespace enginewright {
 namespace {
@@ -38,6 +39,21 @@ struct Bf16Table {
   }
 };
 constexpr Bf16Table kI8Table(bf16_of_i8), kE4m3Table(bf16_of_e4m3);
+
+// The code nearest to x, ties to even; |x| <= 464, which rounds to 448, the largest.
+inline uint8_t e4m3_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;  // exponent and 3 bits
+  float fixed;  // below 2^-6, in units of 2^-9: those of 2^14 in fp32
+  std::memcpy(&fixed, &magnitude, 4);
+  fixed += 0x1p14f;
+  uint32_t subnormal;
+  std::memcpy(&subnormal, &fixed, 4);
+  const uint32_t code = magnitude < 0x3c800000u ? subnormal & 0xfu : normal - (120u << 3);
+  return static_cast<uint8_t>(code | (bits >> 24 & 0x80u));
+}
 
 }  // namespace
 }  // namespace enginewright

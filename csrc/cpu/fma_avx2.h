@@ -44,7 +44,7 @@ struct I8Floats {
 };
 
 // Exponent and fraction where fp32 has them: the value times 2^-120, subnormals too, and a product away from
-// being exact (e4m3.h says what a code stands for; none of a weight is NaN).
+// being exact (bf16_tables.h says what a code stands for; none of a weight is NaN).
 struct E4m3Floats {
   static constexpr DType dtype = DType::e4m3;
   static constexpr int k_count = 4;

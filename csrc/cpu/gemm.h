@@ -8,39 +8,13 @@
 // 8 bits become bf16 exactly, in registers, or, for many tokens, once a strip into scratch.
 #pragma once
 
+#include "bf16_lines.h"
 #include "gemm_epilogue.h"
 #include "gemm_operands.h"
 #include "operands.h"
 
 namespace enginewright {
 namespace {
-
-// A line of weights in memory, as lines of bf16 pairs.
-template <class S>
-struct Bf16Lines {
-  static constexpr int kPairs = 1;  // pairs of k in a line
-  static ENGINEWRIGHT_INLINE void load(const std::byte* p, typename S::Line* lines) {
-    lines[0] = S::load_line(p);
-  }
-};
-
-template <class S>
-struct I8Lines {
-  static constexpr DType kDType = DType::i8;
-  static constexpr int kPairs = 2;
-  static ENGINEWRIGHT_INLINE void load(const std::byte* p, typename S::Line* lines) {
-    S::expand_i8(p, lines[0], lines[1]);
-  }
-};
-
-template <class S>
-struct E4m3Lines {
-  static constexpr DType kDType = DType::e4m3;
-  static constexpr int kPairs = 2;
-  static ENGINEWRIGHT_INLINE void load(const std::byte* p, typename S::Line* lines) {
-    S::expand_e4m3(p, lines[0], lines[1]);
-  }
-};
 
 constexpr int64_t kPrefetchLines = 32;  // ahead in each block, where weights come from memory
 

@@ -41,7 +41,8 @@ KernelTable avx2_table() {
       {"gemm_bf16@1", make_kernel<GemmAvx2<Bf16Floats>>},
       {"gemm_fp8a16@1", make_kernel<GemmAvx2<E4m3Floats>>},
       {"gemm_w8a16@1", make_kernel<GemmAvx2<I8Floats>>},
-      {"paged_attention@1", make_attention<Avx2, SplitAttentionAvx2>},
+      {"paged_attention@1", make_attention<Avx2, SplitAttentionAvx2<Bf16Floats, uint16_t>,
+                                           SplitAttentionAvx2<E4m3Floats, uint8_t>>},
   });
 }
 

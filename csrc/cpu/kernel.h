@@ -73,6 +73,7 @@ inline bool by_columns(Layout layout) {
 //   i8    K  [block_size / 16][head_dim_pad / 4][16 tokens][4]   codes in [-127, 127]
 //         V  [block_size / 4][head_dim_pad][4 tokens]
 //         and behind either, f32 [block_size]: the scale of a token's codes
+//   e4m3  as i8, codes without NaN
 // A slot is block * block_size + position in the block. Both pools are 64-byte aligned, and a block of zero
 // bytes holds zeros.
 struct KvPool {
@@ -82,8 +83,9 @@ struct KvPool {
   int64_t num_blocks, block_size, kv_heads, head_dim, head_dim_pad;
   int64_t tile_bytes, block_stride;  // bytes
 
+  bool scaled() const { return dtype != DType::bf16; }
   // Of a tile, without scales; and of a token's K and V in all heads.
-  int64_t code_bytes() const { return block_size * head_dim_pad * (dtype == DType::i8 ? 1 : 2); }
+  int64_t code_bytes() const { return block_size * head_dim_pad * (scaled() ? 1 : 2); }
   int64_t token_bytes() const { return 2 * kv_heads * tile_bytes / block_size; }
 };
 

@@ -10,14 +10,14 @@ namespace {
 
 KvPool shape_of(int64_t layers, int64_t num_blocks, int64_t block_size, int64_t kv_heads, int64_t head_dim,
                 DType dtype) {
-  require(dtype == DType::bf16 || dtype == DType::i8,
-          std::string("a KV pool holds bf16 or i8, not ") + name_of(dtype));
+  require(dtype == DType::bf16 || dtype == DType::i8 || dtype == DType::e4m3,
+          std::string("a KV pool holds bf16, i8 or e4m3, not ") + name_of(dtype));
   require(layers > 0 && num_blocks > 0 && kv_heads > 0 && head_dim > 0, "a KV pool has no size");
   require(block_size > 0 && block_size % 16 == 0, "a KV block must hold a multiple of 16 tokens");
   require(head_dim < (int64_t{1} << 31), "a KV head is too large");
   const int64_t head_dim_pad = round_up(head_dim, 32);
   KvPool shape{nullptr, nullptr, dtype, num_blocks, block_size, kv_heads, head_dim, head_dim_pad, 0, 0};
-  const int64_t row_bytes = head_dim_pad * bytes_of(dtype) + (dtype == DType::i8 ? 4 : 0);
+  const int64_t row_bytes = head_dim_pad * bytes_of(dtype) + (shape.scaled() ? 4 : 0);
   shape.tile_bytes = checked_mul(block_size, row_bytes);
   shape.block_stride = checked_mul(checked_mul(checked_mul(shape.tile_bytes, kv_heads), layers), 2);
   return shape;

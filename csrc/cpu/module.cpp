@@ -81,8 +81,14 @@ py::array kv_view(std::byte* data, const KvPool& pool, const py::object& owner) 
   const py::ssize_t item = bytes_of(pool.dtype), tile = pool.tile_bytes;
   const std::vector<py::ssize_t> shape{pool.num_blocks, pool.kv_heads, tile / item};
   const std::vector<py::ssize_t> strides{pool.block_stride, tile, item};
-  return pool.dtype == DType::i8 ? view<int8_t>(data, shape, strides, owner)
-                                 : view<uint16_t>(data, shape, strides, owner);
+  switch (pool.dtype) {
+    case DType::i8:
+      return view<int8_t>(data, shape, strides, owner);
+    case DType::e4m3:
+      return view<uint8_t>(data, shape, strides, owner);
+    default:
+      return view<uint16_t>(data, shape, strides, owner);
+  }
 }
 
 // The executor, and the Python objects whose memory it uses.

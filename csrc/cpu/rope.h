@@ -2,8 +2,8 @@
 //
 //   rope_table@1     cos, sin [tokens, R/2] = cos, sin(position * inv_freq) * scale. The product is fp32, as
 //                    models were trained with it; its cosine is exact to the last bit or so.
-//   rope_kv_write@1  bf16(rope(q)) to q_out, rope(k) and v to the pools at `slots`, as bf16, or as int8 with
-//                    a scale a row of head_dim (quantize.h has the rule).
+//   rope_kv_write@1  bf16(rope(q)) to q_out, rope(k) and v to the pools at `slots`, as bf16, or as int8 or
+//                    e4m3 with a scale a row of head_dim (quantize.h has the rule).
 //                    (x[i], x[i + R/2]) turns by angle i for i < R/2; dims from R on pass unchanged.
 //
 // q: f32 [tokens, heads * D]; k, v: f32 [tokens, kv_heads * D]; cos, sin: f32 [tokens, R/2], R <= D;
@@ -98,7 +98,7 @@ class RopeKvWrite final : public Kernel {
     Work work = touched({&q_, &k_, &v_, &cos_, &sin_, &q_out_}, sizes);
     work.kv_bytes = q_.rows.at(sizes) * pool_.token_bytes();
     work.fp32_ops = 6 * q_.rows.at(sizes) * (heads_ + kv_heads_) * half_;
-    if (pool_.dtype == DType::i8) work.fp32_ops += 4 * q_.rows.at(sizes) * 2 * kv_heads_ * head_dim_;
+    if (pool_.scaled()) work.fp32_ops += 4 * q_.rows.at(sizes) * 2 * kv_heads_ * head_dim_;
     return work;
   }
 
@@ -156,7 +156,9 @@ class RopeKvWrite final : public Kernel {
     const int64_t tile = slot / pool_.block_size * pool_.block_stride + head * pool_.tile_bytes;
     std::byte* rounded = scratch + pool_.head_dim_pad * 4;
     if (pool_.dtype == DType::i8) {
-      write_codes(turned, value, at, tile, reinterpret_cast<int8_t*>(rounded));
+      write_codes<I8Rounding>(turned, value, at, tile, reinterpret_cast<int8_t*>(rounded));
+    } else if (pool_.dtype == DType::e4m3) {
+      write_codes<E4m3Rounding>(turned, value, at, tile, reinterpret_cast<uint8_t*>(rounded));
     } else {
       write_bf16(turned, value, at, tile, reinterpret_cast<uint16_t*>(rounded));
     }
@@ -174,14 +176,15 @@ class RopeKvWrite final : public Kernel {
     auto* values = reinterpret_cast<uint16_t*>(pool_.values + tile) + at / 2 * 2 * width + at % 2;
     for (int64_t i = 0; i < width; ++i) values[2 * i] = value[i];
   }
-  void write_codes(const float* k, const float* v, int64_t at, int64_t tile, int8_t* key) const {
+  template <class Rounding, class Code>
+  void write_codes(const float* k, const float* v, int64_t at, int64_t tile, Code* key) const {
     const int64_t width = pool_.head_dim_pad;
-    int8_t* value = key + width;
-    const float k_scale = quantize_run<S>(RowReader<S>(k), 0, head_dim_, key),
-                v_scale = quantize_run<S>(RowReader<S>(v), 0, head_dim_, value);
+    Code* value = key + width;
+    const float k_scale = quantize_run<S, Rounding>(RowReader<S>(k), 0, head_dim_, key),
+                v_scale = quantize_run<S, Rounding>(RowReader<S>(v), 0, head_dim_, value);
     for (int64_t i = head_dim_; i < width; ++i) key[i] = value[i] = 0;
-    auto *keys = reinterpret_cast<int8_t*>(pool_.keys + tile),
-         *values = reinterpret_cast<int8_t*>(pool_.values + tile);
+    auto *keys = reinterpret_cast<Code*>(pool_.keys + tile),
+         *values = reinterpret_cast<Code*>(pool_.values + tile);
     reinterpret_cast<float*>(keys + pool_.code_bytes())[at] = k_scale;
     reinterpret_cast<float*>(values + pool_.code_bytes())[at] = v_scale;
     keys += at / 16 * 16 * width + at % 16 * 4;

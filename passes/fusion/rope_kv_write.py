@@ -35,6 +35,7 @@ class FuseRopeKvWrite:
                 heads=q_rope.attributes["heads"].as_int(),
                 kv_heads=k_rope.attributes["heads"].as_int(),
                 head_dim=write.attributes["head_dim"].as_int(),
+                stored=write.attributes["stored"].as_int(),
             )
             fused.name = f"{attention.name}.rope_kv_write"
             old = [write, rounding, q_rope, k_rope]

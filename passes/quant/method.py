@@ -111,7 +111,7 @@ class QuantConfig(ABC):
         if self.activations != ir.DataType.INT8:
             return x.to(torch.bfloat16).float()
         runs = in_runs(x, self.activation_group)
-        scale = runs.abs().amax(-1, keepdim=True) / LARGEST_CODE
+        scale = runs.abs().amax(-1, keepdim=True) / LARGEST_CODE[ir.DataType.INT8]
         rounded = (runs / torch.where(scale > 0, scale, 1.0)).round_().mul_(scale)
         return rounded.flatten(-2)[..., : x.shape[-1]]
 

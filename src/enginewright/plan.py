@@ -95,8 +95,8 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class KvGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layers whose KV lives and dies together, under one block table a sequence.
 
-    window: positions a query sees, itself included; 0 means all. dtype: bf16, or i8 with an f32 scale for each
-    token's K, and V, of a head. bytes_per_token: K and V of all layers in the group, as stored (padding and scales
+    window: positions a query sees, itself included; 0 means all. dtype: bf16, or i8 or e4m3 with an f32 scale for
+    each token's K, and V, of a head. bytes_per_token: K and V of all layers in the group, as stored (padding and scales
     included). block_size: tokens a block.
     """
 

@@ -15,7 +15,7 @@ from enginewright.passes.quant import METHODS, W8A8, Int8Sq, QuantConfig
 ROOM = 0.8  # of what a limit allows at most
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_a_sound_build_passes(
     method: type[QuantConfig], kv_cache_dtype: str, smollm2_folder: Path, tmp_path: Path
