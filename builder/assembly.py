@@ -27,6 +27,7 @@ from enginewright.passes.quant import Bf16, QuantConfig, quant_config
 from enginewright.passes.quant.method import Calibration
 from enginewright.passes.weights import open_rows
 from enginewright.plan import Plan
+from enginewright.plugins.kernel import Specialization
 
 KV_DTYPES = {"bf16": "bf16", "int8": "i8", "fp8": "e4m3"}  # as --kv-cache-dtype has it → as the plan has it
 
@@ -62,8 +63,8 @@ class BuildConfig:
 @dataclass(frozen=True)
 class Assembly:
     """imported, dense: the graph at first, and before it was quantized. plans: by family of targets. weights: name →
-    where its bytes come from. kernels: the code that GPUs need, expression → its header in csrc/cuda. files: the
-    sections that are neither weights nor code. notes: what people should know of weights that the checkpoint has
+    where its bytes come from. kernels: the code that GPUs need, by name. files: the sections that are neither weights
+    nor code. notes: what people should know of weights that the checkpoint has
     quantized.
     """
 
@@ -74,7 +75,7 @@ class Assembly:
     dense: ir.Model
     plans: Mapping[str, Plan]
     weights: Mapping[str, Weight]
-    kernels: Mapping[str, str]
+    kernels: Mapping[str, Specialization]
     files: Mapping[str, bytes]
     results: Mapping[str, PassResult]
     notes: Sequence[str]
@@ -158,7 +159,7 @@ def assemble(
         dense=dense[0],
         plans=plans,
         weights=_merged(lowered),
-        kernels={name: source for entry in lowered.values() for name, source in entry.kernels.items()},
+        kernels={name: kernel for entry in lowered.values() for name, kernel in entry.kernels.items()},
         files=_files(checkpoint, plans),
         results=results,
         notes=[f"{count} {'weight' if count == 1 else 'weights'}: {text}" for text, count in notes.items()],

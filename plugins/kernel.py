@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -65,6 +66,13 @@ class Call:
             if linear == Linear(**{name: 1}):
                 return f"Rows::{name}"
         raise AssertionError(f"{role} has rows {linear}, which kernels do not count")
+
+
+class Specialization(NamedTuple):
+    """A kernel with its constants. source: its header in csrc/cuda. expression: its C++ name there."""
+
+    source: str
+    expression: str
 
 
 # As C++ has them.

@@ -6,6 +6,7 @@ from itertools import cycle
 
 import numpy as np
 
+from enginewright.plugins.kernel import Specialization
 from enginewright.runtime.cuda.device import Bytes, Grid
 from tests.emulated import SCHEDULES, Kernels
 
@@ -14,15 +15,16 @@ FREE_BYTES = 256 << 20
 
 
 class EmulatedDevice:
-    """kernels: the code of the engine, expression → its header. What is captured is done when it is replayed, on the
+    """kernels: the code of the engine, by name. What is captured is done when it is replayed, on the
     memory as it is then.
     """
 
     multiprocessors = 3
     free_bytes = FREE_BYTES
 
-    def __init__(self, kernels: Mapping[str, str], sm: int = 80) -> None:
-        self._kernels = Kernels([(source, expression) for expression, source in kernels.items()], sm)
+    def __init__(self, kernels: Mapping[str, Specialization], sm: int = 80) -> None:
+        self._expressions = {name: kernel.expression for name, kernel in kernels.items()}
+        self._kernels = Kernels(list(kernels.values()), sm)
         self._memory: list[Bytes] = []
         self._captured: list[Callable[[], None]] | None = None
         self._schedules = cycle(SCHEDULES)
@@ -55,13 +57,13 @@ class EmulatedDevice:
     def launcher(
         self, kernel: str, threads: int, shared_bytes: int, arguments: Sequence[int]
     ) -> Callable[[Grid], None]:
-        addresses = [ctypes.c_void_p(address or None) for address in arguments]
+        expression, addresses = self._expressions[kernel], [ctypes.c_void_p(address or None) for address in arguments]
 
         def run(grid: Grid) -> None:
             def launch() -> None:
                 self.launches += 1
                 schedule = next(self._schedules)
-                self._kernels.launch(kernel, grid, threads, shared_bytes, *addresses, schedule=schedule)
+                self._kernels.launch(expression, grid, threads, shared_bytes, *addresses, schedule=schedule)
 
             if self._captured is None:
                 launch()

@@ -4,10 +4,12 @@ The graph that comes in has only ops with a kernel for the target (and Split and
 Nothing is decided here that a pass could decide; what is laid out here is memory.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
 import onnx_ir as ir
 
 from enginewright.builder.lower.arena import assign_slots
@@ -29,7 +31,7 @@ from enginewright.plan import (
     WeightOperand,
 )
 from enginewright.plugins import binding_of
-from enginewright.plugins.kernel import Call, CudaKernel, Matrix
+from enginewright.plugins.kernel import Call, CudaKernel, Matrix, Specialization
 from enginewright.plugins.paged_attention import BLOCK_SIZE, kv_row_bytes, padded_head_dim
 from enginewright.plugins.plugin import dtype_attribute
 
@@ -71,12 +73,12 @@ class Weight:
 @dataclass(frozen=True)
 class Lowered:
     """plan: what the executor runs. weights: name in the plan → where its bytes come from. kernels: the code that the
-    plan's launches need, expression → its header in csrc/cuda.
+    plan's launches need, by name.
     """
 
     plan: Plan
     weights: Mapping[str, Weight]
-    kernels: Mapping[str, str]
+    kernels: Mapping[str, Specialization]
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class _Lowering:
         self.lasting: list[int] = []  # buffers that keep their content from step to step
         self.steps: list[Step] = []
         self.weights: dict[str, Weight] = {}
-        self.kernels: dict[str, str] = {}
+        self.kernels: dict[str, Specialization] = {}
         self.nodes = list(self.graph)
         self.order = {node: index for index, node in enumerate(self.nodes)}
 
@@ -203,10 +205,15 @@ class _Lowering:
         launches: tuple[Launch, ...] = ()
         if isinstance(binding, CudaKernel):
             matrices = {role: self._matrix(operand) for role, operand in operands.items()}
-            launches = binding.launches(Call(matrices, attributes))
-            for launch in launches:
-                self.kernels[launch.kernel] = binding.sources[launch.kernel.partition("<")[0]]
+            launches = tuple(self._named(one, binding) for one in binding.launches(Call(matrices, attributes)))
         self.steps.append(Step(binding.kernel, operands, attributes, launches))
+
+    def _named(self, launch: Launch, binding: CudaKernel) -> Launch:
+        """The same launch by its kernel's name in the code: `rms_norm-`, and a hash of the specialization."""
+        function = launch.kernel.partition("<")[0]
+        name = f"{function}-{hashlib.sha256(launch.kernel.encode()).hexdigest()[:12]}"
+        self.kernels[name] = Specialization(binding.sources[function], launch.kernel)
+        return msgspec.structs.replace(launch, kernel=name)
 
     def _extra(self, dtype: str, rows: Linear, columns: int) -> BufferOperand:
         self.buffers.append((dtype, rows, columns))

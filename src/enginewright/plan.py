@@ -149,7 +149,7 @@ class Extent(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
 
 class Launch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One launch on a GPU. kernel: its name in the engine's code, the C++ expression of a specialization.
+    """One launch on a GPU. kernel: its name in the engine's code.
 
     arguments: behind the step's sizes, the addresses of operands by role; of a KV operand, "kv.keys" and "kv.values"; a
     role that the step lacks is a null pointer. It runs where low ≤ rows ≤ high, so a step's launches may be a table by
