@@ -1,6 +1,7 @@
 """Environment variables: all of them are read here."""
 
 import os
+from pathlib import Path
 
 from enginewright.errors import UsageError
 
@@ -18,3 +19,9 @@ def num_threads() -> int | None:
     if not text.isdecimal() or not 0 < int(text) <= 1024:
         raise UsageError(f"ENGINEWRIGHT_NUM_THREADS is {text!r}", "it must be a number from 1 to 1024")
     return int(text)
+
+
+def cache_folder() -> Path:
+    """XDG_CACHE_HOME: where what can be made again is kept, in a folder of ours; may not exist yet."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "enginewright"

@@ -100,7 +100,7 @@ def swap_numbers(text: bytes, random: Random) -> bytes:
 DAMAGES = (flip, insert, delete, repeat, repeat_entry, nest, renumber, renumber, reword, swap_numbers)
 
 
-def _damaged(text: bytes, random: Random) -> bytes:
+def damaged(text: bytes, random: Random) -> bytes:
     for _ in range(random.choice((1, 1, 1, 2, 5))):
         if text:
             text = random.choice(DAMAGES)(text, random)
@@ -139,10 +139,10 @@ def mutants(folder: Path, seed: int, count: int) -> Iterator[tuple[bytes, int]]:
     for _ in range(count):
         text = header
         if random.random() < 0.5:
-            changed = _damaged(manifest, random)
+            changed = damaged(manifest, random)
             text = before + signed(_rehashed(changed) if random.random() < 0.7 else changed) + after
         if text is header or random.random() < 0.1:
-            text = _damaged(text, random)
+            text = damaged(text, random)
         text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)
         length, file_bytes = len(text), 8 + len(text) + data_bytes
         match random.randrange(24):

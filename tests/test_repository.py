@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from tests.source_rules import violations
 
 ROOT = Path(__file__).resolve().parent.parent
-LINKS = ("builder", "cli.py", "configs", "passes", "plugins", "runtime")
+LINKS = ("builder", "cli.py", "configs", "csrc", "passes", "plugins", "runtime")
 PRODUCT = (*LINKS, "src", "benchmarks", "setup.py")
 MAX_LINES = 400
 

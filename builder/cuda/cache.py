@@ -1,0 +1,47 @@
+"""What has been compiled before: one file a kernel and architecture, named after a hash of all that went into it."""
+
+import contextlib
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from enginewright.builder.cuda.kernel import Compiled
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_DECODER = msgspec.msgpack.Decoder(Compiled)
+
+
+class CompileCache:
+    """A folder of entries; any number of processes may use it at once. Without a disk there is no cache, and no error.
+
+    An entry is the SHA-256 of what follows, which is a `Compiled` as MessagePack.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get(self, key: str) -> Compiled | None:
+        """None if there is no such entry, or a damaged one."""
+        try:
+            data = self._path(key).read_bytes()
+        except OSError:
+            return None
+        digest, payload = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        return _DECODER.decode(payload) if hashlib.sha256(payload).digest() == digest else None
+
+    def put(self, key: str, compiled: Compiled) -> None:
+        payload, path = msgspec.msgpack.encode(compiled), self._path(key)
+        unfinished = path.with_name(f".{key}.{os.getpid()}-{secrets.token_hex(4)}")
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                unfinished.write_bytes(hashlib.sha256(payload).digest() + payload)
+                os.replace(unfinished, path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / key[:2] / key

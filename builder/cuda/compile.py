@@ -1,0 +1,110 @@
+"""Kernels for GPU architectures: from the cache, or compiled now."""
+
+import difflib
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+import enginewright
+from enginewright.builder.cuda import nvrtc
+from enginewright.builder.cuda.cache import CompileCache
+from enginewright.builder.cuda.kernel import Compiled, Failed, Instance, Job
+from enginewright.builder.cuda.workers import compile_all
+from enginewright.code import PTX, SMS
+from enginewright.errors import EngineError, UsageError
+from enginewright.runtime import env
+from enginewright.runtime.machine import num_cores
+
+SOURCES = Path(enginewright.__file__).parent / "csrc" / "cuda"
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+def compile_kernels(
+    instances: Iterable[Instance],
+    sms: Iterable[str],
+    jobs: int | None = None,
+    *,
+    sources: Path = SOURCES,
+    cache: Path | None = None,
+) -> dict[str, dict[Instance, Compiled]]:
+    """Architecture → kernel → its code, the same bytes on every machine.
+
+    Args:
+        sms: of `code.SMS`, or "ptx".
+        jobs: processes at most; None takes one a core.
+        sources: folder of the kernels' headers.
+        cache: folder of what has been compiled before; None takes the user's.
+
+    Raises:
+        UsageError: the compiler is not installed, or an architecture is not known.
+        EngineError: a kernel does not compile.
+    """
+    kernels, architectures = tuple(dict.fromkeys(instances)), tuple(dict.fromkeys(sms))
+    for sm in architectures:
+        check_sm(sm)
+    versions, store = _versions(), CompileCache(cache or env.cache_folder() / "cuda")
+    texts = {source: _texts(source, sources) for source in {kernel.source for kernel in kernels}}
+    wanted = {(sm, kernel): Job(kernel, sm, texts[kernel.source]) for sm in architectures for kernel in kernels}
+    keys = {place: _key(job, versions) for place, job in wanted.items()}
+    made = {place: compiled for place, key in keys.items() if (compiled := store.get(key)) is not None}
+    missing = [place for place in wanted if place not in made]
+    with closing(compile_all([wanted[place] for place in missing], jobs or num_cores())) as answers:
+        for place, answer in zip(missing, answers, strict=True):
+            if isinstance(answer, Failed):
+                raise _refusal(*place, answer)
+            store.put(keys[place], answer)
+            made[place] = answer
+    return {sm: {kernel: made[sm, kernel] for kernel in kernels} for sm in architectures}
+
+
+def check_sm(sm: str) -> None:
+    """Raises UsageError for an architecture that nothing is compiled for."""
+    if sm in (*SMS, PTX):
+        return
+    near = difflib.get_close_matches(sm, (*SMS, PTX), n=1)
+    meant = f"Did you mean {near[0]}? " if near else ""
+    raise UsageError(f"there are no kernels for {sm!r}", fix=f"{meant}There are some for {', '.join(SMS)} and {PTX}.")
+
+
+def _versions() -> dict[str, str]:
+    """Of the wheels that compile; they need not be loaded for what is in the cache."""
+    try:
+        return {wheel: version(wheel) for wheel in nvrtc.WHEELS}
+    except PackageNotFoundError as error:
+        raise UsageError(
+            "GPU kernels cannot be compiled",
+            f"{error.name} is not installed",
+            "Install it with: pip install 'enginewright[cuda-build]'",
+        ) from None
+
+
+def _texts(source: str, sources: Path) -> dict[str, str]:
+    """A header and all that it includes of this folder, whatever #if says: name → text."""
+    texts: dict[str, str] = {}
+    pending = [source]
+    while pending:
+        name = pending.pop()
+        if name in texts:
+            continue
+        try:
+            texts[name] = (sources / name).read_text()
+        except FileNotFoundError:
+            if name == source:
+                raise EngineError(f"there is no kernel {source}", f"{sources} has no such file") from None
+            continue  # one of the compiler's own
+        pending.extend(_INCLUDE.findall(texts[name]))
+    return texts
+
+
+def _key(job: Job, versions: Mapping[str, str]) -> str:
+    return hashlib.sha256(msgspec.json.encode([job, nvrtc.OPTIONS, versions], order="sorted")).hexdigest()
+
+
+def _refusal(sm: str, kernel: Instance, failed: Failed) -> EngineError:
+    what = f"{kernel.expression} of {kernel.source} does not compile for {sm}"
+    return EngineError(what, failed.log.strip(), "This is a fault of enginewright: please report it with this text.")

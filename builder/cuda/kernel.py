@@ -1,0 +1,43 @@
+"""What a GPU kernel is before and after it is compiled."""
+
+import msgspec
+
+
+class Instance(msgspec.Struct, frozen=True, tag=True):
+    """One kernel in CUDA C++, specialized.
+
+    source: a header, relative to the folder of sources: "rms_norm.cuh". expression: the C++ name of the
+    specialization: "enginewright::add_rms_norm<576, 1, 32>".
+    """
+
+    source: str
+    expression: str
+
+
+class Job(msgspec.Struct, frozen=True):
+    """sm: one of `code.SMS`, or "ptx". texts: the source and what it includes of ours, name → text."""
+
+    instance: Instance
+    sm: str
+    texts: dict[str, str]
+
+
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    """One kernel for one architecture.
+
+    cubin: machine code; the text of PTX for "ptx". symbol: the kernel's name in it. registers: of a thread.
+    local_bytes: memory of a thread for what its registers do not hold: spills, and arrays with a computed index.
+    static_shared_bytes: of a block. All three are 0 for PTX, where the driver compiles.
+    """
+
+    cubin: bytes
+    symbol: str
+    registers: int = 0
+    local_bytes: int = 0
+    static_shared_bytes: int = 0
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """log: what the compiler says."""
+
+    log: str

@@ -1,0 +1,31 @@
+"""A process that compiles kernels: a job as a line of JSON on stdin, its answer as a line on stdout.
+
+`workers.py` starts it, as `python -m enginewright.builder.cuda.worker`.
+"""
+
+import os
+import signal
+import sys
+
+import msgspec
+
+from enginewright.builder.cuda.kernel import Compiled, Failed, Job
+from enginewright.builder.cuda.nvrtc import compile_cpp
+
+_JOB = msgspec.json.Decoder(Job)
+
+
+def _compile(job: Job) -> Compiled | Failed:
+    return compile_cpp(job.instance.source, job.instance.expression, job.sm, job.texts)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us is interrupted, too, and ends us
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # compilers print
+    for line in sys.stdin.buffer:
+        answers.write(msgspec.json.encode(_compile(_JOB.decode(line))) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Machine code in an engine file: one section `code/<architecture>` for each GPU architecture, an archive of kernels.
+
+    u64 N | JSON index, space-padded to N bytes | cubins, each 64-byte aligned and zero-padded to 64 bytes
+
+docs/engine-file.md specifies it. Whatever the bytes, reading raises nothing but EngineError. What is accepted is
+exactly what `write_code` writes.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated
+
+import msgspec
+
+from enginewright.engine_header import REBUILD, padded
+from enginewright.errors import CorruptEngineError, NoCodeForMachineError
+from enginewright.manifest import MAX_BYTES, MAX_NAME
+
+CODE = "code/"  # sections of this prefix are archives of kernels
+CUDA = "cuda:"  # targets of this prefix are GPU architectures
+PTX = "ptx"  # what the driver compiles where it runs, for any GPU from _PTX_FROM on
+SMS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")  # what kernels are compiled for
+_PTX_FROM = (8, 0)
+_SM = re.compile(r"sm_(?P<major>[0-9]{1,2})(?P<minor>[0-9])(?P<exact>a?)")
+_NAME = re.compile(r"[!#-\[\]-~ ]{1,255}")  # printable ASCII but '"' and '\\'
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+
+
+class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How one kernel of an archive is found in its cubin, and what a launch of it takes.
+
+    symbol: its name in the cubin. shared_bytes: dynamic shared memory that it was compiled for, and num_warps the
+    warps of a block, 0 where the plan says them. scratch_bytes: global memory that each block needs for itself.
+    """
+
+    symbol: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    shared_bytes: Bytes = 0
+    num_warps: Annotated[int, msgspec.Meta(ge=0, le=32)] = 0
+    scratch_bytes: Bytes = 0
+
+
+class _Entry(Launch, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """offset: of the cubin, from the section's start."""
+
+    offset: Bytes
+    nbytes: Bytes
+
+
+_INDEX = msgspec.json.Decoder(dict[str, _Entry])
+
+
+class CodeArchive:
+    """The kernels of one architecture. launches: name → how it is launched."""
+
+    def __init__(self, data: memoryview, entries: Mapping[str, _Entry]) -> None:
+        self._data = data
+        self._entries = entries
+        self.launches: Mapping[str, Launch] = entries
+
+    def cubin(self, name: str) -> memoryview:
+        """Machine code (or the text of PTX) of one kernel, where the section lies.
+
+        Raises:
+            CorruptEngineError: the archive has no kernel of this name.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            raise CorruptEngineError("the engine is incomplete", f"its code has no kernel {name!r}", REBUILD)
+        return self._data[entry.offset : entry.offset + entry.nbytes]
+
+
+def write_code(kernels: Mapping[str, tuple[Launch, bytes]]) -> bytes:
+    """The archive of these kernels, name → launch and cubin; the same bytes whatever their order.
+
+    Raises:
+        ValueError: no reader would accept it.
+    """
+    cubins = {name: cubin for name, (_, cubin) in sorted(kernels.items())}
+    launches = {name: launch for name, (launch, _) in kernels.items()}
+    reserved = 0
+    while True:  # offsets have digits: a longer index moves them, which may make it longer
+        index = _encode(_placed(launches, {name: len(cubin) for name, cubin in cubins.items()}, reserved))
+        if len(index) <= reserved:
+            break
+        reserved = padded(8 + len(index)) - 8
+    parts = [reserved.to_bytes(8, "little"), index.ljust(reserved)]
+    parts += [cubin.ljust(padded(len(cubin)), b"\0") for cubin in cubins.values()]
+    data = b"".join(parts)
+    _read(memoryview(data))
+    return data
+
+
+def read_code(data: memoryview, section: str) -> CodeArchive:
+    """The archive in a section's bytes, which stay where they are.
+
+    Raises:
+        CorruptEngineError: anything is not as it should be.
+    """
+    try:
+        return _read(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        why = "".join(character if character.isprintable() else "?" for character in str(error)[:300])
+        raise CorruptEngineError(f"section {section} is damaged", why, REBUILD) from error
+
+
+def _read(data: memoryview) -> CodeArchive:
+    if len(data) < 8:
+        raise ValueError(f"it has {len(data)} bytes")
+    reserved = int.from_bytes(data[:8], "little")
+    if reserved > len(data) - 8:
+        raise ValueError(f"its index should take {reserved} bytes, it has {len(data)}")
+    index = bytes(data[8 : 8 + reserved]).rstrip(b" ")
+    entries = _INDEX.decode(index)
+    if any(not _NAME.fullmatch(name) for name in entries):
+        raise ValueError("a kernel has no name that is one")
+    expected = _placed(entries, {name: entry.nbytes for name, entry in entries.items()}, reserved)
+    if _encode(expected) != index or reserved != padded(8 + len(index)) - 8:
+        raise ValueError("its index is not the one of these kernels")
+    end = 8 + reserved
+    for name, entry in sorted(entries.items()):
+        end = entry.offset + padded(entry.nbytes)
+        if end > len(data):
+            raise ValueError(f"kernel {name!r} ends at {end}, the section at {len(data)}")
+        if any(data[entry.offset + entry.nbytes : end]):
+            raise ValueError(f"behind kernel {name!r} are no zeros")
+    if end != len(data):
+        raise ValueError(f"its kernels end at {end}, the section at {len(data)}")
+    return CodeArchive(data, entries)
+
+
+def _placed(launches: Mapping[str, Launch], nbytes: Mapping[str, int], reserved: int) -> dict[str, _Entry]:
+    """One kernel after another, in the order of their names."""
+    end, entries = 8 + reserved, {}
+    for name, launch in sorted(launches.items()):
+        fields = {field: getattr(launch, field) for field in Launch.__struct_fields__}
+        entries[name] = _Entry(offset=end, nbytes=nbytes[name], **fields)
+        end += padded(nbytes[name])
+    return entries
+
+
+def _encode(entries: Mapping[str, _Entry]) -> bytes:
+    return msgspec.json.encode(entries, order="sorted")
+
+
+def choose_code(capability: tuple[int, int], names: Collection[str], engine: str = "the engine") -> str:
+    """Which of an engine's architectures runs on a GPU.
+
+    Code for sm_XY runs on compute capability X.Y and on X.Z above it; sm_XYa on X.Y alone, and is the better one there.
+    PTX is the last resort.
+
+    Args:
+        capability: of the GPU, major and minor.
+        names: what the engine has code for, such as "sm_80".
+        engine: what messages call it.
+
+    Raises:
+        NoCodeForMachineError: none does.
+    """
+    fitting = {rank: name for name in names if (rank := _rank(name, capability)) is not None}
+    if fitting:
+        return fitting[max(fitting)]
+    dotted = ".".join(map(str, capability))
+    able = [sm for sm in SMS if _rank(sm, capability) is not None]
+    fix = f"Build it again with --target {CUDA}{able[-1]}." if able else f"There are kernels for {', '.join(SMS)}."
+    raise NoCodeForMachineError(
+        f"{engine} has no code for this GPU",
+        f"its compute capability is {dotted}, and the engine was built for {', '.join(names) or 'no GPU'}",
+        fix,
+    )
+
+
+def _rank(name: str, capability: tuple[int, int]) -> tuple[int, int] | None:
+    """How well an architecture fits a GPU, the higher the better; None if its code does not run there."""
+    if name == PTX:
+        return (0, 0) if capability >= _PTX_FROM else None
+    match = _SM.fullmatch(name)
+    if not match or int(match["major"]) != capability[0]:
+        return None
+    minor = int(match["minor"])
+    if match["exact"]:
+        return (2, minor) if minor == capability[1] else None
+    return (1, minor) if minor <= capability[1] else None
+
+
+def architectures(sections: Iterable[str]) -> list[str]:
+    """What an engine with these sections has code for."""
+    return [name.removeprefix(CODE) for name in sections if name.startswith(CODE)]

@@ -1,0 +1,238 @@
+"""Ahead-of-time compilation of GPU kernels: what comes out, that it is the same each time, and what is refused."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import pytest
+
+from enginewright.builder.cuda import Compiled, Instance, compile, compile_kernels
+from enginewright.builder.cuda.cubin import resources
+from enginewright.builder.cuda.kernel import Failed, Job
+from enginewright.code import SMS
+from enginewright.errors import EngineError, UsageError
+
+# What makes compilers write differently: names local to a file, headers of the wheels, and one of ours.
+KERNEL = r"""
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+#include "inner.cuh"
+namespace enginewright {
+namespace { __device__ int counter = 3; }
+template <int kWarp, int kLocal>
+__global__ void __launch_bounds__(256) add(const __nv_bfloat16* x, float* y, int n) {
+  __shared__ float part[kWarp];
+  extern __shared__ float rest[];
+  float kept[kLocal];
+  for (int i = 0; i < kLocal; ++i) kept[i] = x[i * n];
+  part[threadIdx.x % kWarp] = rest[threadIdx.x] * scale() + counter;
+  __syncthreads();
+  if constexpr (kLocal > 1) {  // indices that are not known: an array in memory, not in registers
+    for (int i = 0; i < n; ++i) kept[i * 7 % kLocal] += kept[i * 3 % kLocal];
+  }
+  y[threadIdx.x] = part[(threadIdx.x + 1) % kWarp] + kept[n % kLocal];
+}
+template <int kSize>
+__global__ void __launch_bounds__(1024, 1) spill(float* y, int n) {
+  float a[kSize];
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) a[i] = y[i * n];
+  __syncthreads();
+  for (int j = 0; j < n; ++j) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) a[i] = a[i] * a[(i * 5 + 3) % kSize] + j;
+  }
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) y[i * n] = a[i];
+}
+__global__ void __launch_bounds__(32) fused(float* y) { y[0] = y[1] * y[2] + y[3]; }
+}
+"""
+INNER = "#pragma once\ninline float scale() { return 2.0f; }  // a function of the device, without saying so\n"
+ADD = Instance("add.cuh", "enginewright::add<32, 1>")
+LOCAL = Instance("add.cuh", "enginewright::add<33, 64>")
+SPILL = Instance("add.cuh", "enginewright::spill<128>")
+FUSED = Instance("add.cuh", "enginewright::fused")
+
+
+def write_sources(folder: Path, inner: str = INNER) -> Path:
+    folder.mkdir()
+    (folder / "add.cuh").write_text(KERNEL)
+    (folder / "inner.cuh").write_text(inner)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sources(tmp_path_factory.mktemp("cuda") / "sources")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def made(sources: Path, cache: Path) -> dict[str, dict[Instance, Compiled]]:
+    return compile_kernels([ADD, LOCAL, SPILL, FUSED], [*SMS, "ptx"], 2, sources=sources, cache=cache)
+
+
+def reported(source: str, expression: str, sm: str) -> tuple[int, int, int]:
+    """What the assembler itself says: registers, stack and shared memory."""
+    from cuda.core import Program, ProgramOptions
+
+    from enginewright.builder.cuda.nvrtc import header_folders
+
+    class Log(list[str]):
+        write = list.append
+
+    log = Log()
+    flags = ProgramOptions(
+        arch=sm, fma=False, ptxas_options="-v", device_as_default_execution_space=True, include_path=header_folders()
+    )
+    Program(source, "c++", flags).compile("cubin", name_expressions=(expression,), logs=log)
+    text = "".join(log)
+    found = [re.search(rf"(\d+) {what}", text) for what in ("registers", "bytes cumulative stack size", "bytes smem")]
+    return tuple(int(match[1]) if match else 0 for match in found)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("sm", SMS)
+def test_resources_are_what_the_assembler_reports(sm: str, made: dict[str, dict[Instance, Compiled]]) -> None:
+    source = KERNEL.replace('#include "inner.cuh"', INNER)
+    for kernel in (ADD, LOCAL, SPILL):
+        found = made[sm][kernel]
+        numbers = (found.registers, found.local_bytes, found.static_shared_bytes)
+        assert numbers == reported(source, kernel.expression, sm)
+    assert made[sm][ADD].local_bytes == 0 < made[sm][LOCAL].local_bytes
+    assert made[sm][ADD].static_shared_bytes == 128
+
+
+def test_symbols_and_forms(made: dict[str, dict[Instance, Compiled]]) -> None:
+    assert list(made) == [*SMS, "ptx"]
+    for sm, kernels in made.items():
+        for kernel, compiled in kernels.items():
+            assert re.fullmatch(r"_Z\w+", compiled.symbol)
+            assert compiled.symbol.encode() in compiled.cubin
+            assert compiled.cubin.startswith(b"\x7fELF") == (sm != "ptx"), kernel
+    assert b".target sm_80" in made["ptx"][ADD].cubin
+
+
+def test_multiply_and_add_are_not_fused(made: dict[str, dict[Instance, Compiled]]) -> None:
+    text = made["ptx"][FUSED].cubin.decode()
+    assert "mul.f32" in text or "mul.rn.f32" in text
+    assert "fma" not in text
+
+
+def test_the_same_bytes_from_another_process_and_folder(
+    made: dict[str, dict[Instance, Compiled]], tmp_path: Path
+) -> None:
+    elsewhere = write_sources(tmp_path / "other sources")
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom enginewright.builder.cuda import Instance, compile_kernels\n"
+        f"made = compile_kernels([{ADD!r}, {LOCAL!r}], ['sm_90a', 'ptx'], 1, sources=Path(sys.argv[1]))\n"
+        "for kernels in made.values():\n    for kernel in kernels.values(): print(kernel.cubin.hex())\n"
+    )
+    for name in ("numpy.py", "msgspec.py"):
+        (tmp_path / name).write_text("raise SystemExit('code of the working directory ran')")
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", script, str(elsewhere)],
+        cwd=tmp_path,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = [made[sm][kernel].cubin.hex() for sm in ("sm_90a", "ptx") for kernel in (ADD, LOCAL)]
+    assert found.stdout.split() == expected
+    assert list((tmp_path / "cache" / "enginewright" / "cuda").glob("*/*"))
+    assert not any(str(tmp_path).encode().hex() in line for line in found.stdout.split())
+
+
+def test_what_was_compiled_is_taken_from_the_cache(
+    sources: Path, cache: Path, made: dict[str, dict[Instance, Compiled]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(jobs: Sequence[Job], processes: int) -> Generator[Compiled | Failed]:
+        assert not jobs
+        yield from ()
+
+    monkeypatch.setattr(compile, "compile_all", nothing)
+    assert compile_kernels([ADD, SPILL], ["sm_80", "ptx"], sources=sources, cache=cache) == {
+        sm: {kernel: made[sm][kernel] for kernel in (ADD, SPILL)} for sm in ("sm_80", "ptx")
+    }
+
+
+def test_a_changed_header_is_compiled_anew(tmp_path: Path) -> None:
+    sources, cache = write_sources(tmp_path / "sources"), tmp_path / "cache"
+    (before,) = compile_kernels([ADD], ["sm_80"], sources=sources, cache=cache)["sm_80"].values()
+    (sources / "inner.cuh").write_text(INNER.replace("2.0f", "3.0f"))
+    (after,) = compile_kernels([ADD], ["sm_80"], sources=sources, cache=cache)["sm_80"].values()
+    assert before.cubin != after.cubin
+    assert before.symbol == after.symbol
+
+
+@pytest.mark.parametrize("keep", [slice(-1), slice(1, None), slice(40), slice(0)])
+def test_damaged_entries_are_made_again(keep: slice, sources: Path, tmp_path: Path) -> None:
+    first = compile_kernels([FUSED], ["sm_80"], sources=sources, cache=tmp_path)
+    (entry,) = tmp_path.glob("*/*")
+    whole = entry.read_bytes()
+    entry.write_bytes(whole[keep])
+    assert compile_kernels([FUSED], ["sm_80"], sources=sources, cache=tmp_path) == first
+    assert entry.read_bytes() == whole
+    assert [path.name for path in tmp_path.rglob(".*")] == []
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(sources: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    made = compile_kernels([FUSED], ["sm_80"], sources=sources, cache=tmp_path / "file")
+    assert made["sm_80"][FUSED].registers > 0
+
+
+def test_a_kernel_that_does_not_compile_is_shown(sources: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.cuh").write_text("__global__ void k() {\n  undeclared = 1;\n}\n")
+    with pytest.raises(EngineError) as caught:
+        compile_kernels([Instance("bad.cuh", "k")] * 2, ["sm_80", "sm_90a"], sources=tmp_path, cache=tmp_path / "cache")
+    text = str(caught.value)
+    assert "k of bad.cuh does not compile for sm_80" in text
+    assert 'bad.cuh(2): error: identifier "undeclared" is undefined' in text
+    assert "fault of enginewright" in text
+
+
+def test_names_that_are_not_there(sources: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="there is no kernel none"):
+        compile_kernels([Instance("none.cuh", "k")], ["sm_80"], sources=sources, cache=tmp_path)
+    with pytest.raises(EngineError, match="does not compile"):
+        compile_kernels([Instance("add.cuh", "enginewright::sub<1>")], ["sm_80"], sources=sources, cache=tmp_path)
+
+
+@pytest.mark.parametrize(("sm", "meant"), [("sm_90", "sm_90a"), ("sm80", "sm_80"), ("hopper", None)])
+def test_unknown_architectures(sm: str, meant: str | None, sources: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        compile_kernels([ADD], [sm], sources=sources)
+    assert ("Did you mean" in str(caught.value)) == (meant is not None)
+    assert f"Did you mean {meant}? " in str(caught.value) or meant is None
+    assert "sm_100a" in str(caught.value)
+
+
+def test_a_compiler_that_is_not_installed(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile.nvrtc, "WHEELS", ("enginewright-none",))
+    with pytest.raises(UsageError, match=r"enginewright-none is not installed\n.*enginewright\[cuda-build\]"):
+        compile_kernels([ADD], ["sm_80"], sources=sources)
+
+
+def test_a_compiler_that_dies_is_an_error(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(EngineError, match="has died"):
+        compile_kernels([ADD, LOCAL, SPILL], ["sm_80"], 2, sources=sources, cache=tmp_path)
+
+
+def test_what_is_no_cubin_is_refused(made: dict[str, dict[Instance, Compiled]]) -> None:
+    whole = made["sm_90a"][ADD]
+    for cubin in (b"", b"MZ", whole.cubin[:64], whole.cubin[:-600]):
+        with pytest.raises(ValueError):
+            resources(cubin, whole.symbol)
+    with pytest.raises(ValueError):
+        resources(whole.cubin, "other")
