@@ -16,14 +16,15 @@ from enginewright.cli_options import (
     BenchCommands,
     Commands,
     Count,
+    Target,
 )
 from enginewright.cli_recipes import recipe_option
 from enginewright.errors import UsageError
+from enginewright.targets import PTX, SMS, parse_targets
 
 QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto")
 KV_CACHE_DTYPES = {name: name for name in ("bf16", "int8", "fp8")}
 KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # vLLM's names
-TARGETS = ("cpu",)
 
 
 @click.group(
@@ -57,7 +58,15 @@ def main() -> None:
     "[the model writes some]",
 )
 @click.option("--calib-size", type=Count(), help="Of which it takes so many.  [32]")
-@click.option("--target", "targets", type=click.Choice(TARGETS), multiple=True, default=("cpu",), show_default=True)
+@click.option(
+    "--target",
+    "targets",
+    type=Target(),
+    multiple=True,
+    default=("cpu",),
+    show_default=True,
+    help="What it runs on; cpu+cuda:sm_80,sm_90a is three. GPUs: " + ", ".join((*SMS, PTX)) + ".",
+)
 @click.option("--max-seq-len", type=Count(), help="Longest sequence, 32k is accepted.  [the model's]")
 @click.option("--max-batch-size", type=Count(), default=32, show_default=True, help="Recorded as the run's default.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="[MODEL-QUANT.engine]")
@@ -102,7 +111,7 @@ def build(
     config = BuildConfig(
         quant=chosen_quant(quant, **settings),
         kv_cache_dtype=KV_CACHE_DTYPES[kv_cache_dtype],
-        targets=targets,
+        targets=parse_targets(targets),
         max_seq_len=max_seq_len,
         max_batch_size=max_batch_size,
         calib_data=calib_data,

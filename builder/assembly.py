@@ -28,6 +28,7 @@ from enginewright.passes.quant.method import Calibration
 from enginewright.passes.weights import open_rows
 from enginewright.plan import Plan
 from enginewright.plugins.kernel import Specialization
+from enginewright.targets import families_of
 
 KV_DTYPES = {"bf16": "bf16", "int8": "i8", "fp8": "e4m3"}  # as --kv-cache-dtype has it → as the plan has it
 
@@ -164,11 +165,6 @@ def assemble(
         results=results,
         notes=[f"{count} {'weight' if count == 1 else 'weights'}: {text}" for text, count in notes.items()],
     )
-
-
-def families_of(targets: Sequence[str]) -> list[str]:
-    """`cpu` and `cuda`, of targets such as `cuda:sm_90a`, each once."""
-    return list(dict.fromkeys(target.partition(":")[0] for target in targets))
 
 
 def check_quant(checkpoint: Checkpoint, config: BuildConfig) -> None:

@@ -9,11 +9,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from enginewright.code import CODE, CodeArchive, read_code
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError
 from enginewright.manifest import WEIGHTS, Manifest, SectionForm
 from enginewright.plan import Plan
 from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.targets import CPU, TARGETS, architectures, choose_code, families_of
 
 
 class Engine:
@@ -22,34 +24,35 @@ class Engine:
     Weights are used where they are mapped and are hashed by `verify` alone; everything else was checked.
     """
 
-    def __init__(self, file: EngineFile, target: str) -> None:
+    def __init__(self, file: EngineFile, family: str) -> None:
         self.file = file
-        self.target = target
-        self.plan = Plan.from_json(bytes(file.section(f"plan/{target}")))
+        self.plan = Plan.from_json(bytes(file.section(f"plan/{family}")))
 
     @classmethod
-    def open(cls, path: str | Path, target: str = "cpu", *, verify: bool = False) -> "Engine":
+    def open(cls, path: str | Path, family: str = CPU, *, verify: bool = False) -> "Engine":
         """Open an engine.
 
         Args:
+            family: of targets, to run on: `cpu` or `cuda`.
             verify: hash the weights, too.
 
         Raises:
             CorruptEngineError: the file is damaged.
-            NoCodeForMachineError: the engine was not built for the target.
+            NoCodeForMachineError: the engine was not built for the family.
         """
         file = EngineFile.open(path)
         try:
-            if target not in file.manifest.targets:
+            if family not in families_of(file.manifest.targets):
+                able = [target for target in TARGETS if family in families_of([target])]
                 raise NoCodeForMachineError(
-                    f"{path} has no code for {target}",
+                    f"{path} has no code for {family}",
                     f"it was built for {', '.join(file.manifest.targets)}",
-                    f"Build it again with --target {target}.",
+                    f"Build it again with --target {' or '.join(able)}.",
                 )
             damaged = file.verify_sections(name for name in file.sections if name.startswith(WEIGHTS)) if verify else []
             if damaged:
                 raise CorruptEngineError(f"{path} is damaged", f"section {', '.join(damaged)}", "Build it again.")
-            return cls(file, target)
+            return cls(file, family)
         except BaseException:
             file.close()
             raise
@@ -73,6 +76,16 @@ class Engine:
     def read_weight(self, name: str, begin: int, buffer: NDArray[np.uint8]) -> None:
         """Fill a buffer with bytes of a packed weight from `begin` on, past the mapping; threads may do so at once."""
         self.file.read_into(f"{WEIGHTS}{name}", begin, buffer.data)
+
+    def code(self, capability: tuple[int, int]) -> CodeArchive:
+        """The kernels for a GPU of this compute capability.
+
+        Raises:
+            NoCodeForMachineError: the engine has none.
+            CorruptEngineError: they are damaged.
+        """
+        section = f"{CODE}{choose_code(capability, architectures(self.manifest.targets), str(self.file.path))}"
+        return read_code(self.file.section(section), section)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -4,11 +4,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from enginewright.code import CODE, read_code
+from enginewright.engine_file import EngineFile
 from enginewright.manifest import WEIGHTS
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, envelope, sequence_bytes
 from enginewright.runtime.machine import free_memory
 from enginewright.runtime.quality import QUALITY, QualityReport, describe_quality
+from enginewright.targets import CPU, PTX, architectures, families_of
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -22,7 +25,9 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
     Raises:
         CorruptEngineError: the file is damaged.
     """
-    with Engine.open(path) as engine:
+    with EngineFile.open(path, check_sections=False) as file:
+        family = next(iter(families_of(file.manifest.targets)), CPU)
+    with Engine.open(path, family) as engine:
         manifest, plan = engine.manifest, engine.plan
         config = RuntimeConfig(max_num_seqs=manifest.limits.max_batch_size, kv_cache_memory=1 << 60)
         sizes = envelope(plan, config)
@@ -48,6 +53,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
             "max_seq_len": plan.max_seq_len,
             "kernels": sorted({step.kernel for step in plan.steps}),
             "steps": len(plan.steps),
+            "code": _code(engine.file),
             "kv_groups": [
                 {
                     "layers": len(group.layers),
@@ -73,6 +79,16 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
         }
 
 
+def _code(file: EngineFile) -> dict[str, dict[str, int]]:
+    """Of each GPU architecture: its kernels, each specialized, and their bytes."""
+    names = [f"{CODE}{architecture}" for architecture in architectures(file.manifest.targets)]
+    archives = {name: read_code(file.section(name), name) for name in names}
+    return {
+        name.removeprefix(CODE): {"kernels": len(archive.launches), "bytes": file.sections[name].nbytes}
+        for name, archive in archives.items()
+    }
+
+
 def _quality(engine: Engine) -> dict[str, Any] | None:
     """As the build has measured it; None if it had no gate yet."""
     if QUALITY not in engine.file.sections:
@@ -92,6 +108,10 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
         *(f"  {name:<10} {line}" for name, line in zip_longest(["quality"], quality, fillvalue="")),
         f"  plan       {summary['steps']} kernel calls of {', '.join(summary['kernels'])}",
     ]
+    for architecture, code in summary["code"].items():
+        just_in_time = ", compiled where it is loaded" if architecture == PTX else ""
+        count = f"{code['kernels']} {'kernel' if code['kernels'] == 1 else 'kernels'}"
+        lines.append(f"  code       {architecture}: {count}, {code['bytes'] / 1e6:.1f} MB{just_in_time}")
     for group in summary["kv_groups"]:
         window = f"window {group['window']}" if group["window"] else "all positions"
         heads = f"{group['kv_heads']} heads of {group['head_dim']} as {group['dtype']}"

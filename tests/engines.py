@@ -29,11 +29,13 @@ def built(checkpoint: Path, quant: str, kv_cache_dtype: str = "bf16") -> Path:
 
 
 def copied(engine: Path, path: Path, changed: dict[str, bytes], **about: object) -> Path:
-    """An engine with other sections and another description, and hashes that fit them."""
+    """An engine with other sections, or more of them, and another description, and hashes that fit them."""
     with EngineFile.open(engine) as file, EngineWriter(path, 300) as writer:
         for name, form in file.sections.items():
             data = changed.get(name, file.read_section(name))
             writer.add(name, data, dtype=form.dtype, shape=form.shape, layout=form.layout, evidence=form.evidence)
+        for name in changed.keys() - file.sections.keys():
+            writer.add(name, changed[name])
         fields = {field: getattr(file.manifest, field) for field in About.__struct_fields__}
         writer.commit(About(**fields | about))
     return path

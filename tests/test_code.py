@@ -1,12 +1,12 @@
-"""Archives of machine code: written and read back, whatever bytes come, and which of them runs on a GPU."""
+"""Archives of machine code: written and read back, whatever bytes come."""
 
 import json
 from random import Random
 
 import pytest
 
-from enginewright.code import CodeArchive, Launch, choose_code, read_code, write_code
-from enginewright.errors import CorruptEngineError, NoCodeForMachineError
+from enginewright.code import CodeArchive, Launch, read_code, write_code
+from enginewright.errors import CorruptEngineError
 from tests.header_fuzz import damaged
 
 KERNELS = {
@@ -108,50 +108,3 @@ def test_hostile_indexes_are_refused() -> None:
 def test_sizes_beyond_the_section(size: int) -> None:
     with pytest.raises(CorruptEngineError, match="section code/sm_80 is damaged"):
         read(size.to_bytes(8, "little") + bytes(120))
-
-
-ALL = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120", "ptx")
-
-
-@pytest.mark.parametrize(
-    ("capability", "names", "expected"),
-    [
-        ((8, 0), ALL, "sm_80"),
-        ((8, 6), ALL, "sm_86"),
-        ((8, 7), ALL, "sm_86"),
-        ((8, 9), ALL, "sm_89"),
-        ((8, 9), ("sm_80", "sm_90a"), "sm_80"),
-        ((9, 0), ALL, "sm_90a"),
-        ((9, 0), ("sm_90", "sm_90a"), "sm_90a"),
-        ((9, 0), ("sm_89", "sm_90"), "sm_90"),
-        ((9, 0), ("sm_89", "ptx"), "ptx"),
-        ((10, 0), ALL, "sm_100a"),
-        ((10, 3), ALL, "ptx"),
-        ((12, 0), ALL, "sm_120"),
-        ((12, 1), ALL, "sm_120"),
-        ((13, 0), ALL, "ptx"),
-    ],
-)
-def test_code_for_a_gpu(capability: tuple[int, int], names: tuple[str, ...], expected: str) -> None:
-    assert choose_code(capability, names) == expected
-    assert choose_code(capability, names[::-1]) == expected
-
-
-@pytest.mark.parametrize(
-    ("capability", "names", "fix"),
-    [
-        ((8, 0), ("sm_86", "sm_90a"), "--target cuda:sm_80."),
-        ((10, 3), ("sm_100a",), "There are kernels for sm_80, sm_86"),
-        ((9, 0), ("sm_80", "sm_89", "sm_100a", "sm_9", "nonsense"), "--target cuda:sm_90a."),
-        ((7, 5), ALL, "There are kernels for sm_80, sm_86"),
-        ((12, 1), (), "--target cuda:sm_120."),
-    ],
-)
-def test_a_gpu_without_code(capability: tuple[int, int], names: tuple[str, ...], fix: str) -> None:
-    with pytest.raises(NoCodeForMachineError) as caught:
-        choose_code(capability, names, "m.engine")
-    text = str(caught.value)
-    assert caught.value.exit_code == 6
-    assert "m.engine has no code for this GPU" in text and ".".join(map(str, capability)) in text
-    assert all(name in text for name in names)
-    assert fix in text

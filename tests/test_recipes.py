@@ -97,7 +97,7 @@ target = ["cpu"]
         ('quant = ["bf16", "fp8"]', "for quant: it takes one value"),
         ('zero_points = "perhaps"', "for zero_points: "),
         ("quant = 2026-01-01", "for quant: it takes text"),
-        ('target = ["cpu", "tpu"]', "'tpu' is not"),
+        ('target = ["cpu", "tpu"]', "'tpu' is no target"),
         ("quant = ", "mine.toml is not TOML: "),
         ("\udcff", "mine.toml is not TOML: "),
     ],

@@ -1,6 +1,5 @@
 """Kernels for GPU architectures: from the cache, or compiled now."""
 
-import difflib
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
@@ -15,10 +14,10 @@ from enginewright.builder.cuda import nvrtc
 from enginewright.builder.cuda.cache import CompileCache
 from enginewright.builder.cuda.kernel import Compiled, Failed, Instance, Job
 from enginewright.builder.cuda.workers import compile_all
-from enginewright.code import PTX, SMS
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime import env
 from enginewright.runtime.machine import num_cores
+from enginewright.targets import CUDA, architectures, parse_targets
 
 SOURCES = Path(enginewright.__file__).parent / "csrc" / "cuda"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
@@ -35,7 +34,7 @@ def compile_kernels(
     """Architecture → kernel → its code, the same bytes on every machine.
 
     Args:
-        sms: of `code.SMS`, or "ptx".
+        sms: of `targets.SMS`, or "ptx".
         jobs: processes at most; None takes one a core.
         sources: folder of the kernels' headers.
         cache: folder of what has been compiled before; None takes the user's.
@@ -44,12 +43,10 @@ def compile_kernels(
         UsageError: the compiler is not installed, or an architecture is not known.
         EngineError: a kernel does not compile.
     """
-    kernels, architectures = tuple(dict.fromkeys(instances)), tuple(dict.fromkeys(sms))
-    for sm in architectures:
-        check_sm(sm)
+    kernels, sms = tuple(dict.fromkeys(instances)), architectures(parse_targets(f"{CUDA}:{sm}" for sm in sms))
     versions, store = _versions(), CompileCache(cache or env.cache_folder() / "cuda")
     texts = {source: _texts(source, sources) for source in {kernel.source for kernel in kernels}}
-    wanted = {(sm, kernel): Job(kernel, sm, texts[kernel.source]) for sm in architectures for kernel in kernels}
+    wanted = {(sm, kernel): Job(kernel, sm, texts[kernel.source]) for sm in sms for kernel in kernels}
     keys = {place: _key(job, versions) for place, job in wanted.items()}
     made = {place: compiled for place, key in keys.items() if (compiled := store.get(key)) is not None}
     missing = [place for place in wanted if place not in made]
@@ -59,16 +56,7 @@ def compile_kernels(
                 raise _refusal(*place, answer)
             store.put(keys[place], answer)
             made[place] = answer
-    return {sm: {kernel: made[sm, kernel] for kernel in kernels} for sm in architectures}
-
-
-def check_sm(sm: str) -> None:
-    """Raises UsageError for an architecture that nothing is compiled for."""
-    if sm in (*SMS, PTX):
-        return
-    near = difflib.get_close_matches(sm, (*SMS, PTX), n=1)
-    meant = f"Did you mean {near[0]}? " if near else ""
-    raise UsageError(f"there are no kernels for {sm!r}", fix=f"{meant}There are some for {', '.join(SMS)} and {PTX}.")
+    return {sm: {kernel: made[sm, kernel] for kernel in kernels} for sm in sms}
 
 
 def _versions() -> dict[str, str]:

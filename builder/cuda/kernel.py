@@ -15,7 +15,7 @@ class Instance(msgspec.Struct, frozen=True, tag=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """sm: one of `code.SMS`, or "ptx". texts: the source and what it includes of ours, name → text."""
+    """sm: one of `targets.SMS`, or "ptx". texts: the source and what it includes of ours, name → text."""
 
     instance: Instance
     sm: str

@@ -1,31 +1,25 @@
-"""Compiles one kernel in CUDA C++ with NVRTC, as the wheels of the extra [cuda-build] have it.
+"""Compiles one kernel in CUDA C++ with NVRTC, as the wheel of the extra [cuda-build] has it.
 
-It calls NVRTC itself, since cuda.core asks for a driver before it makes PTX.
+It calls NVRTC itself, since cuda.core asks for a driver before it makes PTX. No toolkit's headers are used: a kernel is
+what our own files say, wherever it is compiled.
 """
 
 from collections.abc import Mapping
-from importlib.metadata import distribution
 from typing import Any
 
 from enginewright.builder.cuda.cubin import resources
 from enginewright.builder.cuda.kernel import Compiled, Failed
-from enginewright.code import PTX
+from enginewright.targets import PTX
 
-WHEELS = (  # what of them changes what comes out: the compiler, and its headers
-    "nvidia-cuda-nvrtc",
-    "nvidia-cuda-runtime",  # cuda_bf16.h, cuda_fp16.h, cuda_fp8.h
-    "nvidia-cuda-crt",  # what these include
-    "nvidia-cuda-cccl",  # nv/target, and the standard library's cuda/std/*
-)
+WHEELS = ("nvidia-cuda-nvrtc", "cuda-bindings")
 OPTIONS = (
-    "--std=c++17",
+    "--std=c++20",
     "--device-as-default-execution-space",
     "--fmad=false",  # only where a kernel says so: results do not depend on what the compiler fuses
     "--frandom-seed=enginewright",  # names of what is local to a file have the process's number in them otherwise
 )
 _RELEASE = (13, 0)  # PTX of a newer one does not run with the drivers of this one
 _PTX_ARCHITECTURE = "compute_80"
-_INCLUDES = ("nvidia/cu13/include", "nvidia/cu13/include/cccl")
 
 
 def compile_cpp(source: str, expression: str, sm: str, texts: Mapping[str, str]) -> Compiled | Failed:
@@ -37,8 +31,7 @@ def compile_cpp(source: str, expression: str, sm: str, texts: Mapping[str, str])
     release = _checked(*nvrtc.nvrtcVersion())
     if release != _RELEASE:
         return Failed("this is NVRTC {}.{}, not {}.{}".format(*release, *_RELEASE))
-    options = [*OPTIONS, *(f"--include-path={folder}" for folder in header_folders())]
-    options.append(f"--gpu-architecture={_PTX_ARCHITECTURE if sm == PTX else sm}")
+    options = [*OPTIONS, f"--gpu-architecture={_PTX_ARCHITECTURE if sm == PTX else sm}"]
     names, contents = [name.encode() for name in texts], [text.encode() for text in texts.values()]
     start = f'#include "{source}"\n'.encode()
     program = _checked(*nvrtc.nvrtcCreateProgram(start, b"enginewright", len(names), contents, names))
@@ -54,12 +47,6 @@ def compile_cpp(source: str, expression: str, sm: str, texts: Mapping[str, str])
         return Compiled(cubin, symbol, *resources(cubin, symbol))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-
-
-def header_folders() -> list[str]:
-    """Of the wheels alone, whatever toolkits the machine has: the same headers everywhere."""
-    wheel = distribution("nvidia-cuda-runtime")
-    return [str(wheel.locate_file(folder)) for folder in _INCLUDES]
 
 
 def _checked(status: Any, *result: Any) -> Any:

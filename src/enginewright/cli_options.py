@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import click
 
 from enginewright.errors import EngineError, UsageError
+from enginewright.targets import parse_targets
 
 # What the extra [build] brings; the base install does without.
 BUILDER_NEEDS = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "rich", "safetensors", "torch")
@@ -31,6 +32,19 @@ class Count(click.ParamType[int]):
             positive = "positive " if self.least else ""
             self.fail(f"{value!r} is not a {positive}whole number such as 512, 32k or 2g", param, ctx)
         return int(digits) * unit
+
+
+class Target(click.ParamType[str]):
+    """A target, or several in one word."""
+
+    name = "target"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            parse_targets([value])
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
 
 
 class Commands(click.Group):

@@ -7,21 +7,16 @@ exactly what `write_code` writes.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 
 from enginewright.engine_header import REBUILD, padded
-from enginewright.errors import CorruptEngineError, NoCodeForMachineError
+from enginewright.errors import CorruptEngineError
 from enginewright.manifest import MAX_BYTES, MAX_NAME
 
 CODE = "code/"  # sections of this prefix are archives of kernels
-CUDA = "cuda:"  # targets of this prefix are GPU architectures
-PTX = "ptx"  # what the driver compiles where it runs, for any GPU from _PTX_FROM on
-SMS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")  # what kernels are compiled for
-_PTX_FROM = (8, 0)
-_SM = re.compile(r"sm_(?P<major>[0-9]{1,2})(?P<minor>[0-9])(?P<exact>a?)")
 _NAME = re.compile(r"[!#-\[\]-~ ]{1,255}")  # printable ASCII but '"' and '\\'
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
@@ -142,48 +137,3 @@ def _placed(launches: Mapping[str, Launch], nbytes: Mapping[str, int], reserved:
 
 def _encode(entries: Mapping[str, _Entry]) -> bytes:
     return msgspec.json.encode(entries, order="sorted")
-
-
-def choose_code(capability: tuple[int, int], names: Collection[str], engine: str = "the engine") -> str:
-    """Which of an engine's architectures runs on a GPU.
-
-    Code for sm_XY runs on compute capability X.Y and on X.Z above it; sm_XYa on X.Y alone, and is the better one there.
-    PTX is the last resort.
-
-    Args:
-        capability: of the GPU, major and minor.
-        names: what the engine has code for, such as "sm_80".
-        engine: what messages call it.
-
-    Raises:
-        NoCodeForMachineError: none does.
-    """
-    fitting = {rank: name for name in names if (rank := _rank(name, capability)) is not None}
-    if fitting:
-        return fitting[max(fitting)]
-    dotted = ".".join(map(str, capability))
-    able = [sm for sm in SMS if _rank(sm, capability) is not None]
-    fix = f"Build it again with --target {CUDA}{able[-1]}." if able else f"There are kernels for {', '.join(SMS)}."
-    raise NoCodeForMachineError(
-        f"{engine} has no code for this GPU",
-        f"its compute capability is {dotted}, and the engine was built for {', '.join(names) or 'no GPU'}",
-        fix,
-    )
-
-
-def _rank(name: str, capability: tuple[int, int]) -> tuple[int, int] | None:
-    """How well an architecture fits a GPU, the higher the better; None if its code does not run there."""
-    if name == PTX:
-        return (0, 0) if capability >= _PTX_FROM else None
-    match = _SM.fullmatch(name)
-    if not match or int(match["major"]) != capability[0]:
-        return None
-    minor = int(match["minor"])
-    if match["exact"]:
-        return (2, minor) if minor == capability[1] else None
-    return (1, minor) if minor <= capability[1] else None
-
-
-def architectures(sections: Iterable[str]) -> list[str]:
-    """What an engine with these sections has code for."""
-    return [name.removeprefix(CODE) for name in sections if name.startswith(CODE)]
