@@ -275,13 +275,13 @@ def generate(
 @LIMIT_OPTIONS
 def run(engine: Path, verify: bool, **options: Any) -> None:
     """Serve ENGINE behind OpenAI's API, until SIGTERM."""
-    from enginewright.runtime.engine import Engine
+    from enginewright.runtime.devices import open_engine
     from enginewright.runtime.server.config import ServerConfig
     from enginewright.runtime.server.serve import serve
 
     limits = {name: options.pop(name) for name in (*LIMITS, "prefill_chunk_size")}
     config = ServerConfig(**options)
-    with Engine.open(engine, verify=verify) as opened:
+    with open_engine(engine, limits["device"], verify=verify) as opened:
         serve(opened, config, **limits)
 
 

@@ -12,6 +12,7 @@ from weakref import finalize
 from enginewright.errors import EngineError
 from enginewright.runtime.collector import Collector
 from enginewright.runtime.core import EngineCore, Request
+from enginewright.runtime.devices import open_engine
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.engine_thread import EngineThread, close_all
 from enginewright.runtime.envelope import Envelope, runtime_config
@@ -36,7 +37,10 @@ class AsyncLLM:
     def __init__(self, model: str | Path | Engine, **limits: Any) -> None:
         config = runtime_config(**limits)
         self._loop = asyncio.get_running_loop()
-        self.engine, owned = (model, None) if isinstance(model, Engine) else (engine := Engine.open(model), engine)
+        owned: Engine | None = None
+        if not isinstance(model, Engine):
+            model = owned = open_engine(model, config.device)
+        self.engine = model
         try:
             self._core = EngineCore(self.engine, config)
         except BaseException:

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from enginewright.errors import EngineError
 from enginewright.runtime.detokenizer import Detokenizer, StopStrings
+from enginewright.runtime.devices import open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.prompt_cost import PromptCost
 from enginewright.runtime.prompts import check_prompt
@@ -82,7 +82,7 @@ class EngineCore:
 
     def __init__(self, engine: Engine, config: RuntimeConfig) -> None:
         self.engine = engine
-        self.executor = CpuExecutor(engine, config)
+        self.executor = open_executor(engine, config)
         self._sampler = Sampler(self.executor.draw)
         self._scheduler = Scheduler(
             engine.plan.kv_groups,

@@ -25,7 +25,7 @@ class Engine:
     """
 
     def __init__(self, file: EngineFile, family: str) -> None:
-        self.file = file
+        self.file, self.family = file, family
         self.plan = Plan.from_json(bytes(file.section(f"plan/{family}")))
 
     @classmethod

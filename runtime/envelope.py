@@ -26,7 +26,7 @@ class RuntimeConfig:
     step, at least max_num_seqs. max_logit_rows: rows of logits in a step, at least max_num_seqs. kv_cache_memory:
     bytes. enable_prefix_caching: prompts that begin alike share what is computed of them. prefill_chunk_size:
     prompt tokens in a step that also decodes, deeper ones counting for more (prompt_cost.py), so that those who are
-    being written to keep their pace; None is all that max_num_batched_tokens leaves.
+    being written to keep their pace; None is all that max_num_batched_tokens leaves. device: as `open_engine` has it.
 
     Raises:
         UsageError: a number is not positive.
@@ -41,6 +41,7 @@ class RuntimeConfig:
     prefill_chunk_size: int | None = None
     threads: int | None = None
     isa: str | None = None
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -21,6 +21,7 @@ from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.answer_bar import AnswerBar
 from enginewright.runtime.collector import Collector
 from enginewright.runtime.core import EngineCore
+from enginewright.runtime.devices import open_engine
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.engine_thread import EngineThread, close_all
 from enginewright.runtime.envelope import Envelope, runtime_config
@@ -53,7 +54,10 @@ class LLM:
 
     def __init__(self, model: str | Path | Engine, **limits: Any) -> None:
         config = runtime_config(**limits)
-        self.engine, owned = (model, None) if isinstance(model, Engine) else (engine := Engine.open(model), engine)
+        owned: Engine | None = None
+        if not isinstance(model, Engine):
+            model = owned = open_engine(model, config.device)
+        self.engine = model
         try:
             self._core = EngineCore(self.engine, config)
         except BaseException:

@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright.errors import UsageError
-from enginewright.runtime.executor import CpuExecutor
+from enginewright.runtime.devices import Executor
 from enginewright.runtime.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
 
 
 def forced(
-    executor: CpuExecutor, token_ids: Sequence[Sequence[int]], *, last_only: bool = False
+    executor: Executor, token_ids: Sequence[Sequence[int]], *, last_only: bool = False
 ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
     """Logits of texts as they are computed: which text, at which position they begin, and [positions, vocab_size].
 
@@ -45,7 +45,7 @@ def forced(
 
 
 def score(
-    executor: CpuExecutor, token_ids: Sequence[Sequence[int]], *, last_only: bool = False
+    executor: Executor, token_ids: Sequence[Sequence[int]], *, last_only: bool = False
 ) -> list[NDArray[np.float32]]:
     """All of these logits: one array [tokens, vocab_size] a text, or [1, vocab_size] with last_only."""
     rows: list[list[NDArray[np.float32]]] = [[] for _ in token_ids]

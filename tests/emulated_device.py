@@ -19,6 +19,7 @@ class EmulatedDevice:
     memory as it is then.
     """
 
+    architecture = "emulated"
     multiprocessors = 3
     free_bytes = FREE_BYTES
 

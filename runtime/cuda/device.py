@@ -25,6 +25,8 @@ class Device(Protocol):
     """
 
     @property
+    def architecture(self) -> str: ...
+    @property
     def multiprocessors(self) -> int: ...
     @property
     def free_bytes(self) -> int: ...
@@ -52,6 +54,20 @@ class Device(Protocol):
         ...
 
 
+def num_gpus() -> int:
+    """GPUs that this process may use; 0 without a driver, or without cuda-bindings."""
+    try:
+        from cuda.bindings import driver
+
+        (error,) = driver.cuInit(0)
+        if error:
+            return 0
+        error, count = driver.cuDeviceGetCount()
+    except (ImportError, RuntimeError):  # cuda-bindings raises RuntimeError where there is no driver's library
+        return 0
+    return 0 if error else int(count)
+
+
 class CudaDevice:
     """GPU number `index` of this process.
 
@@ -77,7 +93,7 @@ class CudaDevice:
         try:
             self._call("cuInit", 0)
             self._device = self._call("cuDeviceGet", index)
-        except EngineError as error:
+        except (EngineError, RuntimeError) as error:  # cuda-bindings has RuntimeErrors where there is no driver at all
             raise NoCodeForMachineError(
                 f"there is no GPU {index} here", str(error), "Run the engine on the CPU with --device cpu."
             ) from error
@@ -93,6 +109,10 @@ class CudaDevice:
             self._attribute(f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{name}") for name in ("MAJOR", "MINOR")
         )
         return major, minor
+
+    @property
+    def architecture(self) -> str:
+        return "sm_{}{}".format(*self.capability)
 
     @property
     def multiprocessors(self) -> int:

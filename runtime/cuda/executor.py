@@ -38,6 +38,7 @@ class CudaExecutor:
     def __init__(self, engine: Engine, device: Device, config: RuntimeConfig | None = None) -> None:
         config = config or RuntimeConfig()
         self.engine, self.plan, self.device = engine, engine.plan, device
+        self.isa, self.threads = device.architecture, 0
         self.envelope = envelope(self.plan, config, engine.weight_bytes, free=device.free_bytes, share=FREE_SHARE)
         limits = self.envelope.limits
         self._multiprocessors = device.multiprocessors

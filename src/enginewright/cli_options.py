@@ -101,6 +101,7 @@ LIMITS = (
     "max_num_batched_tokens",
     "kv_cache_memory",
     "enable_prefix_caching",
+    "device",
     "threads",
     "isa",
 )
@@ -114,6 +115,9 @@ LIMIT_OPTIONS = _with_options(
         default=True,
         show_default=True,
         help="Prompts that begin alike share what is computed of them.",
+    ),
+    click.option(
+        "--device", default="auto", help="auto, cpu, cuda, or cuda:1 for the second GPU.  [auto: a GPU if possible]"
     ),
     click.option("--threads", type=Count(), help="Threads.  [all cores, or ENGINEWRIGHT_NUM_THREADS]"),
     click.option("--isa", help="Instruction set: amx, avx512, avx2, portable.  [the best, or ENGINEWRIGHT_CPU_ISA]"),

@@ -1,0 +1,82 @@
+"""What an engine runs on here: a GPU that its code is for, or this machine's CPU."""
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginewright.engine_file import EngineFile
+from enginewright.errors import UsageError
+from enginewright.plan import Plan
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import Envelope, RuntimeConfig
+from enginewright.runtime.executor import CpuExecutor
+from enginewright.runtime.sampling import Draw
+from enginewright.runtime.step_plan import StepPlan
+from enginewright.targets import CPU, CUDA, families_of
+
+AUTO = "auto"
+
+
+class Executor(Protocol):
+    """An engine's plan with memory to run in.
+
+    isa: the instruction set of the CPU that it runs on, or the architecture of the GPU. threads: of the CPU.
+    """
+
+    plan: Plan
+    envelope: Envelope
+    isa: str
+    threads: int
+
+    def run(self, plan: StepPlan) -> NDArray[np.float32]:
+        """One step; its logits [logit_rows, vocab_size], a view of memory that the next step overwrites."""
+        ...
+
+    @property
+    def draw(self) -> Draw: ...
+
+
+def open_engine(path: str | Path, device: str = AUTO, *, verify: bool = False) -> Engine:
+    """Open an engine to be run on a device.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:1`; `auto` is the first GPU if the engine has code for GPUs and there is one.
+        verify: hash the weights, too.
+
+    Raises:
+        UsageError: there is no such device.
+        CorruptEngineError, NoCodeForMachineError: as `Engine.open`.
+    """
+    family, _, index = device.partition(":")
+    if family not in (AUTO, CPU, CUDA) or (index and (family != CUDA or not index.isdecimal())):
+        raise UsageError(f"{device!r} is no device", fix="There are auto, cpu, cuda, and cuda:1 for the second GPU.")
+    if family == AUTO:
+        with EngineFile.open(path, check_sections=False) as file:
+            families = families_of(file.manifest.targets)
+        family = CUDA if CUDA in families and (CPU not in families or _num_gpus() > 0) else CPU
+    return Engine.open(path, family, verify=verify)
+
+
+def open_executor(engine: Engine, config: RuntimeConfig) -> Executor:
+    """An open engine with memory to run in, on the device that it was opened for.
+
+    Raises:
+        NoCodeForMachineError, NotEnoughMemoryError, CorruptEngineError: it cannot run here.
+    """
+    if engine.family == CPU:
+        return CpuExecutor(engine, config)
+    from enginewright.runtime.cuda.device import CudaDevice
+    from enginewright.runtime.cuda.executor import CudaExecutor
+
+    device = CudaDevice(int(config.device.partition(":")[2] or 0))
+    archive = engine.code(device.capability)
+    device.code = lambda name: (bytes(archive.cubin(name)), archive.launches[name].symbol)
+    return CudaExecutor(engine, device, config)
+
+
+def _num_gpus() -> int:
+    from enginewright.runtime.cuda.device import num_gpus
+
+    return num_gpus()
