@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from enginewright.builder.assembly import (
 )
 from enginewright.builder.calibration import calibrate
 from enginewright.builder.checkpoint import Checkpoint
+from enginewright.builder.cuda.sections import code_sections
 from enginewright.builder.gate import Subject, check_report_path, measure, refusal, write_report
 from enginewright.builder.progress import Progress, Silent
 from enginewright.manifest import About
@@ -90,6 +91,10 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
     threads, folder = env.num_threads() or num_cores(), output.absolute().parent
     calibration = Calibration(samples.texts, threads, folder) if samples else None
     assembly = assemble(checkpoint, config, progress, calibration)
+    if assembly.kernels:
+        progress.phase("compile GPU kernels")
+        code = code_sections(assembly.kernels, config.targets)
+        assembly = replace(assembly, files={**assembly.files, **code})
     with assembly.writer(output, evidence_sections=2) as writer:
         progress.phase("pack the weights", assembly.weight_bytes)
         assembly.write(writer, progress)

@@ -7,7 +7,7 @@ class Instance(msgspec.Struct, frozen=True, tag=True):
     """One kernel in CUDA C++, specialized.
 
     source: a header, relative to the folder of sources: "rms_norm.cuh". expression: the C++ name of the
-    specialization: "enginewright::add_rms_norm<576, 1, 32>".
+    specialization, in namespace enginewright: "rms_norm<RmsNorm{.columns = 576}>".
     """
 
     source: str

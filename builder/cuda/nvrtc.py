@@ -33,7 +33,7 @@ def compile_cpp(source: str, expression: str, sm: str, texts: Mapping[str, str])
         return Failed("this is NVRTC {}.{}, not {}.{}".format(*release, *_RELEASE))
     options = [*OPTIONS, f"--gpu-architecture={_PTX_ARCHITECTURE if sm == PTX else sm}"]
     names, contents = [name.encode() for name in texts], [text.encode() for text in texts.values()]
-    start = f'#include "{source}"\n'.encode()
+    start = f'#include "{source}"\nusing namespace enginewright;\n'.encode()
     program = _checked(*nvrtc.nvrtcCreateProgram(start, b"enginewright", len(names), contents, names))
     try:
         _checked(*nvrtc.nvrtcAddNameExpression(program, expression.encode()))
