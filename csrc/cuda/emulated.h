@@ -1,4 +1,5 @@
-// device.cuh in plain C++: every thread of a block is a fiber, and blocks run one after another.
+// device.cuh in plain C++: every thread of a block is a fiber. Blocks run one after another; in the random
+// schedule a few take turns, and change over at atomic operations.
 //
 // What a GPU leaves open is chosen here to be hostile. A fiber runs until it has to wait, so that threads are
 // as far apart as barriers let them be; who goes first is up to the schedule. Shared memory is full of NaN at
@@ -36,6 +37,7 @@ void sync_lanes(Site site);
 void begin_copy(void* shared, const void* global, int bytes, bool there);
 void commit();
 void wait(int pending, Site site);
+void yield_block();  // another block may go on
 void require(bool holds, const char* what);
 
 // All lanes of the warp give theirs; gives what lane 0 gave, the others' SLOT_BYTES apart, until the lane's
@@ -259,14 +261,16 @@ DEVICE void store16(void* address, Words4 words) {
   *static_cast<Words4*>(address) = words;
 }
 
-DEVICE int32_t atomic_add(int32_t* address, int32_t value) {  // fibers do not interrupt each other
+DEVICE int32_t atomic_add(int32_t* address, int32_t value) {  // fibers are never interrupted
   int32_t before = *address;
   *address += value;
+  emulator::yield_block();
   return before;
 }
 DEVICE uint32_t atomic_max(uint32_t* address, uint32_t value) {
   uint32_t before = *address;
   *address = before > value ? before : value;
+  emulator::yield_block();
   return before;
 }
 DEVICE void fence() {}

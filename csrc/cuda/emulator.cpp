@@ -54,6 +54,7 @@ namespace {
 
 constexpr std::size_t STACK_BYTES = 256 << 10;
 constexpr int MAX_THREADS = 1024;
+constexpr std::size_t RESIDENT_BLOCKS = 3;  // of a grid, at once
 
 struct Copy {
   void* shared;
@@ -82,8 +83,14 @@ struct Fiber {
 
 class Block {
  public:
-  Block(const Launch& launch, const std::function<void()>& body, std::mt19937& random)
-      : launch_(launch), body_(body), random_(random), fibers_(pool()), warps_(launch.threads / 32) {
+  Block(const Launch& launch, const int (&place)[3], const std::function<void()>& body, std::mt19937& random)
+      : launch_(launch), body_(body), random_(random), warps_(launch.threads / 32) {
+    std::copy(place, place + 3, place_);
+    if (!idle_fibers.empty()) {
+      fibers_ = std::move(idle_fibers.back());
+      idle_fibers.pop_back();
+    }
+    fibers_.resize(MAX_THREADS);
     // malloc, so that a sanitizer sees where shared memory ends.
     shared_.reset(
         static_cast<unsigned char*>(std::aligned_alloc(128, (launch.shared_bytes + 127) / 128 * 128)));
@@ -96,21 +103,33 @@ class Block {
     order_.resize(warps_.size());
     for (std::size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<int>(i);
     if (launch.schedule == Schedule::reverse) std::reverse(order_.begin(), order_.end());
+    for (int thread = 0; thread < launch.threads; ++thread) start(thread);
   }
+  ~Block() { idle_fibers.push_back(std::move(fibers_)); }
+  Block(const Block&) = delete;
 
-  void run() {
+  // Runs its threads until another block may go on. Gives whether any are left.
+  bool go_on() {
     current_block = this;
-    for (int thread = 0; thread < launch_.threads; ++thread) start(thread);
-    while (error.empty()) {
+    std::copy(place_, place_ + 3, here.block);
+    for (yielded_ = false; error.empty() && !yielded_;) {
       int next = pick();
       if (next < 0) break;
       resume(next);
     }
+    current_block = nullptr;
+    if (yielded_) return true;
     int left = 0;
     for (int thread = 0; thread < launch_.threads; ++thread) left += !fibers_[thread].done;
     if (error.empty() && left)
       error = std::to_string(left) + " threads wait at a barrier that the others never reach";
-    current_block = nullptr;
+    return false;
+  }
+
+  void yield() {
+    if (launch_.schedule != Schedule::random) return;
+    yielded_ = true;
+    leave();
   }
 
   void arrive(Barrier& barrier) {
@@ -147,10 +166,7 @@ class Block {
     void operator()(unsigned char* memory) const { std::free(memory); }
   };
 
-  static std::vector<Fiber>& pool() {
-    static std::vector<Fiber> fibers(MAX_THREADS);
-    return fibers;
-  }
+  static inline std::vector<std::vector<Fiber>> idle_fibers;  // stacks are kept
 
   void start(int thread) {
     Fiber& fiber = fibers_[thread];
@@ -201,7 +217,9 @@ class Block {
   const Launch& launch_;
   const std::function<void()>& body_;
   std::mt19937& random_;
-  std::vector<Fiber>& fibers_;
+  int place_[3];
+  std::vector<Fiber> fibers_;
+  bool yielded_ = false;
   std::vector<Warp> warps_;
   std::vector<int> order_;
   Barrier block_barrier_;
@@ -284,6 +302,8 @@ void wait(int pending, Site site) {
   }
 }
 
+void yield_block() { Block::current_block->yield(); }
+
 static std::string run(const Launch& launch, const std::function<void()>& body) {
   if (launch.threads < 32 || launch.threads > MAX_THREADS || launch.threads % 32)
     return "a block of " + std::to_string(launch.threads) + " threads";
@@ -294,12 +314,16 @@ static std::string run(const Launch& launch, const std::function<void()>& body) 
   for (std::size_t i = 0; i < blocks.size(); ++i) blocks[i] = static_cast<int>(i);
   if (launch.schedule == Schedule::reverse) std::reverse(blocks.begin(), blocks.end());
   if (launch.schedule == Schedule::random) std::shuffle(blocks.begin(), blocks.end(), random);
-  for (int block : blocks) {
-    here.block[0] = block % launch.grid[0];
-    here.block[1] = block / launch.grid[0] % launch.grid[1];
-    here.block[2] = block / launch.grid[0] / launch.grid[1];
-    Block(launch, body, random).run();
-    if (!Block::error.empty()) break;
+  std::size_t next = 0;
+  for (std::vector<std::unique_ptr<Block>> resident; Block::error.empty();) {
+    while (next < blocks.size() && resident.size() < RESIDENT_BLOCKS) {
+      int block = blocks[next++], x = launch.grid[0], y = launch.grid[1];
+      resident.push_back(
+          std::unique_ptr<Block>(new Block(launch, {block % x, block / x % y, block / x / y}, body, random)));
+    }
+    if (resident.empty()) break;
+    std::size_t chosen = launch.schedule == Schedule::random ? random() % resident.size() : 0;
+    if (!resident[chosen]->go_on()) resident.erase(resident.begin() + static_cast<std::ptrdiff_t>(chosen));
   }
   return Block::error;
 }
