@@ -15,6 +15,7 @@
 #define DEVICE inline
 #define KERNEL(threads) void
 #define KERNEL_OCCUPANCY(threads, blocks) void
+#define UNROLL
 
 namespace enginewright {
 

@@ -1,0 +1,203 @@
+// What GEMMs share (plugins/gemm.py): out = epilogue(x weightᵀ · scales + bias).
+//
+// Weights lie in GPU memory as in the engine file, R16 (csrc/cpu/kernel.h): blocks of 16 rows, and in a block
+// lines of 64 bytes, 4 bytes of K for each row. They are the A of m16n8 products, tokens are the columns of
+// B. A warp takes a unit of 2 blocks: its lane (g, t) loads the 16 bytes of rows 4i … 4i + 3, i = g % 4, of
+// block g / 4 in line t of four. The first two of these rows are rows g and g + 8 of a first A, the others of
+// a second one. So every load has 16 bytes and takes whole lines, nothing is shuffled, and a lane ends with
+// the sums of 4 features that are neighbours for each of its tokens. Which k a line's bytes are does not
+// matter, as long as x is taken alike: see x_fragments.
+#pragma once
+
+#include "rows.cuh"
+
+namespace enginewright {
+
+enum class Format { bf16, w8a16, fp8a16, w4a16, mxfp4a16, w8a8, fp8a8 };
+enum class Epilogue { none, swiglu, geglu };
+
+// features: rows of the weight; with a gated epilogue, gates and then ups, whose blocks alternate. columns:
+// K. group: columns that share a scale, of the weight (w4a16, mxfp4a16) or of x (w8a8; 0 is the whole row).
+// padded: columns of out that are written, zeros behind its own. What follows is the shape of a block of
+// threads: gemm_small.cuh and gemm_large.cuh say what of it they take.
+struct Gemm {
+  Format format;
+  Epilogue epilogue;
+  Rows rows;
+  Type type;
+  int features, columns, x_stride, x_scale_stride, out_stride, padded, group;
+  bool zeros, bias;
+  int feature_warps, token_warps, k_warps, units, tiles, splits, stages, shared_bytes;
+
+  constexpr bool gated() const { return epilogue != Epilogue::none; }
+  constexpr int outputs() const { return gated() ? features / 2 : features; }
+  constexpr int blocks() const { return gated() ? 2 * ceil_div(outputs(), 16) : ceil_div(features, 16); }
+  constexpr bool weight_groups() const { return format == Format::w4a16 || format == Format::mxfp4a16; }
+  constexpr bool x_groups() const { return format == Format::w8a8 && group != 0; }
+  constexpr bool grouped() const { return weight_groups() || x_groups(); }
+  constexpr bool x_codes() const { return format == Format::w8a8 || format == Format::fp8a8; }
+  constexpr bool row_scales() const { return format != Format::bf16 && !weight_groups(); }
+};
+
+// K is taken in chunks of 64, to which weights and x are padded with zeros.
+constexpr int CHUNK = 64;
+constexpr int LINE_BYTES = 64;
+
+template <Gemm S>
+struct Shape {
+  static constexpr int CHUNKS = ceil_div(S.columns, CHUNK);
+  static constexpr int THREADS = S.feature_warps * S.token_warps * S.k_warps * WARP;
+  static constexpr int FEATURES = S.feature_warps * S.units * 32;  // of a block of threads
+  static constexpr int TOKENS = S.token_warps * S.tiles * 8;
+
+  // Of a block of weights, in a chunk. A lane's load takes a line of four.
+  static constexpr int LINES = S.format == Format::bf16 ? 32 : S.weight_groups() ? 8 : 16;
+  static constexpr int LOADS = LINES / 4;
+  static constexpr int64_t BLOCK_BYTES = int64_t{CHUNKS} * LINES * LINE_BYTES;
+
+  // Products of a tile are made by pairs of MMA steps: 64 bytes of each token.
+  static constexpr int X_ROW_BYTES = CHUNK * (S.x_codes() ? 1 : 2);
+  static constexpr int PAIRS = X_ROW_BYTES / 64;
+  static constexpr int PAIR_LOADS = LOADS / PAIRS;
+
+  // Products that are summed before they are scaled: a group, or its part in a chunk.
+  static constexpr int RUN = !S.grouped() ? 0 : S.group % CHUNK ? 32 : CHUNK;
+  static constexpr int RUNS = S.grouped() ? CHUNK / RUN : 1;  // in a chunk
+  static constexpr int GROUPS = S.grouped() ? ceil_div(S.columns, S.group) : 1;
+
+  static DEVICE int group_of([[maybe_unused]] int chunk, [[maybe_unused]] int run) {
+    if constexpr (S.grouped()) {
+      int group = (chunk * CHUNK + run * RUN) / S.group;
+      return group < GROUPS ? group : GROUPS - 1;  // behind the last column, where everything is zero
+    }
+    return 0;
+  }
+};
+
+template <bool INTEGER>
+struct SumOf {
+  using type = float;
+};
+template <>
+struct SumOf<true> {
+  using type = int32_t;
+};
+// Sums of products: of a run that is yet to be scaled, and over all of K.
+template <Gemm S>
+using part_t = typename SumOf<S.format == Format::w8a8>::type;
+template <Gemm S>
+using sum_t = typename SumOf<S.format == Format::w8a8 && !S.grouped()>::type;
+
+template <class Number>
+DEVICE Words4 words_of(const Number (&x)[4]) {
+  auto bits = [](Number value) { return __builtin_bit_cast(uint32_t, value); };
+  return {bits(x[0]), bits(x[1]), bits(x[2]), bits(x[3])};
+}
+
+// Where 16 bytes of a token are in a chunk of x in shared memory, [tokens][X_ROW_BYTES]: so that neither the
+// copies nor any of the loads of x_fragments meet in a bank.
+template <Gemm S>
+DEVICE int x_place(int token, int granule) {
+  if constexpr (S.x_codes()) return token * 64 + (granule ^ (token / 2 & 3)) * 16;
+  int mixed = (token & 1) << 2 | (token & 2) | (token >> 2 & 1);
+  return token * 128 + (granule ^ mixed) * 16;
+}
+
+// B of two MMA steps, r[2 * step + register], for the 8 tokens behind `token`. Lanes have the k of the lines
+// that they load of weights: as ldmatrix has it where a line is 4 bytes of x, 8 or 16 bytes in a row where it
+// is more.
+template <Gemm S>
+DEVICE void x_fragments(uint32_t (&r)[4], const uint8_t* x, int token, int pair) {
+  int g = lane() / 4, t = lane() % 4;
+  if constexpr (S.weight_groups()) {
+    Words4 w = load16(x + x_place<S>(token + g, 4 * pair + t));
+    r[0] = w.x, r[1] = w.y, r[2] = w.z, r[3] = w.w;
+  } else if constexpr (Shape<S>::PAIR_LOADS == 2) {
+    UNROLL
+    for (int step = 0; step < 2; ++step) {
+      Words2 w = *reinterpret_cast<const Words2*>(x + x_place<S>(token + g, 4 * pair + 2 * step + t / 2) +
+                                                  t % 2 * 8);
+      r[2 * step] = w.x, r[2 * step + 1] = w.y;
+    }
+  } else {
+    load_matrices(r, x + x_place<S>(token + lane() % 8, 4 * pair + lane() / 8));
+  }
+}
+
+// COUNT chunks of x into shared memory, by all threads of the block; zeros for tokens and chunks that are not
+// there.
+template <Gemm S, int COUNT>
+DEVICE void copy_x(uint8_t* to, const uint8_t* x, int first_token, int tokens, int chunk) {
+  constexpr int GRANULES = Shape<S>::X_ROW_BYTES / 16, OF_CHUNK = Shape<S>::TOKENS * GRANULES;
+  constexpr int64_t STRIDE = int64_t{S.x_stride} * (S.x_codes() ? 1 : 2);
+  for (int i = thread_index(); i < COUNT * OF_CHUNK; i += Shape<S>::THREADS) {
+    int token = i / GRANULES % Shape<S>::TOKENS, granule = i % GRANULES, c = i / OF_CHUNK;
+    bool there = first_token + token < tokens && chunk + c < Shape<S>::CHUNKS;
+    const uint8_t* from =
+        x + (first_token + token) * STRIDE + (chunk + c) * Shape<S>::X_ROW_BYTES + granule * 16;
+    copy_async(to + c * OF_CHUNK * 16 + x_place<S>(token, granule), there ? from : x, there);
+  }
+}
+// And the scales of its runs, [COUNT][RUNS][tokens].
+template <Gemm S, int COUNT>
+DEVICE void copy_x_scales(float* to, const float* x_scale, int first_token, int tokens, int chunk) {
+  constexpr int TOKENS = Shape<S>::TOKENS, RUNS = Shape<S>::RUNS;
+  for (int i = thread_index(); i < COUNT * RUNS * TOKENS; i += Shape<S>::THREADS) {
+    int token = i % TOKENS, run = i / TOKENS % RUNS, c = i / TOKENS / RUNS;
+    bool there = first_token + token < tokens && chunk + c < Shape<S>::CHUNKS;
+    int64_t at = int64_t{first_token + token} * S.x_scale_stride + Shape<S>::group_of(chunk + c, run);
+    copy_async<4>(to + i, there ? x_scale + at : x_scale, there);
+  }
+}
+
+DEVICE float silu(float x) { return divide(x, 1.0f + exp2_fast(-x * LOG2E)); }
+DEVICE float gelu_tanh(float x) {
+  float inner = 0.7978845608028654f * fma(0.044715f * x * x, x, x);
+  return 0.5f * x * (1.0f + tanh_of(inner));
+}
+
+// What becomes of sums on their way to memory. scale, bias: [features].
+template <Gemm S>
+struct Finish {
+  const float *x_scale, *scale, *bias;
+  stored_t<S.type>* out;
+
+  // Outputs n … n + 3 of a token; ups: the second sums of a gated epilogue.
+  DEVICE void put(int token, int n, const sum_t<S> (&sums)[4], const sum_t<S> (&ups)[4]) const {
+    if (n >= S.outputs()) return;
+    float y[4];
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+      int feature = n + i < S.outputs() ? n + i : S.outputs() - 1;
+      y[i] = affine(token, feature, sums[i]);
+      if constexpr (S.gated()) {
+        float up = affine(token, S.outputs() + feature, ups[i]);
+        y[i] = (S.epilogue == Epilogue::swiglu ? silu(y[i]) : gelu_tanh(y[i])) * up;
+      }
+    }
+    stored_t<S.type>* to = out + int64_t{token} * S.out_stride + n;
+    if (n + 4 <= S.outputs()) {
+      if constexpr (S.type == Type::bf16)
+        *reinterpret_cast<Words2*>(to) = {pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])};
+      else
+        store16(to, words_of(y));
+    } else {
+      UNROLL
+      for (int i = 0; i < 3; ++i)
+        if (n + i < S.outputs()) to[i] = from_float<stored_t<S.type>>(y[i]);
+    }
+    if (S.padded > S.outputs() && n + 4 >= S.outputs())  // zeros that the next GEMM reads
+      for (int i = S.outputs() - n; i < S.padded - n; ++i) to[i] = from_float<stored_t<S.type>>(0.0f);
+  }
+
+ private:
+  DEVICE float affine(int token, int feature, sum_t<S> sum) const {
+    float y = static_cast<float>(sum);
+    if constexpr (S.x_codes() && !S.grouped()) y *= x_scale[int64_t{token} * S.x_scale_stride];
+    if constexpr (S.row_scales()) y *= scale[feature];
+    if constexpr (S.bias) y += bias[feature];
+    return y;
+  }
+};
+
+}  // namespace enginewright

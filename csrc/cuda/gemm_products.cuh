@@ -1,0 +1,163 @@
+// Products of a chunk of weights with a chunk of x: what the words of each format become in registers.
+#pragma once
+
+#include "gemm.cuh"
+
+namespace enginewright {
+
+constexpr uint32_t BF16_ONES = 0x3f803f80u, BF16_NONE = 0x80008000u;  // two of 1, of -0
+
+// Two bytes of a word, each in the lower half of 16 bits (or in the upper one).
+DEVICE uint32_t low_bytes(uint32_t word, int pair) { return pick_bytes(word, 0, pair ? 0x4342 : 0x4140); }
+DEVICE uint32_t high_bytes(uint32_t word, int pair) { return pick_bytes(word, 0, pair ? 0x3424 : 0x1404); }
+
+// Two int8: 7 bits below those of 128, minus 128, or 256 where the sign is set. All exact.
+DEVICE uint32_t bf16_of_int8(uint32_t bytes) {
+  uint32_t size = (bytes & 0x007f007fu) | 0x43004300u, minus = (bytes & 0x00800080u) | 0xc300c300u;
+  return fma_bf16(size, BF16_ONES, minus);
+}
+// Two E4M3 in upper halves: exponent and fraction at their places mean 2^-120 of the number, exactly,
+// subnormals included.
+DEVICE uint32_t bf16_of_e4m3(uint32_t bytes) {
+  uint32_t bits = (bytes & 0x80008000u) | (bytes >> 4 & 0x07f007f0u);
+  return fma_bf16(bits, 0x7b807b80u, BF16_NONE);
+}
+// Two codes of 4 bits, in the lowest bits of each half, minus their zero: 128 + code is exact. minus: two of
+// -(128 + zero).
+DEVICE uint32_t bf16_of_u4(uint32_t codes, uint32_t minus) {
+  return fma_bf16((codes & 0x000f000fu) | 0x43004300u, BF16_ONES, minus);
+}
+// Two E2M1 in the lowest bits of each half, doubled as in the plugin: 2^-127 times that at their places.
+DEVICE uint32_t bf16_of_e2m1(uint32_t codes) {
+  uint32_t bits = (codes << 12 & 0x80008000u) | (codes << 6 & 0x01c001c0u);
+  return fma_bf16(bits, 0x7f007f00u, BF16_NONE);
+}
+
+// A of two MMA steps for a unit, from a lane's loads of them. zeros: those of its four rows, a byte each.
+template <Gemm S>
+DEVICE void weight_fragments(uint32_t (&a)[2][2][4], const Words4 (&loads)[Shape<S>::PAIR_LOADS],
+                             uint32_t zeros) {
+  UNROLL
+  for (int row = 0; row < 4; ++row) {  // of tile row / 2, its fragment's row g, or g + 8
+    int tile = row / 2, at = row % 2;
+    auto word = [&](int load) {
+      const Words4& w = loads[load];
+      return row == 0 ? w.x : row == 1 ? w.y : row == 2 ? w.z : w.w;
+    };
+    UNROLL
+    for (int step = 0; step < 2; ++step) {
+      uint32_t (&fragment)[4] = a[step][tile];
+      UNROLL
+      for (int half = 0; half < 2; ++half) {
+        uint32_t& to = fragment[at + 2 * half];
+        if constexpr (S.format == Format::w8a16) {
+          to = bf16_of_int8(low_bytes(word(step), half));
+        } else if constexpr (S.format == Format::fp8a16) {
+          to = bf16_of_e4m3(high_bytes(word(step), half));
+        } else if constexpr (S.format == Format::w4a16) {
+          uint32_t minus = pick_bytes(zeros, 0xc3, 0x4040 | row | row << 8);
+          to = bf16_of_u4(low_bytes(word(0), half) >> (4 * step), minus);
+        } else if constexpr (S.format == Format::mxfp4a16) {
+          to = bf16_of_e2m1(low_bytes(word(0), half) >> (4 * step));
+        } else {
+          to = word(2 * step + half);
+        }
+      }
+    }
+  }
+}
+
+template <Gemm S>
+DEVICE void multiply(part_t<S> (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (S.format == Format::w8a8)
+    mma_int8(d, a, b);
+  else if constexpr (S.format == Format::fp8a8)
+    mma_e4m3(d, a, b);
+  else
+    mma_bf16(d, a, b);
+}
+
+// total += a run's sums times its scales, which are of the unit's rows or of the tile's tokens; part = 0.
+template <Gemm S, class Weights>
+DEVICE void add_run(sum_t<S> (&total)[S.units][2][S.tiles][4], part_t<S> (&part)[S.units][2][4], int tile,
+                    int run, const Weights& weights, const float* x_scales) {
+  int t = lane() % 4;
+  UNROLL
+  for (int unit = 0; unit < S.units; ++unit) {
+    float scales[4];  // of rows, or of the two tokens
+    if constexpr (S.weight_groups()) {
+      Words2 of_rows = weights.scales(unit, run);
+      scales[0] = low_bf16(of_rows.x), scales[1] = high_bf16(of_rows.x);
+      scales[2] = low_bf16(of_rows.y), scales[3] = high_bf16(of_rows.y);
+    } else {
+      scales[0] = x_scales[run * Shape<S>::TOKENS + tile * 8 + 2 * t];
+      scales[1] = x_scales[run * Shape<S>::TOKENS + tile * 8 + 2 * t + 1];
+    }
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+      UNROLL
+      for (int i = 0; i < 4; ++i) {
+        float& sum = total[unit][half][tile][i];
+        sum = fma(static_cast<float>(part[unit][half][i]),
+                  scales[S.weight_groups() ? 2 * half + i / 2 : i % 2], sum);
+        part[unit][half][i] = 0;
+      }
+    }
+  }
+}
+
+// total += weights of a chunk x its x, for a warp's units and tiles of 8 tokens. weights: gives
+// load(unit, index), 16 bytes of this lane, and what belongs to a run of a unit, scales(unit, run) and
+// zeros(unit, run). x, x_scales: of the warp's first token.
+template <Gemm S, class Weights>
+DEVICE void multiply_chunk(sum_t<S> (&total)[S.units][2][S.tiles][4], const Weights& weights,
+                           const uint8_t* x, const float* x_scales) {
+  using Of = Shape<S>;
+  constexpr int STEPS = 2 * Of::PAIRS, RUN_STEPS = STEPS / Of::RUNS;
+  constexpr int TURN_PAIRS =
+      S.grouped() && RUN_STEPS > 2 ? RUN_STEPS / 2 : 1;  // pairs whose A are held at once
+  UNROLL
+  for (int turn = 0; turn < Of::PAIRS / TURN_PAIRS; ++turn) {
+    uint32_t a[TURN_PAIRS][S.units][2][2][4];
+    UNROLL
+    for (int p = 0; p < TURN_PAIRS; ++p) {
+      UNROLL
+      for (int unit = 0; unit < S.units; ++unit) {
+        int pair = turn * TURN_PAIRS + p;
+        Words4 loads[Of::PAIR_LOADS];
+        UNROLL
+        for (int i = 0; i < Of::PAIR_LOADS; ++i) loads[i] = weights.load(unit, pair * Of::PAIR_LOADS + i);
+        weight_fragments<S>(a[p][unit], loads, weights.zeros(unit, 2 * pair / RUN_STEPS));
+      }
+    }
+    UNROLL
+    for (int tile = 0; tile < S.tiles; ++tile) {
+      [[maybe_unused]] part_t<S> part[S.units][2][4] = {};
+      UNROLL
+      for (int p = 0; p < TURN_PAIRS; ++p) {
+        uint32_t b[4];
+        x_fragments<S>(b, x, tile * 8, turn * TURN_PAIRS + p);
+        UNROLL
+        for (int s = 0; s < 2; ++s) {
+          int step = 2 * (turn * TURN_PAIRS + p) + s;
+          UNROLL
+          for (int unit = 0; unit < S.units; ++unit) {
+            UNROLL
+            for (int half = 0; half < 2; ++half) {
+              const uint32_t b_step[2] = {b[2 * s], b[2 * s + 1]};
+              if constexpr (S.grouped())
+                multiply<S>(part[unit][half], a[p][unit][s][half], b_step);
+              else
+                multiply<S>(total[unit][half][tile], a[p][unit][s][half], b_step);
+            }
+          }
+          if constexpr (S.grouped())
+            if ((step + 1) % RUN_STEPS == 0)
+              add_run<S>(total, part, tile, step / RUN_STEPS, weights, x_scales);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace enginewright

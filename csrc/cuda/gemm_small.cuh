@@ -1,0 +1,215 @@
+// GEMM for few tokens, 8 · tiles at most: every weight comes from memory once.
+//
+// A block of threads has feature_warps units of 32 features and one of `splits` parts of K, of which its
+// k_warps take chunks of 64 in turn. A lane copies those 16 bytes of weights into shared memory that it will
+// read itself: no bank is met twice, and nobody else waits for them. x is shared by the units. As many stages
+// as shared memory has room for keep 30 … 50 KB of a block in flight, two blocks on each multiprocessor; 4.8
+// TB/s at 0.7 µs want 26 KB of each (H200; on paper, unmeasured).
+//
+// The order of sums depends on the shape of the weight alone, never on tokens or tiles: chunks of a warp in
+// ascending order, then k_warps, then splits. The block that is the last one to finish its part adds the
+// splits; `counters`, [blocks in x], are zeros again afterwards.
+#pragma once
+
+#include "gemm_products.cuh"
+
+namespace enginewright {
+
+template <Gemm S>
+struct GemmSmall {
+  using Of = Shape<S>;
+  static constexpr int WARPS = S.feature_warps * S.k_warps;
+  static constexpr int STEPS = ceil_div(Of::CHUNKS, S.k_warps);  // k_warps chunks each
+  static constexpr int SPLIT_STEPS = ceil_div(STEPS, S.splits);
+
+  // Of a stage in shared memory, in order.
+  static constexpr int WEIGHT_BYTES = WARPS * Of::LOADS * WARP * 16;
+  static constexpr int SCALE_BYTES = S.weight_groups() ? WARPS * Of::RUNS * WARP * 8 : 0;
+  static constexpr int ZERO_BYTES = S.zeros ? WARPS * Of::RUNS * WARP * 4 : 0;
+  static constexpr int X_BYTES = S.k_warps * Of::TOKENS * Of::X_ROW_BYTES;
+  static constexpr int X_SCALE_BYTES = S.x_groups() ? S.k_warps * Of::TOKENS * Of::RUNS * 4 : 0;
+  static constexpr int X_AT = WEIGHT_BYTES + SCALE_BYTES + ZERO_BYTES;
+  static constexpr int STAGE_BYTES = X_AT + X_BYTES + X_SCALE_BYTES;
+
+  static constexpr int SUM_BYTES = S.k_warps * Of::TOKENS * (Of::FEATURES + 4) * 4;
+  static_assert(S.shared_bytes >= S.stages * STAGE_BYTES && S.shared_bytes >= SUM_BYTES);
+
+  static constexpr int SUM_STRIDE = Of::FEATURES + 4;  // a quarter of a warp stores to different banks
+  static constexpr int OUTPUTS = Of::FEATURES / (S.gated() ? 2 : 1);  // of a block
+  static constexpr int PARTIAL_STRIDE = ceil_div(S.blocks(), 2 * S.feature_warps) * Of::FEATURES;
+};
+
+// A warp's part of the stages: the weights of its unit.
+template <Gemm S>
+class Private {
+  using Of = Shape<S>;
+  using K = GemmSmall<S>;
+
+ public:
+  DEVICE Private(int unit, const uint8_t* weight, const uint8_t* scale, const uint8_t* zero) {
+    int g = lane() / 4, t = lane() % 4, row = g % 4 * 4;
+    int block = 2 * unit + g / 4;
+    if (block >= S.blocks()) block = S.blocks() - 1;  // features that are not there: any that are
+    lines_ = weight + block * Of::BLOCK_BYTES + t * LINE_BYTES + row * 4;
+    int64_t first = int64_t{block} * Of::GROUPS * 16 + row;
+    scales_ = scale + first * 2;
+    zeros_ = zero + first;
+  }
+
+  DEVICE void copy(uint8_t* stage, int chunk) const {
+    if (chunk >= Of::CHUNKS) return;
+    UNROLL
+    for (int i = 0; i < Of::LOADS; ++i)
+      copy_async(weights_in(stage, i), lines_ + (int64_t{chunk} * Of::LINES + 4 * i) * LINE_BYTES);
+    UNROLL
+    for (int run = 0; run < Of::RUNS; ++run) {
+      int64_t group = Of::group_of(chunk, run);
+      if constexpr (S.weight_groups()) copy_async<8>(scales_in(stage, run), scales_ + group * 32);
+      if constexpr (S.zeros) copy_async<4>(zeros_in(stage, run), zeros_ + group * 16);
+    }
+  }
+
+  // What multiply_chunk takes, of a stage that has been waited for.
+  struct Weights {
+    uint8_t* stage;
+    DEVICE Words4 load(int, int index) const { return load16(weights_in(stage, index)); }
+    DEVICE Words2 scales(int, int run) const {
+      return *reinterpret_cast<const Words2*>(scales_in(stage, run));
+    }
+    DEVICE uint32_t zeros(int, int run) const {
+      return S.zeros ? *reinterpret_cast<const uint32_t*>(zeros_in(stage, run)) : 0x08080808u;
+    }
+  };
+
+ private:
+  static DEVICE uint8_t* weights_in(uint8_t* stage, int index) {
+    return stage + ((warp() * Of::LOADS + index) * WARP + lane()) * 16;
+  }
+  static DEVICE uint8_t* scales_in(uint8_t* stage, int run) {
+    return stage + K::WEIGHT_BYTES + ((warp() * Of::RUNS + run) * WARP + lane()) * 8;
+  }
+  static DEVICE uint8_t* zeros_in(uint8_t* stage, int run) {
+    return stage + K::WEIGHT_BYTES + K::SCALE_BYTES + ((warp() * Of::RUNS + run) * WARP + lane()) * 4;
+  }
+
+  const uint8_t *lines_, *scales_, *zeros_;
+};
+
+// Sums of `count` parts, four features of a token at once, by all threads of the block: put(token, output,
+// feature, sums of its features (gates), of the features 16 behind (ups)). part, stride: from one part, or
+// token, to the next.
+template <Gemm S, class Put>
+DEVICE void add_parts(const sum_t<S>* from, int64_t part, int count, int64_t stride, int tokens, Put put) {
+  constexpr int QUADS = GemmSmall<S>::OUTPUTS / 4;
+  for (int item = thread_index(); item < tokens * QUADS; item += Shape<S>::THREADS) {
+    int token = item / QUADS, quad = item % QUADS;
+    int feature = S.gated() ? quad / 4 * 32 + quad % 4 * 4 : quad * 4;
+    sum_t<S> total[2][4] = {};
+    for (int i = 0; i < count; ++i) {
+      UNROLL
+      for (int half = 0; half < (S.gated() ? 2 : 1); ++half) {
+        Words4 words = load16(from + i * part + token * stride + feature + 16 * half);
+        total[half][0] += __builtin_bit_cast(sum_t<S>, words.x);
+        total[half][1] += __builtin_bit_cast(sum_t<S>, words.y);
+        total[half][2] += __builtin_bit_cast(sum_t<S>, words.z);
+        total[half][3] += __builtin_bit_cast(sum_t<S>, words.w);
+      }
+    }
+    put(token, quad * 4, feature, total);
+  }
+}
+
+// Grid: blocks in x have the features, blocks in y the splits. partial: [splits][tokens of all tiles]
+// [PARTIAL_STRIDE]. Shared memory: the stages, and in their place sums, [k_warps][tokens of all
+// tiles][SUM_STRIDE].
+template <Gemm S>
+KERNEL_OCCUPANCY(Shape<S>::THREADS, S.tiles > 2 ? 1 : 2)
+gemm_small(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const float* x_scale,
+           const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out,
+           float* partial, int32_t* counters) {
+  using Of = Shape<S>;
+  using K = GemmSmall<S>;
+  using Sum = sum_t<S>;
+  uint8_t* shared = shared_memory<uint8_t>();
+  int tokens = count_of(S.rows, *sizes);
+  int feature_warp = warp() / S.k_warps, k_warp = warp() % S.k_warps;
+  int begin = block_y() * K::SPLIT_STEPS;
+  int end = begin + K::SPLIT_STEPS < K::STEPS ? begin + K::SPLIT_STEPS : K::STEPS;
+
+  const Private<S> mine(block_x() * S.feature_warps + feature_warp, weight, scale, zero);
+  auto copy = [&](int step) {
+    if (step < end) {
+      uint8_t* stage = shared + step % S.stages * K::STAGE_BYTES;
+      mine.copy(stage, step * S.k_warps + k_warp);
+      copy_x<S, S.k_warps>(stage + K::X_AT, x, 0, tokens, step * S.k_warps);
+      if constexpr (S.x_groups())
+        copy_x_scales<S, S.k_warps>(reinterpret_cast<float*>(stage + K::X_AT + K::X_BYTES), x_scale, 0,
+                                    tokens, step * S.k_warps);
+    }
+    commit_copies();
+  };
+  for (int i = 0; i < S.stages - 1; ++i) copy(begin + i);
+
+  Sum total[1][2][S.tiles][4] = {};
+  for (int step = begin; step < end; ++step) {
+    wait_copies<S.stages - 2>();
+    sync_threads();  // everyone's copies are there, and what the step before has read is free
+    copy(step + S.stages - 1);
+    uint8_t* stage = shared + step % S.stages * K::STAGE_BYTES;
+    if (step * S.k_warps + k_warp < Of::CHUNKS)
+      multiply_chunk<S>(
+          total, typename Private<S>::Weights{stage}, stage + K::X_AT + k_warp * Of::TOKENS * Of::X_ROW_BYTES,
+          reinterpret_cast<const float*>(stage + K::X_AT + K::X_BYTES) + k_warp * Of::TOKENS * Of::RUNS);
+  }
+
+  // [k_warps][tokens][SUM_STRIDE], in the place of the stages.
+  sync_threads();
+  Sum* sums = reinterpret_cast<Sum*>(shared);
+  int g = lane() / 4, t = lane() % 4;
+  UNROLL
+  for (int tile = 0; tile < S.tiles; ++tile) {
+    UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const auto& d = total[0];
+      Sum* to =
+          sums + (k_warp * Of::TOKENS + tile * 8 + 2 * t + i) * K::SUM_STRIDE + feature_warp * 32 + g * 4;
+      const Sum quad[4] = {d[0][tile][i], d[0][tile][2 + i], d[1][tile][i], d[1][tile][2 + i]};
+      store16(to, words_of(quad));
+    }
+  }
+  sync_threads();
+
+  Finish<S> finish{x_scale, reinterpret_cast<const float*>(scale), bias, out};
+  int n = block_x() * K::OUTPUTS;
+  if constexpr (S.splits == 1) {
+    add_parts<S>(sums, Of::TOKENS * K::SUM_STRIDE, S.k_warps, K::SUM_STRIDE, tokens,
+                 [&](int token, int output, int, const Sum(&total)[2][4]) {
+                   finish.put(token, n + output, total[0], total[1]);
+                 });
+  } else {
+    Sum* parts = reinterpret_cast<Sum*>(partial) + block_x() * Of::FEATURES;
+    constexpr int64_t PART = int64_t{Of::TOKENS} * K::PARTIAL_STRIDE;
+    add_parts<S>(sums, Of::TOKENS * K::SUM_STRIDE, S.k_warps, K::SUM_STRIDE, tokens,
+                 [&](int token, int, int feature, const Sum(&total)[2][4]) {
+                   Sum* to = parts + block_y() * PART + int64_t{token} * K::PARTIAL_STRIDE + feature;
+                   store16(to, words_of(total[0]));
+                   if constexpr (S.gated()) store16(to + 16, words_of(total[1]));
+                 });
+    sync_threads();
+    int32_t* before = reinterpret_cast<int32_t*>(shared);
+    if (thread_index() == 0) {
+      fence();
+      *before = atomic_add(counters + block_x(), 1);
+      if (*before == S.splits - 1) counters[block_x()] = 0;
+      fence();
+    }
+    sync_threads();
+    if (*before < S.splits - 1) return;
+    add_parts<S>(parts, PART, S.splits, K::PARTIAL_STRIDE, tokens,
+                 [&](int token, int output, int, const Sum(&total)[2][4]) {
+                   finish.put(token, n + output, total[0], total[1]);
+                 });
+  }
+}
+
+}  // namespace enginewright

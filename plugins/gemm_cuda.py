@@ -1,0 +1,157 @@
+"""What GPUs launch for matrix products: csrc/cuda/gemm_small.cuh for few tokens, gemm_large.cuh for many.
+
+The tables of shapes here are reasoned on paper, not measured: PERFORMANCE of each is for a GPU's benchmarks to say.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from math import gcd
+
+import onnx_ir as ir
+
+from enginewright.plan import Launch, Linear
+from enginewright.plugins import gemm
+from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
+from enginewright.plugins.plugin import dims_of, operand
+
+CHUNK = 64  # of K, as gemm.cuh has it
+WARP = 32
+SMALL_TOKENS = (8, 16, 32, 64)  # most tokens of a launch of gemm_small, each a kernel of its own
+SHARED_BYTES = 99 << 10  # what a block may have on every GPU since SM 80
+IN_FLIGHT_BYTES = 36 << 10  # of a block, at least, if it fits
+BLOCKS = 264  # that keep a GPU busy: two on each of 132 multiprocessors
+ARGUMENTS = ("x", "weight", "x_scale", "scale", "zero", "bias", "out", "partial", "counters")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A Format of gemm.cuh. lines: 64-byte lines of 16 rows in a chunk of K. x_bytes: of an element of x."""
+
+    name: str
+    lines: int
+    feature_warps: int = 4  # and K_WARPS in a block of gemm_small
+    x_bytes: int = 2
+    weight_groups: bool = False
+
+
+K_WARPS = 2
+FORMATS = {
+    format.name: format
+    for format in (
+        Format("bf16", 32, feature_warps=2),
+        Format("w8a16", 16),
+        Format("fp8a16", 16),
+        Format("w4a16", 8, weight_groups=True),
+        Format("mxfp4a16", 8, weight_groups=True),
+        Format("w8a8", 16, x_bytes=1),
+    )
+}
+
+
+def gemm_on_cuda(binding: KernelBinding, format: str) -> CudaKernel:
+    """format: a name in FORMATS."""
+    kernel = binding.on_cuda(partial(_launches, FORMATS[format]), gemm_small="gemm_small")
+    return replace(kernel, scratch=partial(_partial, FORMATS[format]), counters=partial(_counters, FORMATS[format]))
+
+
+def _launches(format: Format, call: Call) -> tuple[Launch, ...]:
+    return _small_launches(format, call)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """How gemm_small divides a weight [features, columns]: blocks of threads in x (features) and y (splits of K).
+
+    The order of sums follows from K_WARPS and splits, so neither depends on tokens.
+    """
+
+    features: int
+    splits: int
+
+    @staticmethod
+    def of(format: Format, features: int, columns: int, gated: bool) -> "_Blocks":
+        of_16 = 2 * _ceil(features // 2, 16) if gated else _ceil(features, 16)
+        count, steps = _ceil(of_16, 2 * format.feature_warps), _ceil(_ceil(columns, CHUNK), K_WARPS)
+        wanted = max(min(BLOCKS // count, steps // 2), 1)
+        return _Blocks(count, _ceil(steps, _ceil(steps, wanted)))
+
+
+def _small_launches(format: Format, call: Call) -> tuple[Launch, ...]:
+    weight, out = call.operands["weight"], call.operands["out"]
+    gated, warps = call.attributes["epilogue"] in gemm.GATED, format.feature_warps * K_WARPS
+    divided = _Blocks.of(format, weight.rows.constant, weight.columns, gated)
+    group = int(call.attributes.get("group", 0))
+    runs = CHUNK // gcd(group, CHUNK) if group else 1
+    weight_bytes = warps * (format.lines // 4) * WARP * 16
+    if format.weight_groups:
+        weight_bytes += warps * runs * WARP * (12 if "zero" in call.operands else 8)
+    launches, low = [], 1
+    for tokens in SMALL_TOKENS:
+        x_bytes = K_WARPS * tokens * CHUNK * format.x_bytes
+        if format.x_bytes == 1 and group:
+            x_bytes += K_WARPS * tokens * runs * 4
+        stage_bytes = weight_bytes + x_bytes
+        stages = min(SHARED_BYTES // stage_bytes, _ceil(IN_FLIGHT_BYTES, stage_bytes) + 1)
+        sum_bytes = K_WARPS * tokens * (format.feature_warps * 32 + 4) * 4
+        shared_bytes = max(stages * stage_bytes, sum_bytes)
+        kernel = expression(
+            "gemm_small",
+            "Gemm",
+            **_fields(format, call),
+            feature_warps=format.feature_warps,
+            token_warps=1,
+            k_warps=K_WARPS,
+            units=1,
+            tiles=tokens // 8,
+            splits=divided.splits,
+            stages=stages,
+            shared_bytes=shared_bytes,
+        )
+        grid = (blocks(divided.features), blocks(divided.splits), ONE)
+        launches.append(Launch(kernel, ARGUMENTS, grid, warps * WARP, shared_bytes, out.rows, low, tokens))
+        low = tokens + 1
+    return tuple(launches)
+
+
+def _fields(format: Format, call: Call) -> dict[str, int | bool | str]:
+    """What a kernel is specialized to, but for its shape."""
+    x, weight, out = (call.operands[role] for role in ("x", "weight", "out"))
+    x_scale = call.operands.get("x_scale")
+    return {
+        "format": f"Format::{format.name}",
+        "epilogue": f"Epilogue::{call.attributes['epilogue']}",
+        "rows": call.rows("out"),
+        "type": TYPES[out.dtype],
+        "features": weight.rows.constant,
+        "columns": weight.columns,
+        "x_stride": x.stride,
+        "x_scale_stride": x_scale.stride if x_scale else 0,
+        "out_stride": out.stride,
+        "padded": out.columns if out.dtype == "f32" else out.padded,
+        "group": int(call.attributes.get("group", 0)),
+        "zeros": "zero" in call.operands,
+        "bias": "bias" in call.operands,
+    }
+
+
+def _divided(format: Format, node: ir.Node) -> tuple[_Blocks, int]:
+    """And the width of a row of `partial`."""
+    features, columns = dims_of(operand(node, 1))
+    assert isinstance(features, int) and isinstance(columns, int)
+    divided = _Blocks.of(format, features, columns, node.attributes["epilogue"].as_string() in gemm.GATED)
+    return divided, divided.features * format.feature_warps * 32
+
+
+def _partial(format: Format, node: ir.Node) -> tuple[str, Linear, int]:
+    """Sums of each split, where there are several."""
+    divided, columns = _divided(format, node)
+    rows = divided.splits * SMALL_TOKENS[-1] if divided.splits > 1 else 0
+    return "partial", Linear(constant=rows), columns
+
+
+def _counters(format: Format, node: ir.Node) -> tuple[str, Linear, int]:
+    return "counters", Linear(constant=1), _divided(format, node)[0].features
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
