@@ -145,13 +145,14 @@ def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> 
 @click.argument("engine", type=click.Path(path_type=Path))
 @click.option("--goldens/--no-goldens", default=True, help="Also replay the engine's goldens on this machine.")
 @click.option("--threads", type=Count(), help="Threads for the goldens.")
+@click.option("--device", default="auto", help="Where the goldens run: auto, cpu, cuda.  [auto: a GPU if possible]")
 @click.option("--isa", help="Instruction set for the goldens.  [the best, or ENGINEWRIGHT_CPU_ISA]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def verify(engine: Path, goldens: bool, threads: int | None, isa: str | None, as_json: bool) -> None:
+def verify(engine: Path, goldens: bool, threads: int | None, isa: str | None, device: str, as_json: bool) -> None:
     """Check every section's hash, then that the engine computes here what it computed where it was built."""
     from enginewright.runtime.verify import verify as run_verify
 
-    report = run_verify(engine, goldens=goldens, threads=threads, isa=isa)
+    report = run_verify(engine, goldens=goldens, threads=threads, isa=isa, device=device)
     click.echo(json.dumps(report) if as_json else "\n".join(f"{name:<12} {text}" for name, text in report.items()))
 
 

@@ -86,6 +86,11 @@ class Assembly:
         return sum(weight.form.nbytes for weight in self.weights.values())
 
     @property
+    def section_names(self) -> dict[str, str]:
+        """Names of the graph's weights → names of the plan's."""
+        return {str(weight.value.name): name for name, weight in self.weights.items()}
+
+    @property
     def kv_bytes_per_token(self) -> int:
         return next(iter(self.plans.values())).kv_bytes_per_token()
 

@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from enginewright.builder.ahead import begin
 from enginewright.builder.assembly import (
@@ -22,6 +24,8 @@ from enginewright.builder.calibration import calibrate
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.cuda.sections import code_sections
 from enginewright.builder.gate import Subject, check_report_path, measure, refusal, write_report
+from enginewright.builder.gate.layers import FileWeights
+from enginewright.builder.gate.simulate import simulate
 from enginewright.builder.progress import Progress, Silent
 from enginewright.manifest import About
 from enginewright.passes.quant import quant_config
@@ -29,9 +33,10 @@ from enginewright.passes.quant.method import Calibration
 from enginewright.runtime import env
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.executor import CpuExecutor
-from enginewright.runtime.goldens import GOLDENS, record, replay_config
+from enginewright.runtime.goldens import GOLDENS, last_logits_of, record, replay_config
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.quality import QUALITY, QualityReport
+from enginewright.targets import CPU, families_of
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
         about = assembly.about(sources.result(), **(samples.recipe() if samples else {}))
         writer.write_header(about)
         progress.phase("run it once")
-        goldens = _goldens(writer.temporary_path)
+        goldens = _goldens(assembly, writer.temporary_path)
         quality = _gate(assembly, writer.temporary_path, about, progress)
         writer.add(GOLDENS, goldens, evidence=True)
         writer.add(QUALITY, quality.to_json(), evidence=True)
@@ -121,11 +126,22 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
     )
 
 
-def _goldens(path: Path) -> bytes:
-    """What the finished engine computes on this machine."""
-    with Engine.open(path) as engine:
-        executor = CpuExecutor(engine, replay_config(engine.plan.max_seq_len))
-        return record(executor, engine.plan.vocab_size).to_json()
+def _goldens(assembly: Assembly, path: Path) -> bytes:
+    """What the finished engine computes on this machine; without a plan for its CPU, what a GPU would."""
+    families = families_of(assembly.config.targets)
+    with Engine.open(path, families[0]) as engine:
+        config = replay_config(engine.plan.max_seq_len)
+        if CPU in families:
+            return record(last_logits_of(CpuExecutor(engine, config)), engine.plan).to_json()
+        weights = FileWeights(engine, assembly.section_names)
+
+        def last_logits(prompt: Sequence[int]) -> NDArray[np.float32]:
+            dense, end = assembly.dense.clone(), len(prompt)
+            streamed = simulate(dense, assembly.config.method, families[0], weights, [prompt])
+            logits: NDArray[np.float32] = streamed.logits(0, end - 1, end)[0].numpy()
+            return logits
+
+        return record(last_logits, engine.plan).to_json()
 
 
 def _gate(assembly: Assembly, path: Path, about: About, progress: Progress) -> QualityReport:
@@ -138,12 +154,13 @@ def _gate(assembly: Assembly, path: Path, about: About, progress: Progress) -> Q
     if config.gate is None:
         return QualityReport("off")
     progress.phase(f"quality gate ({config.gate.name})")
-    names = {str(weight.value.name): name for name, weight in assembly.weights.items()}
-    report = measure(config.gate, Subject(path, assembly.imported, assembly.dense, names, config.method))
+    families = families_of(config.targets)
+    subject = Subject(path, assembly.imported, assembly.dense, assembly.section_names, config.method, families)
+    report = measure(config.gate, subject)
     if config.report is not None:
         write_report(report, about, config.report)
-    if report.measured is not None and report.measured.failed:
-        raise refusal(report.measured, config.method, config.kv_cache_dtype)
+    if report.failed is not None:
+        raise refusal(report.failed, config.method, config.kv_cache_dtype)
     return report
 
 

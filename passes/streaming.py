@@ -58,13 +58,20 @@ def one_thread_each(threads: int) -> ThreadPoolExecutor:
 
 
 @torch.inference_mode()
-def stream(model: ir.Model, texts: Sequence[Sequence[int]], visit: Visit | None = None, threads: int = 1) -> Streamed:
+def stream(
+    model: ir.Model,
+    texts: Sequence[Sequence[int]],
+    visit: Visit | None = None,
+    threads: int = 1,
+    round_for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Streamed:
     """Compute texts, each from its first position.
 
     Args:
         model: a dense graph in standard ops, with none of ours but those that importers write.
         texts: token ids. visit: called at every linear layer but the head.
         threads: that compute texts, each with one of torch's.
+        round_for_head: what the head reads of its input.
 
     Raises:
         EngineError: a node is of an op that is not known here.
@@ -97,7 +104,8 @@ def stream(model: ir.Model, texts: Sequence[Sequence[int]], visit: Visit | None 
                 wanted[value] -= 1
                 if not wanted[value]:
                     values.pop(value, None)
-    return Streamed(head, behind, cast(list[torch.Tensor], values[head.x]))
+    hidden = cast(list[torch.Tensor], values[head.x])
+    return Streamed(head, behind, [round_for_head(x) for x in hidden] if round_for_head else hidden)
 
 
 def _call(compute: Compute, *operands: object) -> tuple[torch.Tensor, ...]:

@@ -1,8 +1,11 @@
 """Matrix product with bfloat16 weights: see gemm.py. weight: BFLOAT16 [N, K]."""
 
 from enginewright.plugins import gemm
+from enginewright.plugins.gemm_cuda import gemm_on_cuda
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin
+
+KERNEL = KernelBinding("gemm_bf16@1", ("x", "weight", "bias"), ("out",), ("epilogue",))
 
 GEMM_BF16 = Plugin(
     name="GemmBf16",
@@ -12,5 +15,5 @@ GEMM_BF16 = Plugin(
     reference=lambda write, node: gemm.floats_reference(write, node, 2),
     infer=gemm.infer,
     by_rows=True,
-    kernels={"cpu": KernelBinding("gemm_bf16@1", ("x", "weight", "bias"), ("out",), ("epilogue",))},
+    kernels={"cpu": KERNEL, "cuda": gemm_on_cuda(KERNEL, "bf16")},
 )

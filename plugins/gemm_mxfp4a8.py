@@ -20,13 +20,16 @@ from enginewright.plugins.writer import Writer
 DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
-def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
+def weight_of(write: Writer, node: ir.Node, scale: ir.Value) -> ir.Value:
+    """FLOAT [N, K]: what the codes of a node's weight stand for."""
     codes = operand(node, 1)
     numbers = write.op("Gather", np.array(DOUBLED, np.int8), write.cast(codes, ir.DataType.INT32))
     numbers.shape = codes.shape
-    scales = write.cast(operand(node, 3), ir.DataType.FLOAT)
-    weight = dequantized(write, numbers, scales, int_of(node, "group"))
-    return gemm.integers_reference(write, node, weight, None, 4)
+    return dequantized(write, numbers, write.cast(scale, ir.DataType.FLOAT), int_of(node, "group"))
+
+
+def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
+    return gemm.integers_reference(write, node, weight_of(write, node, operand(node, 3)), None, 4)
 
 
 GEMM_MXFP4A8 = Plugin(

@@ -18,8 +18,8 @@ from enginewright.plugins.writer import Writer
 MIDDLE = 8  # what a code of symmetric weights is larger than the number that it stands for
 
 
-def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
-    scale, zero = operand(node, 3), optional(node, 4)
+def weight_of(write: Writer, node: ir.Node, scale: ir.Value, zero: ir.Value | None) -> ir.Value:
+    """FLOAT [N, K]: what the codes of a node's weight stand for."""
     if zero is None:
         rows, groups = dims_of(scale)
         assert isinstance(rows, int) and isinstance(groups, int)
@@ -27,7 +27,11 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     else:
         zeros = write.cast(zero, ir.DataType.UINT8)
     scales = write.cast(scale, ir.DataType.FLOAT)
-    weight = dequantized(write, operand(node, 1), scales, int_of(node, "group"), zeros)
+    return dequantized(write, operand(node, 1), scales, int_of(node, "group"), zeros)
+
+
+def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
+    weight = weight_of(write, node, operand(node, 3), optional(node, 4))
     return gemm.integers_reference(write, node, weight, None, 5)
 
 

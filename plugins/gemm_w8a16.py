@@ -4,8 +4,11 @@ weight: INT8 [N, K] in [-127, 127]. scale: FLOAT [N]; row n of the weight stands
 """
 
 from enginewright.plugins import gemm
+from enginewright.plugins.gemm_cuda import gemm_on_cuda
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, operand
+
+KERNEL = KernelBinding("gemm_w8a16@1", ("x", "weight", "scale", "bias"), ("out",), ("epilogue",))
 
 GEMM_W8A16 = Plugin(
     name="GemmW8A16",
@@ -15,5 +18,5 @@ GEMM_W8A16 = Plugin(
     reference=lambda write, node: gemm.floats_reference(write, node, 3, operand(node, 2)),
     infer=gemm.infer,
     by_rows=True,
-    kernels={"cpu": KernelBinding("gemm_w8a16@1", ("x", "weight", "scale", "bias"), ("out",), ("epilogue",))},
+    kernels={"cpu": KERNEL, "cuda": gemm_on_cuda(KERNEL, "w8a16")},
 )

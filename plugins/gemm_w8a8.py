@@ -8,9 +8,12 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from enginewright.plugins import gemm
+from enginewright.plugins.gemm_cuda import gemm_on_cuda
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, operand
 from enginewright.plugins.writer import Writer
+
+KERNEL = KernelBinding("gemm_w8a8@1", ("x", "weight", "x_scale", "scale", "bias"), ("out",), ("epilogue", "group"))
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -26,9 +29,5 @@ GEMM_W8A8 = Plugin(
     reference=_reference,
     infer=gemm.infer,
     by_rows=True,
-    kernels={
-        "cpu": KernelBinding(
-            "gemm_w8a8@1", ("x", "weight", "x_scale", "scale", "bias"), ("out",), ("epilogue", "group")
-        )
-    },
+    kernels={"cpu": KERNEL, "cuda": gemm_on_cuda(KERNEL, "w8a8")},
 )

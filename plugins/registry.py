@@ -14,7 +14,9 @@ from enginewright.plugins.gather_columns import GATHER_COLUMNS
 from enginewright.plugins.gemm_bf16 import GEMM_BF16
 from enginewright.plugins.gemm_fp8a16 import GEMM_FP8A16
 from enginewright.plugins.gemm_mxfp4a8 import GEMM_MXFP4A8
+from enginewright.plugins.gemm_mxfp4a16 import GEMM_MXFP4A16
 from enginewright.plugins.gemm_w4a8 import GEMM_W4A8
+from enginewright.plugins.gemm_w4a16 import GEMM_W4A16
 from enginewright.plugins.gemm_w8a8 import GEMM_W8A8
 from enginewright.plugins.gemm_w8a16 import GEMM_W8A16
 from enginewright.plugins.kernel import KernelBinding
@@ -38,7 +40,9 @@ PLUGINS: Mapping[str, Plugin] = {
         GATHER_COLUMNS,
         GEMM_BF16,
         GEMM_FP8A16,
+        GEMM_MXFP4A16,
         GEMM_MXFP4A8,
+        GEMM_W4A16,
         GEMM_W4A8,
         GEMM_W8A8,
         GEMM_W8A16,

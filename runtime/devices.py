@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright.engine_file import EngineFile
-from enginewright.errors import UsageError
+from enginewright.errors import NoCodeForMachineError, UsageError
 from enginewright.plan import Plan
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import Envelope, RuntimeConfig
@@ -55,7 +55,13 @@ def open_engine(path: str | Path, device: str = AUTO, *, verify: bool = False) -
     if family == AUTO:
         with EngineFile.open(path, check_sections=False) as file:
             families = families_of(file.manifest.targets)
-        family = CUDA if CUDA in families and (CPU not in families or _num_gpus() > 0) else CPU
+        family = CUDA if CUDA in families and _num_gpus() > 0 else CPU
+        if family not in families:
+            raise NoCodeForMachineError(
+                f"{path} has code for GPUs alone",
+                "there is none here, or no driver for it, or cuda-bindings is not installed",
+                "Install 'enginewright[cuda]' where a GPU is, or build the engine again with --target cpu.",
+            )
     return Engine.open(path, family, verify=verify)
 
 

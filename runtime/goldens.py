@@ -5,13 +5,16 @@ round differently, so values are compared within a tolerance, as log-probabiliti
 likeliest then.
 """
 
+from collections.abc import Callable, Sequence
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from enginewright.errors import CorruptEngineError
+from enginewright.plan import Plan
+from enginewright.runtime.devices import AUTO, Executor
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 
 GOLDENS = "goldens"  # the section of the engine file
@@ -45,7 +48,9 @@ class Goldens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise CorruptEngineError("the goldens cannot be read", str(error), "Build the engine again.") from error
 
 
-def replay_config(max_seq_len: int, threads: int | None = None, isa: str | None = None) -> RuntimeConfig:
+def replay_config(
+    max_seq_len: int, threads: int | None = None, isa: str | None = None, device: str = AUTO
+) -> RuntimeConfig:
     """Limits that the prompts need and no more: the KV cache of an engine's longest sequence may not fit the memory.
 
     max_seq_len: the engine's.
@@ -57,32 +62,46 @@ def replay_config(max_seq_len: int, threads: int | None = None, isa: str | None 
         max_num_batched_tokens=longest,
         threads=threads,
         isa=isa,
+        device=device,
     )
 
 
-def _last_logprobs(executor: CpuExecutor, prompt: tuple[int, ...]) -> NDArray[np.float64]:
-    (logits,) = score(executor, [list(prompt)], last_only=True)
-    last = logits[-1].astype(np.float64)
-    shifted: NDArray[np.float64] = last - last.max()
+LastLogits = Callable[[Sequence[int]], NDArray[np.float32]]  # of the token after a prompt, [vocab_size]
+
+
+def last_logits_of(executor: Executor) -> LastLogits:
+    """As the executor computes them."""
+
+    def last_logits(prompt: Sequence[int]) -> NDArray[np.float32]:
+        (logits,) = score(executor, [prompt], last_only=True)
+        last: NDArray[np.float32] = logits[-1]
+        return last
+
+    return last_logits
+
+
+def _logprobs(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    exact = logits.astype(np.float64)
+    shifted: NDArray[np.float64] = exact - exact.max()
     logprobs: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
     return logprobs
 
 
-def record(executor: CpuExecutor, vocab_size: int) -> Goldens:
+def record(last_logits: LastLogits, plan: Plan) -> Goldens:
     """Run prompts of fixed pseudo-random tokens, as far as they fit the longest sequence, and keep what came out."""
     entries = []
-    for count in (count for count in PROMPT_TOKENS if count <= executor.envelope.max_model_len):
-        prompt = tuple((index * 7919 + 10) % vocab_size for index in range(1, count + 1))
-        logprobs = _last_logprobs(executor, prompt)
+    for count in (count for count in PROMPT_TOKENS if count <= plan.max_seq_len):
+        prompt = tuple((index * 7919 + 10) % plan.vocab_size for index in range(1, count + 1))
+        logprobs = _logprobs(last_logits(prompt))
         top = np.argsort(-logprobs, kind="stable")[:TOP]
         entries.append(Golden(prompt, tuple((int(token), round(float(logprobs[token]), DECIMALS)) for token in top)))
     return Goldens(TOLERANCE, tuple(entries))
 
 
-def replay(goldens: Goldens, executor: CpuExecutor) -> list[float]:
+def replay(goldens: Goldens, last_logits: LastLogits) -> list[float]:
     """The largest difference in log-probability, a golden; an engine is right where none is above the tolerance."""
     deviations = []
     for golden in goldens.entries:
-        logprobs = _last_logprobs(executor, golden.prompt)
+        logprobs = _logprobs(last_logits(golden.prompt))
         deviations.append(max(abs(float(logprobs[token]) - expected) for token, expected in golden.top))
     return deviations

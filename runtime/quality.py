@@ -113,7 +113,7 @@ class Full(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """isa: the instruction set that the engine was run on."""
+    """isa: the instruction set that the engine was run on; "cuda, simulated" of what GPUs would compute."""
 
     isa: str
     checks: tuple[Check, ...]
@@ -129,10 +129,17 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class QualityReport(msgspec.Struct, frozen=True):
-    """gate: "quick", "full", or "off"; nothing is measured then."""
+    """gate: "quick", "full", or "off"; nothing is measured then. also: on other families of targets."""
 
     gate: str
     measured: Measured | None = None
+    also: tuple[Measured, ...] = ()
+
+    @property
+    def failed(self) -> Measured | None:
+        """The first that did not pass."""
+        all_measured = (self.measured, *self.also) if self.measured else ()
+        return next((one for one in all_measured if one.failed), None)
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self, order="sorted")
@@ -172,7 +179,14 @@ def describe_quality(report: QualityReport) -> list[str]:
     """A report in a few lines."""
     if report.measured is None:
         return ["not measured (--gate off)"]
-    whole = report.measured.whole
+    lines = _described(report.measured, report.gate)
+    for one in report.also:
+        lines += [f"on {one.isa}:", *_described(one, report.gate)]
+    return lines
+
+
+def _described(measured: Measured, gate: str) -> list[str]:
+    whole = measured.whole
     lines = [
         f"KL {_number(whole.kl)} ± {_number(whole.kl_standard_error)} nats, over {whole.positions} positions",
         f"the same likeliest token at {_percent(whole.top1)}; "
@@ -180,10 +194,10 @@ def describe_quality(report: QualityReport) -> list[str]:
     ]
     limits = [
         f"{check.name} {'≥' if check.least else '≤'} {check.limit:g}{'' if check.passed else ' (failed)'}"
-        for check in report.measured.checks
+        for check in measured.checks
         if check.limit is not None
     ]
-    return [*lines, f"gate {report.gate}: {', '.join(limits)}"]
+    return [*lines, f"gate {gate}: {', '.join(limits)}"]
 
 
 def _number(value: float | None) -> str:

@@ -5,12 +5,13 @@ from typing import Any
 
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, EngineError
-from enginewright.runtime.engine import Engine
-from enginewright.runtime.executor import CpuExecutor
-from enginewright.runtime.goldens import GOLDENS, Goldens, replay, replay_config
+from enginewright.runtime.devices import AUTO, open_engine, open_executor
+from enginewright.runtime.goldens import GOLDENS, Goldens, last_logits_of, replay, replay_config
 
 
-def verify(path: Path, *, goldens: bool, threads: int | None = None, isa: str | None = None) -> dict[str, Any]:
+def verify(
+    path: Path, *, goldens: bool, threads: int | None = None, isa: str | None = None, device: str = AUTO
+) -> dict[str, Any]:
     """What was checked, in words and numbers.
 
     Raises:
@@ -25,10 +26,10 @@ def verify(path: Path, *, goldens: bool, threads: int | None = None, isa: str | 
         report["content"] = f"sha256:{file.manifest.content_hash}"
     if not goldens:
         return report | {"goldens": "not replayed"}
-    with Engine.open(path) as engine:
+    with open_engine(path, device) as engine:
         expected = Goldens.from_json(engine.file.read_section(GOLDENS))
-        executor = CpuExecutor(engine, replay_config(engine.plan.max_seq_len, threads, isa))
-        deviations = replay(expected, executor)
+        executor = open_executor(engine, replay_config(engine.plan.max_seq_len, threads, isa, device))
+        deviations = replay(expected, last_logits_of(executor))
     worst = max(deviations, default=0.0)
     if worst > expected.tolerance:
         raise EngineError(

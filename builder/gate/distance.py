@@ -3,7 +3,7 @@
 By blocks of positions: the logits of all would not fit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -14,9 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from enginewright.errors import QualityGateError
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.quality import Distance, PositionRange, rounded
-from enginewright.runtime.score import forced
 
 BLOCK_ELEMENTS = 1 << 22  # of the source's logits that a thread computes at once
 PIECE_ELEMENTS = 1 << 18  # of these, compared at once: a cache holds them
@@ -41,15 +39,23 @@ class Positions:
     loss: torch.Tensor
 
 
-def compare(source: Source, executor: CpuExecutor, texts: Sequence[Sequence[int]], threads: int = 1) -> list[Positions]:
+def compare(
+    source: Source,
+    produced: Iterable[tuple[int, int, NDArray[np.float32]]],
+    texts: Sequence[Sequence[int]],
+    threads: int = 1,
+) -> list[Positions]:
     """What is found in each text; the same by whatever number of threads.
+
+    Args:
+        produced: the engine's logits: which text, from which position on, and [positions, vocab_size].
 
     Raises:
         QualityGateError: the source's own logits are not finite.
     """
     parts: list[list[Positions]] = [[] for _ in texts]
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for text, begin, logits in forced(executor, texts):
+        for text, begin, logits in produced:
             block = partial(_compare_block, source, text, begin, logits, texts[text])
             step = max(BLOCK_ELEMENTS // logits.shape[1], 1)
             parts[text] += pool.map(block, range(begin, begin + len(logits), step))

@@ -52,7 +52,12 @@ class FileWeights:
 
 
 def layer_errors(
-    dense: ir.Model, quant: QuantConfig, weights: FileWeights, texts: Sequence[Sequence[int]], threads: int = 1
+    dense: ir.Model,
+    quant: QuantConfig,
+    weights: FileWeights,
+    texts: Sequence[Sequence[int]],
+    threads: int = 1,
+    family: str = "cpu",
 ) -> tuple[LayerError, ...]:
     """All linear layers, and the tables; the worst first. The same by whatever number of threads.
 
@@ -65,7 +70,7 @@ def layer_errors(
         if already is not None and already.origin is not None:
             weight.const_value = already.origin
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        found = _Errors(weights, quant, formats, pool)
+        found = _Errors(weights, quant, formats, family, pool)
         stream(dense, texts, found.of_linear, threads)
         for table, method in table_methods(dense, quant).items():
             found.of_table(table, formats.get(table, method))
@@ -82,16 +87,17 @@ class _Errors:
         weights: FileWeights,
         quant: QuantConfig,
         formats: Mapping[ir.Value, QuantConfig],
+        family: str,
         pool: ThreadPoolExecutor,
     ) -> None:
         """formats: of weights that have one of their own."""
         self.layers: list[LayerError] = []
-        self._weights, self._quant, self._formats, self._pool = weights, quant, formats, pool
+        self._weights, self._quant, self._formats, self._family, self._pool = weights, quant, formats, family, pool
 
     def of_linear(self, linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
         weight, x = linear.weight, torch.cat(list(inputs))
         method = self._formats.get(weight, self._quant)
-        read = method.round_activations(x)
+        read = method.round_activations(x, self._family)
         compare = partial(_compare_products, x, read, open_rows(weight), self._weights.rows(weight, method))
         errors, sizes = zip(*self._pool.map(compare, *_pieces(weight)), strict=True)
         self._add(weight, method, torch.stack(errors).sum(0), torch.stack(sizes).sum(0))

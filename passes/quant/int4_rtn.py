@@ -1,5 +1,5 @@
 """`--quant int4-rtn`: weights of 4 bits, rounded to nearest, with a scale for each run of columns; on the CPU,
-activations are int8 with a scale for the same runs (W4A8).
+activations are int8 with a scale for the same runs (W4A8), on GPUs they are bfloat16 (W4A16).
 
 Embeddings and the head are int8, as in every quantized build, so that a tied table is stored once.
 """
@@ -13,9 +13,10 @@ import torch
 
 from enginewright.passes.quant.int4_codes import codes_of, nearest
 from enginewright.passes.quant.method import OfLayers, QuantConfig
-from enginewright.passes.quant.w8a8 import W8A8
+from enginewright.passes.quant.w8a8 import W8Table
 from enginewright.passes.weights import Output
 from enginewright.plugins.gemm_w4a8 import GEMM_W4A8, MIDDLE
+from enginewright.plugins.gemm_w4a16 import GEMM_W4A16
 from enginewright.plugins.quantize_rows import groups_of
 
 
@@ -36,7 +37,10 @@ class Int4Rtn(OfLayers):
 
     @property
     def tables(self) -> QuantConfig:
-        return W8A8(self.group_size)
+        return W8Table(self.group_size)
+
+    def precision(self, family: str) -> tuple[ir.DataType, int]:
+        return super().precision(family) if family == "cpu" else (ir.DataType.BFLOAT16, 0)
 
     def outputs(self, name: str, rows: int, columns: int) -> Sequence[Output]:
         groups = groups_of(columns, self.group_size)
@@ -66,6 +70,7 @@ class Int4Rtn(OfLayers):
         return min(self.group_size, rows.shape[1]) or rows.shape[1]
 
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
-        (q, q_scale), (weight, scale, *zeros) = x, weights
-        inputs = [q, weight, q_scale, scale, zeros[0] if zeros else None, bias]
-        return GEMM_W4A8.node(inputs, epilogue="none", to=int(ir.DataType.FLOAT), group=self.group_size)
+        (q, *q_scale), (weight, scale, *zeros) = x, weights
+        gemm = GEMM_W4A8 if q_scale else GEMM_W4A16
+        inputs = [q, weight, *q_scale, scale, zeros[0] if zeros else None, bias]
+        return gemm.node(inputs, epilogue="none", to=int(ir.DataType.FLOAT), group=self.group_size)

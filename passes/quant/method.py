@@ -54,17 +54,13 @@ def check_finite(weight: torch.Tensor, name: str) -> torch.Tensor:
 class QuantConfig(ABC):
     """A method and its settings.
 
-    name: what `--quant` calls it. activations: what a GEMM reads, BFLOAT16, or INT8 with scales. calibrated: whether
-    `prepare` has to see texts.
+    name: what `--quant` calls it. activations: what a GEMM reads on the CPU, BFLOAT16, or INT8 with scales. calibrated:
+    whether `prepare` has to see texts.
     """
 
     name: ClassVar[str]
     calibrated: ClassVar[bool] = False
     activations: ClassVar[ir.DataType] = ir.DataType.BFLOAT16
-
-    def on(self, family: str) -> "QuantConfig":
-        """The same weights, as targets of a family (`cpu`, `cuda`) multiply them: with activations of its precision."""
-        return self
 
     @property
     def tables(self) -> "QuantConfig":
@@ -90,6 +86,10 @@ class QuantConfig(ABC):
         """Columns of INT8 activations that share a scale; 0 where all of a row do."""
         return 0
 
+    def precision(self, family: str) -> tuple[ir.DataType, int]:
+        """What a GEMM reads on a family of targets (`cpu`, `cuda`): the dtype, and the columns that share a scale."""
+        return self.activations, self.activation_group
+
     @abstractmethod
     def outputs(self, name: str, rows: int, columns: int) -> Sequence[Output]:
         """What stands for a weight [rows, columns] of this name: its values first, then scales if there are any."""
@@ -106,11 +106,12 @@ class QuantConfig(ABC):
     def restore(self, *parts: torch.Tensor) -> torch.Tensor:
         """The other way: FLOAT [n, K], what these rows of `outputs` stand for."""
 
-    def round_activations(self, x: torch.Tensor) -> torch.Tensor:
+    def round_activations(self, x: torch.Tensor, family: str = "cpu") -> torch.Tensor:
         """What a GEMM multiplies in the place of x: FLOAT [..., K]."""
-        if self.activations != ir.DataType.INT8:
+        dtype, group = self.precision(family)
+        if dtype != ir.DataType.INT8:
             return x.to(torch.bfloat16).float()
-        runs = in_runs(x, self.activation_group)
+        runs = in_runs(x, group)
         scale = runs.abs().amax(-1, keepdim=True) / LARGEST_CODE[ir.DataType.INT8]
         rounded = (runs / torch.where(scale > 0, scale, 1.0)).round_().mul_(scale)
         return rounded.flatten(-2)[..., : x.shape[-1]]
@@ -130,7 +131,7 @@ class QuantConfig(ABC):
 
     @abstractmethod
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
-        """x: [..., K] in `activations`, and its scales [..., G] if that is INT8. Gives FLOAT [..., N]."""
+        """x: [..., K] in some family's precision, and its scales [..., G] if that is INT8. Gives FLOAT [..., N]."""
 
     @abstractmethod
     def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:

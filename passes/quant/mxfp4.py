@@ -13,9 +13,10 @@ import onnx_ir as ir
 import torch
 
 from enginewright.passes.quant.method import OfLayers, QuantConfig, check_finite, in_runs
-from enginewright.passes.quant.w8a8 import W8A8
+from enginewright.passes.quant.w8a8 import W8Table
 from enginewright.passes.weights import Output
 from enginewright.plugins.gemm_mxfp4a8 import DOUBLED, GEMM_MXFP4A8
+from enginewright.plugins.gemm_mxfp4a16 import GEMM_MXFP4A16
 from enginewright.plugins.quantize_rows import groups_of
 
 RUN = 32  # columns that share a scale
@@ -33,9 +34,12 @@ class Mxfp4(OfLayers):
     def activation_group(self) -> int:
         return RUN
 
+    def precision(self, family: str) -> tuple[ir.DataType, int]:
+        return super().precision(family) if family == "cpu" else (ir.DataType.BFLOAT16, 0)
+
     @property
     def tables(self) -> QuantConfig:
-        return W8A8(RUN)
+        return W8Table(RUN)
 
     def outputs(self, name: str, rows: int, columns: int) -> Sequence[Output]:
         return [
@@ -52,9 +56,10 @@ class Mxfp4(OfLayers):
         return _numbers(codes) * scale.float().repeat_interleave(RUN, 1)[:, : codes.shape[1]]
 
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
-        (q, q_scale), (weight, scale) = x, weights
-        inputs = [q, weight, q_scale, scale, bias]
-        return GEMM_MXFP4A8.node(inputs, epilogue="none", to=int(ir.DataType.FLOAT), group=RUN)
+        (q, *q_scale), (weight, scale) = x, weights
+        gemm = GEMM_MXFP4A8 if q_scale else GEMM_MXFP4A16
+        inputs = [q, weight, *q_scale, scale, bias]
+        return gemm.node(inputs, epilogue="none", to=int(ir.DataType.FLOAT), group=RUN)
 
 
 def _nearest(runs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,7 +69,7 @@ class _Run:
             self.refusals.append(f"{matmul.name} does not multiply with a weight.")
             return
         method = self._method(found.weight)
-        x, rounding = self._round(found.x, method.activations, method.activation_group)
+        x, rounding = self._round(found.x, *method.precision(self.family))
         gemm = method.gemm(x, self._quantized(found.weight), found.bias)
         gemm.name = found.output.name
         transpose, *own = found.nodes
@@ -116,8 +116,7 @@ class _Run:
 
     def _method(self, weight: ir.Value) -> QuantConfig:
         already = stored(weight)
-        method = already.stored_as if already else self._tables.get(weight, self.config)
-        return method.on(self.family)
+        return already.stored_as if already else self._tables.get(weight, self.config)
 
     def _round(self, x: ir.Value, to: ir.DataType, group: int) -> tuple[Sequence[ir.Value], list[ir.Node]]:
         """x in the precision of activations; layers with one input share it."""

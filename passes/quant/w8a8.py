@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from enginewright.passes.quant.int8_wo import Int8Wo
 from enginewright.plugins.gemm_w8a8 import GEMM_W8A8
+from enginewright.plugins.plugin import width_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,23 @@ class W8A8(Int8Wo):
     def activation_group(self) -> int:
         return self.group_size
 
+    def precision(self, family: str) -> tuple[ir.DataType, int]:
+        """A GPU's tensor cores would lose most of their speed to a scale for each run."""
+        return self.activations, self.activation_group if family == "cpu" else 0
+
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
         (q, q_scale), (weight, scale) = x, weights
         inputs = [q, weight, q_scale, scale, bias]
-        return GEMM_W8A8.node(inputs, epilogue="none", to=int(ir.DataType.FLOAT), group=self.group_size)
+        group = self.group_size if width_of(q_scale) > 1 else 0
+        return GEMM_W8A8.node(inputs, epilogue="none", to=int(ir.DataType.FLOAT), group=group)
+
+
+@dataclass(frozen=True)
+class W8Table(W8A8):
+    """Of tables beside weights whose activations are int8 on the CPU and bfloat16 on GPUs."""
+
+    def precision(self, family: str) -> tuple[ir.DataType, int]:
+        return super().precision(family) if family == "cpu" else (ir.DataType.BFLOAT16, 0)
+
+    def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
+        return super().gemm(x, weights, bias) if len(x) > 1 else Int8Wo.gemm(self, x, weights, bias)
