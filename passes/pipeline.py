@@ -49,7 +49,7 @@ def for_family(quant: QuantConfig, kv_dtype: str, family: str) -> list[Pass]:
         Quantize(quant, family),
         FuseSwiGlu(),
         # Packed tokens of many sequences, KV pools.
-        ToRagged(kv_dtype),
+        ToRagged(kv_dtype, family),
         FuseRopeKvWrite(),
         RoundInProducer(),
         GatherEarly(),

@@ -27,19 +27,23 @@ TOKENS, SEQUENCES, LOGIT_ROWS = (ir.SymbolicDim(name) for name in ("tokens", "se
 
 @dataclass(frozen=True)
 class ToRagged:
-    """kv_dtype: what the KV pools hold, one of `STORED`."""
+    """kv_dtype: what the KV pools hold, one of `STORED`. family: of targets, which may round queries for such keys."""
 
     kv_dtype: str = "bf16"
+    family: str = "cpu"
     name: str = "to_ragged"
 
     def __call__(self, model: ir.Model) -> PassResult:
-        return PassResult(_Switch(model, STORED[self.kv_dtype]).run())
+        stored = STORED[self.kv_dtype]
+        queries = ir.DataType.INT8 if stored == ir.DataType.INT8 and self.family == "cpu" else ir.DataType.BFLOAT16
+        return PassResult(_Switch(model, stored, queries).run())
 
 
 @dataclass
 class _Switch:
     model: ir.Model
     stored: ir.DataType
+    queries: ir.DataType
     inputs: dict[str, ir.Value] = field(default_factory=dict)
     pools: list[ir.Value] = field(default_factory=list)
     written: list[ir.Value] = field(default_factory=list)
@@ -134,6 +138,7 @@ class _Switch:
             softcap=node.attributes.get_float("softcap", 0.0),
             block_size=BLOCK_SIZE,
             stored=int(self.stored),
+            queries=int(self.queries),
             to=int(ir.DataType.FLOAT),
         )
         attend.name = node.name

@@ -1,10 +1,10 @@
 """Causal attention of packed tokens to the KV pools, through a block table a sequence.
 
-q: BFLOAT16 [tokens, heads·D]. key_pool, value_pool: [slots, kv_heads, D], as kv_write.py has them, and `stored`; with
-INT8, queries are rounded as keys are. A slot is block · block_size + its place in the block. query_start: INT32
-[sequences + 1], where each sequence's tokens begin. kv_len: INT32 [sequences], positions after this step. block_table:
-INT32 [sequences, kv_blocks]. out: `to` [tokens, heads·D]. Query heads h·heads/kv_heads … share kv head h. window 0 and
-softcap 0 mean none. https://arxiv.org/abs/2309.06180
+q: BFLOAT16 [tokens, heads·D]. key_pool, value_pool: [slots, kv_heads, D], as kv_write.py has them, and `stored`; where
+`queries` is INT8, queries are rounded as such keys are. A slot is block · block_size + its place in the block.
+query_start: INT32 [sequences + 1], where each sequence's tokens begin. kv_len: INT32 [sequences], positions after this
+step. block_table: INT32 [sequences, kv_blocks]. out: `to` [tokens, heads·D]. Query heads h·heads/kv_heads … share kv
+head h. window 0 and softcap 0 mean none. https://arxiv.org/abs/2309.06180
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     grouped = write.op(
         "Reshape", write.cast(q, ir.DataType.FLOAT), [-1, kv_heads, heads // kv_heads, head_dim]
     )  # [tokens, kv_heads, group, head_dim]
-    if dtype_attribute(node, "stored") == ir.DataType.INT8:  # bf16 queries are bf16 already
+    if dtype_attribute(node, "queries") == ir.DataType.INT8:  # bf16 queries are bf16 already
         grouped = as_stored(write, grouped, key_pool, ir.DataType.INT8)
     scale, softcap = float_of(node, "scale"), float_of(node, "softcap")
     y = masked_attention(write, grouped, keys, values, visible, scale, softcap)
@@ -104,6 +104,7 @@ PAGED_ATTENTION = Plugin(
         "softcap": float,
         "block_size": int,
         "stored": int,
+        "queries": int,
         "to": int,
     },
     reference=_reference,

@@ -17,7 +17,7 @@ from enginewright.passes.streaming import stream
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
-from enginewright.runtime.score import score
+from enginewright.runtime.score import forced, score
 from tests import tolerances
 from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
@@ -94,7 +94,7 @@ def test_blocks_and_threads_change_nothing(threads: int, tmp_path: Path, monkeyp
     monkeypatch.setattr(module, "PIECE_ELEMENTS", 5 * VOCAB)
     with Engine.open(tmp_path / "tiny.engine") as engine:
         limits = RuntimeConfig(97, 1, max_num_batched_tokens=40, max_logit_rows=40)
-        found = compare(source, CpuExecutor(engine, limits), texts, threads)
+        found = compare(source, forced(CpuExecutor(engine, limits), texts), texts, threads)
         every = score(CpuExecutor(engine, limits), texts)
     for number, (text, one) in enumerate(zip(texts, found, strict=True)):
         logits = source.logits(number, 0, len(text))

@@ -39,7 +39,8 @@ def integer_gemm(x: Inputs, a: Attributes) -> Doubles:
     else:
         zero = by_runs(x["zero"], a["group"], width) if "zero" in x else 8
         weight = (x["weight"] - zero) * by_runs(x["scale"], a["group"], width)
-    return product(x["x"] * by_runs(x["x_scale"], a["group"], width), weight, x, a)
+    scaled = x["x"] * by_runs(x["x_scale"], a["group"], width) if "x_scale" in x else x["x"]
+    return product(scaled, weight, x, a)
 
 
 def mxfp4_gemm(x: Inputs, a: Attributes) -> Doubles:
@@ -110,7 +111,7 @@ def paged_attention(x: Inputs, a: Attributes) -> Doubles:
             for head in range(heads):
                 k, v = (x[f"{kind}_pool"][slots, head // (heads // kv_heads)] for kind in ("key", "value"))
                 q = x["q"][token].reshape(heads, -1)[head]
-                q = as_stored(q, a["stored"]) if a["stored"] == ir.DataType.INT8 else q
+                q = as_stored(q, a["stored"]) if a["queries"] == ir.DataType.INT8 else q
                 out[token, head] = attend(q, k, v, a["scale"], a["softcap"])
     return out.reshape(x["q"].shape)
 
@@ -174,7 +175,9 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "GemmBf16": gemm,
     "GemmFp8A16": gemm,
     "GemmW8A16": gemm,
+    "GemmMxfp4A16": mxfp4_gemm,
     "GemmMxfp4A8": mxfp4_gemm,
+    "GemmW4A16": integer_gemm,
     "GemmW4A8": integer_gemm,
     "GemmW8A8": integer_gemm,
     "KvWrite": lambda x, a: [written(x[f"{kind}_pool"], x[kind[0]], x["slots"], a) for kind in ("key", "value")],
