@@ -8,8 +8,11 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from enginewright.plugins.kernel import KernelBinding
+from enginewright.plan import Launch
+from enginewright.plugins.kernel import ONE, Call, KernelBinding, blocks, expression
+from enginewright.plugins.kv_cuda import kv_constant
 from enginewright.plugins.kv_write import written
+from enginewright.plugins.paged_attention import BLOCK_SIZE
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, dtype_of, int_of, operand
 from enginewright.plugins.rope import rotated
 from enginewright.plugins.writer import Writer
@@ -30,6 +33,37 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
     return [(ir.DataType.BFLOAT16, dims_of(operand(node, 0))), *pools]
 
 
+KERNEL = KernelBinding(
+    "rope_kv_write@1",
+    ("q", "k", "v", "cos", "sin", "kv", "", "slots"),
+    ("q_out", "", ""),
+    ("heads", "kv_heads", "head_dim"),
+)
+THREADS = 128  # of a block on a GPU
+WARPS = THREADS // 32
+
+
+def _launches(call: Call) -> tuple[Launch, ...]:
+    operands = call.operands
+    heads, kv_heads = int(call.attributes["heads"]), int(call.attributes["kv_heads"])
+    kernel = expression(
+        "rope_kv_write",
+        "RopeKvWrite",
+        kv=kv_constant(operands["kv"], kv_heads, BLOCK_SIZE),
+        heads=heads,
+        half=operands["cos"].columns,
+        q_stride=operands["q"].stride,
+        k_stride=operands["k"].stride,
+        v_stride=operands["v"].stride,
+        table_stride=operands["cos"].stride,
+        out_stride=operands["q_out"].stride,
+        padded=operands["q_out"].padded,
+    )
+    arguments = ("q", "k", "v", "cos", "sin", "slots", "kv.keys", "kv.values", "q_out")
+    grid = blocks(operands["q"].rows), blocks(heads + 2 * kv_heads, WARPS), ONE
+    return (Launch(kernel, arguments, grid, THREADS),)
+
+
 ROPE_KV_WRITE = Plugin(
     name="RopeKvWrite",
     inputs=("q", "k", "v", "cos", "sin", "key_pool", "value_pool", "slots"),
@@ -37,12 +71,5 @@ ROPE_KV_WRITE = Plugin(
     attributes={"heads": int, "kv_heads": int, "head_dim": int, "stored": int},
     reference=_reference,
     infer=_infer,
-    kernels={
-        "cpu": KernelBinding(
-            "rope_kv_write@1",
-            ("q", "k", "v", "cos", "sin", "kv", "", "slots"),
-            ("q_out", "", ""),
-            ("heads", "kv_heads", "head_dim"),
-        )
-    },
+    kernels={"cpu": KERNEL, "cuda": KERNEL.on_cuda(_launches, rope_kv_write="rope_kv_write")},
 )

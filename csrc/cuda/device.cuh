@@ -240,6 +240,20 @@ DEVICE bf16 from_float<bf16>(float x) {
   return {static_cast<uint16_t>(pack_bf16(x, 0.0f))};
 }
 
+// Codes, rounded to nearest even: |x| <= 127, and |x| <= 448.
+template <>
+DEVICE int8_t from_float<int8_t>(float x) {
+  return static_cast<int8_t>(static_cast<int32_t>(round_half_even(x)));
+}
+template <>
+DEVICE e4m3 from_float<e4m3>(float x) {
+  uint32_t bits = bits_of_float(x), sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;
+  uint32_t code = size < (121u << 23)  // 2^-6; below it codes count multiples of 2^-9
+                      ? static_cast<uint32_t>(round_half_even(float_of_bits(size) * 0x1p9f))
+                      : ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
+  return {static_cast<uint8_t>(sign | code)};
+}
+
 // warp: every lane has the result; the order of operations is fixed.
 DEVICE float warp_sum(float x) {
   for (int mask = WARP / 2; mask > 0; mask /= 2) x += shuffle_xor(x, mask);

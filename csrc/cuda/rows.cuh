@@ -45,17 +45,29 @@ DEVICE float block_sum(float x, float* shared) {
   return sum;
 }
 
-// The codes and the scale of a run of numbers (plugins/quantize_rows.py): of the largest |x|, and the sum of
-// 0 · x.
-constexpr float LARGEST_CODE = 127.0f;
-constexpr float TINY = 0x1p-120f;
-DEVICE float factor_of(float largest) { return largest < TINY ? 0.0f : divide(LARGEST_CODE, largest); }
-DEVICE float scale_of(float largest, float nan_or_zero) {
-  return (largest < TINY ? 0.0f : divide(largest, LARGEST_CODE)) + nan_or_zero;
+// The codes (int8_t or e4m3) and the scale of a run of numbers (plugins/quantize_rows.py): of the largest
+// |x|, and the sum of 0 · x.
+template <class Code>
+struct Codes {  // numbers below TINY count as zero
+  static constexpr float LARGEST = 127.0f, TINY = 0x1p-120f;
+};
+template <>
+struct Codes<e4m3> {
+  static constexpr float LARGEST = 448.0f, TINY = 0x1p-118f;
+};
+
+template <class Code = int8_t>
+DEVICE float factor_of(float largest) {
+  return largest < Codes<Code>::TINY ? 0.0f : divide(Codes<Code>::LARGEST, largest);
 }
-DEVICE int8_t code_of(float x, float factor) {
-  float code = round_half_even(x * factor);
-  return static_cast<int8_t>(static_cast<int32_t>(smaller(larger(code, -LARGEST_CODE), LARGEST_CODE)));
+template <class Code = int8_t>
+DEVICE float scale_of(float largest, float nan_or_zero) {
+  return (largest < Codes<Code>::TINY ? 0.0f : divide(largest, Codes<Code>::LARGEST)) + nan_or_zero;
+}
+template <class Code = int8_t>
+DEVICE Code code_of(float x, float factor) {
+  constexpr float LARGEST = Codes<Code>::LARGEST;
+  return from_float<Code>(smaller(larger(x * factor, -LARGEST), LARGEST));
 }
 
 }  // namespace enginewright

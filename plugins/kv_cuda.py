@@ -1,0 +1,13 @@
+"""KV pools as CUDA kernels know them: csrc/cuda/kv.cuh."""
+
+from enginewright.plugins.kernel import Matrix
+
+TYPES = {"bf16": "KvType::bf16", "i8": "KvType::i8", "e4m3": "KvType::e4m3"}
+
+
+def kv_constant(kv: Matrix, heads: int, block_size: int) -> str:
+    """In C++."""
+    return (
+        f"Kv{{.type = {TYPES[kv.dtype]}, .block_size = {block_size}, .heads = {heads}, .head_dim = {kv.columns}, "
+        f".head_dim_pad = {kv.stride}, .block_stride = {kv.block_stride}}}"
+    )

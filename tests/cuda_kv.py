@@ -1,0 +1,46 @@
+"""KV pools as csrc/cuda/kv.cuh has them, and sequences whose KV lies in them at random."""
+
+
+import numpy as np
+import torch
+
+from enginewright.plan import Linear
+from enginewright.plugins.kernel import Matrix
+from enginewright.plugins.paged_attention import BLOCK_SIZE, kv_row_bytes, padded_head_dim
+from tests.cuda_call import Operand
+from tests.paged_kv import bits, codes_of
+
+POISON = 0xFF  # NaN in every dtype that has one; scales of int8 are NaN
+
+
+class Pools:
+    """One layer's keys and values, full of NaN at first, and another layer behind them."""
+
+    def __init__(self, dtype: str, blocks: int, kv_heads: int, head_dim: int) -> None:
+        self.dtype, self.kv_heads, self.head_dim = dtype, kv_heads, head_dim
+        self.pad = padded_head_dim(head_dim)
+        self.tile_bytes = BLOCK_SIZE * kv_row_bytes(head_dim, dtype)
+        stride = 4 * kv_heads * self.tile_bytes
+        self.memory = np.full((blocks, 2, 2, kv_heads, self.tile_bytes), POISON, np.uint8)
+        flat = self.memory.reshape(-1)
+        matrix = Matrix(dtype, Linear(), head_dim, self.pad, self.pad, block_stride=stride)
+        self.operands = {
+            "kv": Operand(flat, matrix),
+            "kv.keys": Operand(flat, matrix),
+            "kv.values": Operand(flat[kv_heads * self.tile_bytes :], matrix),
+        }
+
+    def write(self, slots: np.ndarray, k: torch.Tensor, v: torch.Tensor) -> None:
+        """k, v: [tokens, kv_heads, head_dim]."""
+        block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        for half, x in enumerate((k, v)):
+            tiles = self.memory[:, 0, half]  # [blocks, kv_heads, tile_bytes]
+            padded = torch.nn.functional.pad(x, (0, self.pad - self.head_dim))
+            if self.dtype != "bf16":
+                padded, scale = codes_of(padded, self.dtype)
+                scales = tiles[..., BLOCK_SIZE * self.pad :].view(np.float32)
+                scales[block, :, at] = scale[..., 0]
+            rows = np.ascontiguousarray(bits(padded)).view(np.uint8)
+            row_bytes = rows.shape[-1]
+            codes = tiles[..., : BLOCK_SIZE * row_bytes].reshape(*tiles.shape[:2], BLOCK_SIZE, row_bytes)
+            codes[block, :, at] = rows

@@ -1,0 +1,77 @@
+"""rope_kv_write on CUDA, in emulation: what goes where in the pools of csrc/cuda/kv.cuh, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from enginewright.plan import Linear, Sizes
+from enginewright.plugins import PLUGINS
+from enginewright.plugins.kernel import CudaKernel, Matrix
+from tests.cuda_call import CudaCall, Operand, as_bf16, empty, strided, vector
+from tests.cuda_kv import BLOCK_SIZE, Pools
+from tests.emulated import SCHEDULES
+
+TOKENS = Linear(tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("kv", "heads", "kv_heads", "head_dim", "rotated"),
+    [("bf16", 6, 2, 24, 24), ("i8", 3, 3, 50, 32), ("e4m3", 7, 1, 80, 80), ("bf16", 4, 1, 128, 6)],
+)
+def test_rope_and_write(kv: str, heads: int, kv_heads: int, head_dim: int, rotated: int) -> None:
+    """5 tokens to slots in no order; q, k and v are columns of one matrix."""
+    rng = np.random.default_rng(0)
+    counts = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+    qkv = rng.standard_normal((5, sum(counts))).astype(np.float32)
+    qkv[2, counts[0] :] = 0.0
+    qkv[3, counts[0] :] *= 1e-3
+    q, k, v = (part.reshape(5, -1, head_dim) for part in np.split(qkv, np.cumsum(counts)[:2], 1))
+    angles = rng.standard_normal((5, rotated // 2)).astype(np.float32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    slots = rng.permutation(3 * BLOCK_SIZE)[:5].astype(np.int32)
+    whole = strided("f32", TOKENS, qkv, sum(counts) + 3)
+
+    def part(start: int, columns: int) -> Operand:
+        matrix = Matrix("f32", TOKENS, columns, whole.matrix.stride, columns)
+        return Operand(whole.values.reshape(-1)[start:], matrix)
+
+    width = counts[0]
+    padded = -(-width // 64) * 64
+
+    def run(schedule: str) -> tuple[Pools, np.ndarray]:
+        pools = Pools(kv, 3, kv_heads, head_dim)
+        out = empty("bf16", TOKENS, 5, width, padded + 64, padded)
+        operands = {
+            "q": part(0, counts[0]),
+            "k": part(counts[0], counts[1]),
+            "v": part(counts[0] + counts[1], counts[2]),
+            "cos": strided("f32", TOKENS, cos, rotated // 2 + 1),
+            "sin": strided("f32", TOKENS, sin, rotated // 2 + 1),
+            "slots": vector("i32", slots),
+            "q_out": out,
+            **pools.operands,
+        }
+        kernel = PLUGINS["RopeKvWrite"].kernels["cuda"]
+        assert isinstance(kernel, CudaKernel)
+        matrices = {role: operand.matrix for role, operand in operands.items()}
+        call = CudaCall(kernel, matrices, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        call.run(operands, Sizes(5, 1, 1, 1, 1), schedule)
+        return pools, out.values
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        first, second = np.split(x[..., :rotated], 2, -1)
+        c, s = cos[:, None], sin[:, None]
+        return np.concatenate((first * c - second * s, second * c + first * s, x[..., rotated:]), -1)
+
+    expected = Pools(kv, 3, kv_heads, head_dim)
+    expected.write(slots, torch.from_numpy(turned(k)), torch.from_numpy(v))
+    for schedule in SCHEDULES:
+        pools, out = run(schedule)
+        if kv == "e4m3":  # zeros of either sign
+            codes = pools.memory[..., : BLOCK_SIZE * pools.pad]
+            codes[codes == 0x80] = 0
+            assert (expected.memory[..., : BLOCK_SIZE * pools.pad] != 0x80).all()
+        np.testing.assert_array_equal(pools.memory, expected.memory)
+        np.testing.assert_array_equal(out[:5, :width], as_bf16(turned(q).reshape(5, -1)))
+        assert (out[:5, width:padded] == 0).all()
+        assert (out[:5, padded:] == 0x7FFF).all() and (out[5:] == 0x7FFF).all()
