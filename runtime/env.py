@@ -21,6 +21,12 @@ def num_threads() -> int | None:
     return int(text)
 
 
+def compiler_environment() -> dict[str, str]:
+    """For processes that compile: what they need to run, and nothing that changes what they make."""
+    needed = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TMPDIR")
+    return {name: os.environ[name] for name in needed if name in os.environ}
+
+
 def cache_folder() -> Path:
     """XDG_CACHE_HOME: where what can be made again is kept, in a folder of ours; may not exist yet."""
     root = os.environ.get("XDG_CACHE_HOME", "")

@@ -112,3 +112,8 @@ ENGINE_GRAPH = {"bf16": 5e-5, "int8": 5e-4, "fp8 KV": 2e-4, "int8 KV": 5e-5}
 
 # The same of SmolLM2, which has ten times as many layers to turn roundings in: 7.5e-5 with fp8 and bf16 activations.
 ENGINE_GRAPH_SMOLLM2 = {"bf16": 1.2e-4, "int8": 5e-4}
+
+# Of max(1, |y|), the Triton GEMM in its interpreter: up to 200 products of BF16, exact in fp32, summed in it; measured
+# 1.0e-6. The interpreter turns fp32 into BF16 by cutting bits off: one step of 2^-7.
+TRITON_GEMM_F32 = 1e-5
+TRITON_GEMM_BF16 = 2.0**-7

@@ -2,73 +2,76 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from contextlib import closing
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
 
 import enginewright
-from enginewright.builder.cuda import nvrtc
+from enginewright.builder.cuda import nvrtc, triton_kernel
 from enginewright.builder.cuda.cache import CompileCache
-from enginewright.builder.cuda.kernel import Compiled, Failed, Instance, Job
+from enginewright.builder.cuda.kernel import Compiled, Failed, Instance, Job, TritonInstance
 from enginewright.builder.cuda.workers import compile_all
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime import env
 from enginewright.runtime.machine import num_cores
 from enginewright.targets import CUDA, architectures, parse_targets
 
+Kernel = Instance | TritonInstance
 SOURCES = Path(enginewright.__file__).parent / "csrc" / "cuda"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 def compile_kernels(
-    instances: Iterable[Instance],
+    instances: Iterable[Kernel],
     sms: Iterable[str],
     jobs: int | None = None,
     *,
     sources: Path = SOURCES,
     cache: Path | None = None,
-) -> dict[str, dict[Instance, Compiled]]:
-    """Architecture → kernel → its code, the same bytes on every machine.
+) -> dict[str, dict[Kernel, Compiled]]:
+    """Architecture → kernel → its code, the same bytes on every machine: each kernel for each of the architectures.
+
+    Args and errors: those of `compile_each`.
+    """
+    kernels, sms = tuple(dict.fromkeys(instances)), architectures(parse_targets(f"{CUDA}:{sm}" for sm in sms))
+    wanted = [(sm, kernel) for sm in sms for kernel in kernels]
+    made = compile_each(wanted, jobs, sources=sources, cache=cache)
+    return {sm: {kernel: made[sm, kernel] for kernel in kernels} for sm in sms}
+
+
+def compile_each(
+    wanted: Sequence[tuple[str, Kernel]], jobs: int | None = None, *, sources: Path = SOURCES, cache: Path | None = None
+) -> dict[tuple[str, Kernel], Compiled]:
+    """(architecture, kernel) → its code, for kernels that are not the same for every architecture.
 
     Args:
-        sms: of `targets.SMS`, or "ptx".
+        wanted: architectures are of `targets.SMS`, or "ptx".
         jobs: processes at most; None takes one a core.
-        sources: folder of the kernels' headers.
+        sources: folder of the kernels' sources.
         cache: folder of what has been compiled before; None takes the user's.
 
     Raises:
         UsageError: the compiler is not installed, or an architecture is not known.
         EngineError: a kernel does not compile.
     """
-    kernels, sms = tuple(dict.fromkeys(instances)), architectures(parse_targets(f"{CUDA}:{sm}" for sm in sms))
-    versions, store = _versions(), CompileCache(cache or env.cache_folder() / "cuda")
-    texts = {source: _texts(source, sources) for source in {kernel.source for kernel in kernels}}
-    wanted = {(sm, kernel): Job(kernel, sm, texts[kernel.source]) for sm in sms for kernel in kernels}
-    keys = {place: _key(job, versions) for place, job in wanted.items()}
+    parse_targets(f"{CUDA}:{sm}" for sm, _ in wanted)
+    store = CompileCache(cache or env.cache_folder() / "cuda")
+    texts = {source: _texts(source, sources) for source in {kernel.source for _, kernel in wanted}}
+    todo = {(sm, kernel): Job(kernel, sm, texts[kernel.source]) for sm, kernel in wanted}
+    keys = {place: _key(job) for place, job in todo.items()}
     made = {place: compiled for place, key in keys.items() if (compiled := store.get(key)) is not None}
-    missing = [place for place in wanted if place not in made]
-    with closing(compile_all([wanted[place] for place in missing], jobs or num_cores())) as answers:
+    missing = [place for place in todo if place not in made]
+    with closing(compile_all([todo[place] for place in missing], jobs or num_cores())) as answers:
         for place, answer in zip(missing, answers, strict=True):
             if isinstance(answer, Failed):
                 raise _refusal(*place, answer)
             store.put(keys[place], answer)
             made[place] = answer
-    return {sm: {kernel: made[sm, kernel] for kernel in kernels} for sm in sms}
-
-
-def _versions() -> dict[str, str]:
-    """Of the wheels that compile; they need not be loaded for what is in the cache."""
-    try:
-        return {wheel: version(wheel) for wheel in nvrtc.WHEELS}
-    except PackageNotFoundError as error:
-        raise UsageError(
-            "GPU kernels cannot be compiled",
-            f"{error.name} is not installed",
-            "Install it with: pip install 'enginewright[cuda-build]'",
-        ) from None
+    return made
 
 
 def _texts(source: str, sources: Path) -> dict[str, str]:
@@ -89,10 +92,25 @@ def _texts(source: str, sources: Path) -> dict[str, str]:
     return texts
 
 
-def _key(job: Job, versions: Mapping[str, str]) -> str:
-    return hashlib.sha256(msgspec.json.encode([job, nvrtc.OPTIONS, versions], order="sorted")).hexdigest()
+def _key(job: Job) -> str:
+    """Of all that goes into a kernel; the compiler itself need not be loaded for what is in the cache."""
+    how = triton_kernel if isinstance(job.instance, TritonInstance) else nvrtc
+    inputs = [job, how.OPTIONS, {wheel: _version(wheel) for wheel in how.WHEELS}]
+    return hashlib.sha256(msgspec.json.encode(inputs, order="sorted")).hexdigest()
 
 
-def _refusal(sm: str, kernel: Instance, failed: Failed) -> EngineError:
+@cache
+def _version(wheel: str) -> str:
+    try:
+        return version(wheel)
+    except PackageNotFoundError:
+        raise UsageError(
+            "GPU kernels cannot be compiled",
+            f"{wheel} is not installed",
+            "Install it with: pip install 'enginewright[cuda-build]'",
+        ) from None
+
+
+def _refusal(sm: str, kernel: Kernel, failed: Failed) -> EngineError:
     what = f"{kernel.expression} of {kernel.source} does not compile for {sm}"
     return EngineError(what, failed.log.strip(), "This is a fault of enginewright: please report it with this text.")

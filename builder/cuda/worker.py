@@ -9,13 +9,16 @@ import sys
 
 import msgspec
 
-from enginewright.builder.cuda.kernel import Compiled, Failed, Job
+from enginewright.builder.cuda.kernel import Compiled, Failed, Job, TritonInstance
 from enginewright.builder.cuda.nvrtc import compile_cpp
+from enginewright.builder.cuda.triton_kernel import compile_triton
 
 _JOB = msgspec.json.Decoder(Job)
 
 
 def _compile(job: Job) -> Compiled | Failed:
+    if isinstance(job.instance, TritonInstance):
+        return compile_triton(job.instance, job.sm)
     return compile_cpp(job.instance.source, job.instance.expression, job.sm, job.texts)
 
 

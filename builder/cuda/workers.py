@@ -12,6 +12,7 @@ import msgspec
 
 from enginewright.builder.cuda.kernel import Compiled, Failed, Job
 from enginewright.errors import EngineError
+from enginewright.runtime import env
 
 _ANSWER = msgspec.json.Decoder(Compiled | Failed)
 
@@ -46,7 +47,8 @@ class _Worker:
 
     def __enter__(self) -> "_Worker":
         command = [sys.executable, "-P", "-m", "enginewright.builder.cuda.worker"]  # -P: not what lies in this folder
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env.compiler_environment())
         return self
 
     def __exit__(

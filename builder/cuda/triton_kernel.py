@@ -1,0 +1,67 @@
+"""Compiles one kernel in Triton, as the wheel of the extra [cuda-build] has it."""
+
+import importlib
+import subprocess
+import tempfile
+from pathlib import Path
+
+from enginewright.builder.cuda.cubin import resources
+from enginewright.builder.cuda.kernel import Compiled, Failed, TritonInstance
+from enginewright.targets import PTX
+
+WHEELS = ("triton",)
+OPTIONS = {"enable_fp_fusion": False}  # results do not depend on what the compiler fuses
+# Architecture → the capability whose instructions Triton takes.
+_CAPABILITIES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90a": 90, "sm_100a": 100, "sm_120": 89, PTX: 80}
+# Of capability 12.0 it would make code for sm_120a, which runs there alone. The instructions of 8.9 are there on 12.x.
+_ASSEMBLED_ANEW = ("sm_120",)
+
+
+def compile_triton(instance: TritonInstance, sm: str) -> Compiled | Failed:
+    """To be called in a process of its own: it sets what Triton keeps for all."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import PTXASError
+
+    knobs.compilation.disable_line_info = True  # it has paths
+    kernel = getattr(importlib.import_module(instance.module), instance.function)
+    constants = dict(instance.constants)
+    signature = dict(instance.signature) | dict.fromkeys(constants, "constexpr")
+    aligned = {
+        (index,): [["tt.divisibility", 16]] for index, (_, type) in enumerate(instance.signature) if type[0] == "*"
+    }
+    options = {**OPTIONS, "num_warps": instance.num_warps, "num_stages": instance.num_stages}
+    with tempfile.TemporaryDirectory() as folder:  # Triton's own cache, which does not know of what we set
+        knobs.cache.dir = folder
+        try:
+            source = ASTSource(kernel, signature, constants, aligned)
+            made = triton.compile(source, target=GPUTarget("cuda", _CAPABILITIES[sm], 32), options=options)
+            facts, ptx = made.metadata, made.asm["ptx"].encode()
+            if sm == PTX:
+                code = ptx
+            elif sm in _ASSEMBLED_ANEW:
+                code = _assembled(ptx, sm, Path(folder), knobs.nvidia.ptxas.path)
+            else:
+                code = made.asm["cubin"]
+        except (CompilationError, PTXASError) as error:
+            return Failed(str(error))
+    if facts.num_ctas != 1 or facts.profile_scratch_size:
+        return Failed("it takes clusters or a profile's memory, which nothing launches")
+    return Compiled(
+        code,
+        facts.name,
+        *((0, 0, 0) if sm == PTX else resources(code, facts.name)),
+        shared_bytes=facts.shared,
+        num_warps=facts.num_warps,
+        scratch_bytes=facts.global_scratch_size,
+    )
+
+
+def _assembled(ptx: bytes, sm: str, folder: Path, assembler: str) -> bytes:
+    source, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
+    source.write_bytes(ptx)
+    subprocess.run([assembler, "--fmad=false", f"--gpu-name={sm}", str(source), "-o", str(cubin)], check=True)
+    return cubin.read_bytes()
