@@ -1,6 +1,5 @@
 """KV pools as csrc/cuda/kv.cuh has them, and sequences whose KV lies in them at random."""
 
-
 import numpy as np
 import torch
 

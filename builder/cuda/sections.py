@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from enginewright.builder.cuda.compile import compile_kernels
 from enginewright.builder.cuda.kernel import Instance
-from enginewright.code import CODE, Launch, write_code
+from enginewright.code import CODE, write_code
 from enginewright.plugins.kernel import Specialization
 from enginewright.targets import architectures
 
@@ -20,8 +20,6 @@ def code_sections(kernels: Mapping[str, Specialization], targets: Iterable[str])
     sms = architectures(targets)
     compiled = compile_kernels(instances.values(), sms) if sms else {}
     return {
-        f"{CODE}{sm}": write_code(
-            {name: (Launch(made[one].symbol), made[one].cubin) for name, one in instances.items()}
-        )
+        f"{CODE}{sm}": write_code({name: (made[one].launch, made[one].cubin) for name, one in instances.items()})
         for sm, made in compiled.items()
     }
