@@ -19,7 +19,7 @@ GATE = "kl=1000,top1=0,ppl=1000,layer=1000"
 METHODS = (
     "bf16",
     "int8-wo",
-    "fp8",
+    *(f"fp8{scales}" for scales in ("", ",fp8-scales=tensor", ",fp8-scales=block")),
     "mxfp4",
     *(f"{name}{group}" for group in ("", ",group-size=0") for name in ("w8a8", "int8-sq")),
     *(f"{name},group-size={group}" for group in (32, 64, 128) for name in ("int4-rtn", "int4-awq", "int4-gptq")),

@@ -108,15 +108,19 @@ Output = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape
 
 
 def converted(
-    source: ir.Value, convert: Callable[[torch.Tensor], Sequence[torch.Tensor]], outputs: Sequence[Output]
+    source: ir.Value,
+    convert: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+    outputs: Sequence[Output],
+    together: int = 1,
 ) -> list[ir.Value]:
     """Initializers that are made of a weight: its values, and scales if there are any.
 
     Args:
-        convert: some rows of the weight → the same rows of each output. A row must not depend on others.
+        convert: some rows of the weight → the same rows of each output. A row must not depend on others, but for those
+            of its block of `together`, which are always given with it.
         outputs: values first. Whoever has read all their rows finds the others ready, and the weight is read once.
     """
-    conversion = _Conversion(source, convert, outputs)
+    conversion = _Conversion(source, convert, outputs, together)
     return [
         RowsTensor(*output, lambda index=index: conversion.open(index)).initializer()  # type: ignore[misc]
         for index, output in enumerate(outputs)
@@ -125,9 +129,13 @@ def converted(
 
 class _Conversion:
     def __init__(
-        self, source: ir.Value, convert: Callable[[torch.Tensor], Sequence[torch.Tensor]], outputs: Sequence[Output]
+        self,
+        source: ir.Value,
+        convert: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+        outputs: Sequence[Output],
+        together: int,
     ) -> None:
-        self._source, self._convert, self._outputs = source, convert, outputs
+        self._source, self._convert, self._outputs, self._together = source, convert, outputs, together
         self._ready: dict[int, torch.Tensor] = {}  # until they are read
 
     def open(self, index: int) -> RowReader:
@@ -136,12 +144,12 @@ class _Conversion:
             return lambda begin, end: values[begin:end]
         reader = open_rows(self._source)
         if index > 0:
-            return lambda begin, end: self._convert(reader(begin, end))[index]
+            return lambda begin, end: self._of_rows(reader, begin, end)[index]
         others = [torch.empty(shape, dtype=dtype) for _, dtype, shape in self._outputs[1:]]
         missing = torch.ones(self._outputs[0][2][0], dtype=torch.bool)
 
         def rows(begin: int, end: int) -> torch.Tensor:
-            values, *more = self._convert(reader(begin, end))
+            values, *more = self._of_rows(reader, begin, end)
             for other, part in zip(others, more, strict=True):
                 other[begin:end] = part
             missing[begin:end] = False
@@ -150,6 +158,11 @@ class _Conversion:
             return values
 
         return rows
+
+    def _of_rows(self, reader: RowReader, begin: int, end: int) -> list[torch.Tensor]:
+        count, start = self._outputs[0][2][0], begin - begin % self._together
+        parts = self._convert(reader(start, min(end + -end % self._together, count)))
+        return [part[begin - start : end - start] for part in parts]
 
 
 def shape_of(value: ir.Value) -> tuple[int, ...]:

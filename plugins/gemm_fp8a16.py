@@ -1,21 +1,42 @@
 """Matrix product with FP8 weights and bfloat16 activations: see gemm.py.
 
-weight: FLOAT8E4M3FN [N, K], no NaN. scale: FLOAT [N]; row n of the weight stands for weight[n] · scale[n].
+weight: FLOAT8E4M3FN [N, K], no NaN. scale: FLOAT [N]; row n of the weight stands for weight[n] · scale[n]. Or, where
+`group` is not 0, FLOAT [N, G]: a number for each run of `group` columns (a multiple of 32 up to 256), the last one
+perhaps shorter.
 """
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
 
 from enginewright.plugins import gemm
 from enginewright.plugins.gemm_cuda import gemm_on_cuda
 from enginewright.plugins.kernel import KernelBinding
-from enginewright.plugins.plugin import Plugin, operand
+from enginewright.plugins.plugin import Plugin, int_of, operand, width_of
+from enginewright.plugins.quantize_rows import groups_of
+from enginewright.plugins.writer import Writer
 
-KERNEL = KernelBinding("gemm_fp8a16@1", ("x", "weight", "scale", "bias"), ("out",), ("epilogue",))
+
+def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
+    x, weight, scale = (write.cast(operand(node, index), ir.DataType.FLOAT) for index in range(3))
+    group = int_of(node, "group")
+    if group == 0:
+        return gemm.reference(write, node, x, weight, scale, 3)
+    width = width_of(operand(node, 1))
+    each = write.op("Expand", write.op("Unsqueeze", scale, [2]), [1, 1, group])  # [N, G, group]
+    wide = write.op("Reshape", each, [0, groups_of(width, group) * group])
+    weight = write.op("Mul", weight, write.op("Slice", wide, [0], [width], [1]))
+    return gemm.reference(write, node, x, weight, None, 3)
+
+
+KERNEL = KernelBinding("gemm_fp8a16@1", ("x", "weight", "scale", "bias"), ("out",), ("epilogue", "group"))
 
 GEMM_FP8A16 = Plugin(
     name="GemmFp8A16",
     inputs=("x", "weight", "scale", "bias?"),
     outputs=("out",),
-    attributes=gemm.ATTRIBUTES,
-    reference=lambda write, node: gemm.floats_reference(write, node, 3, operand(node, 2)),
+    attributes=gemm.GROUP_ATTRIBUTES,
+    reference=_reference,
     infer=gemm.infer,
     by_rows=True,
     kernels={"cpu": KERNEL, "cuda": gemm_on_cuda(KERNEL, "fp8a16")},

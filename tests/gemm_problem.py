@@ -45,8 +45,8 @@ def scales_of(x: torch.Tensor, group: int) -> torch.Tensor:
 class Problem:
     """x [tokens, columns], weight [rows, columns], and what a GEMM makes of them.
 
-    group: columns of a run where x is int8; None is 32 for weights of 4 bits and 0, all columns, for others. zeros:
-    whether weights of 4 bits have zero points.
+    group: columns of a run where x is int8, or weights are FP8 with scales by runs; None is 32 for weights of 4 bits
+    and 0, all columns, for others. zeros: whether weights of 4 bits have zero points.
     """
 
     def __init__(
@@ -76,6 +76,8 @@ class Problem:
             self.of_groups["scale"] = scale.bfloat16()
             if zeros:
                 self.of_groups["zero"] = (torch.arange(rows * groups).view(rows, groups) % 16).to(torch.int8)
+        elif kernel == "gemm_fp8a16@1" and self.group:
+            self.of_groups["scale"] = torch.rand(rows, groups, generator=generator(rows, groups)) * 0.02 + 0.01
         elif self.weight.itemsize == 1:
             self.vectors["scale"] = torch.rand(rows, generator=generator(rows)) * 0.02 + 0.01
         if bias:
@@ -107,6 +109,7 @@ class Problem:
         attributes: dict[str, int | float | str] = {"epilogue": self.epilogue}
         if x.dtype == torch.int8:
             operands["x_scale"] = runner.filled(scales_of(x, self.group))
+        if x.dtype == torch.int8 or self.weight.dtype == torch.float8_e4m3fn:
             attributes["group"] = self.group
         runner.call(self.kernel, operands, attributes)
         return runner, out
@@ -131,7 +134,9 @@ class Problem:
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
     def numbers(self) -> torch.Tensor:
-        """What codes of 4 bits stand for, without their scales: float64."""
+        """What weights with scales by runs stand for without them: float64."""
+        if self.weight.dtype == torch.float8_e4m3fn:
+            return self.weight.double()
         if self._packed:
             return E2M1[self.weight.int()]
         zeros = self.of_groups.get("zero", torch.full_like(self.of_groups["scale"], 8))

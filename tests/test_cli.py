@@ -13,7 +13,8 @@ from click.testing import CliRunner, Result
 from enginewright import _cpu
 from enginewright.cli import QUANTS, main
 from enginewright.engine_file import EngineFile
-from enginewright.passes.quant import METHODS
+from enginewright.errors import UsageError
+from enginewright.passes.quant import METHODS, quant_config
 from tests.engines import copied
 from tests.tiny import tiny_checkpoint
 
@@ -267,6 +268,13 @@ def test_settings_of_a_method(checkpoint: Path, tmp_path: Path) -> None:
         2, "build", checkpoint, "--quant", "fp8", "--group-size", "64"
     )
     assert "--zero-points" in refused(2, "build", checkpoint, "--quant", "w8a8", "--zero-points")
+    result = run("build", checkpoint, "--quant", "fp8", "--fp8-scales", "block", "-o", path)
+    assert result.exit_code == 0
+    with EngineFile.open(path) as file:
+        assert (file.manifest.recipe["quant"], file.manifest.recipe["fp8_scales"]) == ("fp8", "block")
+    assert "'tensor', 'channel', 'block'" in refused(2, "build", checkpoint, "--quant", "fp8", "--fp8-scales", "row")
+    with pytest.raises(UsageError, match="there are tensor, channel, block"):
+        quant_config("fp8", fp8_scales="row")
     assert "--group-size" in refused(2, "build", checkpoint, "--quant", "w8a8", "--group-size", "48")
 
 

@@ -106,6 +106,18 @@ def test_infinite_inputs_do_not_reach_pad_columns(isa: str, kernel: str) -> None
     assert result[[0, 2]].isfinite().all() and not result[1].isfinite().any()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("group", [32, 96, 128, 256])
+def test_fp8_with_scales_by_runs(isa: str, group: int) -> None:
+    """The last run is shorter, or the only one; weights pass from memory, and expanded a strip at a time."""
+    for columns, epilogue in ((31, "none"), (577, "swiglu"), (1090, "geglu")):
+        problem = Problem("gemm_fp8a16@1", 140, 74, columns, epilogue, bias=True, group=group)
+        together = problem.run(isa, "f32", threads=2)
+        assert relative_error(together, problem.expected()) < GEMM_F32
+        for tokens in (1, 2, 3, 5, 6, 7, 16, 17):
+            assert torch.equal(together[:tokens], problem.run(isa, "f32", x=problem.x[:tokens]))
+
+
 def codes_of(kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Every weight of 8 bits that there may be, and its value."""
     if kernel == "gemm_w8a16@1":
@@ -194,6 +206,32 @@ def test_malformed_operands_are_refused(message: str, change: dict[str, Any]) ->
     operands |= {name: change[name] for name in ("bias", "scale") if name in change}
     with pytest.raises(ValueError, match=message):
         runner.call("gemm_bf16@1", operands, {"epilogue": change.get("epilogue", "none")})
+
+
+def malformed_runs() -> list[tuple[str, dict[str, Any]]]:
+    scale = torch.zeros(32, 4)
+    return [
+        ("'scale' must be a weight of f32 with the layout r16_columns", {"scale": weight(torch.zeros(32))}),
+        ("'scale' must be a weight of f32", {"scale": weight(scale.bfloat16(), "r16_columns")}),
+        ("'scale' must have 4 columns, not 3", {"scale": weight(scale[:, :3], "r16_columns")}),
+        ("'scale' and 'weight' differ in their rows", {"scale": weight(scale[:31], "r16_columns")}),
+        ("multiple of 32", {"group": 48}),
+        ("in 0 … 256, not 288", {"group": 288}),
+        ("'scale' must have plain layout", {"group": 0}),
+    ]
+
+
+@pytest.mark.parametrize(("message", "change"), malformed_runs(), ids=lambda value: str(value)[:40])
+def test_malformed_runs_of_fp8_are_refused(message: str, change: dict[str, Any]) -> None:
+    runner = KernelRunner("portable")
+    operands: Operands = {
+        "x": runner.filled(torch.zeros(1, 128).bfloat16()),
+        "weight": weight(torch.zeros(32, 128).to(torch.float8_e4m3fn), "r16"),
+        "scale": change.get("scale", weight(torch.zeros(32, 4), "r16_columns")),
+        "out": runner.buffer(1, 32, "f32"),
+    }
+    with pytest.raises(ValueError, match=message):
+        runner.call("gemm_fp8a16@1", operands, {"epilogue": "none", "group": change.get("group", 32)})
 
 
 def test_a_weight_with_too_few_bytes_is_refused() -> None:

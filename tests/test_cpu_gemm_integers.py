@@ -148,7 +148,7 @@ def test_malformed_operands_are_refused(kernel: str, message: str, change: dict[
         ("of u4 cannot be plain", "u4", "plain", (4, 64)),
         ("of e2m1 cannot be plain", "e2m1", "plain", (4, 64)),
         ("has 511 bytes, but its shape takes 512", "e2m1", "r16", (3, 5)),
-        ("has a layout of bf16, i8, e4m3, u4 and e2m1 weights, but is f32", "f32", "r16_columns", (4, 64)),
+        ("has a layout of bf16, i8, e4m3, u4 and e2m1 weights, but is f32", "f32", "r16", (4, 64)),
         ("has no two halves", "i8", "r16_columns_pairs", (5, 2)),
         ("has 511 bytes, but its shape takes 512", "u4", "r16", (3, 5)),
         ("has 511 bytes, but its shape takes 1024", "bf16", "r16_columns_pairs", (34, 8)),

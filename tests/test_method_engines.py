@@ -19,6 +19,7 @@ from enginewright.runtime.score import score
 from tests import tolerances
 from tests.graphs import checkpoint_of, random_tokens, relative_error
 from tests.ragged import RaggedRun
+from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 CALIBRATION = "The quick brown fox jumps over the lazy dog, and what is the capital of France? Paris, it answers.\n" * 8
 
@@ -62,6 +63,18 @@ def test_an_engine_computes_its_graph(
     tokens = random_tokens(53, seed=1).tolist()
     error = difference(checkpoint_of(family), method(), tokens, tmp_path, monkeypatch)
     assert error < bound(method)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("scales", ["tensor", "block"])
+def test_so_it_does_with_other_scales_of_fp8(
+    scales: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that weights do not fill, and that end inside q, k, v, gate and up."""
+    config = tiny_config(family, hidden_size=180, intermediate_size=300, head_dim=30)
+    checkpoint, quant = MemoryCheckpoint.of(tiny_model(config), config), Fp8(fp8_scales=scales)
+    error = difference(checkpoint, quant, random_tokens(53, seed=1).tolist(), tmp_path, monkeypatch)
+    assert error < bound(Fp8)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])

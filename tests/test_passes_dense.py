@@ -1,5 +1,6 @@
 """Passes over the dense graph: what onnxruntime computes before and after is the same."""
 
+import itertools
 from collections.abc import Callable
 
 import ml_dtypes
@@ -205,9 +206,30 @@ def test_rows_become_fp8_half_to_even() -> None:
     """Between 256 and 448 fp8 has steps of 32; below 2^-6, of 2^-9."""
     row = [448.0, 271.0, 272.0, 304.0, -336.0, 2.0**-9, 1.5 * 2.0**-9, 2.5 * 2.0**-9, -(2.0**-10), 0.51 * 2.0**-9]
     expected = [448.0, 256.0, 256.0, 320.0, -320.0, 2.0**-9, 2.0**-8, 2.0**-8, 0.0, 2.0**-9]
-    codes, scale = fp8.quantize_rows(torch.tensor([row, [0.0] * 10, [value / 2 for value in row]]))
+    codes, scale = Fp8().quantize(torch.tensor([row, [0.0] * 10, [value / 2 for value in row]]), "weight")
     assert codes.float().tolist() == [expected, [0.0] * 10, expected]
     assert scale.tolist() == [1.0, 0.0, 0.5]
+
+
+def test_scales_of_fp8() -> None:
+    """One for all; one for each 128×128, whichever rows are read at once, of a weight that ends inside blocks."""
+    weight = torch.randn(333, 260, generator=torch.Generator().manual_seed(0))
+    value = ir.Value(name="w", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape((333, 260)))
+    value.const_value = ir.tensor(weight.numpy(), name="w")
+    for scales, across in (("tensor", 1), ("block", 3)):
+        codes, scale = Fp8(fp8_scales=scales).weights(value)
+        rows = codes.const_value.open()  # type: ignore[union-attr]
+        pieces = torch.cat([rows(begin, min(begin + 50, 333)) for begin in range(0, 333, 50)])
+        numbers = scale.const_value.open()(0, 333).view(333, across)  # type: ignore[union-attr]
+        wide = numbers.repeat_interleave(128, 1)[:, :260] if across > 1 else numbers
+        high, broad = (128, 128) if across > 1 else (333, 260)
+        for row, column in itertools.product(range(0, 333, high), range(0, 260, broad)):
+            here = slice(row, row + high), slice(column, column + broad)
+            assert (wide[here] == weight[here].abs().max() / 448).all()
+        assert torch.equal(pieces.float(), (weight / wide).to(torch.float8_e4m3fn).float())
+        assert [part.tolist() for part in Fp8(fp8_scales=scales).quantize(weight, "w")[1:]] == [
+            numbers.squeeze(1).tolist()
+        ]
 
 
 def in_runs_of_4(weight: torch.Tensor, zero_points: bool) -> list[torch.Tensor]:
@@ -249,7 +271,7 @@ def test_mxfp4_of_the_smallest_and_largest_numbers(largest: float) -> None:
 @pytest.mark.parametrize(
     "quantize",
     [
-        fp8.quantize_rows,
+        *(Fp8(fp8_scales=scales).quantize for scales in fp8.SCALES),
         Int4Rtn().quantize,
         Int4Rtn(zero_points=True).quantize,
         Mxfp4().quantize,

@@ -80,7 +80,11 @@ def _gemms() -> list[Case]:
                 for bias in ({}, {"bias": (FLOAT, (22,))}):
                     for rows in (("tokens",), (1, "T")):
                         operands = {"x": (x, (*rows, 13)), "weight": (dtype, (22, 13)), **scale, **bias}
-                        cases.append(Case(op, operands, {"epilogue": epilogue, "to": int(to)}))
+                        group = {"group": 0} if dtype == FP8 else {}
+                        cases.append(Case(op, operands, {"epilogue": epilogue, "to": int(to), **group}))
+    for epilogue, bias in (("none", {}), ("swiglu", {"bias": (FLOAT, (22,))})):  # runs of 32 columns, and a shorter one
+        operands = {"x": (BFLOAT16, ("tokens", 77)), "weight": (FP8, (22, 77)), "scale": (FLOAT, (22, 3)), **bias}
+        cases.append(Case("GemmFp8A16", operands, {"epilogue": epilogue, "to": int(FLOAT), "group": 32}))
     return cases
 
 
@@ -106,6 +110,7 @@ def _integer_gemms() -> list[Case]:
 
 
 HEADS = {"heads": 6, "kv_heads": 3, "head_dim": 10}
+SEEN = {**HEADS, "scale": 0.3, "block_size": 4}
 STORED = (BFLOAT16, INT8, FP8)
 
 
@@ -183,11 +188,9 @@ CASES: list[Case] = [
             "PagedAttention",
             {**PAGED, **_pools(stored)},
             {
-                **HEADS,
-                "scale": 0.3,
+                **SEEN,
                 "window": window,
                 "softcap": softcap,
-                "block_size": 4,
                 "stored": int(stored),
                 "queries": int(INT8 if stored == INT8 else BFLOAT16),
                 "to": int(to),

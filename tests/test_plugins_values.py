@@ -29,7 +29,9 @@ def by_runs(values: Doubles, group: float, width: int) -> Doubles:
 
 
 def gemm(x: Inputs, a: Attributes) -> Doubles:
-    return product(x["x"], x["weight"] * x["scale"][:, None] if "scale" in x else x["weight"], x, a)
+    scale = x.get("scale", np.ones(1))
+    scale = by_runs(scale, a["group"], x["weight"].shape[1]) if scale.ndim == 2 else scale[:, None]
+    return product(x["x"], x["weight"] * scale, x, a)
 
 
 def integer_gemm(x: Inputs, a: Attributes) -> Doubles:

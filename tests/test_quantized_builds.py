@@ -162,6 +162,22 @@ def test_a_head_that_is_quantized(tmp_path: Path) -> None:
     assert error_of(tiny, tmp_path / "tiny.engine") < tolerances.STORED_LOGITS["int4"]
 
 
+def test_fp8_in_blocks_keeps_its_numbers(tmp_path: Path) -> None:
+    """q, k and v, and gate and up, end inside blocks."""
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    sizes = {"hidden_size": 180, "intermediate_size": 300, "head_dim": 30}
+    tiny = tiny_quantized(fp8((128, 128), scale="weight_scale_inv"), config, **sizes)
+    report = build(tiny, tmp_path / "tiny.engine")
+    assert report.notes == [] and report.rewrites["fuse_qkv"] == report.rewrites["fuse_swiglu"] == 3
+    assert error_of(tiny, tmp_path / "tiny.engine") < tolerances.STORED_LOGITS["bf16"]
+    with Engine.open(tmp_path / "tiny.engine") as engine:
+        forms = {
+            name: engine.weight(f"model.layers.0.mlp.{name}")[1]
+            for name in ("gate_up_proj.weight", "down_proj.weight.scale")
+        }
+    assert forms["gate_up_proj.weight"].dtype == "e4m3" and forms["down_proj.weight.scale"].shape == (180, 3)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_embedding_that_is_quantized_is_restored(tied: bool, tmp_path: Path) -> None:
     """No kernel looks FP8 up. The gate agrees, which compares with what the checkpoint stands for."""

@@ -215,15 +215,28 @@ def test_blocks_of_fp8_are_restored_as_by_transformers(powers: bool) -> None:
     if powers:
         stored["weight_scale_inv"] = stored["weight_scale_inv"].to(torch.float8_e8m0fnu)
     config = {**DEEPSEEK, "scale_fmt": "ue8m0"} if powers else DEEPSEEK
-    actual = values_of(opened(config, stored, (256, 384))[0])
-    oracle = Fp8Dequantize(None)._dequantize_one(stored["weight"], stored["weight_scale_inv"], torch.bfloat16)
-    assert torch.equal(actual, oracle.float())
+    weight, _ = opened(config, stored, (256, 384))
+    oracle = Fp8Dequantize(None)._dequantize_one(stored["weight"], stored["weight_scale_inv"], torch.float32)
+    assert torch.equal(values_of(weight), oracle)
+    assert form_of(weight) == Fp8(fp8_scales="block")
 
 
-def test_blocks_of_fp8_that_a_weight_does_not_fill() -> None:
-    packed = fp8((128, 128), scale="weight_scale_inv")(random_weight(136, 300), torch.Generator())
-    weight, _ = opened(DEEPSEEK, packed.stored, (136, 300))
-    assert torch.equal(values_of(weight), packed.weight.bfloat16().float())
+@pytest.mark.parametrize(
+    ("block", "form"),
+    [
+        ((128, 128), Fp8(fp8_scales="block")),
+        ((64, 256), Fp8(fp8_scales="block")),
+        ((1, 128), Fp8(fp8_scales="block")),
+        ((128, 300), Fp8()),
+        ((128, 64), None),
+    ],
+)
+def test_blocks_of_fp8_that_a_weight_does_not_fill(block: tuple[int, int], form: QuantConfig | None) -> None:
+    packed = fp8(block, scale="weight_scale_inv")(random_weight(136, 300), torch.Generator())
+    weight, format = opened({**DEEPSEEK, "weight_block_size": [*block]}, packed.stored, (136, 300))
+    assert form_of(weight) == form
+    assert torch.equal(values_of(weight), packed.weight if form else packed.weight.bfloat16().float())
+    assert bool(format.notes) == (form is None)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
@@ -277,8 +290,9 @@ def test_modelopt(algorithm: str, pack: Any) -> None:
     group = 16 if algorithm == "NVFP4" else 128
     config = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": group, "ignore": ["lm_head"]}
     weight, _ = opened(config, packed.stored, (136, 192))
-    expected = packed.weight if form_of(weight) == Fp8() else packed.weight.bfloat16().float()
-    assert (form_of(weight) == Fp8()) == (algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
+    forms = {"FP8": Fp8(), "FP8_PER_CHANNEL_PER_TOKEN": Fp8(), "FP8_PB_WO": Fp8(fp8_scales="block")}
+    expected = packed.weight if algorithm in forms else packed.weight.bfloat16().float()
+    assert form_of(weight) == forms.get(algorithm)
     assert torch.equal(values_of(weight), expected)
 
 

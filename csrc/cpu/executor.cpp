@@ -147,7 +147,7 @@ Operand Executor::bind(const std::string& label, const WeightSpec& spec) const {
     require(!four_bits(spec.dtype),
             "the weight '" + label + "' of " + name_of(spec.dtype) + " cannot be plain");
   } else {
-    require(spec.dtype != DType::f32 && spec.dtype != DType::i32,
+    require(spec.dtype != DType::i32 && (spec.dtype != DType::f32 || by_columns(spec.layout)),
             "the weight '" + label + "' has a layout of bf16, i8, e4m3, u4 and e2m1 weights, but is " +
                 name_of(spec.dtype));
     require(!in_pairs(spec.layout) || rows % 2 == 0, "the weight '" + label + "' has no two halves");

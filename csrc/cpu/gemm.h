@@ -4,6 +4,8 @@
 // up, by one dot() for every pair of k: each output is one chain of roundings, the same whatever M and N are,
 // so that a token's result depends neither on its company nor on the number of threads.
 //
+// Where runs of K have scales of their own, a run is such a chain, and an output the chain of its runs.
+//
 // Threads own ranges of blocks. A strip of them, small enough for L2, stays while all tokens pass. Weights of
 // 8 bits become bf16 exactly, in registers, or, for many tokens, once a strip into scratch.
 #pragma once
@@ -18,11 +20,17 @@ namespace {
 
 constexpr int64_t kPrefetchLines = 32;  // ahead in each block, where weights come from memory
 
-// acc[m][n] += x[m] · block n. x: (M, k_pad) bf16, rows x_stride apart; weight: N blocks of block_bytes.
+// acc[m][n] = x[m] · `bytes` of block n. x: (M, k_pad) bf16, rows x_stride apart; weight: N blocks,
+// block_bytes apart.
 template <class S, class Lines, int M, int N, bool prefetch>
 ENGINEWRIGHT_INLINE void gemm_tile(const uint16_t* x, int64_t x_stride, const std::byte* weight,
-                                   int64_t block_bytes, typename S::F (&acc)[M][N]) {
-  for (int64_t at = 0; at < block_bytes; at += 64, x += 2 * Lines::kPairs) {
+                                   int64_t block_bytes, int64_t bytes, typename S::F (&acc)[M][N]) {
+  ENGINEWRIGHT_UNROLL
+  for (int m = 0; m < M; ++m) {
+    ENGINEWRIGHT_UNROLL
+    for (int n = 0; n < N; ++n) acc[m][n] = S::zero();
+  }
+  for (int64_t at = 0; at < bytes; at += 64, x += 2 * Lines::kPairs) {
     typename S::Line lines[N][Lines::kPairs];
     ENGINEWRIGHT_UNROLL
     for (int n = 0; n < N; ++n) {
@@ -86,21 +94,42 @@ class Strip {
 
   template <int M, int N, bool prefetch>
   void tile(int64_t row, int64_t block) const {
-    F acc[M][N];
-    ENGINEWRIGHT_UNROLL
-    for (int m = 0; m < M; ++m) {
-      ENGINEWRIGHT_UNROLL
-      for (int n = 0; n < N; ++n) acc[m][n] = S::zero();
-    }
     const uint16_t* x = g_.x.as<const uint16_t>() + row * g_.x.stride;
-    gemm_tile<S, Lines, M, N, prefetch>(x, g_.x.stride, weight_ + block * block_bytes_, block_bytes_, acc);
+    const std::byte* weight = weight_ + block * block_bytes_;
     float sums[N][M][16];
-    ENGINEWRIGHT_UNROLL
-    for (int m = 0; m < M; ++m) {
+    if (g_.run_scale != nullptr) {
+      sum_runs<M, N, prefetch>(x, weight, block, sums);
+    } else {
+      F acc[M][N];
+      gemm_tile<S, Lines, M, N, prefetch>(x, g_.x.stride, weight, block_bytes_, block_bytes_, acc);
       ENGINEWRIGHT_UNROLL
-      for (int n = 0; n < N; ++n) S::store(sums[n][m], acc[m][n]);
+      for (int m = 0; m < M; ++m) {
+        ENGINEWRIGHT_UNROLL
+        for (int n = 0; n < N; ++n) S::store(sums[n][m], acc[m][n]);
+      }
     }
     finish_.blocks(row, M, first_block_ + block, N, sums[0][0], M * 16);
+  }
+
+  template <int M, int N, bool prefetch>
+  void sum_runs(const uint16_t* x, const std::byte* weight, int64_t block, float (&sums)[N][M][16]) const {
+    const int64_t run_bytes = g_.group / (2 * Lines::kPairs) * 64;
+    const float* scales = g_.run_scale + (first_block_ + block) * g_.groups * 16;
+    for (int64_t run = 0; run < g_.groups; ++run, scales += 16) {
+      const int64_t at = run * run_bytes, left = block_bytes_ - at;
+      F acc[M][N];
+      gemm_tile<S, Lines, M, N, prefetch>(x + run * g_.group, g_.x.stride, weight + at, block_bytes_,
+                                          left < run_bytes ? left : run_bytes, acc);
+      ENGINEWRIGHT_UNROLL
+      for (int n = 0; n < N; ++n) {
+        const F scale = S::load(scales + n * g_.groups * 16);
+        ENGINEWRIGHT_UNROLL
+        for (int m = 0; m < M; ++m) {
+          const F before = run == 0 ? S::zero() : S::load(sums[n][m]);
+          S::store(sums[n][m], S::fma(acc[m][n], scale, before));
+        }
+      }
+    }
   }
 
   const GemmOperands& g_;

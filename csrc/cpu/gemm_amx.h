@@ -368,7 +368,8 @@ class GemmW8A8Amx final : public Kernel {
   const GemmW8A8<Avx512> few_;
 };
 
-// Between runs of K tiles would have to go through memory: several runs take the way without tiles.
+// Between runs of K tiles would have to go through memory: several runs take the way without tiles, and so do
+// runs of FP8 that have scales of their own.
 inline std::unique_ptr<Kernel> make_w8a8_amx(const Operands& operands, const Attributes& attributes) {
   if (GemmOperands(operands, attributes, DType::i8, DType::i8).groups > 1) {
     return std::make_unique<GemmW8A8<Avx512>>(operands, attributes);
@@ -378,6 +379,13 @@ inline std::unique_ptr<Kernel> make_w8a8_amx(const Operands& operands, const Att
 
 using GemmW8A16Amx = Gemm8A16Amx<I8Lines<Avx512>, I8Floats>;
 using GemmFp8A16Amx = Gemm8A16Amx<E4m3Lines<Avx512>, E4m3Floats>;
+
+inline std::unique_ptr<Kernel> make_fp8a16_amx(const Operands& operands, const Attributes& attributes) {
+  if (GemmOperands(operands, attributes, DType::bf16, DType::e4m3).run_scale != nullptr) {
+    return std::make_unique<GemmFp8A16<Avx512>>(operands, attributes);
+  }
+  return std::make_unique<GemmFp8A16Amx>(operands, attributes);
+}
 
 }  // namespace
 }  // namespace enginewright

@@ -6,7 +6,7 @@
 // Up to kFewRows tokens, weights pass from memory through registers, a line at a time. With more, a block's
 // weights are expanded into L1, a chunk of K at a time, and tiles of tokens pass them (fma_avx2.h).
 // Between chunks accumulators rest in memory, which rounds nothing: the order of rounding is the same
-// everywhere.
+// everywhere. Runs of K that have scales of their own are chunks.
 #pragma once
 
 #include "fma_avx2.h"
@@ -27,8 +27,8 @@ class GemmAvx2 final : public Kernel {
   GemmAvx2(const Operands& operands, const Attributes& attributes)
       : g_(operands, attributes, DType::bf16, Weights::dtype),
         finish_(g_),
-        chunks_((g_.k_pad + kChunk - 1) / kChunk),
-        chunk_(round_up((g_.k_pad + chunks_ - 1) / chunks_, 16)) {}
+        k_end_(g_.groups * g_.group < g_.k_pad ? g_.groups * g_.group : g_.k_pad),
+        chunk_(chunk_of(g_)) {}
 
   int64_t scratch_bytes() const override {
     const int64_t few = kFewRows * g_.k_pad;
@@ -57,6 +57,11 @@ class GemmAvx2 final : public Kernel {
   }
 
  private:
+  static int64_t chunk_of(const GemmOperands& g) {
+    if (g.run_scale != nullptr) return g.group;
+    const int64_t chunks = (g.k_pad + kChunk - 1) / kChunk;
+    return round_up((g.k_pad + chunks - 1) / chunks, 16);
+  }
   const uint16_t* x_row(int64_t row) const { return g_.x.as<const uint16_t>() + row * g_.x.stride; }
   const std::byte* line(int64_t block, int64_t k) const {
     return g_.block(block) + k / Weights::k_count * 64;
@@ -82,7 +87,25 @@ class GemmAvx2 final : public Kernel {
   void pass_tile(const float* x, int64_t block, float* sums) const {  // sums: (N, M, 16)
     Lines<N> lines{{}, 64, (N - 1) * g_.block_bytes};
     for (int n = 0; n < N; ++n) lines.first[n] = g_.block(block + n);
-    few_tile<Weights, M, N>(x, g_.k_pad, lines, g_.k_pad, true, sums, 16, M * 16);
+    if (g_.run_scale == nullptr) {
+      return few_tile<Weights, M, N>(x, g_.k_pad, lines, g_.k_pad, true, sums, 16, M * 16);
+    }
+    for (int64_t k = 0; k < k_end_; k += g_.group) {
+      const int64_t count = k_end_ - k < g_.group ? k_end_ - k : g_.group;
+      float run[N * M * 16];
+      for (int n = 0; n < N; ++n) lines.first[n] = line(block + n, k);
+      few_tile<Weights, M, N>(x + k, g_.k_pad, lines, count, true, run, 16, M * 16);
+      for (int n = 0; n < N; ++n) add_run(run + n * M * 16, M, block + n, k, sums + n * M * 16);
+    }
+  }
+
+  // sums (rows, 16) = themselves, or zeros, + run * its scales; of a block and the run from k on
+  void add_run(const float* run, int64_t rows, int64_t block, int64_t k, float* sums) const {
+    const Avx2::F scale = Avx2::load(g_.run_scale + (block * g_.groups + k / g_.group) * 16);
+    for (int64_t m = 0; m < rows; ++m, run += 16, sums += 16) {
+      const Avx2::F before = k == 0 ? Avx2::zero() : Avx2::load(sums);
+      Avx2::store(sums, Avx2::fma(Avx2::load(run), scale, before));
+    }
   }
 
   // `rows` tokens from `row` past `blocks` blocks from `block`. scratch: x (rows, kChunk), a block's weights
@@ -91,14 +114,18 @@ class GemmAvx2 final : public Kernel {
     float* const x = scratch;
     float* const weights = x + kGroupTokens * kChunk;
     float* const acc = weights + 16 * kChunk;
-    for (int64_t at = 0; at < g_.k_pad; at += chunk_) {
-      const int64_t count = g_.k_pad - at < chunk_ ? g_.k_pad - at : chunk_;
+    float run[kGroupTokens * 16];
+    for (int64_t at = 0; at < k_end_; at += chunk_) {
+      const int64_t count = k_end_ - at < chunk_ ? k_end_ - at : chunk_;
       expand_rows(x_row(row) + at, g_.x.stride, rows, count, Weights::x_factor, x, kChunk);
       for (int64_t n = 0; n < blocks; ++n) {
         const std::byte* next = n + 1 < blocks ? line(block + n + 1, at) : line(block, at + count);
         expand_lines<Weights>(line(block + n, at), 64, count, weights);
-        fma_rows<kChunk>(x, rows, weights, count, at == 0, acc + n * rows * 16, 16, next,
+        float* const sums = acc + n * rows * 16;
+        const bool of_run = g_.run_scale != nullptr;
+        fma_rows<kChunk>(x, rows, weights, count, of_run || at == 0, of_run ? run : sums, 16, next,
                          count / Weights::k_count);
+        if (of_run) add_run(run, rows, block + n, at, sums);
       }
     }
     finish_.blocks(row, rows, block, blocks, acc, rows * 16);
@@ -106,7 +133,7 @@ class GemmAvx2 final : public Kernel {
 
   const GemmOperands g_;
   const Finish<Avx2> finish_;
-  const int64_t chunks_, chunk_;
+  const int64_t k_end_, chunk_;
 };
 
 }  // namespace

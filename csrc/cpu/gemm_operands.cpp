@@ -44,6 +44,11 @@ GemmOperands::GemmOperands(const Operands& operands, const Attributes& attribute
   group = k_pad;
   if (x_dtype == DType::i8) {
     bind_integers(operands, attributes);
+  } else if (weight_dtype == DType::e4m3) {
+    require_known(operands, attributes, {"x", "weight", "scale", "bias", "out"}, {"epilogue", "group"});
+    if (bind_groups(attributes, kLongestBf16Group) != 0) {
+      run_scale = of_groups(operands, "scale", DType::f32).as<const float>();
+    }
   } else if (weight_dtype != DType::bf16) {
     require_known(operands, attributes, {"x", "weight", "scale", "bias", "out"}, {"epilogue"});
   } else {
@@ -53,7 +58,9 @@ GemmOperands::GemmOperands(const Operands& operands, const Attributes& attribute
     scale_bytes_ += weight.max_rows * 4;
     return vector_weight(operands, name, weight.max_rows).as<const float>();
   };
-  if (weight_dtype != DType::bf16 && !four_bits(weight_dtype)) scale = vector("scale");
+  if (weight_dtype != DType::bf16 && !four_bits(weight_dtype) && run_scale == nullptr) {
+    scale = vector("scale");
+  }
   if (operands.count("bias") != 0) bias = vector("bias");
 }
 
@@ -65,11 +72,8 @@ void GemmOperands::bind_integers(const Operands& operands, const Attributes& att
     require_known(operands, attributes, {"x", "x_scale", "weight", "scale", "bias", "out"},
                   {"epilogue", "group"});
   }
-  const int64_t run = integer(attributes, "group", 0, kLongestGroup);
-  require(run % 32 == 0, "the attribute 'group' must be a multiple of 32");
+  bind_groups(attributes, kLongestGroup);
   require(k_pad <= kMostK, "'weight' has more columns than sums in int32 allow");
-  if (run != 0 && run < weight.columns) group = run;
-  groups = (weight.columns + group - 1) / group;
   const Operand& factors = matrix(operands, "x_scale", DType::f32);
   require_same_rows(x, factors);
   require_columns(factors, groups);
@@ -79,6 +83,14 @@ void GemmOperands::bind_integers(const Operands& operands, const Attributes& att
     group_scale = of_groups(operands, "scale", DType::bf16).as<const uint16_t>();
     if (operands.count("zero") != 0) group_zero = of_groups(operands, "zero", DType::i8).as<const int8_t>();
   }
+}
+
+int64_t GemmOperands::bind_groups(const Attributes& attributes, int64_t longest) {
+  const int64_t run = integer(attributes, "group", 0, longest);
+  require(run % 32 == 0, "the attribute 'group' must be a multiple of 32");
+  if (run != 0 && run < weight.columns) group = run;
+  groups = (weight.columns + group - 1) / group;
+  return run;
 }
 
 const Operand& GemmOperands::of_groups(const Operands& operands, const std::string& name, DType dtype) {

@@ -2,12 +2,14 @@
 //
 //   gemm_bf16@1   x: bf16 [M, K], weight: bf16 r16 [N, K], out: f32 or bf16 [M, N]; bias?: f32 [N]
 //   gemm_w8a16@1  the same with weight: i8, scale: f32 [N]
-//   gemm_fp8a16@1 the same with weight: e4m3, scale: f32 [N]
+//   gemm_fp8a16@1 the same with weight: e4m3, scale: f32 [N], or of groups, f32 r16_columns [N, G]
 //   gemm_w8a8@1   the same with x: i8 and weight: i8, x_scale: f32 [M, G], scale: f32 [N]
 //   gemm_w4a8@1   the same with weight: u4, scale: bf16 r16_columns [N, G], zero?: i8 r16_columns [N, G]
 //   gemm_mxfp4a8@1 the same with weight: e2m1, and no zero
 //
-// out = (x · weightᵀ) * scale + bias in fp32, from left to right. Products with bf16 x are summed in fp32.
+// out = (x · weightᵀ) * scale + bias in fp32, from left to right. Products with bf16 x are summed in fp32;
+// where scales are of groups (runs of K as below, up to 256), run by run: (x · weightᵀ) * scale = Σ run sums
+// * scale.
 //
 // Where x is i8, K is cut into G runs of `group` columns, the last one perhaps shorter (group 0: one run is
 // all of K), and the sum of products of a run is an integer, exact, since codes are in [-127, 127] and a run
@@ -27,7 +29,8 @@ namespace enginewright {
 enum class Epilogue : uint8_t { none, swiglu, geglu };
 
 struct GemmOperands {
-  static constexpr int64_t kLongestGroup = 512;  // of several
+  static constexpr int64_t kLongestGroup = 512;      // of several
+  static constexpr int64_t kLongestBf16Group = 256;  // the same where x is bf16
   GemmOperands(const Operands& operands, const Attributes& attributes, DType x_dtype, DType weight_dtype);
 
   Operand x, weight, out;
@@ -36,6 +39,7 @@ struct GemmOperands {
   int64_t x_scale_stride = 0;             // from one token to the next
   const float* scale = nullptr;           // of rows; null: 1
   const uint16_t* group_scale = nullptr;  // bf16, 16 a group and block; null: 1
+  const float* run_scale = nullptr;       // f32, the same where x is bf16
   const int8_t* group_zero = nullptr;     // the same; null: that of the codes
   const float* bias = nullptr;            // null: 0
   int64_t k_pad = 0;                      // columns of x and weight that are read
@@ -52,6 +56,7 @@ struct GemmOperands {
 
  private:
   void bind_integers(const Operands& operands, const Attributes& attributes);
+  int64_t bind_groups(const Attributes& attributes, int64_t longest);  // returns the attribute
   const Operand& of_groups(const Operands& operands, const std::string& name, DType dtype);
 
   int64_t scale_bytes_ = 0;  // of scales, zeros and biases

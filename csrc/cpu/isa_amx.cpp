@@ -63,7 +63,7 @@ bool amx_allowed() {
 KernelTable amx_table() {
   KernelTable table = avx512_table();
   table["gemm_bf16@1"] = make_kernel<GemmBf16Amx>;
-  table["gemm_fp8a16@1"] = make_kernel<GemmFp8A16Amx>;
+  table["gemm_fp8a16@1"] = make_fp8a16_amx;
   table["gemm_w8a16@1"] = make_kernel<GemmW8A16Amx>;
   table["gemm_w8a8@1"] = make_w8a8_amx;
   table["paged_attention@1"] = make_attention<Avx512, AmxSplitAttention>;

@@ -149,6 +149,11 @@ QUANT_OPTIONS = _with_options(
     click.option(
         "--quantize-lm-head", is_flag=True, default=None, help="The head, if it is not tied, as other layers."
     ),
+    click.option(
+        "--fp8-scales",
+        type=click.Choice(("tensor", "channel", "block")),
+        help="fp8: what has a scale: a weight, a row of it, or 128×128 of it.  [channel]",
+    ),
     click.option("--bits", help="auto: bits a weight on average, such as 4.6.  [5]"),
     click.option("--act-order/--no-act-order", default=None, help="int4-gptq: columns that matter most first.  [yes]"),
     click.option("--damping", type=Count(), help="int4-gptq: of the Hessian, in hundredths of its mean.  [1]"),

@@ -22,7 +22,7 @@ ROWS = 16  # rows of an r16 block
 K_ALIGN = 64  # elements; columns of r16 layouts are padded to this
 FOUR_BITS = ("u4", "e2m1")
 MATRIX_DTYPES = ("bf16", "i8", "e4m3", *FOUR_BITS)  # what r16 and r16_pairs hold
-COLUMN_DTYPES = ("bf16", "i8")  # what r16_columns and r16_columns_pairs hold
+COLUMN_DTYPES = ("f32", "bf16", "i8")  # what r16_columns and r16_columns_pairs hold
 _SECTION_NAME = re.compile(r"[!#-\[\]-~]{1,255}")  # printable ASCII but '"' and '\\'
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]

@@ -12,6 +12,7 @@ from enginewright.builder.checkpoint.quantized.format import Format
 from enginewright.builder.tensors import Read
 from enginewright.errors import EngineError
 from enginewright.passes.quant import W8A8, Fp8, Int4Rtn, Int8Wo, Mxfp4, QuantConfig
+from enginewright.passes.quant.fp8 import BLOCK
 from enginewright.passes.quant.method import LONGEST_GROUP, StoredTensor
 from enginewright.passes.weights import RowReader, RowsTensor
 
@@ -109,7 +110,7 @@ def floats(
         values: FLOAT8E4M3FN [n, K] if fp8; else what `.float()` gives the numbers of.
         what: for a note, what such weights are called.
     """
-    if fp8 and groups.size >= shape[1]:
+    if fp8 and (groups.size >= shape[1] or groups.size % BLOCK == 0):
         return _fp8(name, shape, values, groups)
     format.note(f"{what}, which no kernel takes, is restored to bfloat16")
 
@@ -175,8 +176,14 @@ def _fp8(name: str, shape: tuple[int, ...], values: Open, groups: Groups) -> Sto
             raise _not_finite(name)
         return rows
 
-    scales = _mapped(groups.scales, lambda rows: _finite(rows.float(), name)[:, 0])
-    return _stored(name, shape, Fp8(), [_mapped(values, checked), scales])
+    config = Fp8() if groups.size >= shape[1] else Fp8(fp8_scales="block")
+    repeats, (_, *runs) = groups.size // BLOCK, config.outputs(name, *shape)[1][2]
+
+    def of_runs(scales: torch.Tensor) -> torch.Tensor:
+        numbers = _finite(scales.float(), name)
+        return numbers.repeat_interleave(repeats, dim=1)[:, : runs[0]] if runs else numbers[:, 0]
+
+    return _stored(name, shape, config, [_mapped(values, checked), _mapped(groups.scales, of_runs)])
 
 
 def _stored(name: str, shape: tuple[int, ...], config: QuantConfig, opens: list[Open]) -> StoredTensor:
