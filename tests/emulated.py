@@ -49,7 +49,7 @@ class EmulationError(Exception):
     """A kernel did what a GPU would not forgive."""
 
 
-class Kernels:
+class EmulatedKernels:
     """Kernels of one library. sm: what they are compiled as."""
 
     def __init__(self, instances: Sequence[Instance], sm: int = 80) -> None:
@@ -138,3 +138,10 @@ def _built(program: str, options: Sequence[str], suffix: str) -> Path:
         subprocess.run([compiler, *options, "-o", str(partial), str(source)], check=True)
         partial.replace(output)
     return output
+
+
+# What tests of kernels take: in emulation, or on the GPU.
+if os.environ.get("ENGINEWRIGHT_TEST_DEVICE") == "cuda":
+    from tests.gpu_kernels import GpuKernels as Kernels
+else:
+    Kernels = EmulatedKernels  # type: ignore[misc,assignment]

@@ -8,7 +8,7 @@ import numpy as np
 
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime.cuda.device import Bytes, Grid
-from tests.emulated import SCHEDULES, Kernels
+from tests.emulated import SCHEDULES, EmulatedKernels
 
 ALIGN = 256
 FREE_BYTES = 256 << 20
@@ -25,7 +25,7 @@ class EmulatedDevice:
 
     def __init__(self, kernels: Mapping[str, Specialization], sm: int = 80) -> None:
         self._expressions = {name: kernel.expression for name, kernel in kernels.items()}
-        self._kernels = Kernels(list(kernels.values()), sm)
+        self._kernels = EmulatedKernels(list(kernels.values()), sm)
         self._memory: list[Bytes] = []
         self._captured: list[Callable[[], None]] | None = None
         self._schedules = cycle(SCHEDULES)

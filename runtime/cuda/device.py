@@ -139,6 +139,9 @@ class CudaDevice:
         self._call("cuMemsetD8Async", address, 0, max(nbytes, 1), self._stream)
         return address
 
+    def free(self, address: int) -> None:
+        self._call("cuMemFree", address)
+
     def pinned(self, nbytes: int) -> Bytes:
         address = int(self._call("cuMemHostAlloc", max(nbytes, 1), 0))
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
