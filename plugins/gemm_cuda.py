@@ -1,15 +1,16 @@
 """What GPUs launch for matrix products: csrc/cuda/gemm_small.cuh for few tokens, gemm_large.cuh for many.
 
-The tables of shapes here are reasoned on paper, not measured: PERFORMANCE of each is for a GPU's benchmarks to say.
+The choice of shapes is reasoned on paper and unmeasured: a GPU's benchmarks are to replace it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 
 import onnx_ir as ir
 
-from enginewright.plan import Launch, Linear
+from enginewright.plan import Extent, Launch, Linear
 from enginewright.plugins import gemm
 from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
 from enginewright.plugins.plugin import dims_of, operand
@@ -19,7 +20,8 @@ WARP = 32
 SMALL_TOKENS = (8, 16, 32, 64)  # most tokens of a launch of gemm_small, each a kernel of its own
 SHARED_BYTES = 99 << 10  # what a block may have on every GPU since SM 80
 IN_FLIGHT_BYTES = 36 << 10  # of a block, at least, if it fits
-BLOCKS = 264  # that keep a GPU busy: two on each of 132 multiprocessors
+LARGE_STAGES = 4  # of gemm_large, if they fit
+MULTIPROCESSORS = 132  # of the GPU that tables are made for (H200); others have 84 to 188
 ARGUMENTS = ("x", "weight", "x_scale", "scale", "zero", "bias", "out", "partial", "counters")
 
 
@@ -50,12 +52,13 @@ FORMATS = {
 
 def gemm_on_cuda(binding: KernelBinding, format: str) -> CudaKernel:
     """format: a name in FORMATS."""
-    kernel = binding.on_cuda(partial(_launches, FORMATS[format]), gemm_small="gemm_small")
+    launches = partial(_launches, FORMATS[format])
+    kernel = binding.on_cuda(launches, gemm_small="gemm_small", gemm_large="gemm_large")
     return replace(kernel, scratch=partial(_partial, FORMATS[format]), counters=partial(_counters, FORMATS[format]))
 
 
 def _launches(format: Format, call: Call) -> tuple[Launch, ...]:
-    return _small_launches(format, call)
+    return (*_small_launches(format, call), *_large_launches(format, call))
 
 
 @dataclass(frozen=True)
@@ -70,47 +73,99 @@ class _Blocks:
 
     @staticmethod
     def of(format: Format, features: int, columns: int, gated: bool) -> "_Blocks":
-        of_16 = 2 * _ceil(features // 2, 16) if gated else _ceil(features, 16)
-        count, steps = _ceil(of_16, 2 * format.feature_warps), _ceil(_ceil(columns, CHUNK), K_WARPS)
-        wanted = max(min(BLOCKS // count, steps // 2), 1)
+        count = _ceil(_blocks_of_16(features, gated), 2 * format.feature_warps)
+        steps = _ceil(_ceil(columns, CHUNK), K_WARPS)
+        wanted = max(min(2 * MULTIPROCESSORS // count, steps // 2), 1)
         return _Blocks(count, _ceil(steps, _ceil(steps, wanted)))
 
 
-def _small_launches(format: Format, call: Call) -> tuple[Launch, ...]:
-    weight, out = call.operands["weight"], call.operands["out"]
+def _small_launches(format: Format, call: Call) -> list[Launch]:
+    weight = call.operands["weight"]
     gated, warps = call.attributes["epilogue"] in gemm.GATED, format.feature_warps * K_WARPS
     divided = _Blocks.of(format, weight.rows.constant, weight.columns, gated)
-    group = int(call.attributes.get("group", 0))
-    runs = CHUNK // gcd(group, CHUNK) if group else 1
+    runs = _runs(call)
     weight_bytes = warps * (format.lines // 4) * WARP * 16
     if format.weight_groups:
         weight_bytes += warps * runs * WARP * (12 if "zero" in call.operands else 8)
     launches, low = [], 1
     for tokens in SMALL_TOKENS:
-        x_bytes = K_WARPS * tokens * CHUNK * format.x_bytes
-        if format.x_bytes == 1 and group:
-            x_bytes += K_WARPS * tokens * runs * 4
-        stage_bytes = weight_bytes + x_bytes
+        stage_bytes = weight_bytes + K_WARPS * _x_bytes(format, call, tokens)
         stages = min(SHARED_BYTES // stage_bytes, _ceil(IN_FLIGHT_BYTES, stage_bytes) + 1)
         sum_bytes = K_WARPS * tokens * (format.feature_warps * 32 + 4) * 4
-        shared_bytes = max(stages * stage_bytes, sum_bytes)
-        kernel = expression(
-            "gemm_small",
-            "Gemm",
-            **_fields(format, call),
-            feature_warps=format.feature_warps,
-            token_warps=1,
-            k_warps=K_WARPS,
-            units=1,
-            tiles=tokens // 8,
-            splits=divided.splits,
-            stages=stages,
-            shared_bytes=shared_bytes,
-        )
+        tile = {
+            "feature_warps": format.feature_warps,
+            "token_warps": 1,
+            "k_warps": K_WARPS,
+            "units": 1,
+            "tiles": tokens // 8,
+            "splits": divided.splits,
+            "stages": stages,
+            "shared_bytes": max(stages * stage_bytes, sum_bytes),
+        }
         grid = (blocks(divided.features), blocks(divided.splits), ONE)
-        launches.append(Launch(kernel, ARGUMENTS, grid, warps * WARP, shared_bytes, out.rows, low, tokens))
+        launches.append(_launch("gemm_small", format, call, tile, grid, low, tokens))
         low = tokens + 1
-    return tuple(launches)
+    return launches
+
+
+def _large_launches(format: Format, call: Call) -> list[Launch]:
+    """Tiles of 64 x 64 while larger ones are fewer than multiprocessors, then of 128 x 128."""
+    out, runs = call.operands["out"], _runs(call)
+    grouped = runs > 0
+    of_16 = _blocks_of_16(call.operands["weight"].rows.constant, call.attributes["epilogue"] in gemm.GATED)
+    most_small = max((MULTIPROCESSORS - 1) // _ceil(of_16, 8) * 128, 2 * SMALL_TOKENS[-1])
+    launches, low = [], SMALL_TOKENS[-1] + 1
+    for size, high in ((64, most_small), (128, 2**31 - 1)):
+        units, tiles = (1 if size == 64 or grouped else 2), (4 if size == 64 else 8)
+        stage_bytes = size // 16 * format.lines * 64 + _x_bytes(format, call, size)
+        if format.weight_groups:
+            stage_bytes += size // 16 * runs * (48 if "zero" in call.operands else 32)
+        stages = min(SHARED_BYTES // stage_bytes, LARGE_STAGES)
+        tile = {
+            "feature_warps": size // 32 // units,
+            "token_warps": 2,
+            "k_warps": 1,
+            "units": units,
+            "tiles": tiles,
+            "splits": 1,
+            "stages": stages,
+            "shared_bytes": stages * stage_bytes,
+        }
+        grid = (blocks(out.rows, size), blocks(_ceil(of_16, size // 16)), ONE)
+        launches.append(_launch("gemm_large", format, call, tile, grid, low, high))
+        low = high + 1
+    return launches
+
+
+def _launch(
+    function: str,
+    format: Format,
+    call: Call,
+    tile: Mapping[str, int],
+    grid: tuple[Extent, Extent, Extent],
+    low: int,
+    high: int,
+) -> Launch:
+    kernel = expression(function, "Gemm", **_fields(format, call), **tile)
+    arguments = ARGUMENTS if function == "gemm_small" else ARGUMENTS[:-2]
+    threads = tile["feature_warps"] * tile["token_warps"] * tile["k_warps"] * WARP
+    return Launch(kernel, arguments, grid, threads, tile["shared_bytes"], call.operands["out"].rows, low, high)
+
+
+def _runs(call: Call) -> int:
+    """Runs of a chunk that are scaled by themselves; 0 where there are no groups."""
+    group = int(call.attributes.get("group", 0))
+    return CHUNK // gcd(group, CHUNK) if group else 0
+
+
+def _x_bytes(format: Format, call: Call, tokens: int) -> int:
+    """Of a chunk of x in shared memory, with its scales."""
+    scale_bytes = 4 * _runs(call) if format.x_bytes == 1 else 0
+    return tokens * (CHUNK * format.x_bytes + scale_bytes)
+
+
+def _blocks_of_16(features: int, gated: bool) -> int:
+    return 2 * _ceil(features // 2, 16) if gated else _ceil(features, 16)
 
 
 def _fields(format: Format, call: Call) -> dict[str, int | bool | str]:

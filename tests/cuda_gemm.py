@@ -149,7 +149,7 @@ class Problem:
         if gemm.format == "w8a8":
             arguments["x_scale"] = _rows(self.x_scale, torch.nan)
         splits, blocks = launch.grid[1].rows.constant, launch.grid[0].rows.constant
-        if splits > 1:
+        if splits > 1 and "partial" in launch.arguments:
             rows = -(-tokens // 8) * 8  # at least; tokens of all tiles are the stride of a split
             rows = next(count for count in (8, 16, 32, 64) if count >= rows)
             width = FORMATS[gemm.format].feature_warps * 32 * blocks

@@ -16,6 +16,7 @@
 #define KERNEL(threads) void
 #define KERNEL_OCCUPANCY(threads, blocks) void
 #define UNROLL
+#define NO_UNROLL
 
 namespace enginewright {
 

@@ -113,48 +113,45 @@ template <Gemm S, class Weights>
 DEVICE void multiply_chunk(sum_t<S> (&total)[S.units][2][S.tiles][4], const Weights& weights,
                            const uint8_t* x, const float* x_scales) {
   using Of = Shape<S>;
-  constexpr int STEPS = 2 * Of::PAIRS, RUN_STEPS = STEPS / Of::RUNS;
-  constexpr int TURN_PAIRS =
-      S.grouped() && RUN_STEPS > 2 ? RUN_STEPS / 2 : 1;  // pairs whose A are held at once
-  UNROLL
+  constexpr int RUN_STEPS = 2 * Of::PAIRS / Of::RUNS;
+  constexpr int TURN_PAIRS = S.grouped() && RUN_STEPS > 2 ? RUN_STEPS / 2 : 1;  // whose A are held at once
+  constexpr int TURN_RUNS = S.grouped() ? 2 * TURN_PAIRS / RUN_STEPS : 1;
+  NO_UNROLL
   for (int turn = 0; turn < Of::PAIRS / TURN_PAIRS; ++turn) {
     uint32_t a[TURN_PAIRS][S.units][2][2][4];
     UNROLL
     for (int p = 0; p < TURN_PAIRS; ++p) {
       UNROLL
       for (int unit = 0; unit < S.units; ++unit) {
-        int pair = turn * TURN_PAIRS + p;
         Words4 loads[Of::PAIR_LOADS];
         UNROLL
-        for (int i = 0; i < Of::PAIR_LOADS; ++i) loads[i] = weights.load(unit, pair * Of::PAIR_LOADS + i);
-        weight_fragments<S>(a[p][unit], loads, weights.zeros(unit, 2 * pair / RUN_STEPS));
+        for (int i = 0; i < Of::PAIR_LOADS; ++i)
+          loads[i] = weights.load(unit, (turn * TURN_PAIRS + p) * Of::PAIR_LOADS + i);
+        weight_fragments<S>(a[p][unit], loads, weights.zeros(unit, turn * TURN_RUNS));
       }
     }
     UNROLL
     for (int tile = 0; tile < S.tiles; ++tile) {
       [[maybe_unused]] part_t<S> part[S.units][2][4] = {};
+      uint32_t b[4];  // of two steps
       UNROLL
-      for (int p = 0; p < TURN_PAIRS; ++p) {
-        uint32_t b[4];
-        x_fragments<S>(b, x, tile * 8, turn * TURN_PAIRS + p);
+      for (int step = 0; step < 2 * TURN_PAIRS; ++step) {
+        if (step % 2 == 0) x_fragments<S>(b, x, tile * 8, turn * TURN_PAIRS + step / 2);
+        const uint32_t b_step[2] = {b[step % 2 * 2], b[step % 2 * 2 + 1]};
         UNROLL
-        for (int s = 0; s < 2; ++s) {
-          int step = 2 * (turn * TURN_PAIRS + p) + s;
+        for (int unit = 0; unit < S.units; ++unit) {
           UNROLL
-          for (int unit = 0; unit < S.units; ++unit) {
-            UNROLL
-            for (int half = 0; half < 2; ++half) {
-              const uint32_t b_step[2] = {b[2 * s], b[2 * s + 1]};
-              if constexpr (S.grouped())
-                multiply<S>(part[unit][half], a[p][unit][s][half], b_step);
-              else
-                multiply<S>(total[unit][half][tile], a[p][unit][s][half], b_step);
-            }
+          for (int half = 0; half < 2; ++half) {
+            const uint32_t (&a_step)[4] = a[step / 2][unit][step % 2][half];
+            if constexpr (S.grouped())
+              multiply<S>(part[unit][half], a_step, b_step);
+            else
+              multiply<S>(total[unit][half][tile], a_step, b_step);
           }
-          if constexpr (S.grouped())
-            if ((step + 1) % RUN_STEPS == 0)
-              add_run<S>(total, part, tile, step / RUN_STEPS, weights, x_scales);
         }
+        if constexpr (S.grouped())
+          if ((step + 1) % RUN_STEPS == 0)
+            add_run<S>(total, part, tile, turn * TURN_RUNS + step / RUN_STEPS, weights, x_scales);
       }
     }
   }

@@ -1,0 +1,170 @@
+// GEMM for many tokens: tiles of features x tokens, for tensor cores.
+//
+// A block of threads has feature_warps · units · 32 features and token_warps · tiles · 8 tokens; a chunk of
+// 64 of K of both is a stage in shared memory, weights as the raw lines of the file, which become bf16 where
+// they are multiplied. Of 64 x 64 a warp (units 2, tiles 8), a step of 16 is 4 KB out of shared memory, 128
+// clocks for the block's four warps, and as many clocks of tensor cores at a Hopper's full speed, which
+// mma.sync does not reach (on paper, unmeasured). With groups, whose sums stand apart, it is 32 x 64.
+//
+// Each sum goes through K in ascending order, whatever the tile; gemm_small's are added up otherwise, so
+// that bits differ between the two, but for w8a8 with a scale a token, whose sums are exact.
+#pragma once
+
+#include "gemm_products.cuh"
+
+namespace enginewright {
+
+template <Gemm S>
+struct GemmLarge {
+  using Of = Shape<S>;
+  static constexpr int BLOCKS = Of::FEATURES / 16;  // of weights
+
+  // Of a stage in shared memory, in order.
+  static constexpr int WEIGHT_BYTES = BLOCKS * Of::LINES * LINE_BYTES;
+  static constexpr int X_BYTES = Of::TOKENS * Of::X_ROW_BYTES;
+  static constexpr int SCALE_BYTES = S.weight_groups() ? BLOCKS * Of::RUNS * 32 : 0;
+  static constexpr int ZERO_BYTES = S.zeros ? BLOCKS * Of::RUNS * 16 : 0;
+  static constexpr int X_SCALE_BYTES = S.x_groups() ? Of::TOKENS * Of::RUNS * 4 : 0;
+  static constexpr int X_AT = WEIGHT_BYTES;
+  static constexpr int SCALES_AT = X_AT + X_BYTES;
+  static constexpr int ZEROS_AT = SCALES_AT + SCALE_BYTES;
+  static constexpr int X_SCALES_AT = ZEROS_AT + ZERO_BYTES;
+  static constexpr int STAGE_BYTES = X_SCALES_AT + X_SCALE_BYTES;
+  static_assert(S.shared_bytes == S.stages * STAGE_BYTES);
+
+  // 16 bytes of four rows in a line: the lines that lanes of a quarter of a warp read are in different banks.
+  static DEVICE int place(int line, int rows) { return line * LINE_BYTES + (rows ^ (line & 2)) * 16; }
+};
+
+// A chunk of the block's weights, and what belongs to its runs, into a stage.
+template <Gemm S>
+DEVICE void copy_weights(uint8_t* stage, int first_block, const uint8_t* weight, const uint8_t* scale,
+                         const uint8_t* zero, int chunk) {
+  using Of = Shape<S>;
+  using K = GemmLarge<S>;
+  auto existing = [&](int block) {  // features that are not there: any that are
+    return int64_t{first_block + block < S.blocks() ? first_block + block : S.blocks() - 1};
+  };
+  for (int i = thread_index(); i < K::WEIGHT_BYTES / 16; i += Of::THREADS) {
+    int block = i / (Of::LINES * 4), line = i / 4 % Of::LINES, rows = i % 4;
+    const uint8_t* from =
+        weight + existing(block) * Of::BLOCK_BYTES + int64_t{chunk} * Of::LINES * LINE_BYTES;
+    copy_async(stage + block * Of::LINES * LINE_BYTES + K::place(line, rows),
+               from + line * LINE_BYTES + rows * 16);
+  }
+  if constexpr (S.weight_groups()) {
+    for (int i = thread_index(); i < K::SCALE_BYTES / 16; i += Of::THREADS) {
+      int64_t column = existing(i / 2 / Of::RUNS) * Of::GROUPS + Of::group_of(chunk, i / 2 % Of::RUNS);
+      copy_async(stage + K::SCALES_AT + i * 16, scale + column * 32 + i % 2 * 16);
+    }
+  }
+  if constexpr (S.zeros) {
+    for (int i = thread_index(); i < K::ZERO_BYTES / 16; i += Of::THREADS) {
+      int64_t column = existing(i / Of::RUNS) * Of::GROUPS + Of::group_of(chunk, i % Of::RUNS);
+      copy_async(stage + K::ZEROS_AT + i * 16, zero + column * 16);
+    }
+  }
+}
+
+// What multiply_chunk takes of a stage, from a warp's first unit on.
+template <Gemm S>
+struct SharedWeights {
+  using Of = Shape<S>;
+  using K = GemmLarge<S>;
+  const uint8_t* stage;
+  int first_unit;
+
+  DEVICE int block(int unit) const { return 2 * (first_unit + unit) + lane() / 16; }
+  DEVICE int row() const { return lane() / 4 % 4 * 4; }
+  DEVICE Words4 load(int unit, int index) const {
+    return load16(stage + (block(unit) * Of::LINES + 4 * index) * LINE_BYTES +
+                  K::place(lane() % 4, row() / 4));
+  }
+  DEVICE Words2 scales(int unit, int run) const {
+    return *reinterpret_cast<const Words2*>(stage + K::SCALES_AT + (block(unit) * Of::RUNS + run) * 32 +
+                                            row() * 2);
+  }
+  DEVICE uint32_t zeros(int unit, int run) const {
+    if constexpr (!S.zeros) return 0x08080808u;
+    return *reinterpret_cast<const uint32_t*>(stage + K::ZEROS_AT + (block(unit) * Of::RUNS + run) * 16 +
+                                              row());
+  }
+};
+
+// Grid: tiles of tokens in x, of features in y. Blocks that follow one another have the same weights and
+// TURN tiles of tokens, so that weights come from memory once and x stays in the cache.
+template <Gemm S>
+KERNEL(Shape<S>::THREADS)
+gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const float* x_scale,
+           const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out) {
+  using Of = Shape<S>;
+  using K = GemmLarge<S>;
+  using Sum = sum_t<S>;
+  constexpr int TURN = 16;
+  uint8_t* shared = shared_memory<uint8_t>();
+  int tokens = count_of(S.rows, *sizes);
+  int index = block_y() * grid_x() + block_x(), begin = index / (TURN * grid_y()) * TURN;
+  int in_turn = grid_x() - begin < TURN ? grid_x() - begin : TURN;
+  int first_token = (begin + index % (TURN * grid_y()) % in_turn) * Of::TOKENS;
+  int first_feature = index % (TURN * grid_y()) / in_turn * Of::FEATURES;
+  if (first_token >= tokens) return;
+  int token_warp = warp() % S.token_warps * S.tiles * 8, unit_warp = warp() / S.token_warps * S.units;
+
+  auto copy = [&](int chunk) {
+    if (chunk < Of::CHUNKS) {
+      uint8_t* stage = shared + chunk % S.stages * K::STAGE_BYTES;
+      copy_weights<S>(stage, first_feature / 16, weight, scale, zero, chunk);
+      copy_x<S, 1>(stage + K::X_AT, x, first_token, tokens, chunk);
+      if constexpr (S.x_groups())
+        copy_x_scales<S, 1>(reinterpret_cast<float*>(stage + K::X_SCALES_AT), x_scale, first_token, tokens,
+                            chunk);
+    }
+    commit_copies();
+  };
+  for (int i = 0; i < S.stages - 1; ++i) copy(i);
+
+  Sum total[S.units][2][S.tiles][4] = {};
+  for (int chunk = 0; chunk < Of::CHUNKS; ++chunk) {
+    wait_copies<S.stages - 2>();
+    sync_threads();  // everyone's copies are there, and what the chunk before has read is free
+    copy(chunk + S.stages - 1);
+    const uint8_t* stage = shared + chunk % S.stages * K::STAGE_BYTES;
+    multiply_chunk<S>(total, SharedWeights<S>{stage, unit_warp},
+                      stage + K::X_AT + token_warp * Of::X_ROW_BYTES,
+                      reinterpret_cast<const float*>(stage + K::X_SCALES_AT) + token_warp);
+  }
+
+  Finish<S> finish{x_scale, reinterpret_cast<const float*>(scale), bias, out};
+  int g = lane() / 4, t = lane() % 4;
+  UNROLL
+  for (int unit = 0; unit < S.units; ++unit) {
+    int feature = first_feature + (unit_warp + unit) * 32;
+    UNROLL
+    for (int tile = 0; tile < S.tiles; ++tile) {
+      int token = first_token + token_warp + tile * 8 + 2 * t;
+      const auto& d = total[unit];
+      const Sum sums[2][4] = {{d[0][tile][0], d[0][tile][2], d[1][tile][0], d[1][tile][2]},
+                              {d[0][tile][1], d[0][tile][3], d[1][tile][1], d[1][tile][3]}};
+      if constexpr (S.gated()) {
+        // Of two lanes, one has the gates of both tokens and one has the ups: each finishes a token.
+        bool ups = g >= 4;
+        Sum others[4];
+        UNROLL
+        for (int i = 0; i < 4; ++i) others[i] = shuffle_xor(ups ? sums[0][i] : sums[1][i], 16);
+        Sum first[4], second[4];
+        UNROLL
+        for (int i = 0; i < 4; ++i) {
+          first[i] = ups ? others[i] : sums[0][i];
+          second[i] = ups ? sums[1][i] : others[i];
+        }
+        if (token + ups < tokens) finish.put(token + ups, feature / 2 + g % 4 * 4, first, second);
+      } else {
+        UNROLL
+        for (int i = 0; i < 2; ++i)
+          if (token + i < tokens) finish.put(token + i, feature + g * 4, sums[i], sums[i]);
+      }
+    }
+  }
+}
+
+}  // namespace enginewright
