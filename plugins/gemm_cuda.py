@@ -27,13 +27,15 @@ ARGUMENTS = ("x", "weight", "x_scale", "scale", "zero", "bias", "out", "partial"
 
 @dataclass(frozen=True)
 class Format:
-    """A Format of gemm.cuh. lines: 64-byte lines of 16 rows in a chunk of K. x_bytes: of an element of x."""
+    """A Format of gemm.cuh. lines: 64-byte lines of 16 rows in a chunk of K. x_bytes: of an element of x. scale_bytes:
+    of a group's scale, where weights have groups.
+    """
 
     name: str
     lines: int
     feature_warps: int = 4  # and K_WARPS in a block of gemm_small
     x_bytes: int = 2
-    weight_groups: bool = False
+    scale_bytes: int = 4
 
 
 K_WARPS = 2
@@ -43,8 +45,8 @@ FORMATS = {
         Format("bf16", 32, feature_warps=2),
         Format("w8a16", 16),
         Format("fp8a16", 16),
-        Format("w4a16", 8, weight_groups=True),
-        Format("mxfp4a16", 8, weight_groups=True),
+        Format("w4a16", 8, scale_bytes=2),
+        Format("mxfp4a16", 8, scale_bytes=2),
         Format("w8a8", 16, x_bytes=1),
     )
 }
@@ -85,8 +87,7 @@ def _small_launches(format: Format, call: Call) -> list[Launch]:
     divided = _Blocks.of(format, weight.rows.constant, weight.columns, gated)
     runs = _runs(call)
     weight_bytes = warps * (format.lines // 4) * WARP * 16
-    if format.weight_groups:
-        weight_bytes += warps * runs * WARP * (12 if "zero" in call.operands else 8)
+    weight_bytes += warps * runs * WARP * 4 * _scale_bytes(format, call)
     launches, low = [], 1
     for tokens in SMALL_TOKENS:
         stage_bytes = weight_bytes + K_WARPS * _x_bytes(format, call, tokens)
@@ -118,8 +119,7 @@ def _large_launches(format: Format, call: Call) -> list[Launch]:
     for size, high in ((64, most_small), (128, 2**31 - 1)):
         units, tiles = (1 if size == 64 or grouped else 2), (4 if size == 64 else 8)
         stage_bytes = size // 16 * format.lines * 64 + _x_bytes(format, call, size)
-        if format.weight_groups:
-            stage_bytes += size // 16 * runs * (48 if "zero" in call.operands else 32)
+        stage_bytes += size * runs * _scale_bytes(format, call)
         stages = min(SHARED_BYTES // stage_bytes, LARGE_STAGES)
         tile = {
             "feature_warps": size // 32 // units,
@@ -156,6 +156,11 @@ def _runs(call: Call) -> int:
     """Runs of a chunk that are scaled by themselves; 0 where there are no groups."""
     group = int(call.attributes.get("group", 0))
     return CHUNK // gcd(group, CHUNK) if group else 0
+
+
+def _scale_bytes(format: Format, call: Call) -> int:
+    """Of a row of weights in a run: its scale, and its zero."""
+    return 0 if format.x_bytes == 1 else format.scale_bytes + ("zero" in call.operands)
 
 
 def _x_bytes(format: Format, call: Call, tokens: int) -> int:

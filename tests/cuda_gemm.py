@@ -21,12 +21,13 @@ WEIGHTS = {
     "mxfp4a16": "e2m1",
     "w8a8": "i8",
 }
+MOST_TOKENS = 1100
 E2M1_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """A call: out [tokens, rows or rows / 2] of x [tokens, columns]."""
+    """A call: out [tokens, rows or rows / 2] of x [tokens, columns]. large: in the tiles of the largest launches."""
 
     format: str
     rows: int
@@ -36,10 +37,15 @@ class Gemm:
     group: int = 0
     zeros: bool = False
     to: str = "f32"
+    large: bool = False
 
     @property
     def outputs(self) -> int:
         return self.rows if self.epilogue == "none" else self.rows // 2
+
+    @property
+    def weight_groups(self) -> bool:
+        return self.group != 0 and self.format != "w8a8"
 
     @property
     def groups(self) -> int:
@@ -58,7 +64,7 @@ class Gemm:
         return kernel.launches(Call(operands, {"epilogue": self.epilogue, "group": self.group}))
 
     def launch(self, tokens: int) -> Launch:
-        (launch,) = (one for one in self.launches if one.low <= tokens <= one.high)
+        (launch,) = (one for one in self.launches if one.low <= (2**30 if self.large else tokens) <= one.high)
         return launch
 
 
@@ -98,11 +104,13 @@ class Problem:
         if gemm.zeros:
             self.weights["zero"] = integers(0, 16, *of_groups).to(torch.int8)
         if gemm.format in ("w8a16", "fp8a16", "w8a8"):
-            self.weights["scale"] = torch.rand(gemm.rows, generator=generator) * 0.02 + 0.001
+            of_rows = of_groups if gemm.weight_groups else (gemm.rows,)
+            self.weights["scale"] = torch.rand(of_rows, generator=generator) * 0.02 + 0.001
         if gemm.bias:
             self.weights["bias"] = normal(gemm.rows) * 3
-        self.x = normal(200, gemm.columns)[: self.tokens].bfloat16()  # a token is the same in any company
-        self.x_scale = (torch.rand(200, gemm.groups, generator=generator) * 0.1 + 0.01)[: self.tokens]
+        x, x_scale = normal(MOST_TOKENS, gemm.columns), torch.rand(MOST_TOKENS, gemm.groups, generator=generator)
+        self.x = x[: self.tokens].bfloat16()  # a token is the same in any company
+        self.x_scale = x_scale[: self.tokens] * 0.1 + 0.01
         if gemm.format == "w8a8":
             self.x = (self.x.float() * 40).round().clamp(-127, 127).to(torch.int8)
 
@@ -112,15 +120,16 @@ class Problem:
         x, weight, of_rows = self.x.double(), self.weights["weight"], torch.ones(gemm.rows)
         if gemm.format == "w8a8":
             x = x * self._spread(self.x_scale)
-        if WEIGHTS[gemm.format] in ("u4", "e2m1"):
-            zeros = self.weights.get("zero", torch.full((gemm.rows, gemm.groups), 8))
-            numbers = weight.double() - self._spread(zeros)
-            if gemm.format == "mxfp4a16":
-                numbers = E2M1_DOUBLED[weight.int()]
-            matrix = numbers * self._spread(self.weights["scale"])
+        numbers = weight.double()
+        if gemm.format == "w4a16":
+            numbers -= self._spread(self.weights.get("zero", torch.full((gemm.rows, gemm.groups), 8)))
+        if gemm.format == "mxfp4a16":
+            numbers = E2M1_DOUBLED[weight.int()]
+        if gemm.weight_groups:
+            numbers *= self._spread(self.weights["scale"])
         else:
-            matrix, of_rows = weight.double(), self.weights.get("scale", of_rows)
-        y = x @ matrix.T * of_rows.double() + self.weights.get("bias", torch.zeros(gemm.rows)).double()
+            of_rows = self.weights.get("scale", of_rows)
+        y = x @ numbers.T * of_rows.double() + self.weights.get("bias", torch.zeros(gemm.rows)).double()
         if gemm.epilogue == "none":
             return y
         gate, up = y.chunk(2, dim=1)

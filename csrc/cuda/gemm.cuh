@@ -17,7 +17,7 @@ enum class Format { bf16, w8a16, fp8a16, w4a16, mxfp4a16, w8a8, fp8a8 };
 enum class Epilogue { none, swiglu, geglu };
 
 // features: rows of the weight; with a gated epilogue, gates and then ups, whose blocks alternate. columns:
-// K. group: columns that share a scale, of the weight (w4a16, mxfp4a16) or of x (w8a8; 0 is the whole row).
+// K. group: columns that share a scale, of the weight, or of x (w8a8); 0 is the whole row.
 // padded: columns of out that are written, zeros behind its own. What follows is the shape of a block of
 // threads: gemm_small.cuh and gemm_large.cuh say what of it they take.
 struct Gemm {
@@ -32,7 +32,8 @@ struct Gemm {
   constexpr bool gated() const { return epilogue != Epilogue::none; }
   constexpr int outputs() const { return gated() ? features / 2 : features; }
   constexpr int blocks() const { return gated() ? 2 * ceil_div(outputs(), 16) : ceil_div(features, 16); }
-  constexpr bool weight_groups() const { return format == Format::w4a16 || format == Format::mxfp4a16; }
+  constexpr bool four_bits() const { return format == Format::w4a16 || format == Format::mxfp4a16; }
+  constexpr bool weight_groups() const { return group != 0 && format != Format::w8a8; }
   constexpr bool x_groups() const { return format == Format::w8a8 && group != 0; }
   constexpr bool grouped() const { return weight_groups() || x_groups(); }
   constexpr bool x_codes() const { return format == Format::w8a8 || format == Format::fp8a8; }
@@ -51,7 +52,7 @@ struct Shape {
   static constexpr int TOKENS = S.token_warps * S.tiles * 8;
 
   // Of a block of weights, in a chunk. A lane's load takes a line of four.
-  static constexpr int LINES = S.format == Format::bf16 ? 32 : S.weight_groups() ? 8 : 16;
+  static constexpr int LINES = S.format == Format::bf16 ? 32 : S.four_bits() ? 8 : 16;
   static constexpr int LOADS = LINES / 4;
   static constexpr int64_t BLOCK_BYTES = int64_t{CHUNKS} * LINES * LINE_BYTES;
 
@@ -62,7 +63,8 @@ struct Shape {
 
   // Products that are summed before they are scaled: a group, or its part in a chunk.
   static constexpr int RUN = !S.grouped() ? 0 : S.group % CHUNK ? 32 : CHUNK;
-  static constexpr int RUNS = S.grouped() ? CHUNK / RUN : 1;  // in a chunk
+  static constexpr int RUNS = S.grouped() ? CHUNK / RUN : 1;       // in a chunk
+  static constexpr int GROUP_SCALE_BYTES = S.four_bits() ? 2 : 4;  // of the weight: bf16 or f32
   static constexpr int GROUPS = S.grouped() ? ceil_div(S.columns, S.group) : 1;
 
   static DEVICE int group_of([[maybe_unused]] int chunk, [[maybe_unused]] int run) {
@@ -109,7 +111,7 @@ DEVICE int x_place(int token, int granule) {
 template <Gemm S>
 DEVICE void x_fragments(uint32_t (&r)[4], const uint8_t* x, int token, int pair) {
   int g = lane() / 4, t = lane() % 4;
-  if constexpr (S.weight_groups()) {
+  if constexpr (S.four_bits()) {
     Words4 w = load16(x + x_place<S>(token + g, 4 * pair + t));
     r[0] = w.x, r[1] = w.y, r[2] = w.z, r[3] = w.w;
   } else if constexpr (Shape<S>::PAIR_LOADS == 2) {

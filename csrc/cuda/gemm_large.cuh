@@ -20,9 +20,10 @@ struct GemmLarge {
   static constexpr int BLOCKS = Of::FEATURES / 16;  // of weights
 
   // Of a stage in shared memory, in order.
+  static constexpr int SCALES = 16 * Of::GROUP_SCALE_BYTES;  // bytes of a block's
   static constexpr int WEIGHT_BYTES = BLOCKS * Of::LINES * LINE_BYTES;
   static constexpr int X_BYTES = Of::TOKENS * Of::X_ROW_BYTES;
-  static constexpr int SCALE_BYTES = S.weight_groups() ? BLOCKS * Of::RUNS * 32 : 0;
+  static constexpr int SCALE_BYTES = S.weight_groups() ? BLOCKS * Of::RUNS * SCALES : 0;
   static constexpr int ZERO_BYTES = S.zeros ? BLOCKS * Of::RUNS * 16 : 0;
   static constexpr int X_SCALE_BYTES = S.x_groups() ? Of::TOKENS * Of::RUNS * 4 : 0;
   static constexpr int X_AT = WEIGHT_BYTES;
@@ -53,9 +54,11 @@ DEVICE void copy_weights(uint8_t* stage, int first_block, const uint8_t* weight,
                from + line * LINE_BYTES + rows * 16);
   }
   if constexpr (S.weight_groups()) {
+    constexpr int GRANULES = K::SCALES / 16;
     for (int i = thread_index(); i < K::SCALE_BYTES / 16; i += Of::THREADS) {
-      int64_t column = existing(i / 2 / Of::RUNS) * Of::GROUPS + Of::group_of(chunk, i / 2 % Of::RUNS);
-      copy_async(stage + K::SCALES_AT + i * 16, scale + column * 32 + i % 2 * 16);
+      int block = i / GRANULES / Of::RUNS, run = i / GRANULES % Of::RUNS;
+      int64_t column = existing(block) * Of::GROUPS + Of::group_of(chunk, run);
+      copy_async(stage + K::SCALES_AT + i * 16, scale + column * K::SCALES + i % GRANULES * 16);
     }
   }
   if constexpr (S.zeros) {
@@ -80,9 +83,9 @@ struct SharedWeights {
     return load16(stage + (block(unit) * Of::LINES + 4 * index) * LINE_BYTES +
                   K::place(lane() % 4, row() / 4));
   }
-  DEVICE Words2 scales(int unit, int run) const {
-    return *reinterpret_cast<const Words2*>(stage + K::SCALES_AT + (block(unit) * Of::RUNS + run) * 32 +
-                                            row() * 2);
+  DEVICE const uint8_t* scales(int unit, int run) const {
+    int at = (block(unit) * Of::RUNS + run) * K::SCALES + row() * Of::GROUP_SCALE_BYTES;
+    return stage + K::SCALES_AT + at;
   }
   DEVICE uint32_t zeros(int unit, int run) const {
     if constexpr (!S.zeros) return 0x08080808u;

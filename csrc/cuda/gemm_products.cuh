@@ -86,9 +86,16 @@ DEVICE void add_run(sum_t<S> (&total)[S.units][2][S.tiles][4], part_t<S> (&part)
   for (int unit = 0; unit < S.units; ++unit) {
     float scales[4];  // of rows, or of the two tokens
     if constexpr (S.weight_groups()) {
-      Words2 of_rows = weights.scales(unit, run);
-      scales[0] = low_bf16(of_rows.x), scales[1] = high_bf16(of_rows.x);
-      scales[2] = low_bf16(of_rows.y), scales[3] = high_bf16(of_rows.y);
+      const uint8_t* of_rows = weights.scales(unit, run);
+      if constexpr (Shape<S>::GROUP_SCALE_BYTES == 2) {
+        Words2 words = *reinterpret_cast<const Words2*>(of_rows);
+        scales[0] = low_bf16(words.x), scales[1] = high_bf16(words.x);
+        scales[2] = low_bf16(words.y), scales[3] = high_bf16(words.y);
+      } else {
+        Words4 words = load16(of_rows);
+        scales[0] = float_of_bits(words.x), scales[1] = float_of_bits(words.y);
+        scales[2] = float_of_bits(words.z), scales[3] = float_of_bits(words.w);
+      }
     } else {
       scales[0] = x_scales[run * Shape<S>::TOKENS + tile * 8 + 2 * t];
       scales[1] = x_scales[run * Shape<S>::TOKENS + tile * 8 + 2 * t + 1];
@@ -107,8 +114,8 @@ DEVICE void add_run(sum_t<S> (&total)[S.units][2][S.tiles][4], part_t<S> (&part)
 }
 
 // total += weights of a chunk x its x, for a warp's units and tiles of 8 tokens. weights: gives
-// load(unit, index), 16 bytes of this lane, and what belongs to a run of a unit, scales(unit, run) and
-// zeros(unit, run). x, x_scales: of the warp's first token.
+// load(unit, index), 16 bytes of this lane, and what belongs to its four rows of a unit in a run: where
+// scales(unit, run) are, and zeros(unit, run). x, x_scales: of the warp's first token.
 template <Gemm S, class Weights>
 DEVICE void multiply_chunk(sum_t<S> (&total)[S.units][2][S.tiles][4], const Weights& weights,
                            const uint8_t* x, const float* x_scales) {

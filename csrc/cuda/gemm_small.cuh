@@ -23,8 +23,9 @@ struct GemmSmall {
   static constexpr int SPLIT_STEPS = ceil_div(STEPS, S.splits);
 
   // Of a stage in shared memory, in order.
+  static constexpr int SCALES = 4 * Of::GROUP_SCALE_BYTES;  // bytes of a lane's
   static constexpr int WEIGHT_BYTES = WARPS * Of::LOADS * WARP * 16;
-  static constexpr int SCALE_BYTES = S.weight_groups() ? WARPS * Of::RUNS * WARP * 8 : 0;
+  static constexpr int SCALE_BYTES = S.weight_groups() ? WARPS * Of::RUNS * WARP * SCALES : 0;
   static constexpr int ZERO_BYTES = S.zeros ? WARPS * Of::RUNS * WARP * 4 : 0;
   static constexpr int X_BYTES = S.k_warps * Of::TOKENS * Of::X_ROW_BYTES;
   static constexpr int X_SCALE_BYTES = S.x_groups() ? S.k_warps * Of::TOKENS * Of::RUNS * 4 : 0;
@@ -52,7 +53,7 @@ class Private {
     if (block >= S.blocks()) block = S.blocks() - 1;  // features that are not there: any that are
     lines_ = weight + block * Of::BLOCK_BYTES + t * LINE_BYTES + row * 4;
     int64_t first = int64_t{block} * Of::GROUPS * 16 + row;
-    scales_ = scale + first * 2;
+    scales_ = scale + first * Of::GROUP_SCALE_BYTES;
     zeros_ = zero + first;
   }
 
@@ -64,7 +65,8 @@ class Private {
     UNROLL
     for (int run = 0; run < Of::RUNS; ++run) {
       int64_t group = Of::group_of(chunk, run);
-      if constexpr (S.weight_groups()) copy_async<8>(scales_in(stage, run), scales_ + group * 32);
+      if constexpr (S.weight_groups())
+        copy_async<K::SCALES>(scales_in(stage, run), scales_ + group * 4 * K::SCALES);
       if constexpr (S.zeros) copy_async<4>(zeros_in(stage, run), zeros_ + group * 16);
     }
   }
@@ -73,9 +75,7 @@ class Private {
   struct Weights {
     uint8_t* stage;
     DEVICE Words4 load(int, int index) const { return load16(weights_in(stage, index)); }
-    DEVICE Words2 scales(int, int run) const {
-      return *reinterpret_cast<const Words2*>(scales_in(stage, run));
-    }
+    DEVICE const uint8_t* scales(int, int run) const { return scales_in(stage, run); }
     DEVICE uint32_t zeros(int, int run) const {
       return S.zeros ? *reinterpret_cast<const uint32_t*>(zeros_in(stage, run)) : 0x08080808u;
     }
@@ -86,7 +86,7 @@ class Private {
     return stage + ((warp() * Of::LOADS + index) * WARP + lane()) * 16;
   }
   static DEVICE uint8_t* scales_in(uint8_t* stage, int run) {
-    return stage + K::WEIGHT_BYTES + ((warp() * Of::RUNS + run) * WARP + lane()) * 8;
+    return stage + K::WEIGHT_BYTES + ((warp() * Of::RUNS + run) * WARP + lane()) * K::SCALES;
   }
   static DEVICE uint8_t* zeros_in(uint8_t* stage, int run) {
     return stage + K::WEIGHT_BYTES + K::SCALE_BYTES + ((warp() * Of::RUNS + run) * WARP + lane()) * 4;
