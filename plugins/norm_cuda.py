@@ -29,7 +29,7 @@ def norm_on_cuda(binding: KernelBinding, out: str) -> CudaKernel:
             add=total is not None,
             epsilon=float(call.attributes["epsilon"]),
         )
-        shared_bytes = (y.columns + WARPS) * DTYPE_BYTES["f32"]
+        shared_bytes = (y.columns + 3 * WARPS) * DTYPE_BYTES["f32"]
         arguments = ("x", "delta", "weight", "sum", out, "scale")
         return (Launch(kernel, arguments, (blocks(y.rows), ONE, ONE), THREADS, shared_bytes),)
 

@@ -51,7 +51,7 @@ def test_rows_are_normalized(kernels: Kernels, to: str, group: int, add: bool) -
         total, scale = (np.full((ROWS, width), np.nan, np.float32) for width in (STRIDE, 64))
         y = np.full((ROWS, STRIDE), 99, TYPES[to][1])
         arguments = (sizes, x, delta if add else None, weight, total if add else None, y, scale if to == "i8" else None)
-        kernels.launch(_expression(to, group, add), [ROWS], 256, (COLUMNS + 8) * 4, *arguments, schedule=schedule)
+        kernels.launch(_expression(to, group, add), [ROWS], 256, (COLUMNS + 24) * 4, *arguments, schedule=schedule)
         return [total, y, scale]
 
     total, y, scale = run("forward")

@@ -20,7 +20,7 @@ struct RmsNorm {
 
 constexpr int RMS_NORM_THREADS = 256;
 
-// A block a row. Shared memory: the row, and a float for each warp.
+// A block a row. Shared memory: the row, and three floats for each warp.
 template <RmsNorm S>
 KERNEL(RMS_NORM_THREADS)
 rms_norm(const Sizes* sizes, const float* x, const float* delta, const float* weight, float* sum,
@@ -42,30 +42,9 @@ rms_norm(const Sizes* sizes, const float* x, const float* delta, const float* we
   }
   float mean = divide(block_sum<THREADS>(squares, partial), static_cast<float>(S.columns));
   float inverse = divide(1.0f, square_root(mean + S.epsilon));
-  stored_t<S.type>* to = y + int64_t{row} * S.y_stride;
-  if constexpr (S.type == Type::i8) {
-    // A warp a run, whose columns other warps have read.
-    constexpr int GROUP = S.group ? S.group : S.columns;
-    for (int g = warp(); g * GROUP < S.padded; g += THREADS / WARP) {
-      int begin = g * GROUP, end = begin + GROUP;
-      float largest = 0.0f, nan_or_zero = 0.0f;
-      for (int c = begin + lane(); c < end && c < S.columns; c += WARP) {
-        values[c] = values[c] * inverse * weight[c];
-        largest = larger(largest, absolute(values[c]));
-        nan_or_zero += values[c] * 0.0f;
-      }
-      largest = warp_max(largest);
-      nan_or_zero = warp_sum(nan_or_zero);
-      float factor = factor_of(largest);
-      for (int c = begin + lane(); c < (S.group ? end : S.padded) && c < S.padded; c += WARP)
-        to[c] = c < S.columns ? code_of(values[c], factor) : int8_t{0};
-      if (lane() == 0 && begin < S.columns)
-        scale[int64_t{row} * S.scale_stride + g] = scale_of(largest, nan_or_zero);
-    }
-  } else {
-    for (int c = thread_index(); c < S.padded; c += THREADS)
-      to[c] = from_float<stored_t<S.type>>(c < S.columns ? values[c] * inverse * weight[c] : 0.0f);
-  }
+  constexpr RowOut OUT{S.type, S.columns, S.padded, S.y_stride, S.group, S.scale_stride};
+  auto normed = [&](int c) { return values[c] * inverse * weight[c]; };
+  write_row<OUT, THREADS>(row, normed, y, scale, partial + THREADS / WARP);
 }
 
 }  // namespace enginewright

@@ -70,4 +70,53 @@ DEVICE Code code_of(float x, float factor) {
   return from_float<Code>(smaller(larger(x * factor, -LARGEST), LARGEST));
 }
 
+// Where a row goes: `padded` columns are written, zeros behind `columns`. Codes have a scale for each run of
+// `group` columns; a group of 0 is the row.
+struct RowOut {
+  Type type;
+  int columns, padded, stride, group, scale_stride;
+};
+
+// By all threads of the block. value: column → number, the same each time. shared: two floats for each warp.
+template <RowOut OUT, int THREADS, class Value>
+DEVICE void write_row(int row, Value value, stored_t<OUT.type>* out, [[maybe_unused]] float* scale,
+                      [[maybe_unused]] float* shared) {
+  constexpr int WARPS = THREADS / WARP;
+  stored_t<OUT.type>* to = out + int64_t{row} * OUT.stride;
+  if constexpr (OUT.type != Type::i8) {
+    for (int c = thread_index(); c < OUT.padded; c += THREADS)
+      to[c] = from_float<stored_t<OUT.type>>(c < OUT.columns ? value(c) : 0.0f);
+  } else {
+    // A warp a run, or all warps together the row.
+    constexpr int RUN = OUT.group ? OUT.group : OUT.padded, RUNS = ceil_div(OUT.padded, RUN);
+    constexpr int TOGETHER = OUT.group ? WARP : THREADS;
+    int index = thread_index() % TOGETHER;
+    for (int run = thread_index() / TOGETHER; run < RUNS; run += THREADS / TOGETHER) {
+      int begin = run * RUN, padded = begin + RUN < OUT.padded ? begin + RUN : OUT.padded;
+      int end = padded < OUT.columns ? padded : OUT.columns;
+      float largest = 0.0f, nan_or_zero = 0.0f;
+      for (int c = begin + index; c < end; c += TOGETHER) {
+        float x = value(c);
+        largest = larger(largest, absolute(x));
+        nan_or_zero += x * 0.0f;
+      }
+      largest = warp_max(largest);
+      nan_or_zero = warp_sum(nan_or_zero);
+      if constexpr (OUT.group == 0) {
+        if (lane() == 0) shared[warp()] = largest, shared[WARPS + warp()] = nan_or_zero;
+        sync_threads();
+        for (int i = 0; i < WARPS; ++i) {
+          largest = larger(largest, shared[i]);
+          nan_or_zero += shared[WARPS + i];
+        }
+      }
+      float factor = factor_of(largest);
+      for (int c = begin + index; c < padded; c += TOGETHER)
+        to[c] = c < OUT.columns ? code_of(value(c), factor) : int8_t{0};
+      if (index == 0 && begin < OUT.columns)
+        scale[int64_t{row} * OUT.scale_stride + run] = scale_of(largest, nan_or_zero);
+    }
+  }
+}
+
 }  // namespace enginewright
