@@ -11,12 +11,15 @@ import onnx_ir as ir
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, operand
 from enginewright.plugins.quantize_rows import TO_ATTRIBUTES, types_as, written_as
+from enginewright.plugins.rows_cuda import gather_columns_on_cuda
 from enginewright.plugins.writer import Writer
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     return written_as(write, node, write.op("Gather", operand(node, 0), operand(node, 1), axis=-1))
 
+
+KERNEL = KernelBinding("gather_columns@1", ("x", "columns"), ("out", "scale"), ("group",))
 
 GATHER_COLUMNS = Plugin(
     name="GatherColumns",
@@ -26,5 +29,5 @@ GATHER_COLUMNS = Plugin(
     reference=_reference,
     infer=types_as,
     by_rows=True,
-    kernels={"cpu": KernelBinding("gather_columns@1", ("x", "columns"), ("out", "scale"), ("group",))},
+    kernels={"cpu": KERNEL, "cuda": gather_columns_on_cuda(KERNEL)},
 )

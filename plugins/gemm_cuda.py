@@ -114,9 +114,10 @@ def _large_launches(format: Format, call: Call) -> list[Launch]:
     out, runs = call.operands["out"], _runs(call)
     grouped = runs > 0
     of_16 = _blocks_of_16(call.operands["weight"].rows.constant, call.attributes["epilogue"] in gemm.GATED)
-    most_small = max((MULTIPROCESSORS - 1) // _ceil(of_16, 8) * 128, 2 * SMALL_TOKENS[-1])
+    most_small = (MULTIPROCESSORS - 1) // _ceil(of_16, 8) * 128  # tokens
+    sizes = (*(((64, most_small),) if most_small else ()), (128, 2**31 - 1))
     launches, low = [], SMALL_TOKENS[-1] + 1
-    for size, high in ((64, most_small), (128, 2**31 - 1)):
+    for size, high in sizes:
         units, tiles = (1 if size == 64 or grouped else 2), (4 if size == 64 else 8)
         stage_bytes = size // 16 * format.lines * 64 + _x_bytes(format, call, size)
         stage_bytes += size * runs * _scale_bytes(format, call)

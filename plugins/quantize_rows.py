@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Dims, Plugin, TypeAndDims, dims_of, dtype_attribute, int_of, operand, width_of
+from enginewright.plugins.rows_cuda import quantize_rows_on_cuda
 from enginewright.plugins.writer import Writer
 
 LARGEST_CODE: Mapping[ir.DataType, float] = {ir.DataType.INT8: 127.0, ir.DataType.FLOAT8E4M3FN: 448.0}
@@ -65,6 +66,8 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     return quantized(write, write.cast(x, ir.DataType.FLOAT), dims_of(x), int_of(node, "group"))
 
 
+KERNEL = KernelBinding("quantize_rows@1", ("x",), ("q", "scale"), ("group",))
+
 QUANTIZE_ROWS = Plugin(
     name="QuantizeRows",
     inputs=("x",),
@@ -72,7 +75,7 @@ QUANTIZE_ROWS = Plugin(
     attributes={"group": int},
     reference=_reference,
     infer=lambda node: quantized_types(dims_of(operand(node, 0)), int_of(node, "group")),
-    kernels={"cpu": KernelBinding("quantize_rows@1", ("x",), ("q", "scale"), ("group",))},
+    kernels={"cpu": KERNEL, "cuda": quantize_rows_on_cuda(KERNEL)},
     by_rows=True,
 )
 

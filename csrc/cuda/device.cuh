@@ -32,7 +32,7 @@ using uint64_t = unsigned long long;
 #define DEVICE __device__ __forceinline__
 #define KERNEL(threads) __global__ void __launch_bounds__(threads)
 #define KERNEL_OCCUPANCY(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
-#define UNROLL _Pragma("unroll")  // for loops whose counter indexes registers
+#define UNROLL _Pragma("unroll")       // for loops whose counter indexes registers
 #define NO_UNROLL _Pragma("unroll 1")  // for loops whose turns would take registers from each other
 
 namespace enginewright {

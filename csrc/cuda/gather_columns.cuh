@@ -1,0 +1,30 @@
+// Columns of x in another order, stored as `type` (plugins/gather_columns.py): out[row, j] = x[row,
+// columns[j]].
+#pragma once
+
+#include "rows.cuh"
+
+namespace enginewright {
+
+// Strides are elements from one row to the next; the rest is RowOut's.
+struct GatherColumns {
+  Rows rows;
+  Type type;
+  int columns, padded, x_stride, out_stride, group, scale_stride;
+};
+
+constexpr int GATHER_COLUMNS_THREADS = 256;
+
+// A block a row. Shared memory: two floats for each warp.
+template <GatherColumns S>
+KERNEL(GATHER_COLUMNS_THREADS)
+gather_columns(const Sizes* sizes, const float* x, const int32_t* columns, stored_t<S.type>* out,
+               float* scale) {
+  int row = block_x();
+  if (row >= count_of(S.rows, *sizes)) return;
+  constexpr RowOut OUT{S.type, S.columns, S.padded, S.out_stride, S.group, S.scale_stride};
+  auto value = [&](int c) { return x[int64_t{row} * S.x_stride + columns[c]]; };
+  write_row<OUT, GATHER_COLUMNS_THREADS>(row, value, out, scale, shared_memory<float>());
+}
+
+}  // namespace enginewright

@@ -1,0 +1,48 @@
+"""What GPUs launch where a block has a row: csrc/cuda/quantize_rows.cuh and gather_columns.cuh."""
+
+from enginewright.plan import DTYPE_BYTES, Launch
+from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
+
+THREADS = 256
+SHARED_BYTES = 2 * THREADS // 32 * DTYPE_BYTES["f32"]
+
+
+def quantize_rows_on_cuda(binding: KernelBinding) -> CudaKernel:
+    def launches(call: Call) -> tuple[Launch, ...]:
+        x, q, scale = (call.operands[role] for role in ("x", "q", "scale"))
+        kernel = expression(
+            "quantize_rows",
+            "QuantizeRows",
+            rows=call.rows("q"),
+            x_type=TYPES[x.dtype],
+            columns=q.columns,
+            padded=q.padded,
+            x_stride=x.stride,
+            q_stride=q.stride,
+            group=int(call.attributes["group"]),
+            scale_stride=scale.stride,
+        )
+        return (Launch(kernel, ("x", "q", "scale"), (blocks(q.rows), ONE, ONE), THREADS, SHARED_BYTES),)
+
+    return binding.on_cuda(launches, quantize_rows="quantize_rows")
+
+
+def gather_columns_on_cuda(binding: KernelBinding) -> CudaKernel:
+    def launches(call: Call) -> tuple[Launch, ...]:
+        out, scale = call.operands["out"], call.operands.get("scale")
+        kernel = expression(
+            "gather_columns",
+            "GatherColumns",
+            rows=call.rows("out"),
+            type=TYPES[out.dtype],
+            columns=out.columns,
+            padded=out.columns if out.dtype == "f32" else out.padded,
+            x_stride=call.operands["x"].stride,
+            out_stride=out.stride,
+            group=int(call.attributes["group"]),
+            scale_stride=scale.stride if scale else 0,
+        )
+        arguments = ("x", "columns", "out", "scale")
+        return (Launch(kernel, arguments, (blocks(out.rows), ONE, ONE), THREADS, SHARED_BYTES),)
+
+    return binding.on_cuda(launches, gather_columns="gather_columns")
