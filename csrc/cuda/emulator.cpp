@@ -14,10 +14,13 @@
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
+#define STACK_IS_NEW(bottom, size) ASAN_UNPOISON_MEMORY_REGION(bottom, size)
 #define SWITCH_BEGINS(keep, bottom, size) __sanitizer_start_switch_fiber(keep, bottom, size)
 #define SWITCH_ENDS(kept, bottom, size) __sanitizer_finish_switch_fiber(kept, bottom, size)
 #else
+#define STACK_IS_NEW(bottom, size)
 #define SWITCH_BEGINS(keep, bottom, size)
 #define SWITCH_ENDS(kept, bottom, size)
 #endif
@@ -171,6 +174,7 @@ class Block {
   void start(int thread) {
     Fiber& fiber = fibers_[thread];
     if (!fiber.stack) fiber.stack.reset(new unsigned char[STACK_BYTES]);
+    STACK_IS_NEW(fiber.stack.get(), STACK_BYTES);
     fiber.done = false;
     fiber.ready = true;
     fiber.groups.assign(1, {});
