@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from enginewright.plan import DTYPE_BYTES, Linear
+from enginewright.plugins.attention_cuda import attention_on_cuda
 from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.kv_cuda import BLOCK_SIZE
 from enginewright.plugins.kv_write import as_stored
 from enginewright.plugins.masked_attention import in_window, masked_attention
 from enginewright.plugins.plugin import (
@@ -26,7 +28,6 @@ from enginewright.plugins.plugin import (
 )
 from enginewright.plugins.writer import Writer
 
-BLOCK_SIZE = 32  # tokens a KV block
 HEAD_DIM_ALIGN = 32  # elements; a head in a KV pool is padded to this (csrc/cpu/kernel.h)
 PARTIAL_STATE = 16  # floats beside a head's partial output: its maximum and its sum, and room to stay aligned
 
@@ -91,6 +92,14 @@ def _partials(node: ir.Node) -> tuple[str, Linear, int]:
     )
 
 
+KERNEL = KernelBinding(
+    "paged_attention@1",
+    ("q", "kv", "", "query_start", "kv_len", "block_table"),
+    ("out",),
+    ("heads", "kv_heads", "head_dim", "scale", "window", "softcap"),
+    scratch=_partials,
+)
+
 PAGED_ATTENTION = Plugin(
     name="PagedAttention",
     inputs=("q", "key_pool", "value_pool", "query_start", "kv_len", "block_table"),
@@ -109,13 +118,5 @@ PAGED_ATTENTION = Plugin(
     },
     reference=_reference,
     infer=_infer,
-    kernels={
-        "cpu": KernelBinding(
-            "paged_attention@1",
-            ("q", "kv", "", "query_start", "kv_len", "block_table"),
-            ("out",),
-            ("heads", "kv_heads", "head_dim", "scale", "window", "softcap"),
-            scratch=_partials,
-        )
-    },
+    kernels={"cpu": KERNEL, "cuda": attention_on_cuda(KERNEL)},
 )

@@ -12,7 +12,6 @@ from enginewright.plan import Launch
 from enginewright.plugins.kernel import ONE, Call, KernelBinding, blocks, expression
 from enginewright.plugins.kv_cuda import kv_constant
 from enginewright.plugins.kv_write import written
-from enginewright.plugins.paged_attention import BLOCK_SIZE
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, dtype_of, int_of, operand
 from enginewright.plugins.rope import rotated
 from enginewright.plugins.writer import Writer
@@ -49,7 +48,7 @@ def _launches(call: Call) -> tuple[Launch, ...]:
     kernel = expression(
         "rope_kv_write",
         "RopeKvWrite",
-        kv=kv_constant(operands["kv"], kv_heads, BLOCK_SIZE),
+        kv=kv_constant(operands["kv"], kv_heads),
         heads=heads,
         half=operands["cos"].columns,
         q_stride=operands["q"].stride,

@@ -1,5 +1,7 @@
 """KV pools as csrc/cuda/kv.cuh has them, and sequences whose KV lies in them at random."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -7,7 +9,7 @@ from enginewright.plan import Linear
 from enginewright.plugins.kernel import Matrix
 from enginewright.plugins.paged_attention import BLOCK_SIZE, kv_row_bytes, padded_head_dim
 from tests.cuda_call import Operand
-from tests.paged_kv import bits, codes_of
+from tests.paged_kv import Chunk, Heads, bits, codes_of
 
 POISON = 0xFF  # NaN in every dtype that has one; scales of int8 are NaN
 
@@ -43,3 +45,25 @@ class Pools:
             row_bytes = rows.shape[-1]
             codes = tiles[..., : BLOCK_SIZE * row_bytes].reshape(*tiles.shape[:2], BLOCK_SIZE, row_bytes)
             codes[block, :, at] = rows
+
+
+class PagedKv:
+    """The pools and block tables of some chunks: each has its own blocks, in no order.
+
+    Whatever no chunk sees is NaN, and so are blocks that nobody has. Entries of a block table that must not be read
+    lead out of the pools.
+    """
+
+    def __init__(self, heads: Heads, chunks: Sequence[Chunk], window: int, dtype: str) -> None:
+        counts = [-(-chunk.end // BLOCK_SIZE) for chunk in chunks]
+        self.kv_blocks = max(counts)
+        self.pools = Pools(dtype, sum(counts) + 1, heads.kv_heads, heads.head_dim)
+        free = iter(np.random.default_rng(0).permutation(sum(counts)) + 1)
+        self.block_table = np.full((len(chunks), self.kv_blocks), 1 << 24, np.int32)
+        for row, chunk in zip(self.block_table, chunks, strict=True):
+            oldest = max(0, chunk.start - window + 1) if window else 0
+            for block in range(oldest // BLOCK_SIZE, -(-chunk.end // BLOCK_SIZE)):
+                row[block] = next(free)
+            positions = np.arange(oldest, chunk.end)
+            slots = row[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+            self.pools.write(slots, chunk.text.k[oldest : chunk.end], chunk.text.v[oldest : chunk.end])

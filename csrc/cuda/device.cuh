@@ -98,16 +98,17 @@ DEVICE void wait_copies() {  // all groups but the last PENDING are done
 }
 
 // warp: four 8 x 8 matrices of 16-bit elements out of shared memory. Lane l gives the address of row l % 8 of
-// matrix l / 8, 16-byte aligned. r[i]: of matrix i, elements 2t and 2t + 1 of row g; transposed, of column g.
-DEVICE void load_matrices(uint32_t (&r)[4], const void* row) {
-  uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+// matrix l / 8, 16-byte aligned, in two parts: what a loop keeps, and bytes behind it. r[i]: of matrix i,
+// elements 2t and 2t + 1 of row g; transposed, of column g.
+DEVICE void load_matrices(uint32_t (&r)[4], const void* row, int offset = 0) {
+  uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row)) + offset;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(from)
                : "memory");
 }
-DEVICE void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
-  uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+DEVICE void load_matrices_transposed(uint32_t (&r)[4], const void* row, int offset = 0) {
+  uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row)) + offset;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(from)

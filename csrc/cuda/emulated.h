@@ -191,8 +191,12 @@ DEVICE void wait_copies(const char* file = __builtin_FILE(), int line = __builti
   emulator::wait(PENDING, {file, line});
 }
 
-DEVICE void load_matrices(uint32_t (&r)[4], const void* row) { emulator::matrices(r, row, false); }
-DEVICE void load_matrices_transposed(uint32_t (&r)[4], const void* row) { emulator::matrices(r, row, true); }
+DEVICE void load_matrices(uint32_t (&r)[4], const void* row, int offset = 0) {
+  emulator::matrices(r, static_cast<const unsigned char*>(row) + offset, false);
+}
+DEVICE void load_matrices_transposed(uint32_t (&r)[4], const void* row, int offset = 0) {
+  emulator::matrices(r, static_cast<const unsigned char*>(row) + offset, true);
+}
 
 DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   emulator::multiply<2>("mma_bf16", d, a, b, emulator::bf16_number);

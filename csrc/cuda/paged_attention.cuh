@@ -1,0 +1,368 @@
+// Causal attention of packed tokens to paged KV (plugins/paged_attention.py;
+// https://arxiv.org/abs/2309.06180): what paged_prefill.cuh and paged_decode.cuh have in common, which is all
+// of the arithmetic.
+//
+// Queries are rows: of a sequence and a KV head, row r is token r / GROUP and the KV head's query head r %
+// GROUP, so that the heads that share KV share what is read of it. Tensor cores take 16 rows. Positions come
+// in splits, aligned to absolute 0; a split's result for a row is
+//
+//   s = q k scale, cap tanh(s / cap) if there is a cap, -infinity where the row does not see
+//   m = max s,  p = e^(s - m),  sum = Σ p,  o = Σ bf16(p) v
+//
+// and the results of splits are folded in ascending order: fold_of. Codes widen to bf16 exactly; K's scales
+// go on scores, V's on p before it is rounded. A score is one chain over the columns, an element of o one
+// chain over the split's positions, a sum four such chains, one for each quarter of a split; what a row does
+// not see adds exact zeros. So a row's bits depend on nothing but its own sequence, and are the same in both
+// kernels: one gives each warp rows, the other each warp positions and then columns.
+//
+// A split is 128 positions, whose scores a warp holds as 64 registers a lane beside o (64 of head_dim 128);
+// half as many where head_dim is beyond 128. DESIGN's 256 would take a second level of sums.
+#pragma once
+
+#include "kv.cuh"
+#include "rows.cuh"
+
+namespace enginewright {
+
+// Strides are elements from one row to the next. padded: columns of out that are written, zeros behind heads
+// * head_dim. window: positions a query sees, itself included; 0 is all. softcap: 0 is none. partials: how
+// many splits of sequences paged_decode may keep apart, `partials` and so many for each 256 positions of the
+// longest sequence.
+struct PagedAttention {
+  Kv kv;
+  int heads, q_stride, out_stride, padded;
+  Type out_type;
+  int window;
+  float scale, softcap;
+  int partials, partials_per_kv_split, partial_stride, counter_stride;
+};
+
+constexpr int ATTENTION_THREADS = 128, ATTENTION_WARPS = ATTENTION_THREADS / WARP, TILE_ROWS = 16;
+
+// A sequence of the step. blocks: its row of the block table. tokens: of this step, the last ones of
+// `length`.
+struct Sequence {
+  const int32_t* blocks;
+  int first_token, tokens, length;
+};
+
+// Where the sequences of a step are.
+struct Step {
+  const int32_t *query_start, *kv_len, *block_table;
+  int kv_blocks;
+
+  DEVICE int tokens(int i) const { return query_start[i + 1] - query_start[i]; }
+  DEVICE Sequence sequence(int i) const {
+    return {block_table + int64_t{i} * kv_blocks, query_start[i], tokens(i), kv_len[i]};
+  }
+};
+
+// warp: the sequence that piece `index` belongs to, if sequence i has count(i) pieces, and its index there.
+// -1 if there are not so many; `index` then is what is left.
+template <class Count>
+DEVICE int find_sequence(int& index, int sequences, Count count) {
+  for (int base = 0; base < sequences; base += WARP) {
+    int mine = base + lane() < sequences ? count(base + lane()) : 0, end = mine;
+    for (int distance = 1; distance < WARP; distance *= 2) {
+      int below = shuffle_up(end, distance);
+      if (lane() >= distance) end += below;
+    }
+    if (uint32_t behind = ballot(end > index)) {
+      int found = first_bit(behind);
+      index -= shuffle(end - mine, found);
+      return base + found;
+    }
+    index -= shuffle(end, WARP - 1);
+  }
+  return -1;
+}
+
+// Tiles are rows of CHUNKS chunks of 16 bytes. A row has its chunks in another order, chunk ^ key, so that
+// eight rows at one chunk, and eight chunks of a row, are in different banks. Keys repeat every eight rows.
+template <int CHUNKS>
+DEVICE int key_of(int row) {
+  constexpr int POWER = CHUNKS & -CHUNKS, WIDTH = POWER > 8 ? 8 : POWER;
+  return row % 8 / (8 / WIDTH);
+}
+template <int CHUNKS>
+DEVICE int chunk_at(int row, int chunk) {
+  return (row * CHUNKS + (chunk ^ key_of<CHUNKS>(row))) * 16;
+}
+
+// Two of four codes as bf16, exactly.
+template <KvType TYPE, int LOW, int HIGH>
+DEVICE uint32_t widened(uint32_t codes) {
+  if constexpr (TYPE == KvType::i8) {  // 128 + its low seven bits, less 128, or 256 of negative ones
+    uint32_t spread = pick_bytes(codes, 0, 0x4040 | LOW | HIGH << 8);
+    return fma_bf16((spread & 0x00800080) | 0x43004300, 0xbf80bf80, (spread & 0x007f007f) | 0x43004300);
+  } else {  // e4m3's bits where bf16's are give 2^-120 of the number
+    uint32_t spread = pick_bytes(codes, 0, 0x0404 | LOW << 4 | HIGH << 12);
+    return fma_bf16((spread & 0x80008000) | (spread >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000);
+  }
+}
+
+// What a total and the next split's result are multiplied by when they are added, and the maximum of both.
+struct Fold {
+  float keep, take, maximum;
+};
+DEVICE Fold fold_of(float total, float next) {
+  float maximum = larger(total, next), from = maximum == -INF ? 0.0f : maximum;
+  return {exp2_fast(total - from), exp2_fast(next - from), maximum};
+}
+DEVICE float folded(float total, float next, const Fold& fold) {
+  return fma(total, fold.keep, next * fold.take);
+}
+
+// Lanes have elements of 16 rows as the fragments of device.cuh: rows g and g + 8. Maxima are of s * log2(e).
+template <PagedAttention S>
+struct Attention {
+  static constexpr bool CODES = S.kv.type != KvType::bf16;
+  static constexpr int GROUP = S.heads / S.kv.heads, DIM = S.kv.head_dim_pad;
+  static constexpr int SPLIT = DIM > 128 ? 64 : 128, QUARTER = SPLIT / 4, TILES = QUARTER / 8;
+  static constexpr int CHUNKS = DIM * S.kv.element_bytes() / 16, ROW_BYTES = CHUNKS * 16,
+                       TILE_BYTES = SPLIT * ROW_BYTES;
+  static constexpr int SCALE_BYTES = CODES ? SPLIT * 4 : 0;
+  static constexpr int STEPS = DIM / 16, COLUMN_GROUPS = DIM / 16;
+  static_assert(S.kv.block_size % QUARTER == 0 && DIM % 32 == 0);
+
+  // In shared memory: keys and values of a split, and their scales.
+  static constexpr int SHARED_BYTES = 2 * (TILE_BYTES + SCALE_BYTES);
+  struct Shared {
+    unsigned char *keys, *values;
+    float *key_scales, *value_scales;
+    explicit DEVICE Shared(unsigned char* bytes)
+        : keys(bytes),
+          values(bytes + TILE_BYTES),
+          key_scales(reinterpret_cast<float*>(bytes + 2 * TILE_BYTES)),
+          value_scales(key_scales + SPLIT) {}
+  };
+
+  // Sequences with few rows are paged_decode's, others paged_prefill's.
+  static constexpr int FEW = ceil_div(GROUP, TILE_ROWS) * TILE_ROWS;
+
+  static DEVICE int position(const Sequence& sequence, int row) {
+    return sequence.length - sequence.tokens + row / GROUP;
+  }
+  static DEVICE int oldest(int position) { return S.window ? position - S.window + 1 : 0; }
+  static DEVICE int first_split(const Sequence& sequence, int row) {
+    int low = oldest(position(sequence, row));
+    return low > 0 ? low / SPLIT : 0;
+  }
+  static DEVICE int last_split(const Sequence& sequence, int row) { return position(sequence, row) / SPLIT; }
+
+  // The positions that some rows see.
+  struct Range {
+    int low, high;
+  };
+
+  // Of a lane's rows of a tile; rows behind the last one are like it.
+  struct Rows {
+    int row[2];
+    Range seen[2];
+    DEVICE Rows(const Sequence& sequence, int first) {
+      int last = sequence.tokens * GROUP - 1;
+      for (int i = 0; i < 2; ++i) {
+        int r = first + lane() / 4 + 8 * i;
+        row[i] = r < last ? r : last;
+        seen[i].high = position(sequence, row[i]);
+        seen[i].low = oldest(seen[i].high);
+      }
+    }
+  };
+
+  // The fragment A of 16 rows of q and the columns from 16 step on.
+  static DEVICE Words4 queries(const bf16* q, const Sequence& sequence, int kv_head, const Rows& rows,
+                               int step) {
+    uint32_t a[4];
+    for (int i = 0; i < 4; ++i) {
+      int row = rows.row[i % 2], head = kv_head * GROUP + row % GROUP;
+      // Where keys are codes, their columns 4t ... are rows 2t, 2t + 1, 2t + 8 and 2t + 9 of B.
+      int column = 16 * step + (CODES ? 4 * (lane() % 4) + i / 2 * 2 : 2 * (lane() % 4) + i / 2 * 8);
+      const bf16* from = q + int64_t{sequence.first_token + row / GROUP} * S.q_stride + head * S.kv.head_dim;
+      a[i] = column < S.kv.head_dim ? *reinterpret_cast<const uint32_t*>(from + column) : 0;
+    }
+    return {a[0], a[1], a[2], a[3]};
+  }
+
+  // The block of a warp's quarter of a split, if any of it is in the range.
+  static DEVICE int block_of(const Sequence& sequence, int split, Range range) {
+    int first = split * SPLIT + warp() * QUARTER;
+    bool any = first <= range.high && first + QUARTER > range.low;
+    return any ? sequence.blocks[first / S.kv.block_size] : 0;
+  }
+
+  // warp: begins to copy its quarter of a split's keys or values, zeros outside of the range.
+  static DEVICE void copy(unsigned char* to, float* scales, const unsigned char* pool, int block, int head,
+                          int split, Range range) {
+    int quarter = warp() * QUARTER, first = split * SPLIT + quarter, at = first % S.kv.block_size;
+    const unsigned char* tile = kv_tile(S.kv, pool, block, head);
+    NO_UNROLL
+    for (int i = lane(); i < QUARTER * CHUNKS; i += WARP) {
+      int row = i / CHUNKS, chunk = i % CHUNKS, position = first + row;
+      copy_async(to + chunk_at<CHUNKS>(quarter + row, chunk), tile + ((at + row) * CHUNKS + chunk) * 16,
+                 range.low <= position && position <= range.high);
+    }
+    if constexpr (CODES)
+      if (int row = lane(); row < QUARTER) {
+        int position = first + row;
+        copy_async<4>(scales + quarter + row, tile + S.kv.code_bytes() + (at + row) * 4,
+                      range.low <= position && position <= range.high);
+      }
+  }
+
+  // warp: q k of 16 rows and 8 N positions, `at` being the first one's place in the split. query(step): a
+  // fragment A of q.
+  template <int N, class Query>
+  static DEVICE void multiply_keys(float (&s)[N][4], Query query, const unsigned char* keys, int at) {
+    for (float (&tile)[4] : s)
+      for (float& x : tile) x = 0.0f;
+    int row = lane() / 16 * 8 + lane() % 8, key = key_of<CHUNKS>(row) ^ (lane() / 8 % 2);
+    const unsigned char* from = keys + (at + row) * ROW_BYTES;
+    UNROLL
+    for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+      constexpr int STEPS_OF_TWO = CODES ? 2 : 1;
+      Words4 q[STEPS_OF_TWO];
+      for (int i = 0; i < STEPS_OF_TWO; ++i) q[i] = query(chunk * STEPS_OF_TWO / 2 + i);
+      UNROLL
+      for (int n = 0; n < N; n += 2) {
+        uint32_t r[4];
+        load_matrices(r, from, 8 * n * ROW_BYTES + (chunk ^ key) * 16);
+        for (int i = 0; i < 2; ++i)
+          if constexpr (CODES)
+            for (int half = 0; half < 2; ++half) {
+              uint32_t codes = r[2 * i + half];
+              mma_bf16(s[n + i], {q[half].x, q[half].y, q[half].z, q[half].w},
+                       {widened<S.kv.type, 0, 1>(codes), widened<S.kv.type, 2, 3>(codes)});
+            }
+          else
+            mma_bf16(s[n + i], {q[0].x, q[0].y, q[0].z, q[0].w}, {r[2 * i], r[2 * i + 1]});
+      }
+    }
+  }
+
+  // Scores of positions from `first` on, where `scales` are their keys'. whole: rows see all of them.
+  template <int N>
+  static DEVICE void adjust(float (&s)[N][4], const Rows& rows, int first, bool whole, const float* scales) {
+    UNROLL
+    for (int n = 0; n < N; ++n)
+      for (int i = 0; i < 4; ++i) {
+        int column = 8 * n + 2 * (lane() % 4) + i % 2;
+        float& x = s[n][i];
+        if constexpr (CODES) x *= scales[column];
+        if constexpr (S.softcap > 0.0f) x = S.softcap * tanh_of(x * (S.scale / S.softcap));
+        const Range& seen = rows.seen[i / 2];
+        if (!whole && !(seen.low <= first + column && first + column <= seen.high)) x = -INF;
+      }
+  }
+  static constexpr float FACTOR = (S.softcap > 0.0f ? 1.0f : S.scale) * LOG2E;
+
+  // The four lanes of a row together.
+  template <class Operation>
+  static DEVICE float over_columns(float x, Operation operation) {
+    x = operation(x, shuffle_xor(x, 1));
+    return operation(x, shuffle_xor(x, 2));
+  }
+
+  template <int N>
+  static DEVICE void maxima(float (&most)[2], const float (&s)[N][4]) {
+    for (int row = 0; row < 2; ++row) {
+      most[row] = -INF;
+      UNROLL
+      for (int n = 0; n < N; ++n) most[row] = larger(most[row], larger(s[n][2 * row], s[n][2 * row + 1]));
+      most[row] = over_columns(most[row], [](float a, float b) { return larger(a, b); });
+    }
+  }
+
+  // Scores of whole quarters become p. sums: of p. most: the largest scores of the split.
+  template <int N>
+  static DEVICE void weigh(float (&s)[N][4], float (&sums)[2], const float (&most)[2], const float* scales) {
+    for (int row = 0; row < 2; ++row) {
+      float from = most[row] == -INF ? 0.0f : most[row] * FACTOR;
+      sums[row] = 0.0f;
+      UNROLL
+      for (int quarter = 0; quarter < N; quarter += TILES) {
+        float sum = 0.0f;
+        UNROLL
+        for (int n = quarter; n < quarter + TILES; ++n)
+          for (int i = 0; i < 2; ++i) {
+            float& x = s[n][2 * row + i];
+            x = exp2_fast(fma(x, FACTOR, -from));
+            sum += x;
+            if constexpr (CODES) x *= scales[8 * n + 2 * (lane() % 4) + i];
+          }
+        sums[row] += over_columns(sum, [](float a, float b) { return a + b; });
+      }
+    }
+  }
+
+  // warp: o[j] += p v of 16 rows, a split's positions, and 16 columns from 16 (group + j STRIDE) on.
+  // weights(a, step): the fragment A of p at the positions from 16 step on.
+  template <int STRIDE, int COUNT, class Weights>
+  static DEVICE void multiply_values(float (&o)[COUNT][2][4], Weights weights, const unsigned char* values,
+                                     int group) {
+    int row = CODES ? lane() : lane() % 16, key = key_of<CHUNKS>(row) ^ (CODES ? 0 : lane() / 16);
+    const unsigned char* from = values + row * ROW_BYTES;
+    UNROLL
+    for (int step = 0; step < SPLIT / 16; step += 2) {
+      uint32_t p[2][4], r[4];
+      weights(p[0], step);
+      weights(p[1], step + 1);
+      UNROLL
+      for (int j = 0; j < COUNT; ++j) {
+        int g = group + j * STRIDE;
+        if (STRIDE > 1 && g >= COLUMN_GROUPS) continue;
+        if constexpr (CODES) {
+          load_matrices_transposed(r, from, 16 * step * ROW_BYTES + (g ^ key) * 16);
+          for (int i = 0; i < 2; ++i) {
+            uint32_t low = r[2 * i], high = r[2 * i + 1];
+            mma_bf16(o[j][0], p[i], {widened<S.kv.type, 0, 2>(low), widened<S.kv.type, 0, 2>(high)});
+            mma_bf16(o[j][1], p[i], {widened<S.kv.type, 1, 3>(low), widened<S.kv.type, 1, 3>(high)});
+          }
+        } else {
+          for (int i = 0; i < 2; ++i) {
+            load_matrices_transposed(r, from, 16 * (step + i) * ROW_BYTES + (2 * g ^ key) * 16);
+            mma_bf16(o[j][0], p[i], {r[0], r[1]});
+            mma_bf16(o[j][1], p[i], {r[2], r[3]});
+          }
+        }
+      }
+    }
+  }
+
+  // What a lane has of a row of o[j] are two pairs of columns: use(column, first, second).
+  template <class Use>
+  static DEVICE void for_pairs(const float (&o)[2][4], int group, int row, Use use) {
+    for (int i = 0; i < 2; ++i)
+      if constexpr (CODES)  // o[0] has even columns, o[1] odd ones
+        use(16 * group + 4 * (lane() % 4) + 2 * i, o[0][2 * row + i], o[1][2 * row + i]);
+      else
+        use(16 * group + 8 * i + 2 * (lane() % 4), o[i][2 * row], o[i][2 * row + 1]);
+  }
+
+  using Out = stored_t<S.out_type>;
+
+  static DEVICE void write(Out* out, const Sequence& sequence, int kv_head, int row, int column, float first,
+                           float second) {
+    if (column >= S.kv.head_dim) return;
+    int64_t token = sequence.first_token + row / GROUP;
+    Out* to = out + token * S.out_stride + (kv_head * GROUP + row % GROUP) * S.kv.head_dim + column;
+    if constexpr (S.out_type == Type::bf16) {
+      *reinterpret_cast<uint32_t*>(to) = pack_bf16(first, second);
+    } else {
+      to[0] = first;
+      to[1] = second;
+    }
+  }
+
+  // block: zeros behind the columns of the tokens whose last head is among rows first ... end - 1.
+  static DEVICE void write_padding(Out* out, const Sequence& sequence, int kv_head, int first, int end) {
+    constexpr int COLUMNS = S.heads * S.kv.head_dim, PADDING = S.padded - COLUMNS;
+    if (PADDING <= 0 || kv_head != S.kv.heads - 1) return;
+    for (int i = thread_index(); i < (end - first) * PADDING; i += ATTENTION_THREADS)
+      if (int row = first + i / PADDING; row % GROUP == GROUP - 1)
+        out[int64_t{sequence.first_token + row / GROUP} * S.out_stride + COLUMNS + i % PADDING] =
+            from_float<Out>(0.0f);
+  }
+};
+
+}  // namespace enginewright
