@@ -17,8 +17,8 @@ from enginewright.errors import EngineError
 from enginewright.passes.graph import nodes_of, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import DOMAIN
-from enginewright.plugins.kv_write import KV_WRITE, STORED, pool_dtype
-from enginewright.plugins.paged_attention import BLOCK_SIZE, PAGED_ATTENTION
+from enginewright.plugins.kv_write import BLOCK_SIZE, KV_WRITE, STORED, pool_dtype
+from enginewright.plugins.paged_attention import PAGED_ATTENTION
 from enginewright.plugins.rope import ROPE
 
 QUERY_DTYPE = ir.DataType.BFLOAT16

@@ -1,8 +1,8 @@
 """KV pools as CUDA kernels know them: csrc/cuda/kv.cuh."""
 
 from enginewright.plugins.kernel import Matrix
+from enginewright.plugins.kv_write import BLOCK_SIZE
 
-BLOCK_SIZE = 32  # tokens a KV block
 TYPES = {"bf16": "KvType::bf16", "i8": "KvType::i8", "e4m3": "KvType::e4m3"}
 
 

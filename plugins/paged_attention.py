@@ -11,11 +11,10 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from enginewright.plan import DTYPE_BYTES, Linear
+from enginewright.plan import Linear
 from enginewright.plugins.attention_cuda import attention_on_cuda
 from enginewright.plugins.kernel import KernelBinding
-from enginewright.plugins.kv_cuda import BLOCK_SIZE
-from enginewright.plugins.kv_write import as_stored
+from enginewright.plugins.kv_write import as_stored, padded_head_dim
 from enginewright.plugins.masked_attention import in_window, masked_attention
 from enginewright.plugins.plugin import (
     Plugin,
@@ -28,19 +27,7 @@ from enginewright.plugins.plugin import (
 )
 from enginewright.plugins.writer import Writer
 
-HEAD_DIM_ALIGN = 32  # elements; a head in a KV pool is padded to this (csrc/cpu/kernel.h)
 PARTIAL_STATE = 16  # floats beside a head's partial output: its maximum and its sum, and room to stay aligned
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """Elements that a head takes in a KV pool."""
-    return -(-head_dim // HEAD_DIM_ALIGN) * HEAD_DIM_ALIGN
-
-
-def kv_row_bytes(head_dim: int, dtype: str) -> int:
-    """Bytes that a token's K, or V, of one head takes in a pool."""
-    scale_bytes = 0 if dtype == "bf16" else DTYPE_BYTES["f32"]
-    return padded_head_dim(head_dim) * DTYPE_BYTES[dtype] + scale_bytes
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:

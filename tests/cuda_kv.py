@@ -7,7 +7,7 @@ import torch
 
 from enginewright.plan import Linear
 from enginewright.plugins.kernel import Matrix
-from enginewright.plugins.paged_attention import BLOCK_SIZE, kv_row_bytes, padded_head_dim
+from enginewright.plugins.kv_write import BLOCK_SIZE, kv_row_bytes, padded_head_dim
 from tests.cuda_call import Operand
 from tests.paged_kv import Chunk, Heads, bits, codes_of
 

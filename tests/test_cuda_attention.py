@@ -14,7 +14,6 @@ from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import CudaKernel
 from tests.cuda_call import CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
 from tests.cuda_kv import PagedKv
-from tests.emulated import SCHEDULES
 from tests.paged_kv import SPLIT, Chunk, Heads, Text, random_text, stored
 from tests.tolerances import ATTENTION
 

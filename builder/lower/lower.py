@@ -32,7 +32,7 @@ from enginewright.plan import (
 )
 from enginewright.plugins import binding_of
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix, Specialization
-from enginewright.plugins.paged_attention import BLOCK_SIZE, kv_row_bytes, padded_head_dim
+from enginewright.plugins.kv_write import BLOCK_SIZE, kv_row_bytes, padded_head_dim
 from enginewright.plugins.plugin import dtype_attribute
 
 VIEW_OPS = ("Split", "Reshape")
