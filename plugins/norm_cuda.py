@@ -1,5 +1,6 @@
 """What GPUs launch for RMS norms, with or without a residual before them: csrc/cuda/rms_norm.cuh."""
 
+from enginewright.errors import EngineError
 from enginewright.plan import DTYPE_BYTES, Launch
 from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
 
@@ -11,6 +12,8 @@ def norm_on_cuda(binding: KernelBinding, out: str) -> CudaKernel:
     """out: the role of what is normalized."""
 
     def launches(call: Call) -> tuple[Launch, ...]:
+        if call.operands["weight"].columns < call.operands[out].columns:
+            return (_runs(call, out),)
         x, y, total = call.operands["x"], call.operands[out], call.operands.get("sum")
         scale = call.operands.get("scale")
         kernel = expression(
@@ -33,4 +36,25 @@ def norm_on_cuda(binding: KernelBinding, out: str) -> CudaKernel:
         arguments = ("x", "delta", "weight", "sum", out, "scale")
         return (Launch(kernel, arguments, (blocks(y.rows), ONE, ONE), THREADS, shared_bytes),)
 
-    return binding.on_cuda(launches, rms_norm="rms_norm")
+    return binding.on_cuda(launches, rms_norm="rms_norm", rms_norm_runs="rms_norm")
+
+
+def _runs(call: Call, out: str) -> Launch:
+    """Of runs of columns, each by itself."""
+    y, width = call.operands[out], call.operands["weight"].columns
+    if y.dtype not in ("f32", "bf16"):
+        raise EngineError(f"heads that are normalized as {y.dtype} have no kernel for cuda", fix="Please report this.")
+    kernel = expression(
+        "rms_norm_runs",
+        "RmsNormRuns",
+        rows=call.rows(out),
+        width=width,
+        runs=y.columns // width,
+        x_stride=call.operands["x"].stride,
+        y_stride=y.stride,
+        padded=y.columns if y.dtype == "f32" else y.padded,
+        type=TYPES[y.dtype],
+        epsilon=float(call.attributes["epsilon"]),
+    )
+    grid = blocks(y.rows), blocks(y.columns // width, WARPS), ONE
+    return Launch(kernel, ("x", "weight", out), grid, THREADS)

@@ -24,8 +24,8 @@ class EmulatedDevice:
     free_bytes = FREE_BYTES
 
     def __init__(self, kernels: Mapping[str, Specialization], sm: int = 80) -> None:
-        self._expressions = {name: kernel.expression for name, kernel in kernels.items()}
-        self._kernels = EmulatedKernels(list(kernels.values()), sm)
+        self._specializations, self._sm = kernels, sm
+        self._compiled: dict[str, EmulatedKernels] = {}  # as they are first launched: most are never
         self._memory: list[Bytes] = []
         self._captured: list[Callable[[], None]] | None = None
         self._schedules = cycle(SCHEDULES)
@@ -58,13 +58,16 @@ class EmulatedDevice:
     def launcher(
         self, kernel: str, threads: int, shared_bytes: int, arguments: Sequence[int]
     ) -> Callable[[Grid], None]:
-        expression, addresses = self._expressions[kernel], [ctypes.c_void_p(address or None) for address in arguments]
+        specialization = self._specializations[kernel]
+        addresses = [ctypes.c_void_p(address or None) for address in arguments]
 
         def run(grid: Grid) -> None:
             def launch() -> None:
                 self.launches += 1
-                schedule = next(self._schedules)
-                self._kernels.launch(expression, grid, threads, shared_bytes, *addresses, schedule=schedule)
+                schedule, expression = next(self._schedules), specialization.expression
+                if kernel not in self._compiled:
+                    self._compiled[kernel] = EmulatedKernels([specialization], self._sm)
+                self._compiled[kernel].launch(expression, grid, threads, shared_bytes, *addresses, schedule=schedule)
 
             if self._captured is None:
                 launch()

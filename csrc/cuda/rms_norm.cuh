@@ -47,4 +47,39 @@ rms_norm(const Sizes* sizes, const float* x, const float* delta, const float* we
   write_row<OUT, THREADS>(row, normed, y, scale, partial + THREADS / WARP);
 }
 
+// Runs of `width` columns, each normalized by itself with the same weight: heads. y is f32 or bf16.
+struct RmsNormRuns {
+  Rows rows;
+  int width, runs, x_stride, y_stride, padded;
+  Type type;
+  float epsilon;
+};
+
+// A warp a run. Grid: rows, and groups of a block's warps of runs.
+template <RmsNormRuns S>
+KERNEL(RMS_NORM_THREADS)
+rms_norm_runs(const Sizes* sizes, const float* x, const float* weight, stored_t<S.type>* y) {
+  constexpr int PER_LANE = ceil_div(S.width, WARP);
+  int row = block_x(), run = block_y() * (RMS_NORM_THREADS / WARP) + warp();
+  if (row >= count_of(S.rows, *sizes) || run >= S.runs) return;
+  const float* from = x + int64_t{row} * S.x_stride + run * S.width;
+  stored_t<S.type>* to = y + int64_t{row} * S.y_stride + run * S.width;
+  float values[PER_LANE], squares = 0.0f;
+  UNROLL
+  for (int i = 0; i < PER_LANE; ++i) {
+    int c = i * WARP + lane();
+    values[i] = c < S.width ? from[c] : 0.0f;
+    squares = fma(values[i], values[i], squares);
+  }
+  float mean = divide(warp_sum(squares), static_cast<float>(S.width));
+  float inverse = divide(1.0f, square_root(mean + S.epsilon));
+  UNROLL
+  for (int i = 0; i < PER_LANE; ++i)
+    if (int c = i * WARP + lane(); c < S.width)
+      to[c] = from_float<stored_t<S.type>>(values[i] * inverse * weight[c]);
+  if (run == S.runs - 1)
+    for (int c = S.runs * S.width + lane(); c < S.padded; c += WARP)
+      y[int64_t{row} * S.y_stride + c] = from_float<stored_t<S.type>>(0.0f);
+}
+
 }  // namespace enginewright
