@@ -2,14 +2,16 @@
 
     python benchmarks/gpu_kernels.py [--model MODEL] [--target TARGETS] [--jobs N] [--each] [QUANT ...]
 
-Needs no GPU. It ends with 1 if a kernel keeps values in memory that its registers should hold, and is not in LOCAL.
+Needs no GPU. It ends with 1 if a kernel keeps values in memory that its registers should hold, and is not in LOCAL, or
+takes more shared memory than every GPU has.
 """
 
 import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.models import SMOLLM2
@@ -19,29 +21,45 @@ from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.cuda import Compiled, Instance, compile_kernels
 from enginewright.builder.progress import Silent
 from enginewright.passes.quant import quant_config
-from enginewright.targets import architectures, parse_targets
+from enginewright.targets import CUDA, architectures, parse_targets
 
 QUANTS = ("bf16", "int8-wo", "int4-rtn", "fp8")
 TARGETS = "cuda:sm_80,sm_90a,sm_100a"
 LOCAL = {  # function → why its local memory is right
     "rope_table": "sin and cos reduce large angles with a table, in a branch that positions hardly take",
 }
+SHARED_BYTES = 99 << 10  # of a block, on GPUs of capability 8.6, 8.9 and 12.0; code for 8.0 runs on two of them, too
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One specialization, and the most that its launches take: threads of a block, and dynamic shared memory."""
+
+    instance: Instance
+    threads: int
+    shared_bytes: int
+
+    @property
+    def function(self) -> str:
+        return self.instance.expression.partition("<")[0]
+
 
 Made = Mapping[str, Mapping[Instance, Compiled]]  # architecture → kernel → its code
 
 
-def kernels(model: str, quants: list[str], targets: tuple[str, ...]) -> list[Instance]:
+def kernels(model: str, quants: Sequence[str], targets: tuple[str, ...]) -> list[Kernel]:
     """Of a model in all these formats, each once, by their names."""
-    checkpoint, found = open_checkpoint(model), dict[str, Instance]()
+    checkpoint, found = open_checkpoint(model), dict[str, Kernel]()
     for quant in quants:
-        config = BuildConfig(quant=quant_config(quant), targets=targets)
-        for name, kernel in assemble(checkpoint, config, Silent()).kernels.items():
-            found[name] = Instance(kernel.source, kernel.expression)
+        assembly = assemble(checkpoint, BuildConfig(quant=quant_config(quant), targets=targets), Silent())
+        for launch in (launch for step in assembly.plans[CUDA].steps for launch in step.launches):
+            code, before = assembly.kernels[launch.kernel], found.get(launch.kernel)
+            found[launch.kernel] = Kernel(
+                Instance(code.source, code.expression),
+                max(launch.threads, before.threads if before else 0),
+                max(launch.shared_bytes, before.shared_bytes if before else 0),
+            )
     return [found[name] for name in sorted(found)]
-
-
-def function(kernel: Instance) -> str:
-    return kernel.expression.partition("<")[0]
 
 
 def span(numbers: Collection[int]) -> str:
@@ -55,31 +73,38 @@ def cell(compiled: Collection[Compiled]) -> str:
     if any(one.local_bytes for one in compiled):
         parts.append(f"{span([one.local_bytes for one in compiled])} B local")
     if any(one.static_shared_bytes for one in compiled):
-        parts.append(f"{span([one.static_shared_bytes for one in compiled])} B shared")
+        parts.append(f"{span([one.static_shared_bytes for one in compiled])} B static")
     return ", ".join(parts)
 
 
-def table(made: Made, *, each: bool = False) -> str:
-    """A line for each function, or each of its specializations, and what it takes on each architecture."""
-    kernels = next(iter(made.values()))
-    groups: dict[str, list[Instance]] = {}
-    for kernel in kernels:
-        groups.setdefault(kernel.expression if each else function(kernel), []).append(kernel)
-    lines = [f"| kernel | specializations | {' | '.join(made)} |", "|---" * (len(made) + 2) + "|"]
+def table(found: Sequence[Kernel], made: Made, *, each: bool = False) -> str:
+    """A line for each function, or each of its specializations: what it takes, and on each architecture."""
+    groups: dict[str, list[Kernel]] = {}
+    for kernel in found:
+        groups.setdefault(kernel.instance.expression if each else kernel.function, []).append(kernel)
+    lines = [
+        f"| kernel | specializations | threads | shared bytes | {' | '.join(made)} |",
+        "|---" * (len(made) + 4) + "|",
+    ]
     for name, group in groups.items():
-        cells = (cell([compiled[kernel] for kernel in group]) for compiled in made.values())
-        lines.append(f"| `{name}` | {len(group)} | {' | '.join(cells)} |")
+        cells = (cell([compiled[kernel.instance] for kernel in group]) for compiled in made.values())
+        launched = f"{span([kernel.threads for kernel in group])} | {span([kernel.shared_bytes for kernel in group])}"
+        lines.append(f"| `{name}` | {len(group)} | {launched} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def spilling(made: Made, allowed: Mapping[str, str] = LOCAL) -> list[str]:
-    """Kernels with local memory that is not allowed."""
-    return [
-        f"{sm}: {compiled.local_bytes} bytes of local memory a thread in {kernel.expression}"
-        for sm, compiled_kernels in made.items()
-        for kernel, compiled in compiled_kernels.items()
-        if compiled.local_bytes and function(kernel) not in allowed
-    ]
+def excesses(found: Sequence[Kernel], made: Made, local: Mapping[str, str] = LOCAL) -> list[str]:
+    """What kernels take and should not."""
+    wrong = []
+    for sm, compiled in made.items():
+        for kernel in found:
+            code = compiled[kernel.instance]
+            if code.local_bytes and kernel.function not in local:
+                wrong.append(f"{sm}: {code.local_bytes} bytes of local memory a thread: {kernel.instance.expression}")
+            shared_bytes = kernel.shared_bytes + code.static_shared_bytes
+            if shared_bytes > SHARED_BYTES:
+                wrong.append(f"{sm}: {shared_bytes} bytes of shared memory: {kernel.instance.expression}")
+    return wrong
 
 
 def main() -> int:
@@ -91,20 +116,18 @@ def main() -> int:
     parser.add_argument("--each", action="store_true", help="a line for each specialization")
     given = parser.parse_args()
     targets = parse_targets([given.target])
-    found, sms = kernels(given.model, list(given.quants), targets), architectures(targets)
-    seconds = []
+    found, sms, seconds = kernels(given.model, given.quants, targets), architectures(targets), list[float]()
     with tempfile.TemporaryDirectory() as cache:
         for _ in range(2):
             start = time.monotonic()
-            made = compile_kernels(found, sms, given.jobs, cache=Path(cache))
+            made = compile_kernels([kernel.instance for kernel in found], sms, given.jobs, cache=Path(cache))
             seconds.append(time.monotonic() - start)
-    nbytes = {sm: sum(len(compiled.cubin) for compiled in made[sm].values()) for sm in sms}
-    print(table(made, each=given.each))
+    print(table(found, made, each=given.each))
     print(f"\n{len(found)} kernels for {len(sms)} architectures: {seconds[0]:.1f} s, {seconds[1]:.2f} s from the cache")
-    print("bytes of code: " + ", ".join(f"{sm} {size / 1e6:.2f} MB" for sm, size in nbytes.items()))
-    wrong = spilling(made)
-    for line in wrong:
-        print(line, file=sys.stderr)
+    sizes = {sm: sum(len(compiled.cubin) for compiled in made[sm].values()) for sm in sms}
+    print("code: " + ", ".join(f"{sm} {size / 1e6:.2f} MB" for sm, size in sizes.items()))
+    wrong = excesses(found, made)
+    print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")
     return 1 if wrong else 0
 
 

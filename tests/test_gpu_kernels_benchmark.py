@@ -1,42 +1,46 @@
 """What benchmarks/gpu_kernels.py makes of compiled kernels; nothing is compiled here."""
 
-from gpu_kernels import spilling, table
+from gpu_kernels import Kernel, excesses, table
 
 from enginewright.builder.cuda import Compiled, Instance
 
-NARROW, WIDE = (Instance("gemm.cuh", f"gemm<Gemm{{.columns = {columns}}}>") for columns in (64, 576))
-ROPE = Instance("rope.cuh", "rope<Rope{}>")
+NARROW = Kernel(Instance("gemm.cuh", "gemm<Gemm{.columns = 64}>"), 128, 0)
+WIDE = Kernel(Instance("gemm.cuh", "gemm<Gemm{.columns = 576}>"), 256, 101_376)
+ROPE = Kernel(Instance("rope.cuh", "rope<Rope{}>"), 64, 0)
+FOUND = (NARROW, WIDE, ROPE)
 MADE = {
     "sm_80": {
-        NARROW: Compiled(b"", "gemm", 64, 0, 0),
-        WIDE: Compiled(b"", "gemm", 255, 16, 0),
-        ROPE: Compiled(b"", "rope", 20, 32, 128),
+        NARROW.instance: Compiled(b"", "gemm", 64, 0, 0),
+        WIDE.instance: Compiled(b"", "gemm", 255, 16, 0),
+        ROPE.instance: Compiled(b"", "rope", 20, 32, 128),
     },
     "sm_90a": {
-        NARROW: Compiled(b"", "gemm", 64, 0, 0),
-        WIDE: Compiled(b"", "gemm", 200, 0, 0),
-        ROPE: Compiled(b"", "rope", 20, 0, 128),
+        NARROW.instance: Compiled(b"", "gemm", 64, 0, 0),
+        WIDE.instance: Compiled(b"", "gemm", 200, 0, 1),
+        ROPE.instance: Compiled(b"", "rope", 20, 0, 128),
     },
 }
 
 
 def test_a_line_a_function() -> None:
-    assert table(MADE).splitlines()[2:] == [
-        "| `gemm` | 2 | 64 to 255, 0 to 16 B local | 64 to 200 |",
-        "| `rope` | 1 | 20, 32 B local, 128 B shared | 20, 128 B shared |",
+    assert table(FOUND, MADE).splitlines() == [
+        "| kernel | specializations | threads | shared bytes | sm_80 | sm_90a |",
+        "|---|---|---|---|---|---|",
+        "| `gemm` | 2 | 128 to 256 | 0 to 101376 | 64 to 255, 0 to 16 B local | 64 to 200, 0 to 1 B static |",
+        "| `rope` | 1 | 64 | 0 | 20, 32 B local, 128 B static | 20, 128 B static |",
     ]
 
 
 def test_a_line_a_specialization() -> None:
-    lines = table(MADE, each=True).splitlines()
-    assert lines[0] == "| kernel | specializations | sm_80 | sm_90a |"
-    assert lines[3] == "| `gemm<Gemm{.columns = 576}>` | 1 | 255, 16 B local | 200 |"
+    lines = table(FOUND, MADE, each=True).splitlines()
+    assert lines[3] == "| `gemm<Gemm{.columns = 576}>` | 1 | 256 | 101376 | 255, 16 B local | 200, 1 B static |"
     assert len(lines) == 5
 
 
-def test_what_spills_is_named_unless_it_is_allowed() -> None:
-    assert spilling(MADE, {"rope": "a reason"}) == [
-        "sm_80: 16 bytes of local memory a thread in gemm<Gemm{.columns = 576}>"
-    ]
-    assert len(spilling(MADE, {})) == 2
-    assert spilling({"sm_90a": MADE["sm_90a"]}, {}) == []
+def test_excesses_are_named_unless_they_are_allowed() -> None:
+    spilled = "sm_80: 16 bytes of local memory a thread: gemm<Gemm{.columns = 576}>"
+    table_of_angles = "sm_80: 32 bytes of local memory a thread: rope<Rope{}>"
+    too_much = "sm_90a: 101377 bytes of shared memory: gemm<Gemm{.columns = 576}>"
+    assert excesses(FOUND, MADE, {}) == [spilled, table_of_angles, too_much]
+    assert excesses(FOUND, MADE, {"rope": "a reason"}) == [spilled, too_much]
+    assert excesses((NARROW, ROPE), {"sm_90a": MADE["sm_90a"]}, {}) == []
