@@ -1,6 +1,6 @@
-"""What benchmarks/gpu_kernels.py makes of compiled kernels; nothing is compiled here."""
+"""What benchmarks/kernel_resources.py makes of compiled kernels; nothing is compiled here."""
 
-from gpu_kernels import Kernel, excesses, table
+from kernel_resources import Kernel, excesses, table
 
 from enginewright.builder.cuda import Compiled, Instance
 

@@ -1,6 +1,6 @@
 """What the GPU kernels of a model take: registers, memory that spills, shared memory, and the seconds to compile them.
 
-    python benchmarks/gpu_kernels.py [--model MODEL] [--target TARGETS] [--jobs N] [--each] [QUANT ...]
+    python benchmarks/kernel_resources.py [--model MODEL] [--target TARGETS] [--jobs N] [--each] [QUANT ...]
 
 Needs no GPU. It ends with 1 if a kernel keeps values in memory that its registers should hold, and is not in LOCAL, or
 takes more shared memory than every GPU has.
