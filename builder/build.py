@@ -22,6 +22,7 @@ from enginewright.builder.assembly import (
 )
 from enginewright.builder.calibration import calibrate
 from enginewright.builder.checkpoint import Checkpoint
+from enginewright.builder.cuda.compile import check_compiler
 from enginewright.builder.cuda.sections import code_sections
 from enginewright.builder.gate import Subject, check_report_path, measure, refusal, write_report
 from enginewright.builder.gate.layers import FileWeights
@@ -36,7 +37,7 @@ from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.goldens import GOLDENS, last_logits_of, record, replay_config
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.quality import QUALITY, QualityReport
-from enginewright.targets import CPU, families_of
+from enginewright.targets import CPU, architectures, families_of
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ def _one_thread() -> Iterator[None]:
 def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress) -> BuildReport:
     check_place(output)
     check_quant(checkpoint, config)
+    if architectures(config.targets):
+        check_compiler()
     if config.report is not None:
         check_report_path(config.report, config.gate)
     sources = begin(checkpoint.source_hashes)

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from enginewright.builder import build
+from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.cuda import Compiled, Instance, compile, compile_kernels
 from enginewright.builder.cuda.cubin import resources
 from enginewright.builder.cuda.kernel import Failed, Job
 from enginewright.builder.cuda.nvrtc import OPTIONS
 from enginewright.errors import EngineError, UsageError
 from enginewright.targets import SMS
+from tests.tiny import tiny_checkpoint
 
 # What makes compilers write differently: names local to a file, and a header.
 KERNEL = r"""
@@ -207,10 +210,29 @@ def test_an_unknown_architecture(sources: Path) -> None:
         compile_kernels([ADD], ["sm_80", "sm_90"], sources=sources)
 
 
-def test_a_compiler_that_is_not_installed(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile.nvrtc, "WHEELS", ("enginewright-none",))
-    with pytest.raises(UsageError, match=r"enginewright-none is not installed\n.*enginewright\[cuda-build\]"):
+@pytest.mark.parametrize(
+    ("wheels", "why"),
+    [
+        ({"enginewright-none": ""}, "enginewright-none is not installed"),
+        ({"numpy": "13.0."}, "numpy is [0-9.]+, and should be 13.0.*"),
+    ],
+)
+def test_a_compiler_that_is_not_installed(
+    wheels: dict[str, str], why: str, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile.nvrtc, "WHEELS", wheels)
+    with pytest.raises(UsageError, match=rf"GPU kernels cannot be compiled: {why}\n.*enginewright\[cuda-build\]"):
         compile_kernels([ADD], ["sm_80"], sources=sources)
+
+
+def test_a_build_without_the_compiler_ends_before_anything_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile.nvrtc, "WHEELS", {"enginewright-none": ""})
+    monkeypatch.setattr(build, "calibrate", None)
+    checkpoint = open_checkpoint(str(tiny_checkpoint(tmp_path / "checkpoint", "llama")))
+    with pytest.raises(UsageError, match="cuda-build"):
+        build.build_engine(checkpoint, build.BuildConfig(targets=("cpu", "cuda:sm_80")), tmp_path / "x.engine")
 
 
 def test_a_compiler_that_dies_is_an_error(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

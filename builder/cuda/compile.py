@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -92,23 +92,37 @@ def _texts(source: str, sources: Path) -> dict[str, str]:
     return texts
 
 
+def check_compiler() -> None:
+    """Said before what takes minutes. Raises UsageError: the compiler is not installed, or another one."""
+    _versions(nvrtc.WHEELS)
+
+
 def _key(job: Job) -> str:
     """Of all that goes into a kernel; the compiler itself need not be loaded for what is in the cache."""
     how = triton_kernel if isinstance(job.instance, TritonInstance) else nvrtc
-    inputs = [job, how.OPTIONS, {wheel: _version(wheel) for wheel in how.WHEELS}]
+    inputs = [job, how.OPTIONS, _versions(how.WHEELS)]
     return hashlib.sha256(msgspec.json.encode(inputs, order="sorted")).hexdigest()
 
 
+def _versions(wheels: Mapping[str, str]) -> dict[str, str]:
+    """Of what compiles. wheels: each, and how its version has to begin."""
+    found = {wheel: _version(wheel) for wheel in wheels}
+    for wheel, start in wheels.items():
+        given = found[wheel]
+        if given is None or not given.startswith(start):
+            why = f"{wheel} is not installed" if given is None else f"{wheel} is {given}, and should be {start}*"
+            raise UsageError(
+                "GPU kernels cannot be compiled", why, "Install it with: pip install 'enginewright[cuda-build]'"
+            )
+    return {wheel: str(given) for wheel, given in found.items()}
+
+
 @cache
-def _version(wheel: str) -> str:
+def _version(wheel: str) -> str | None:
     try:
         return version(wheel)
     except PackageNotFoundError:
-        raise UsageError(
-            "GPU kernels cannot be compiled",
-            f"{wheel} is not installed",
-            "Install it with: pip install 'enginewright[cuda-build]'",
-        ) from None
+        return None
 
 
 def _refusal(sm: str, kernel: Kernel, failed: Failed) -> EngineError:

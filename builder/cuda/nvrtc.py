@@ -11,14 +11,15 @@ from enginewright.builder.cuda.cubin import resources
 from enginewright.builder.cuda.kernel import Compiled, Failed
 from enginewright.targets import PTX
 
-WHEELS = ("nvidia-cuda-nvrtc", "cuda-bindings")
+# Wheel → how its version begins. PTX of a newer NVRTC does not run with the drivers of this one.
+WHEELS = {"nvidia-cuda-nvrtc": "13.0.", "cuda-bindings": ""}
 OPTIONS = (
     "--std=c++20",
     "--device-as-default-execution-space",
     "--fmad=false",  # only where a kernel says so: results do not depend on what the compiler fuses
     "--frandom-seed=enginewright",  # names of what is local to a file have the process's number in them otherwise
 )
-_RELEASE = (13, 0)  # PTX of a newer one does not run with the drivers of this one
+_RELEASE = (13, 0)
 _PTX_ARCHITECTURE = "compute_80"
 
 

@@ -9,7 +9,7 @@ from enginewright.builder.cuda.cubin import resources
 from enginewright.builder.cuda.kernel import Compiled, Failed, TritonInstance
 from enginewright.targets import PTX
 
-WHEELS = ("triton",)
+WHEELS = {"triton": ""}  # wheel → how its version begins
 OPTIONS = {"enable_fp_fusion": False}  # results do not depend on what the compiler fuses
 # Architecture → the capability whose instructions Triton takes.
 _CAPABILITIES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90a": 90, "sm_100a": 100, "sm_120": 89, PTX: 80}
