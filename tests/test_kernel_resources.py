@@ -1,8 +1,11 @@
-"""What benchmarks/kernel_resources.py makes of compiled kernels; nothing is compiled here."""
+"""What benchmarks/kernel_resources.py makes of compiled kernels, and what those of tiny models take."""
 
-from kernel_resources import Kernel, excesses, table
+from pathlib import Path
 
-from enginewright.builder.cuda import Compiled, Instance
+from kernel_resources import Kernel, excesses, kernels, table
+
+from enginewright.builder.cuda import Compiled, Instance, compile_kernels
+from tests.tiny import tiny_checkpoint
 
 NARROW = Kernel(Instance("gemm.cuh", "gemm<Gemm{.columns = 64}>"), 128, 0)
 WIDE = Kernel(Instance("gemm.cuh", "gemm<Gemm{.columns = 576}>"), 256, 101_376)
@@ -44,3 +47,19 @@ def test_excesses_are_named_unless_they_are_allowed() -> None:
     assert excesses(FOUND, MADE, {}) == [spilled, table_of_angles, too_much]
     assert excesses(FOUND, MADE, {"rope": "a reason"}) == [spilled, too_much]
     assert excesses((NARROW, ROPE), {"sm_90a": MADE["sm_90a"]}, {}) == []
+
+
+def test_kernels_of_tiny_models_take_no_more_than_they_should(tmp_path: Path) -> None:
+    """The same kernels as tests/test_cuda_engine.py builds, from the same cache."""
+    for family in ("llama", "gemma3_text"):
+        model = str(tiny_checkpoint(tmp_path / family, family))
+        found = kernels(model, ["bf16"], ("cuda:sm_80", "cuda:sm_90a"))
+        made = compile_kernels([kernel.instance for kernel in found], ["sm_80", "sm_90a"])
+        assert {kernel.function for kernel in found} >= {
+            "embed",
+            "gemm_small",
+            "gemm_large",
+            "paged_prefill",
+            "rms_norm",
+        }
+        assert excesses(found, made) == []
