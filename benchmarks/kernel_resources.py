@@ -7,6 +7,7 @@ takes more shared memory than every GPU has.
 """
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -107,6 +108,12 @@ def excesses(found: Sequence[Kernel], made: Made, local: Mapping[str, str] = LOC
     return wrong
 
 
+def children_seconds() -> float:
+    """Of processor time, of processes that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("quants", nargs="*", default=QUANTS, metavar="QUANT")
@@ -116,14 +123,16 @@ def main() -> int:
     parser.add_argument("--each", action="store_true", help="a line for each specialization")
     given = parser.parse_args()
     targets = parse_targets([given.target])
-    found, sms, seconds = kernels(given.model, given.quants, targets), architectures(targets), list[float]()
+    found, sms = kernels(given.model, given.quants, targets), architectures(targets)
+    seconds, before = list[float](), children_seconds()
     with tempfile.TemporaryDirectory() as cache:
         for _ in range(2):
             start = time.monotonic()
             made = compile_kernels([kernel.instance for kernel in found], sms, given.jobs, cache=Path(cache))
             seconds.append(time.monotonic() - start)
     print(table(found, made, each=given.each))
-    print(f"\n{len(found)} kernels for {len(sms)} architectures: {seconds[0]:.1f} s, {seconds[1]:.2f} s from the cache")
+    took = f"{seconds[0]:.1f} s ({children_seconds() - before:.1f} s of processors), {seconds[1]:.2f} s from the cache"
+    print(f"\n{len(found)} kernels for {len(sms)} architectures: {took}")
     sizes = {sm: sum(len(compiled.cubin) for compiled in made[sm].values()) for sm in sms}
     print("code: " + ", ".join(f"{sm} {size / 1e6:.2f} MB" for sm, size in sizes.items()))
     wrong = excesses(found, made)
