@@ -101,7 +101,7 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py
 	rm -f src/enginewright/_cpu*.so
 	@echo "Installing into .venv, and compiling; this takes some minutes."
 	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt setuptools pybind11
-	ENGINEWRIGHT_BUILD_JOBS=$(JOBS) $(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --no-build-isolation --editable '.[bench,build,cuda,cuda-build,dev]'
+	ENGINEWRIGHT_BUILD_JOBS=$(JOBS) $(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --no-build-isolation --editable '.[bench,build,cuda,cuda-build,cuda-triton,dev]'
 	touch $@
 
 $(BUILT): $(INSTALLED) $(CPP_FILES)

@@ -111,8 +111,9 @@ def _versions(wheels: Mapping[str, str]) -> dict[str, str]:
         given = found[wheel]
         if given is None or not given.startswith(start):
             why = f"{wheel} is not installed" if given is None else f"{wheel} is {given}, and should be {start}*"
+            extra = "cuda-triton" if wheel == "triton" else "cuda-build"
             raise UsageError(
-                "GPU kernels cannot be compiled", why, "Install it with: pip install 'enginewright[cuda-build]'"
+                "GPU kernels cannot be compiled", why, f"Install it with: pip install 'enginewright[{extra}]'"
             )
     return {wheel: str(given) for wheel, given in found.items()}
 
