@@ -157,7 +157,9 @@ def test_the_report_is_one_page_and_json(limits: str, checkpoint: Path, tmp_path
     errors, sizes, positions = (ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text))
     layers = told["quality"]["measured"]["layers"]
     assert len(errors.findall("circle")) == 12 and len(errors.findall("polyline")) == 4
-    assert len(sizes.findall("rect/title")) == len(layers)
+    of_layers = [layer["name"] for layer in layers if ".layers." in layer["name"]]
+    assert len(sizes.findall("rect/title")) == len(of_layers) < len(layers)
+    assert all(layer["name"] in text for layer in layers)
     assert len(positions.findall("rect")) == len(told["quality"]["measured"]["ranges"])
     assert ("refused" in text) == (limits != "quick")
     assert str(tmp_path) not in text + json.dumps(told)

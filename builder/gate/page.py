@@ -18,7 +18,9 @@ _STYLE = """
 body { background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 60rem;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } p { color: var(--dim); }
-table { border-collapse: collapse; } td, th { padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--rule); }
+div { overflow-x: auto; } svg { min-width: 34rem; }  /* narrower, they are moved sideways */
+table { border-collapse: collapse; white-space: nowrap; }
+td, th { padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--rule); }
 th { text-align: left; color: var(--dim); font-weight: 500; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 .bad { color: var(--bad); } .good { color: var(--good); }
@@ -60,14 +62,14 @@ def page(report: QualityReport, measured: Measured, about: About) -> str:
 
 def _checks(measured: Measured) -> Iterator[str]:
     yield from _table(
-        ("", "measure", "value", "limit", ""),
+        ("", "value", "limit", "", "measure"),
         (
             (
                 check.name,
-                check.what,
                 _number(check.value),
                 "none" if check.limit is None else f"{'≥' if check.least else '≤'} {check.limit:g}",
                 "" if check.limit is None else "passed" if check.passed else "failed",
+                check.what,
             )
             for check in measured.checks
         ),
@@ -78,22 +80,22 @@ def _by_layer(layers: Sequence[LayerError]) -> Iterator[str]:
     """Errors and sizes in the order of the model, a colour for each kind of layer."""
     errors: dict[str, list[tuple[float, float, str]]] = {}
     sizes: dict[int, dict[str, tuple[float, str]]] = {}
-    tables: list[dict[str, tuple[float, str]]] = []
+    tables: list[str] = []
     placed = [(match, layer) for layer in layers for match in [_OF_LAYER.fullmatch(layer.name)]]
     for match, layer in sorted(placed, key=lambda entry: (int(entry[0][1]), entry[1].name) if entry[0] else (-1, "")):
-        size = (layer.nbytes / 1e6, f"{layer.name}: {layer.nbytes / 1e6:.2f} MB as {layer.method}")
+        size = f"{layer.nbytes / 1e6:.2f} MB as {layer.method}"
         if match is None:
-            tables.append({"tables": size})
+            tables.append(f"{layer.name} {size}")
             continue
         number, kind = int(match[1]), match[2]
         told = f"{layer.name}: {_number(layer.error)}"
         errors.setdefault(kind, []).append((number, 100 * (layer.error or 0.0), told))
-        sizes.setdefault(number, {})[kind] = size
+        sizes.setdefault(number, {})[kind] = (layer.nbytes / 1e6, f"{layer.name}: {size}")
     yield "<h2>Error by layer</h2><p>Of each linear layer's output on the source's activations, relative to it.</p>"
     yield lines(errors, "layer", "error, %")
-    yield "<h2>Size by layer</h2><p>Weights with their scales, as the file holds them; embedding and head last.</p>"
-    labels = [*map(str, sizes), *("table" for _ in tables)]
-    yield bars([*sizes.values(), *tables], labels, "layer", "MB")
+    yield "<h2>Size by layer</h2><p>Weights with their scales, as the file holds them. "
+    yield f"Beside them: {escape(', '.join(tables))}.</p>"
+    yield bars([*sizes.values()], [*map(str, sizes)], "layer", "MB")
 
 
 def _texts(measured: Measured) -> Iterator[str]:
@@ -133,17 +135,20 @@ def _layers(layers: Sequence[LayerError]) -> Iterator[str]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield "<table>"
-    yield f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"
-    for row in rows:
-        yield f"<tr>{''.join(map(_cell, row))}</tr>"
-    yield "</table>"
+    body = list(rows)
+    yield "<div><table>"
+    yield f"<tr>{''.join(_cell('th', text, [row[at] for row in body]) for at, text in enumerate(head))}</tr>"
+    for row in body:
+        yield f"<tr>{''.join(_cell('td', text, [text]) for text in row)}</tr>"
+    yield "</table></div>"
 
 
-def _cell(text: str) -> str:
-    kind = {"failed": "bad", "lost": "bad", "passed": "good"}.get(text)
-    kind = kind or ("number" if text.replace(".", "").replace("e-", "").isdigit() else "")
-    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
+def _cell(tag: str, text: str, kind_of: Sequence[str]) -> str:
+    """kind_of: the texts that say how it looks: its own, or those below it."""
+    kind = {"failed": "bad", "lost": "bad", "passed": "good"}.get(text, "")
+    if kind_of and all(other.replace(".", "").replace("e-", "").isdigit() for other in kind_of):
+        kind = "number"
+    return f'<{tag} class="{kind}">{escape(text)}</{tag}>' if kind else f"<{tag}>{escape(text)}</{tag}>"
 
 
 def _number(value: float | None) -> str:

@@ -80,7 +80,7 @@ class _Axes:
         parts.append(f'<text class="middle" {turned}>{escape(self._y_label)}</text>')
         parts += self._legend(names)
         height = HEIGHT + (LEGEND_LINE if names else 0)
-        return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(parts)}</svg>'
+        return f'<div><svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(parts)}</svg></div>'
 
     def _legend(self, names: Sequence[str]) -> list[str]:
         parts, step = [], (WIDTH - LEFT - RIGHT) / max(len(names), 1)
