@@ -16,12 +16,13 @@ from protocol.models import KINDS, SMOLLM2, Model, model
 from enginewright.runtime.quality import QualityReport
 
 GATE = "kl=1000,top1=0,ppl=1000,layer=1000"
+STATIC = "int8-sq,activation-scheme=static"
 METHODS = (
     "bf16",
     "int8-wo",
     *(f"fp8{scales}" for scales in ("", ",fp8-scales=tensor", ",fp8-scales=block")),
     "mxfp4",
-    *(f"{name}{group}" for group in ("", ",group-size=0") for name in ("w8a8", "int8-sq")),
+    *(f"{name}{group}" for group in ("", ",group-size=0") for name in ("w8a8", "int8-sq", STATIC)),
     *(f"{name},group-size={group}" for group in (32, 64, 128) for name in ("int4-rtn", "int4-awq", "int4-gptq")),
     *(f"auto,bits={bits}" for bits in ("4.25", "4.6", "5", "6")),
 )

@@ -1,7 +1,7 @@
 """The residual takes what a part of the layer adds to it, and is normalized for the next part.
 
 x, delta: FLOAT [..., W]. weight: FLOAT [W]. sum = x + delta: FLOAT. normed = RMSNormalization(sum, weight): `to`,
-and scale: FLOAT [..., G] beside it if `to` is INT8, by `group` (quantize_rows.py).
+and scale: FLOAT [..., G] beside it if `to` is INT8, by `group` and `largest` (quantize_rows.py).
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.norm_cuda import norm_on_cuda
-from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, float_of, operand
+from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, float_of, operand, optional
 from enginewright.plugins.quantize_rows import TO_ATTRIBUTES, types_as, written_as
 from enginewright.plugins.writer import Writer
 
@@ -26,7 +26,7 @@ KERNEL = KernelBinding(
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     total = write.op("Add", operand(node, 0), operand(node, 1))
     normed = write.op("RMSNormalization", total, operand(node, 2), axis=-1, epsilon=float_of(node, "epsilon"))
-    return [total, *written_as(write, node, normed)]
+    return [total, *written_as(write, node, normed, optional(node, 3))]
 
 
 def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
@@ -35,7 +35,7 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
 
 ADD_RMS_NORM = Plugin(
     name="AddRmsNorm",
-    inputs=("x", "delta", "weight"),
+    inputs=("x", "delta", "weight", "largest?"),
     outputs=("sum", "normed", "scale?"),
     attributes={"epsilon": float, **TO_ATTRIBUTES},
     reference=_reference,

@@ -1,9 +1,11 @@
 """Rows as INT8 with a scale for each run of columns: symmetric, codes in [-127, 127], rounded half to even.
 
-x: FLOAT or BFLOAT16 [..., K]. q: INT8 [..., K]. scale: FLOAT [..., G]: one for each run of `group` columns (a multiple
-of 32), the last one perhaps shorter; with group 0 the whole row is one. With largest = max|x| of a run, scale is
-largest / 127 and q is x · (127 / largest), in fp32. A largest below TINY counts as 0: scale 0, codes 0. A NaN or an
-infinity makes the run's scale NaN; its codes mean nothing then. Rows of a KV pool may be FLOAT8E4M3FN in the same way.
+x: FLOAT or BFLOAT16 [..., K]. largest: FLOAT [G], an initializer, or absent. q: INT8 [..., K]. scale: FLOAT [..., G]:
+one for each run of `group` columns (a multiple of 32), the last one perhaps shorter; with group 0 the whole row is one.
+With largest = max|x| of a run (dynamic), or the number that is given for that run of all rows (static; codes beyond it
+are clipped), scale is largest / 127 and q is x · (127 / largest), in fp32. A largest below TINY counts as 0: scale 0,
+codes 0. A NaN or an infinity makes the run's scale NaN; its codes mean nothing then. Rows of a KV pool may be
+FLOAT8E4M3FN in the same way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +13,17 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from enginewright.plugins.kernel import KernelBinding
-from enginewright.plugins.plugin import Dims, Plugin, TypeAndDims, dims_of, dtype_attribute, int_of, operand, width_of
+from enginewright.plugins.plugin import (
+    Dims,
+    Plugin,
+    TypeAndDims,
+    dims_of,
+    dtype_attribute,
+    int_of,
+    operand,
+    optional,
+    width_of,
+)
 from enginewright.plugins.rows_cuda import quantize_rows_on_cuda
 from enginewright.plugins.writer import Writer
 
@@ -25,9 +37,14 @@ def groups_of(width: int, group: int) -> int:
 
 
 def quantized(
-    write: Writer, x: ir.Value, dims: Dims, group: int, dtype: ir.DataType = ir.DataType.INT8
+    write: Writer,
+    x: ir.Value,
+    dims: Dims,
+    group: int,
+    dtype: ir.DataType = ir.DataType.INT8,
+    given: ir.Value | None = None,
 ) -> list[ir.Value]:
-    """q and scale of a FLOAT value of these dimensions."""
+    """q and scale of a FLOAT value of these dimensions. given: the largest of each run, or of what x has."""
     width, most = dims[-1], LARGEST_CODE[dtype]
     assert isinstance(width, int)
     groups, outer = groups_of(width, group), [0] * (len(dims) - 1)  # in a Reshape, 0 is the dimension as it is
@@ -35,6 +52,9 @@ def quantized(
         x = write.op("Pad", x, [0, groups * group - width], None, [-1])
         x = write.op("Reshape", x, [*outer, groups, group])
     largest = write.op("ReduceMax", write.op("Abs", x), [-1], keepdims=1)
+    if given is not None:
+        each = write.op("Unsqueeze", given, [-1]) if groups > 1 else given
+        largest = write.op("Expand", each, write.op("Shape", largest))
     tiny = write.op("Less", largest, TINY[dtype])
     factor = write.op("Where", tiny, 0.0, write.op("Div", most, largest))
     q = write.op("Clip", write.op("Mul", x, factor), -most, most)
@@ -62,15 +82,15 @@ def quantized_types(dims: Dims, group: int) -> list[TypeAndDims]:
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
-    x = operand(node, 0)
-    return quantized(write, write.cast(x, ir.DataType.FLOAT), dims_of(x), int_of(node, "group"))
+    x, group = operand(node, 0), int_of(node, "group")
+    return quantized(write, write.cast(x, ir.DataType.FLOAT), dims_of(x), group, given=optional(node, 1))
 
 
-KERNEL = KernelBinding("quantize_rows@1", ("x",), ("q", "scale"), ("group",))
+KERNEL = KernelBinding("quantize_rows@1", ("x", "largest"), ("q", "scale"), ("group",))
 
 QUANTIZE_ROWS = Plugin(
     name="QuantizeRows",
-    inputs=("x",),
+    inputs=("x", "largest?"),
     outputs=("q", "scale"),
     attributes={"group": int},
     reference=_reference,
@@ -79,15 +99,16 @@ QUANTIZE_ROWS = Plugin(
     by_rows=True,
 )
 
-# What ops whose result may be INT8 have: the dtype, and the columns that share a scale if it is INT8.
+# What ops whose result may be INT8 have: the dtype, and the columns that share a scale if it is INT8. Their last input
+# is `largest`, which is absent where the result is not INT8, or scaled as it comes.
 TO_ATTRIBUTES = {"to": int, "group": int}
 
 
-def written_as(write: Writer, node: ir.Node, value: ir.Value) -> list[ir.Value]:
+def written_as(write: Writer, node: ir.Node, value: ir.Value, largest: ir.Value | None) -> list[ir.Value]:
     """The last outputs of such an op: the FLOAT value as `to`, with the dimensions of input 0, and its scale."""
     to = dtype_attribute(node)
     if to == ir.DataType.INT8:
-        return quantized(write, value, dims_of(operand(node, 0)), int_of(node, "group"))
+        return quantized(write, value, dims_of(operand(node, 0)), int_of(node, "group"), given=largest)
     return [write.round_to(value, to)]
 
 

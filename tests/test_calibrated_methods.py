@@ -29,6 +29,8 @@ TEXTS = [random_tokens(length, seed).tolist() for seed, length in enumerate((40,
 CALIBRATED: list[QuantConfig] = [
     Int8Sq(),
     Int8Sq(0),
+    Int8Sq(activation_scheme="static"),
+    Int8Sq(0, "static"),
     Int4Awq(),
     Int4Awq(64, True),
     Int4Gptq(),
@@ -182,7 +184,33 @@ def test_an_engine_of_a_calibrated_method_is_its_formats() -> None:
         assert not results["fuse_swiglu"].refusals
 
 
+def test_static_scales_are_of_what_was_seen() -> None:
+    """In the engine's graph: a number for each run of a layer's input, none for the head's."""
+    quant = Int8Sq(32, "static")
+    streamed: dict[str, torch.Tensor] = {}
+
+    def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+        streamed[str(linear.weight.name)] = torch.nn.functional.pad(torch.cat(list(inputs)).abs(), (0, 96)).amax(0)
+
+    smoothed = fused_graph("llama")
+    run_passes(smoothed, quant.prepare(Calibration(TEXTS))[:1])
+    stream(smoothed, TEXTS, visit)
+    model, _ = run_pipeline(dense_graph("llama"), quant, calibration=Calibration(TEXTS))
+    given = {}
+    for gemm in nodes_of(model, "GemmW8A8", domain="enginewright"):
+        rounding = gemm.inputs[0].producer()  # type: ignore[union-attr]
+        last = rounding.inputs[-1]  # type: ignore[union-attr]
+        given[str(gemm.inputs[1].name)] = last if str(last.name).endswith(".largest") else None  # type: ignore[union-attr]
+    assert len(given) == 13 and [name for name, value in given.items() if value is None] == ["lm_head.weight"]
+    for name, seen in streamed.items():
+        largest = read(given[name])  # type: ignore[arg-type]
+        expected = seen[: 32 * len(largest)].view(-1, 32).amax(1)
+        torch.testing.assert_close(largest, expected, rtol=2**-8, atol=0)
+
+
 def test_settings() -> None:
+    with pytest.raises(UsageError, match="--activation-scheme both is not known: there are dynamic, static"):
+        quant_config("int8-sq", activation_scheme="both")
     assert quant_config("int4-gptq", group_size=64, damping=5) == Int4Gptq(64, damping=5)
     with pytest.raises(UsageError, match="--damping 0 is not possible"):
         Int4Gptq(damping=0)

@@ -24,13 +24,15 @@ def rows_of(columns: int) -> torch.Tensor:
     return x
 
 
-def quantized(x: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the definition, in fp32 throughout."""
+def quantized(x: torch.Tensor, group: int = 0, given: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the definition, in fp32 throughout. given: the largest of each run, or that of its numbers."""
     runs = runs_of(x.float(), group)
     largest = runs.abs().amax(dim=2, keepdim=True)
+    if given is not None:
+        largest = given[:, None].expand_as(largest)
     tiny = largest < 2.0**-120
     factor = torch.where(tiny, 0.0, torch.full_like(largest, 127) / largest)  # 127 / largest would round twice
-    codes = (runs * factor).round().flatten(1)[:, : x.shape[1]]
+    codes = (runs * factor).round().clamp(-127, 127).flatten(1)[:, : x.shape[1]]
     return codes, torch.where(tiny, 0.0, largest / 127).squeeze(2)
 
 
@@ -112,6 +114,44 @@ def test_columns_are_quantized_in_their_new_order(isa: str, columns: int, group:
     assert not runner.read_pad(q).any()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("group", [0, 32])
+def test_scales_that_are_given(isa: str, columns: int, group: int) -> None:
+    """Codes are clipped; a row with a NaN has no scale all the same."""
+    x = rows_of(columns).clamp(-9, 9)
+    given = torch.rand(runs_of(x, group).shape[1], generator=torch.Generator().manual_seed(columns)) * 3 + 0.1
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(1))
+    for kernel, operands, expected, attributes in (
+        ("quantize_rows@1", {}, x, {}),
+        ("gather_columns@1", {"columns": weight(order.int())}, x[:, order], {}),
+        ("rms_norm@1", {"weight": weight(torch.ones(columns))}, None, {"epsilon": 1e-5}),
+    ):
+        runner = KernelRunner(isa, 2, tokens=ROWS)
+        q, scale = outputs(runner, columns, group)
+        operands |= {"x": runner.filled(x), "q" if kernel == "quantize_rows@1" else "out": q, "scale": scale}
+        runner.call(kernel, {**operands, "largest": weight(given)}, {"group": group, **attributes})
+        if expected is None:
+            expected = normed_rows(isa, x)
+        codes, scales = quantized(expected, group, given)
+        assert torch.equal(runner.read(q), codes) and torch.equal(runner.read(scale), scales)
+    x[2, 0] = torch.nan
+    runner = KernelRunner(isa, tokens=ROWS)
+    q, scale = outputs(runner, columns, group)
+    operands = {"x": runner.filled(x), "largest": weight(given), "q": q, "scale": scale}
+    runner.call("quantize_rows@1", operands, {"group": group})
+    assert runner.read(scale).isnan().nonzero().tolist() == [[2, 0]]
+
+
+def normed_rows(isa: str, x: torch.Tensor) -> torch.Tensor:
+    """As the same kernel gives them without quantizing."""
+    runner = KernelRunner(isa, tokens=ROWS)
+    out = runner.buffer(*x.shape, "f32")
+    operands: Operands = {"x": runner.filled(x), "weight": weight(torch.ones(x.shape[1])), "out": out}
+    runner.call("rms_norm@1", operands, {"epsilon": 1e-5, "group": 0})
+    return runner.read(out)
+
+
 @pytest.mark.parametrize(
     ("message", "change"),
     [
@@ -146,6 +186,7 @@ def test_malformed_operands_of_a_norm_are_refused(
         ("'q' must have 32 columns, not 31", {"q": (31, "i8")}),
         ("'x' must be f32, not i8", {"x": torch.zeros(1, 32, dtype=torch.int8)}),
         ("no operand 'bias'", {"bias": (32, "f32")}),
+        ("'largest' must be a weight", {"largest": (1, "f32")}),
         ("multiple of 32", {"group": 16}),
         ("'scale' must have 2 columns, not 1", {"group": 32, "x": torch.zeros(1, 33), "q": (33, "i8")}),
     ],

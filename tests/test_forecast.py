@@ -36,7 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 EXACT = [method() for method in METHODS if method is not Auto]  # that has its sizes foreseen, and no more
-CASES = [("llama", quant) for quant in EXACT] + [(family, Int4Rtn()) for family in FAMILIES if family != "llama"]
+CASES = [("llama", quant) for quant in (*EXACT, Int8Sq(activation_scheme="static"))] + [
+    (family, Int4Rtn()) for family in FAMILIES if family != "llama"
+]
 
 
 @pytest.mark.parametrize(("family", "quant"), CASES, ids=lambda case: getattr(case, "name", case))

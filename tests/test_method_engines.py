@@ -11,7 +11,7 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
-from enginewright.passes.quant import METHODS, Bf16, Fp8, Int4Rtn, Mxfp4, QuantConfig, quant_config
+from enginewright.passes.quant import METHODS, Bf16, Fp8, Int4Rtn, Int8Sq, Mxfp4, QuantConfig, quant_config
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
@@ -63,6 +63,15 @@ def test_an_engine_computes_its_graph(
     tokens = random_tokens(53, seed=1).tolist()
     error = difference(checkpoint_of(family), method(), tokens, tmp_path, monkeypatch)
     assert error < bound(method)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("group", [0, 32])
+def test_so_it_does_with_static_scales(
+    group: int, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quant, tokens = Int8Sq(group, "static"), random_tokens(53, seed=1).tolist()
+    assert difference(checkpoint_of(family), quant, tokens, tmp_path, monkeypatch) < bound(Int8Sq)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])

@@ -12,7 +12,7 @@ import pytest
 from enginewright.plugins import PLUGINS
 from tests import tolerances
 from tests.onnx_run import Array, run
-from tests.test_plugins import CASES, INDICES, SIZES, Case, _name, feed, model_of
+from tests.plugin_cases import CASES, INDICES, SIZES, Case, feed, model_of, name_of
 
 Doubles = npt.NDArray[np.float64]
 Inputs = Mapping[str, Doubles]
@@ -148,24 +148,26 @@ def rope_table(x: Inputs, a: Attributes) -> list[Doubles]:
     return [np.cos(angles) * a["scale"], np.sin(angles) * a["scale"]]
 
 
-def quantized(x: Doubles, group: float) -> list[Doubles]:
+def quantized(x: Doubles, group: float, given: Doubles | None = None) -> list[Doubles]:
     width = x.shape[-1]
     starts = np.arange(0, width, int(group) or width)
     largest = np.maximum.reduceat(np.abs(x), starts, axis=-1)
-    return [np.round(x * 127 / by_runs(largest, group, width)), largest / 127]
+    if given is not None:
+        largest = np.broadcast_to(given, largest.shape)
+    return [np.round(x * 127 / by_runs(largest, group, width)).clip(-127, 127), largest / 127]
 
 
-def normed(x: Doubles, weight: Doubles, a: Attributes) -> list[Doubles]:
-    return written_to(rms_norm(x, weight, a["epsilon"]), a)
+def normed(x: Doubles, weight: Doubles, a: Attributes, given: Doubles | None) -> list[Doubles]:
+    return written_to(rms_norm(x, weight, a["epsilon"]), a, given)
 
 
-def written_to(result: Doubles, a: Attributes) -> list[Doubles]:
-    return quantized(result, a["group"]) if a["to"] == ir.DataType.INT8 else [result]
+def written_to(result: Doubles, a: Attributes, given: Doubles | None) -> list[Doubles]:
+    return quantized(result, a["group"], given) if a["to"] == ir.DataType.INT8 else [result]
 
 
 def add_rms_norm(x: Inputs, a: Attributes) -> list[Doubles]:
     total = x["x"] + x["delta"]
-    return [total, *normed(total, x["weight"], a)]
+    return [total, *normed(total, x["weight"], a, x.get("largest"))]
 
 
 EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] = {
@@ -173,7 +175,7 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "CausalWindow": causal_window,
     "EmbedBf16": lambda x, a: x["table"][x["tokens"].astype(int)] * a["scale"],
     "EmbedW8": lambda x, a: (x["table"] * x["table_scale"][:, None])[x["tokens"].astype(int)] * a["scale"],
-    "GatherColumns": lambda x, a: written_to(x["x"][..., x["columns"].astype(int)], a),
+    "GatherColumns": lambda x, a: written_to(x["x"][..., x["columns"].astype(int)], a, x.get("largest")),
     "GemmBf16": gemm,
     "GemmFp8A16": gemm,
     "GemmW8A16": gemm,
@@ -184,8 +186,8 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "GemmW8A8": integer_gemm,
     "KvWrite": lambda x, a: [written(x[f"{kind}_pool"], x[kind[0]], x["slots"], a) for kind in ("key", "value")],
     "PagedAttention": paged_attention,
-    "QuantizeRows": lambda x, a: quantized(x["x"], a["group"]),
-    "RmsNorm": lambda x, a: normed(x["x"], x["weight"], a),
+    "QuantizeRows": lambda x, a: quantized(x["x"], a["group"], x.get("largest")),
+    "RmsNorm": lambda x, a: normed(x["x"], x["weight"], a, x.get("largest")),
     "Rope": lambda x, a: rotate(x["x"], x["cos"], x["sin"], int(a["heads"])),
     "RopeKvWrite": rope_kv_write,
     "RopeTable": rope_table,
@@ -197,7 +199,7 @@ def test_every_reference_has_its_numpy() -> None:
     assert set(EXPECTED) == set(PLUGINS)
 
 
-@pytest.mark.parametrize("case", CASES, ids=_name)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_references_are_numpys(case: Case) -> None:
     feeds = {name: feed(name, operand, SIZES, INDICES) for name, operand in case.operands.items()}
     doubles = {name: array.astype(np.float64) for name, array in feeds.items()}

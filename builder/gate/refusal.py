@@ -61,6 +61,8 @@ def _tries(quant: QuantConfig, kv_cache_dtype: str) -> Iterator[str]:
         yield f"--group-size {SMALLEST_GROUP}"
     if settings.get("zero_points") is False:
         yield "--zero-points"
+    if settings.get("activation_scheme") == "static":
+        yield "--activation-scheme dynamic"
     if settings.get("fp8_scales") == "tensor":
         yield "--fp8-scales block"
     if "bits" in settings:

@@ -20,7 +20,7 @@ class GatherColumns final : public Kernel {
       : x_(matrix(operands, "x", DType::f32)),
         columns_(matrix(operands, "columns", DType::i32)),
         out_(operands, attributes, "out", x_, x_.columns) {
-    require_known(operands, attributes, {"x", "columns", "out", "scale"}, {"group"});
+    require_known(operands, attributes, {"x", "columns", "largest", "out", "scale"}, {"group"});
     require(columns_.kind == Operand::Kind::weight && columns_.max_rows == 1,
             "'columns' must be a weight of one row");
     require_columns(columns_, x_.columns);

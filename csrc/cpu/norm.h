@@ -5,8 +5,8 @@
 //   add_rms_norm@1  sum = x + delta; normed = rms_norm(sum), over whole rows. sum may be x or delta.
 //
 // x, delta, sum: f32 [rows, columns]; weight: f32 [W]; out, normed: f32 or bf16, or i8 as quantize.h has it,
-// with scale: f32 [rows, runs] beside it and W the whole row. Squares are summed in four accumulators of 16
-// lanes by column, then in one tree: the same bits for every row, wherever it stands.
+// with scale: f32 [rows, runs] beside it (and largest) and W the whole row. Squares are summed in four
+// accumulators of 16 lanes by column, then in one tree: the same bits for every row, wherever it stands.
 #pragma once
 
 #include "operands.h"
@@ -64,7 +64,7 @@ class RmsNorm final : public Kernel {
         weight_(vector_weight(operands, "weight", operand(operands, "weight").columns)),
         out_(operands, attributes, "out", x_, weight_.columns),
         epsilon_(checked_epsilon(attributes)) {
-    require_known(operands, attributes, {"x", "weight", "out", "scale"}, {"epsilon", "group"});
+    require_known(operands, attributes, {"x", "weight", "largest", "out", "scale"}, {"epsilon", "group"});
     require(x_.columns % weight_.columns == 0, "the width of 'weight' does not divide the columns of 'x'");
   }
 
@@ -101,7 +101,7 @@ class AddRmsNorm final : public Kernel {
         sum_(matrix(operands, "sum", DType::f32)),
         normed_(operands, attributes, "normed", x_, weight_.columns),
         epsilon_(checked_epsilon(attributes)) {
-    require_known(operands, attributes, {"x", "delta", "weight", "sum", "normed", "scale"},
+    require_known(operands, attributes, {"x", "delta", "weight", "largest", "sum", "normed", "scale"},
                   {"epsilon", "group"});
     for (const Operand* other : {&delta_, &sum_}) {
       require_same_rows(x_, *other);

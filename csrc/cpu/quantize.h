@@ -1,11 +1,12 @@
 // Rows as int8 with a scale for each run of columns: symmetric, codes in [-127, 127]. KV may be e4m3 instead.
 //
-//   quantize_rows@1  scale = largest / 127, q = round(x * (127 / largest)), where largest = max |x| of a run
+//   quantize_rows@1  scale = largest / 127, q = round(x * (127 / largest)), where largest = max |x| of a run,
+//                    or the same number for that run of all rows, beyond which codes are clipped
 //
-// x: f32 or bf16 [rows, K]; q: i8 [rows, K]; scale: f32 [rows, runs]. All in fp32, ties to even: the same
-// bits on every instruction set. A largest below 2^-120 counts as 0, since 127 / largest must be finite:
-// scale 0, codes 0. A NaN or an infinity makes the run's scale NaN, so that it is never lost; the codes mean
-// nothing then. Of e4m3 (bf16_tables.h) it is 448 for 127, and below 2^-118.
+// x: f32 or bf16 [rows, K]; largest?: f32 [runs]; q: i8 [rows, K]; scale: f32 [rows, runs]. All in fp32, ties
+// to even: the same bits on every instruction set. A largest below 2^-120 counts as 0, since 127 / largest
+// must be finite: scale 0, codes 0. A NaN or an infinity makes the run's scale NaN, so that it is never lost;
+// the codes mean nothing then. Of e4m3 (bf16_tables.h) it is 448 for 127, and below 2^-118.
 #pragma once
 
 #include <optional>
@@ -36,9 +37,10 @@ struct E4m3Rounding {
 };
 
 // Codes of the columns [begin, end) of a row, and their scale. Row is what x is read from: at(column) gives
-// 16 columns, first(column, n) n of them and zeros behind.
+// 16 columns, first(column, n) n of them and zeros behind. given: the largest, or null.
 template <class S, class Rounding = I8Rounding, class Row, class Code>
-ENGINEWRIGHT_INLINE float quantize_run(const Row& x, int64_t begin, int64_t end, Code* codes) {
+ENGINEWRIGHT_INLINE float quantize_run(const Row& x, int64_t begin, int64_t end, Code* codes,
+                                       const float* given = nullptr) {
   using F = typename S::F;
   F most[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
   F lost[4] = {S::zero(), S::zero(), S::zero(), S::zero()};  // NaN where x is not finite
@@ -55,11 +57,12 @@ ENGINEWRIGHT_INLINE float quantize_run(const Row& x, int64_t begin, int64_t end,
     most[0] = S::max(most[0], S::abs(v));
     lost[0] = S::fma(v, S::zero(), lost[0]);
   }
-  const float largest = S::reduce_max(S::max(S::max(most[0], most[1]), S::max(most[2], most[3])));
+  const float largest =
+      given != nullptr ? *given : S::reduce_max(S::max(S::max(most[0], most[1]), S::max(most[2], most[3])));
   const float nan_or_zero = S::reduce_add(S::add(S::add(lost[0], lost[1]), S::add(lost[2], lost[3])));
   const bool zero = largest < Rounding::tiny;
   const F factor = S::set1(zero ? 0.0f : Rounding::largest / largest);
-  const auto code = [&](F v) {  // held to the range, for rows that are not finite
+  const auto code = [&](F v) {
     return S::min(S::max(S::mul(v, factor), S::set1(-Rounding::largest)), S::set1(Rounding::largest));
   };
   for (i = begin; i + 16 <= end; i += 16) Rounding::template store<S>(codes + i, code(x.at(i)), 16);
@@ -78,19 +81,27 @@ inline int64_t run_of(const Attributes& attributes, int64_t columns) {
 // Where quantized rows go: checked, and written a row at a time.
 class QuantizedRows {
  public:
-  QuantizedRows(const Operand& codes, const Operand& scale, const Attributes& attributes)
-      : codes_(codes), scale_(scale), run_(run_of(attributes, codes.columns)) {
-    require_same_rows(codes, scale);
-    require_columns(scale, (codes.columns + run_ - 1) / run_);
+  QuantizedRows(const Operands& operands, const Attributes& attributes, const std::string& name)
+      : codes_(matrix(operands, name, DType::i8)),
+        scale_(matrix(operands, "scale", DType::f32)),
+        run_(run_of(attributes, codes_.columns)) {
+    const int64_t runs = (codes_.columns + run_ - 1) / run_;
+    require_same_rows(codes_, scale_);
+    require_columns(scale_, runs);
+    if (operands.count("largest") != 0) {
+      largest_ = vector_weight(operands, "largest", runs).as<const float>();
+    }
   }
 
   template <class S, class Row>
   ENGINEWRIGHT_INLINE void put(int64_t row, const Row& x) const {
     int8_t* codes = codes_.as<int8_t>() + row * codes_.stride;
     float* scale = scale_.as<float>() + row * scale_.stride;
+    const float* largest = largest_;
     for (int64_t begin = 0; begin < codes_.columns; begin += run_) {
       const int64_t end = codes_.columns - begin < run_ ? codes_.columns : begin + run_;
-      *scale++ = quantize_run<S>(x, begin, end, codes);
+      *scale++ = quantize_run<S>(x, begin, end, codes, largest);
+      if (largest != nullptr) ++largest;
     }
     std::memset(codes + codes_.columns, 0, static_cast<size_t>(codes_.pad));
   }
@@ -98,6 +109,7 @@ class QuantizedRows {
  private:
   const Operand codes_, scale_;
   const int64_t run_;
+  const float* largest_ = nullptr;  // of runs; null: of each as it comes
 };
 
 // What a kernel writes row by row: floats, or i8 with the operand 'scale' beside it.
@@ -110,11 +122,12 @@ class RowsOut {
       : out_(operand(operands, name)), columns_(x.columns), width_(width) {
     if (out_.dtype == DType::i8) {
       require(width_ == columns_, "a row is quantized as a whole, so 'weight' must be as wide as 'x'");
-      quantized_.emplace(matrix(operands, name, DType::i8), matrix(operands, "scale", DType::f32),
-                         attributes);
+      quantized_.emplace(operands, attributes, name);
     } else {
       float_matrix(operands, name);
-      require(operands.count("scale") == 0, "'scale' belongs to an output of i8");
+      for (const char* other : {"scale", "largest"}) {
+        require(operands.count(other) == 0, std::string("'") + other + "' belongs to an output of i8");
+      }
     }
     require_same_rows(x, out_);
     require_columns(out_, columns_);
@@ -145,8 +158,8 @@ class QuantizeRows final : public Kernel {
   QuantizeRows(const Operands& operands, const Attributes& attributes)
       : x_(float_matrix(operands, "x")),
         q_(matrix(operands, "q", DType::i8)),
-        out_(q_, matrix(operands, "scale", DType::f32), attributes) {
-    require_known(operands, attributes, {"x", "q", "scale"}, {"group"});
+        out_(operands, attributes, "q") {
+    require_known(operands, attributes, {"x", "largest", "q", "scale"}, {"group"});
     require_same_rows(x_, q_);
     require_columns(q_, x_.columns);
   }

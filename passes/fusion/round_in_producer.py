@@ -35,7 +35,7 @@ def _rounds_to(node: ir.Node) -> ir.DataType | None:
 
 
 def _round(node: ir.Node) -> str | None:
-    (value,) = node.inputs
+    value = node.inputs[0]
     assert value is not None
     to, producer = _rounds_to(node), value.producer()
     assert to is not None
@@ -46,10 +46,11 @@ def _round(node: ir.Node) -> str | None:
         return f"{value.name} is used unrounded, too."
     if not _can_round(value, producer, to):
         return f"{producer.name} ({producer.op_type}) cannot {'quantize' if to == ir.DataType.INT8 else 'round'}."
-    group = {user.attributes.get_int("group", 0) for user in users}
-    if len(group) > 1:
+    ways = {(user.attributes.get_int("group", 0), tuple(user.inputs[1:])) for user in users}
+    if len(ways) > 1:
         return f"{value.name} is quantized in several ways."
-    rounding = _rounding(producer, int(to), *group)
+    ((group, largest),) = ways
+    rounding = _rounding(producer, int(to), group, largest)
     rounding.name = producer.name
     last = len(producer.outputs) - 1  # `to` is of this one; a scale follows if it is INT8
     rounded = rounding.outputs[last:]
@@ -80,14 +81,14 @@ def _can_round(value: ir.Value, producer: ir.Node, to: ir.DataType) -> bool:
     return "to" in plugin.attributes and (to != ir.DataType.INT8 or plugin.outputs[-1] == "scale?")
 
 
-def _rounding(producer: ir.Node, to: int, group: int) -> ir.Node:
+def _rounding(producer: ir.Node, to: int, group: int, largest: Sequence[ir.Value | None]) -> ir.Node:
     """The node that does what `producer` does, and rounds."""
     plugin = plugin_of(producer)
     if plugin is None:
         epsilon = producer.attributes.get_float("epsilon", 1e-5)
-        return RMS_NORM.node(producer.inputs, epsilon=epsilon, to=to, group=group)
+        return RMS_NORM.node([*producer.inputs, *largest], epsilon=epsilon, to=to, group=group)
     attributes = {name: attribute.value for name, attribute in producer.attributes.items()}
     changed = {"to": to}
     if to == ir.DataType.INT8:  # otherwise a group is of what the node reads
         changed["group"] = group
-    return plugin.node(producer.inputs, **{**attributes, **changed})
+    return plugin.node([*producer.inputs, *largest], **{**attributes, **changed})

@@ -4,16 +4,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
+from enginewright.errors import UsageError
 from enginewright.passes.pass_manager import Pass
 from enginewright.passes.quant.method import Calibration
 from enginewright.passes.quant.smooth import Smooth
+from enginewright.passes.quant.static_scales import FixScales, largest_seen
 from enginewright.passes.quant.w8a8 import W8A8
+
+SCHEMES = ("dynamic", "static")
 
 
 @dataclass(frozen=True)
 class Int8Sq(W8A8):
+    """activation_scheme: whether scales of activations are those of each token, or fixed for all by calibration."""
+
     name: ClassVar[str] = "int8-sq"
     calibrated: ClassVar[bool] = True
+    activation_scheme: str = "dynamic"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.activation_scheme not in SCHEMES:
+            raise UsageError(
+                f"--activation-scheme {self.activation_scheme} is not known", f"there are {', '.join(SCHEMES)}"
+            )
+
+    @property
+    def _static(self) -> bool:
+        return self.activation_scheme == "static"
 
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
-        return [Smooth(self, calibration, lambda x: x.amax(0), with_weights=True)]
+        smooth = Smooth(self, calibration, lambda x: x.amax(0), with_weights=True)
+        return [smooth, FixScales(self.group_size, calibration)] if self._static else [smooth]
+
+    def foresee(self) -> Sequence[Pass]:
+        return [FixScales(self.group_size, None)] if self._static else []
+
+    def largest_of(self, runs: torch.Tensor, family: str) -> torch.Tensor:
+        return largest_seen(runs) if self._static and family == "cpu" else super().largest_of(runs, family)

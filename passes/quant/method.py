@@ -90,6 +90,10 @@ class QuantConfig(ABC):
         """What a GEMM reads on a family of targets (`cpu`, `cuda`): the dtype, and the columns that share a scale."""
         return self.activations, self.activation_group
 
+    def activation_largest(self, family: str) -> tuple[float, ...]:
+        """Of each run of INT8 activations, the number that its scale is made of; () where that is each token's own."""
+        return ()
+
     @abstractmethod
     def outputs(self, name: str, rows: int, columns: int) -> Sequence[Output]:
         """What stands for a weight [rows, columns] of this name: its values first, then scales if there are any."""
@@ -111,10 +115,14 @@ class QuantConfig(ABC):
         dtype, group = self.precision(family)
         if dtype != ir.DataType.INT8:
             return x.to(torch.bfloat16).float()
-        runs = in_runs(x, group)
-        scale = runs.abs().amax(-1, keepdim=True) / LARGEST_CODE[ir.DataType.INT8]
-        rounded = (runs / torch.where(scale > 0, scale, 1.0)).round_().mul_(scale)
+        runs, most = in_runs(x, group), LARGEST_CODE[ir.DataType.INT8]
+        scale = self.largest_of(runs, family) / most
+        rounded = (runs / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-most, most).mul_(scale)
         return rounded.flatten(-2)[..., : x.shape[-1]]
+
+    def largest_of(self, runs: torch.Tensor, family: str) -> torch.Tensor:
+        """What scales of INT8 activations are made of: runs [..., G, group] → what can be divided by, of each run."""
+        return runs.abs().amax(-1, keepdim=True)
 
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
         """Passes over the dense, fused graph in front of Quantize that choose what this method has to."""

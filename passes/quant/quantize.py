@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
+import torch
 
 from enginewright.errors import UsageError
 from enginewright.passes.graph import head_of, linear_of, nodes_of, only_used_by, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import QuantConfig, stored
-from enginewright.passes.weights import read
+from enginewright.passes.weights import RowsTensor, read
 from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
 
 
@@ -59,7 +60,7 @@ class _Run:
         self.refusals: list[str] = []
         self._tables = table_methods(model, config)
         self._weights: dict[ir.Value, Sequence[ir.Value]] = {}
-        self._rounded: dict[tuple[ir.Value, ir.DataType, int], Sequence[ir.Value]] = {}
+        self._rounded: dict[tuple[object, ...], Sequence[ir.Value]] = {}
 
     def linear(self, matmul: ir.Node) -> None:
         product = matmul.outputs[0]
@@ -69,7 +70,7 @@ class _Run:
             self.refusals.append(f"{matmul.name} does not multiply with a weight.")
             return
         method = self._method(found.weight)
-        x, rounding = self._round(found.x, *method.precision(self.family))
+        x, rounding = self._round(found.x, method)
         gemm = method.gemm(x, self._quantized(found.weight), found.bias)
         gemm.name = found.output.name
         transpose, *own = found.nodes
@@ -118,12 +119,14 @@ class _Run:
         already = stored(weight)
         return already.stored_as if already else self._tables.get(weight, self.config)
 
-    def _round(self, x: ir.Value, to: ir.DataType, group: int) -> tuple[Sequence[ir.Value], list[ir.Node]]:
+    def _round(self, x: ir.Value, method: QuantConfig) -> tuple[Sequence[ir.Value], list[ir.Node]]:
         """x in the precision of activations; layers with one input share it."""
-        if (x, to, group) in self._rounded:
-            return self._rounded[x, to, group], []
+        (to, group), largest = method.precision(self.family), method.activation_largest(self.family)
+        if (x, to, group, largest) in self._rounded:
+            return self._rounded[x, to, group, largest], []
         if to == ir.DataType.INT8:
-            node = QUANTIZE_ROWS.node([x], group=group)
+            given = [self._vector(f"{x.name}.largest", largest)] if largest else []
+            node = QUANTIZE_ROWS.node([x, *given], group=group)
             node.name = f"{x.name}.quantized"
             for output, name in zip(node.outputs, (node.name, f"{node.name}.scale"), strict=True):
                 output.name = name
@@ -131,5 +134,12 @@ class _Run:
             assert x.shape is not None
             rounded = typed(f"{x.name}.rounded", to, x.shape.dims)
             node = standard("Cast", [x], [rounded], str(rounded.name), to=int(to))
-        self._rounded[x, to, group] = node.outputs
+        self._rounded[x, to, group, largest] = node.outputs
         return node.outputs, [node]
+
+    def _vector(self, name: str, numbers: Sequence[float]) -> ir.Value:
+        values = torch.tensor(numbers)
+        vector = RowsTensor(name, torch.float32, tuple(values.shape), lambda: lambda begin, end: values[begin:end])
+        value = vector.initializer()
+        self.model.graph.register_initializer(value)
+        return value

@@ -154,6 +154,11 @@ QUANT_OPTIONS = _with_options(
         type=click.Choice(("tensor", "channel", "block")),
         help="fp8: what has a scale: a weight, a row of it, or 128×128 of it.  [channel]",
     ),
+    click.option(
+        "--activation-scheme",
+        type=click.Choice(("dynamic", "static")),
+        help="int8-sq: scales of activations by token, or fixed by calibration.  [dynamic]",
+    ),
     click.option("--bits", help="auto: bits a weight on average, such as 4.6.  [5]"),
     click.option("--act-order/--no-act-order", default=None, help="int4-gptq: columns that matter most first.  [yes]"),
     click.option("--damping", type=Count(), help="int4-gptq: of the Hessian, in hundredths of its mean.  [1]"),
