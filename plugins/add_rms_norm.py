@@ -16,7 +16,7 @@ from enginewright.plugins.writer import Writer
 
 KERNEL = KernelBinding(
     "add_rms_norm@1",
-    ("x", "delta", "weight"),
+    ("x", "delta", "weight", "largest"),
     ("sum", "normed", "scale"),
     ("epsilon", "group"),
     in_place={"sum": 0},

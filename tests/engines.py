@@ -10,6 +10,7 @@ from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.manifest import About
+from enginewright.passes.quant import QuantConfig
 
 
 @cache
@@ -20,10 +21,11 @@ def _folder() -> Path:
 
 
 @cache
-def built(checkpoint: Path, quant: str, kv_cache_dtype: str = "bf16") -> Path:
+def built(checkpoint: Path, quant: str | QuantConfig, kv_cache_dtype: str = "bf16") -> Path:
     """The engine of a checkpoint, for the CPU; the gate would take longer than the build."""
-    output = _folder() / f"{len(list(_folder().iterdir()))}-{quant}.engine"
-    config = BuildConfig(quant=quant_config(quant), kv_cache_dtype=kv_cache_dtype, gate=None)
+    method = quant_config(quant) if isinstance(quant, str) else quant
+    output = _folder() / f"{len(list(_folder().iterdir()))}-{method.name}.engine"
+    config = BuildConfig(quant=method, kv_cache_dtype=kv_cache_dtype, gate=None)
     build_engine(open_checkpoint(str(checkpoint)), config, output)
     return output
 

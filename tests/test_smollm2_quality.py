@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from enginewright.passes.quant import Fp8
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
@@ -19,6 +20,7 @@ from tests.engines import built
 from tests.prompts import PROMPTS
 
 NEW_TOKENS = 64
+FORMS = {"fp8 block": Fp8(fp8_scales="block")}
 
 
 class Reference:
@@ -88,7 +90,7 @@ def test_bf16_engine_agrees_with_fp32(reference: Reference, smollm2_gguf: Path) 
 
 @pytest.mark.parametrize("quant", tolerances.SMOLLM2_KL)
 def test_quantized_engines_stay_close_to_fp32(reference: Reference, smollm2_gguf: Path, quant: str) -> None:
-    logits = engine_logits(reference, built(smollm2_gguf, quant))
+    logits = engine_logits(reference, built(smollm2_gguf, FORMS.get(quant, quant)))
     kl = mean_kl(reference.fp32_logits, logits)
     top1 = float((logits.argmax(-1) == reference.fp32_logits.argmax(-1)).double().mean())
     print(f"\nmean KL to fp32: engine {quant} {kl:.6f}; the same token first at {top1:.1%}")

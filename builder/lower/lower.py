@@ -204,6 +204,8 @@ class _Lowering:
             self.lasting.append(counters.index)
         launches: tuple[Launch, ...] = ()
         if isinstance(binding, CudaKernel):
+            if "largest" in operands:
+                raise EngineError(f"{node.name} has static scales of activations, which no kernel for cuda takes")
             matrices = {role: self._matrix(operand) for role, operand in operands.items()}
             launches = tuple(self._named(one, binding) for one in binding.launches(Call(matrices, attributes)))
         self.steps.append(Step(binding.kernel, operands, attributes, launches))
