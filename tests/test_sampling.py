@@ -8,94 +8,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from enginewright import _cpu
 from enginewright.errors import UsageError
 from enginewright.runtime.sampling import SampledToken, Sampler, SamplingParams, SamplingRequest
-from tests.tolerances import LOGPROB, SAMPLING_BOUNDARY
+from tests.sampling_reference import (
+    FILTERS,
+    adjusted,
+    check_draw,
+    chi_square,
+    logits_of,
+    philox,
+    probabilities,
+    request,
+    uniform,
+)
+from tests.tolerances import LOGPROB
 
 VOCABULARIES = [1, 2, 15, 16, 63, 64, 65, 1000, 20011]
-Floats = NDArray[np.float64]
-
-
-def logits_of(vocab: int, rows: int = 1, seed: int = 0, spread: float = 3.0) -> NDArray[np.float32]:
-    return (np.random.default_rng([vocab, seed]).standard_normal((rows, vocab)) * spread).astype(np.float32)
-
-
-def request(params: SamplingParams, vocab: int, prompt: list[int] | None = None, **more: Any) -> SamplingRequest:
-    return SamplingRequest(params, prompt or [0], vocab, **more)
-
-
-# The reference: plain, with full sorts.
-
-
-def philox(counter: list[int], key: list[int]) -> list[int]:
-    for _ in range(10):
-        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
-        low = 2**32 - 1
-        counter = [(second >> 32) ^ counter[1] ^ key[0], second & low, (first >> 32) ^ counter[3] ^ key[1], first & low]
-        key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
-    return counter
-
-
-def uniform(seed: int, choice: int, position: int) -> float:
-    low = 2**32 - 1
-    words = philox([position & low, position >> 32, choice, 0], [seed & low, seed >> 32])
-    return ((words[0] >> 5) * 2**26 + (words[1] >> 6)) / 2**53
-
-
-def adjusted(logits: NDArray[np.float32], params: SamplingParams, prompt: list[int], output: list[int]) -> Floats:
-    x = logits.astype(np.float64)
-    for token, bias in params.logit_bias.items():
-        x[token] += bias
-    for token in {*prompt, *output}:
-        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
-    for token, count in Counter(output).items():
-        x[token] -= params.frequency_penalty * count + params.presence_penalty
-    return x
-
-
-def probabilities(x: Floats, params: SamplingParams) -> Floats:
-    """Of each token, after temperature, top-k, top-p and min-p."""
-    x = x / params.temperature
-    order = sorted(range(len(x)), key=lambda token: (-x[token], token))
-    kept = order[: params.top_k] if params.top_k > 0 else order
-    weights = np.exp(x[kept] - x[order[0]])
-    if params.top_p < 1:
-        before = np.cumsum(weights) - weights
-        count = int((before < params.top_p * weights.sum()).sum())
-        kept, weights = kept[:count], weights[:count]
-    enough = weights >= params.min_p
-    result = np.zeros(len(x))
-    result[np.array(kept)[enough]] = weights[enough]
-    return result / result.sum()
-
-
-def check_draw(token: int, chances: Floats, chance: float) -> None:
-    """The token is the one at which the sum of chances passes `chance`, but for rounding at its ends."""
-    assert chances[token] > 0, "a token that had been taken out"
-    end = chances[: token + 1].sum()
-    assert end - chances[token] - SAMPLING_BOUNDARY <= chance <= end + SAMPLING_BOUNDARY
-
-
-FILTERS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.3},
-    {"temperature": 50.0},
-    {"top_k": 1},
-    {"top_k": 7},
-    {"top_k": 300},
-    {"top_k": 10**6},
-    {"top_p": 1e-6},
-    {"top_p": 0.3},
-    {"top_p": 0.95},
-    {"top_p": 0.99999},
-    {"min_p": 0.1},
-    {"min_p": 1.0},
-    {"top_k": 12, "top_p": 0.8, "min_p": 0.02, "temperature": 1.7},
-    {"top_p": 0.9, "min_p": 0.05},
-]
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
@@ -110,17 +40,6 @@ def test_draws_are_those_of_the_reference(filters: dict[str, Any], vocab: int, s
     for row, sampled in enumerate(Sampler().sample(logits, requests)):
         chances = probabilities(logits[row].astype(np.float64), params)
         check_draw(sampled.token, chances, uniform(seed, row % 3, row + 1))
-
-
-def chi_square(params: SamplingParams, logits: NDArray[np.float32], draws: int) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; tokens that must not be drawn fail at once."""
-    requests = [request(params, len(logits), seed=seed) for seed in range(draws)]
-    sampled = Sampler().sample(np.broadcast_to(logits, (draws, len(logits))), requests)
-    counts = np.bincount([entry.token for entry in sampled], minlength=len(logits))
-    expected = probabilities(logits.astype(np.float64), params) * draws
-    assert not counts[expected == 0].any()
-    seen = expected > 0
-    return float(((counts - expected)[seen] ** 2 / expected[seen]).sum()), int(seen.sum()) - 1
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ using int64_t = long long;
 using uint64_t = unsigned long long;
 
 #define DEVICE __device__ __forceinline__
+#define COLD __device__ __noinline__  // a function that is big, and seldom called or in many places
+#define ROLLED _Pragma("unroll 1")    // before a loop whose code is big
 #define KERNEL(threads) __global__ void __launch_bounds__(threads)
 #define KERNEL_OCCUPANCY(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define UNROLL _Pragma("unroll")       // for loops whose counter indexes registers
@@ -164,12 +166,14 @@ DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float round_half_even(float x) { return rintf(x); }
 DEVICE float tanh_of(float x) { return tanhf(x); }
 DEVICE float log_of(float x) { return logf(x); }
+DEVICE double log_of(double x) { return log(x); }  // slow: for one number, not for each
 DEVICE float cos_of(float x) { return cosf(x); }
 DEVICE float sin_of(float x) { return sinf(x); }
 DEVICE float absolute(float x) { return fabsf(x); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }  // the number, if one is NaN
 DEVICE float smaller(float a, float b) { return fminf(a, b); }
 DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) { return __umul64hi(a, b); }
 DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
 DEVICE int first_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }  // -1 if there is none
 
@@ -198,6 +202,7 @@ DEVICE void store16(void* address, Words4 words) { *static_cast<Words4*>(address
 DEVICE int32_t atomic_add(int32_t* address, int32_t value) {
   return atomicAdd(address, value);
 }  // gives what was there
+DEVICE uint32_t atomic_add(uint32_t* address, uint32_t value) { return atomicAdd(address, value); }
 DEVICE uint32_t atomic_max(uint32_t* address, uint32_t value) { return atomicMax(address, value); }
 // What this thread wrote before is seen by whoever sees what it writes (or adds atomically) afterwards.
 DEVICE void fence() { __threadfence(); }

@@ -13,6 +13,8 @@
 #include <cstring>
 
 #define DEVICE inline
+#define COLD inline
+#define ROLLED
 #define KERNEL(threads) void
 #define KERNEL_OCCUPANCY(threads, blocks) void
 #define UNROLL
@@ -233,12 +235,16 @@ DEVICE float divide(float a, float b) { return a / b; }
 DEVICE float round_half_even(float x) { return __builtin_nearbyintf(x); }
 DEVICE float tanh_of(float x) { return __builtin_tanhf(x); }
 DEVICE float log_of(float x) { return __builtin_logf(x); }
+DEVICE double log_of(double x) { return __builtin_log(x); }
 DEVICE float cos_of(float x) { return __builtin_cosf(x); }
 DEVICE float sin_of(float x) { return __builtin_sinf(x); }
 DEVICE float absolute(float x) { return __builtin_fabsf(x); }
 DEVICE float larger(float a, float b) { return __builtin_fmaxf(a, b); }
 DEVICE float smaller(float a, float b) { return __builtin_fminf(a, b); }
 DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
+DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) {
+  return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 DEVICE int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
 DEVICE int first_bit(uint32_t bits) { return bits ? __builtin_ctz(bits) : -1; }
 
@@ -269,6 +275,12 @@ DEVICE void store16(void* address, Words4 words) {
 
 DEVICE int32_t atomic_add(int32_t* address, int32_t value) {  // fibers are never interrupted
   int32_t before = *address;
+  *address += value;
+  emulator::yield_block();
+  return before;
+}
+DEVICE uint32_t atomic_add(uint32_t* address, uint32_t value) {
+  uint32_t before = *address;
   *address += value;
   emulator::yield_block();
   return before;

@@ -1,0 +1,24 @@
+"""What GPUs launch to draw tokens from a step's logits: csrc/cuda/sampling.cuh."""
+
+from enginewright.plan import Launch
+from enginewright.plugins.kernel import ONE, Matrix, blocks, expression
+
+SAMPLING_SOURCES = {"sample_rows": "sampling.cuh"}
+THREADS = 1024
+BINS = 2048  # of a histogram of 64-bit sums
+
+
+def sampling_launch(logits: Matrix, threads: int = THREADS) -> Launch:
+    kernel = expression("sample_rows", "Sampling", vocab=logits.columns, stride=logits.stride, threads=threads)
+    return Launch(
+        kernel,
+        arguments=("rows", "entries", "saved", "allowed", "logits", "drawn", "tops"),
+        grid=(blocks(logits.rows), ONE, ONE),
+        threads=threads,
+        shared_bytes=_shared_bytes(threads),
+    )
+
+
+def _shared_bytes(threads: int) -> int:
+    """Of SamplingMemory: a list of two tokens a thread; two sums a warp; the histogram; four numbers."""
+    return 8 * 2 * threads + 8 * 2 * (threads // 32) + 8 * BINS + 32

@@ -1,0 +1,339 @@
+"""Sampling on CUDA, in emulation: beside the CPU's, and beside the reference in float64."""
+
+import faulthandler
+import itertools
+import math
+import os
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from enginewright import _cpu
+from enginewright.plan import Launch, Linear
+from enginewright.plugins.kernel import Matrix, Specialization
+from enginewright.plugins.sampling_cuda import SAMPLING_SOURCES, THREADS, sampling_launch
+from enginewright.runtime.cuda.device import Bytes
+from enginewright.runtime.cuda.sampling import DRAWN, FEWEST_ENTRIES, TOPS, DeviceSampler
+from enginewright.runtime.sampling import Entries, Fields, SampledToken, Sampler, SamplingParams, SamplingRequest
+from tests.emulated import SCHEDULES, EmulationError, Kernels
+from tests.emulated_device import EmulatedDevice
+from tests.sampling_reference import (
+    FILTERS,
+    check_draw,
+    chi_square,
+    logits_of,
+    probabilities,
+    request,
+    same_draws,
+    uniform,
+)
+from tests.tolerances import LOGPROB
+
+# Vocabularies and threads: lists of what is likeliest hold 256, 2048 and 64 tokens.
+SMALL, LARGE, TINY = (1003, 128), (5003, THREADS), (37, 32)
+
+
+def _launch(vocab: int, threads: int) -> Launch:
+    return sampling_launch(Matrix("f32", Linear(logit_rows=1), vocab, _stride(vocab), vocab), threads)
+
+
+def _stride(vocab: int) -> int:
+    return -(-vocab // 64) * 64 + 64
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return Kernels([(SAMPLING_SOURCES["sample_rows"], _launch(*size).kernel) for size in (SMALL, LARGE, TINY)])
+
+
+class Draws:
+    """`draw` is what _cpu.sample is. schedules are taken in turn; allowed: tokens, [rows, vocab]."""
+
+    def __init__(self, kernels: Kernels, size: tuple[int, int], allowed: NDArray[np.bool_] | None = None) -> None:
+        self.kernels, self.launch, self.vocab = kernels, _launch(*size), size[0]
+        self.schedules = itertools.cycle(SCHEDULES)
+        self.allowed = None
+        if allowed is not None:
+            whole = np.zeros((len(allowed), -(-self.vocab // 32) * 32), np.bool_)
+            whole[:, : self.vocab] = allowed
+            self.allowed = np.packbits(whole, axis=1, bitorder="little").view(np.uint32)
+
+    def raw(
+        self, logits: NDArray[np.float32], rows: Entries, history: Entries, biases: Entries, schedule: str
+    ) -> tuple[Entries, Entries]:
+        """What the kernel writes; logits are afterwards what they were, and a row more stays poison."""
+        count = len(rows)
+        arena = np.full((count, _stride(self.vocab)), np.nan, np.float32)
+        arena[:, : self.vocab] = logits
+        before = arena.copy()
+        entries = np.concatenate([history.view(np.int64), biases.view(np.int64), np.zeros(1, np.int64)])
+        drawn, tops = np.full(count + 1, -7, np.int32).repeat(3), np.full((count + 1) * 40, -7, np.int32)
+        operands = {
+            "rows": rows.copy(),
+            "entries": entries,
+            "saved": np.full(len(entries), np.nan, np.float32),
+            "allowed": self.allowed,
+            "logits": arena,
+            "drawn": drawn,
+            "tops": tops,
+        }
+        arguments = [operands[role] for role in self.launch.arguments]
+        sizes, launch = np.array([count, count, count, 1, 1], np.int32), self.launch
+        self.kernels.launch(
+            launch.kernel, [count + 1], launch.threads, launch.shared_bytes, sizes, *arguments, schedule=schedule
+        )
+        np.testing.assert_array_equal(arena, before)
+        assert (drawn[3 * count :] == -7).all() and (tops[40 * count :] == -7).all()
+        return drawn.view(DRAWN)[:count], tops.view(TOPS)[:count]
+
+    def draw(self, logits: Any, rows: Entries, history: Entries, biases: Entries) -> list[Fields]:
+        drawn, tops = self.raw(logits, rows, history, biases, next(self.schedules))
+        fields: list[Fields] = []
+        for row, one, top in zip(rows, drawn, tops, strict=True):
+            named = int(row["top_logprobs"])
+            if one["status"]:
+                fields.append((0, None, (), True))
+                continue
+            pairs = tuple(zip(top["tokens"][:named].tolist(), top["logprobs"][:named].tolist(), strict=True))
+            assert (top["tokens"][named:] == -7).all()
+            fields.append((int(one["token"]), float(one["logprob"]) if row["logprobs"] else None, pairs, False))
+        return fields
+
+
+def both(draws: Draws, logits: NDArray[np.float32], params: list[SamplingParams], **more: Any) -> list[Any]:
+    """[(what the kernel gives, what the CPU gives)], after a history of some tokens."""
+
+    def requests() -> list[SamplingRequest]:
+        made = []
+        for index, one in enumerate(params):
+            prompt = [token % draws.vocab for token in (3, 1, 4, 1, 5, index)]
+            made.append(request(one, draws.vocab, prompt, choice=index, **more))
+            for token in (2, 7, 1, 8, 2, 8):
+                made[-1].append(token % draws.vocab)
+        return made
+
+    return list(zip(Sampler(draws.draw).sample(logits, requests()), Sampler().sample(logits, requests()), strict=True))
+
+
+EXTRA: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"top_k": 80},  # by the bound of threads: 88 of SMALL
+    {"top_k": 150},  # by digits, into the list
+    {"top_k": 600, "top_p": 0.7},  # more than the list holds
+    {"top_k": 3, "min_p": 0.2, "presence_penalty": 1.5, "frequency_penalty": 0.25, "repetition_penalty": 1.2},
+    {"top_p": 0.8, "logit_bias": {9: 1.5, 2: -5.0, 36: -100.0, 1: 5.0}, "repetition_penalty": 0.8},
+    {"temperature": 0.0, "logit_bias": {11: 30.0, 12: 30.0}, "frequency_penalty": -2.0},
+]
+
+
+@pytest.mark.parametrize("size", [SMALL, TINY], ids=["small", "tiny"])
+@pytest.mark.parametrize("ties", [False, True])
+def test_tokens_are_the_cpus(kernels: Kernels, size: tuple[int, int], ties: bool) -> None:
+    """All but draws within 1e-7 of a border, of which 2 in 1000 would be many. With ties, greedy, top-k and top-p have
+    many equals to choose from.
+    """
+    draws, different, count = Draws(kernels, size), 0, 0
+    for spread, filters in itertools.product([0.2, 1.0, 5.0], [*FILTERS, *EXTRA]):
+        logits = logits_of(size[0], 8, spread=spread)
+        logits = np.round(logits) if ties else logits
+        for mine, cpus in both(draws, logits, [SamplingParams(seed=1, **filters)] * 8):
+            different += mine != cpus
+            count += 1
+    assert different <= count // 500, f"{different} of {count} draws"
+
+
+def test_logits_of_equal_weights_are_equals_in_top_p(kernels: Kernels) -> None:
+    """They differ by units in the last place, and weights at a high temperature by less: some 25 have the same."""
+    rng, params = np.random.default_rng(6), []
+    units = np.stack([rng.permutation(SMALL[0]) for _ in range(16)])
+    for share in range(16):
+        params.append(SamplingParams(seed=3, temperature=50.0, top_p=0.06 + 0.01 * share))
+    results = both(Draws(kernels, SMALL), (1 + units * 2.0**-23).astype(np.float32), params)
+    assert [mine.token for mine, _ in results] == [cpus.token for _, cpus in results]
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 12, "top_p": 0.8}, {"top_p": 0.9, "min_p": 0.001}], ids=str)
+def test_draws_are_those_of_the_reference(kernels: Kernels, filters: dict[str, Any]) -> None:
+    """With a thousand threads."""
+    params, vocab = SamplingParams(seed=9, temperature=0.9, **filters), LARGE[0]
+    logits = logits_of(vocab, 4, spread=3.0)
+    requests = [request(params, vocab, [0] * (row + 1)) for row in range(4)]
+    for row, sampled in enumerate(Sampler(Draws(kernels, LARGE).draw).sample(logits, requests)):
+        check_draw(sampled.token, probabilities(logits[row].astype(np.float64), params), uniform(9, 0, row + 1))
+
+
+@pytest.mark.parametrize("filters", [{"temperature": 0.7}, {"top_k": 9, "min_p": 0.02}, {"top_p": 0.95}], ids=str)
+def test_draws_have_the_right_distribution(kernels: Kernels, filters: dict[str, Any]) -> None:
+    draw, logits = Draws(kernels, TINY).draw, logits_of(TINY[0], spread=1.0)[0]
+    statistic, freedom = chi_square(SamplingParams(**filters), logits, 1500, draw)
+    assert statistic < freedom + 4 * math.sqrt(2 * freedom)  # 4 deviations; the seeds are fixed
+
+
+def test_a_share_that_is_a_whole_number_of_tokens_has_no_token_more(kernels: Kernels) -> None:
+    logits = np.full((200, TINY[0]), -np.inf, np.float32)
+    logits[:, 3:11] = 2.0
+    requests = [request(SamplingParams(top_p=0.375, seed=seed), TINY[0]) for seed in range(200)]
+    assert {one.token for one in Sampler(Draws(kernels, TINY).draw).sample(logits, requests)} == {3, 4, 5}
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0])  # all alike: more than the list holds
+@pytest.mark.parametrize("changed", [{}, {"logit_bias": {0: 8.0, 2: -1.0}, "presence_penalty": 2.0}], ids=str)
+def test_logprobs_are_the_models_own(kernels: Kernels, spread: float, changed: dict[str, Any]) -> None:
+    draws = Draws(kernels, SMALL)
+    params = [SamplingParams(logprobs=named, seed=1, top_p=0.9, **changed) for named in (0, 1, 5, 20)]
+    for mine, cpus in both(draws, np.round(logits_of(SMALL[0], 4, spread=spread), 1), params):
+        assert mine.token == cpus.token and abs(mine.logprob - cpus.logprob) < LOGPROB
+        assert [token for token, _ in mine.top_logprobs] == [token for token, _ in cpus.top_logprobs]
+        for (_, value), (_, expected) in zip(mine.top_logprobs, cpus.top_logprobs, strict=True):
+            assert abs(value - expected) < LOGPROB
+
+
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5, "logprobs": 2}], ids=str)
+def test_a_grammar_leaves_some_tokens(kernels: Kernels, filters: dict[str, Any]) -> None:
+    rng = np.random.default_rng(5)
+    allowed = rng.random((6, SMALL[0])) < 0.1
+    allowed[5] = False
+    logits = logits_of(SMALL[0], 6)
+    logits[4, np.flatnonzero(~allowed[4])[0]] = np.nan  # a row is broken wherever it is
+    params = [SamplingParams(seed=2, repetition_penalty=1.3, **filters)] * 6
+    mine = [one for one, _ in both(Draws(kernels, SMALL, allowed), logits, params)]
+    cpus = [one for _, one in both(Draws(kernels, SMALL), np.where(allowed, logits, -np.inf), params)]
+    assert [one.token for one in mine[:4]] == [one.token for one in cpus[:4]]
+    assert [one.is_nan for one in mine] == [False] * 4 + [True] * 2
+    if "logprobs" in filters:
+        raw = [one for _, one in both(Draws(kernels, SMALL), logits, params)]
+        assert [[token for token, _ in one.top_logprobs] for one in mine[:4]] == [
+            [token for token, _ in one.top_logprobs] for one in raw[:4]
+        ]
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"temperature": 0.0}, {"top_k": 3}, {"logprobs": 2, "repetition_penalty": 0.01}], ids=str
+)
+@pytest.mark.parametrize("size", [SMALL, TINY], ids=["small", "tiny"])
+def test_nan_fails_its_row_alone(kernels: Kernels, size: tuple[int, int], filters: dict[str, Any]) -> None:
+    clean = logits_of(size[0], 6)
+    bad = clean.copy()
+    bad[1, size[0] // 2], bad[2, -1], bad[3], bad[4, 1] = np.nan, np.inf, -np.inf, 3e38
+    results = both(Draws(kernels, size), bad, [SamplingParams(seed=1, **filters)] * 6)
+    overflows = "repetition_penalty" in filters  # 3e38 / 0.01
+    assert [mine.is_nan for mine, _ in results] == [False, True, True, True, overflows, False]
+    assert all(mine == cpus for mine, cpus in results if "logprobs" not in filters)
+    assert results[1][0] == SampledToken(0, is_nan=True)
+    unharmed = both(Draws(kernels, size), clean, [SamplingParams(seed=1, **filters)] * 6)
+    assert [results[row][0] for row in (0, 5)] == [unharmed[row][0] for row in (0, 5)]
+
+
+MIXTURE = [
+    *({"seed": 5, **filters} for filters in [*FILTERS, *EXTRA]),
+    {"temperature": 0.0, "repetition_penalty": 5.0},
+    {"logprobs": 20, "presence_penalty": 1.0, "logit_bias": {2: 2.0, 1: 80.0}},
+]
+
+
+def _mixture() -> tuple[NDArray[np.float32], tuple[Entries, Entries, Entries]]:
+    """Rows of all kinds, and what `draw` is given for them."""
+    given: list[tuple[Entries, Entries, Entries]] = []
+
+    def keep(_: Any, rows: Entries, history: Entries, biases: Entries) -> list[Fields]:
+        given.append((rows.copy(), history.copy(), biases.copy()))
+        return [(0, None, (), True)] * len(rows)
+
+    logits = np.round(logits_of(SMALL[0], len(MIXTURE), spread=1.5), 1)
+    likeliest = logits.argmax(-1).tolist()
+    requests = [
+        request(SamplingParams(**one), SMALL[0], [1, 2, token]) for one, token in zip(MIXTURE, likeliest, strict=True)
+    ]
+    Sampler(keep).sample(logits, requests)
+    return logits, given[0]
+
+
+def test_neither_company_nor_schedule_matters_and_each_barrier_does(kernels: Kernels) -> None:
+    draws, (logits, given) = Draws(kernels, SMALL), _mixture()
+    rows, history, biases = given
+
+    def run(schedule: str) -> bytes:
+        drawn, tops = draws.raw(logits, *given, schedule)
+        return drawn.tobytes() + tops.tobytes()
+
+    expected = run("forward")
+    assert run("reverse") == run("random") == expected
+    for row in (3, 12, len(rows) - 1):
+        own = rows[row : row + 1].copy()
+        begins = [int(rows[row - 1][name]) for name in ("history_end", "bias_end")]
+        entries = history[begins[0] : rows[row]["history_end"]], biases[begins[1] : rows[row]["bias_end"]]
+        own["history_end"], own["bias_end"] = len(entries[0]), len(entries[1])
+        drawn, tops = draws.raw(logits[row : row + 1], own, *entries, "forward")
+        assert drawn.tobytes() == expected[DRAWN.itemsize * row :][: DRAWN.itemsize]
+        assert tops.tobytes() == expected[DRAWN.itemsize * len(rows) + TOPS.itemsize * row :][: TOPS.itemsize]
+    assert not kernels.sites or len(kernels.sites) > 10
+
+    def noticed() -> bool:
+        """In a process of its own: without a barrier, the kernel may write anywhere."""
+        child = os.fork()
+        if child == 0:
+            faulthandler.disable()
+            try:
+                same = all(run(schedule) == expected for schedule in SCHEDULES)
+            except (EmulationError, AssertionError):
+                same = False
+            os._exit(0 if same else 1)
+        return os.waitpid(child, 0)[1] != 0
+
+    for site in kernels.sites:
+        with kernels.without(site):
+            assert noticed(), f"nothing is missed without the barrier at {site}"
+
+
+class CountingDevice(EmulatedDevice):
+    def __init__(self, kernel: Specialization) -> None:
+        super().__init__({"sample": kernel})
+        self.copied_bytes: list[int] = []
+
+    def upload(self, address: int, data: Bytes) -> None:
+        super().upload(address, data)
+        self.copied_bytes.append(data.nbytes)
+
+    def download(self, data: Bytes, address: int) -> None:
+        super().download(data, address)
+        self.copied_bytes.append(-data.nbytes)
+
+
+def test_one_copy_goes_there_and_one_comes_back() -> None:
+    """Of a few bytes a row; and histories may grow beyond what there is memory for at the start."""
+    vocab, threads = SMALL
+    launch = _launch(vocab, threads)
+    device = CountingDevice(Specialization(SAMPLING_SOURCES["sample_rows"], launch.kernel))
+    most = len(MIXTURE) + 2
+    logits_there, sizes_there = device.allocate(most * _stride(vocab) * 4), device.allocate(32)
+    named = msgspec.structs.replace(launch, kernel="sample")
+    sampler = DeviceSampler(named, logits_there, sizes_there, most, device)
+
+    def draw(logits: Any, rows: Entries, history: Entries, biases: Entries) -> list[Fields]:
+        arena = np.full((len(rows), _stride(vocab)), np.nan, np.float32)
+        arena[:, :vocab] = logits
+        device.upload(logits_there, arena.reshape(-1).view(np.uint8))
+        device.upload(sizes_there, np.array([len(rows)] * 5, np.int32).view(np.uint8))
+        device.copied_bytes.clear()
+        return sampler.draw(rows, history, biases)
+
+    logits, given = _mixture()
+    same_draws(draw(logits, *given), _cpu.sample(logits, *given))
+    assert len(device.copied_bytes) == 2
+
+    plain = [request(SamplingParams(seed=seed), vocab) for seed in range(4)]
+    broken = logits[:4].copy()
+    broken[2, 5] = np.nan
+    assert [one.is_nan for one in Sampler(draw).sample(broken, plain)] == [False, False, True, False]
+    assert device.copied_bytes == [4 * _cpu.SAMPLING_ROW.itemsize, -4 * DRAWN.itemsize]
+
+    params = SamplingParams(seed=1, repetition_penalty=1.4, temperature=0.3, logprobs=0)
+    long = [[request(params, vocab, list(range(vocab))) for _ in range(6)] for _ in range(2)]
+    assert sum(len(one.history) for one in long[0]) > FEWEST_ENTRIES
+    for one, other in zip(
+        Sampler(draw).sample(logits[:6], long[0]), Sampler().sample(logits[:6], long[1]), strict=True
+    ):
+        assert one.token == other.token
