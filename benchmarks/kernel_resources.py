@@ -53,7 +53,7 @@ def kernels(model: str, quants: Sequence[str], targets: tuple[str, ...]) -> list
     checkpoint, found = open_checkpoint(model), dict[str, Kernel]()
     for quant in quants:
         assembly = assemble(checkpoint, BuildConfig(quant=quant_config(quant), targets=targets), Silent())
-        for launch in (launch for step in assembly.plans[CUDA].steps for launch in step.launches):
+        for launch in assembly.plans[CUDA].launches():
             code, before = assembly.kernels[launch.kernel], found.get(launch.kernel)
             found[launch.kernel] = Kernel(
                 Instance(code.source, code.expression),

@@ -3,16 +3,13 @@
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from enginewright.engine_file import EngineFile
 from enginewright.errors import NoCodeForMachineError, UsageError
 from enginewright.plan import Plan
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import Envelope, RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
-from enginewright.runtime.sampling import Draw
+from enginewright.runtime.sampling import Draw, Logits
 from enginewright.runtime.step_plan import StepPlan
 from enginewright.targets import CPU, CUDA, families_of
 
@@ -30,8 +27,8 @@ class Executor(Protocol):
     isa: str
     threads: int
 
-    def run(self, plan: StepPlan) -> NDArray[np.float32]:
-        """One step; its logits [logit_rows, vocab_size], a view of memory that the next step overwrites."""
+    def run(self, plan: StepPlan) -> Logits:
+        """One step; its logits [logit_rows, vocab_size], which the next step overwrites."""
         ...
 
     @property

@@ -8,7 +8,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -238,7 +238,15 @@ def _joined(arrays: Sequence[npt.NDArray[np.void]], dtype: np.dtype[np.void]) ->
 
 Fields = tuple[int, float | None, tuple[tuple[int, float], ...], bool]  # of SampledToken
 Entries = npt.NDArray[np.void]
-Draw = Callable[[npt.NDArray[np.float32], Entries, Entries, Entries], list[Fields]]  # see _cpu.sample
+# See _cpu.sample. The first argument is what the same executor's `run` gives.
+Draw = Callable[[Any, Entries, Entries, Entries], list[Fields]]
+
+
+class Logits(Protocol):
+    """Logits of a step, [rows, vocab_size], wherever they lie: an array, or what np.asarray makes one of."""
+
+    def __array__(self) -> npt.NDArray[Any]: ...
+
 
 _NO_HISTORY = np.zeros(0, dtype=_cpu.TOKEN_COUNT)
 _NO_BIASES = np.zeros(0, dtype=_cpu.TOKEN_BIAS)
@@ -255,7 +263,7 @@ class Sampler:
         self._draw = draw
         self._batch = _Batch([])
 
-    def sample(self, logits: npt.NDArray[np.float32], requests: Sequence[SamplingRequest]) -> list[SampledToken]:
+    def sample(self, logits: Logits, requests: Sequence[SamplingRequest]) -> list[SampledToken]:
         """logits: [requests, vocab_size]. Requests whose row holds NaN are left as they were."""
         if not requests:
             return []

@@ -35,7 +35,7 @@ def forced(
         scheduler.add(text)
     index = {id(text): number for number, text in enumerate(texts)}
     while (plan := scheduler.schedule()) is not None:
-        logits, row = executor.run(plan), 0
+        logits, row = np.asarray(executor.run(plan)), 0
         for part in plan.parts:
             begin = part.sequence.num_computed_tokens + part.num_tokens - part.num_logit_rows
             if part.num_logit_rows:

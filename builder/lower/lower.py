@@ -34,6 +34,7 @@ from enginewright.plugins import binding_of
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix, Specialization
 from enginewright.plugins.kv_write import BLOCK_SIZE, kv_row_bytes, padded_head_dim
 from enginewright.plugins.plugin import dtype_attribute
+from enginewright.plugins.sampling_cuda import SAMPLING_SOURCES, sampling_launch
 
 VIEW_OPS = ("Split", "Reshape")
 OF_GROUPS = ("scale", "zero")  # the roles of matrices with a column for each group of a weight's columns
@@ -153,6 +154,10 @@ class _Lowering:
         (logits,) = (value for value in self.graph.outputs if value.name == "logits")
         view = self.views[logits]
         slots = assign_slots([entry[:3] for entry in self.buffers], self.steps, view.buffer, self.lasting)
+        sampling = None
+        if self.target == "cuda":
+            matrix = self._matrix(BufferOperand(view.buffer, view.column, view.columns))
+            sampling = self._named(sampling_launch(matrix), SAMPLING_SOURCES)
         plan = Plan(
             target=self.target,
             inputs=tuple(inputs),
@@ -162,6 +167,7 @@ class _Lowering:
             logits=view.buffer,
             vocab_size=view.columns,
             max_seq_len=max_seq_len,
+            sampling=sampling,
         )
         return Lowered(plan, self.weights, self.kernels)
 
@@ -207,14 +213,14 @@ class _Lowering:
             if "largest" in operands:
                 raise EngineError(f"{node.name} has static scales of activations, which no kernel for cuda takes")
             matrices = {role: self._matrix(operand) for role, operand in operands.items()}
-            launches = tuple(self._named(one, binding) for one in binding.launches(Call(matrices, attributes)))
+            launches = tuple(self._named(one, binding.sources) for one in binding.launches(Call(matrices, attributes)))
         self.steps.append(Step(binding.kernel, operands, attributes, launches))
 
-    def _named(self, launch: Launch, binding: CudaKernel) -> Launch:
+    def _named(self, launch: Launch, sources: Mapping[str, str]) -> Launch:
         """The same launch by its kernel's name in the code: `rms_norm-`, and a hash of the specialization."""
         function = launch.kernel.partition("<")[0]
         name = f"{function}-{hashlib.sha256(launch.kernel.encode()).hexdigest()[:12]}"
-        self.kernels[name] = Specialization(binding.sources[function], launch.kernel)
+        self.kernels[name] = Specialization(sources[function], launch.kernel)
         return msgspec.structs.replace(launch, kernel=name)
 
     def _extra(self, dtype: str, rows: Linear, columns: int) -> BufferOperand:

@@ -7,24 +7,35 @@ decode are replayed as graphs, one for each number of sequences in BUCKETS; othe
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from enginewright import _cpu
 from enginewright.errors import CorruptEngineError
 from enginewright.plan import BufferOperand, Input, InputOperand, KvOperand, Launch, Operand, Sizes, Step, WeightOperand
 from enginewright.runtime.cuda.device import Device, OnGrid
+from enginewright.runtime.cuda.sampling import DeviceSampler
 from enginewright.runtime.cuda.upload import upload_weights
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, block_bytes, envelope
-from enginewright.runtime.sampling import Draw
+from enginewright.runtime.sampling import Draw, Entries, Fields
 from enginewright.runtime.step_plan import StepPlan
 
 FREE_SHARE = 0.9  # of the GPU's memory that weights and arena leave, for the KV cache
 ALIGN = 256  # bytes; of weights and inputs
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # sequences of a graph
 SIZES_BYTES = 32
+
+
+class DeviceLogits:
+    """A step's logits, [logit_rows, vocab_size], on the device until the next step; np.asarray brings them here."""
+
+    def __init__(self, read: Callable[[], NDArray[np.float32]]) -> None:
+        self._read = read
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self._read(), dtype)
 
 
 class CudaExecutor:
@@ -54,14 +65,17 @@ class CudaExecutor:
         self._launches = [
             (launch, self._launcher(step, launch)) for step in self.plan.steps for launch in step.launches
         ]
-        logits = self.plan.buffers[self.plan.logits]
-        self._logits = device.pinned(limits.logit_rows * logits.stride * 4).view(np.float32).reshape(-1, logits.stride)
+        if self.plan.sampling is None:
+            raise CorruptEngineError("the plan is damaged", "it does not say how tokens are drawn")
+        self._logits = self._buffers[self.plan.logits]
+        self._sampler = DeviceSampler(self.plan.sampling, self._logits, self._inputs.sizes, limits.logit_rows, device)
         self._graphs: dict[int, Callable[[], None]] = {}
         device.synchronize()
 
     @property
     def draw(self) -> Draw:
-        return _cpu.sample
+        """Draws from what `run` gave, on the device."""
+        return self._draw
 
     def warm_up(self) -> None:
         """Capture the graphs of all numbers of sequences, so that no step has to."""
@@ -69,13 +83,10 @@ class CudaExecutor:
             if count <= self.envelope.limits.sequences:
                 self._graph(count)
 
-    def run(self, plan: StepPlan) -> NDArray[np.float32]:
-        """One step.
-
-        Returns:
-            Logits [logit_rows, vocab_size], a view of memory that the next step overwrites.
-        """
+    def run(self, plan: StepPlan) -> DeviceLogits:
+        """Begin one step. It is done when its logits have been read, or drawn from, or the next one begins."""
         self.device.bind()
+        self.device.synchronize()  # the step before has read its inputs
         sizes = plan.sizes
         for pool, group, copies in zip(self._pools, self.plan.kv_groups, plan.copies, strict=True):
             size = block_bytes(group)
@@ -87,11 +98,16 @@ class CudaExecutor:
             self._graph(bucket)()
         else:
             self._launch(sizes)
-        rows = self._logits[: sizes.logit_rows]
-        if sizes.logit_rows:
-            self.device.download(rows.reshape(-1).view(np.uint8), self._buffers[self.plan.logits])
+        return DeviceLogits(lambda: self._read(sizes.logit_rows))
+
+    def _read(self, count: int) -> NDArray[np.float32]:
+        rows = np.empty((count, self.plan.buffers[self.plan.logits].stride), np.float32)
+        self.device.download(rows.reshape(-1).view(np.uint8), self._logits)
         self.device.synchronize()
         return rows[:, : self.plan.vocab_size]
+
+    def _draw(self, _: DeviceLogits, rows: Entries, history: Entries, biases: Entries) -> list[Fields]:
+        return self._sampler.draw(rows, history, biases)
 
     def _graph(self, count: int) -> Callable[[], None]:
         if count not in self._graphs:

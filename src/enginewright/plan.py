@@ -178,8 +178,10 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     launches: tuple[Launch, ...] = ()
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything an executor runs, in order. logits: the buffer of the step's result, f32 [logit_rows, vocab_size]."""
+class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Everything an executor runs, in order. logits: the buffer of the step's result, f32 [logit_rows, vocab_size].
+    sampling: what a GPU draws tokens from them with, a block a row; its arguments are not operands but the runtime's.
+    """
 
     target: str
     inputs: tuple[Input, ...]
@@ -189,6 +191,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logits: int
     vocab_size: int
     max_seq_len: int
+    sampling: Launch | None = None
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self, order="sorted")
@@ -246,6 +249,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for size in slot_bytes:
             starts.append(starts[-1] + -(-size // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES)
         return [starts[buffer.slot] for buffer in self.buffers], starts[-1]
+
+    def launches(self) -> list[Launch]:
+        """Of all steps, in order, and what draws from their logits."""
+        launches = [launch for step in self.steps for launch in step.launches]
+        return [*launches, self.sampling] if self.sampling else launches
 
     def weight_names(self) -> list[str]:
         """Of the weights that kernels read, each once, in the order of their first use."""
