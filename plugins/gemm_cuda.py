@@ -17,7 +17,6 @@ from enginewright.plugins.plugin import dims_of, operand
 
 CHUNK = 64  # of K, as gemm.cuh has it
 WARP = 32
-SMALL_TOKENS = (8, 16, 32, 64)  # most tokens of a launch of gemm_small, each a kernel of its own
 SHARED_BYTES = 99 << 10  # what a block may have on every GPU since SM 80
 IN_FLIGHT_BYTES = 36 << 10  # of a block, at least, if it fits
 LARGE_STAGES = 4  # of gemm_large, if they fit
@@ -34,6 +33,8 @@ class Format:
     name: str
     lines: int
     feature_warps: int = 4  # and K_WARPS in a block of gemm_small
+    turns: int = 1  # chunks of each of them in a step
+    small_tokens: tuple[int, ...] = (8, 16, 32, 64)  # most tokens of a launch of gemm_small, each a kernel of its own
     x_bytes: int = 2
     scale_bytes: int = 4
 
@@ -45,8 +46,8 @@ FORMATS = {
         Format("bf16", 32, feature_warps=2),
         Format("w8a16", 16),
         Format("fp8a16", 16),
-        Format("w4a16", 8, scale_bytes=2),
-        Format("mxfp4a16", 8, scale_bytes=2),
+        Format("w4a16", 8, turns=2, small_tokens=(8, 16, 32), scale_bytes=2),
+        Format("mxfp4a16", 8, turns=2, small_tokens=(8, 16, 32), scale_bytes=2),
         Format("w8a8", 16, x_bytes=1),
     )
 }
@@ -76,7 +77,7 @@ class _Blocks:
     @staticmethod
     def of(format: Format, features: int, columns: int, gated: bool) -> "_Blocks":
         count = _ceil(_blocks_of_16(features, gated), 2 * format.feature_warps)
-        steps = _ceil(_ceil(columns, CHUNK), K_WARPS)
+        steps = _ceil(_ceil(columns, CHUNK), K_WARPS * format.turns)
         wanted = max(min(2 * MULTIPROCESSORS // count, steps // 2), 1)
         return _Blocks(count, _ceil(steps, _ceil(steps, wanted)))
 
@@ -89,14 +90,15 @@ def _small_launches(format: Format, call: Call) -> list[Launch]:
     weight_bytes = warps * (format.lines // 4) * WARP * 16
     weight_bytes += warps * runs * WARP * 4 * _scale_bytes(format, call)
     launches, low = [], 1
-    for tokens in SMALL_TOKENS:
-        stage_bytes = weight_bytes + K_WARPS * _x_bytes(format, call, tokens)
+    for tokens in format.small_tokens:
+        stage_bytes = format.turns * (weight_bytes + K_WARPS * _x_bytes(format, call, tokens))
         stages = min(SHARED_BYTES // stage_bytes, _ceil(IN_FLIGHT_BYTES, stage_bytes) + 1)
         sum_bytes = K_WARPS * tokens * (format.feature_warps * 32 + 4) * 4
         tile = {
             "feature_warps": format.feature_warps,
             "token_warps": 1,
             "k_warps": K_WARPS,
+            "turns": format.turns,
             "units": 1,
             "tiles": tokens // 8,
             "splits": divided.splits,
@@ -116,7 +118,7 @@ def _large_launches(format: Format, call: Call) -> list[Launch]:
     of_16 = _blocks_of_16(call.operands["weight"].rows.constant, call.attributes["epilogue"] in gemm.GATED)
     most_small = (MULTIPROCESSORS - 1) // _ceil(of_16, 8) * 128  # tokens
     sizes = (*(((64, most_small),) if most_small else ()), (128, 2**31 - 1))
-    launches, low = [], SMALL_TOKENS[-1] + 1
+    launches, low = [], format.small_tokens[-1] + 1
     for size, high in sizes:
         units, tiles = (1 if size == 64 or grouped else 2), (4 if size == 64 else 8)
         stage_bytes = size // 16 * format.lines * 64 + _x_bytes(format, call, size)
@@ -126,6 +128,7 @@ def _large_launches(format: Format, call: Call) -> list[Launch]:
             "feature_warps": size // 32 // units,
             "token_warps": 2,
             "k_warps": 1,
+            "turns": 1,
             "units": units,
             "tiles": tiles,
             "splits": 1,
@@ -206,7 +209,7 @@ def _divided(format: Format, node: ir.Node) -> tuple[_Blocks, int]:
 def _partial(format: Format, node: ir.Node) -> tuple[str, Linear, int]:
     """Sums of each split, where there are several."""
     divided, columns = _divided(format, node)
-    rows = divided.splits * SMALL_TOKENS[-1] if divided.splits > 1 else 0
+    rows = divided.splits * format.small_tokens[-1] if divided.splits > 1 else 0
     return "partial", Linear(constant=rows), columns
 
 

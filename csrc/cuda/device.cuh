@@ -34,8 +34,9 @@ using uint64_t = unsigned long long;
 #define ROLLED _Pragma("unroll 1")    // before a loop whose code is big
 #define KERNEL(threads) __global__ void __launch_bounds__(threads)
 #define KERNEL_OCCUPANCY(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
+#define PRAGMA(text) _Pragma(#text)
+#define UNROLL_BY(count) PRAGMA(unroll(count))
 #define UNROLL _Pragma("unroll")       // for loops whose counter indexes registers
-#define NO_UNROLL _Pragma("unroll 1")  // for loops whose turns would take registers from each other
 
 namespace enginewright {
 
@@ -179,6 +180,13 @@ DEVICE int first_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; 
 
 // Two bytes each of a and b by the selector's nibbles (0 ... 3 of a, 4 ... 7 of b), lowest first.
 DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+
+// (a & mask) | bits, as one instruction even where both are constants.
+DEVICE uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+  return d;
+}
 
 struct alignas(16) Words4 {
   uint32_t x, y, z, w;

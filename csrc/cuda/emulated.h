@@ -18,7 +18,7 @@
 #define KERNEL(threads) void
 #define KERNEL_OCCUPANCY(threads, blocks) void
 #define UNROLL
-#define NO_UNROLL
+#define UNROLL_BY(count)
 
 namespace enginewright {
 
@@ -255,6 +255,8 @@ DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
     picked |= static_cast<uint32_t>(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
   return picked;
 }
+
+DEVICE uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) { return (a & mask) | bits; }
 
 struct alignas(16) Words4 {
   uint32_t x, y, z, w;

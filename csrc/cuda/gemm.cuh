@@ -13,7 +13,7 @@
 
 namespace enginewright {
 
-enum class Format { bf16, w8a16, fp8a16, w4a16, mxfp4a16, w8a8, fp8a8 };
+enum class Format { bf16, w8a16, fp8a16, w4a16, mxfp4a16, w8a8 };
 enum class Epilogue { none, swiglu, geglu };
 
 // features: rows of the weight; with a gated epilogue, gates and then ups, whose blocks alternate. columns:
@@ -27,16 +27,16 @@ struct Gemm {
   Type type;
   int features, columns, x_stride, x_scale_stride, out_stride, padded, group;
   bool zeros, bias;
-  int feature_warps, token_warps, k_warps, units, tiles, splits, stages, shared_bytes;
+  int feature_warps, token_warps, k_warps, turns, units, tiles, splits, stages, shared_bytes;
 
   constexpr bool gated() const { return epilogue != Epilogue::none; }
   constexpr int outputs() const { return gated() ? features / 2 : features; }
   constexpr int blocks() const { return gated() ? 2 * ceil_div(outputs(), 16) : ceil_div(features, 16); }
   constexpr bool four_bits() const { return format == Format::w4a16 || format == Format::mxfp4a16; }
   constexpr bool weight_groups() const { return group != 0 && format != Format::w8a8; }
-  constexpr bool x_groups() const { return format == Format::w8a8 && group != 0; }
-  constexpr bool grouped() const { return weight_groups() || x_groups(); }
-  constexpr bool x_codes() const { return format == Format::w8a8 || format == Format::fp8a8; }
+  constexpr bool x_groups() const { return group != 0 && format == Format::w8a8; }
+  constexpr bool grouped() const { return group != 0; }
+  constexpr bool x_codes() const { return format == Format::w8a8; }
   constexpr bool row_scales() const { return format != Format::bf16 && !weight_groups(); }
 };
 
@@ -69,8 +69,9 @@ struct Shape {
 
   static DEVICE int group_of([[maybe_unused]] int chunk, [[maybe_unused]] int run) {
     if constexpr (S.grouped()) {
-      int group = (chunk * CHUNK + run * RUN) / S.group;
-      return group < GROUPS ? group : GROUPS - 1;  // behind the last column, where everything is zero
+      int group = static_cast<int>(static_cast<uint32_t>(chunk * CHUNK + run * RUN) / S.group);
+      // Behind the last column everything is zero.
+      return CHUNKS * CHUNK - RUN < S.columns || group < GROUPS ? group : GROUPS - 1;
     }
     return 0;
   }
@@ -97,7 +98,7 @@ DEVICE Words4 words_of(const Number (&x)[4]) {
 }
 
 // Where 16 bytes of a token are in a chunk of x in shared memory, [tokens][X_ROW_BYTES]: so that neither the
-// copies nor any of the loads of x_fragments meet in a bank.
+// copies nor any of the loads of x_fragments meet in a bank. It is the same for all tokens 8 apart.
 template <Gemm S>
 DEVICE int x_place(int token, int granule) {
   if constexpr (S.x_codes()) return token * 64 + (granule ^ (token / 2 & 3)) * 16;
@@ -105,42 +106,65 @@ DEVICE int x_place(int token, int granule) {
   return token * 128 + (granule ^ mixed) * 16;
 }
 
-// B of two MMA steps, r[2 * step + register], for the 8 tokens behind `token`. Lanes have the k of the lines
-// that they load of weights: as ldmatrix has it where a line is 4 bytes of x, 8 or 16 bytes in a row where it
-// is more.
+// B of two MMA steps, r[2 * step + register], for 8 tokens from x on. Lanes have the k of the lines that they
+// load of weights: as ldmatrix has it where a line is 4 bytes of x, 8 or 16 bytes in a row where it is more.
 template <Gemm S>
-DEVICE void x_fragments(uint32_t (&r)[4], const uint8_t* x, int token, int pair) {
+DEVICE void x_fragments(uint32_t (&r)[4], const uint8_t* x, int pair) {
   int g = lane() / 4, t = lane() % 4;
   if constexpr (S.four_bits()) {
-    Words4 w = load16(x + x_place<S>(token + g, 4 * pair + t));
+    Words4 w = load16(x + x_place<S>(g, 4 * pair ^ t));
     r[0] = w.x, r[1] = w.y, r[2] = w.z, r[3] = w.w;
   } else if constexpr (Shape<S>::PAIR_LOADS == 2) {
     UNROLL
     for (int step = 0; step < 2; ++step) {
-      Words2 w = *reinterpret_cast<const Words2*>(x + x_place<S>(token + g, 4 * pair + 2 * step + t / 2) +
-                                                  t % 2 * 8);
+      const uint8_t* from = x + x_place<S>(g, 4 * pair ^ 2 * step ^ t / 2) + t % 2 * 8;
+      Words2 w = *reinterpret_cast<const Words2*>(from);
       r[2 * step] = w.x, r[2 * step + 1] = w.y;
     }
   } else {
-    load_matrices(r, x + x_place<S>(token + lane() % 8, 4 * pair + lane() / 8));
+    load_matrices(r, x + x_place<S>(lane() % 8, 4 * pair ^ lane() / 8));
   }
 }
 
-// COUNT chunks of x into shared memory, by all threads of the block; zeros for tokens and chunks that are not
-// there.
+// A thread's part in copying COUNT chunks of x into shared memory, [COUNT][tokens][X_ROW_BYTES]: 16 bytes of
+// each APARTth row; zeros for tokens and chunks that are not there.
 template <Gemm S, int COUNT>
-DEVICE void copy_x(uint8_t* to, const uint8_t* x, int first_token, int tokens, int chunk) {
-  constexpr int GRANULES = Shape<S>::X_ROW_BYTES / 16, OF_CHUNK = Shape<S>::TOKENS * GRANULES;
-  constexpr int64_t STRIDE = int64_t{S.x_stride} * (S.x_codes() ? 1 : 2);
-  for (int i = thread_index(); i < COUNT * OF_CHUNK; i += Shape<S>::THREADS) {
-    int token = i / GRANULES % Shape<S>::TOKENS, granule = i % GRANULES, c = i / OF_CHUNK;
-    bool there = first_token + token < tokens && chunk + c < Shape<S>::CHUNKS;
-    const uint8_t* from =
-        x + (first_token + token) * STRIDE + (chunk + c) * Shape<S>::X_ROW_BYTES + granule * 16;
-    copy_async(to + c * OF_CHUNK * 16 + x_place<S>(token, granule), there ? from : x, there);
+class CopyX {
+  using Of = Shape<S>;
+  static constexpr int GRANULES = Of::X_ROW_BYTES / 16, ROWS = COUNT * Of::TOKENS;
+  static constexpr int APART = Of::THREADS / GRANULES, COPIES = ceil_div(ROWS, APART);
+  static constexpr int64_t STRIDE = int64_t{S.x_stride} * (S.x_codes() ? 1 : 2);
+  static_assert(Of::TOKENS % APART == 0 || APART % Of::TOKENS == 0);  // so that rows are a constant way apart
+
+ public:
+  DEVICE CopyX(const uint8_t* x, int first_token, int tokens) {
+    int row = thread_index() / GRANULES, granule = thread_index() % GRANULES, token = row % Of::TOKENS;
+    chunk_ = row / Of::TOKENS;
+    tokens_ = tokens - first_token - token;
+    from_ = x + (first_token + token) * STRIDE + chunk_ * Of::X_ROW_BYTES + granule * 16;
+    to_ = chunk_ * Of::TOKENS * Of::X_ROW_BYTES + x_place<S>(token, granule);
   }
-}
-// And the scales of its runs, [COUNT][RUNS][tokens].
+
+  DEVICE void copy(uint8_t* stage, int chunk) const {
+    const uint8_t* from = from_ + int64_t{chunk} * Of::X_ROW_BYTES;
+    UNROLL
+    for (int i = 0; i < COPIES; ++i) {
+      int token = i * APART % Of::TOKENS, after = i * APART / Of::TOKENS;
+      if (i * APART + APART > ROWS && chunk_ + after >= COUNT) break;  // more threads than granules
+      bool there = token < tokens_;
+      if (Of::CHUNKS % COUNT) there = there && chunk + chunk_ + after < Of::CHUNKS;
+      copy_async(stage + to_ + i * APART * Of::X_ROW_BYTES, from + token * STRIDE + after * Of::X_ROW_BYTES,
+                 there);
+    }
+  }
+
+ private:
+  const uint8_t* from_;
+  int to_, chunk_,
+      tokens_;  // where a row's copies are; its chunk of COUNT; how many tokens are left from its on
+};
+
+// The scales of the runs of COUNT chunks of x, [COUNT][RUNS][tokens].
 template <Gemm S, int COUNT>
 DEVICE void copy_x_scales(float* to, const float* x_scale, int first_token, int tokens, int chunk) {
   constexpr int TOKENS = Shape<S>::TOKENS, RUNS = Shape<S>::RUNS;
@@ -151,6 +175,23 @@ DEVICE void copy_x_scales(float* to, const float* x_scale, int first_token, int 
     copy_async<4>(to + i, there ? x_scale + at : x_scale, there);
   }
 }
+
+// Stages in shared memory, each read once the copies into it are there, and then filled again.
+template <Gemm S, int BYTES>
+class Stages {
+ public:
+  DEVICE explicit Stages(uint8_t* first)
+      : first_(first), now_(first), before_(first + (S.stages - 1) * BYTES) {}
+  DEVICE uint8_t* now() const { return now_; }
+  DEVICE uint8_t* before() const { return before_; }
+  DEVICE void next() {
+    before_ = now_;
+    now_ = now_ == first_ + (S.stages - 1) * BYTES ? first_ : now_ + BYTES;
+  }
+
+ private:
+  uint8_t *first_, *now_, *before_;
+};
 
 DEVICE float silu(float x) { return divide(x, 1.0f + exp2_fast(-x * LOG2E)); }
 DEVICE float gelu_tanh(float x) {

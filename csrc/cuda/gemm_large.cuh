@@ -37,37 +37,55 @@ struct GemmLarge {
   static DEVICE int place(int line, int rows) { return line * LINE_BYTES + (rows ^ (line & 2)) * 16; }
 };
 
-// A chunk of the block's weights, and what belongs to its runs, into a stage.
+// A thread's part in copying a chunk of the block's weights, and what belongs to its runs, into a stage.
 template <Gemm S>
-DEVICE void copy_weights(uint8_t* stage, int first_block, const uint8_t* weight, const uint8_t* scale,
-                         const uint8_t* zero, int chunk) {
+class CopyWeights {
   using Of = Shape<S>;
   using K = GemmLarge<S>;
-  auto existing = [&](int block) {  // features that are not there: any that are
-    return int64_t{first_block + block < S.blocks() ? first_block + block : S.blocks() - 1};
-  };
-  for (int i = thread_index(); i < K::WEIGHT_BYTES / 16; i += Of::THREADS) {
-    int block = i / (Of::LINES * 4), line = i / 4 % Of::LINES, rows = i % 4;
-    const uint8_t* from =
-        weight + existing(block) * Of::BLOCK_BYTES + int64_t{chunk} * Of::LINES * LINE_BYTES;
-    copy_async(stage + block * Of::LINES * LINE_BYTES + K::place(line, rows),
-               from + line * LINE_BYTES + rows * 16);
+  static constexpr int LINE_GRANULES = Of::LINES * 4;  // of a block
+  static constexpr int APART = Of::THREADS / LINE_GRANULES, COPIES = ceil_div(K::BLOCKS, APART);
+  static_assert(Of::THREADS % LINE_GRANULES == 0 && K::BLOCKS % APART == 0);
+
+ public:
+  DEVICE CopyWeights(int first_block, const uint8_t* weight, const uint8_t* scale, const uint8_t* zero)
+      : weight_(weight), scale_(scale), zero_(zero), first_block_(first_block) {
+    int line = thread_index() / 4 % Of::LINES, rows = thread_index() % 4;
+    block_ = thread_index() / LINE_GRANULES;
+    from_ = line * LINE_BYTES + rows * 16;
+    to_ = block_ * Of::LINES * LINE_BYTES + K::place(line, rows);
   }
-  if constexpr (S.weight_groups()) {
-    constexpr int GRANULES = K::SCALES / 16;
-    for (int i = thread_index(); i < K::SCALE_BYTES / 16; i += Of::THREADS) {
-      int block = i / GRANULES / Of::RUNS, run = i / GRANULES % Of::RUNS;
-      int64_t column = existing(block) * Of::GROUPS + Of::group_of(chunk, run);
-      copy_async(stage + K::SCALES_AT + i * 16, scale + column * K::SCALES + i % GRANULES * 16);
+
+  DEVICE void copy(uint8_t* stage, int chunk) const {
+    const uint8_t* from = weight_ + int64_t{chunk} * Of::LINES * LINE_BYTES + from_;
+    UNROLL
+    for (int i = 0; i < COPIES; ++i)
+      copy_async(stage + to_ + i * APART * Of::LINES * LINE_BYTES,
+                 from + existing(block_ + i * APART) * Of::BLOCK_BYTES);
+    if constexpr (S.weight_groups()) {
+      constexpr int GRANULES = K::SCALES / 16;
+      for (int i = thread_index(); i < K::SCALE_BYTES / 16; i += Of::THREADS) {
+        int64_t column =
+            existing(i / GRANULES / Of::RUNS) * Of::GROUPS + Of::group_of(chunk, i / GRANULES % Of::RUNS);
+        copy_async(stage + K::SCALES_AT + i * 16, scale_ + column * K::SCALES + i % GRANULES * 16);
+      }
+    }
+    if constexpr (S.zeros) {
+      for (int i = thread_index(); i < K::ZERO_BYTES / 16; i += Of::THREADS) {
+        int64_t column = existing(i / Of::RUNS) * Of::GROUPS + Of::group_of(chunk, i % Of::RUNS);
+        copy_async(stage + K::ZEROS_AT + i * 16, zero_ + column * 16);
+      }
     }
   }
-  if constexpr (S.zeros) {
-    for (int i = thread_index(); i < K::ZERO_BYTES / 16; i += Of::THREADS) {
-      int64_t column = existing(i / Of::RUNS) * Of::GROUPS + Of::group_of(chunk, i % Of::RUNS);
-      copy_async(stage + K::ZEROS_AT + i * 16, zero + column * 16);
-    }
+
+ private:
+  DEVICE int64_t existing(int block) const {  // features that are not there: any that are
+    if (S.blocks() % K::BLOCKS == 0 || first_block_ + block < S.blocks()) return first_block_ + block;
+    return S.blocks() - 1;
   }
-}
+
+  const uint8_t *weight_, *scale_, *zero_;
+  int first_block_, block_, from_, to_;
+};
 
 // What multiply_chunk takes of a stage, from a warp's first unit on.
 template <Gemm S>
@@ -113,25 +131,27 @@ gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const fl
   if (first_token >= tokens) return;
   int token_warp = warp() % S.token_warps * S.tiles * 8, unit_warp = warp() / S.token_warps * S.units;
 
-  auto copy = [&](int chunk) {
+  const CopyWeights<S> weights(first_feature / 16, weight, scale, zero);
+  const CopyX<S, 1> tokens_of(x, first_token, tokens);
+  auto copy = [&](int chunk, uint8_t* stage) {
     if (chunk < Of::CHUNKS) {
-      uint8_t* stage = shared + chunk % S.stages * K::STAGE_BYTES;
-      copy_weights<S>(stage, first_feature / 16, weight, scale, zero, chunk);
-      copy_x<S, 1>(stage + K::X_AT, x, first_token, tokens, chunk);
+      weights.copy(stage, chunk);
+      tokens_of.copy(stage + K::X_AT, chunk);
       if constexpr (S.x_groups())
         copy_x_scales<S, 1>(reinterpret_cast<float*>(stage + K::X_SCALES_AT), x_scale, first_token, tokens,
                             chunk);
     }
     commit_copies();
   };
-  for (int i = 0; i < S.stages - 1; ++i) copy(i);
+  for (int i = 0; i < S.stages - 1; ++i) copy(i, shared + i * K::STAGE_BYTES);
 
   Sum total[S.units][2][S.tiles][4] = {};
-  for (int chunk = 0; chunk < Of::CHUNKS; ++chunk) {
+  Stages<S, K::STAGE_BYTES> stages(shared);
+  for (int chunk = 0; chunk < Of::CHUNKS; ++chunk, stages.next()) {
     wait_copies<S.stages - 2>();
-    sync_threads();  // everyone's copies are there, and what the chunk before has read is free
-    copy(chunk + S.stages - 1);
-    const uint8_t* stage = shared + chunk % S.stages * K::STAGE_BYTES;
+    sync_threads();  // everyone's copies are there, and nobody reads the stage before any more
+    copy(chunk + S.stages - 1, stages.before());
+    const uint8_t* stage = stages.now();
     multiply_chunk<S>(total, SharedWeights<S>{stage, unit_warp},
                       stage + K::X_AT + token_warp * Of::X_ROW_BYTES,
                       reinterpret_cast<const float*>(stage + K::X_SCALES_AT) + token_warp);

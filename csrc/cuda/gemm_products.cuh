@@ -13,23 +13,24 @@ DEVICE uint32_t high_bytes(uint32_t word, int pair) { return pick_bytes(word, 0,
 
 // Two int8: 7 bits below those of 128, minus 128, or 256 where the sign is set. All exact.
 DEVICE uint32_t bf16_of_int8(uint32_t bytes) {
-  uint32_t size = (bytes & 0x007f007fu) | 0x43004300u, minus = (bytes & 0x00800080u) | 0xc300c300u;
+  uint32_t size = and_or(bytes, 0x007f007fu, 0x43004300u), minus = and_or(bytes, 0x00800080u, 0xc300c300u);
   return fma_bf16(size, BF16_ONES, minus);
 }
 // Two E4M3 in upper halves: exponent and fraction at their places mean 2^-120 of the number, exactly,
 // subnormals included.
 DEVICE uint32_t bf16_of_e4m3(uint32_t bytes) {
-  uint32_t bits = (bytes & 0x80008000u) | (bytes >> 4 & 0x07f007f0u);
+  uint32_t bits = and_or(bytes, 0x80008000u, bytes >> 4 & 0x07f007f0u);
   return fma_bf16(bits, 0x7b807b80u, BF16_NONE);
 }
 // Two codes of 4 bits, in the lowest bits of each half, minus their zero: 128 + code is exact. minus: two of
 // -(128 + zero).
 DEVICE uint32_t bf16_of_u4(uint32_t codes, uint32_t minus) {
-  return fma_bf16((codes & 0x000f000fu) | 0x43004300u, BF16_ONES, minus);
+  return fma_bf16(and_or(codes, 0x000f000fu, 0x43004300u), BF16_ONES, minus);
 }
-// Two E2M1 in the lowest bits of each half, doubled as in the plugin: 2^-127 times that at their places.
-DEVICE uint32_t bf16_of_e2m1(uint32_t codes) {
-  uint32_t bits = (codes << 12 & 0x80008000u) | (codes << 6 & 0x01c001c0u);
+// Two E2M1 in the lower (or, step 1, the upper) 4 bits of bytes, doubled as in the plugin. The product is two
+// shifts at once: sign, and exponent with fraction, at their places mean 2^-127 of that number.
+DEVICE uint32_t bf16_of_e2m1(uint32_t bytes, int step) {
+  uint32_t bits = (bytes & (step ? 0x00f000f0u : 0x000f000fu)) * (step ? 0x0104u : 0x1040u) & 0x81c081c0u;
   return fma_bf16(bits, 0x7f007f00u, BF16_NONE);
 }
 
@@ -58,7 +59,7 @@ DEVICE void weight_fragments(uint32_t (&a)[2][2][4], const Words4 (&loads)[Shape
           uint32_t minus = pick_bytes(zeros, 0xc3, 0x4040 | row | row << 8);
           to = bf16_of_u4(low_bytes(word(0), half) >> (4 * step), minus);
         } else if constexpr (S.format == Format::mxfp4a16) {
-          to = bf16_of_e2m1(low_bytes(word(0), half) >> (4 * step));
+          to = bf16_of_e2m1(low_bytes(word(0), half), step);
         } else {
           to = word(2 * step + half);
         }
@@ -71,8 +72,6 @@ template <Gemm S>
 DEVICE void multiply(part_t<S> (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   if constexpr (S.format == Format::w8a8)
     mma_int8(d, a, b);
-  else if constexpr (S.format == Format::fp8a8)
-    mma_e4m3(d, a, b);
   else
     mma_bf16(d, a, b);
 }
@@ -123,7 +122,7 @@ DEVICE void multiply_chunk(sum_t<S> (&total)[S.units][2][S.tiles][4], const Weig
   constexpr int RUN_STEPS = 2 * Of::PAIRS / Of::RUNS;
   constexpr int TURN_PAIRS = S.grouped() && RUN_STEPS > 2 ? RUN_STEPS / 2 : 1;  // whose A are held at once
   constexpr int TURN_RUNS = S.grouped() ? 2 * TURN_PAIRS / RUN_STEPS : 1;
-  NO_UNROLL
+  UNROLL_BY(S.units * S.tiles <= 2 ? 2 : 1)  // turns take registers from each other
   for (int turn = 0; turn < Of::PAIRS / TURN_PAIRS; ++turn) {
     uint32_t a[TURN_PAIRS][S.units][2][2][4];
     UNROLL
@@ -143,7 +142,7 @@ DEVICE void multiply_chunk(sum_t<S> (&total)[S.units][2][S.tiles][4], const Weig
       uint32_t b[4];  // of two steps
       UNROLL
       for (int step = 0; step < 2 * TURN_PAIRS; ++step) {
-        if (step % 2 == 0) x_fragments<S>(b, x, tile * 8, turn * TURN_PAIRS + step / 2);
+        if (step % 2 == 0) x_fragments<S>(b, x + tile * 8 * Of::X_ROW_BYTES, turn * TURN_PAIRS + step / 2);
         const uint32_t b_step[2] = {b[step % 2 * 2], b[step % 2 * 2 + 1]};
         UNROLL
         for (int unit = 0; unit < S.units; ++unit) {

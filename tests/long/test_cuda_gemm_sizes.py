@@ -1,0 +1,42 @@
+"""Matrix products on CUDA in emulation, over shapes by chance: every launch of every format."""
+
+import random
+
+import pytest
+import torch
+
+from tests.cuda_gemm import WEIGHTS, Gemm, Problem, compiled, error
+from tests.emulated import SCHEDULES
+from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
+
+TOKENS = (1, 2, 3, 7, 8, 9, 16, 17, 33, 65, 130)
+
+
+def shape(format: str, seed: int) -> Gemm:
+    chance = random.Random(f"{format} {seed}")
+    epilogue = chance.choice(("none", "none", "swiglu", "geglu"))
+    grouped = format in ("w4a16", "mxfp4a16") or (format in ("fp8a16", "w8a8") and chance.random() < 0.5)
+    return Gemm(
+        format,
+        rows=chance.choice((1, 15, 16, 17, 31, 33, 63, 64, 65, 100, 129, 200)) * (1 if epilogue == "none" else 2),
+        columns=chance.choice((1, 31, 32, 63, 64, 65, 96, 127, 128, 129, 200, 257, 600, 1030)),
+        epilogue=epilogue,
+        bias=chance.random() < 0.5,
+        group=chance.choice((32, 64, 96, 128, 256)) if grouped else 0,
+        zeros=format == "w4a16" and chance.random() < 0.5,
+        to=chance.choice(("f32", "bf16")),
+        large=chance.random() < 0.3,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("format", WEIGHTS)
+def test_products_of_any_shape(format: str, seed: int) -> None:
+    gemm = shape(format, seed)
+    kernels = compiled([(gemm, tokens) for tokens in TOKENS])
+    for tokens in TOKENS:
+        problem = Problem(gemm, tokens, seed)
+        result, expected = problem.run(kernels, "random", seed), problem.expected()
+        assert error(result, expected) < (GEMM_F32 if gemm.to == "f32" else GEMM_BF16_OUT), (gemm, tokens)
+        for schedule in SCHEDULES[:2]:
+            assert torch.equal(problem.run(kernels, schedule), result), (gemm, tokens, schedule)
