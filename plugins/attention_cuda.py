@@ -1,42 +1,128 @@
-"""What GPUs launch for paged attention: csrc/cuda/paged_prefill.cuh and paged_decode.cuh."""
+"""What GPUs launch for paged attention: csrc/cuda/paged_prefill.cuh and paged_decode.cuh, one after the other.
 
-from dataclasses import replace
+Each takes the sequences of its own kind, by their numbers of tokens in GPU memory. Where every sequence has one token,
+there is nothing to do for the former, and it is not launched.
+"""
 
-from enginewright.plan import Launch, Linear
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from enginewright.plan import DTYPE_BYTES, Extent, Launch, Linear
 from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
 from enginewright.plugins.kv_cuda import kv_constant
+from enginewright.plugins.kv_write import padded_head_dim
+from enginewright.plugins.plugin import int_of
 
-THREADS = 128
-PREFILL_ROWS = 64  # of a block
+THREADS, WARPS = 128, 4
+TILE_ROWS = 16
+PREFILL_ROWS = WARPS * TILE_ROWS  # of a block
+KV_SPLIT = 256  # positions that Sizes.kv_splits counts
+PARTIALS = 2048  # splits of KV heads whose results have room beside each other, beyond the longest sequence's
+ANY = Linear(constant=1 << 20)  # blocks; a grid is bounded by the multiprocessors
+SMALL_BYTES = 48 << 10  # shared memory of a block of which a multiprocessor runs four
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """As Attention and Decode in csrc/cuda have it. pad: elements of a head in the pool."""
+
+    heads: int
+    kv_heads: int
+    pad: int
+
+    @property
+    def split(self) -> int:
+        return 64 if self.pad > 128 else 128
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of a KV head in `partials`."""
+        return -(-self.heads // self.kv_heads // TILE_ROWS) * TILE_ROWS
+
+    @property
+    def partial_columns(self) -> int:
+        return self.kv_heads * self.head_rows * (self.pad + 2)
+
+    @property
+    def partials(self) -> Linear:
+        return Linear(constant=PARTIALS // self.kv_heads, kv_splits=KV_SPLIT // self.split)
+
+    def kv_bytes(self, dtype: str) -> int:
+        """A split's keys and values in shared memory, and their scales."""
+        scale_bytes = 0 if dtype == "bf16" else DTYPE_BYTES["f32"]
+        return 2 * self.split * (self.pad * DTYPE_BYTES[dtype] + scale_bytes)
+
+    @property
+    def prefill_bytes(self) -> int:
+        """Beside keys and values: queries."""
+        return PREFILL_ROWS * self.pad * DTYPE_BYTES["bf16"]
+
+    @property
+    def decode_bytes(self) -> int:
+        """Beside keys and values: p, each warp's maxima and sums, and a flag."""
+        return TILE_ROWS * (self.split * DTYPE_BYTES["bf16"] + 2 * WARPS * DTYPE_BYTES["f32"]) + DTYPE_BYTES["i32"]
 
 
 def attention_on_cuda(binding: KernelBinding) -> CudaKernel:
-    return replace(binding.on_cuda(_launches, paged_prefill="paged_prefill"), scratch=None)
+    kernel = binding.on_cuda(_launches, paged_prefill="paged_prefill", paged_decode="paged_decode")
+    return replace(kernel, scratch=_partials, counters=_counters)
+
+
+def _shape(node: ir.Node) -> _Shape:
+    return _Shape(int_of(node, "heads"), int_of(node, "kv_heads"), padded_head_dim(int_of(node, "head_dim")))
+
+
+def _partials(node: ir.Node) -> tuple[str, Linear, int]:
+    """What splits give, before they are combined."""
+    shape = _shape(node)
+    return "partials", shape.partials, shape.partial_columns
+
+
+def _counters(node: ir.Node) -> tuple[str, Linear, int]:
+    """How many splits of a sequence are done, for each KV head and tile of its rows."""
+    shape = _shape(node)
+    return "counters", Linear(sequences=1), shape.kv_heads * shape.head_rows // TILE_ROWS
 
 
 def _launches(call: Call) -> tuple[Launch, ...]:
-    q, kv, out = (call.operands[role] for role in ("q", "kv", "out"))
-    heads, kv_heads = int(call.attributes["heads"]), int(call.attributes["kv_heads"])
-    prefill = expression(
-        "paged_prefill",
-        "PagedAttention",
-        kv=kv_constant(kv, kv_heads),
-        heads=heads,
-        q_stride=q.stride,
-        out_stride=out.stride,
-        padded=out.columns if out.dtype == "f32" else out.padded,
-        out_type=TYPES[out.dtype],
-        window=int(call.attributes["window"]),
-        scale=float(call.attributes["scale"]),
-        softcap=float(call.attributes["softcap"]),
-        partials=0,
-        partials_per_kv_split=0,
-        partial_stride=0,
-        counter_stride=0,
-    )
-    split = 64 if kv.stride > 128 else 128
-    row_bytes = kv.stride * (2 if kv.dtype == "bf16" else 1) + (0 if kv.dtype == "bf16" else 4)
-    shared_bytes = 2 * split * row_bytes + PREFILL_ROWS * kv.stride * 2
+    q, kv, out, partials, counters = (call.operands[role] for role in ("q", "kv", "out", "partials", "counters"))
+    shape = _Shape(int(call.attributes["heads"]), int(call.attributes["kv_heads"]), kv.stride)
+    constants = {
+        "kv": kv_constant(kv, shape.kv_heads),
+        "heads": shape.heads,
+        "q_stride": q.stride,
+        "out_stride": out.stride,
+        "padded": out.columns if out.dtype == "f32" else out.padded,
+        "out_type": TYPES[out.dtype],
+        "window": int(call.attributes["window"]),
+        "scale": float(call.attributes["scale"]),
+        "softcap": float(call.attributes["softcap"]),
+        "partials": shape.partials.constant,
+        "partials_per_kv_split": shape.partials.kv_splits,
+        "partial_stride": partials.stride,
+        "counter_stride": counters.stride,
+    }
     arguments = ("q", "kv.keys", "kv.values", "query_start", "kv_len", "block_table", "out")
-    tiles = blocks(Linear(tokens=heads // kv_heads, sequences=PREFILL_ROWS), PREFILL_ROWS)
-    return (Launch(prefill, arguments, (tiles, blocks(kv_heads), ONE), THREADS, shared_bytes),)
+    kv_bytes = shape.kv_bytes(kv.dtype)
+    prefill = Launch(
+        kernel=expression("paged_prefill", "PagedAttention", **constants),
+        arguments=arguments,
+        grid=(
+            blocks(Linear(tokens=shape.heads // shape.kv_heads, sequences=PREFILL_ROWS), PREFILL_ROWS),
+            blocks(shape.kv_heads),
+            ONE,
+        ),
+        threads=THREADS,
+        shared_bytes=kv_bytes + shape.prefill_bytes,
+        rows=Linear(tokens=1, sequences=-1),
+    )
+    decode_bytes = kv_bytes + shape.decode_bytes
+    decode = Launch(
+        kernel=expression("paged_decode", "PagedAttention", **constants),
+        arguments=(*arguments, "partials", "counters"),
+        grid=(Extent(ANY, per_multiprocessor=4 if decode_bytes <= SMALL_BYTES else 2), ONE, ONE),
+        threads=THREADS,
+        shared_bytes=decode_bytes,
+    )
+    return prefill, decode

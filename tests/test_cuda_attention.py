@@ -11,7 +11,7 @@ import torch
 
 from enginewright.plan import Linear, Sizes
 from enginewright.plugins import PLUGINS
-from enginewright.plugins.kernel import CudaKernel
+from enginewright.plugins.kernel import CudaKernel, Matrix
 from tests.cuda_call import CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
 from tests.cuda_kv import PagedKv
 from tests.paged_kv import SPLIT, Chunk, Heads, Text, random_text, stored
@@ -37,7 +37,12 @@ class Attention:
         kv, width = PagedKv(heads, chunks, self.window, self.kv), heads.heads * heads.head_dim
         q = torch.cat([chunk.text.q[chunk.start : chunk.end] for chunk in chunks]).reshape(sum(lengths), width)
         padded = -(-width // 64) * 64
+        rows = -(-heads.heads // heads.kv_heads // 16) * 16
+        sizes, partials = sizes_of(chunks), heads.kv_heads * rows * (heads.head_dim_pad + 2)
+        slots = 2048 // heads.kv_heads + (4 if heads.head_dim_pad > 128 else 2) * sizes.kv_splits
         return {
+            "partials": empty("f32", Linear(), slots - 2, partials, partials),
+            "counters": Operand(np.zeros((len(chunks), 64), np.int32), Matrix("i32", TOKENS, 64, 64, 64)),
             "q": strided("bf16", TOKENS, as_bf16(q.float().numpy()), 2048),
             "query_start": vector("i32", np.cumsum([0, *lengths])),
             "kv_len": vector("i32", np.array([chunk.end for chunk in chunks])),
@@ -50,6 +55,7 @@ class Attention:
         """Of each chunk, float32 [tokens, heads, head_dim]."""
         operands = self.operands(chunks)
         call_of(self).run(operands, sizes_of(chunks), schedule)
+        assert not operands["counters"].values.any()
         out, tokens = operands["out"], sum(chunk.end - chunk.start for chunk in chunks)
         columns, padded = out.matrix.columns, out.matrix.padded
         assert not out.values[:tokens, columns:padded].any()

@@ -25,7 +25,7 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
   Step step{query_start, kv_len, block_table, sizes->kv_blocks};
   auto tiles = [&](int i) {
     int rows = step.tokens(i) * A::GROUP;
-    return rows > 0 ? ceil_div(rows, PREFILL_ROWS) : 0;
+    return rows > A::FEW ? ceil_div(rows, PREFILL_ROWS) : 0;
   };
   int index = block_x(), kv_head = block_y(), found = find_sequence(index, sizes->sequences, tiles);
   if (found < 0) return;

@@ -1,0 +1,258 @@
+// Flash-decoding (paged_attention.cuh): attention of sequences with few rows, a tile of 16 at a time, whose
+// splits are shared out over the GPU (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+//
+// A work item is a row tile, a KV head and either one split of a sequence or all that it sees. Sequences of
+// more splits than a bound are taken apart, the smallest bound for which `partials` hold what their splits
+// give; the last block of such a sequence to finish folds them in ascending order. So one long sequence keeps
+// all multiprocessors busy, and many sequences write no partial results. Blocks find their items in the
+// lengths in GPU memory: a launch that was captured for a batch is right for any lengths.
+//
+// All four warps work on one split: each multiplies the keys of a quarter of its positions, then the values
+// of a quarter of the columns; maxima and p go through shared memory. Of head_dim 128 in bf16 a block has 32
+// to 64 KB on their way, two of them a multiprocessor: an H200 takes 36 B/ns of memory a multiprocessor,
+// which at 1 µs of latency is 36 KB. A split is about 1000 cycles of one block's work and 3200 of memory's
+// (unmeasured).
+#pragma once
+
+#include "paged_attention.cuh"
+
+namespace enginewright {
+
+template <PagedAttention S>
+struct Decode : Attention<S> {
+  using A = Attention<S>;
+  using A::SPLIT, A::TILES, A::DIM, A::GROUP, A::COLUMN_GROUPS;
+  using typename A::Out, typename A::Range, typename A::Rows, typename A::Shared;
+  static constexpr int ROW_TILES = A::FEW / TILE_ROWS;
+  static constexpr int OWN_GROUPS = ceil_div(COLUMN_GROUPS, ATTENTION_WARPS);  // of columns, a warp's
+  static constexpr int P_CHUNKS = SPLIT * 2 / 16;                              // a row of p
+
+  // Behind the keys and values: p, and each warp's maxima and sums.
+  struct Exchange {
+    unsigned char* p;      // [TILE_ROWS][P_CHUNKS]
+    float *maxima, *sums;  // [warps][TILE_ROWS]
+    int* last;
+    explicit DEVICE Exchange(unsigned char* bytes)
+        : p(bytes + A::SHARED_BYTES),
+          maxima(reinterpret_cast<float*>(p + TILE_ROWS * P_CHUNKS * 16)),
+          sums(maxima + ATTENTION_WARPS * TILE_ROWS),
+          last(reinterpret_cast<int*>(sums + ATTENTION_WARPS * TILE_ROWS)) {}
+  };
+
+  // A fold of splits: columns 16 (warp + 4 j) ..., and maxima and sums, which all warps have.
+  struct Total {
+    float o[OWN_GROUPS][2][4] = {}, most[2] = {-INF, -INF}, sums[2] = {0.0f, 0.0f};
+  };
+
+  // What a sequence's splits give, apart: [DIM] of each row, then their maxima, then their sums.
+  struct Partial {
+    float *o, *maxima, *sums;
+    DEVICE Partial(float* partials, int slot, int kv_head, int row_tile)
+        : o(partials + int64_t{slot} * S.partial_stride +
+            (kv_head * ROW_TILES + row_tile) * TILE_ROWS * (DIM + 2)),
+          maxima(o + TILE_ROWS * DIM),
+          sums(maxima + TILE_ROWS) {}
+  };
+
+  // Of sequence i; none if it is paged_prefill's.
+  static DEVICE int splits_of(const Step& step, int i) {
+    int rows = step.tokens(i) * GROUP;
+    if (rows > A::FEW) return 0;
+    Sequence sequence = step.sequence(i);
+    return A::last_split(sequence, rows - 1) - A::first_split(sequence, 0) + 1;
+  }
+
+  // warp: the fewest splits that a sequence is not taken apart for.
+  static DEVICE int bound_of(const Step& step, const Sizes& sizes) {
+    int room = S.partials + S.partials_per_kv_split * sizes.kv_splits;
+    for (int bound = 1;; bound *= 2) {
+      int splits = 0;
+      for (int i = lane(); i < sizes.sequences; i += WARP)
+        if (int count = splits_of(step, i); count > bound) splits += count;
+      for (int mask = WARP / 2; mask > 0; mask /= 2) splits += shuffle_xor(splits, mask);
+      if (splits <= room) return bound;
+    }
+  }
+
+  // block: splits `split` to `last` of 16 rows, folded.
+  static DEVICE void attend(Total& total, const bf16* q, const unsigned char* keys,
+                            const unsigned char* values, const Sequence& sequence, int kv_head, int row_tile,
+                            int split, int last) {
+    Shared shared(shared_memory<unsigned char>());
+    Exchange exchange(shared_memory<unsigned char>());
+    Rows rows(sequence, row_tile * TILE_ROWS);
+    Range seen{shuffle(rows.seen[0].low, 0), shuffle(rows.seen[1].high, WARP - 1)};
+    Range all{shuffle(rows.seen[1].low, WARP - 1), shuffle(rows.seen[0].high, 0)};
+    int block = A::block_of(sequence, split, seen);
+    A::copy(shared.keys, shared.key_scales, keys, block, kv_head, split, seen);
+    commit_copies();
+    A::copy(shared.values, shared.value_scales, values, block, kv_head, split, seen);
+    commit_copies();
+    Words4 queries[A::STEPS];
+    UNROLL
+    for (int i = 0; i < A::STEPS; ++i) queries[i] = A::queries(q, sequence, kv_head, rows, i);
+
+    int own = warp() * A::QUARTER, row = lane() / 4;
+    for (; split <= last; ++split) {
+      int begin = split * SPLIT + own;
+      bool whole = begin >= all.low && begin + A::QUARTER <= all.high + 1;
+      block = split < last ? A::block_of(sequence, split + 1, seen) : 0;
+      float s[TILES][4], most[2], sums[2];
+      wait_copies<1>();
+      sync_warp();  // the warp's keys are there
+      A::multiply_keys(s, [&](int i) { return queries[i]; }, shared.keys, own);
+      A::adjust(s, rows, begin, whole, shared.key_scales + own);
+      sync_warp();  // and read
+      if (split < last) A::copy(shared.keys, shared.key_scales, keys, block, kv_head, split + 1, seen);
+      commit_copies();
+      A::maxima(most, s);
+      for (int i = 0; i < 2; ++i)
+        if (lane() % 4 == 0) exchange.maxima[warp() * TILE_ROWS + row + 8 * i] = most[i];
+      wait_copies<1>();
+      sync_threads();  // maxima, and everybody's values
+      for (int i = 0; i < 2; ++i)
+        for (int w = 0; w < ATTENTION_WARPS; ++w)
+          most[i] = larger(most[i], exchange.maxima[w * TILE_ROWS + row + 8 * i]);
+      A::weigh(s, sums, most, shared.value_scales + own);
+      for (int i = 0; i < 2; ++i)
+        if (lane() % 4 == 0) exchange.sums[warp() * TILE_ROWS + row + 8 * i] = sums[i];
+      for (int n = 0; n < TILES; ++n)
+        for (int i = 0; i < 2; ++i)
+          *reinterpret_cast<uint32_t*>(exchange.p + chunk_at<P_CHUNKS>(row + 8 * i, own / 8 + n) +
+                                       lane() % 4 * 4) = pack_bf16(s[n][2 * i], s[n][2 * i + 1]);
+      sync_threads();  // p and sums
+      Fold folds[2];
+      for (int i = 0; i < 2; ++i) {
+        float sum = 0.0f;
+        for (int w = 0; w < ATTENTION_WARPS; ++w) sum += exchange.sums[w * TILE_ROWS + row + 8 * i];
+        folds[i] = fold_of(total.most[i], most[i] * A::FACTOR);
+        total.most[i] = folds[i].maximum;
+        total.sums[i] = folded(total.sums[i], sum, folds[i]);
+      }
+      auto weights = [&](uint32_t (&a)[4], int step) {
+        load_matrices(a, exchange.p + chunk_at<P_CHUNKS>(lane() % 16, 2 * step + lane() / 16));
+      };
+      float next[OWN_GROUPS][2][4] = {};
+      A::template multiply_values<ATTENTION_WARPS>(next, weights, shared.values, warp());
+      UNROLL
+      for (int j = 0; j < OWN_GROUPS; ++j)
+        for (int h = 0; h < 2; ++h)
+          for (int i = 0; i < 4; ++i)
+            total.o[j][h][i] = folded(total.o[j][h][i], next[j][h][i], folds[i / 2]);
+      sync_threads();  // all is read
+      if (split < last) A::copy(shared.values, shared.value_scales, values, block, kv_head, split + 1, seen);
+      commit_copies();
+    }
+  }
+
+  // use(row, column, first, second) of what the lane has, rows below `rows`.
+  template <class Use>
+  static DEVICE void for_pairs(const Total& total, int rows, Use use) {
+    UNROLL
+    for (int j = 0; j < OWN_GROUPS; ++j)
+      for (int i = 0; i < 2; ++i) {
+        int row = lane() / 4 + 8 * i, group = warp() + j * ATTENTION_WARPS;
+        if (row < rows && group < COLUMN_GROUPS)
+          A::for_pairs(total.o[j], group, i,
+                       [&](int column, float x, float y) { use(row, i, column, x, y); });
+      }
+  }
+
+  static DEVICE void write_partial(const Partial& to, const Total& total, int rows) {
+    for_pairs(total, rows, [&](int row, int, int column, float x, float y) {
+      to.o[row * DIM + column] = x;
+      to.o[row * DIM + column + 1] = y;
+    });
+    for (int i = 0; i < 2; ++i)
+      if (int row = lane() / 4 + 8 * i; warp() == 0 && lane() % 4 == 0 && row < rows) {
+        to.maxima[row] = total.most[i];
+        to.sums[row] = total.sums[i];
+      }
+  }
+
+  // block: whether all `count` of it have been here by now.
+  static DEVICE bool is_last(int32_t* counter, int count) {
+    int* last = Exchange(shared_memory<unsigned char>()).last;
+    fence();
+    sync_threads();
+    if (thread_index() == 0) {
+      *last = atomic_add(counter, 1) == count - 1;
+      if (*last) *counter = 0;  // for the next launch
+    }
+    sync_threads();
+    fence();
+    return *last;
+  }
+
+  // block: folds the partial results of a sequence, from `slot` on, and writes its output.
+  static DEVICE void combine(Out* out, float* partials, int slot, int count, const Sequence& sequence,
+                             int kv_head, int row_tile, int rows) {
+    for (int i = thread_index(); i < rows * (DIM / 2); i += ATTENTION_THREADS) {
+      int row = i / (DIM / 2), column = i % (DIM / 2) * 2;
+      float x = 0.0f, y = 0.0f, most = -INF, sum = 0.0f;
+      for (int j = 0; j < count; ++j) {
+        Partial next(partials, slot + j, kv_head, row_tile);
+        Fold fold = fold_of(most, next.maxima[row]);
+        most = fold.maximum;
+        sum = folded(sum, next.sums[row], fold);
+        x = folded(x, next.o[row * DIM + column], fold);
+        y = folded(y, next.o[row * DIM + column + 1], fold);
+      }
+      float inverse = divide(1.0f, sum);
+      A::write(out, sequence, kv_head, row_tile * TILE_ROWS + row, column, x * inverse, y * inverse);
+    }
+  }
+};
+
+// Grid: as many blocks as run at once.
+template <PagedAttention S>
+KERNEL(ATTENTION_THREADS)
+paged_decode(const Sizes* sizes, const bf16* q, const unsigned char* keys, const unsigned char* values,
+             const int32_t* query_start, const int32_t* kv_len, const int32_t* block_table,
+             typename Attention<S>::Out* out, float* partials, int32_t* counters) {
+  using D = Decode<S>;
+  constexpr int ITEMS = S.kv.heads * D::ROW_TILES;  // of a sequence, or a split
+  Step step{query_start, kv_len, block_table, sizes->kv_blocks};
+  int bound = D::bound_of(step, *sizes);
+  auto items_in_whole = [&](int i) {
+    int splits = D::splits_of(step, i);
+    return 0 < splits && splits <= bound ? ITEMS : 0;
+  };
+  auto items_apart = [&](int i) {
+    int splits = D::splits_of(step, i);
+    return splits > bound ? splits * ITEMS : 0;
+  };
+  for (int item = block_x();; item += grid_x()) {
+    // Sequences in whole come first: what is short fills up the end.
+    int index = item, found = find_sequence(index, sizes->sequences, items_in_whole);
+    bool apart = found < 0;
+    int before = index;  // items of those that are taken apart
+    if (apart) found = find_sequence(index, sizes->sequences, items_apart);
+    if (found < 0) return;
+    int slot = (before - index) / ITEMS, kv_head = index % S.kv.heads,
+        row_tile = index / S.kv.heads % D::ROW_TILES;
+    Sequence sequence = step.sequence(found);
+    int first_row = row_tile * TILE_ROWS, rows = sequence.tokens * D::GROUP - first_row;
+    if (rows <= 0) continue;
+    if (rows > TILE_ROWS) rows = TILE_ROWS;
+    int first = D::first_split(sequence, 0), count = D::splits_of(step, found), split = index / ITEMS;
+
+    typename D::Total total;
+    D::attend(total, q, keys, values, sequence, kv_head, row_tile, apart ? first + split : first,
+              first + (apart ? split : count - 1));
+    if (!apart) {
+      float inverse[2] = {divide(1.0f, total.sums[0]), divide(1.0f, total.sums[1])};
+      D::for_pairs(total, rows, [&](int row, int i, int column, float x, float y) {
+        D::write(out, sequence, kv_head, first_row + row, column, x * inverse[i], y * inverse[i]);
+      });
+    } else {
+      D::write_partial({partials, slot + split, kv_head, row_tile}, total, rows);
+      if (!D::is_last(counters + found * S.counter_stride + kv_head * D::ROW_TILES + row_tile, count))
+        continue;
+      D::combine(out, partials, slot, count, sequence, kv_head, row_tile, rows);
+    }
+    D::write_padding(out, sequence, kv_head, first_row, first_row + rows);
+  }
+}
+
+}  // namespace enginewright
