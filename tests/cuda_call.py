@@ -1,13 +1,13 @@
 """One kernel call on the emulated GPU, launched as a plan would."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from enginewright.plan import Linear, Sizes
+from enginewright.plan import Launch, Linear, Sizes
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
-from tests.emulated import SCHEDULES, Kernels
+from tests.emulated import SCHEDULES, Instance, Kernels
 
 MULTIPROCESSORS = 3
 NUMPY = {"f32": np.float32, "bf16": np.uint16, "i8": np.int8, "i32": np.int32}
@@ -53,22 +53,30 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def instances(binding: CudaKernel, launches: Sequence[Launch]) -> list[Instance]:
+    """What is compiled for them."""
+    return list(dict.fromkeys((binding.sources[one.kernel.partition("<")[0]], one.kernel) for one in launches))
+
+
 class CudaCall:
     """A call of a kernel with some operands, compiled once."""
 
     def __init__(self, binding: CudaKernel, operands: Mapping[str, Matrix], **attributes: int | float | str) -> None:
         self.launches = binding.launches(Call(operands, attributes))
-        sources = [(binding.sources[one.kernel.partition("<")[0]], one.kernel) for one in self.launches]
-        self.kernels = Kernels(list(dict.fromkeys(sources)))
+        self.kernels = Kernels(instances(binding, self.launches))
 
     def run(self, operands: Mapping[str, Operand], sizes: Sizes, schedule: str = SCHEDULES[0]) -> None:
         """Results are in the operands afterwards."""
-        of_step = np.array(sizes.as_tuple(), np.int32)
-        for launch in self.launches:
-            if not launch.runs(sizes):
-                continue
-            grid = [extent.at(sizes, MULTIPROCESSORS) for extent in launch.grid]
-            arguments = [operands[role].values if role in operands else None for role in launch.arguments]
-            self.kernels.launch(
-                launch.kernel, grid, launch.threads, launch.shared_bytes, of_step, *arguments, schedule=schedule
-            )
+        run(self.kernels, self.launches, operands, sizes, schedule)
+
+
+def run(
+    kernels: Kernels, launches: Sequence[Launch], operands: Mapping[str, Operand], sizes: Sizes, schedule: str
+) -> None:
+    of_step = np.array(sizes.as_tuple(), np.int32)
+    for launch in launches:
+        if not launch.runs(sizes):
+            continue
+        grid = [extent.at(sizes, MULTIPROCESSORS) for extent in launch.grid]
+        arguments = [operands[role].values if role in operands else None for role in launch.arguments]
+        kernels.launch(launch.kernel, grid, launch.threads, launch.shared_bytes, of_step, *arguments, schedule=schedule)

@@ -50,8 +50,7 @@ class Pools:
 class PagedKv:
     """The pools and block tables of some chunks: each has its own blocks, in no order.
 
-    Whatever no chunk sees is NaN, and so are blocks that nobody has. Entries of a block table that must not be read
-    lead out of the pools.
+    Whatever no chunk sees is NaN, and so is block 0, where entries of a block table lead that must not be read.
     """
 
     def __init__(self, heads: Heads, chunks: Sequence[Chunk], window: int, dtype: str) -> None:
@@ -59,7 +58,7 @@ class PagedKv:
         self.kv_blocks = max(counts)
         self.pools = Pools(dtype, sum(counts) + 1, heads.kv_heads, heads.head_dim)
         free = iter(np.random.default_rng(0).permutation(sum(counts)) + 1)
-        self.block_table = np.full((len(chunks), self.kv_blocks), 1 << 24, np.int32)
+        self.block_table = np.zeros((len(chunks), self.kv_blocks), np.int32)
         for row, chunk in zip(self.block_table, chunks, strict=True):
             oldest = max(0, chunk.start - window + 1) if window else 0
             for block in range(oldest // BLOCK_SIZE, -(-chunk.end // BLOCK_SIZE)):

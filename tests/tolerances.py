@@ -37,6 +37,10 @@ TANH_GELU_SILU = 1e-5
 # has all the weight; measured 2.8e-3 at most.
 ATTENTION = {"bf16": 2.0**-9, "i8": 3e-4, "e4m3": 2.0**-8}
 
+# The same on CUDA, where queries stay bf16, and weights are rounded to bf16 after the scale of V with both kinds of
+# codes.
+CUDA_ATTENTION = {"bf16": 2.0**-9, "i8": 2.0**-8, "e4m3": 2.0**-8}
+
 # The same where all visible positions weigh exactly 1: sums of at most 600 bf16 values and one division; or of weights
 # of 14 bits, which are then the scales of V; or of those scales in bf16.
 ATTENTION_UNIFORM = {"bf16": 5e-7, "i8": 2.0**-16, "e4m3": 2.0**-8}

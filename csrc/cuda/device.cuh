@@ -60,6 +60,8 @@ DEVICE T* shared_memory() {
 
 DEVICE void sync_threads() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
+// warp: the compiler moves no work from behind it before it, where that would take too many registers.
+DEVICE void keep_order() { __syncwarp(); }
 
 // warp: `value` of another lane. T has 4 bytes.
 template <class T>

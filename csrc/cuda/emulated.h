@@ -156,6 +156,8 @@ DEVICE void sync_warp(const char* file = __builtin_FILE(), int line = __builtin_
   emulator::sync_lanes({file, line});
 }
 
+DEVICE void keep_order() {}
+
 template <class T>
 DEVICE T shuffle(T value, int from) {
   static_assert(sizeof(T) == 4);

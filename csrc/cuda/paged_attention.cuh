@@ -84,9 +84,11 @@ DEVICE int key_of(int row) {
   constexpr int POWER = CHUNKS & -CHUNKS, WIDTH = POWER > 8 ? 8 : POWER;
   return row % 8 / (8 / WIDTH);
 }
+// Bytes from a row's begin on; the loops' `chunk` then costs registers for no more than eight of them.
+DEVICE int chunk_offset(int chunk, int key) { return chunk / 8 * 128 + (chunk % 8 ^ key) * 16; }
 template <int CHUNKS>
 DEVICE int chunk_at(int row, int chunk) {
-  return (row * CHUNKS + (chunk ^ key_of<CHUNKS>(row))) * 16;
+  return row * CHUNKS * 16 + chunk_offset(chunk, key_of<CHUNKS>(row));
 }
 
 // Two of four codes as bf16, exactly.
@@ -143,31 +145,32 @@ struct Attention {
   static DEVICE int position(const Sequence& sequence, int row) {
     return sequence.length - sequence.tokens + row / GROUP;
   }
-  static DEVICE int oldest(int position) { return S.window ? position - S.window + 1 : 0; }
-  static DEVICE int first_split(const Sequence& sequence, int row) {
-    int low = oldest(position(sequence, row));
-    return low > 0 ? low / SPLIT : 0;
-  }
-  static DEVICE int last_split(const Sequence& sequence, int row) { return position(sequence, row) / SPLIT; }
+  static DEVICE int oldest(int position) { return S.window ? position - S.window + 1 : 0; }  // that is seen
 
-  // The positions that some rows see.
-  struct Range {
-    int low, high;
+  // Rows at positions from `first` to `last`, and what they see of positions from `begin` to `end` - 1.
+  struct Span {
+    int first, last;
+    DEVICE bool any_sees(int begin, int end) const { return end > oldest(first) && begin <= last; }
+    DEVICE bool all_see(int begin, int end) const { return begin >= oldest(last) && end <= first + 1; }
+    DEVICE int first_split() const { return oldest(first) > 0 ? oldest(first) / SPLIT : 0; }
+    DEVICE int last_split() const { return last / SPLIT; }
   };
+  static DEVICE Span span_of(const Sequence& sequence, int first_row, int end_row) {
+    return {position(sequence, first_row), position(sequence, end_row - 1)};
+  }
 
-  // Of a lane's rows of a tile; rows behind the last one are like it.
+  // A lane's rows of a tile, and their positions; rows behind the last one are like it.
   struct Rows {
-    int row[2];
-    Range seen[2];
+    int row[2], position[2];
     DEVICE Rows(const Sequence& sequence, int first) {
       int last = sequence.tokens * GROUP - 1;
       for (int i = 0; i < 2; ++i) {
         int r = first + lane() / 4 + 8 * i;
         row[i] = r < last ? r : last;
-        seen[i].high = position(sequence, row[i]);
-        seen[i].low = oldest(seen[i].high);
+        position[i] = Attention::position(sequence, row[i]);
       }
     }
+    DEVICE Span span() const { return {shuffle(position[0], 0), shuffle(position[1], WARP - 1)}; }
   };
 
   // The fragment A of 16 rows of q and the columns from 16 step on.
@@ -184,31 +187,50 @@ struct Attention {
     return {a[0], a[1], a[2], a[3]};
   }
 
-  // The block of a warp's quarter of a split, if any of it is in the range.
-  static DEVICE int block_of(const Sequence& sequence, int split, Range range) {
+  // The block of a warp's quarter of a split, if any of it is seen.
+  static DEVICE int block_of(const Sequence& sequence, int split, const Span& rows) {
     int first = split * SPLIT + warp() * QUARTER;
-    bool any = first <= range.high && first + QUARTER > range.low;
-    return any ? sequence.blocks[first / S.kv.block_size] : 0;
+    return rows.any_sees(first, first + QUARTER) ? sequence.blocks[first / S.kv.block_size] : 0;
   }
 
-  // warp: begins to copy its quarter of a split's keys or values, zeros outside of the range.
-  static DEVICE void copy(unsigned char* to, float* scales, const unsigned char* pool, int block, int head,
-                          int split, Range range) {
-    int quarter = warp() * QUARTER, first = split * SPLIT + quarter, at = first % S.kv.block_size;
-    const unsigned char* tile = kv_tile(S.kv, pool, block, head);
-    NO_UNROLL
-    for (int i = lane(); i < QUARTER * CHUNKS; i += WARP) {
-      int row = i / CHUNKS, chunk = i % CHUNKS, position = first + row;
-      copy_async(to + chunk_at<CHUNKS>(quarter + row, chunk), tile + ((at + row) * CHUNKS + chunk) * 16,
-                 range.low <= position && position <= range.high);
-    }
-    if constexpr (CODES)
-      if (int row = lane(); row < QUARTER) {
-        int position = first + row;
-        copy_async<4>(scales + quarter + row, tile + S.kv.code_bytes() + (at + row) * 4,
-                      range.low <= position && position <= range.high);
+  // What a warp copies: its quarter of a split, zeros for what no row sees. The scales of both come with the
+  // keys.
+  struct Copy {
+    const unsigned char *keys, *values;
+    int kv_head;
+    Span rows;
+
+    DEVICE void begin_keys(const Shared& to, int block, int split) const {
+      begin(to.keys, keys, block, split);
+      if constexpr (CODES) {
+        begin_scales(to.key_scales, keys, block, split);
+        begin_scales(to.value_scales, values, block, split);
       }
-  }
+      commit_copies();
+    }
+    DEVICE void begin_values(const Shared& to, int block, int split) const {
+      begin(to.values, values, block, split);
+      commit_copies();
+    }
+
+   private:
+    DEVICE bool sees(int position) const { return rows.any_sees(position, position + 1); }
+    DEVICE void begin(unsigned char* to, const unsigned char* pool, int block, int split) const {
+      int quarter = warp() * QUARTER, first = split * SPLIT + quarter;
+      const unsigned char* from =
+          kv_tile(S.kv, pool, block, kv_head) + first % S.kv.block_size * ROW_BYTES;
+      NO_UNROLL
+      for (int i = lane(); i < QUARTER * CHUNKS; i += WARP)
+        copy_async(to + chunk_at<CHUNKS>(quarter + i / CHUNKS, i % CHUNKS), from + i * 16,
+                   sees(first + i / CHUNKS));
+    }
+    DEVICE void begin_scales(float* to, const unsigned char* pool, int block, int split) const {
+      int quarter = warp() * QUARTER, first = split * SPLIT + quarter;
+      const unsigned char* from =
+          kv_tile(S.kv, pool, block, kv_head) + S.kv.code_bytes() + first % S.kv.block_size * 4;
+      if (lane() < QUARTER) copy_async<4>(to + quarter + lane(), from + lane() * 4, sees(first + lane()));
+    }
+  };
 
   // warp: q k of 16 rows and 8 N positions, `at` being the first one's place in the split. query(step): a
   // fragment A of q.
@@ -226,7 +248,7 @@ struct Attention {
       UNROLL
       for (int n = 0; n < N; n += 2) {
         uint32_t r[4];
-        load_matrices(r, from, 8 * n * ROW_BYTES + (chunk ^ key) * 16);
+        load_matrices(r, from, 8 * n * ROW_BYTES + chunk_offset(chunk, key));
         for (int i = 0; i < 2; ++i)
           if constexpr (CODES)
             for (int half = 0; half < 2; ++half) {
@@ -246,13 +268,17 @@ struct Attention {
     UNROLL
     for (int n = 0; n < N; ++n)
       for (int i = 0; i < 4; ++i) {
-        int column = 8 * n + 2 * (lane() % 4) + i % 2;
-        float& x = s[n][i];
-        if constexpr (CODES) x *= scales[column];
-        if constexpr (S.softcap > 0.0f) x = S.softcap * tanh_of(x * (S.scale / S.softcap));
-        const Range& seen = rows.seen[i / 2];
-        if (!whole && !(seen.low <= first + column && first + column <= seen.high)) x = -INF;
+        if constexpr (CODES) s[n][i] *= scales[8 * n + 2 * (lane() % 4) + i % 2];
+        if constexpr (S.softcap > 0.0f) s[n][i] = S.softcap * tanh_of(s[n][i] * (S.scale / S.softcap));
       }
+    if (whole) return;
+    for (int row = 0; row < 2; ++row) {
+      int newest = rows.position[row] - first - 2 * (lane() % 4);
+      UNROLL
+      for (int n = 0; n < N; ++n)
+        for (int i = 0; i < 2; ++i)
+          if (8 * n + i > newest || (S.window && 8 * n + i <= newest - S.window)) s[n][2 * row + i] = -INF;
+    }
   }
   static constexpr float FACTOR = (S.softcap > 0.0f ? 1.0f : S.scale) * LOG2E;
 
@@ -273,25 +299,35 @@ struct Attention {
     }
   }
 
-  // Scores of whole quarters become p. sums: of p. most: the largest scores of the split.
+  // warp: fragments A of p from the scores of whole quarters, times the values' scales, if they have any.
+  // sums: of p. most: the largest scores of the split.
   template <int N>
-  static DEVICE void weigh(float (&s)[N][4], float (&sums)[2], const float (&most)[2], const float* scales) {
-    for (int row = 0; row < 2; ++row) {
-      float from = most[row] == -INF ? 0.0f : most[row] * FACTOR;
-      sums[row] = 0.0f;
+  static DEVICE void weigh(uint32_t (&p)[N / 2][4], float (&sums)[2], const float (&s)[N][4],
+                           const float (&most)[2], const float* scales) {
+    float from[2];
+    for (int i = 0; i < 2; ++i) {
+      from[i] = most[i] == -INF ? 0.0f : most[i] * FACTOR;
+      sums[i] = 0.0f;
+    }
+    UNROLL
+    for (int quarter = 0; quarter < N / 2; quarter += TILES / 2) {
+      float sum[4] = {};
       UNROLL
-      for (int quarter = 0; quarter < N; quarter += TILES) {
-        float sum = 0.0f;
-        UNROLL
-        for (int n = quarter; n < quarter + TILES; ++n)
-          for (int i = 0; i < 2; ++i) {
-            float& x = s[n][2 * row + i];
-            x = exp2_fast(fma(x, FACTOR, -from));
-            sum += x;
-            if constexpr (CODES) x *= scales[8 * n + 2 * (lane() % 4) + i];
+      for (int step = quarter; step < quarter + TILES / 2; ++step) {
+        float x[4][2];
+        for (int i = 0; i < 4; ++i) {
+          for (int j = 0; j < 2; ++j)
+            x[i][j] = exp2_fast(fma(s[2 * step + i / 2][i % 2 * 2 + j], FACTOR, -from[i % 2]));
+          p[step][i] = pack_bf16(x[i][0], x[i][1]);
+        }
+        mma_bf16(sum, p[step], {0x3f803f80, 0x3f803f80});  // ones
+        if constexpr (CODES)
+          for (int i = 0; i < 4; ++i) {
+            const float* scale = scales + 16 * step + i / 2 * 8 + 2 * (lane() % 4);
+            p[step][i] = pack_bf16(x[i][0] * scale[0], x[i][1] * scale[1]);
           }
-        sums[row] += over_columns(sum, [](float a, float b) { return a + b; });
       }
+      for (int i = 0; i < 2; ++i) sums[i] += sum[2 * i];
     }
   }
 
@@ -312,7 +348,7 @@ struct Attention {
         int g = group + j * STRIDE;
         if (STRIDE > 1 && g >= COLUMN_GROUPS) continue;
         if constexpr (CODES) {
-          load_matrices_transposed(r, from, 16 * step * ROW_BYTES + (g ^ key) * 16);
+          load_matrices_transposed(r, from, 16 * step * ROW_BYTES + chunk_offset(g, key));
           for (int i = 0; i < 2; ++i) {
             uint32_t low = r[2 * i], high = r[2 * i + 1];
             mma_bf16(o[j][0], p[i], {widened<S.kv.type, 0, 2>(low), widened<S.kv.type, 0, 2>(high)});
@@ -320,7 +356,7 @@ struct Attention {
           }
         } else {
           for (int i = 0; i < 2; ++i) {
-            load_matrices_transposed(r, from, 16 * (step + i) * ROW_BYTES + (2 * g ^ key) * 16);
+            load_matrices_transposed(r, from, 16 * (step + i) * ROW_BYTES + chunk_offset(2 * g, key));
             mma_bf16(o[j][0], p[i], {r[0], r[1]});
             mma_bf16(o[j][1], p[i], {r[2], r[3]});
           }

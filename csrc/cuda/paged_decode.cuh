@@ -22,7 +22,7 @@ template <PagedAttention S>
 struct Decode : Attention<S> {
   using A = Attention<S>;
   using A::SPLIT, A::TILES, A::DIM, A::GROUP, A::COLUMN_GROUPS;
-  using typename A::Out, typename A::Range, typename A::Rows, typename A::Shared;
+  using typename A::Out, typename A::Rows, typename A::Shared;
   static constexpr int ROW_TILES = A::FEW / TILE_ROWS;
   static constexpr int OWN_GROUPS = ceil_div(COLUMN_GROUPS, ATTENTION_WARPS);  // of columns, a warp's
   static constexpr int P_CHUNKS = SPLIT * 2 / 16;                              // a row of p
@@ -58,8 +58,8 @@ struct Decode : Attention<S> {
   static DEVICE int splits_of(const Step& step, int i) {
     int rows = step.tokens(i) * GROUP;
     if (rows > A::FEW) return 0;
-    Sequence sequence = step.sequence(i);
-    return A::last_split(sequence, rows - 1) - A::first_split(sequence, 0) + 1;
+    auto span = A::span_of(step.sequence(i), 0, rows);
+    return span.last_split() - span.first_split() + 1;
   }
 
   // warp: the fewest splits that a sequence is not taken apart for.
@@ -81,13 +81,11 @@ struct Decode : Attention<S> {
     Shared shared(shared_memory<unsigned char>());
     Exchange exchange(shared_memory<unsigned char>());
     Rows rows(sequence, row_tile * TILE_ROWS);
-    Range seen{shuffle(rows.seen[0].low, 0), shuffle(rows.seen[1].high, WARP - 1)};
-    Range all{shuffle(rows.seen[1].low, WARP - 1), shuffle(rows.seen[0].high, 0)};
-    int block = A::block_of(sequence, split, seen);
-    A::copy(shared.keys, shared.key_scales, keys, block, kv_head, split, seen);
-    commit_copies();
-    A::copy(shared.values, shared.value_scales, values, block, kv_head, split, seen);
-    commit_copies();
+    auto span = rows.span();
+    typename A::Copy copy{keys, values, kv_head, span};
+    int block = A::block_of(sequence, split, span);
+    copy.begin_keys(shared, block, split);
+    copy.begin_values(shared, block, split);
     Words4 queries[A::STEPS];
     UNROLL
     for (int i = 0; i < A::STEPS; ++i) queries[i] = A::queries(q, sequence, kv_head, rows, i);
@@ -95,32 +93,32 @@ struct Decode : Attention<S> {
     int own = warp() * A::QUARTER, row = lane() / 4;
     for (; split <= last; ++split) {
       int begin = split * SPLIT + own;
-      bool whole = begin >= all.low && begin + A::QUARTER <= all.high + 1;
-      block = split < last ? A::block_of(sequence, split + 1, seen) : 0;
+      bool whole = span.all_see(begin, begin + A::QUARTER);
+      block = split < last ? A::block_of(sequence, split + 1, span) : 0;
       float s[TILES][4], most[2], sums[2];
       wait_copies<1>();
       sync_warp();  // the warp's keys are there
       A::multiply_keys(s, [&](int i) { return queries[i]; }, shared.keys, own);
       A::adjust(s, rows, begin, whole, shared.key_scales + own);
-      sync_warp();  // and read
-      if (split < last) A::copy(shared.keys, shared.key_scales, keys, block, kv_head, split + 1, seen);
-      commit_copies();
       A::maxima(most, s);
       for (int i = 0; i < 2; ++i)
         if (lane() % 4 == 0) exchange.maxima[warp() * TILE_ROWS + row + 8 * i] = most[i];
-      wait_copies<1>();
-      sync_threads();  // maxima, and everybody's values
+      sync_threads();  // everybody's maxima
       for (int i = 0; i < 2; ++i)
         for (int w = 0; w < ATTENTION_WARPS; ++w)
           most[i] = larger(most[i], exchange.maxima[w * TILE_ROWS + row + 8 * i]);
-      A::weigh(s, sums, most, shared.value_scales + own);
+      uint32_t p[TILES / 2][4];
+      A::weigh(p, sums, s, most, shared.value_scales + own);
       for (int i = 0; i < 2; ++i)
         if (lane() % 4 == 0) exchange.sums[warp() * TILE_ROWS + row + 8 * i] = sums[i];
-      for (int n = 0; n < TILES; ++n)
-        for (int i = 0; i < 2; ++i)
-          *reinterpret_cast<uint32_t*>(exchange.p + chunk_at<P_CHUNKS>(row + 8 * i, own / 8 + n) +
-                                       lane() % 4 * 4) = pack_bf16(s[n][2 * i], s[n][2 * i + 1]);
-      sync_threads();  // p and sums
+      for (int step = 0; step < TILES / 2; ++step)
+        for (int i = 0; i < 4; ++i)
+          *reinterpret_cast<uint32_t*>(
+              exchange.p + chunk_at<P_CHUNKS>(row + i % 2 * 8, own / 8 + 2 * step + i / 2) + lane() % 4 * 4) =
+              p[step][i];
+      wait_copies<0>();
+      sync_threads();  // p, sums and values; and the warp's keys are read
+      if (split < last) copy.begin_keys(shared, block, split + 1);
       Fold folds[2];
       for (int i = 0; i < 2; ++i) {
         float sum = 0.0f;
@@ -140,8 +138,7 @@ struct Decode : Attention<S> {
           for (int i = 0; i < 4; ++i)
             total.o[j][h][i] = folded(total.o[j][h][i], next[j][h][i], folds[i / 2]);
       sync_threads();  // all is read
-      if (split < last) A::copy(shared.values, shared.value_scales, values, block, kv_head, split + 1, seen);
-      commit_copies();
+      if (split < last) copy.begin_values(shared, block, split + 1);
     }
   }
 
@@ -235,7 +232,8 @@ paged_decode(const Sizes* sizes, const bf16* q, const unsigned char* keys, const
     int first_row = row_tile * TILE_ROWS, rows = sequence.tokens * D::GROUP - first_row;
     if (rows <= 0) continue;
     if (rows > TILE_ROWS) rows = TILE_ROWS;
-    int first = D::first_split(sequence, 0), count = D::splits_of(step, found), split = index / ITEMS;
+    int split = index / ITEMS, count = D::splits_of(step, found);
+    int first = D::span_of(sequence, 0, sequence.tokens * D::GROUP).first_split();
 
     typename D::Total total;
     D::attend(total, q, keys, values, sequence, kv_head, row_tile, apart ? first + split : first,

@@ -17,11 +17,12 @@ constexpr int PREFILL_ROWS = ATTENTION_WARPS * TILE_ROWS;
 // Grid: at least as many blocks as all sequences have tiles of 64 rows; KV heads. Later tiles see more, and
 // begin first.
 template <PagedAttention S>
-KERNEL(ATTENTION_THREADS)
+KERNEL_OCCUPANCY(ATTENTION_THREADS, 1)
 paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, const unsigned char* values,
               const int32_t* query_start, const int32_t* kv_len, const int32_t* block_table,
               typename Attention<S>::Out* out) {
   using A = Attention<S>;
+  constexpr int AT_ONCE = A::DIM > 128 ? 1 : 2;  // groups of columns of values
   Step step{query_start, kv_len, block_table, sizes->kv_blocks};
   auto tiles = [&](int i) {
     int rows = step.tokens(i) * A::GROUP;
@@ -30,23 +31,19 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
   int index = block_x(), kv_head = block_y(), found = find_sequence(index, sizes->sequences, tiles);
   if (found < 0) return;
   Sequence sequence = step.sequence(found);
-  int first = (tiles(found) - 1 - index) * PREFILL_ROWS, end = first + PREFILL_ROWS;
-  if (int rows = sequence.tokens * A::GROUP; rows < end) end = rows;
-  typename A::Range range{A::oldest(A::position(sequence, first)), A::position(sequence, end - 1)};
-  int split = A::first_split(sequence, first), last = A::last_split(sequence, end - 1);
+  auto end_of = [&](int first) {
+    int end = first + PREFILL_ROWS, rows = sequence.tokens * A::GROUP;
+    return rows < end ? rows : end;
+  };
+  int first = (tiles(found) - 1 - index) * PREFILL_ROWS;
+  auto span = A::span_of(sequence, first, end_of(first));
+  int split = span.first_split(), last = span.last_split();
 
   typename A::Shared shared(shared_memory<unsigned char>());
-  auto copy_keys = [&](int of, int block) {
-    A::copy(shared.keys, shared.key_scales, keys, block, kv_head, of, range);
-  };
-  auto copy_values = [&](int of, int block) {
-    A::copy(shared.values, shared.value_scales, values, block, kv_head, of, range);
-  };
-  int block = A::block_of(sequence, split, range);
-  copy_keys(split, block);
-  commit_copies();
-  copy_values(split, block);
-  commit_copies();
+  typename A::Copy copy{keys, values, kv_head, span};
+  int block = A::block_of(sequence, split, span);
+  copy.begin_keys(shared, block, split);
+  copy.begin_values(shared, block, split);
 
   int own = first + warp() * TILE_ROWS;
   typename A::Rows rows(sequence, own);
@@ -54,35 +51,28 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
                     thread_index();  // [STEPS][threads]
   for (int i = 0; i < A::STEPS; ++i)
     queries[i * ATTENTION_THREADS] = A::queries(q, sequence, kv_head, rows, i);
-  typename A::Range any{shuffle(rows.seen[0].low, 0), shuffle(rows.seen[1].high, WARP - 1)};
-  typename A::Range all{shuffle(rows.seen[1].low, WARP - 1), shuffle(rows.seen[0].high, 0)};
+  auto own_span = rows.span();
   float o[A::COLUMN_GROUPS][2][4] = {}, most[2] = {-INF, -INF}, sums[2] = {0.0f, 0.0f};
 
   for (; split <= last; ++split) {
     int begin = split * A::SPLIT, behind = begin + A::SPLIT;
-    bool sees = begin <= any.high && behind > any.low, whole = begin >= all.low && behind <= all.high + 1;
-    block = split < last ? A::block_of(sequence, split + 1, range) : 0;
-    float s[A::SPLIT / 8][4];
+    bool sees = own_span.any_sees(begin, behind), whole = own_span.all_see(begin, behind);
+    block = split < last ? A::block_of(sequence, split + 1, span) : 0;
+    uint32_t p[A::SPLIT / 16][4];
+    float of_split[2], sum[2];
     wait_copies<1>();
     sync_threads();  // everybody's keys are there
     if (sees) {
+      float s[A::SPLIT / 8][4];
       A::multiply_keys(s, [&](int i) { return queries[i * ATTENTION_THREADS]; }, shared.keys, 0);
       A::adjust(s, rows, begin, whole, shared.key_scales);
-    }
-    sync_threads();  // and read
-    if (split < last) copy_keys(split + 1, block);
-    commit_copies();
-    wait_copies<1>();
-    sync_threads();  // the values, too
-    if (sees) {
-      float of_split[2], sum[2];
       A::maxima(of_split, s);
-      A::weigh(s, sum, of_split, shared.value_scales);
-      uint32_t p[A::SPLIT / 16][4];
-      UNROLL
-      for (int i = 0; i < A::SPLIT / 16; ++i)
-        for (int j = 0; j < 4; ++j)
-          p[i][j] = pack_bf16(s[2 * i + j / 2][j % 2 * 2], s[2 * i + j / 2][j % 2 * 2 + 1]);
+      A::weigh(p, sum, s, of_split, shared.value_scales);
+    }
+    wait_copies<0>();
+    sync_threads();  // keys are read, and everybody's values are there
+    if (split < last) copy.begin_keys(shared, block, split + 1);
+    if (sees) {
       Fold folds[2];
       for (int i = 0; i < 2; ++i) {
         folds[i] = fold_of(most[i], of_split[i] * A::FACTOR);
@@ -93,20 +83,22 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
         for (int j = 0; j < 4; ++j) a[j] = p[i][j];
       };
       UNROLL
-      for (int group = 0; group < A::COLUMN_GROUPS; group += 2) {
-        float next[2][2][4] = {};
+      for (int group = 0; group < A::COLUMN_GROUPS; group += AT_ONCE) {
+        float next[AT_ONCE][2][4] = {};
         A::template multiply_values<1>(next, weights, shared.values, group);
-        for (int j = 0; j < 2; ++j)
+        for (int j = 0; j < AT_ONCE; ++j)
           for (int h = 0; h < 2; ++h)
             for (int i = 0; i < 4; ++i)
               o[group + j][h][i] = folded(o[group + j][h][i], next[j][h][i], folds[i / 2]);
+        if constexpr (A::DIM > 128) keep_order();
       }
     }
-    sync_threads();
-    if (split < last) copy_values(split + 1, block);
-    commit_copies();
+    sync_threads();  // values are read
+    if (split < last) copy.begin_values(shared, block, split + 1);
   }
 
+  sequence = step.sequence(found);  // as before; the loop has no registers for what it does not need
+  int end = end_of(first);
   UNROLL
   for (int i = 0; i < 2; ++i)
     if (int row = own + lane() / 4 + 8 * i; row < end) {
