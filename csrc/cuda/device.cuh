@@ -34,9 +34,10 @@ using uint64_t = unsigned long long;
 #define ROLLED _Pragma("unroll 1")    // before a loop whose code is big
 #define KERNEL(threads) __global__ void __launch_bounds__(threads)
 #define KERNEL_OCCUPANCY(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
-#define PRAGMA(text) _Pragma(#text)
-#define UNROLL_BY(count) PRAGMA(unroll(count))
 #define UNROLL _Pragma("unroll")       // for loops whose counter indexes registers
+#define NO_UNROLL _Pragma("unroll 1")  // for loops whose turns would take registers from each other
+#define PRAGMA(text) _Pragma(#text)
+#define UNROLL_BY(count) PRAGMA(unroll(count))  // of a constant expression
 
 namespace enginewright {
 

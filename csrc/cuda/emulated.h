@@ -18,6 +18,7 @@
 #define KERNEL(threads) void
 #define KERNEL_OCCUPANCY(threads, blocks) void
 #define UNROLL
+#define NO_UNROLL
 #define UNROLL_BY(count)
 
 namespace enginewright {
