@@ -44,7 +44,8 @@ DEVICE uint64_t share_of(uint64_t total, float top_p) {
 DEVICE uint64_t philox_uniform(uint64_t seed, uint32_t choice, uint64_t position) {
   uint32_t counter[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), choice, 0};
   uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-  ROLLED for (int round = 0; round < 10; ++round) {
+  NO_UNROLL
+  for (int round = 0; round < 10; ++round) {
     uint64_t first = static_cast<uint64_t>(0xD2511F53u) * counter[0];
     uint64_t second = static_cast<uint64_t>(0xCD9E8D57u) * counter[2];
     counter[0] = static_cast<uint32_t>(second >> 32) ^ counter[1] ^ key[0];

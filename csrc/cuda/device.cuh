@@ -31,11 +31,10 @@ using uint64_t = unsigned long long;
 
 #define DEVICE __device__ __forceinline__
 #define COLD __device__ __noinline__  // a function that is big, and seldom called or in many places
-#define ROLLED _Pragma("unroll 1")    // before a loop whose code is big
 #define KERNEL(threads) __global__ void __launch_bounds__(threads)
 #define KERNEL_OCCUPANCY(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define UNROLL _Pragma("unroll")       // for loops whose counter indexes registers
-#define NO_UNROLL _Pragma("unroll 1")  // for loops whose turns would take registers from each other
+#define NO_UNROLL _Pragma("unroll 1")  // for loops of much code, or whose turns would share registers
 #define PRAGMA(text) _Pragma(#text)
 #define UNROLL_BY(count) PRAGMA(unroll(count))  // of a constant expression
 

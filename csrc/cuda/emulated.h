@@ -14,7 +14,6 @@
 
 #define DEVICE inline
 #define COLD inline
-#define ROLLED
 #define KERNEL(threads) void
 #define KERNEL_OCCUPANCY(threads, blocks) void
 #define UNROLL

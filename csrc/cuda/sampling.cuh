@@ -84,9 +84,11 @@ struct Row {
   // Four at a time; f's code stands there once.
   template <class F>
   DEVICE void strided(int begin, int end, int step, F f) const {
-    ROLLED for (int i = begin; i < end; i += step) {
+    NO_UNROLL
+    for (int i = begin; i < end; i += step) {
       Words4 four = load16(x + i);
-      ROLLED for (int e = i; e < i + 4 && e < end; ++e) {
+      NO_UNROLL
+      for (int e = i; e < i + 4 && e < end; ++e) {
         f(e, masked(float_of_bits(four.x), e));
         four = {four.y, four.z, four.w, 0};
       }
@@ -121,11 +123,13 @@ struct List {
   DEVICE float at(int i) const { return float_of_bits(static_cast<uint32_t>(entries[i])); }
   template <class F>
   DEVICE void each(F f) const {
-    ROLLED for (int i = thread_index(); i < count; i += S.threads) f(i, at(i));
+    NO_UNROLL
+    for (int i = thread_index(); i < count; i += S.threads) f(i, at(i));
   }
   template <class F>
   DEVICE void run(int begin, int end, F f) const {
-    ROLLED for (int i = begin + lane(); i < end; i += WARP) f(i, at(i));
+    NO_UNROLL
+    for (int i = begin + lane(); i < end; i += WARP) f(i, at(i));
   }
 };
 
@@ -279,7 +283,8 @@ DEVICE double log_probabilities(SamplingMemory<S.threads>& m, const SamplingRow&
   }
   mass = combined(m.select, mass, Sum());
   double log_total = warp() == 0 ? max + log_of(static_cast<double>(mass) * 0x1p-44) : 0;  // f64 is slow
-  ROLLED for (int i = thread_index(); i < count; i += S.threads) {
+  NO_UNROLL
+  for (int i = thread_index(); i < count; i += S.threads) {
     uint64_t entry = m.list[i];
     m.list[i] =
         static_cast<uint64_t>(~key_of(float_of_bits(static_cast<uint32_t>(entry)))) << 32 | entry >> 32;
@@ -307,12 +312,14 @@ struct Adjustment {
     return row.repetition_penalty != 1.0f || row.frequency_penalty != 0.0f || row.presence_penalty != 0.0f;
   }
   DEVICE void apply(float* x) const {
-    ROLLED for (int i = thread_index(); i < num_biases; i += S.threads) {
+    NO_UNROLL
+    for (int i = thread_index(); i < num_biases; i += S.threads) {
       saved_biases[i] = x[biases[i].token];
       x[biases[i].token] += biases[i].bias;
     }
     sync_threads();
-    ROLLED for (int i = thread_index(); i < num_history; i += S.threads) {
+    NO_UNROLL
+    for (int i = thread_index(); i < num_history; i += S.threads) {
       auto [token, count] = history[i];
       float value = saved_history[i] = x[token];
       value = value > 0.0f ? divide(value, row.repetition_penalty) : value * row.repetition_penalty;

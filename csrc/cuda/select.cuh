@@ -104,9 +104,11 @@ DEVICE Selected select(SelectMemory<THREADS>& m, uint64_t target, Visit visit) {
   auto bin_sum = [&](int bin) { return static_cast<uint64_t>(m.high[bin]) << 32 | m.low[bin]; };
   Selected selected = {0, target, 0};
   uint32_t known = 0;  // bits of the key
-  ROLLED for (int level = 0; level < 3; ++level) {
+  NO_UNROLL
+  for (int level = 0; level < 3; ++level) {
     int shift = level == 0 ? 21 : level == 1 ? 10 : 0;
-    ROLLED for (int bin = thread_index(); bin < BINS; bin += THREADS) m.low[bin] = m.high[bin] = 0;
+    NO_UNROLL
+    for (int bin = thread_index(); bin < BINS; bin += THREADS) m.low[bin] = m.high[bin] = 0;
     sync_threads();
     visit([&](uint32_t key, uint64_t amount) {
       if (amount == 0 || ((key ^ selected.key) & known) != 0) return;
@@ -121,7 +123,8 @@ DEVICE Selected select(SelectMemory<THREADS>& m, uint64_t target, Visit visit) {
     for (int i = 0; i < PER; ++i) mine += bin_sum(bin - i);
     uint64_t before = sum_before(m, mine);
     if (before < selected.left && selected.left <= before + mine) {
-      ROLLED while (before + bin_sum(bin) < selected.left) before += bin_sum(bin--);
+      NO_UNROLL
+      while (before + bin_sum(bin) < selected.left) before += bin_sum(bin--);
       m.found = bin;
       m.left = selected.left - before;
       m.here = bin_sum(bin);
@@ -154,11 +157,13 @@ DEVICE int locate(SelectMemory<THREADS>& m, Source source, Amount amount, Target
   if (end > source.size()) end = source.size();
   if (end > first + per) end = first + per;
   uint64_t mine = 0;
-  ROLLED for (int i = first; i < end; ++i) mine += amount(i, source.at(i));
+  NO_UNROLL
+  for (int i = first; i < end; ++i) mine += amount(i, source.at(i));
   uint64_t before = sum_before(m, mine);
   if (before < left && left <= before + mine) {
     int i = first;
-    ROLLED while ((before += amount(i, source.at(i))) < left)++ i;
+    NO_UNROLL
+    while ((before += amount(i, source.at(i))) < left) ++i;
     m.index = i;
   }
   sync_threads();
@@ -184,10 +189,14 @@ template <int THREADS>
 COLD void sort(uint64_t* list, int count) {  // bitonic
   int size = 1;
   while (size < count) size *= 2;
-  ROLLED for (int i = count + thread_index(); i < size; i += THREADS) list[i] = ~uint64_t{0};
+  NO_UNROLL
+  for (int i = count + thread_index(); i < size; i += THREADS) list[i] = ~uint64_t{0};
   sync_threads();
-  ROLLED for (int run = 2; run <= size; run *= 2) ROLLED for (int apart = run / 2; apart > 0; apart /= 2) {
-    ROLLED for (int t = thread_index(); t < size / 2; t += THREADS) {
+  NO_UNROLL
+  for (int run = 2; run <= size; run *= 2) NO_UNROLL
+  for (int apart = run / 2; apart > 0; apart /= 2) {
+    NO_UNROLL
+    for (int t = thread_index(); t < size / 2; t += THREADS) {
       int i = 2 * t - (t & (apart - 1));
       uint64_t a = list[i], b = list[i + apart];
       if ((a > b) == ((i & run) == 0)) {
