@@ -76,7 +76,9 @@ def open_executor(engine: Engine, config: RuntimeConfig) -> Executor:
     device = CudaDevice(int(config.device.partition(":")[2] or 0))
     archive = engine.code(device.capability)
     device.code = lambda name: (bytes(archive.cubin(name)), archive.launches[name].symbol)
-    return CudaExecutor(engine, device, config)
+    executor = CudaExecutor(engine, device, config)
+    executor.warm_up()
+    return executor
 
 
 def _num_gpus() -> int:

@@ -24,7 +24,7 @@ from enginewright.runtime.step_plan import StepPlan
 
 FREE_SHARE = 0.9  # of the GPU's memory that weights and arena leave, for the KV cache
 ALIGN = 256  # bytes; of weights and inputs
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # sequences of a graph
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # sequences of a graph, up to the limit of a step
 SIZES_BYTES = 32
 
 
@@ -69,6 +69,7 @@ class CudaExecutor:
             raise CorruptEngineError("the plan is damaged", "it does not say how tokens are drawn")
         self._logits = self._buffers[self.plan.logits]
         self._sampler = DeviceSampler(self.plan.sampling, self._logits, self._inputs.sizes, limits.logit_rows, device)
+        self._buckets = buckets_for(limits.sequences)
         self._graphs: dict[int, Callable[[], None]] = {}
         device.synchronize()
 
@@ -79,9 +80,8 @@ class CudaExecutor:
 
     def warm_up(self) -> None:
         """Capture the graphs of all numbers of sequences, so that no step has to."""
-        for count in BUCKETS:
-            if count <= self.envelope.limits.sequences:
-                self._graph(count)
+        for count in self._buckets:
+            self._graph(count)
 
     def run(self, plan: StepPlan) -> DeviceLogits:
         """Begin one step. It is done when its logits have been read, or drawn from, or the next one begins."""
@@ -93,8 +93,8 @@ class CudaExecutor:
             for source, to in copies:
                 self.device.copy(pool + to * size, pool + source * size, size)
         self._inputs.upload(plan.inputs, sizes)
-        bucket = _bucket(sizes)
-        if bucket is not None and bucket <= self.envelope.limits.sequences:
+        bucket = bucket_of(sizes, self._buckets)
+        if bucket is not None:
             self._graph(bucket)()
         else:
             self._launch(sizes)
@@ -148,11 +148,17 @@ class CudaExecutor:
         raise CorruptEngineError("the plan is damaged", f"{operand} is nowhere")
 
 
-def _bucket(sizes: Sizes) -> int | None:
+def buckets_for(most: int) -> tuple[int, ...]:
+    """The numbers of sequences that graphs are made for, where a step has `most` of them."""
+    largest = min(most, BUCKETS[-1])
+    return (*(count for count in BUCKETS if count < largest), largest)
+
+
+def bucket_of(sizes: Sizes, buckets: Sequence[int]) -> int | None:
     """The sequences of the graph that takes a step; None if none does: it reads prompts, or has too many."""
-    if not sizes.tokens == sizes.sequences == sizes.logit_rows or sizes.tokens > BUCKETS[-1]:
+    if not sizes.tokens == sizes.sequences == sizes.logit_rows or sizes.tokens > buckets[-1]:
         return None
-    return BUCKETS[bisect_left(BUCKETS, sizes.tokens)]
+    return buckets[bisect_left(buckets, sizes.tokens)]
 
 
 class _Inputs:

@@ -1,0 +1,69 @@
+"""One file for CPUs and GPUs, built without a GPU: what is in it, that it is the same twice, and who refuses it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.cli import main
+from enginewright.engine_file import EngineFile
+from enginewright.errors import NoCodeForMachineError
+from enginewright.runtime.cuda.device import num_gpus
+from enginewright.runtime.devices import open_engine, open_executor
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig
+from tests.graphs import checkpoint_of
+
+TARGETS = ("cpu", "cuda:sm_80", "cuda:sm_90a", "cuda:sm_100a")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cuda") / "all.engine"
+    build_engine(checkpoint_of("llama"), BuildConfig(quant=quant_config("bf16"), targets=TARGETS, gate=None), path)
+    return path
+
+
+def test_the_same_file_from_an_empty_cache(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    monkeypatch.chdir(tmp_path)
+    again = tmp_path / "again.engine"
+    build_engine(checkpoint_of("llama"), BuildConfig(quant=quant_config("bf16"), targets=TARGETS, gate=None), again)
+    assert any((tmp_path / "empty").rglob("*"))
+    assert again.read_bytes() == engine.read_bytes()
+
+
+def test_it_has_each_weight_once_and_code_for_each_architecture(engine: Path) -> None:
+    with EngineFile.open(engine) as file, Engine(file, "cpu") as on_cpu:
+        on_gpu = Engine(file, "cuda")
+        assert set(on_cpu.plan.weight_names()) == set(on_gpu.plan.weight_names())
+        called = {launch.kernel for step in on_gpu.plan.steps for launch in step.launches}
+        assert on_gpu.plan.sampling is not None
+        for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
+            archive = on_gpu.code(capability)
+            assert set(archive.launches) == called | {on_gpu.plan.sampling.kernel}
+            assert all(bytes(archive.cubin(name)[:4]) == b"\x7fELF" for name in called)
+        with pytest.raises(NoCodeForMachineError, match=r"(?s)12\.0.*sm_80, sm_90a, sm_100a.*cuda:sm_120"):
+            on_gpu.code((12, 0))
+
+
+def test_inspect_says_what_code_there_is(engine: Path) -> None:
+    shown = CliRunner().invoke(main, ["inspect", str(engine), "--json"])
+    assert shown.exit_code == 0, shown.output
+    code = json.loads(shown.stdout)["code"]
+    assert list(code) == ["sm_80", "sm_90a", "sm_100a"] and all(one["kernels"] > 20 for one in code.values())
+
+
+@pytest.mark.skipif(num_gpus() > 0, reason="there is a GPU")
+def test_without_a_gpu_it_runs_on_the_cpu_and_nowhere_else(engine: Path) -> None:
+    with open_engine(engine) as opened:
+        assert opened.family == "cpu"
+    refused = CliRunner().invoke(main, ["generate", str(engine), "--prompt", "a", "--device", "cuda"])
+    assert refused.exit_code == NoCodeForMachineError.exit_code
+    assert "there is no GPU 0 here" in refused.output and "--device cpu" in refused.output
+    with open_engine(engine, "cuda") as opened, pytest.raises(NoCodeForMachineError, match="there is no GPU 1 here"):
+        open_executor(opened, RuntimeConfig(device="cuda:1"))
+    unknown = CliRunner().invoke(main, ["generate", str(engine), "--prompt", "a", "--device", "tpu"])
+    assert unknown.exit_code == 2 and "'tpu' is no device" in unknown.output
