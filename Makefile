@@ -35,6 +35,7 @@ SANITIZED_TESTS := $(wildcard tests/test_cpu_*.py) $(addprefix tests/test_,bench
 SANITIZER_ENV = PYTHONPATH=build/$*/lib LD_PRELOAD="$$(g++ -print-file-name=lib$*.so) $$(g++ -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:suppressions=tests/asan.supp \
   UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:suppressions=tests/tsan.supp
+EMULATED_KERNEL_TESTS := $(filter-out $(addprefix tests/test_cuda_,build.py compile.py engine.py triton.py),$(wildcard tests/test_cuda_*.py))
 NO_RANDOMIZATION := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .PHONY: help demo test test-long sanitize sanitize-asan sanitize-tsan lint format build bench bench-peers dist clean
@@ -52,15 +53,16 @@ test: lint $(BUILT) $(MODEL) ## checks and tests, what has to pass before a chan
 test-long: test sanitize ## the same, then the tests that take longer (tests/long)
 	$(PYTEST) tests/long
 
-sanitize: sanitize-asan sanitize-tsan ## the kernels' tests under ASan and UBSan, and under TSan; takes GCC
+sanitize: sanitize-asan sanitize-tsan ## the kernels' tests, emulated GPU kernels too, under ASan and UBSan, and under TSan; takes GCC
 
 sanitize-asan: SANITIZERS := address,undefined
+sanitize-asan: EMULATED_TESTS := $(EMULATED_KERNEL_TESTS)
 sanitize-tsan: SANITIZERS := thread
 sanitize-asan sanitize-tsan: sanitize-%: $(INSTALLED)
 	CC=gcc CXX=g++ ENGINEWRIGHT_SANITIZE=$(SANITIZERS) ENGINEWRIGHT_BUILD_JOBS=$(JOBS) \
 	  $(BIN)/python setup.py --quiet build --build-base build/$* --build-lib build/$*/lib
 	$(NO_RANDOMIZATION) env $(SANITIZER_ENV) $(BIN)/python -c "from enginewright import _cpu; assert 'build/$*/' in _cpu.__file__"
-	$(NO_RANDOMIZATION) env $(SANITIZER_ENV) $(PYTEST) --capture=sys -x --max-worker-restart 0 -k "not real_model" $(SANITIZED_TESTS)
+	$(NO_RANDOMIZATION) env ENGINEWRIGHT_SANITIZE=$(SANITIZERS) $(SANITIZER_ENV) $(PYTEST) --capture=sys -x --max-worker-restart 0 -k "not real_model" $(SANITIZED_TESTS) $(EMULATED_TESTS)
 
 lint: $(BUILT) ## ruff, mypy, import-linter, clang-format
 	$(BIN)/ruff check .
