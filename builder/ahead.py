@@ -1,8 +1,11 @@
 """Making one thing while another is used."""
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -16,10 +19,15 @@ def begin(function: Callable[[], T]) -> Future[T]:
         thread.shutdown(wait=False)
 
 
-def ahead(pieces: Iterator[T]) -> Iterator[T]:
-    """The same pieces; a thread makes the next one while the caller is busy with this one."""
-    with ThreadPoolExecutor(1) as thread:
-        following = thread.submit(next, pieces, None)
-        while (piece := following.result()) is not None:
-            following = thread.submit(next, pieces, None)
-            yield piece
+def in_order(tasks: Iterable[Callable[[], T]], threads: int) -> Iterator[T]:
+    """What tasks give, in their order. Threads make the next ones while the caller is busy with one, and each task by
+    itself: torch computes it with one thread.
+    """
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        running: deque[Future[T]] = deque()
+        for task in tasks:
+            running.append(pool.submit(task))
+            if len(running) > threads:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()

@@ -11,7 +11,7 @@ import msgspec
 import onnx_ir as ir
 
 from enginewright import __version__
-from enginewright.builder.ahead import ahead
+from enginewright.builder.ahead import in_order
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.quantized import format_name
 from enginewright.builder.gate import GateConfig
@@ -28,6 +28,8 @@ from enginewright.passes.quant.method import Calibration
 from enginewright.passes.weights import open_rows
 from enginewright.plan import Plan
 from enginewright.plugins.kernel import Specialization
+from enginewright.runtime import env
+from enginewright.runtime.machine import num_cores
 from enginewright.targets import families_of
 
 KV_DTYPES = {"bf16": "bf16", "int8": "i8", "fp8": "e4m3"}  # as --kv-cache-dtype has it → as the plan has it
@@ -241,6 +243,7 @@ def _files(checkpoint: Checkpoint, plans: Mapping[str, Plan]) -> dict[str, bytes
 
 def packed(weight: Weight, progress: Progress) -> Iterator[memoryview]:
     """Reads, converts and packs one weight; what is derived lazily (fused, quantized) happens here."""
-    for piece in ahead(pack_rows(open_rows(weight.value), weight.form)):
+    threads = env.num_threads() or num_cores()
+    for piece in in_order(pack_rows(open_rows(weight.value), weight.form), threads):
         progress.advance(piece.nbytes)
         yield piece

@@ -1,32 +1,35 @@
 """Making pieces ahead of their use: the same pieces, and the same errors."""
 
-from collections.abc import Iterator
+import time
+from functools import partial
 
 import pytest
+import torch
 
-from enginewright.builder.ahead import ahead, begin
+from enginewright.builder.ahead import begin, in_order
 
 
-def test_pieces_come_in_order_and_one_is_made_ahead() -> None:
-    made: list[int] = []
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tasks_are_done_ahead_and_come_in_order(threads: int) -> None:
+    begun: list[int] = []
 
-    def pieces() -> Iterator[int]:
-        for piece in range(5):
-            made.append(piece)
-            yield piece
+    def task(number: int) -> int:
+        begun.append(number)
+        time.sleep(0.01 * (number % 3))  # later ones may be ready first
+        assert torch.get_num_threads() == 1
+        return number
 
-    taken = ahead(pieces())
+    taken = in_order((partial(task, number) for number in range(9)), threads)
     assert [next(taken), next(taken)] == [0, 1]
-    assert len(made) <= 3, "no more than one ahead"
-    assert list(taken) == [2, 3, 4] and made == [0, 1, 2, 3, 4]
+    assert len(begun) <= 2 + threads, "no more than one ahead for each thread"
+    assert list(taken) == [2, 3, 4, 5, 6, 7, 8] and sorted(begun) == list(range(9))
 
 
 def test_an_error_comes_when_its_piece_would() -> None:
-    def pieces() -> Iterator[int]:
-        yield 1
+    def fail() -> int:
         raise ValueError("no more")
 
-    taken = ahead(pieces())
+    taken = in_order([lambda: 1, fail, lambda: 2], 2)
     assert next(taken) == 1
     with pytest.raises(ValueError, match="no more"):
         next(taken)

@@ -116,8 +116,8 @@ GATE_NATS = 1e-6
 # most and no longer add up to one (ATTENTION): 8.5e-5; with KV in int8 1.5e-5.
 ENGINE_GRAPH = {"bf16": 5e-5, "int8": 5e-4, "fp8 KV": 2e-4, "int8 KV": 5e-5}
 
-# An engine on the emulated GPU beside the CPU, where activations or KV have another precision (bf16 in place of int8 for
-# 4-bit weights, scales a token in place of runs): measured 3.3e-4 at most, of w8a8.
+# An engine on the emulated GPU beside the CPU, where activations or KV have another precision (bf16 in place of int8
+# for 4-bit weights, scales a token in place of runs): measured 3.3e-4 at most, of w8a8.
 GPU_CPU = 1e-3
 
 # The same of SmolLM2, which has ten times as many layers to turn roundings in: 7.5e-5 with fp8 and bf16 activations.

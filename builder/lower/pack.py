@@ -1,8 +1,9 @@
 """Weights as the CPU kernels read them: the layouts of csrc/cpu/kernel.h, from torch tensors to bytes and back."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -44,11 +45,13 @@ def pack(weight: torch.Tensor, form: PackedForm) -> Iterator[memoryview]:
     """
     if tuple(weight.shape) != form.shape:
         raise ValueError(f"a {weight.dtype} {tuple(weight.shape)} tensor is packed as {form}")
-    return pack_rows(lambda begin, end: weight[begin:end], form)
+    return (piece() for piece in pack_rows(lambda begin, end: weight[begin:end], form))
 
 
-def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[memoryview]:
-    """The same of a weight that is read by some rows at a time, each of them once."""
+def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[Callable[[], memoryview]]:
+    """The same of a weight that is read by some rows at a time, each of them once. Pieces are made when they are
+    called, in any order, or several at once.
+    """
 
     def read(begin: int, end: int) -> torch.Tensor:
         values = rows(begin, end)
@@ -66,7 +69,7 @@ def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[memoryview]:
     step = max(PIECE_ELEMENTS // math.prod(form.shape[1:]) // ROWS, 1) * ROWS
     if form.layout == "plain":
         for begin in range(0, count, step):
-            yield _bytes(read(begin, min(begin + step, count)))
+            yield partial(_plain, read, begin, min(begin + step, count))
         return
     layout, in_pairs = form.layout.removesuffix("_pairs"), form.layout.endswith("_pairs")
     if layout not in ("r16", "r16_columns"):
@@ -74,9 +77,18 @@ def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[memoryview]:
     blocks = _columns if layout == "r16_columns" else _four_bit_blocks if form.dtype in FOUR_BITS else _r16_blocks
     parts = 2 if in_pairs else 1
     for begin in range(0, count // parts, step):
-        end = min(begin + step, count // parts)
-        halves = [blocks(read(first + begin, first + end)) for first in range(0, count, count // parts)]
-        yield _bytes(torch.stack(halves, dim=1))
+        yield partial(_blocks, read, blocks, begin, min(begin + step, count // parts), range(0, count, count // parts))
+
+
+def _plain(read: RowReader, begin: int, end: int) -> memoryview:
+    return _bytes(read(begin, end))
+
+
+def _blocks(
+    read: RowReader, blocks: Callable[[torch.Tensor], torch.Tensor], begin: int, end: int, parts: range
+) -> memoryview:
+    """parts: where the matrices begin whose rows are stored in turn."""
+    return _bytes(torch.stack([blocks(read(first + begin, first + end)) for first in parts], dim=1))
 
 
 def unpack_rows(data: memoryview, form: PackedForm) -> RowReader:
