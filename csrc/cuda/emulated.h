@@ -3,9 +3,10 @@
 //
 // What a GPU leaves open is chosen here to be hostile. A fiber runs until it has to wait, so that threads are
 // as far apart as barriers let them be; who goes first is up to the schedule. Shared memory is full of NaN at
-// first. copy_async moves nothing before its wait. And a barrier or a wait can be left out at run time
-// (disable_site), to see that tests notice. Misaligned addresses, lanes of a warp in different warp
-// functions, and barriers that some threads never reach are errors. emulator.cpp has the fibers.
+// first. copy_async moves nothing before its wait, and load_matrices takes nothing that was copied before a
+// barrier. And a barrier or a wait can be left out at run time (disable_site), to see that tests notice.
+// Misaligned addresses, lanes of a warp in different warp functions, and barriers that some threads never
+// reach are errors. emulator.cpp has the fibers.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +42,8 @@ void sync_lanes(Site site);
 void begin_copy(void* shared, const void* global, int bytes, bool there);
 void commit();
 void wait(int pending, Site site);
-void yield_block();  // another block may go on
+void visible(const void* shared);  // or an error: other threads' copies are not, before a barrier
+void yield_block();                // another block may go on
 void require(bool holds, const char* what);
 
 // All lanes of the warp give theirs; gives what lane 0 gave, the others' SLOT_BYTES apart, until the lane's
@@ -79,6 +81,7 @@ struct Rows {
 inline void matrices(uint32_t (&r)[4], const void* row, bool transposed) {
   aligned(row, 16);
   Lanes<Rows> rows("load_matrices", {static_cast<const unsigned char*>(row)});
+  visible(row);
   int g = here.thread % 32 / 4, t = here.thread % 4;
   for (int i = 0; i < 4; ++i) {
     uint16_t low, high;

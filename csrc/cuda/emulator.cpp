@@ -82,6 +82,7 @@ struct Fiber {
   std::unique_ptr<unsigned char[]> stack;
   bool done = false, ready = false;
   std::deque<std::vector<Copy>> groups;  // the last one is still open
+  std::vector<const void*> landed;       // what its copies have brought since its last barrier, 16 bytes each
 };
 
 class Block {
@@ -101,6 +102,7 @@ class Block {
     shared_.reset(static_cast<unsigned char*>(std::malloc(launch.shared_bytes ? launch.shared_bytes : 1)));
 #endif
     std::memset(shared_.get(), 0xff, launch.shared_bytes);
+    owners_.assign(launch.shared_bytes / 16 + 1, EVERYBODY);
     block_barrier_.expected = launch.threads;
     for (Warp& warp : warps_) warp.barrier.expected = 32;
     order_.resize(warps_.size());
@@ -161,6 +163,13 @@ class Block {
   Barrier& block_barrier() { return block_barrier_; }
   unsigned char* shared() { return shared_.get(); }
 
+  // Whose 16 bytes of shared memory are, until a barrier, if a copy has brought them: a thread's or a warp's.
+  int& owner(const void* shared) {
+    return owners_[(static_cast<const unsigned char*>(shared) - shared_.get()) / 16];
+  }
+  static constexpr int EVERYBODY = -1;
+  int warp_as_owner() const { return MAX_THREADS + current_ / 32; }
+
   static inline Block* current_block = nullptr;
   static inline std::string error;
 
@@ -178,6 +187,7 @@ class Block {
     fiber.done = false;
     fiber.ready = true;
     fiber.groups.assign(1, {});
+    fiber.landed.clear();
     auto top = reinterpret_cast<std::uintptr_t>(fiber.stack.get() + STACK_BYTES) / 16 * 16;
     auto* words = reinterpret_cast<void**>(top) - 8;  // six registers, where to return to, and an empty word
     std::fill(words, words + 8, nullptr);
@@ -228,6 +238,7 @@ class Block {
   std::vector<int> order_;
   Barrier block_barrier_;
   std::unique_ptr<unsigned char[], Free> shared_;
+  std::vector<int> owners_;
   void* scheduler_ = nullptr;
   [[maybe_unused]] const void* scheduler_bottom_ = nullptr;
   [[maybe_unused]] std::size_t scheduler_size_ = 0;
@@ -264,11 +275,25 @@ void require(bool holds, const char* what) {
 }
 
 void sync_block(Site site) {
-  if (!left_out(site)) Block::current_block->arrive(Block::current_block->block_barrier());
+  if (left_out(site)) return;
+  Block& block = *Block::current_block;
+  for (const void* shared : block.fiber().landed) block.owner(shared) = Block::EVERYBODY;
+  block.fiber().landed.clear();
+  block.arrive(block.block_barrier());
 }
 
 void sync_lanes(Site site) {
-  if (!left_out(site)) exchange("sync_warp", nullptr, 0);
+  if (left_out(site)) return;
+  Block& block = *Block::current_block;
+  for (const void* shared : block.fiber().landed) block.owner(shared) = block.warp_as_owner();
+  exchange("sync_warp", nullptr, 0);
+}
+
+void visible(const void* shared) {
+  Block& block = *Block::current_block;
+  int owner = block.owner(shared);
+  require(owner == Block::EVERYBODY || owner == block.warp_as_owner(),
+          "load_matrices reads what a copy brought, without a barrier since then");
 }
 
 const unsigned char* exchange(const char* what, const void* mine, std::size_t bytes) {
@@ -286,6 +311,7 @@ const unsigned char* exchange(const char* what, const void* mine, std::size_t by
 
 void begin_copy(void* shared, const void* global, int bytes, bool there) {
   std::memset(shared, 0xff, bytes);  // what was there is gone from now on
+  Block::current_block->owner(shared) = Block::EVERYBODY;
   Block::current_block->fiber().groups.back().push_back({shared, there ? global : nullptr, bytes});
 }
 
@@ -297,6 +323,10 @@ void wait(int pending, Site site) {
   while (static_cast<int>(groups.size()) - 1 > pending) {
     if (!skip)
       for (const Copy& copy : groups.front()) {
+        if (copy.bytes == 16) {  // what load_matrices reads
+          Block::current_block->owner(copy.shared) = here.thread;
+          Block::current_block->fiber().landed.push_back(copy.shared);
+        }
         if (copy.global)
           std::memcpy(copy.shared, copy.global, copy.bytes);
         else
