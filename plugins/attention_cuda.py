@@ -88,7 +88,7 @@ def _counters(node: ir.Node) -> tuple[str, Linear, int]:
 def _launches(call: Call) -> tuple[Launch, ...]:
     q, kv, out, partials, counters = (call.operands[role] for role in ("q", "kv", "out", "partials", "counters"))
     shape = _Shape(int(call.attributes["heads"]), int(call.attributes["kv_heads"]), kv.stride)
-    constants = {
+    constants: dict[str, int | float | str] = {
         "kv": kv_constant(kv, shape.kv_heads),
         "heads": shape.heads,
         "q_stride": q.stride,

@@ -71,7 +71,12 @@ class CudaCall:
 
 
 def run(
-    kernels: Kernels, launches: Sequence[Launch], operands: Mapping[str, Operand], sizes: Sizes, schedule: str
+    kernels: Kernels,
+    launches: Sequence[Launch],
+    operands: Mapping[str, Operand],
+    sizes: Sizes,
+    schedule: str,
+    seed: int = 0,
 ) -> None:
     of_step = np.array(sizes.as_tuple(), np.int32)
     for launch in launches:
@@ -79,4 +84,6 @@ def run(
             continue
         grid = [extent.at(sizes, MULTIPROCESSORS) for extent in launch.grid]
         arguments = [operands[role].values if role in operands else None for role in launch.arguments]
-        kernels.launch(launch.kernel, grid, launch.threads, launch.shared_bytes, of_step, *arguments, schedule=schedule)
+        kernels.launch(
+            launch.kernel, grid, launch.threads, launch.shared_bytes, of_step, *arguments, schedule=schedule, seed=seed
+        )

@@ -217,9 +217,8 @@ struct Attention {
     DEVICE bool sees(int position) const { return rows.any_sees(position, position + 1); }
     DEVICE void begin(unsigned char* to, const unsigned char* pool, int block, int split) const {
       int quarter = warp() * QUARTER, first = split * SPLIT + quarter;
-      const unsigned char* from =
-          kv_tile(S.kv, pool, block, kv_head) + first % S.kv.block_size * ROW_BYTES;
-      NO_UNROLL
+      const unsigned char* from = kv_tile(S.kv, pool, block, kv_head) + first % S.kv.block_size * ROW_BYTES;
+      ROLLED
       for (int i = lane(); i < QUARTER * CHUNKS; i += WARP)
         copy_async(to + chunk_at<CHUNKS>(quarter + i / CHUNKS, i % CHUNKS), from + i * 16,
                    sees(first + i / CHUNKS));
