@@ -13,13 +13,14 @@
 // go on scores, V's on p before it is rounded. A score is one chain over the columns, an element of o one
 // chain over the split's positions, a sum four such chains, one for each quarter of a split; what a row does
 // not see adds exact zeros. So a row's bits depend on nothing but its own sequence, and are the same in both
-// kernels: one gives each warp rows, the other each warp positions and then columns.
+// kernels, though warps share the work in two ways.
 //
 // A split is 128 positions, whose scores a warp holds as 64 registers a lane beside o (64 of head_dim 128);
 // half as many where head_dim is beyond 128. DESIGN's 256 would take a second level of sums.
 #pragma once
 
 #include "kv.cuh"
+#include "paged_step.cuh"
 #include "rows.cuh"
 
 namespace enginewright {
@@ -38,44 +39,6 @@ struct PagedAttention {
 };
 
 constexpr int ATTENTION_THREADS = 128, ATTENTION_WARPS = ATTENTION_THREADS / WARP, TILE_ROWS = 16;
-
-// A sequence of the step. blocks: its row of the block table. tokens: of this step, the last ones of
-// `length`.
-struct Sequence {
-  const int32_t* blocks;
-  int first_token, tokens, length;
-};
-
-// Where the sequences of a step are.
-struct Step {
-  const int32_t *query_start, *kv_len, *block_table;
-  int kv_blocks;
-
-  DEVICE int tokens(int i) const { return query_start[i + 1] - query_start[i]; }
-  DEVICE Sequence sequence(int i) const {
-    return {block_table + int64_t{i} * kv_blocks, query_start[i], tokens(i), kv_len[i]};
-  }
-};
-
-// warp: the sequence that piece `index` belongs to, if sequence i has count(i) pieces, and its index there.
-// -1 if there are not so many; `index` then is what is left.
-template <class Count>
-DEVICE int find_sequence(int& index, int sequences, Count count) {
-  for (int base = 0; base < sequences; base += WARP) {
-    int mine = base + lane() < sequences ? count(base + lane()) : 0, end = mine;
-    for (int distance = 1; distance < WARP; distance *= 2) {
-      int below = shuffle_up(end, distance);
-      if (lane() >= distance) end += below;
-    }
-    if (uint32_t behind = ballot(end > index)) {
-      int found = first_bit(behind);
-      index -= shuffle(end - mine, found);
-      return base + found;
-    }
-    index -= shuffle(end, WARP - 1);
-  }
-  return -1;
-}
 
 // Tiles are rows of CHUNKS chunks of 16 bytes. A row has its chunks in another order, chunk ^ key, so that
 // eight rows at one chunk, and eight chunks of a row, are in different banks. Keys repeat every eight rows.

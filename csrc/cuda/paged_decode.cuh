@@ -157,8 +157,7 @@ struct Decode : Attention<S> {
 
   static DEVICE void write_partial(const Partial& to, const Total& total, int rows) {
     for_pairs(total, rows, [&](int row, int, int column, float x, float y) {
-      to.o[row * DIM + column] = x;
-      to.o[row * DIM + column + 1] = y;
+      *reinterpret_cast<Words2*>(to.o + row * DIM + column) = {bits_of_float(x), bits_of_float(y)};
     });
     for (int i = 0; i < 2; ++i)
       if (int row = lane() / 4 + 8 * i; warp() == 0 && lane() % 4 == 0 && row < rows) {
@@ -184,19 +183,23 @@ struct Decode : Attention<S> {
   // block: folds the partial results of a sequence, from `slot` on, and writes its output.
   static DEVICE void combine(Out* out, float* partials, int slot, int count, const Sequence& sequence,
                              int kv_head, int row_tile, int rows) {
-    for (int i = thread_index(); i < rows * (DIM / 2); i += ATTENTION_THREADS) {
-      int row = i / (DIM / 2), column = i % (DIM / 2) * 2;
-      float x = 0.0f, y = 0.0f, most = -INF, sum = 0.0f;
+    for (int i = thread_index(); i < rows * (DIM / 4); i += ATTENTION_THREADS) {
+      int row = i / (DIM / 4), column = i % (DIM / 4) * 4;
+      float o[4] = {}, most = -INF, sum = 0.0f;
+      UNROLL_BY(4)  // results that are read at once
       for (int j = 0; j < count; ++j) {
         Partial next(partials, slot + j, kv_head, row_tile);
+        Words4 words = load16(next.o + row * DIM + column);
         Fold fold = fold_of(most, next.maxima[row]);
         most = fold.maximum;
         sum = folded(sum, next.sums[row], fold);
-        x = folded(x, next.o[row * DIM + column], fold);
-        y = folded(y, next.o[row * DIM + column + 1], fold);
+        uint32_t bits[4] = {words.x, words.y, words.z, words.w};
+        for (int c = 0; c < 4; ++c) o[c] = folded(o[c], float_of_bits(bits[c]), fold);
       }
       float inverse = divide(1.0f, sum);
-      A::write(out, sequence, kv_head, row_tile * TILE_ROWS + row, column, x * inverse, y * inverse);
+      for (int c = 0; c < 4; c += 2)
+        A::write(out, sequence, kv_head, row_tile * TILE_ROWS + row, column + c, o[c] * inverse,
+                 o[c + 1] * inverse);
     }
   }
 };

@@ -1,0 +1,46 @@
+// The sequences of a step, as kernels find their work in them.
+#pragma once
+
+#include "device.cuh"
+
+namespace enginewright {
+
+// A sequence of the step. blocks: its row of the block table. tokens: of this step, the last ones of
+// `length`.
+struct Sequence {
+  const int32_t* blocks;
+  int first_token, tokens, length;
+};
+
+// Where the sequences of a step are.
+struct Step {
+  const int32_t *query_start, *kv_len, *block_table;
+  int kv_blocks;
+
+  DEVICE int tokens(int i) const { return query_start[i + 1] - query_start[i]; }
+  DEVICE Sequence sequence(int i) const {
+    return {block_table + int64_t{i} * kv_blocks, query_start[i], tokens(i), kv_len[i]};
+  }
+};
+
+// warp: the sequence that piece `index` belongs to, if sequence i has count(i) pieces, and its index there.
+// -1 if there are not so many; `index` then is what is left.
+template <class Count>
+DEVICE int find_sequence(int& index, int sequences, Count count) {
+  for (int base = 0; base < sequences; base += WARP) {
+    int mine = base + lane() < sequences ? count(base + lane()) : 0, end = mine;
+    for (int distance = 1; distance < WARP; distance *= 2) {
+      int below = shuffle_up(end, distance);
+      if (lane() >= distance) end += below;
+    }
+    if (uint32_t behind = ballot(end > index)) {
+      int found = first_bit(behind);
+      index -= shuffle(end - mine, found);
+      return base + found;
+    }
+    index -= shuffle(end, WARP - 1);
+  }
+  return -1;
+}
+
+}  // namespace enginewright
