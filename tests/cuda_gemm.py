@@ -10,7 +10,7 @@ from enginewright.builder.lower.pack import PackedForm, pack
 from enginewright.plan import Buffer, Launch, Linear, Sizes
 from enginewright.plugins.gemm_cuda import FORMATS, gemm_on_cuda
 from enginewright.plugins.kernel import Call, KernelBinding, Matrix
-from tests.emulated import Argument, Kernels
+from tests.emulated import SANITIZE, Argument, Kernels
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i8": torch.int8, "e4m3": torch.float8_e4m3fn}
 WEIGHTS = {
@@ -187,7 +187,8 @@ class Problem:
             layout += "_pairs"
         dtype = next(name for name, dtype in DTYPES.items() if dtype == weight.dtype) if role != "weight" else ""
         form = PackedForm(dtype or WEIGHTS[self.gemm.format], tuple(weight.shape), layout)
-        return np.frombuffer(b"".join(pack(weight, form)), np.uint8).copy()
+        poison = b"" if SANITIZE else b"\xff" * 256  # a sanitizer sees where the bytes end, others see a NaN
+        return np.frombuffer(b"".join(pack(weight, form)) + poison, np.uint8).copy()
 
 
 def _buffer(dtype: str, columns: int) -> Matrix:

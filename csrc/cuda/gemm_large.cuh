@@ -115,7 +115,7 @@ struct SharedWeights {
 // Grid: tiles of tokens in x, of features in y. Blocks that follow one another have the same weights and
 // TURN tiles of tokens, so that weights come from memory once and x stays in the cache.
 template <Gemm S>
-KERNEL(Shape<S>::THREADS)
+KERNEL_OCCUPANCY(Shape<S>::THREADS, 1)
 gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const float* x_scale,
            const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out) {
   using Of = Shape<S>;

@@ -24,6 +24,10 @@ struct GemmSmall {
   static constexpr int STEP_CHUNKS = S.k_warps * S.turns, STEPS = ceil_div(Of::CHUNKS, STEP_CHUNKS);
   static constexpr int SPLIT_STEPS = ceil_div(STEPS, S.splits);
 
+  // Blocks of a multiprocessor that its registers must do for; more tokens, or many scales, want more of
+  // them.
+  static constexpr int RESIDENT = S.tiles == 1 || (S.tiles == 2 && Of::RUN != 32) ? 2 : 1;
+
   // Of a stage in shared memory, in order.
   static constexpr int SCALES = 4 * Of::GROUP_SCALE_BYTES;  // bytes of a lane's
   static constexpr int WEIGHT_BYTES = WARPS * S.turns * Of::LOADS * WARP * 16;
@@ -130,7 +134,7 @@ DEVICE void add_parts(const sum_t<S>* from, int64_t part, int count, int64_t str
 // [PARTIAL_STRIDE]. Shared memory: the stages, and in their place sums, [k_warps][tokens of all
 // tiles][SUM_STRIDE].
 template <Gemm S>
-KERNEL_OCCUPANCY(Shape<S>::THREADS, S.tiles > 2 ? 1 : 2)
+KERNEL_OCCUPANCY(Shape<S>::THREADS, GemmSmall<S>::RESIDENT)
 gemm_small(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const float* x_scale,
            const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out,
            float* partial, int32_t* counters) {
