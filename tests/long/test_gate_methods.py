@@ -10,17 +10,16 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.gate.config import GateConfig
 from enginewright.errors import QualityGateError
-from enginewright.passes.quant import METHODS, W8A8, Int8Sq, QuantConfig
+from enginewright.passes.quant import METHODS, W8A8, Fp8, Int8Sq, QuantConfig
 
 ROOM = 0.8  # of what a limit allows at most
+CASES = [(method(), kv_cache_dtype) for method in METHODS for kv_cache_dtype in ("bf16", "int8", "fp8")]
+CASES += [(Fp8(fp8_scales=scales), "bf16") for scales in ("tensor", "block")]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8", "fp8"])
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_a_sound_build_passes(
-    method: type[QuantConfig], kv_cache_dtype: str, smollm2_folder: Path, tmp_path: Path
-) -> None:
-    config = BuildConfig(quant=method(), kv_cache_dtype=kv_cache_dtype)
+@pytest.mark.parametrize(("quant", "kv_cache_dtype"), CASES, ids=str)
+def test_a_sound_build_passes(quant: QuantConfig, kv_cache_dtype: str, smollm2_folder: Path, tmp_path: Path) -> None:
+    config = BuildConfig(quant=quant, kv_cache_dtype=kv_cache_dtype)
     report = build_engine(open_checkpoint(str(smollm2_folder)), config, tmp_path / "x.engine")
     assert report.quality.measured is not None
     for check in report.quality.measured.checks:
