@@ -181,7 +181,7 @@ struct Attention {
     DEVICE void begin(unsigned char* to, const unsigned char* pool, int block, int split) const {
       int quarter = warp() * QUARTER, first = split * SPLIT + quarter;
       const unsigned char* from = kv_tile(S.kv, pool, block, kv_head) + first % S.kv.block_size * ROW_BYTES;
-      ROLLED
+      NO_UNROLL
       for (int i = lane(); i < QUARTER * CHUNKS; i += WARP)
         copy_async(to + chunk_at<CHUNKS>(quarter + i / CHUNKS, i % CHUNKS), from + i * 16,
                    sees(first + i / CHUNKS));
