@@ -20,7 +20,6 @@ PREFILL_ROWS = WARPS * TILE_ROWS  # of a block
 KV_SPLIT = 256  # positions that Sizes.kv_splits counts
 PARTIALS = 2048  # splits of KV heads whose results have room beside each other, beyond the longest sequence's
 ANY = Linear(constant=1 << 20)  # blocks; a grid is bounded by the multiprocessors
-SMALL_BYTES = 48 << 10  # shared memory of a block of which a multiprocessor runs four
 
 
 @dataclass(frozen=True)
@@ -117,12 +116,11 @@ def _launches(call: Call) -> tuple[Launch, ...]:
         shared_bytes=kv_bytes + shape.prefill_bytes,
         rows=Linear(tokens=1, sequences=-1),
     )
-    decode_bytes = kv_bytes + shape.decode_bytes
     decode = Launch(
         kernel=expression("paged_decode", "PagedAttention", **constants),
         arguments=(*arguments, "partials", "counters"),
-        grid=(Extent(ANY, per_multiprocessor=4 if decode_bytes <= SMALL_BYTES else 2), ONE, ONE),
+        grid=(Extent(ANY, per_multiprocessor=2 if shape.pad > 64 else 4), ONE, ONE),
         threads=THREADS,
-        shared_bytes=decode_bytes,
+        shared_bytes=kv_bytes + shape.decode_bytes,
     )
     return prefill, decode

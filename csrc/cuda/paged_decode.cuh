@@ -9,9 +9,10 @@
 //
 // All four warps work on one split: each multiplies the keys of a quarter of its positions, then the values
 // of a quarter of the columns; maxima and p go through shared memory. Of head_dim 128 in bf16 a block has 32
-// to 64 KB on their way, two of them a multiprocessor: an H200 takes 36 B/ns of memory a multiprocessor,
-// which at 1 µs of latency is 36 KB. A split is about 1000 cycles of one block's work and 3200 of memory's
-// (unmeasured).
+// to 64 KB on their way, and a multiprocessor two blocks: an H200 takes 36 B/ns of memory a multiprocessor,
+// which at 1 µs of latency is 36 KB. A split is about 1000 cycles of one block's work, and 3200 of memory's
+// (on paper, unmeasured). Every multiprocessor runs its blocks two or four at once, or where it has less
+// shared memory, in turns of equally many: items are dealt out in advance, evenly.
 #pragma once
 
 #include "paged_attention.cuh"
@@ -24,6 +25,7 @@ struct Decode : Attention<S> {
   using A::SPLIT, A::TILES, A::DIM, A::GROUP, A::COLUMN_GROUPS;
   using typename A::Out, typename A::Rows, typename A::Shared;
   static constexpr int ROW_TILES = A::FEW / TILE_ROWS;
+  static constexpr int BLOCKS = DIM > 64 ? 2 : 4;                              // of a multiprocessor
   static constexpr int OWN_GROUPS = ceil_div(COLUMN_GROUPS, ATTENTION_WARPS);  // of columns, a warp's
   static constexpr int P_CHUNKS = SPLIT * 2 / 16;                              // a row of p
 
@@ -206,7 +208,7 @@ struct Decode : Attention<S> {
 
 // Grid: as many blocks as run at once.
 template <PagedAttention S>
-KERNEL(ATTENTION_THREADS)
+KERNEL_OCCUPANCY(ATTENTION_THREADS, Decode<S>::BLOCKS)
 paged_decode(const Sizes* sizes, const bf16* q, const unsigned char* keys, const unsigned char* values,
              const int32_t* query_start, const int32_t* kv_len, const int32_t* block_table,
              typename Attention<S>::Out* out, float* partials, int32_t* counters) {

@@ -1,11 +1,13 @@
 // Attention of sequences with many rows (paged_attention.cuh): a block has 64 rows, a warp 16 of them and all
 // positions, split by split.
 //
-// Registers of a lane at head_dim 128, on paper: scores 64 (then 32 of p), o 64, q 32, a split's o 16. Keys
-// of a split are copied while the one before multiplies values, and values while it multiplies keys: 64 KB of
-// shared memory, so that an H100 holds three blocks and an A100 two. Each warp reads all keys and values from
-// shared memory for its 16 rows, which takes about as long as tensor cores work on them: what mma.sync leaves
-// of a Hopper's speed, wgmma would have (unmeasured).
+// Registers of a lane at head_dim 128: scores 64 (then 32 of p), o 64, a split's o 16; with what is fetched
+// ahead, 240 in all. Fragments of queries are each lane's own 16 bytes a step in shared memory, keys and
+// values a split of each: 80 KB, so that a multiprocessor holds two blocks. Keys are copied while the split
+// before multiplies values, and values while it multiplies keys. Each warp reads all keys and values from
+// shared memory for its 16 rows, which on paper takes as long as tensor cores work on them on an A100, and
+// longer on an H100, whose speed wgmma alone would reach. That decoding gives the same bits costs a multiply
+// and an add of o for each split of 128, beside some 250 mma of them (unmeasured).
 #pragma once
 
 #include "paged_attention.cuh"
