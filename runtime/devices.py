@@ -1,5 +1,6 @@
 """What an engine runs on here: a GPU that its code is for, or this machine's CPU."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from enginewright.runtime.envelope import Envelope, RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.sampling import Draw, Logits
 from enginewright.runtime.step_plan import StepPlan
-from enginewright.targets import CPU, CUDA, families_of
+from enginewright.targets import CPU, CUDA, architectures, choose_code, families_of
 
 AUTO = "auto"
 
@@ -52,12 +53,13 @@ def open_engine(path: str | Path, device: str = AUTO, *, verify: bool = False) -
     if family == AUTO:
         with EngineFile.open(path, check_sections=False) as file:
             families = families_of(file.manifest.targets)
-        family = CUDA if CUDA in families and _num_gpus() > 0 else CPU
+            able = architectures(file.manifest.targets)
+        family = CUDA if _gpu_runs(able) else CPU
         if family not in families:
             raise NoCodeForMachineError(
-                f"{path} has code for GPUs alone",
-                "there is none here, or no driver for it, or cuda-bindings is not installed",
-                "Install 'enginewright[cuda]' where a GPU is, or build the engine again with --target cpu.",
+                f"{path} has code for GPUs alone, {', '.join(able)}",
+                "there is none here that runs it, or no driver, or cuda-bindings is not installed",
+                "Install 'enginewright[cuda]' where such a GPU is, or build the engine again with --target cpu.",
             )
     return Engine.open(path, family, verify=verify)
 
@@ -81,7 +83,14 @@ def open_executor(engine: Engine, config: RuntimeConfig) -> Executor:
     return executor
 
 
-def _num_gpus() -> int:
-    from enginewright.runtime.cuda.device import num_gpus
+def _gpu_runs(able: Sequence[str]) -> bool:
+    """Whether there is a GPU, and the first one runs code for one of these architectures."""
+    from enginewright.runtime.cuda.device import capability_of, num_gpus
 
-    return num_gpus()
+    if not able or num_gpus() == 0:
+        return False
+    try:
+        choose_code(capability_of(0), able)
+    except NoCodeForMachineError:
+        return False
+    return True

@@ -11,7 +11,7 @@ from enginewright.runtime.cuda.device import Bytes, Grid
 from tests.emulated import SCHEDULES, EmulatedKernels
 
 ALIGN = 256
-FREE_BYTES = 256 << 20
+FREE_BYTES = 512 << 20
 
 
 class EmulatedDevice:
@@ -39,6 +39,9 @@ class EmulatedDevice:
     def pinned(self, nbytes: int) -> Bytes:
         self._memory.append(np.zeros(nbytes, np.uint8))
         return self._memory[-1]
+
+    def unpin(self, buffer: Bytes) -> None:
+        pass
 
     def upload(self, address: int, data: Bytes) -> None:
         ctypes.memmove(address, data.ctypes.data, data.nbytes)

@@ -90,7 +90,8 @@ def _measure(
     tokens = [text.tokens for text in short]
     layers = layer_errors(subject.dense.clone(), subject.quant, weights, tokens, threads, family)
     formats = [layer.method for layer in layers]
-    formats += [FP8_KV for group in plan.kv_groups if group.dtype == "e4m3"]
+    if family == CPU:  # elsewhere the KV cache is not simulated
+        formats += [FP8_KV for group in plan.kv_groups if group.dtype == "e4m3"]
     values: dict[str, float | None] = {"kl": whole.kl, "top1": whole.top1, "layer": layers[0].error}
     if whole.source_perplexity is not None:
         ratio = None if whole.perplexity is None else whole.perplexity / whole.source_perplexity

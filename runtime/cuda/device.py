@@ -35,6 +35,10 @@ class Device(Protocol):
         ...
 
     def pinned(self, nbytes: int) -> Bytes: ...
+    def unpin(self, buffer: Bytes) -> None:
+        """Give back what `pinned` gave; nothing is copied from it or to it any more."""
+        ...
+
     def upload(self, address: int, data: Bytes) -> None: ...
     def download(self, data: Bytes, address: int) -> None: ...
     def copy(self, to: int, source: int, nbytes: int) -> None: ...
@@ -68,6 +72,17 @@ def num_gpus() -> int:
     return 0 if error else int(count)
 
 
+def capability_of(index: int) -> tuple[int, int]:
+    """Compute capability of GPU number `index`, (9, 0) of an H200: without a context on it."""
+    from cuda.bindings import driver
+
+    kinds = driver.CUdevice_attribute
+    _, device = driver.cuDeviceGet(index)
+    _, major = driver.cuDeviceGetAttribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
+    _, minor = driver.cuDeviceGetAttribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+    return int(major), int(minor)
+
+
 class CudaDevice:
     """GPU number `index` of this process.
 
@@ -89,11 +104,15 @@ class CudaDevice:
             ) from error
         self._driver: Any = driver
         self.code: Callable[[str], tuple[bytes, str]] | None = None
-        self._modules: dict[bytes, Any] = {}
+        self._functions: dict[tuple[str, int], Any] = {}
         try:
             self._call("cuInit", 0)
             self._device = self._call("cuDeviceGet", index)
-        except (EngineError, RuntimeError) as error:  # cuda-bindings has RuntimeErrors where there is no driver at all
+        except (
+            EngineError,
+            OverflowError,
+            RuntimeError,
+        ) as error:  # cuda-bindings has RuntimeErrors where there is no driver at all
             raise NoCodeForMachineError(
                 f"there is no GPU {index} here", str(error), "Run the engine on the CPU with --device cpu."
             ) from error
@@ -146,6 +165,9 @@ class CudaDevice:
         address = int(self._call("cuMemHostAlloc", max(nbytes, 1), 0))
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
+    def unpin(self, buffer: Bytes) -> None:
+        self._call("cuMemFreeHost", buffer.ctypes.data)
+
     def upload(self, address: int, data: Bytes) -> None:
         self._call("cuMemcpyHtoDAsync", address, data.ctypes.data, data.nbytes, self._stream)
 
@@ -181,21 +203,27 @@ class CudaDevice:
         self._call("cuStreamBeginCapture", self._stream, mode)
         try:
             work()
-        finally:
-            graph = self._call("cuStreamEndCapture", self._stream)
+        except BaseException:
+            self._driver.cuStreamEndCapture(self._stream)  # says less than what went wrong
+            raise
+        graph = self._call("cuStreamEndCapture", self._stream)
         whole = self._call("cuGraphInstantiate", graph, 0)
+        self._call("cuGraphDestroy", graph)
+        self._call("cuGraphUpload", whole, self._stream)
         return lambda: self._call("cuGraphLaunch", whole, self._stream)
 
     def _function(self, kernel: str, shared_bytes: int) -> Any:
-        assert self.code is not None
-        cubin, symbol = self.code(kernel)
-        if cubin not in self._modules:
-            self._modules[cubin] = self._call("cuModuleLoadData", cubin)
-        function = self._call("cuModuleGetFunction", self._modules[cubin], symbol.encode())
-        if shared_bytes > 48 << 10:  # more than every kernel has unasked
-            limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._call("cuFuncSetAttribute", function, limit, shared_bytes)
-        return function
+        key = kernel, shared_bytes
+        if key not in self._functions:
+            assert self.code is not None
+            cubin, symbol = self.code(kernel)
+            module = self._call("cuModuleLoadData", cubin)
+            function = self._call("cuModuleGetFunction", module, symbol.encode())
+            if shared_bytes > 48 << 10:  # more than every kernel has unasked
+                limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self._call("cuFuncSetAttribute", function, limit, shared_bytes)
+            self._functions[key] = function
+        return self._functions[key]
 
     def _attribute(self, name: str) -> int:
         return int(self._call("cuDeviceGetAttribute", getattr(self._driver.CUdevice_attribute, name), self._device))
@@ -203,6 +231,10 @@ class CudaDevice:
     def _call(self, name: str, *arguments: Any) -> Any:
         """Of the driver's API: what a function gives behind its error. Raises EngineError for that."""
         error, *values = getattr(self._driver, name)(*arguments)
+        if error == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise NotEnoughMemoryError(
+                "the GPU's memory is full", name, "Use a smaller --kv-cache-memory or --max-num-seqs."
+            )
         if error:
             raise self._failed(name, error)
         return values[0] if len(values) == 1 else values

@@ -1,6 +1,6 @@
 """Runs plans on a GPU: an engine's launches in order, from addresses that never move.
 
-All memory is taken at the start: weights as the file has them, the arena at its limits, the KV pools, and the inputs.
+Memory is taken at the start: weights as the file has them, the arena at its limits, the KV pools, and the inputs.
 So a launch is a function, a grid and constant arguments; kernels read the sizes of a step from memory. Steps that only
 decode are replayed as graphs, one for each number of sequences in BUCKETS; others are launched one by one.
 """
@@ -9,12 +9,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from enginewright.errors import CorruptEngineError
 from enginewright.plan import BufferOperand, Input, InputOperand, KvOperand, Launch, Operand, Sizes, Step, WeightOperand
-from enginewright.runtime.cuda.device import Device, OnGrid
+from enginewright.runtime.cuda.device import Device, Grid, OnGrid
 from enginewright.runtime.cuda.sampling import DeviceSampler
 from enginewright.runtime.cuda.upload import upload_weights
 from enginewright.runtime.engine import Engine
@@ -22,6 +23,7 @@ from enginewright.runtime.envelope import RuntimeConfig, block_bytes, envelope
 from enginewright.runtime.sampling import Draw, Entries, Fields
 from enginewright.runtime.step_plan import StepPlan
 
+RESERVED_BYTES = 256 << 20  # of the GPU's memory, for code, graphs and what the driver takes
 FREE_SHARE = 0.9  # of the GPU's memory that weights and arena leave, for the KV cache
 ALIGN = 256  # bytes; of weights and inputs
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # sequences of a graph, up to the limit of a step
@@ -50,7 +52,9 @@ class CudaExecutor:
         config = config or RuntimeConfig()
         self.engine, self.plan, self.device = engine, engine.plan, device
         self.isa, self.threads = device.architecture, 0
-        self.envelope = envelope(self.plan, config, engine.weight_bytes, free=device.free_bytes, share=FREE_SHARE)
+        self.envelope = envelope(
+            self.plan, config, engine.weight_bytes, free=device.free_bytes - RESERVED_BYTES, share=FREE_SHARE
+        )
         limits = self.envelope.limits
         self._multiprocessors = device.multiprocessors
         self._inputs = _Inputs(self.plan.inputs, limits, device)
@@ -62,9 +66,14 @@ class CudaExecutor:
             for count, group in zip(self.envelope.num_blocks, self.plan.kv_groups, strict=True)
         ]
         self._weights = upload_weights(engine, device, ALIGN)
-        self._launches = [
-            (launch, self._launcher(step, launch)) for step in self.plan.steps for launch in step.launches
-        ]
+        # Layers repeat their launches: a grid is worked out once a step for all that have it.
+        grids: dict[Launch, int] = {}
+        self._launches = []
+        for step in self.plan.steps:
+            for launch in step.launches:
+                shape = msgspec.structs.replace(launch, kernel="", arguments=(), threads=0, shared_bytes=0)
+                self._launches.append((grids.setdefault(shape, len(grids)), self._launcher(step, launch)))
+        self._grids = tuple(grids)
         if self.plan.sampling is None:
             raise CorruptEngineError("the plan is damaged", "it does not say how tokens are drawn")
         self._logits = self._buffers[self.plan.logits]
@@ -88,6 +97,7 @@ class CudaExecutor:
         self.device.bind()
         self.device.synchronize()  # the step before has read its inputs
         sizes = plan.sizes
+        # New blocks are not zeroed: attention reads no position that its queries do not see.
         for pool, group, copies in zip(self._pools, self.plan.kv_groups, plan.copies, strict=True):
             size = block_bytes(group)
             for source, to in copies:
@@ -117,11 +127,17 @@ class CudaExecutor:
         return self._graphs[count]
 
     def _launch(self, sizes: Sizes) -> None:
-        for launch, run in self._launches:
-            if launch.runs(sizes):
-                x, y, z = (extent.at(sizes, self._multiprocessors) for extent in launch.grid)
-                if x * y * z:
-                    run((x, y, z))
+        grids = [self._grid(launch, sizes) for launch in self._grids]
+        for index, run in self._launches:
+            if (grid := grids[index]) is not None:
+                run(grid)
+
+    def _grid(self, launch: Launch, sizes: Sizes) -> Grid | None:
+        """None if it does not run."""
+        if not launch.runs(sizes):
+            return None
+        x, y, z = (extent.at(sizes, self._multiprocessors) for extent in launch.grid)
+        return (x, y, z) if x * y * z else None
 
     def _launcher(self, step: Step, launch: Launch) -> OnGrid:
         addresses = [self._inputs.sizes]
@@ -180,10 +196,15 @@ class _Inputs:
         self.addresses = {name: self.sizes + offset for name, offset in offsets.items()}
         self._offsets = offsets
         self._tables = {entry.name for entry in tables}
+        self._last: dict[str, NDArray[np.int32]] = {}  # tables, as they are on the device
 
     def upload(self, inputs: dict[str, NDArray[np.int32]], sizes: Sizes) -> None:
         self._host[: 4 * len(sizes.as_tuple())].view(np.int32)[:] = sizes.as_tuple()
         for name, values in inputs.items():
+            if name in self._tables:
+                if values is self._last.get(name):  # whoever changes a table makes a new one
+                    continue
+                self._last[name] = values
             start = self._offsets[name]
             self._host[start : start + values.nbytes].view(np.int32)[:] = values.reshape(-1)
             if name in self._tables:

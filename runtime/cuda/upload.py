@@ -43,6 +43,8 @@ def upload_weights(engine: Engine, device: Device, align: int) -> dict[str, int]
                 device.upload(addresses[name] + begin, buffer[:count])
             reading = read(turn + 1) if turn + 1 < len(turns) else []
     device.synchronize()
+    for buffer in (*halves[0], *halves[1]):
+        device.unpin(buffer)
     return addresses
 
 
