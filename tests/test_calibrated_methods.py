@@ -12,7 +12,7 @@ import torch
 from enginewright.errors import EngineError, UsageError
 from enginewright.passes.graph import Linear, nodes_of
 from enginewright.passes.pass_manager import run_passes
-from enginewright.passes.pipeline import run_pipeline
+from enginewright.passes.pipeline import run_for_family, run_pipeline
 from enginewright.passes.quant import W8A8, Int4Awq, Int4Gptq, Int4Rtn, Int8Sq, Int8Wo, QuantConfig, quant_config
 from enginewright.passes.quant.auto import FORMATS, Auto, Mix, assigned, bits_of, free_weights, measured
 from enginewright.passes.quant.int4_awq import by_importance
@@ -182,6 +182,16 @@ def test_an_engine_of_a_calibrated_method_is_its_formats() -> None:
         model, results = run_pipeline(dense_graph("qwen3"), quant, calibration=Calibration(TEXTS))
         assert len(list(nodes_of(model, op, domain="enginewright"))) == (12 if op == "GemmW4A8" else 13)
         assert not results["fuse_swiglu"].refusals
+
+
+@pytest.mark.parametrize("quant", [Int4Awq(), Int4Gptq(), Auto()], ids=lambda quant: quant.name)
+def test_codes_that_were_chosen_are_in_the_graphs_of_all_targets(quant: QuantConfig) -> None:
+    dense: list[ir.Model] = []
+    model, _ = run_pipeline(dense_graph("llama"), quant, calibration=Calibration(TEXTS), keep=dense.append)
+    other = run_for_family(dense[0].clone(), quant, "cuda")
+    for name in ("model.layers.0.self_attn.qkv_proj.weight", "model.layers.2.mlp.down_proj.weight.scale"):
+        here, there = (graph.graph.initializers[name] for graph in (model, other))
+        assert here is not there and torch.equal(read(here), read(there))
 
 
 def test_static_scales_are_of_what_was_seen() -> None:

@@ -112,7 +112,8 @@ class _Run:
     def _quantized(self, weight: ir.Value) -> Sequence[ir.Value]:
         if weight not in self._weights:
             already = stored(weight)
-            self._weights[weight] = already.parts if already else self._method(weight).weights(weight)
+            parts = [_alike(part) for part in already.parts] if already else self._method(weight).weights(weight)
+            self._weights[weight] = parts
         return self._weights[weight]
 
     def _method(self, weight: ir.Value) -> QuantConfig:
@@ -143,3 +144,8 @@ class _Run:
         value = vector.initializer()
         self.model.graph.register_initializer(value)
         return value
+
+
+def _alike(part: ir.Value) -> ir.Value:
+    """For this graph: there is one for each family of targets, and a value belongs to one graph."""
+    return ir.Value(name=part.name, type=part.type, shape=part.shape, const_value=part.const_value)
