@@ -142,6 +142,11 @@ class CudaDevice:
         return bytes(self._call("cuDeviceGetName", 256, self._device)).split(b"\0")[0].decode()
 
     @property
+    def stream(self) -> int:
+        """Its handle, for others that work with the same GPU."""
+        return int(self._stream)
+
+    @property
     def free_bytes(self) -> int:
         free, _ = self._call("cuMemGetInfo")
         return int(free)

@@ -1,0 +1,1 @@
+"""What this project is worth on the GPU at hand: `python -m benchmarks.gpu`."""

@@ -1,0 +1,120 @@
+"""Kernel calls outside a model: one op, launched from the same plan objects as an engine's, at sizes of one's own."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import torch
+
+from enginewright.builder.cuda import Instance
+from enginewright.plan import COLUMN_ALIGN, Buffer, Launch, Linear, Sizes
+from enginewright.plugins import PLUGINS
+from enginewright.plugins.kernel import Call, CudaKernel, Matrix
+from enginewright.runtime.cuda.device import Device
+
+Tensors = Mapping[str, torch.Tensor]
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i8": torch.int8, "i32": torch.int32}
+TOKENS = Linear(tokens=1)
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """matrices: operands by role, those that only the kernel uses among them. sources: function → its header."""
+
+    matrices: Mapping[str, Matrix]
+    launches: tuple[Launch, ...]
+    sources: Mapping[str, str]
+
+    def instances(self, sizes: Sizes) -> list[Instance]:
+        """The kernels of a step of these sizes."""
+        kernels = [launch.kernel for launch in self.launches if launch.runs(sizes)]
+        return [Instance(self.sources[kernel.partition("<")[0]], kernel) for kernel in kernels]
+
+    def scratch(self, sizes: Sizes, at: str) -> dict[str, torch.Tensor]:
+        """Memory of the operands that only the kernel uses, on a device of torch's: zeros, which counters begin as."""
+        own = {role: self.matrices[role] for role in ("partial", "partials", "counters") if role in self.matrices}
+        return {role: empty(matrix, sizes, at).zero_() for role, matrix in own.items()}
+
+    def bind(self, device: Device, operands: Tensors, sizes: Sizes) -> Callable[[], None]:
+        """What launches it with operands in these tensors; of a KV operand, there are "kv.keys" and "kv.values"."""
+        tensors = {"": torch.tensor(sizes.as_tuple(), dtype=torch.int32, device=operands["out"].device), **operands}
+        runs = []
+        for launch in self.launches:
+            if launch.runs(sizes):
+                addresses = [tensors[role].data_ptr() if role in tensors else 0 for role in ("", *launch.arguments)]
+                run = device.launcher(launch.kernel, launch.threads, launch.shared_bytes, addresses)
+                x, y, z = (extent.at(sizes, device.multiprocessors) for extent in launch.grid)
+                runs.append((run, (x, y, z)))
+
+        def work(_: Tensors = tensors) -> None:  # which it keeps alive
+            for run, grid in runs:
+                run(grid)
+
+        return work
+
+
+def call_of(op: str, matrices: Mapping[str, Matrix], **attributes: int | float | str) -> KernelCall:
+    """An op of the domain `enginewright`, as lowering has it.
+
+    Args:
+        matrices: of inputs and outputs, by role.
+        attributes: all of the op's.
+    """
+    binding = PLUGINS[op].kernels["cuda"]
+    assert isinstance(binding, CudaKernel)
+    values = {
+        role: ir.Value(name=role, shape=ir.Shape([matrix.rows.constant, matrix.columns]))
+        for role, matrix in matrices.items()
+    }
+    values[""] = ir.Value(name="with the operand before it", shape=ir.Shape([0, 0]))
+    node = PLUGINS[op].node([values.get(role) for role in binding.inputs], **attributes)
+    whole = dict(matrices)
+    for dtype, extra in (("f32", binding.scratch), ("i32", binding.counters)):
+        if extra is not None:
+            role, rows, columns = extra(node)
+            whole[role] = buffer(dtype, columns, rows)
+    given = {name: attributes[name] for name in binding.attributes if name in attributes}
+    return KernelCall(whole, binding.launches(Call(whole, given)), binding.sources)
+
+
+def buffer(dtype: str, columns: int, rows: Linear = TOKENS) -> Matrix:
+    """As matrices lie in the arena."""
+    padded = -(-columns // COLUMN_ALIGN) * COLUMN_ALIGN
+    return Matrix(dtype, rows, columns, Buffer(dtype, rows, columns, 0).stride, padded)
+
+
+def vector(rows: Linear, columns: int = 1) -> Matrix:
+    """A step's input."""
+    return Matrix("i32", rows, columns, columns, columns)
+
+
+def empty(matrix: Matrix, sizes: Sizes, at: str) -> torch.Tensor:
+    """Memory of a buffer, [rows, stride]."""
+    return torch.empty((max(matrix.rows.at(sizes), 1), matrix.stride), dtype=DTYPES[matrix.dtype], device=at)
+
+
+def random_rows(matrix: Matrix, sizes: Sizes, at: str) -> torch.Tensor:
+    """The same with numbers in its columns, and zeros behind them."""
+    rows = empty(matrix, sizes, at).zero_()
+    shape = (len(rows), matrix.columns)
+    if matrix.dtype == "i8":
+        rows[:, : matrix.columns] = torch.randint(-127, 128, shape, dtype=torch.int8, device=at)
+    else:
+        rows[:, : matrix.columns] = torch.randn(shape, device=at)
+    return rows
+
+
+def random_bytes(dtype: str, nbytes: int, at: str) -> torch.Tensor:
+    """Numbers of a dtype that are everywhere finite, as UINT8 [nbytes]."""
+    match dtype:
+        case "bf16":
+            return torch.randn(nbytes // 2, dtype=torch.bfloat16, device=at).view(torch.uint8)
+        case "f32":
+            return torch.rand(nbytes // 4, device=at).mul_(0.01).add_(0.001).view(torch.uint8)
+        case "e4m3":
+            codes = torch.randint(0, 127, (nbytes,), dtype=torch.uint8, device=at)  # 127 is NaN
+            return codes.bitwise_or_(torch.randint(0, 2, (nbytes,), dtype=torch.uint8, device=at).mul_(128))
+        case "i8":
+            return torch.randint(-127, 128, (nbytes,), dtype=torch.int8, device=at).view(torch.uint8)
+        case _:
+            return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=at)

@@ -1,0 +1,216 @@
+"""Whole engines of tiny models on the GPU: beside their own graph in onnxruntime, beside the CPU, and in company."""
+
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from benchmarks.gpu.report import Report
+from enginewright import LLM, SamplingParams
+from enginewright.builder import assembly
+from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.builder.checkpoint import open_checkpoint
+from enginewright.errors import EngineError
+from enginewright.passes.quant import METHODS
+from enginewright.runtime.cuda.device import CudaDevice
+from enginewright.runtime.devices import open_engine, open_executor
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig, sequence_bytes
+from enginewright.runtime.executor import CpuExecutor
+from enginewright.runtime.score import score
+from enginewright.runtime.verify import verify
+from enginewright.targets import SMS, choose_code
+from tests import tolerances
+from tests.graphs import checkpoint_of, random_tokens, relative_error
+from tests.ragged import RaggedRun
+from tests.tiny import FAMILIES
+
+LIMITS = {"max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+CALIBRATION = "The quick brown fox jumps over the lazy dog, and what is the capital of France? Paris, it answers.\n" * 8
+LENGTHS = (70, 1, 33, 64)
+ANSWER = 96  # tokens
+BUILDERS = 6  # processes, each of which has some that compile
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    quant: str
+    kv: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}/{self.quant}" + (f"/{self.kv} KV" if self.kv != "bf16" else "")
+
+    @property
+    def tolerance(self) -> float:
+        """To its own graph."""
+        if self.kv != "bf16":
+            return tolerances.ENGINE_GRAPH[f"{self.kv} KV"]
+        (method,) = (method for method in METHODS if method.name == self.quant)
+        return tolerances.ENGINE_GRAPH["int8" if method.activations == ir.DataType.INT8 else "bf16"]
+
+
+def cases() -> list[Case]:
+    """The likeliest faults first, as the time may end before they do."""
+    plain = [Case(family, "bf16") for family in FAMILIES]
+    methods = [method.name for method in METHODS if method.name != "bf16"]
+    pages = [Case(family, "bf16", kv) for family in ("llama", "gemma3_text") for kv in ("int8", "fp8")]
+    return [*plain, *(Case("llama", name) for name in methods), *pages, *others(methods)]
+
+
+def others(methods: list[str]) -> list[Case]:
+    return [Case(family, name) for name in methods for family in FAMILIES if family != "llama"]
+
+
+@dataclass(frozen=True)
+class Built:
+    """texts: token ids. expected, on_cpu: logits of each, by the GPU's graph in onnxruntime and the CPU's engine."""
+
+    path: Path
+    texts: list[list[int]]
+    expected: list[Array]
+    on_cpu: list[Array]
+
+
+def build(case: Case, folder: Path, sm: str) -> Built:
+    graphs: dict[str, ir.Model] = {}
+    lower = assembly.lower
+
+    def watched(model: ir.Model, target: str, max_seq_len: int):
+        graphs[target] = model.clone()
+        return lower(model, target, max_seq_len)
+
+    path = folder / f"{case.name.replace('/', '-').replace(' ', '-')}.engine"
+    data = folder / f"{path.name}.txt"
+    data.write_text(CALIBRATION)
+    quant = quant_config(case.quant)
+    config = BuildConfig(
+        quant=quant,
+        kv_cache_dtype=case.kv,
+        calib_data=str(data) if quant.calibrated else None,
+        targets=("cpu", f"cuda:{sm}"),
+        gate=None,
+    )
+    assembly.lower = watched
+    try:
+        build_engine(checkpoint_of(case.family), config, path)
+    finally:
+        assembly.lower = lower
+    texts = [random_tokens(length, seed=length).tolist() for length in LENGTHS]
+    expected = [RaggedRun(graphs["cuda"], num_blocks=8).step({"text": text})["text"] for text in texts]
+    with Engine.open(path, "cpu") as engine:
+        on_cpu = score(CpuExecutor(engine, RuntimeConfig(**LIMITS, threads=1)), texts)
+    return Built(path, texts, expected, on_cpu)
+
+
+def check(case: Case, built: Built, device: str) -> dict[str, float | str]:
+    """Logits on the device; what they may be off by is what an engine on the CPU may."""
+    with open_engine(built.path, device) as engine:
+        executor = open_executor(engine, RuntimeConfig(**LIMITS, device=device))
+        together = score(executor, built.texts)
+        alone = score(executor, built.texts[:1])
+    whole, expected, on_cpu = (np.concatenate(parts) for parts in (together, built.expected, built.on_cpu))
+    found: dict[str, float | str] = {
+        "from its graph": relative_error(whole, expected),
+        "allowed": case.tolerance,
+        "from the CPU": relative_error(whole, on_cpu),
+        "alone": relative_error(alone[0], together[0]),
+    }
+    worst = max(float(found["from its graph"]), float(found["alone"]))
+    if not worst < case.tolerance:
+        found["error"] = f"its logits are off by {worst:.2g}, allowed is {case.tolerance}"
+    return found
+
+
+def answers(path: Path, device: str, prompts: list[list[int]], **limits: object) -> tuple[list[list[int]], int, int]:
+    """Greedy; and how many preemptions there were, and how many tokens of prompts were found computed."""
+    greedy = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    with LLM(path, device=device, **LIMITS | limits) as llm:
+        outputs = llm.generate(prompts, greedy)
+        stats = llm.stats()
+    return [one.outputs[0].token_ids for one in outputs], stats.num_preemptions, stats.cached_prompt_tokens
+
+
+def margin(path: Path, prompt: list[int], answer: list[int], other: int) -> float:
+    """By how much the CPU's next token behind an answer leads another one."""
+    with Engine.open(path, "cpu") as engine:
+        (logits,) = score(CpuExecutor(engine, RuntimeConfig(**LIMITS)), [[*prompt, *answer]], last_only=True)
+    return float(logits[-1].max() - logits[-1][other])
+
+
+def in_flight(path: Path, device: str) -> dict[str, float | str]:
+    """Requests that share beginnings, in memory for a few of them, beside the same alone, and on the CPU."""
+    random = np.random.default_rng(1)
+    begin = random.integers(3, 300, 32).tolist()
+    prompts = [begin + random.integers(3, 300, int(count)).tolist() for count in random.integers(1, 20, 16)]
+    with Engine.open(path, "cpu") as engine:
+        memory = sequence_bytes(engine.plan.kv_groups, LIMITS["max_model_len"], LIMITS["max_num_batched_tokens"])
+    together, preemptions, shared = answers(path, device, prompts, kv_cache_memory=2 * memory)
+    alone = [answers(path, device, [prompt])[0][0] for prompt in prompts[:4]]
+    on_cpu, _, _ = answers(path, "cpu", prompts)
+    wrong = []
+    for prompt, ours, theirs in zip(prompts, together, on_cpu, strict=True):
+        at = next((index for index, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
+        if at is not None and (lead := margin(path, prompt, theirs[:at], ours[at])) > tolerances.CLEAR_MARGIN:
+            wrong.append(f"token {at} is not the CPU's, which leads by {lead:.2f}")
+    found: dict[str, float | str] = {
+        "requests": len(prompts),
+        "as on the CPU": sum(a == b for a, b in zip(together, on_cpu, strict=True)),
+        "as alone, of 4": sum(a == b for a, b in zip(together, alone, strict=False)),
+        "preemptions": preemptions,
+        "tokens found computed": shared,
+    }
+    if not preemptions or not shared:
+        wrong.append("memory was not short, or nothing was shared")
+    return found | ({"error": wrong[0]} if wrong else {})
+
+
+def smollm2(report: Report, source: Path, folder: Path, sm: str) -> None:
+    for quant in ("bf16", "int4-rtn"):
+        path = folder / f"smollm2-{quant}.engine"
+        config = BuildConfig(quant=quant_config(quant), targets=("cpu", f"cuda:{sm}"), gate=None)
+        build_engine(open_checkpoint(str(source)), config, path)
+        texts = {}
+        for device in ("cpu", "cuda"):
+            with LLM(path, device=device, max_model_len=256) as llm:
+                (answer,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=40))
+                texts[device] = answer.outputs[0].text
+        wrong = {} if texts["cpu"] == texts["cuda"] or quant != "bf16" else {"error": "the CPU says something else"}
+        report.add(f"engines/smollm2/{quant}", **texts, **wrong)
+
+
+def run(report: Report) -> None:
+    sm = choose_code(CudaDevice().capability, SMS)
+    with tempfile.TemporaryDirectory(prefix="enginewright-gpu-") as folder:
+        tiny(report, Path(folder), sm)
+        source = Path(report.settings["smollm2"])
+        if not source.exists():
+            report.skip("engines/smollm2", f"there is no {source.name} here (--smollm2)")
+            return
+        try:
+            smollm2(report, source, Path(folder), sm)
+        except EngineError as problem:
+            report.add("engines/smollm2", error=str(problem)[:300])
+
+
+def tiny(report: Report, folder: Path, sm: str) -> None:
+    with ProcessPoolExecutor(BUILDERS, get_context("spawn")) as pool:
+        building = {pool.submit(build, case, folder, sm): case for case in cases()}
+        for work in as_completed(building):
+            case = building[work]
+            try:
+                built = work.result()
+                report.add(f"engines/{case.name}", **check(case, built, "cuda"))
+                if case in (Case("llama", "bf16"), Case("gemma3_text", "bf16")):
+                    report.add(f"engines/{case.name}/in flight", **in_flight(built.path, "cuda"))
+                    found = verify(built.path, goldens=True, device="cuda")
+                    report.add(f"engines/{case.name}/verify", goldens=found["goldens"], deviation=found["deviation"])
+            except Exception as problem:  # of one case; the others follow
+                report.add(f"engines/{case.name}", error=f"{type(problem).__name__}: {problem}"[:300])

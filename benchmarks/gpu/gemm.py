@@ -1,0 +1,274 @@
+"""Matrix products of an 8B Llama's shapes in every format, beside cuBLAS and the roof."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import torch
+from torch.nn.functional import silu
+
+from benchmarks.gpu.bench import Bench, GpuBench, Replay, Work, copies, interleaved, ratio
+from benchmarks.gpu.calls import KernelCall, Tensors, buffer, call_of, empty, random_bytes, random_rows
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.roof import Roof, reported
+from enginewright.builder.cuda import Instance, TritonInstance
+from enginewright.builder.cuda.triton_gemm import TILES, gemm_bf16
+from enginewright.builder.lower.pack import PackedForm
+from enginewright.errors import EngineError
+from enginewright.plan import Linear, Sizes
+from enginewright.plugins.kernel import Matrix
+
+TOKENS = (1, 8, 16, 64, 512, 4096)
+SAME = 2e-2  # error of bf16 results beside torch's, over the largest: both are rounded to bf16
+CUBLAS, SCALED_MM, TRITON = "cublas bf16", "cublas fp8", "triton bf16"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """features: rows of the weight, gates and ups where `gated`. most: tokens that it is called with."""
+
+    name: str
+    features: int
+    columns: int
+    gated: bool = False
+    most: int = TOKENS[-1]
+
+
+SHAPES = (
+    Shape("o", 4096, 4096),
+    Shape("qkv", 6144, 4096),
+    Shape("gate_up", 28672, 4096, gated=True),
+    Shape("down", 4096, 14336),
+    Shape("head", 128256, 4096, most=64),  # a row a sequence
+)
+
+
+@dataclass(frozen=True)
+class Format:
+    """weight: dtype as packed. group: columns that a scale is for; 0 is a row's. x: dtype."""
+
+    name: str
+    op: str
+    weight: str
+    group: int = 0
+    x: str = "bf16"
+
+    def forms(self, shape: Shape) -> dict[str, PackedForm]:
+        pairs = "_pairs" if shape.gated else ""
+        forms = {"weight": PackedForm(self.weight, (shape.features, shape.columns), f"r16{pairs}")}
+        if self.group:
+            groups = (shape.features, -(-shape.columns // self.group))
+            forms["scale"] = PackedForm("bf16", groups, f"r16_columns{pairs}")
+        elif self.weight != "bf16":
+            forms["scale"] = PackedForm("f32", (shape.features,), "plain")
+        return forms
+
+    def call(self, shape: Shape) -> KernelCall:
+        out = shape.features // 2 if shape.gated else shape.features
+        to = "f32" if shape.name == "head" else "bf16"
+        operands = {"x": buffer(self.x, shape.columns), "out": buffer(to, out)}
+        for role, form in self.forms(shape).items():
+            rows, columns = Linear(constant=form.shape[0]), form.shape[-1]
+            operands[role] = Matrix(form.dtype, rows, columns, columns, columns, form.layout)
+        attributes: dict[str, int | str] = {
+            "epilogue": "swiglu" if shape.gated else "none",
+            "to": int(ir.DataType.FLOAT if to == "f32" else ir.DataType.BFLOAT16),
+        }
+        if self.x == "i8":
+            operands["x_scale"] = buffer("f32", 1)
+        if self.op not in ("GemmBf16", "GemmW8A16"):
+            attributes["group"] = self.group
+        return call_of(self.op, operands, **attributes)
+
+
+FORMATS = (
+    Format("bf16", "GemmBf16", "bf16"),
+    Format("int8", "GemmW8A16", "i8"),
+    Format("fp8", "GemmFp8A16", "e4m3"),
+    Format("w8a8", "GemmW8A8", "i8", x="i8"),
+    Format("int4", "GemmW4A16", "u4", group=128),
+    Format("mxfp4", "GemmMxfp4A16", "e2m1", group=32),
+)
+
+
+def sizes_of(tokens: int) -> Sizes:
+    return Sizes(tokens, tokens, tokens, 1, 1)
+
+
+def r16(weight: torch.Tensor, gated: bool) -> torch.Tensor:
+    """BF16 [features, columns], multiples of 16 and 64, as it is packed (builder/lower/pack.py): UINT8 [nbytes]."""
+    halves = weight.chunk(2) if gated else [weight]
+    blocks = [half.view(torch.int32).view(-1, 16, half.shape[1] // 2).transpose(1, 2) for half in halves]
+    return torch.stack(blocks, dim=1).contiguous().view(torch.uint8).flatten()
+
+
+class Weights:
+    """Of a shape: sets of operands in turn for a format, and plain matrices for torch."""
+
+    def __init__(self, bench: Bench, shape: Shape) -> None:
+        self.bench, self.shape = bench, shape
+        self.plain = [self._plain() for _ in range(copies(bench, 2 * shape.features * shape.columns, 2))]
+
+    def _plain(self) -> torch.Tensor:
+        shape = (self.shape.features, self.shape.columns)
+        return torch.randn(shape, dtype=torch.bfloat16, device=self.bench.at).mul_(self.shape.columns**-0.5)
+
+    def packed(self, format: Format) -> list[Tensors]:
+        if format.name == "bf16":
+            return [{"weight": r16(weight, self.shape.gated)} for weight in self.plain]
+        forms = format.forms(self.shape)
+        count = copies(self.bench, sum(form.nbytes for form in forms.values()), 4)
+        at = self.bench.at
+        return [{role: random_bytes(form.dtype, form.nbytes, at) for role, form in forms.items()} for _ in range(count)]
+
+
+def works(
+    bench: Bench, call: KernelCall, weights: list[Tensors], x: Tensors, tokens: int
+) -> tuple[list[Work], Tensors]:
+    """A call with each set of weights; and the operands that all have."""
+    sizes = sizes_of(tokens)
+    out = empty(call.matrices["out"], sizes, bench.at)
+    shared = {**x, "out": out, **call.scratch(sizes, bench.at)}
+    return [call.bind(bench.device, {**shared, **one}, sizes) for one in weights], shared
+
+
+def activations(call: KernelCall, tokens: int, at: str) -> Tensors:
+    operands = {role: call.matrices[role] for role in ("x", "x_scale") if role in call.matrices}
+    return {role: random_rows(matrix, sizes_of(tokens), at) for role, matrix in operands.items()}
+
+
+def error(call: KernelCall, shape: Shape, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> float:
+    """Of what a bf16 call gave, over the largest number."""
+    expected = x[:, : shape.columns].float() @ weight.float().T
+    if shape.gated:
+        gate, up = expected.chunk(2, dim=1)
+        expected = silu(gate) * up
+    found = out[: len(x), : call.matrices["out"].columns].float()
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def of_torch(bench: Bench, shape: Shape, plain: list[torch.Tensor], x: torch.Tensor) -> dict[str, Replay | str]:
+    """cuBLAS as torch calls it, without an activation behind it; or why not."""
+    found: dict[str, Replay | str] = {}
+    y = torch.empty(len(x), shape.features, dtype=torch.bfloat16, device=bench.at)
+    found[CUBLAS] = bench.torch([lambda w=w: torch.mm(x, w.T, out=y) for w in plain])
+    try:
+        one = torch.ones((), device=bench.at)
+        x8, w8 = x.to(torch.float8_e4m3fn), [w.to(torch.float8_e4m3fn) for w in plain]
+        w8 += [w.to(torch.float8_e4m3fn) for w in plain]  # half the bytes
+        fp8 = [lambda w=w: torch._scaled_mm(x8, w.T, one, one, out_dtype=torch.bfloat16) for w in w8]
+        found[SCALED_MM] = bench.torch(fp8)
+    except (RuntimeError, ValueError) as problem:
+        found[SCALED_MM] = str(problem)
+    return found
+
+
+def triton_kernel(sm: str, shape: Shape) -> TritonInstance:
+    return gemm_bf16(sm, shape.features, shape.columns, (shape.columns, shape.columns, shape.features), bias=False)
+
+
+def of_triton(bench: GpuBench, shape: Shape, plain: list[torch.Tensor], x: torch.Tensor) -> Replay:
+    kernel, tiles = triton_kernel(bench.sm, shape), TILES[bench.sm]
+    code, (tokens, _) = bench.compiled(kernel), x.shape
+    programs = min(-(-tokens // tiles.m) * -(-shape.features // tiles.n), bench.device.multiprocessors)
+    rows = torch.tensor([tokens], dtype=torch.int32, device=bench.at)
+    y = torch.empty(tokens, shape.features, dtype=torch.bfloat16, device=bench.at)
+    scratch = torch.empty(max(code.scratch_bytes * programs, 1), dtype=torch.uint8, device=bench.at)
+    works: list[Work] = []
+    for weight in plain:
+        addresses = [x.data_ptr(), weight.data_ptr(), 0, y.data_ptr(), rows.data_ptr(), scratch.data_ptr(), 0]
+        run = bench.device.launcher(kernel.expression, 32 * code.num_warps, code.shared_bytes, addresses)
+        works.append(lambda run=run, _=(y, rows, scratch): run((programs, 1, 1)))
+    return bench.ours(works)
+
+
+def measure(bench: Bench, report: Report, roof: Roof, shape: Shape, calls: dict[Format, KernelCall]) -> None:
+    weights = Weights(bench, shape)
+    packed = {format: weights.packed(format) for format in calls}
+    first: dict[str, torch.Tensor] = {}  # token 0 of each format, from the fewest tokens
+    for tokens in (tokens for tokens in TOKENS if tokens <= shape.most):
+        contestants: dict[str, Replay] = {}
+        errors: dict[str, float] = {}
+        torch.manual_seed(tokens)
+        x = torch.randn(shape.most, shape.columns, dtype=torch.bfloat16, device=bench.at)[:tokens]
+        for name, made in of_torch(bench, shape, weights.plain, x).items():
+            if isinstance(made, str):
+                report.skip(f"gemm/{shape.name}/{tokens}/{name}", made)
+            else:
+                contestants[name] = made
+        for format, call in calls.items():
+            torch.manual_seed(0)
+            operands = activations(call, shape.most, bench.at)
+            mine, shared = works(bench, call, packed[format], operands, tokens)
+            mine[0]()
+            bench.device.synchronize()
+            columns = call.matrices["out"].columns
+            token = shared["out"][0, :columns].float()
+            reference = first.setdefault(format.name, token.clone())
+            errors[format.name] = float((token - reference).abs().max() / reference.abs().max())
+            if format.name == "bf16":
+                errors["bf16"] = error(call, shape, operands["x"][:tokens], weights.plain[0], shared["out"])
+            contestants[format.name] = bench.ours(mine)
+        if isinstance(bench, GpuBench) and shape.name != "head":
+            try:
+                contestants[TRITON] = of_triton(bench, shape, weights.plain, x)
+            except (EngineError, KeyError) as problem:
+                report.add(f"gemm/{shape.name}/{tokens}/{TRITON}", error=str(problem).splitlines()[0])
+        seconds = interleaved(bench, contestants)
+        for name, found in seconds.items():
+            form = next((format for format in calls if format.name == name), None)
+            nbytes = bytes_of(shape, form, tokens)
+            typical, flops = sorted(found)[len(found) // 2], 2 * tokens * shape.features * shape.columns
+            values: dict[str, float | str] = {
+                "seconds": typical,
+                "over cublas": ratio(seconds[CUBLAS], found),
+                "of the memory roof": nbytes / typical / roof.memory,
+                "of the matmul roof": flops / typical / roof.bf16_flops,
+            }
+            if SCALED_MM in seconds:
+                values["over cublas fp8"] = ratio(seconds[SCALED_MM], found)
+            if name in errors and not errors[name] < SAME:
+                values["error"] = f"it is off by {errors[name]:.2g} of the largest number"
+            report.add(f"gemm/{shape.name}/{tokens}/{name}", **values)
+
+
+def bytes_of(shape: Shape, format: Format | None, tokens: int) -> int:
+    """That a product has to read and write. format: None is torch's, or Triton's."""
+    weight = 2 * shape.features * shape.columns
+    if format is not None:
+        weight = sum(form.nbytes for form in format.forms(shape).values())
+    out = shape.features // 2 if shape.gated else shape.features
+    return weight + 2 * tokens * (shape.columns + out)
+
+
+def prepared(bench: Bench, report: Report) -> Iterator[tuple[Shape, dict[Format, KernelCall]]]:
+    """Calls whose kernels compile, a shape; all of them are compiled at once if they do."""
+    calls = {(shape, format): format.call(shape) for shape in SHAPES for format in FORMATS}
+    kernels = {place: kernels_of(place[0], call) for place, call in calls.items()}
+    try:
+        bench.compile(kernel for some in kernels.values() for kernel in some)
+    except EngineError:
+        for (shape, format), some in kernels.items():
+            try:
+                bench.compile(some)
+            except EngineError as problem:
+                report.add(f"gemm/{shape.name}/{format.name}", error=str(problem)[:300])
+                del calls[shape, format]
+    for shape in SHAPES:
+        yield shape, {format: calls[shape, format] for format in FORMATS if (shape, format) in calls}
+
+
+def kernels_of(shape: Shape, call: KernelCall) -> list[Instance]:
+    return [kernel for tokens in TOKENS if tokens <= shape.most for kernel in call.instances(sizes_of(tokens))]
+
+
+def run(report: Report) -> None:
+    bench = GpuBench()
+    roof = reported(bench, report)
+    try:
+        bench.compile(triton_kernel(bench.sm, shape) for shape in SHAPES)
+    except EngineError as problem:
+        report.add(f"gemm/{TRITON}", error=str(problem)[:300])
+    for shape, calls in prepared(bench, report):
+        measure(bench, report, roof, shape, calls)
+        torch.cuda.empty_cache()

@@ -1,0 +1,41 @@
+"""What a part finds, line by line, so that what it found before it failed is kept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+Figure = dict[str, Any]
+
+
+class Report:
+    """settings: what the command was told: `smollm2`, a path."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self._path, self.settings = path, settings
+
+    def add(self, name: str, **values: Any) -> None:
+        """A figure, or a check. error: what went wrong instead, in words."""
+        with self._path.open("a") as file:
+            file.write(json.dumps({"name": name, **{key: _short(value) for key, value in values.items()}}) + "\n")
+
+    def skip(self, name: str, why: str) -> None:
+        """What cannot be had here: a peer that is not installed, or does not take such operands."""
+        self.add(name, **{"not run": " ".join(why.split())[:200]})
+
+
+def read_report(path: Path) -> list[Figure]:
+    """Whole lines, of a part that may have been stopped in the middle of one."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _short(value: Any) -> Any:
+    """Five digits are more than any figure holds."""
+    match value:
+        case float():
+            return float(f"{value:.5g}")
+        case dict():
+            return {key: _short(entry) for key, entry in value.items()}
+        case list() | tuple():
+            return [_short(entry) for entry in value]
+    return value
