@@ -57,7 +57,7 @@ def open_engine(path: str | Path, device: str = AUTO, *, verify: bool = False) -
         family = CUDA if _gpu_runs(able) else CPU
         if family not in families:
             raise NoCodeForMachineError(
-                f"{path} has code for GPUs alone, {', '.join(able)}",
+                f"{path} has code for GPUs alone, {', '.join(f'{CUDA}:{name}' for name in able)}",
                 "there is none here that runs it, or no driver, or cuda-bindings is not installed",
                 "Install 'enginewright[cuda]' where such a GPU is, or build the engine again with --target cpu.",
             )

@@ -1,13 +1,16 @@
 """A GPU's place taken by the CPU: memory is this process's, and kernels run in emulation (tests/emulated.py)."""
 
 import ctypes
+import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 
 import numpy as np
 
+from enginewright.builder.cuda import Instance, compile_kernels
 from enginewright.plugins.kernel import Specialization
-from enginewright.runtime.cuda.device import Bytes, Grid
+from enginewright.runtime.cuda.device import Bytes, CudaDevice, Grid
+from enginewright.targets import SMS, choose_code
 from tests.emulated import SCHEDULES, EmulatedKernels
 
 ALIGN = 256
@@ -90,3 +93,15 @@ class EmulatedDevice:
                 launch()
 
         return replay
+
+
+def device_for(kernels: Mapping[str, Specialization]) -> "EmulatedDevice | CudaDevice":
+    """What engines with this code are tested on: the emulated GPU, or a real one if the environment says so."""
+    if os.environ.get("ENGINEWRIGHT_TEST_DEVICE") != "cuda":
+        return EmulatedDevice(kernels)
+    device = CudaDevice()
+    architecture = choose_code(device.capability, SMS)
+    instances = {name: Instance(*kernel) for name, kernel in kernels.items()}
+    made = compile_kernels(instances.values(), [architecture])[architecture]
+    device.code = lambda name: (made[instances[name]].cubin, made[instances[name]].symbol)
+    return device

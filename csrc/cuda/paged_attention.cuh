@@ -353,13 +353,17 @@ struct Attention {
   }
 
   // block: zeros behind the columns of the tokens whose last head is among rows first ... end - 1.
-  static DEVICE void write_padding(Out* out, const Sequence& sequence, int kv_head, int first, int end) {
+  static DEVICE void write_padding([[maybe_unused]] Out* out, [[maybe_unused]] const Sequence& sequence,
+                                   [[maybe_unused]] int kv_head, [[maybe_unused]] int first,
+                                   [[maybe_unused]] int end) {
     constexpr int COLUMNS = S.heads * S.kv.head_dim, PADDING = S.padded - COLUMNS;
-    if (PADDING <= 0 || kv_head != S.kv.heads - 1) return;
-    for (int i = thread_index(); i < (end - first) * PADDING; i += ATTENTION_THREADS)
-      if (int row = first + i / PADDING; row % GROUP == GROUP - 1)
-        out[int64_t{sequence.first_token + row / GROUP} * S.out_stride + COLUMNS + i % PADDING] =
-            from_float<Out>(0.0f);
+    if constexpr (PADDING > 0) {
+      if (kv_head != S.kv.heads - 1) return;
+      for (int i = thread_index(); i < (end - first) * PADDING; i += ATTENTION_THREADS)
+        if (int row = first + i / PADDING; row % GROUP == GROUP - 1)
+          out[int64_t{sequence.first_token + row / GROUP} * S.out_stride + COLUMNS + i % PADDING] =
+              from_float<Out>(0.0f);
+    }
   }
 };
 

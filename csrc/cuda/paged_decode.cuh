@@ -171,14 +171,14 @@ struct Decode : Attention<S> {
   // block: whether all `count` of it have been here by now.
   static DEVICE bool is_last(int32_t* counter, int count) {
     int* last = Exchange(shared_memory<unsigned char>()).last;
-    fence();
     sync_threads();
     if (thread_index() == 0) {
+      fence();
       *last = atomic_add(counter, 1) == count - 1;
       if (*last) *counter = 0;  // for the next launch
+      fence();
     }
     sync_threads();
-    fence();
     return *last;
   }
 

@@ -108,11 +108,7 @@ class CudaDevice:
         try:
             self._call("cuInit", 0)
             self._device = self._call("cuDeviceGet", index)
-        except (
-            EngineError,
-            OverflowError,
-            RuntimeError,
-        ) as error:  # cuda-bindings has RuntimeErrors where there is no driver at all
+        except (EngineError, OverflowError, RuntimeError) as error:  # RuntimeError: there is no driver at all
             raise NoCodeForMachineError(
                 f"there is no GPU {index} here", str(error), "Run the engine on the CPU with --device cpu."
             ) from error

@@ -238,18 +238,18 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
                         require(inside, f"{step.kernel}.{name} leaves its buffer")
                     case KvOperand():
                         require(operand.layer in layers, f"{step.kernel}.{name} is no KV layer")
+        for entry in self.inputs:
+            sizes = (*entry.rows.as_tuple(), *entry.columns.as_tuple())
+            require(min(sizes) >= 0 and max(sizes) < 2**31, f"input {entry.name!r} has no size")
+        launched = [bool(step.launches) for step in self.steps]
+        require(all(launched) or not any(launched), "some steps are launched and others are not")
         for launch in (*(launch for step in self.steps for launch in step.launches), *filter(None, [self.sampling])):
             require(0 < launch.threads <= 1024 and launch.threads % 32 == 0, f"{launch.kernel} has no block of threads")
             require(0 <= launch.shared_bytes <= MOST_SHARED_BYTES, f"{launch.kernel} has no shared memory of its size")
             for extent in launch.grid:
-                coefficients = extent.rows.as_tuple()
-                sane = 0 < extent.per < 2**31 and 0 <= extent.per_multiprocessor <= 64 and min(coefficients) >= 0
-                require(sane and max(coefficients) < 2**31, f"{launch.kernel} has no grid")
-        for entry in self.inputs:
-            coefficients = (*entry.rows.as_tuple(), *entry.columns.as_tuple())
-            require(min(coefficients) >= 0 and max(coefficients) < 2**31, f"input {entry.name!r} has no size")
-        launched = [bool(step.launches) for step in self.steps]
-        require(all(launched) or not any(launched), "some steps are launched and others are not")
+                rows = extent.rows.as_tuple()
+                sane = 0 < extent.per < 2**31 and 0 <= extent.per_multiprocessor <= 64 and min(rows) >= 0
+                require(sane and max(rows) < 2**31, f"{launch.kernel} has no grid")
         require(0 <= self.logits < len(self.buffers), "the logits are no buffer")
         require(self.vocab_size == self.buffers[self.logits].columns, "the logits are not as wide as the vocabulary")
 
