@@ -94,6 +94,10 @@ class EngineCore:
         self._answers: dict[TokenSequence, Answer] = {}
         self._num_steps = self._num_computed = self._num_generated = 0
 
+    def close(self) -> None:
+        """Give back what it runs in."""
+        self.executor.close()
+
     @property
     def max_model_len(self) -> int:
         return self.executor.envelope.max_model_len

@@ -34,6 +34,9 @@ class Executor(Protocol):
 
     @property
     def draw(self) -> Draw: ...
+    def close(self) -> None:
+        """Give memory back that would not go by itself; nothing runs any more."""
+        ...
 
 
 def open_engine(path: str | Path, device: str = AUTO, *, verify: bool = False) -> Engine:

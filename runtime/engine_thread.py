@@ -62,6 +62,7 @@ class EngineThread:
             self.error = self.error or EngineDeadError("the engine is closed")
             self._inbox.put(None)
         self._thread.join()
+        self._core.close()
 
     def _run(self) -> None:
         try:

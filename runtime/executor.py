@@ -73,6 +73,9 @@ class CpuExecutor:
         self._executor.run(self._prepare(plan), plan.sizes.as_tuple())
         return self._logits[: plan.sizes.logit_rows]
 
+    def close(self) -> None:
+        """Memory goes with the executor."""
+
     @property
     def draw(self) -> Draw:
         """`_cpu.sample`, by this executor's threads."""

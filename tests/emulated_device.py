@@ -61,6 +61,9 @@ class EmulatedDevice:
     def bind(self) -> None:
         pass
 
+    def close(self) -> None:
+        self._memory.clear()
+
     def launcher(
         self, kernel: str, threads: int, shared_bytes: int, arguments: Sequence[int]
     ) -> Callable[[Grid], None]:

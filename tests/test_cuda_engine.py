@@ -23,6 +23,7 @@ from enginewright.runtime.cuda.executor import BUCKETS, CudaExecutor, DeviceLogi
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
+from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import Entries, Fields, SamplingParams
 from enginewright.runtime.score import score
@@ -128,6 +129,18 @@ def test_greedy_texts_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
             assert running.stats().num_preemptions > 0
     assert told[0] == told[1] and all(len(tokens) == 12 for tokens in told[0])
     assert device.replays > 10 if isinstance(device, EmulatedDevice) else device.name
+
+
+def test_a_closed_llm_gives_the_memory_of_its_gpu_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _, kernels = built("llama", "bf16")
+    device = EmulatedDevice(kernels)
+    monkeypatch.setattr(core, "open_executor", lambda engine, config: CudaExecutor(engine, device, config))
+    with EngineFile.open(path) as file:
+        engine = Engine(file, "cuda")
+        with LLM(engine, max_model_len=64, max_num_seqs=2) as llm:
+            (answer,) = llm.generate(["a"], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+            assert len(answer.outputs[0].token_ids) == 3 and device._memory
+        assert not device._memory
 
 
 def test_graphs_are_captured_before_they_are_needed() -> None:

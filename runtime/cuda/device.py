@@ -47,6 +47,10 @@ class Device(Protocol):
         """The calling thread works with this device from now on."""
         ...
 
+    def close(self) -> None:
+        """Give back all that was taken of it; it cannot be used any more."""
+        ...
+
     def launcher(
         self, kernel: str, threads: int, shared_bytes: int, arguments: Sequence[int]
     ) -> Callable[[Grid], None]:
@@ -105,6 +109,7 @@ class CudaDevice:
         self._driver: Any = driver
         self.code: Callable[[str], tuple[bytes, str]] | None = None
         self._functions: dict[tuple[str, int], Any] = {}
+        self._owned: dict[tuple[str, int], Any] = {}  # what gives a thing back, and the thing, in the order of taking
         try:
             self._call("cuInit", 0)
             self._device = self._call("cuDeviceGet", index)
@@ -115,7 +120,7 @@ class CudaDevice:
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         self.bind()
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self._stream = self._call("cuStreamCreate", flags)
+        self._stream = self._own("cuStreamDestroy", self._call("cuStreamCreate", flags))
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -155,19 +160,19 @@ class CudaDevice:
             raise NotEnoughMemoryError(
                 f"{nbytes / 1e6:.0f} MB do not fit on the GPU", f"{self.free_bytes / 1e6:.0f} MB are free"
             )
-        address = int(self._call("cuMemAlloc", max(nbytes, 1)))
+        address: int = self._own("cuMemFree", int(self._call("cuMemAlloc", max(nbytes, 1))))
         self._call("cuMemsetD8Async", address, 0, max(nbytes, 1), self._stream)
         return address
 
     def free(self, address: int) -> None:
-        self._call("cuMemFree", address)
+        self._give_back("cuMemFree", address)
 
     def pinned(self, nbytes: int) -> Bytes:
-        address = int(self._call("cuMemHostAlloc", max(nbytes, 1), 0))
+        address = self._own("cuMemFreeHost", int(self._call("cuMemHostAlloc", max(nbytes, 1), 0)))
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
     def unpin(self, buffer: Bytes) -> None:
-        self._call("cuMemFreeHost", buffer.ctypes.data)
+        self._give_back("cuMemFreeHost", buffer.ctypes.data)
 
     def upload(self, address: int, data: Bytes) -> None:
         self._call("cuMemcpyHtoDAsync", address, data.ctypes.data, data.nbytes, self._stream)
@@ -208,7 +213,7 @@ class CudaDevice:
             self._driver.cuStreamEndCapture(self._stream)  # says less than what went wrong
             raise
         graph = self._call("cuStreamEndCapture", self._stream)
-        whole = self._call("cuGraphInstantiate", graph, 0)
+        whole = self._own("cuGraphExecDestroy", self._call("cuGraphInstantiate", graph, 0))
         self._call("cuGraphDestroy", graph)
         self._call("cuGraphUpload", whole, self._stream)
         return lambda: self._call("cuGraphLaunch", whole, self._stream)
@@ -218,13 +223,33 @@ class CudaDevice:
         if key not in self._functions:
             assert self.code is not None
             cubin, symbol = self.code(kernel)
-            module = self._call("cuModuleLoadData", cubin)
+            module = self._own("cuModuleUnload", self._call("cuModuleLoadData", cubin))
             function = self._call("cuModuleGetFunction", module, symbol.encode())
             if shared_bytes > 48 << 10:  # more than every kernel has unasked
                 limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._call("cuFuncSetAttribute", function, limit, shared_bytes)
             self._functions[key] = function
         return self._functions[key]
+
+    def close(self) -> None:
+        if self._context is None:
+            return
+        # A context that an error has broken gives nothing back but itself, so what each call says is no matter.
+        self._driver.cuCtxSetCurrent(self._context)
+        self._driver.cuStreamSynchronize(self._stream)
+        for (name, _), thing in reversed(self._owned.items()):
+            getattr(self._driver, name)(thing)
+        self._driver.cuDevicePrimaryCtxRelease(self._device)
+        self._owned.clear()
+        self._functions.clear()
+        self._context = None
+
+    def _own(self, gives_back: str, thing: Any) -> Any:
+        self._owned[gives_back, int(thing)] = thing
+        return thing
+
+    def _give_back(self, name: str, thing: int) -> None:
+        self._call(name, self._owned.pop((name, thing)))
 
     def _attribute(self, name: str) -> int:
         return int(self._call("cuDeviceGetAttribute", getattr(self._driver.CUdevice_attribute, name), self._device))

@@ -87,6 +87,10 @@ class CudaExecutor:
         """Draws from what `run` gave, on the device."""
         return self._draw
 
+    def close(self) -> None:
+        """Give the GPU's memory back; nothing runs any more."""
+        self.device.close()
+
     def warm_up(self) -> None:
         """Capture the graphs of all numbers of sequences, so that no step has to."""
         for count in self._buckets:
