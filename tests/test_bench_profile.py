@@ -280,10 +280,16 @@ def test_what_cannot_be_profiled_is_said(engines: Mapping[str, Path], options: t
     assert result.exit_code == 2 and piece in result.stderr and "Traceback" not in result.stderr
 
 
-def test_sections_that_hold_weights_are_what_the_roof_reads(engines: Mapping[str, Path]) -> None:
+def test_the_roof_reads_weights_and_of_a_step_its_kv(engines: Mapping[str, Path]) -> None:
     report = run_profile(engines["llama bf16"], replace(FEW, rounds=1), threads=1)
     with Engine.open(engines["llama bf16"]) as engine:
         nbytes = sum(form.nbytes for name, form in engine.file.sections.items() if name.startswith(WEIGHTS))
+        for step in report.steps:
+            point, kv_bytes = step.point, 0
+            for group in engine.plan.kv_groups:
+                blocks = point.sequences * -(-(point.depth + point.tokens) // group.block_size)
+                kv_bytes += blocks * group.block_size * group.bytes_per_token
+            assert step.roof.read_bytes == nbytes + kv_bytes
     assert [each.read_bytes for each in report.roofs] == [nbytes]
     assert [each.read_bytes for each in report.fresh_roofs] == [1 << 16]
     assert report.fresh_roofs[0].dots == report.roofs[0].dots

@@ -186,18 +186,31 @@ class PagedAttention final : public Kernel {
     return partials_.as<float>() + split * partials_.stride + head * row_floats();
   }
 
+  // A tile of a sequence and a KV head, with all its splits.
+  struct Item {
+    int64_t s, kv_head, tile;
+    bool is_one;  // and not behind the last
+  };
+
+  // Threads take the next item while they have one to work on, to fetch its KV in time.
   void run_items(const Sizes& sizes, int64_t work, Worker& worker) const {
     int64_t s = 0, begin = 0;  // item number of the sequence's first
-    for (;;) {
-      const int64_t item = __atomic_fetch_add(&next_item_, 1, __ATOMIC_RELAXED);
+    const auto take = [&] {
+      const int64_t number = __atomic_fetch_add(&next_item_, 1, __ATOMIC_RELAXED);
       for (; s < sizes.sequences; ++s) {
         const int64_t count = is_shared(s, work, worker) ? 0 : kv_heads_ * tiles(s);
-        if (item < begin + count) break;
+        if (number < begin + count) break;
         begin += count;
       }
-      if (s == sizes.sequences) break;
-      const int64_t tile = tiles(s) - 1 - (item - begin) % tiles(s);  // the last queries see the most: first
-      run_item(s, (item - begin) / tiles(s), tile, scratch(worker));
+      if (s == sizes.sequences) return Item{};
+      // The last queries see the most: first.
+      return Item{s, (number - begin) / tiles(s), tiles(s) - 1 - (number - begin) % tiles(s), true};
+    };
+    const Scratch mine = scratch(worker);
+    for (Item item = take(); item.is_one;) {
+      const Item next = take();
+      run_item(item, next, mine);
+      item = next;
     }
     // Who leaves last makes the counter ready for the next step: nobody takes items any more.
     if (__atomic_add_fetch(&threads_done_, 1, __ATOMIC_ACQ_REL) == worker.count) {
@@ -206,17 +219,36 @@ class PagedAttention final : public Kernel {
     }
   }
 
-  void run_item(int64_t s, int64_t kv_head, int64_t tile_index, const Scratch& mine) const {
+  // The positions that an item's queries see.
+  Range seen(const Item& item) const {
+    const int64_t past = kv_len(item.s) - tokens(item.s);
+    const int64_t first = tile_begin(item.s, item.tile), last = tile_begin(item.s, item.tile + 1) - 1;
+    return {first_seen(past + first / group_), past + last / group_ + 1};
+  }
+
+  // `following` is worth fetching if its KV is not that of `item`.
+  void run_item(const Item& item, const Item& following, const Scratch& mine) const {
+    const auto [s, kv_head, tile_index, _] = item;
     const Tile tile = queries(s, kv_head, tile_index, mine.q);
     const int64_t low = tile.low[0], high = tile.high[tile.rows - 1];
     const int64_t first = low / kSplitPositions, last = high / kSplitPositions;
+    const bool fetches = following.is_one && (following.s != s || following.kv_head != kv_head);
     SplitKv<Element> kv = split_kv(s, kv_head, low, high, first);
     Ahead<S> ahead;
     split_.begin(tile.rows);
     for (int64_t split = first; split <= last; ++split) {
-      const SplitKv<Element> next = split < last ? split_kv(s, kv_head, low, high, split + 1) : kv;
+      SplitKv<Element> next = kv;
+      if (split < last) {
+        next = split_kv(s, kv_head, low, high, split + 1);
+        look_ahead(s, kv_head, 1, low, high, split + 1, ahead);
+      } else if (fetches) {
+        const Range theirs = seen(following);
+        look_ahead(following.s, following.kv_head, 1, theirs.begin, theirs.end - 1,
+                   theirs.begin / kSplitPositions, ahead);
+      } else {
+        ahead.start(0);
+      }
       kv.set_next(next);
-      look_ahead(s, kv_head, 1, low, high, split + 1, ahead);
       split_.run(tile, kv, mine.tile, ahead, split == first ? mine.total : mine.next);
       for (int64_t r = 0; split > first && r < tile.rows; ++r) {
         split_.combine(mine.total + r * row_floats(), mine.next + r * row_floats());

@@ -12,6 +12,8 @@
 // it so, and those that e2m1 becomes by 12. A run's sum therefore begins with -zero * (sum of the run of x).
 #pragma once
 
+#include <utility>
+
 #include "gemm_epilogue.h"
 #include "gemm_operands.h"
 #include "operands.h"
@@ -257,9 +259,17 @@ class GemmA8 final : public Kernel {
       for (int64_t k = 0; k < k_end_; k += piece_k_) {
         const int64_t k_end = k_end_ - k < piece_k_ ? k_end_ : k + piece_k_;
         copy<N>(g_.block(block) + k / kLineK * 64, (k_end - k) / kLineK, panel.weights);
+        // The first tiles prefetch a block of the next piece each.
+        const std::byte* next = k_end < k_end_ ? g_.block(block) + k_end / kLineK * 64 : g_.block(block + N);
+        int nexts = k_end < k_end_ || block + N < end ? N : 0;
+        const auto ahead = [&] {
+          if (nexts == 0) return static_cast<const std::byte*>(panel.weights);  // is there
+          --nexts;
+          return std::exchange(next, next + g_.block_bytes);
+        };
         int64_t m = 0;
-        for (; m + M <= panel.tokens; m += M) tile<M, N>(panel, m, block, k, k_end);
-        rest<M - 1, N>(panel, m, block, k, k_end);
+        for (; m + M <= panel.tokens; m += M) tile<M, N>(panel, m, block, k, k_end, ahead());
+        rest<M - 1, N>(panel, m, block, k, k_end, ahead());
       }
     }
     if constexpr (N > 1) {
@@ -283,16 +293,19 @@ class GemmA8 final : public Kernel {
   }
 
   template <int M, int N>
-  void rest(const Panel& panel, int64_t m, int64_t block, int64_t k, int64_t k_end) const {
+  void rest(const Panel& panel, int64_t m, int64_t block, int64_t k, int64_t k_end,
+            const std::byte* ahead) const {
     if constexpr (M > 0) {
-      if (panel.tokens - m < M) return rest<M - 1, N>(panel, m, block, k, k_end);
-      tile<M, N>(panel, m, block, k, k_end);
+      if (panel.tokens - m < M) return rest<M - 1, N>(panel, m, block, k, k_end, ahead);
+      tile<M, N>(panel, m, block, k, k_end, ahead);
     }
   }
 
-  // Tokens [first, first + M) of the panel, [k, k_end) of K: some runs, or a piece of the only one.
+  // Tokens [first, first + M) of the panel, [k, k_end) of K: some runs, or a piece of the only one. As much
+  // of a block is prefetched from `ahead` on.
   template <int M, int N>
-  void tile(const Panel& panel, int64_t first, int64_t block, int64_t k, int64_t k_end) const {
+  void tile(const Panel& panel, int64_t first, int64_t block, int64_t k, int64_t k_end,
+            const std::byte* ahead) const {
     float* waiting = panel.sums + first * N * 16;  // (N, M, 16)
     auto* cut = reinterpret_cast<int32_t*>(waiting);
     const auto at = [](int m, int n) { return (n * M + m) * 16; };
@@ -310,7 +323,8 @@ class GemmA8 final : public Kernel {
         each<M, N>([&](int m, int n) { acc[m][n] = S::load_i(cut + at(m, n)); });
       }
       const std::byte* end = line + depth(begin_k, k_end) * N * 16;
-      for (; line < end; line += N * 64, four += 4) {
+      for (; line < end; line += N * 64, four += 4, ahead += 64 / kLines) {
+        S::prefetch_l2(ahead);
         Line w[N][1];
         ENGINEWRIGHT_UNROLL
         for (int n = 0; n < N; ++n) w[n][0] = S::load_line(line + n * 64);

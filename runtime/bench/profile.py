@@ -176,7 +176,9 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """roofs: with one thread and with all, reading the weights where they are mapped; fresh_roofs: fresh memory."""
+    """roofs: with one thread and with all, reading the weights where they are mapped; fresh_roofs: fresh memory. Steps
+    have their own, of reading weights and KV.
+    """
 
     config: ProfileConfig
     engine: Mapping[str, Any]
@@ -213,12 +215,13 @@ def run_profile(path: Path, config: ProfileConfig, threads: int | None = None) -
         roofs = [measure_roof(roof.isa, roof.threads, weights, dots=roof.dots) for roof in fresh_roofs]
         del fresh
         plans = [step_plan(executor, point) for point in config.points]
+        reads = [[*weights, *_kv_memory(executor, plan)] for plan in plans]
         rounds: list[list[StepProfile]] = [[] for _ in plans]
         for plan in plans:
             executor.run(plan)  # warm-up
         for _ in range(config.rounds):
-            for point, plan, results in zip(config.points, plans, rounds, strict=True):
-                roof = measure_roof(executor.isa, executor.threads, weights)
+            for point, plan, memory, results in zip(config.points, plans, reads, rounds, strict=True):
+                roof = measure_roof(executor.isa, executor.threads, memory)
                 results.append(_measure(executor, point, plan, roof))
         about = {
             "name": engine.manifest.name,
@@ -273,6 +276,18 @@ def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
         pool.scrub(blocks)
     nothing: tuple[list[Any], ...] = tuple([] for _ in groups)
     return StepPlan(tuple(parts), num_decodes, sizes, inputs, nothing, nothing)
+
+
+def _kv_memory(executor: CpuExecutor, plan: StepPlan) -> list[NDArray[Any]]:
+    """Where a step's K and V lie: a block of a layer each. Caches keep less of weights and KV than of weights alone."""
+    return [
+        half[block]
+        for part in plan.parts
+        for pool, group, table in zip(executor.pools, executor.plan.kv_groups, part.sequence.tables, strict=True)
+        for layer in range(len(group.layers))
+        for half in (pool.keys(layer), pool.values(layer))
+        for block in table.blocks[table.dropped :]
+    ]
 
 
 def _measure(executor: CpuExecutor, point: Point, plan: StepPlan, roof: Roof) -> StepProfile:

@@ -94,7 +94,8 @@ def _roof_row(label: str, rates: Iterable[float], unit: str) -> str:
 def _step(step: StepProfile) -> Iterable[str]:
     pace = _rate(step.point.sequences * step.point.tokens / step.step_s)
     spread = f"{step.shares[0]:.0%} to {step.shares[-1]:.0%}"
-    yield f"{step.point}: {pace} tokens/s, {step.share_of_roof:.0%} of the roof ({spread})"
+    read = f"{step.roof.read_bytes / 1e6:,.1f} MB at {step.roof.read_bytes_per_s / 1e9:,.1f} GB/s"
+    yield f"{step.point}: {pace} tokens/s, {step.share_of_roof:.0%} of the roof ({spread}; weights and KV: {read})"
     yield _cells("kernel", "shape", "calls", "ms", "MB", "GB/s", "GOPS", "of roof", "of step")
     for group in step.groups:
         yield _kernel(group.kernel, group, step.step_s)
