@@ -220,7 +220,11 @@ void bind_kv_pools(py::module_& module) {
             const KvPool pool = self.cast<KvPools&>().pool(layer);
             return kv_view(pool.values, pool, self);
           },
-          py::arg("layer"));
+          py::arg("layer"))
+      .def("blocks", [](const py::object& self) {
+        const KvPool pool = self.cast<KvPools&>().pool(0);
+        return view<uint8_t>(pool.keys, {pool.num_blocks, pool.block_stride}, {pool.block_stride, 1}, self);
+      });
 }
 
 void bind_executor(py::module_& module) {

@@ -279,13 +279,11 @@ def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
 
 
 def _kv_memory(executor: CpuExecutor, plan: StepPlan) -> list[NDArray[Any]]:
-    """Where a step's K and V lie: a block of a layer each. Caches keep less of weights and KV than of weights alone."""
+    """The KV blocks of a step, to be read with the weights: caches keep less of both than of weights alone."""
     return [
-        half[block]
+        pool.blocks()[block]
         for part in plan.parts
-        for pool, group, table in zip(executor.pools, executor.plan.kv_groups, part.sequence.tables, strict=True)
-        for layer in range(len(group.layers))
-        for half in (pool.keys(layer), pool.values(layer))
+        for pool, table in zip(executor.pools, part.sequence.tables, strict=True)
         for block in table.blocks[table.dropped :]
     ]
 

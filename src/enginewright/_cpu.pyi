@@ -35,6 +35,8 @@ class KvPools:
         """
 
     def values(self, layer: int) -> NDArray[np.uint16 | np.int8]: ...
+    def blocks(self) -> NDArray[np.uint8]:
+        """View of all layers' bytes, [num_blocks, bytes of a block]."""
 
 class OperandSpec:
     """Where an operand of a kernel lies. Dtypes and layouts are those of docs/engine-file.md."""
