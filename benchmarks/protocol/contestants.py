@@ -34,21 +34,19 @@ class Build:
 BUILDS = (
     Build("bf16", "BF16", ("--quant", "bf16"), "BF16 weights and KV"),
     Build("int8-wo", "8-bit", ("--quant", "int8-wo"), "INT8 weights, BF16 activations and KV"),
-    Build("w8a8", "8-bit", ("--quant", "w8a8"), "INT8 weights, INT8 activations in groups of 32, BF16 KV"),
-    Build("int4-rtn", "4-bit", ("--quant", "int4-rtn"), "INT4 weights and INT8 activations in groups of 32, BF16 KV"),
-    Build(
-        "w8a8-kv8",
-        "8-bit",
-        ("--quant", "w8a8", "--kv-cache-dtype", "int8"),
-        "INT8 weights, INT8 activations in groups of 32, INT8 KV",
-    ),
-    Build(
-        "int4-rtn-kv8",
-        "4-bit",
-        ("--quant", "int4-rtn", "--kv-cache-dtype", "int8"),
-        "INT4 weights and INT8 activations in groups of 32, INT8 KV",
-    ),
     Build("fp8", "8-bit", ("--quant", "fp8"), "FP8 (E4M3) weights, BF16 activations and KV"),
+    Build(
+        "cpu-w8a8",
+        "8-bit",
+        ("--recipe", "cpu-w8a8"),
+        "INT8 weights, smoothed (SmoothQuant), INT8 activations in groups of 64, INT8 KV",
+    ),
+    Build(
+        "cpu-int4",
+        "4-bit",
+        ("--recipe", "cpu-int4"),
+        "INT4 weights (AWQ) and INT8 activations in groups of 64, INT8 KV",
+    ),
 )
 LLAMA_CPP = {  # type of the GGUF file → class, precision
     "BF16": ("BF16", "BF16 weights, F16 KV"),
