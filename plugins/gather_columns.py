@@ -1,6 +1,6 @@
 """Columns of x in another order, out[..., j] = x[..., columns[j]], rounded to `to` on the way out.
 
-x: FLOAT [..., K]. columns: INT32 [K], an initializer. out: `to` [..., K]. With `to` INT8 a row is quantized as
+x: FLOAT [..., K]. columns: INT32 [K], an initializer. out: `to` [..., K]. With `to` one of CODES a row is quantized as
 quantize_rows.py has it, by `group` and `largest`, and scale: FLOAT [..., G] is there, too.
 """
 

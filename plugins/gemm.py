@@ -1,8 +1,8 @@
 """What the GEMMs share: y = x weightᵀ (· scales) (+ bias), then an epilogue.
 
-x: BFLOAT16 or INT8 [..., K]. weight: [N, K]. bias: FLOAT [N]. The sum is FLOAT; out has dtype `to`. INT8 x has x_scale:
-FLOAT [..., G], as QuantizeRows gives them for `group`; products of a run of `group` are summed exactly, and the runs'
-sums, scaled, in FLOAT.
+x: BFLOAT16, INT8 or FLOAT8E4M3FN [..., K]. weight: [N, K]. bias: FLOAT [N]. The sum is FLOAT; out has dtype `to`. Codes
+have x_scale: FLOAT [..., G], as QuantizeRows gives them for `group`; products of a run of `group` are summed first
+(those of integers exactly), and the runs' sums, scaled, in FLOAT.
 epilogue: "none" gives [..., N]; "swiglu" and "geglu" take the weight's rows as N/2 gates, then N/2 ups, and give
 act(gate) · up, [..., N/2] (https://arxiv.org/abs/2002.05202; the Gelu is the tanh approximation).
 """

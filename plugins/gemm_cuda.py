@@ -37,6 +37,7 @@ class Format:
     small_tokens: tuple[int, ...] = (8, 16, 32, 64)  # most tokens of a launch of gemm_small, each a kernel of its own
     x_bytes: int = 2
     scale_bytes: int = 4
+    large_units: int = 2  # of a warp of gemm_large, where there are no groups
 
 
 K_WARPS = 2
@@ -48,7 +49,8 @@ FORMATS = {
         Format("fp8a16", 16),
         Format("w4a16", 8, turns=2, small_tokens=(8, 16, 32), scale_bytes=2),
         Format("mxfp4a16", 8, turns=2, small_tokens=(8, 16, 32), scale_bytes=2),
-        Format("w8a8", 16, x_bytes=1),
+        Format("w8a8", 16, x_bytes=1, scale_bytes=0),
+        Format("fp8a8", 16, x_bytes=1, large_units=1),
     )
 }
 
@@ -120,7 +122,7 @@ def _large_launches(format: Format, call: Call) -> list[Launch]:
     sizes = (*(((64, most_small),) if most_small else ()), (128, 2**31 - 1))
     launches, low = [], format.small_tokens[-1] + 1
     for size, high in sizes:
-        units, tiles = (1 if size == 64 or grouped else 2), (4 if size == 64 else 8)
+        units, tiles = (1 if size == 64 or grouped else format.large_units), (4 if size == 64 else 8)
         stage_bytes = size // 16 * format.lines * 64 + _x_bytes(format, call, size)
         stage_bytes += size * runs * _scale_bytes(format, call)
         stages = min(SHARED_BYTES // stage_bytes, LARGE_STAGES)
@@ -164,7 +166,7 @@ def _runs(call: Call) -> int:
 
 def _scale_bytes(format: Format, call: Call) -> int:
     """Of a row of weights in a run: its scale, and its zero."""
-    return 0 if format.x_bytes == 1 else format.scale_bytes + ("zero" in call.operands)
+    return format.scale_bytes + ("zero" in call.operands)
 
 
 def _x_bytes(format: Format, call: Call, tokens: int) -> int:

@@ -13,19 +13,16 @@ from enginewright.plugins import gemm
 from enginewright.plugins.gemm_cuda import gemm_on_cuda
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, int_of, operand, width_of
-from enginewright.plugins.quantize_rows import groups_of
+from enginewright.plugins.quantize_rows import spread
 from enginewright.plugins.writer import Writer
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
-    x, weight, scale = (write.cast(operand(node, index), ir.DataType.FLOAT) for index in range(3))
-    group = int_of(node, "group")
+    x, weight = (write.cast(operand(node, index), ir.DataType.FLOAT) for index in (0, 1))
+    group, scale = int_of(node, "group"), operand(node, 2)
     if group == 0:
         return gemm.reference(write, node, x, weight, scale, 3)
-    width = width_of(operand(node, 1))
-    each = write.op("Expand", write.op("Unsqueeze", scale, [2]), [1, 1, group])  # [N, G, group]
-    wide = write.op("Reshape", each, [0, groups_of(width, group) * group])
-    weight = write.op("Mul", weight, write.op("Slice", wide, [0], [width], [1]))
+    weight = write.op("Mul", weight, spread(write, scale, width_of(operand(node, 1)), group))
     return gemm.reference(write, node, x, weight, None, 3)
 
 

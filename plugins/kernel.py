@@ -76,7 +76,7 @@ class Specialization(NamedTuple):
 
 
 # As C++ has them.
-TYPES = {"f32": "Type::f32", "bf16": "Type::bf16", "i8": "Type::i8"}
+TYPES = {"f32": "Type::f32", "bf16": "Type::bf16", "i8": "Type::i8", "e4m3": "Type::e4m3"}
 
 
 @dataclass(frozen=True)

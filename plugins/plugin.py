@@ -10,6 +10,7 @@ from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.writer import Writer
 
 DOMAIN = "enginewright"
+CODES = (ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN)  # of what mean nothing without their scale
 Dims = tuple[int | ir.SymbolicDim, ...]
 TypeAndDims = tuple[ir.DataType, Dims]
 
@@ -19,7 +20,7 @@ class Plugin:
     """An op.
 
     inputs, outputs: names in order; an input whose name ends in "?" may be absent, and an output whose name ends so
-    is there if the attribute `to` is INT8: the scale of what is INT8. attributes: name → type; every attribute is
+    is there if the attribute `to` is one of CODES: their scale. attributes: name → type; every attribute is
     always written. reference: writes the node in standard ops and gives what takes the
     place of its outputs; a function, so that optional inputs and attributes shape what is written. infer: dtype
     and dimensions of the outputs. by_rows: a row of the outputs depends on that row of the inputs, on weights, and on
@@ -56,7 +57,7 @@ class Plugin:
                 raise EngineError(f"node {node.name or self.name} is no {self.name}", why)
 
     def _num_outputs(self, attributes: Mapping[str, object]) -> int:
-        absent = 0 if attributes.get("to") == ir.DataType.INT8 else sum(name[-1] == "?" for name in self.outputs)
+        absent = 0 if attributes.get("to") in CODES else sum(name[-1] == "?" for name in self.outputs)
         return len(self.outputs) - absent
 
     def node(self, inputs: Sequence[ir.Value | None], **attributes: int | float | str) -> ir.Node:

@@ -1,11 +1,11 @@
-"""Rows as INT8 with a scale for each run of columns: symmetric, codes in [-127, 127], rounded half to even.
+"""Rows as codes with a scale for each run of columns: symmetric, rounded half to even.
 
-x: FLOAT or BFLOAT16 [..., K]. largest: FLOAT [G], an initializer, or absent. q: INT8 [..., K]. scale: FLOAT [..., G]:
-one for each run of `group` columns (a multiple of 32), the last one perhaps shorter; with group 0 the whole row is one.
-With largest = max|x| of a run (dynamic), or the number that is given for that run of all rows (static; codes beyond it
-are clipped), scale is largest / 127 and q is x · (127 / largest), in fp32. A largest below TINY counts as 0: scale 0,
-codes 0. A NaN or an infinity makes the run's scale NaN; its codes mean nothing then. Rows of a KV pool may be
-FLOAT8E4M3FN in the same way.
+x: FLOAT or BFLOAT16 [..., K]. largest: FLOAT [G], an initializer, or absent. q: `to` [..., K], INT8 in [-127, 127] or
+FLOAT8E4M3FN in [-448, 448]. scale: FLOAT [..., G]: one for each run of `group` columns (a multiple of 32), the last one
+perhaps shorter; with group 0 the whole row is one. With largest = max|x| of a run (dynamic), or the number that is
+given for that run of all rows (static; codes beyond it are clipped), and most the largest code, scale is largest / most
+and q is x · (most / largest), in fp32. A largest below TINY counts as 0: scale 0, codes 0. A NaN or an infinity makes
+the run's scale NaN; its codes mean nothing then. Rows of a KV pool are quantized in the same way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import (
+    CODES,
     Dims,
     Plugin,
     TypeAndDims,
@@ -41,7 +42,7 @@ def quantized(
     x: ir.Value,
     dims: Dims,
     group: int,
-    dtype: ir.DataType = ir.DataType.INT8,
+    dtype: ir.DataType,
     given: ir.Value | None = None,
 ) -> list[ir.Value]:
     """q and scale of a FLOAT value of these dimensions. given: the largest of each run, or of what x has."""
@@ -75,15 +76,38 @@ def dequantized(write: Writer, q: ir.Value, scale: ir.Value, group: int, zero: i
     return write.op("DequantizeLinear", q, scale, zero, axis=-1, block_size=min(group, width) or width)
 
 
-def quantized_types(dims: Dims, group: int) -> list[TypeAndDims]:
-    width = dims[-1]
-    assert isinstance(width, int)
-    return [(ir.DataType.INT8, dims), (ir.DataType.FLOAT, (*dims[:-1], groups_of(width, group)))]
+def spread(write: Writer, scale: ir.Value, width: int, group: int) -> ir.Value:
+    """Scales of runs, [..., G], for each of `width` columns; those of whole rows as they are."""
+    if group == 0:
+        return scale
+    outer = len(dims_of(scale)) - 1
+    each = write.op("Expand", write.op("Unsqueeze", scale, [-1]), [*[1] * (outer + 1), group])  # [..., G, group]
+    wide = write.op("Reshape", each, [*[0] * outer, groups_of(width, group) * group])
+    return write.op("Slice", wide, [0], [width], [-1])
+
+
+# What ops whose result may be codes have: the dtype, and the columns that share a scale. Their last input is `largest`,
+# which is absent where the result is no code, or scaled as it comes.
+TO_ATTRIBUTES = {"to": int, "group": int}
+
+
+def written_as(write: Writer, node: ir.Node, value: ir.Value, largest: ir.Value | None) -> list[ir.Value]:
+    """The last outputs of such an op: the FLOAT value as `to`, with the dimensions of input 0, and its scale."""
+    to = dtype_attribute(node)
+    if to in CODES:
+        return quantized(write, value, dims_of(operand(node, 0)), int_of(node, "group"), to, largest)
+    return [write.round_to(value, to)]
+
+
+def types_as(node: ir.Node) -> list[TypeAndDims]:
+    to, dims = dtype_attribute(node), dims_of(operand(node, 0))
+    if to not in CODES:
+        return [(to, dims)]
+    return [(to, dims), (ir.DataType.FLOAT, (*dims[:-1], groups_of(width_of(operand(node, 0)), int_of(node, "group"))))]
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
-    x, group = operand(node, 0), int_of(node, "group")
-    return quantized(write, write.cast(x, ir.DataType.FLOAT), dims_of(x), group, given=optional(node, 1))
+    return written_as(write, node, write.cast(operand(node, 0), ir.DataType.FLOAT), optional(node, 1))
 
 
 KERNEL = KernelBinding("quantize_rows@1", ("x", "largest"), ("q", "scale"), ("group",))
@@ -92,26 +116,9 @@ QUANTIZE_ROWS = Plugin(
     name="QuantizeRows",
     inputs=("x", "largest?"),
     outputs=("q", "scale"),
-    attributes={"group": int},
+    attributes=TO_ATTRIBUTES,
     reference=_reference,
-    infer=lambda node: quantized_types(dims_of(operand(node, 0)), int_of(node, "group")),
+    infer=types_as,
     kernels={"cpu": KERNEL, "cuda": quantize_rows_on_cuda(KERNEL)},
     by_rows=True,
 )
-
-# What ops whose result may be INT8 have: the dtype, and the columns that share a scale if it is INT8. Their last input
-# is `largest`, which is absent where the result is not INT8, or scaled as it comes.
-TO_ATTRIBUTES = {"to": int, "group": int}
-
-
-def written_as(write: Writer, node: ir.Node, value: ir.Value, largest: ir.Value | None) -> list[ir.Value]:
-    """The last outputs of such an op: the FLOAT value as `to`, with the dimensions of input 0, and its scale."""
-    to = dtype_attribute(node)
-    if to == ir.DataType.INT8:
-        return quantized(write, value, dims_of(operand(node, 0)), int_of(node, "group"), given=largest)
-    return [write.round_to(value, to)]
-
-
-def types_as(node: ir.Node) -> list[TypeAndDims]:
-    to, dims = dtype_attribute(node), dims_of(operand(node, 0))
-    return quantized_types(dims, int_of(node, "group")) if to == ir.DataType.INT8 else [(to, dims)]

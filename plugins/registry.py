@@ -12,6 +12,7 @@ from enginewright.plugins.embed_bf16 import EMBED_BF16
 from enginewright.plugins.embed_w8 import EMBED_W8
 from enginewright.plugins.gather_columns import GATHER_COLUMNS
 from enginewright.plugins.gemm_bf16 import GEMM_BF16
+from enginewright.plugins.gemm_fp8a8 import GEMM_FP8A8
 from enginewright.plugins.gemm_fp8a16 import GEMM_FP8A16
 from enginewright.plugins.gemm_mxfp4a8 import GEMM_MXFP4A8
 from enginewright.plugins.gemm_mxfp4a16 import GEMM_MXFP4A16
@@ -40,6 +41,7 @@ PLUGINS: Mapping[str, Plugin] = {
         GATHER_COLUMNS,
         GEMM_BF16,
         GEMM_FP8A16,
+        GEMM_FP8A8,
         GEMM_MXFP4A16,
         GEMM_MXFP4A8,
         GEMM_W4A16,

@@ -1,7 +1,7 @@
 """RMSNormalization over the last dimension, rounded to `to` on the way out. https://arxiv.org/abs/1910.07467
 
-x: FLOAT [..., W]. weight: FLOAT [W]. out: `to` [..., W]. With `to` INT8 a row is quantized as quantize_rows.py has it,
-by `group` and `largest`, and scale: FLOAT [..., G] is there, too.
+x: FLOAT [..., W]. weight: FLOAT [W]. out: `to` [..., W]. With `to` one of CODES a row is quantized as quantize_rows.py
+has it, by `group` and `largest`, and scale: FLOAT [..., G] is there, too.
 """
 
 from collections.abc import Sequence

@@ -15,6 +15,7 @@ def quantize_rows_on_cuda(binding: KernelBinding) -> CudaKernel:
             "QuantizeRows",
             rows=call.rows("q"),
             x_type=TYPES[x.dtype],
+            type=TYPES[q.dtype],
             columns=q.columns,
             padded=q.padded,
             x_stride=x.stride,

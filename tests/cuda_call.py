@@ -10,13 +10,13 @@ from enginewright.plugins.kernel import Call, CudaKernel, Matrix
 from tests.emulated import SCHEDULES, Instance, Kernels
 
 MULTIPROCESSORS = 3
-NUMPY = {"f32": np.float32, "bf16": np.uint16, "i8": np.int8, "i32": np.int32}
-POISON = {"f32": np.nan, "bf16": 0x7FFF, "i8": 99, "i32": -1}
+NUMPY = {"f32": np.float32, "bf16": np.uint16, "i8": np.int8, "e4m3": np.uint8, "i32": np.int32}
+POISON = {"f32": np.nan, "bf16": 0x7FFF, "i8": 99, "e4m3": 99, "i32": -1}
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix and what kernels are told of it. values: of a bf16 matrix, its bits."""
+    """A matrix and what kernels are told of it. values: of a bf16 or e4m3 matrix, its bits."""
 
     values: np.ndarray
     matrix: Matrix

@@ -20,7 +20,9 @@ WEIGHTS = {
     "w4a16": "u4",
     "mxfp4a16": "e2m1",
     "w8a8": "i8",
+    "fp8a8": "e4m3",
 }
+X_TYPES = {"w8a8": "i8", "fp8a8": "e4m3"}  # of x, where it is not bf16
 MOST_TOKENS = 1100
 E2M1_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float64)
 
@@ -44,6 +46,10 @@ class Gemm:
         return self.rows if self.epilogue == "none" else self.rows // 2
 
     @property
+    def x_type(self) -> str:
+        return X_TYPES.get(self.format, "bf16")
+
+    @property
     def weight_groups(self) -> bool:
         return self.group != 0 and self.format != "w8a8"
 
@@ -54,9 +60,9 @@ class Gemm:
     @property
     def launches(self) -> tuple[Launch, ...]:
         out = _buffer(self.to, self.outputs)
-        operands = {"x": _buffer("i8" if self.format == "w8a8" else "bf16", self.columns), "out": out}
+        operands = {"x": _buffer(self.x_type, self.columns), "out": out}
         operands["weight"] = Matrix(WEIGHTS[self.format], Linear(constant=self.rows), self.columns, 0, 0, "r16")
-        if self.format == "w8a8":
+        if self.x_type != "bf16":
             operands["x_scale"] = _buffer("f32", self.groups)
         roles = {"bias": self.bias, "zero": self.zeros, "scale": self.format != "bf16"}
         operands |= {role: Matrix("", Linear(), 0, 0, 0) for role, there in roles.items() if there}
@@ -103,7 +109,7 @@ class Problem:
                 self.weights["scale"] = scale.bfloat16()
         if gemm.zeros:
             self.weights["zero"] = integers(0, 16, *of_groups).to(torch.int8)
-        if gemm.format in ("w8a16", "fp8a16", "w8a8"):
+        if gemm.format in ("w8a16", "fp8a16", "w8a8", "fp8a8"):
             of_rows = of_groups if gemm.weight_groups else (gemm.rows,)
             self.weights["scale"] = torch.rand(of_rows, generator=generator) * 0.02 + 0.001
         if gemm.bias:
@@ -111,14 +117,16 @@ class Problem:
         x, x_scale = normal(MOST_TOKENS, gemm.columns), torch.rand(MOST_TOKENS, gemm.groups, generator=generator)
         self.x = x[: self.tokens].bfloat16()  # a token is the same in any company
         self.x_scale = x_scale[: self.tokens] * 0.1 + 0.01
-        if gemm.format == "w8a8":
+        if gemm.x_type == "i8":
             self.x = (self.x.float() * 40).round().clamp(-127, 127).to(torch.int8)
+        if gemm.x_type == "e4m3":
+            self.x = (self.x.float() * 120).clamp(-448, 448).to(torch.float8_e4m3fn)
 
     def expected(self) -> torch.Tensor:
         """float64 [tokens, outputs]"""
         gemm = self.gemm
         x, weight, of_rows = self.x.double(), self.weights["weight"], torch.ones(gemm.rows)
-        if gemm.format == "w8a8":
+        if gemm.x_type != "bf16":
             x = x * self._spread(self.x_scale)
         numbers = weight.double()
         if gemm.format == "w4a16":
@@ -150,12 +158,12 @@ class Problem:
         out[:] = -77  # a NaN
         counters = np.zeros(launch.grid[0].at(Sizes(tokens, 0, 0, 0, 0), 1), np.int32)
         arguments: dict[str, Argument] = {
-            "x": _rows(self.x, torch.nan if gemm.format != "w8a8" else 99),
+            "x": _rows(self.x, 99 if gemm.x_type == "i8" else torch.nan),
             "out": out,
             "counters": counters,
             **{role: self._packed(role) for role in self.weights},
         }
-        if gemm.format == "w8a8":
+        if gemm.x_type != "bf16":
             arguments["x_scale"] = _rows(self.x_scale, torch.nan)
         splits, blocks = launch.grid[1].rows.constant, launch.grid[0].rows.constant
         if splits > 1 and "partial" in launch.arguments:
@@ -199,16 +207,17 @@ def _buffer(dtype: str, columns: int) -> Matrix:
 def _rows(values: torch.Tensor, poison: float) -> np.ndarray:
     """As a buffer holds them: zeros behind the columns, then poison."""
     matrix = _buffer("f32", values.shape[1])
-    rows = torch.full((len(values), matrix.stride), poison, dtype=values.dtype)
+    rows = torch.full((len(values), matrix.stride), poison).to(values.dtype)
     rows[:, : matrix.padded] = 0
     rows[:, : values.shape[1]] = values
-    return rows.view(torch.int16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()
+    bits = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
+    return rows.view(bits.get(rows.dtype, rows.dtype)).numpy()
 
 
-def compiled(gemms: Sequence[tuple[Gemm, int]]) -> Kernels:
+def compiled(gemms: Sequence[tuple[Gemm, int]], sm: int = 80) -> Kernels:
     """Of calls, with numbers of tokens."""
     names = dict.fromkeys(gemm.launch(tokens).kernel for gemm, tokens in gemms)
-    return Kernels([(f"{name.partition('<')[0]}.cuh", name) for name in names])
+    return Kernels([(f"{name.partition('<')[0]}.cuh", name) for name in names], sm)
 
 
 def error(result: torch.Tensor, expected: torch.Tensor) -> float:

@@ -14,7 +14,7 @@ Array = npt.NDArray[np.generic]
 
 
 class Oracle:
-    """A graph in onnxruntime, the references of our ops inlined. bfloat16 goes in and comes out as ml_dtypes' type."""
+    """A graph in onnxruntime, the references of our ops inlined. bfloat16 and FP8 are ml_dtypes' types outside."""
 
     def __init__(self, model: ir.Model) -> None:
         options = onnxruntime.SessionOptions()
@@ -24,16 +24,13 @@ class Oracle:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         data = ir.to_proto(expand_references(model)).SerializeToString()
         self.session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-        self.bfloat16 = {value.name for value in model.graph.outputs if value.dtype == ir.DataType.BFLOAT16}
+        self.dtypes = {value.name: value.dtype for value in model.graph.outputs}
 
     def __call__(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         values = {name: _to_ort(array) for name, array in feeds.items()}
         names = [output.name for output in self.session.get_outputs()]
         results = self.session.run_with_ort_values(names, values)
-        return {
-            name: _bits_to_bfloat16(value) if name in self.bfloat16 else value.numpy()
-            for name, value in zip(names, results, strict=True)
-        }
+        return {name: _from_ort(value, self.dtypes[name]) for name, value in zip(names, results, strict=True)}
 
 
 def run(model: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -48,7 +45,11 @@ def _to_ort(array: Array) -> onnxruntime.OrtValue:
     return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
 
 
-def _bits_to_bfloat16(value: onnxruntime.OrtValue) -> Array:
+def _from_ort(value: onnxruntime.OrtValue, dtype: ir.DataType | None) -> Array:
     import torch
 
+    if dtype == ir.DataType.FLOAT8E4M3FN:
+        return value.numpy().view(ml_dtypes.float8_e4m3fn)
+    if dtype != ir.DataType.BFLOAT16:
+        return value.numpy()
     return torch.from_dlpack(value._ortvalue.to_dlpack()).view(torch.uint16).numpy().view(ml_dtypes.bfloat16)

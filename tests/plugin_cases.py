@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from enginewright.plugins import DOMAIN, PLUGINS, Plugin
 from enginewright.plugins.kv_write import pool_dtype
+from enginewright.plugins.plugin import CODES
 from tests.onnx_run import Array
 
 FLOAT, BFLOAT16, FP8 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.FLOAT8E4M3FN
@@ -82,7 +83,7 @@ def _gemms() -> list[Case]:
     return cases
 
 
-def _integer_gemms() -> list[Case]:
+def _gemms_in_runs() -> list[Case]:
     """Runs of 32 columns and a shorter one, or one of all."""
     cases = []
     for rows, epilogue, to, (group, runs) in itertools.product(
@@ -93,6 +94,11 @@ def _integer_gemms() -> list[Case]:
         for bias in ({}, {"bias": (FLOAT, (22,))}):
             eight: dict[str, Operand] = {"weight": (INT8, (22, 77)), "scale": (FLOAT, (22,))}
             cases.append(Case("GemmW8A8", {**x, **eight, **bias}, attributes))
+            of_weight: dict[str, Operand] = {
+                "weight": (FP8, (22, 77)),
+                "scale": (FLOAT, (22, runs) if group else (22,)),
+            }
+            cases.append(Case("GemmFp8A8", {**x, "x": (FP8, (*rows, 77)), **of_weight, **bias}, attributes))
             four: dict[str, Operand] = {"weight": (UINT8, (22, 77)), "scale": (BFLOAT16, (22, runs))}
             zeros: dict[str, Operand] = {"zero": (INT8, (22, runs))} if bias else {}
             cases.append(Case("GemmW4A8", {**x, **four, **zeros, **bias}, attributes))
@@ -139,10 +145,11 @@ CASES: list[Case] = [
         Case(op, dict.fromkeys(operands, (FLOAT, (*rows, 11))) | {"weight": (FLOAT, (11,))}, _norm(to))
         for op, operands in (("RmsNorm", ["x"]), ("AddRmsNorm", ["x", "delta"]))
         for rows in (("tokens",), (1, "T"), ("tokens", 3))
-        for to in (FLOAT, BFLOAT16, INT8)
+        for to in (FLOAT, BFLOAT16, *CODES)
     ),
     *(
-        Case("QuantizeRows", {"x": (dtype, rows)}, {"group": group})
+        Case("QuantizeRows", {"x": (dtype, rows)}, {"to": int(to), "group": group})
+        for to in CODES
         for dtype in (FLOAT, BFLOAT16)
         for rows in (("tokens", 11), (1, "T", 11), ("tokens", 77))
         for group in (0, 32)
@@ -160,7 +167,7 @@ CASES: list[Case] = [
         for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
     ),
     *_gemms(),
-    *_integer_gemms(),
+    *_gemms_in_runs(),
     *(
         Case("RopeTable", {"positions": (dtype, rows), "inv_freq": (FLOAT, (7,))}, {"scale": 1.5})
         for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
@@ -205,12 +212,16 @@ CASES: list[Case] = [
     *(
         Case("GatherColumns", {"x": (FLOAT, (*rows, 11)), "columns": (INT32, (11,))}, {"to": int(to), "group": 0})
         for rows in (("tokens",), (1, "T"))
-        for to in (FLOAT, BFLOAT16, INT8)
+        for to in (FLOAT, BFLOAT16, *CODES)
     ),
     *(Case("Softcap", {"x": (FLOAT, rows)}, {"cap": 3.0}) for rows in (("tokens", 11), (1, "T", 11))),
     # Scales of INT8 that are given.
     *(
-        Case("QuantizeRows", {"x": (FLOAT, ("tokens", 77)), "largest": (FLOAT, (runs,))}, {"group": group})
+        Case(
+            "QuantizeRows",
+            {"x": (FLOAT, ("tokens", 77)), "largest": (FLOAT, (runs,))},
+            {"to": int(INT8), "group": group},
+        )
         for group, runs in ((0, 1), (32, 3))
     ),
     *(

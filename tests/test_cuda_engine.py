@@ -39,7 +39,8 @@ CASES = [
     ("llama", "bf16", "bf16"),
     ("gemma3_text", "int4-rtn", "int8"),
     ("qwen3", "w8a8", "bf16"),
-    ("qwen2", "fp8", "fp8"),
+    ("qwen2", "int8-wo", "fp8"),
+    ("llama", "fp8", "bf16"),
 ]
 
 
@@ -81,9 +82,9 @@ def check_engine(family: str, quant: str, kv: str) -> None:
         limits = replace(LIMITS, max_num_batched_tokens=21)
         (logits,) = score(CudaExecutor(Engine(file, "cuda"), device_for(kernels), limits), [tokens])
         (on_cpu,) = score(CpuExecutor(Engine(file, "cpu"), limits), [tokens])
-    bound = {"w8a8": "int8"}.get(quant, "bf16") if kv == "bf16" else f"{kv} KV"
-    assert relative_error(logits, expected) < tolerances.ENGINE_GRAPH[bound]
-    assert relative_error(logits, on_cpu) < tolerances.GPU_CPU
+    activations = {"w8a8": "int8", "fp8": "fp8"}.get(quant, "bf16")
+    assert relative_error(logits, expected) < tolerances.ENGINE_GRAPH[activations if kv == "bf16" else f"{kv} KV"]
+    assert relative_error(logits, on_cpu) < tolerances.GPU_CPU[activations]
 
 
 @pytest.mark.parametrize(("family", "quant", "kv"), CASES)

@@ -13,6 +13,7 @@ from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 BF16 = Gemm("bf16", 70, 600, bias=True)
 W4A16 = Gemm("w4a16", 70, 330, group=32, zeros=True)
 W8A8 = Gemm("w8a8", 70, 600, bias=True)
+FP8A8 = Gemm("fp8a8", 70, 600, bias=True)
 CASES = [
     (BF16, (1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 65)),
     (Gemm("bf16", 2 * 37, 330, "swiglu", to="bf16"), (1, 3, 8, 66)),
@@ -33,6 +34,10 @@ CASES = [
     (Gemm("w8a8", 2 * 37, 330, "swiglu", group=32, to="bf16"), (3,)),
     (Gemm("w8a8", 70, 600, group=128), (12,)),
     (Gemm("w8a8", 150, 330, group=32, large=True), (33,)),
+    (FP8A8, (1, 17, 65)),
+    (Gemm("fp8a8", 2 * 37, 330, "swiglu", group=128, to="bf16"), (3, 66)),
+    (Gemm("fp8a8", 2 * 150, 70, "geglu", bias=True, large=True), (130,)),
+    (Gemm("fp8a8", 150, 330, bias=True, group=128, large=True), (33,)),
 ]
 CALLS = [(gemm, tokens) for gemm, counts in CASES for tokens in counts]
 
@@ -55,7 +60,24 @@ def test_products_are_those_of_the_packed_weights(kernels: Kernels, gemm: Gemm, 
         assert torch.equal(problem.run(kernels, schedule), result), schedule
 
 
-@pytest.mark.parametrize(("gemm", "counts"), [(BF16, (1, 9, 17, 64)), (W4A16, (1, 7, 32))], ids=["bf16", "w4a16"])
+@pytest.mark.parametrize("sm", [89, 90])
+def test_gpus_multiply_fp8_in_their_own_ways(sm: int) -> None:
+    """As it is, or as f16; for what is compiled as SM 80, as bf16."""
+    calls = [(gemm, tokens) for gemm, tokens in CALLS if gemm.format == "fp8a8"]
+    kernels = compiled(calls, sm)
+    for gemm, tokens in calls:
+        problem = Problem(gemm, tokens)
+        result = problem.run(kernels)
+        assert error(result, problem.expected()) < (GEMM_F32 if gemm.to == "f32" else GEMM_BF16_OUT)
+        for schedule in SCHEDULES[1:]:
+            assert torch.equal(problem.run(kernels, schedule), result), schedule
+
+
+@pytest.mark.parametrize(
+    ("gemm", "counts"),
+    [(BF16, (1, 9, 17, 64)), (W4A16, (1, 7, 32)), (FP8A8, (1, 17))],
+    ids=["bf16", "w4a16", "fp8a8"],
+)
 def test_few_tokens_have_the_same_bits_in_any_company(kernels: Kernels, gemm: Gemm, counts: tuple[int, ...]) -> None:
     results = [Problem(gemm, tokens).run(kernels) for tokens in counts]
     for tokens, result in zip(counts, results, strict=True):

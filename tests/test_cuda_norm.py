@@ -1,5 +1,6 @@
 """RMS normalization on CUDA, in emulation, against float64."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -7,7 +8,9 @@ from enginewright.plugins.kernel import expression
 from tests.emulated import SCHEDULES, Kernels
 
 ROWS, STRIDE, COLUMNS, EPSILON = 5, 192, 70, 1e-5
-TYPES = {"f32": ("Type::f32", np.float32), "i8": ("Type::i8", np.int8)}
+TYPES = {"f32": ("Type::f32", np.float32), "i8": ("Type::i8", np.int8), "e4m3": ("Type::e4m3", np.uint8)}
+LARGEST = {"i8": 127, "e4m3": 448}
+ERROR = {"i8": 1 / 127, "e4m3": 2.0**-4}  # of a code, over the largest number: a step
 
 
 def _expression(to: str, group: int, add: bool) -> str:
@@ -29,7 +32,14 @@ def _expression(to: str, group: int, add: bool) -> str:
     )
 
 
-CASES = [("f32", 0, True), ("f32", 0, False), ("i8", 32, True), ("i8", 0, False)]
+CASES = [
+    ("f32", 0, True),
+    ("f32", 0, False),
+    ("i8", 32, True),
+    ("e4m3", 32, False),
+    ("i8", 0, False),
+    ("e4m3", 0, True),
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +60,20 @@ def test_rows_are_normalized(kernels: Kernels, to: str, group: int, add: bool) -
     def run(schedule: str) -> list[np.ndarray]:
         total, scale = (np.full((ROWS, width), np.nan, np.float32) for width in (STRIDE, 64))
         y = np.full((ROWS, STRIDE), 99, TYPES[to][1])
-        arguments = (sizes, x, delta if add else None, weight, total if add else None, y, scale if to == "i8" else None)
+        of_codes = scale if to in LARGEST else None
+        arguments = (sizes, x, delta if add else None, weight, total if add else None, y, of_codes)
         kernels.launch(_expression(to, group, add), [ROWS], 256, (COLUMNS + 24) * 4, *arguments, schedule=schedule)
         return [total, y, scale]
 
     total, y, scale = run("forward")
     summed = (x + delta if add else x)[:3, :COLUMNS].astype(np.float64)
     want = summed / np.sqrt((summed * summed).mean(-1, keepdims=True) + EPSILON) * weight
-    if to == "i8":
+    if to in LARGEST:
         runs = group or COLUMNS
-        got = y[:3, :COLUMNS] * np.repeat(scale[:3], runs, axis=-1)[:, :COLUMNS].astype(np.float64)
-        assert np.abs(got - want).max() <= np.abs(want).max() / 127
-        assert abs(y[0]).max() == 127 and np.isnan(scale[3:]).all()
+        codes = (y.view(ml_dtypes.float8_e4m3fn) if to == "e4m3" else y)[:3, :COLUMNS].astype(np.float64)
+        got = codes * np.repeat(scale[:3], runs, axis=-1)[:, :COLUMNS].astype(np.float64)
+        assert np.abs(got - want).max() <= np.abs(want).max() * ERROR[to]
+        assert abs(codes[0]).max() == LARGEST[to] and np.isnan(scale[3:]).all()
     else:
         np.testing.assert_allclose(y[:3, :COLUMNS], want, rtol=2e-6)
     assert (y[:3, COLUMNS:128] == 0).all() and (y[:3, 128:] == 99).all() and (y[3:] == 99).all()

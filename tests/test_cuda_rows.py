@@ -1,12 +1,13 @@
 """Quantized rows and gathered columns on CUDA, in emulation: the same bits as the formulas in fp32."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from enginewright.plan import Linear, Sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import CudaKernel, Matrix
-from tests.cuda_call import CudaCall, Operand, as_bf16, empty, from_bf16, strided
+from tests.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, strided
 from tests.emulated import SCHEDULES
 
 TOKENS, COLUMNS, STRIDE, PADDED = Linear(tokens=1), 330, 448, 384
@@ -16,32 +17,35 @@ SIZES = Sizes(tokens=6, sequences=1, logit_rows=1, kv_blocks=1, kv_splits=1)
 def rows() -> np.ndarray:
     x = np.random.default_rng(0).standard_normal((6, COLUMNS)).astype(np.float32) * 5
     x[1] = 0.0
-    x[2] = 1e-37  # smaller than what has an inverse
+    x[2] = 1e-37  # smaller than what has a factor
     x[3, 329] = np.inf
     x[4, 100] = np.nan
     x[5, 64:96] = np.arange(32) * 2.0 - 31  # codes that fall on halves
+    x[5, 96:128] = np.arange(32) * 1e-3 * 2.0 ** np.arange(32)  # and small ones
     return x
 
 
-def quantized(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+def quantized(x: np.ndarray, group: int, to: str) -> tuple[np.ndarray, np.ndarray]:
     """q [rows, columns] and scale [rows, runs] as quantize_rows.py has them."""
-    q, scales = np.zeros(x.shape, np.int8), []
+    most, least = {"i8": (127, 2.0**-120), "e4m3": (448, 2.0**-118)}[to]
+    q, scales = np.zeros(x.shape, NUMPY[to]), []
     for begin in range(0, COLUMNS, group or COLUMNS):
         run = x[:, begin : begin + (group or COLUMNS)]
         largest = np.abs(run).max(1, initial=0.0, keepdims=True)
-        tiny = largest < np.float32(2.0**-120)
+        tiny = largest < np.float32(least)
         with np.errstate(all="ignore"):
-            factor = np.where(tiny, np.float32(0), np.float32(127) / largest)
-            codes = np.clip(np.rint(run * factor), -127, 127)
-            scale = np.where(tiny, np.float32(0), largest / np.float32(127)) + (run * 0).sum(1, keepdims=True)
-        q[:, begin : begin + run.shape[1]] = np.nan_to_num(codes)
+            factor = np.where(tiny, np.float32(0), np.float32(most) / largest)
+            numbers = np.nan_to_num(np.clip(run * factor, -most, most))
+            scale = np.where(tiny, np.float32(0), largest / np.float32(most)) + (run * 0).sum(1, keepdims=True)
+        codes = np.rint(numbers) if to == "i8" else numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        q[:, begin : begin + run.shape[1]] = codes
         scales.append(scale)
     return q, np.concatenate(scales, 1)
 
 
 def check(call: CudaCall, operands: dict[str, Operand], role: str, x: np.ndarray, group: int) -> None:
     """Under every schedule; and each barrier is missed under one."""
-    q, scale = quantized(x, group)
+    q, scale = quantized(x, group, operands[role].matrix.dtype)
     finite = np.isfinite(np.repeat(scale, group or COLUMNS, axis=1)[:, :COLUMNS])
 
     def differences(schedule: str) -> int:
@@ -66,26 +70,28 @@ def cuda(op: str) -> CudaKernel:
     return kernel
 
 
+@pytest.mark.parametrize("to", ["i8", "e4m3"])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("group", [0, 32, 128])
-def test_rows_are_quantized(dtype: str, group: int) -> None:
+def test_rows_are_quantized(dtype: str, group: int, to: str) -> None:
     x = rows()
     bits = as_bf16(np.nan_to_num(x, nan=9e9, posinf=1e9))
     x, stored = (from_bf16(bits), bits) if dtype == "bf16" else (x, x)
     operands = {
         "x": strided(dtype, TOKENS, stored, STRIDE),
-        "q": empty("i8", TOKENS, 6, COLUMNS, STRIDE, PADDED),
+        "q": empty(to, TOKENS, 6, COLUMNS, STRIDE, PADDED),
         "scale": empty("f32", TOKENS, 6, -(-COLUMNS // (group or COLUMNS)), 64),
     }
     call = CudaCall(cuda("QuantizeRows"), {role: one.matrix for role, one in operands.items()}, group=group)
     check(call, operands, "q", x, group)
 
 
-def test_a_scale_is_nan_where_its_run_is_not_finite() -> None:
+@pytest.mark.parametrize("to", ["i8", "e4m3"])
+def test_a_scale_is_nan_where_its_run_is_not_finite(to: str) -> None:
     x = rows()
     operands = {
         "x": strided("f32", TOKENS, x, STRIDE),
-        "q": empty("i8", TOKENS, 6, COLUMNS, STRIDE, PADDED),
+        "q": empty(to, TOKENS, 6, COLUMNS, STRIDE, PADDED),
         "scale": empty("f32", TOKENS, 6, 3, 64),
     }
     CudaCall(cuda("QuantizeRows"), {role: one.matrix for role, one in operands.items()}, group=128).run(operands, SIZES)
@@ -93,7 +99,7 @@ def test_a_scale_is_nan_where_its_run_is_not_finite() -> None:
     assert lost.sum() == 2 and lost[3, 2] and lost[4, 0]
 
 
-@pytest.mark.parametrize(("to", "group"), [("f32", 0), ("bf16", 0), ("i8", 0), ("i8", 32)])
+@pytest.mark.parametrize(("to", "group"), [("f32", 0), ("bf16", 0), ("i8", 0), ("i8", 32), ("e4m3", 0)])
 def test_columns_are_gathered(to: str, group: int) -> None:
     x = np.nan_to_num(rows(), nan=3.0, posinf=7.0)
     order = np.random.default_rng(1).integers(0, COLUMNS, COLUMNS).astype(np.int32)
@@ -103,10 +109,10 @@ def test_columns_are_gathered(to: str, group: int) -> None:
         "columns": Operand(order, Matrix("i32", Linear(constant=1), COLUMNS, COLUMNS, COLUMNS)),
         "out": empty(to, TOKENS, 6, COLUMNS, STRIDE, padded),
     }
-    if to == "i8":
+    if to in ("i8", "e4m3"):
         operands["scale"] = empty("f32", TOKENS, 6, -(-COLUMNS // (group or COLUMNS)), 64)
     call = CudaCall(cuda("GatherColumns"), {role: one.matrix for role, one in operands.items()}, group=group)
-    if to == "i8":
+    if to in ("i8", "e4m3"):
         check(call, operands, "out", x[:, order], group)
         return
     call.run(operands, SIZES)

@@ -59,7 +59,7 @@ def rounded_and_back() -> ir.Model:
 
 
 def quantized(value: ir.Value, name: str) -> tuple[ir.Node, list[ir.Value]]:
-    node = QUANTIZE_ROWS.node([value], group=32)
+    node = QUANTIZE_ROWS.node([value], to=int(INT8), group=32)
     return node, named(node, name, f"{name}.scale")
 
 

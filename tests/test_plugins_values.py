@@ -10,9 +10,10 @@ import onnx_ir as ir
 import pytest
 
 from enginewright.plugins import PLUGINS
+from enginewright.plugins.plugin import CODES
 from tests import tolerances
 from tests.onnx_run import Array, run
-from tests.plugin_cases import CASES, INDICES, SIZES, Case, feed, model_of, name_of
+from tests.plugin_cases import CASES, INDICES, ROWS, SIZES, Case, feed, model_of, name_of
 
 Doubles = npt.NDArray[np.float64]
 Inputs = Mapping[str, Doubles]
@@ -148,13 +149,17 @@ def rope_table(x: Inputs, a: Attributes) -> list[Doubles]:
     return [np.cos(angles) * a["scale"], np.sin(angles) * a["scale"]]
 
 
-def quantized(x: Doubles, group: float, given: Doubles | None = None) -> list[Doubles]:
+def quantized(x: Doubles, group: float, given: Doubles | None = None, to: float = ir.DataType.INT8) -> list[Doubles]:
     width = x.shape[-1]
     starts = np.arange(0, width, int(group) or width)
     largest = np.maximum.reduceat(np.abs(x), starts, axis=-1)
     if given is not None:
         largest = np.broadcast_to(given, largest.shape)
-    return [np.round(x * 127 / by_runs(largest, group, width)).clip(-127, 127), largest / 127]
+    most = 127 if to == ir.DataType.INT8 else 448
+    numbers = (x * most / by_runs(largest, group, width)).clip(-most, most)
+    if to == ir.DataType.INT8:
+        return [np.round(numbers), largest / most]
+    return [numbers.astype(ml_dtypes.float8_e4m3fn).astype(np.float64), largest / most]
 
 
 def normed(x: Doubles, weight: Doubles, a: Attributes, given: Doubles | None) -> list[Doubles]:
@@ -162,7 +167,7 @@ def normed(x: Doubles, weight: Doubles, a: Attributes, given: Doubles | None) ->
 
 
 def written_to(result: Doubles, a: Attributes, given: Doubles | None) -> list[Doubles]:
-    return quantized(result, a["group"], given) if a["to"] == ir.DataType.INT8 else [result]
+    return quantized(result, a["group"], given, a["to"]) if a["to"] in CODES else [result]
 
 
 def add_rms_norm(x: Inputs, a: Attributes) -> list[Doubles]:
@@ -178,6 +183,7 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "GatherColumns": lambda x, a: written_to(x["x"][..., x["columns"].astype(int)], a, x.get("largest")),
     "GemmBf16": gemm,
     "GemmFp8A16": gemm,
+    "GemmFp8A8": lambda x, a: gemm({**x, "x": x["x"] * by_runs(x["x_scale"], a["group"], x["x"].shape[-1])}, a),
     "GemmW8A16": gemm,
     "GemmMxfp4A16": mxfp4_gemm,
     "GemmMxfp4A8": mxfp4_gemm,
@@ -186,7 +192,7 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "GemmW8A8": integer_gemm,
     "KvWrite": lambda x, a: [written(x[f"{kind}_pool"], x[kind[0]], x["slots"], a) for kind in ("key", "value")],
     "PagedAttention": paged_attention,
-    "QuantizeRows": lambda x, a: quantized(x["x"], a["group"], x.get("largest")),
+    "QuantizeRows": lambda x, a: written_to(x["x"], a, x.get("largest")),
     "RmsNorm": lambda x, a: normed(x["x"], x["weight"], a, x.get("largest")),
     "Rope": lambda x, a: rotate(x["x"], x["cos"], x["sin"], int(a["heads"])),
     "RopeKvWrite": rope_kv_write,
@@ -215,12 +221,16 @@ def _compare(actual: Array, expected: Doubles) -> None:
     assert (error <= rounding * np.abs(expected) + tolerances.REFERENCE_F32 * np.abs(expected).max()).all()
 
 
-def test_rows_that_are_not_finite_have_no_scale_and_rows_of_nothing_have_scale_0() -> None:
+@pytest.mark.parametrize("to", CODES)
+def test_rows_that_are_not_finite_have_no_scale_and_rows_of_nothing_have_scale_0(to: ir.DataType) -> None:
     (case,) = (
-        case for case in CASES if case == Case("QuantizeRows", {"x": (ir.DataType.FLOAT, ("tokens", 11))}, {"group": 0})
+        case
+        for case in CASES
+        if case.op == "QuantizeRows" and case.attributes == {"to": to, "group": 0} and case.operands == {"x": ROWS}
     )
     x = np.random.default_rng(0).standard_normal((7, 11)).astype(np.float32)
     x[1, 3], x[2, 10], x[3, 0], x[4], x[5] = np.nan, np.inf, -np.inf, 0.0, x[5] * np.float32(2.0**-125)
     codes, scale = run(model_of(case.node()), {"x": x}).values()
+    codes, most = codes.astype(np.float64), 127 if to == ir.DataType.INT8 else 448
     assert np.isnan(scale[1:4]).all() and not scale[4:6].any() and not codes[4:6].any()
-    assert (scale[[0, 6]] > 0).all() and (np.abs(codes[[0, 6]]).max(axis=1) == 127).all()
+    assert (scale[[0, 6]] > 0).all() and (np.abs(codes[[0, 6]]).max(axis=1) == most).all()

@@ -23,7 +23,7 @@ from enginewright.runtime.envelope import RuntimeConfig, sequence_bytes
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from enginewright.runtime.verify import verify
-from enginewright.targets import SMS, choose_code
+from enginewright.targets import CUDA, SMS, choose_code
 from tests import tolerances
 from tests.graphs import checkpoint_of, random_tokens, relative_error
 from tests.ragged import RaggedRun
@@ -33,6 +33,7 @@ LIMITS = {"max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 CALIBRATION = "The quick brown fox jumps over the lazy dog, and what is the capital of France? Paris, it answers.\n" * 8
 LENGTHS = (70, 1, 33, 64)
 ANSWER = 96  # tokens
+ACTIVATIONS = {ir.DataType.BFLOAT16: "bf16", ir.DataType.INT8: "int8", ir.DataType.FLOAT8E4M3FN: "fp8"}
 BUILDERS = 6  # processes, each of which has some that compile
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 Array = np.ndarray
@@ -53,8 +54,7 @@ class Case:
         """To its own graph."""
         if self.kv != "bf16":
             return tolerances.ENGINE_GRAPH[f"{self.kv} KV"]
-        (method,) = (method for method in METHODS if method.name == self.quant)
-        return tolerances.ENGINE_GRAPH["int8" if method.activations == ir.DataType.INT8 else "bf16"]
+        return tolerances.ENGINE_GRAPH[ACTIVATIONS[quant_config(self.quant).precision(CUDA)[0]]]
 
 
 def cases() -> list[Case]:

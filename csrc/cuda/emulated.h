@@ -118,12 +118,26 @@ void multiply(const char* what, Sum (&d)[4], const uint32_t (&a)[4], const uint3
 }
 
 inline double bf16_number(uint32_t bits) { return __builtin_bit_cast(float, bits << 16); }
+inline double f16_number(uint32_t bits) {
+  int exponent = static_cast<int>(bits >> 10 & 31), mantissa = static_cast<int>(bits & 1023);
+  double size = __builtin_ldexp(exponent ? 1024 + mantissa : mantissa, (exponent ? exponent : 1) - 25);
+  if (exponent == 31) size = __builtin_nan("");
+  return bits & 0x8000 ? -size : size;
+}
 inline double int8_number(uint32_t bits) { return static_cast<int8_t>(bits); }
 inline double e4m3_number(uint32_t bits) {
   int exponent = static_cast<int>(bits >> 3 & 15), mantissa = static_cast<int>(bits & 7);
   double size = exponent ? __builtin_ldexp(8 + mantissa, exponent - 10) : __builtin_ldexp(mantissa, -9);
   if ((bits & 0x7f) == 0x7f) size = __builtin_nan("");
   return bits & 0x80 ? -size : size;
+}
+
+inline uint32_t f16_bits_of_e4m3(uint32_t code) {
+  uint32_t sign = (code & 0x80) << 8, size = code & 0x7f, shift = 0;
+  if (size == 0x7f) return 0x7fff;
+  if (size >= 8) return sign | ((size << 7) + (8 << 10));
+  for (; size && size < 8; size *= 2) ++shift;  // subnormals are none of f16
+  return sign | (size ? (9 - shift) << 10 | (size & 7) << 7 : 0);
 }
 
 // Rounded to nearest even; a NaN stays one.
@@ -208,6 +222,9 @@ DEVICE void load_matrices_transposed(uint32_t (&r)[4], const void* row, int offs
 DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   emulator::multiply<2>("mma_bf16", d, a, b, emulator::bf16_number);
 }
+DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  emulator::multiply<2>("mma_f16", d, a, b, emulator::f16_number);
+}
 DEVICE void mma_int8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   emulator::multiply<1>("mma_int8", d, a, b, emulator::int8_number);
 }
@@ -219,6 +236,10 @@ DEVICE float float_of_bits(uint32_t bits) { return __builtin_bit_cast(float, bit
 DEVICE uint32_t bits_of_float(float value) { return __builtin_bit_cast(uint32_t, value); }
 DEVICE uint32_t pack_bf16(float low, float high) {
   return emulator::bf16_bits(low) | emulator::bf16_bits(high) << 16;
+}
+DEVICE uint32_t f16_of_e4m3(uint32_t word, bool upper) {
+  uint32_t bytes = upper ? word >> 16 : word;
+  return emulator::f16_bits_of_e4m3(bytes & 0xff) | emulator::f16_bits_of_e4m3(bytes >> 8 & 0xff) << 16;
 }
 DEVICE uint32_t fma_bf16(uint32_t a, uint32_t b, uint32_t c) {
   // A product of two bf16 and its sum with a third, rounded to odd bits by double, then once to bf16: exact

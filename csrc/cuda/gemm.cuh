@@ -13,11 +13,15 @@
 
 namespace enginewright {
 
-enum class Format { bf16, w8a16, fp8a16, w4a16, mxfp4a16, w8a8 };
+enum class Format { bf16, w8a16, fp8a16, w4a16, mxfp4a16, w8a8, fp8a8 };
 enum class Epilogue { none, swiglu, geglu };
 
+// Whether mma_e4m3 is what tensor cores do. Hopper's and Blackwell's for data centers multiply E4M3 in wgmma
+// and tcgen05 alone; for mma.sync the compiler widens it, and adds as many sums as there are products.
+constexpr bool E4M3_CORES = SM == 89 || SM == 120;
+
 // features: rows of the weight; with a gated epilogue, gates and then ups, whose blocks alternate. columns:
-// K. group: columns that share a scale, of the weight, or of x (w8a8); 0 is the whole row.
+// K. group: columns that share a scale, of the weight, of x (w8a8), or of both (fp8a8); 0 is the whole row.
 // padded: columns of out that are written, zeros behind its own. What follows is the shape of a block of
 // threads: gemm_small.cuh and gemm_large.cuh say what of it they take.
 struct Gemm {
@@ -34,9 +38,10 @@ struct Gemm {
   constexpr int blocks() const { return gated() ? 2 * ceil_div(outputs(), 16) : ceil_div(features, 16); }
   constexpr bool four_bits() const { return format == Format::w4a16 || format == Format::mxfp4a16; }
   constexpr bool weight_groups() const { return group != 0 && format != Format::w8a8; }
-  constexpr bool x_groups() const { return group != 0 && format == Format::w8a8; }
+  constexpr bool x_groups() const { return group != 0 && x_codes(); }
   constexpr bool grouped() const { return group != 0; }
-  constexpr bool x_codes() const { return format == Format::w8a8; }
+  constexpr bool x_codes() const { return format == Format::w8a8 || format == Format::fp8a8; }
+  constexpr bool in_runs() const { return grouped() || (format == Format::fp8a8 && E4M3_CORES); }
   constexpr bool row_scales() const { return format != Format::bf16 && !weight_groups(); }
 };
 
@@ -61,9 +66,10 @@ struct Shape {
   static constexpr int PAIRS = X_ROW_BYTES / 64;
   static constexpr int PAIR_LOADS = LOADS / PAIRS;
 
-  // Products that are summed before they are scaled: a group, or its part in a chunk.
-  static constexpr int RUN = !S.grouped() ? 0 : S.group % CHUNK ? 32 : CHUNK;
-  static constexpr int RUNS = S.grouped() ? CHUNK / RUN : 1;       // in a chunk
+  // Products that are summed by themselves: a group, or its part in a chunk, since it is scaled; and those of
+  // E4M3 in any case, whose sums have few bits in tensor cores (https://arxiv.org/abs/2412.19437, 3.3.2).
+  static constexpr int RUN = !S.in_runs() ? 0 : S.group % CHUNK ? 32 : CHUNK;
+  static constexpr int RUNS = S.in_runs() ? CHUNK / RUN : 1;       // in a chunk
   static constexpr int GROUP_SCALE_BYTES = S.four_bits() ? 2 : 4;  // of the weight: bf16 or f32
   static constexpr int GROUPS = S.grouped() ? ceil_div(S.columns, S.group) : 1;
 

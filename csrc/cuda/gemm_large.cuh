@@ -4,7 +4,7 @@
 // 64 of K of both is a stage in shared memory, weights as the raw lines of the file, which become bf16 where
 // they are multiplied. Of 64 x 64 a warp (units 2, tiles 8), a step of 16 is 4 KB out of shared memory, 128
 // clocks for the block's four warps, and as many clocks of tensor cores at a Hopper's full speed, which
-// mma.sync does not reach (on paper, unmeasured). With groups, whose sums stand apart, it is 32 x 64.
+// mma.sync does not reach (on paper, unmeasured). With sums that stand apart (Shape::RUN), it is 32 x 64.
 //
 // Each sum goes through K in ascending order, whatever the tile; gemm_small's are added up otherwise, so
 // that bits differ between the two, but for w8a8 with a scale a token, whose sums are exact.

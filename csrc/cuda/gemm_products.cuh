@@ -68,44 +68,63 @@ DEVICE void weight_fragments(uint32_t (&a)[2][2][4], const Words4 (&loads)[Shape
   }
 }
 
+// d += a b of E4M3: where tensor cores have no such products, in two steps of two bytes of each word.
+DEVICE void multiply_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (E4M3_CORES) {
+    mma_e4m3(d, a, b);
+  } else {
+    auto wide = [](uint32_t word, int pair) {
+      return SM < 89 ? bf16_of_e4m3(high_bytes(word, pair)) : f16_of_e4m3(word, pair);
+    };
+    UNROLL
+    for (int pair = 0; pair < 2; ++pair) {
+      const uint32_t wide_a[4] = {wide(a[0], pair), wide(a[1], pair), wide(a[2], pair), wide(a[3], pair)};
+      const uint32_t wide_b[2] = {wide(b[0], pair), wide(b[1], pair)};
+      SM < 89 ? mma_bf16(d, wide_a, wide_b) : mma_f16(d, wide_a, wide_b);
+    }
+  }
+}
+
 template <Gemm S>
 DEVICE void multiply(part_t<S> (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   if constexpr (S.format == Format::w8a8)
     mma_int8(d, a, b);
+  else if constexpr (S.format == Format::fp8a8)
+    multiply_e4m3(d, a, b);
   else
     mma_bf16(d, a, b);
 }
 
-// total += a run's sums times its scales, which are of the unit's rows or of the tile's tokens; part = 0.
+// total += a run's sums times its scales, of the unit's rows and of the tile's tokens; part = 0.
 template <Gemm S, class Weights>
 DEVICE void add_run(sum_t<S> (&total)[S.units][2][S.tiles][4], part_t<S> (&part)[S.units][2][4], int tile,
                     int run, const Weights& weights, const float* x_scales) {
   int t = lane() % 4;
   UNROLL
   for (int unit = 0; unit < S.units; ++unit) {
-    float scales[4];  // of rows, or of the two tokens
+    float of_row[4] = {1.0f, 1.0f, 1.0f, 1.0f}, of_token[2] = {1.0f, 1.0f};
     if constexpr (S.weight_groups()) {
       const uint8_t* of_rows = weights.scales(unit, run);
       if constexpr (Shape<S>::GROUP_SCALE_BYTES == 2) {
         Words2 words = *reinterpret_cast<const Words2*>(of_rows);
-        scales[0] = low_bf16(words.x), scales[1] = high_bf16(words.x);
-        scales[2] = low_bf16(words.y), scales[3] = high_bf16(words.y);
+        of_row[0] = low_bf16(words.x), of_row[1] = high_bf16(words.x);
+        of_row[2] = low_bf16(words.y), of_row[3] = high_bf16(words.y);
       } else {
         Words4 words = load16(of_rows);
-        scales[0] = float_of_bits(words.x), scales[1] = float_of_bits(words.y);
-        scales[2] = float_of_bits(words.z), scales[3] = float_of_bits(words.w);
+        of_row[0] = float_of_bits(words.x), of_row[1] = float_of_bits(words.y);
+        of_row[2] = float_of_bits(words.z), of_row[3] = float_of_bits(words.w);
       }
-    } else {
-      scales[0] = x_scales[run * Shape<S>::TOKENS + tile * 8 + 2 * t];
-      scales[1] = x_scales[run * Shape<S>::TOKENS + tile * 8 + 2 * t + 1];
+    }
+    if constexpr (S.x_groups()) {
+      of_token[0] = x_scales[run * Shape<S>::TOKENS + tile * 8 + 2 * t];
+      of_token[1] = x_scales[run * Shape<S>::TOKENS + tile * 8 + 2 * t + 1];
     }
     UNROLL
     for (int half = 0; half < 2; ++half) {
       UNROLL
       for (int i = 0; i < 4; ++i) {
         float& sum = total[unit][half][tile][i];
-        sum = fma(static_cast<float>(part[unit][half][i]),
-                  scales[S.weight_groups() ? 2 * half + i / 2 : i % 2], sum);
+        sum = fma(static_cast<float>(part[unit][half][i]), of_row[2 * half + i / 2] * of_token[i % 2], sum);
         part[unit][half][i] = 0;
       }
     }
@@ -120,8 +139,8 @@ DEVICE void multiply_chunk(sum_t<S> (&total)[S.units][2][S.tiles][4], const Weig
                            const uint8_t* x, const float* x_scales) {
   using Of = Shape<S>;
   constexpr int RUN_STEPS = 2 * Of::PAIRS / Of::RUNS;
-  constexpr int TURN_PAIRS = S.grouped() && RUN_STEPS > 2 ? RUN_STEPS / 2 : 1;  // whose A are held at once
-  constexpr int TURN_RUNS = S.grouped() ? 2 * TURN_PAIRS / RUN_STEPS : 1;
+  constexpr int TURN_PAIRS = S.in_runs() && RUN_STEPS > 2 ? RUN_STEPS / 2 : 1;  // whose A are held at once
+  constexpr int TURN_RUNS = S.in_runs() ? 2 * TURN_PAIRS / RUN_STEPS : 1;
   UNROLL_BY(S.units * S.tiles <= 2 ? 2 : 1)  // turns take registers from each other
   for (int turn = 0; turn < Of::PAIRS / TURN_PAIRS; ++turn) {
     uint32_t a[TURN_PAIRS][S.units][2][2][4];
@@ -149,13 +168,13 @@ DEVICE void multiply_chunk(sum_t<S> (&total)[S.units][2][S.tiles][4], const Weig
           UNROLL
           for (int half = 0; half < 2; ++half) {
             const uint32_t (&a_step)[4] = a[step / 2][unit][step % 2][half];
-            if constexpr (S.grouped())
+            if constexpr (S.in_runs())
               multiply<S>(part[unit][half], a_step, b_step);
             else
               multiply<S>(total[unit][half][tile], a_step, b_step);
           }
         }
-        if constexpr (S.grouped())
+        if constexpr (S.in_runs())
           if ((step + 1) % RUN_STEPS == 0)
             add_run<S>(total, part, tile, turn * TURN_RUNS + step / RUN_STEPS, weights, x_scales);
       }

@@ -1,4 +1,4 @@
-// Rows as int8 with a scale for each run of columns (plugins/quantize_rows.py).
+// Rows as codes with a scale for each run of columns (plugins/quantize_rows.py).
 #pragma once
 
 #include "rows.cuh"
@@ -8,7 +8,7 @@ namespace enginewright {
 // Strides are elements from one row to the next; the rest is RowOut's, of q.
 struct QuantizeRows {
   Rows rows;
-  Type x_type;
+  Type x_type, type;
   int columns, padded, x_stride, q_stride, group, scale_stride;
 };
 
@@ -17,10 +17,10 @@ constexpr int QUANTIZE_ROWS_THREADS = 256;
 // A block a row. Shared memory: two floats for each warp.
 template <QuantizeRows S>
 KERNEL(QUANTIZE_ROWS_THREADS)
-quantize_rows(const Sizes* sizes, const stored_t<S.x_type>* x, int8_t* q, float* scale) {
+quantize_rows(const Sizes* sizes, const stored_t<S.x_type>* x, stored_t<S.type>* q, float* scale) {
   int row = block_x();
   if (row >= count_of(S.rows, *sizes)) return;
-  constexpr RowOut OUT{Type::i8, S.columns, S.padded, S.q_stride, S.group, S.scale_stride};
+  constexpr RowOut OUT{S.type, S.columns, S.padded, S.q_stride, S.group, S.scale_stride};
   auto value = [&](int c) { return to_float(x[int64_t{row} * S.x_stride + c]); };
   write_row<OUT, QUANTIZE_ROWS_THREADS>(row, value, q, scale, shared_memory<float>());
 }

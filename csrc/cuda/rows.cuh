@@ -13,7 +13,7 @@ DEVICE int count_of(Rows rows, const Sizes& sizes) {
 }
 
 // What a number becomes where it is stored.
-enum class Type { f32, bf16, i8 };
+enum class Type { f32, bf16, i8, e4m3 };
 
 template <Type TYPE>
 struct Stored;
@@ -28,6 +28,10 @@ struct Stored<Type::bf16> {
 template <>
 struct Stored<Type::i8> {
   using type = int8_t;
+};
+template <>
+struct Stored<Type::e4m3> {
+  using type = e4m3;
 };
 template <Type TYPE>
 using stored_t = typename Stored<TYPE>::type;
@@ -56,15 +60,15 @@ struct Codes<e4m3> {
   static constexpr float LARGEST = 448.0f, TINY = 0x1p-118f;
 };
 
-template <class Code = int8_t>
+template <class Code>
 DEVICE float factor_of(float largest) {
   return largest < Codes<Code>::TINY ? 0.0f : divide(Codes<Code>::LARGEST, largest);
 }
-template <class Code = int8_t>
+template <class Code>
 DEVICE float scale_of(float largest, float nan_or_zero) {
   return (largest < Codes<Code>::TINY ? 0.0f : divide(largest, Codes<Code>::LARGEST)) + nan_or_zero;
 }
-template <class Code = int8_t>
+template <class Code>
 DEVICE Code code_of(float x, float factor) {
   constexpr float LARGEST = Codes<Code>::LARGEST;
   return from_float<Code>(smaller(larger(x * factor, -LARGEST), LARGEST));
@@ -75,6 +79,8 @@ DEVICE Code code_of(float x, float factor) {
 struct RowOut {
   Type type;
   int columns, padded, stride, group, scale_stride;
+
+  constexpr bool codes() const { return type == Type::i8 || type == Type::e4m3; }
 };
 
 // By all threads of the block. value: column → number, the same each time. shared: two floats for each warp.
@@ -82,10 +88,11 @@ template <RowOut OUT, int THREADS, class Value>
 DEVICE void write_row(int row, Value value, stored_t<OUT.type>* out, [[maybe_unused]] float* scale,
                       [[maybe_unused]] float* shared) {
   constexpr int WARPS = THREADS / WARP;
-  stored_t<OUT.type>* to = out + int64_t{row} * OUT.stride;
-  if constexpr (OUT.type != Type::i8) {
+  using Number = stored_t<OUT.type>;
+  Number* to = out + int64_t{row} * OUT.stride;
+  if constexpr (!OUT.codes()) {
     for (int c = thread_index(); c < OUT.padded; c += THREADS)
-      to[c] = from_float<stored_t<OUT.type>>(c < OUT.columns ? value(c) : 0.0f);
+      to[c] = from_float<Number>(c < OUT.columns ? value(c) : 0.0f);
   } else {
     // A warp a run, or all warps together the row.
     constexpr int RUN = OUT.group ? OUT.group : OUT.padded, RUNS = ceil_div(OUT.padded, RUN);
@@ -110,11 +117,11 @@ DEVICE void write_row(int row, Value value, stored_t<OUT.type>* out, [[maybe_unu
           nan_or_zero += shared[WARPS + i];
         }
       }
-      float factor = factor_of(largest);
+      float factor = factor_of<Number>(largest);
       for (int c = begin + index; c < padded; c += TOGETHER)
-        to[c] = c < OUT.columns ? code_of(value(c), factor) : int8_t{0};
+        to[c] = c < OUT.columns ? code_of<Number>(value(c), factor) : Number{};
       if (index == 0 && begin < OUT.columns)
-        scale[int64_t{row} * OUT.scale_stride + run] = scale_of(largest, nan_or_zero);
+        scale[int64_t{row} * OUT.scale_stride + run] = scale_of<Number>(largest, nan_or_zero);
     }
   }
 }

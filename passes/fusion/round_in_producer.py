@@ -9,6 +9,7 @@ import onnx_ir as ir
 from enginewright.passes.graph import nodes_of, norms_rows, replace
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import DOMAIN, plugin_of
+from enginewright.plugins.plugin import CODES
 from enginewright.plugins.rms_norm import RMS_NORM
 
 
@@ -29,9 +30,7 @@ class RoundInProducer:
 
 def _rounds_to(node: ir.Node) -> ir.DataType | None:
     """The dtype that a Cast or a QuantizeRows gives."""
-    if node.op_type == "QuantizeRows":
-        return ir.DataType.INT8
-    return ir.DataType(node.attributes["to"].as_int()) if node.op_type == "Cast" else None
+    return ir.DataType(node.attributes["to"].as_int()) if node.op_type in ("Cast", "QuantizeRows") else None
 
 
 def _round(node: ir.Node) -> str | None:
@@ -45,14 +44,14 @@ def _round(node: ir.Node) -> str | None:
     if value.is_graph_output() or any(_rounds_to(user) != to for user in users):
         return f"{value.name} is used unrounded, too."
     if not _can_round(value, producer, to):
-        return f"{producer.name} ({producer.op_type}) cannot {'quantize' if to == ir.DataType.INT8 else 'round'}."
+        return f"{producer.name} ({producer.op_type}) cannot {'quantize' if to in CODES else 'round'}."
     ways = {(user.attributes.get_int("group", 0), tuple(user.inputs[1:])) for user in users}
     if len(ways) > 1:
         return f"{value.name} is quantized in several ways."
     ((group, largest),) = ways
     rounding = _rounding(producer, int(to), group, largest)
     rounding.name = producer.name
-    last = len(producer.outputs) - 1  # `to` is of this one; a scale follows if it is INT8
+    last = len(producer.outputs) - 1  # `to` is of this one; the scale of codes follows
     rounded = rounding.outputs[last:]
     for old, new in zip(node.outputs, rounded, strict=True):
         new.name = value.name if new is rounded[0] else old.name
@@ -78,7 +77,7 @@ def _can_round(value: ir.Value, producer: ir.Node, to: ir.DataType) -> bool:
     plugin = plugin_of(producer)
     if plugin is None:
         return producer.op_type == "RMSNormalization" and norms_rows(producer)
-    return "to" in plugin.attributes and (to != ir.DataType.INT8 or plugin.outputs[-1] == "scale?")
+    return "to" in plugin.attributes and (to not in CODES or plugin.outputs[-1] == "scale?")
 
 
 def _rounding(producer: ir.Node, to: int, group: int, largest: Sequence[ir.Value | None]) -> ir.Node:
@@ -89,6 +88,6 @@ def _rounding(producer: ir.Node, to: int, group: int, largest: Sequence[ir.Value
         return RMS_NORM.node([*producer.inputs, *largest], epsilon=epsilon, to=to, group=group)
     attributes = {name: attribute.value for name, attribute in producer.attributes.items()}
     changed = {"to": to}
-    if to == ir.DataType.INT8:  # otherwise a group is of what the node reads
+    if to in CODES:  # otherwise a group is of what the node reads
         changed["group"] = group
     return plugin.node([*producer.inputs, *largest], **{**attributes, **changed})

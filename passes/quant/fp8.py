@@ -1,7 +1,9 @@
-"""`--quant fp8`: weights in FP8 (E4M3FN) with a scale an output row; on the CPU activations stay bfloat16 (W8A16).
+"""`--quant fp8`: weights in FP8 (E4M3FN) with a scale an output row; on GPUs activations are FP8, too, with a scale a
+token (W8A8), and on the CPU bfloat16 (W8A16).
 
 `--fp8-scales tensor` has one scale a weight, which a kernel reads row by row, and `block` one for each 128×128 numbers
-(DeepSeek-V3, https://arxiv.org/abs/2412.19437, 3.3.2), of which a kernel reads a row's runs of 128 columns.
+(DeepSeek-V3, https://arxiv.org/abs/2412.19437, 3.3.2), of which a kernel reads a row's runs of 128 columns; activations
+then have a scale for the same runs. `--fp8-activations bf16` leaves activations bfloat16 on GPUs as well.
 Embeddings and the head are int8 with a scale a row, as in every quantized build, so that a tied table is stored once.
 """
 
@@ -18,12 +20,14 @@ from enginewright.errors import UsageError
 from enginewright.passes.quant.int8_wo import Int8Wo
 from enginewright.passes.quant.method import OfLayers, QuantConfig, check_finite, in_runs
 from enginewright.passes.weights import Output, converted, open_rows, shape_of
+from enginewright.plugins.gemm_fp8a8 import GEMM_FP8A8
 from enginewright.plugins.gemm_fp8a16 import GEMM_FP8A16
 from enginewright.plugins.quantize_rows import groups_of
 
 LARGEST = 448  # of E4M3FN, which has no infinity
 BLOCK = 128  # rows and columns
 SCALES = ("tensor", "channel", "block")
+ACTIVATIONS = ("fp8", "bf16")
 ROWS_AT_ONCE = 1024  # of a weight whose largest number is looked for
 
 Largest = Callable[[torch.Tensor], torch.Tensor]  # rows [n, K] → the largest number that each shares a scale with
@@ -31,19 +35,28 @@ Largest = Callable[[torch.Tensor], torch.Tensor]  # rows [n, K] → the largest 
 
 @dataclass(frozen=True)
 class Fp8(OfLayers):
-    """fp8_scales: what has a scale of its own, one of SCALES; a channel is an output row."""
+    """fp8_scales: what has a scale of its own, one of SCALES; a channel is an output row. fp8_activations: what GEMMs
+    read on GPUs, one of ACTIVATIONS.
+    """
 
     name: ClassVar[str] = "fp8"
     fp8_scales: str = "channel"
+    fp8_activations: str = "fp8"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fp8_scales not in SCALES:
-            raise UsageError(f"--fp8-scales {self.fp8_scales} is not known", f"there are {', '.join(SCALES)}")
+        for name, known in (("fp8_scales", SCALES), ("fp8_activations", ACTIVATIONS)):
+            if (given := getattr(self, name)) not in known:
+                raise UsageError(f"--{name.replace('_', '-')} {given} is not known", f"there are {', '.join(known)}")
 
     @property
     def tables(self) -> QuantConfig:
         return Int8Wo()
+
+    def precision(self, family: str) -> tuple[ir.DataType, int]:
+        if family == "cpu" or self.fp8_activations == "bf16":
+            return super().precision(family)
+        return ir.DataType.FLOAT8E4M3FN, self._group
 
     @property
     def _group(self) -> int:
@@ -68,8 +81,10 @@ class Fp8(OfLayers):
         return values.float() * self._wide(scale, values)
 
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
-        inputs = [*x, *weights, bias]
-        return GEMM_FP8A16.node(inputs, epilogue="none", to=int(ir.DataType.FLOAT), group=self._group)
+        (q, *q_scale), (weight, scale) = x, weights
+        gemm = GEMM_FP8A8 if q_scale else GEMM_FP8A16
+        inputs = [q, weight, *q_scale, scale, bias]
+        return gemm.node(inputs, epilogue="none", to=int(ir.DataType.FLOAT), group=self._group)
 
     @property
     def _largest(self) -> Largest:

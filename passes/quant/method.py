@@ -15,6 +15,7 @@ import torch
 from enginewright.errors import EngineError, UsageError
 from enginewright.passes.pass_manager import Pass
 from enginewright.passes.weights import Output, RowReader, RowsTensor, converted, open_rows, shape_of, stacked
+from enginewright.plugins.plugin import CODES
 from enginewright.plugins.quantize_rows import LARGEST_CODE
 
 LONGEST_GROUP = 512  # columns of one of several runs
@@ -113,15 +114,16 @@ class QuantConfig(ABC):
     def round_activations(self, x: torch.Tensor, family: str = "cpu") -> torch.Tensor:
         """What a GEMM multiplies in the place of x: FLOAT [..., K]."""
         dtype, group = self.precision(family)
-        if dtype != ir.DataType.INT8:
+        if dtype not in CODES:
             return x.to(torch.bfloat16).float()
-        runs, most = in_runs(x, group), LARGEST_CODE[ir.DataType.INT8]
+        runs, most = in_runs(x, group), LARGEST_CODE[dtype]
         scale = self.largest_of(runs, family) / most
-        rounded = (runs / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-most, most).mul_(scale)
-        return rounded.flatten(-2)[..., : x.shape[-1]]
+        codes = (runs / torch.where(scale > 0, scale, 1.0)).clamp_(-most, most)
+        codes = codes.round_() if dtype == ir.DataType.INT8 else codes.to(torch.float8_e4m3fn).float()
+        return codes.mul_(scale).flatten(-2)[..., : x.shape[-1]]
 
     def largest_of(self, runs: torch.Tensor, family: str) -> torch.Tensor:
-        """What scales of INT8 activations are made of: runs [..., G, group] → what can be divided by, of each run."""
+        """What scales of activations are made of: runs [..., G, group] → what can be divided by, of each run."""
         return runs.abs().amax(-1, keepdim=True)
 
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
@@ -139,7 +141,7 @@ class QuantConfig(ABC):
 
     @abstractmethod
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
-        """x: [..., K] in some family's precision, and its scales [..., G] if that is INT8. Gives FLOAT [..., N]."""
+        """x: [..., K] in some family's precision, and its scales [..., G] if those are codes. Gives FLOAT [..., N]."""
 
     @abstractmethod
     def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:

@@ -11,6 +11,7 @@ from enginewright.passes.graph import head_of, linear_of, nodes_of, only_used_by
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import QuantConfig, stored
 from enginewright.passes.weights import RowsTensor, read
+from enginewright.plugins.plugin import CODES
 from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
 
 
@@ -125,9 +126,9 @@ class _Run:
         (to, group), largest = method.precision(self.family), method.activation_largest(self.family)
         if (x, to, group, largest) in self._rounded:
             return self._rounded[x, to, group, largest], []
-        if to == ir.DataType.INT8:
+        if to in CODES:
             given = [self._vector(f"{x.name}.largest", largest)] if largest else []
-            node = QUANTIZE_ROWS.node([x, *given], group=group)
+            node = QUANTIZE_ROWS.node([x, *given], to=int(to), group=group)
             node.name = f"{x.name}.quantized"
             for output, name in zip(node.outputs, (node.name, f"{node.name}.scale"), strict=True):
                 output.name = name

@@ -155,6 +155,11 @@ QUANT_OPTIONS = _with_options(
         help="fp8: what has a scale: a weight, a row of it, or 128×128 of it.  [channel]",
     ),
     click.option(
+        "--fp8-activations",
+        type=click.Choice(("fp8", "bf16")),
+        help="fp8: activations on GPUs; fp8 has a scale a token, or 128 columns of it with blocks.  [fp8]",
+    ),
+    click.option(
         "--activation-scheme",
         type=click.Choice(("dynamic", "static")),
         help="int8-sq: scales of activations by token, or fixed by calibration.  [dynamic]",
