@@ -91,8 +91,8 @@ def test_weights_are_what_their_producer_restores(name: str) -> None:
         ("compressed-tensors/int8", Int8Wo()),
         ("compressed-tensors/int8, zero points", None),
         ("compressed-tensors/int4 unpacked", Int4Rtn(32)),
-        ("compressed-tensors/fp8", Fp8()),
-        ("compressed-tensors/fp8 by rows", Fp8()),
+        ("compressed-tensors/fp8", Fp8(fp8_activations="bf16")),
+        ("compressed-tensors/fp8 by rows", Fp8(fp8_activations="bf16")),
         ("compressed-tensors/fp8 blocks", None),
         ("compressed-tensors/mxfp4", Mxfp4()),
         ("gptq/4 bits, symmetric, 32", Int4Rtn(32)),
@@ -290,7 +290,8 @@ def test_modelopt(algorithm: str, pack: Any) -> None:
     group = 16 if algorithm == "NVFP4" else 128
     config = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": group, "ignore": ["lm_head"]}
     weight, _ = opened(config, packed.stored, (136, 192))
-    forms = {"FP8": Fp8(), "FP8_PER_CHANNEL_PER_TOKEN": Fp8(), "FP8_PB_WO": Fp8(fp8_scales="block")}
+    alone = Fp8(fp8_scales="block", fp8_activations="bf16")
+    forms = {"FP8": Fp8(), "FP8_PER_CHANNEL_PER_TOKEN": Fp8(), "FP8_PB_WO": alone}
     expected = packed.weight if algorithm in forms else packed.weight.bfloat16().float()
     assert form_of(weight) == forms.get(algorithm)
     assert torch.equal(values_of(weight), expected)
@@ -319,6 +320,22 @@ def test_modelopts_integers() -> None:
 )
 def test_activations_of_int8_weights(activations: Mapping[str, Any], form: QuantConfig) -> None:
     config, stored, expected = golden("compressed-tensors/int8")
+    group = {**config["config_groups"]["group_0"], "input_activations": activations}
+    weight, format = opened({**config, "config_groups": {"group_0": group}}, stored, tuple(expected.shape))
+    assert form_of(weight) == form
+    assert bool(format.notes) == (not activations["dynamic"])
+
+
+@pytest.mark.parametrize(
+    ("activations", "form"),
+    [
+        ({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}, Fp8()),
+        ({"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}, Fp8()),
+        ({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}, Fp8(fp8_activations="bf16")),
+    ],
+)
+def test_activations_of_fp8_weights(activations: Mapping[str, Any], form: QuantConfig) -> None:
+    config, stored, expected = golden("compressed-tensors/fp8 by rows")
     group = {**config["config_groups"]["group_0"], "input_activations": activations}
     weight, format = opened({**config, "config_groups": {"group_0": group}}, stored, tuple(expected.shape))
     assert form_of(weight) == form

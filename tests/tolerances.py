@@ -118,7 +118,8 @@ GATE_NATS = 1e-6
 ENGINE_GRAPH = {"bf16": 5e-5, "int8": 5e-4, "fp8": 3e-3, "fp8 KV": 2e-4, "int8 KV": 5e-5}
 
 # An engine on the emulated GPU beside the CPU, where activations or KV have another precision (bf16 in place of int8
-# for 4-bit weights, scales a token in place of runs): measured 3.3e-4 at most, of w8a8; with FP8 in place of bf16 2.7e-3.
+# for 4-bit weights, scales a token in place of runs): measured 3.3e-4 at most, of w8a8; of fp8, whose activations are
+# bf16 on the CPU, 2.7e-3.
 GPU_CPU = {"bf16": 1e-3, "int8": 1e-3, "fp8": 6e-3}
 
 # The same of SmolLM2, which has ten times as many layers to turn roundings in: 7.5e-5 with fp8 and bf16 activations.

@@ -102,16 +102,17 @@ def mxfp4(name: str, shape: tuple[int, ...], codes: Open, powers: Open) -> Store
 
 
 def floats(
-    format: Format, name: str, shape: tuple[int, ...], values: Open, groups: Groups, what: str, fp8: bool = False
+    format: Format, name: str, shape: tuple[int, ...], values: Open, groups: Groups, what: str, fp8: str | None = None
 ) -> RowsTensor:
     """A weight of small floating point numbers, each times the scale of its run.
 
     Args:
         values: FLOAT8E4M3FN [n, K] if fp8; else what `.float()` gives the numbers of.
         what: for a note, what such weights are called.
+        fp8: where the numbers are FP8, what activations are then, "fp8" or "bf16".
     """
     if fp8 and (groups.size >= shape[1] or groups.size % BLOCK == 0):
-        return _fp8(name, shape, values, groups)
+        return _fp8(name, shape, values, groups, fp8)
     format.note(f"{what}, which no kernel takes, is restored to bfloat16")
 
     def open() -> RowReader:
@@ -170,13 +171,13 @@ def _int8(
     return _stored(name, shape, config, [_mapped(codes, signed), scales])
 
 
-def _fp8(name: str, shape: tuple[int, ...], values: Open, groups: Groups) -> StoredTensor:
+def _fp8(name: str, shape: tuple[int, ...], values: Open, groups: Groups, activations: str) -> StoredTensor:
     def checked(rows: torch.Tensor) -> torch.Tensor:
         if ((rows.view(torch.uint8) & 0x7F) == 0x7F).any():
             raise _not_finite(name)
         return rows
 
-    config = Fp8() if groups.size >= shape[1] else Fp8(fp8_scales="block")
+    config = Fp8(fp8_scales="channel" if groups.size >= shape[1] else "block", fp8_activations=activations)
     repeats, (_, *runs) = groups.size // BLOCK, config.outputs(name, *shape)[1][2]
 
     def of_runs(scales: torch.Tensor) -> torch.Tensor:

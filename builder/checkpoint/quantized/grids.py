@@ -56,9 +56,11 @@ def take_grid(
     return by_rows(read, lambda values: of(values).reshape(down, across).repeat_interleave(block[0], dim=0)[:rows])
 
 
-def fp8_weight(format: Format, name: str, shape: tuple[int, ...], scales: str, block: Block | None) -> RowsTensor:
-    """`name` FLOAT8E4M3FN [N, K], times the tensor `scales`."""
+def fp8_weight(
+    format: Format, name: str, shape: tuple[int, ...], scales: str, block: Block | None, activations: str
+) -> RowsTensor:
+    """`name` FLOAT8E4M3FN [N, K], times the tensor `scales`. activations: "fp8", or "bf16" where weights are alone."""
     groups = take_scales(format.tensors, scales, shape, block)
     values = by_rows(format.tensors.take(name, shape, dtypes=[torch.float8_e4m3fn]))
     what = f"FP8 in blocks of {block[0]}×{block[1]}" if block else "FP8"
-    return floats(format, name, shape, values, groups, what, fp8=True)
+    return floats(format, name, shape, values, groups, what, fp8=activations)

@@ -59,6 +59,10 @@ class Arguments:
         return arguments
 
     @property
+    def is_fp8(self) -> bool:
+        return self.kind == "float" and self.bits == 8
+
+    @property
     def int8_run(self) -> int | None:
         """Of activations: columns of INT8 numbers that share a scale, 0 for all of a token; None of other numbers."""
         if self.kind != "int":

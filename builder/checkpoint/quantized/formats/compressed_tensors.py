@@ -84,7 +84,8 @@ class CompressedTensors(Format):
             case "int-quantized" | "naive-quantized", "int":
                 return self._integers(name, shape, scheme)
             case "float-quantized" | "naive-quantized" | "mxfp8-quantized", "float":
-                return fp8_weight(self, name, shape, f"{name}_scale", scheme.weights.block)
+                read = "fp8" if activations is not None and activations.is_fp8 else "bf16"
+                return fp8_weight(self, name, shape, f"{name}_scale", scheme.weights.block, read)
             case "mxfp4-pack-quantized", "float":
                 return mxfp4_weight(self, name, shape, f"{name}_packed", f"{name}_scale")
             case "nvfp4-pack-quantized", "float":

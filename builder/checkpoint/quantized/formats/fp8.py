@@ -51,7 +51,7 @@ class Fp8Blocks(Format):
         module = name.removesuffix(".weight")
         if any(self.tensors.find(f"{module}.{suffix}") for suffix in OF_ACTIVATIONS):
             self.note_static_activations()
-        return fp8_weight(self, name, shape, scales, self._block)
+        return fp8_weight(self, name, shape, scales, self._block, "fp8")
 
     def means_nothing(self, name: str) -> bool:
         return name.rpartition(".")[2] in (*OF_ACTIVATIONS, *OF_CACHE)

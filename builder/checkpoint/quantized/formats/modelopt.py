@@ -58,8 +58,9 @@ class ModelOpt(Format):
             return self._int4(name, shape)
         if self.tensors.find(f"{module}.input_scale") is not None:
             self.note_static_activations()
-        block = (self._group, self._group) if self._algorithm == "FP8_PB_WO" else None
-        return fp8_weight(self, name, shape, f"{name}_scale", block)
+        if self._algorithm == "FP8_PB_WO":  # weights only
+            return fp8_weight(self, name, shape, f"{name}_scale", (self._group, self._group), "bf16")
+        return fp8_weight(self, name, shape, f"{name}_scale", None, "fp8")
 
     def means_nothing(self, name: str) -> bool:
         return name.endswith(LEFT_OVER)
