@@ -275,6 +275,8 @@ def test_settings_of_a_method(checkpoint: Path, tmp_path: Path) -> None:
     assert "'tensor', 'channel', 'block'" in refused(2, "build", checkpoint, "--quant", "fp8", "--fp8-scales", "row")
     with pytest.raises(UsageError, match="there are tensor, channel, block"):
         quant_config("fp8", fp8_scales="row")
+    with pytest.raises(UsageError, match="--fp8-activations int8 is not known: there are fp8, bf16"):
+        quant_config("fp8", fp8_activations="int8")
     assert "--group-size" in refused(2, "build", checkpoint, "--quant", "w8a8", "--group-size", "48")
 
 

@@ -14,6 +14,9 @@ import pytest
 from enginewright import _cpu
 from enginewright.builder import assembly, build
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.builder.gate.layers import FileWeights
+from enginewright.builder.gate.simulate import simulate
+from enginewright.builder.progress import Silent
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError
 from enginewright.plan import Sizes
@@ -52,7 +55,9 @@ def _folder() -> Path:
 
 
 @cache
-def built(family: str, quant: str, kv: str = "bf16") -> tuple[Path, ir.Model, dict[str, Specialization]]:
+def built(
+    family: str, quant: str, kv: str = "bf16", **settings: str
+) -> tuple[Path, ir.Model, dict[str, Specialization]]:
     """An engine for both families (without cubins: nothing here runs them), the graph of GPUs, and their code."""
     graphs: dict[str, ir.Model] = {}
     kernels: dict[str, Specialization] = {}
@@ -64,8 +69,8 @@ def built(family: str, quant: str, kv: str = "bf16") -> tuple[Path, ir.Model, di
         kernels.update(lowered.kernels)
         return lowered
 
-    path = _folder() / f"{family}-{quant}-{kv}.engine"
-    config = BuildConfig(quant=quant_config(quant), kv_cache_dtype=kv, targets=TARGETS, gate=None)
+    path = _folder() / f"{'-'.join((family, quant, kv, *settings.values()))}.engine"
+    config = BuildConfig(quant=quant_config(quant, **settings), kv_cache_dtype=kv, targets=TARGETS, gate=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "lower", watched)
         patch.setattr(build, "code_sections", lambda kernels, targets: {})
@@ -90,6 +95,23 @@ def check_engine(family: str, quant: str, kv: str) -> None:
 @pytest.mark.parametrize(("family", "quant", "kv"), CASES)
 def test_an_engine_computes_its_graph(family: str, quant: str, kv: str) -> None:
     check_engine(family, quant, kv)
+
+
+@pytest.mark.parametrize("scales", ["channel", "block"])
+def test_the_gate_simulates_fp8_activations(scales: str) -> None:
+    """Nearer than bf16 activations are: each of these is off by a sixteenth of itself at most."""
+    path, graph, _ = built("llama", "fp8", fp8_scales=scales)
+    tokens = random_tokens(39, seed=1).tolist()
+    expected = RaggedRun(graph, num_blocks=8).step({"text": tokens})["text"]
+    config = BuildConfig(quant=quant_config("fp8", fp8_scales=scales), targets=TARGETS)
+    made = assembly.assemble(checkpoint_of("llama"), config, Silent())
+    with Engine.open(path, "cuda") as engine:
+        weights = FileWeights(engine, made.section_names)
+        errors = []
+        for family in ("cuda", "cpu"):
+            streamed = simulate(made.dense.clone(), config.method, family, weights, [tokens])
+            errors.append(relative_error(streamed.logits(0, 0, len(tokens)).numpy(), expected))
+    assert errors[0] < tolerances.ENGINE_GRAPH["fp8"] and errors[0] < 0.8 * errors[1], errors
 
 
 def test_company_changes_no_bit() -> None:

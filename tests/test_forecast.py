@@ -17,7 +17,7 @@ from enginewright.builder.progress import Silent
 from enginewright.cli import main
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
-from enginewright.passes.quant import METHODS, W8A8, Auto, Int4Gptq, Int4Rtn, Int8Sq, QuantConfig
+from enginewright.passes.quant import METHODS, W8A8, Auto, Fp8, Int4Gptq, Int4Rtn, Int8Sq, QuantConfig
 from tests import tiny_gguf
 from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
@@ -127,6 +127,16 @@ def test_the_draft_and_waiting_codes_take_their_space_on_the_disk(tmp_path: Path
     assert rounded.disk_bytes == rounded.file_bytes == chosen.file_bytes < draft.file_bytes == smoothed.disk_bytes
     codes = sum(rows * columns for rows, columns in 3 * [(96, 48), (48, 48), (148, 48), (48, 74)])
     assert codes < chosen.disk_bytes - chosen.file_bytes < 2 * codes
+
+
+@pytest.mark.parametrize(("activations", "kernel"), [("fp8", "gemm_fp8a8@1"), ("bf16", "gemm_fp8a16@1")])
+def test_each_family_of_targets_has_its_kernels(activations: str, kernel: str, tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    wanted = BuildConfig(quant=Fp8(fp8_activations=activations), targets=("cpu", "cuda:sm_90a"))
+    said = forecast(MemoryCheckpoint.of(tiny_model(config), config), wanted, tmp_path / "x.engine", Silent())
+    products = {family: {name for name in kernels if "fp8" in name} for family, kernels in said.kernels.items()}
+    assert products == {"cpu": {"gemm_fp8a16@1"}, "cuda": {kernel}}
+    assert said.recipe["fp8_activations"] == activations
 
 
 @pytest.mark.parametrize("bits", ["5.1", "15"])
