@@ -81,6 +81,11 @@ class EmulatedKernels:
         if why:
             raise EmulationError(why.decode())
 
+    @staticmethod
+    def are_for(sm: int) -> bool:
+        """Whether kernels of one architecture alone can run."""
+        return True
+
     @property
     def sites(self) -> list[str]:
         """Barriers and waits that were reached so far, "file:line"."""
@@ -125,7 +130,8 @@ def _compiled(instances: tuple[Instance, ...], sm: int) -> Path:
 def _built(program: str, options: Sequence[str], suffix: str) -> Path:
     """What g++ makes of a program; made once for the same sources and options, by whichever process comes first."""
     options = [*FLAGS, f"-I{SOURCES}", *([f"-fsanitize={SANITIZE}", "-g"] if SANITIZE else []), *options]
-    content = [program, " ".join(options), *(path.read_text() for path in sorted(SOURCES.glob("*.*h")))]
+    headers = sorted([*SOURCES.glob("*.*h"), *Path(__file__).parent.glob("*.cuh")])
+    content = [program, " ".join(options), *(path.read_text() for path in headers)]
     output = BUILT / (hashlib.sha256("\0".join(content).encode()).hexdigest()[:32] + suffix)
     if output.exists():
         return output

@@ -56,6 +56,11 @@ class GpuKernels:
         for address in memory.values():
             device.free(address)
 
+    @staticmethod
+    def are_for(sm: int) -> bool:
+        major, minor = _device().capability
+        return 10 * major + minor == sm
+
     @contextmanager
     def without(self, site: str) -> Iterator[None]:
         raise AssertionError(f"{site} is part of the code")

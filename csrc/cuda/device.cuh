@@ -2,7 +2,7 @@
 //
 // Kernels include this header and no other one, so NVRTC compiles them without any toolkit's headers; with
 // ENGINEWRIGHT_EMULATED, g++ compiles the same sources and emulated.h takes the place of what is below, one
-// fiber a thread. wgmma and TMA have no emulation: kernels with them are for a GPU's tests alone.
+// fiber a thread. wgmma.cuh has what only Hopper has.
 //
 // A kernel is a `template <...> __global__ void` in namespace enginewright whose template arguments are the
 // model's constants. Its blocks have one dimension, a multiple of 32 threads. Functions that say "warp" are
@@ -51,10 +51,10 @@ DEVICE int grid_x() { return gridDim.x; }
 DEVICE int grid_y() { return gridDim.y; }
 DEVICE int grid_z() { return gridDim.z; }
 
-// The block's dynamic shared memory, 16-byte aligned. What it holds at first is unknown.
+// The block's dynamic shared memory, aligned for wgmma. What it holds at first is unknown.
 template <class T>
 DEVICE T* shared_memory() {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
   return reinterpret_cast<T*>(shared_bytes);
 }
 

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 
 #define DEVICE inline
 #define COLD inline
@@ -37,14 +38,26 @@ struct Site {
   const char* file;
   int line;
 };
+bool left_out(Site site);
 void sync_block(Site site);
 void sync_lanes(Site site);
 void begin_copy(void* shared, const void* global, int bytes, bool there);
 void commit();
 void wait(int pending, Site site);
 void visible(const void* shared);  // or an error: other threads' copies are not, before a barrier
-void yield_block();                // another block may go on
+void fence_landed(Site site);
+void visible_to_wgmma(const void* shared);  // or an error: copies are not, before a fence and then a barrier
+void yield_block();                         // another block may go on
 void require(bool holds, const char* what);
+
+// What belongs to a thread, or to a block, from its start to its end. at_end: what is wrong with that, if
+// anything is.
+struct Attached {
+  virtual ~Attached() = default;
+  virtual const char* at_end() const { return nullptr; }
+};
+std::unique_ptr<Attached>& attached_to_thread();
+std::unique_ptr<Attached>& attached_to_block();
 
 // All lanes of the warp give theirs; gives what lane 0 gave, the others' SLOT_BYTES apart, until the lane's
 // next exchange.

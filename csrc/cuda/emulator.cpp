@@ -13,41 +13,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#define STACK_IS_NEW(bottom, size) ASAN_UNPOISON_MEMORY_REGION(bottom, size)
-#define SWITCH_BEGINS(keep, bottom, size) __sanitizer_start_switch_fiber(keep, bottom, size)
-#define SWITCH_ENDS(kept, bottom, size) __sanitizer_finish_switch_fiber(kept, bottom, size)
-#else
-#define STACK_IS_NEW(bottom, size)
-#define SWITCH_BEGINS(keep, bottom, size)
-#define SWITCH_ENDS(kept, bottom, size)
-#endif
-
-// Saves what a function must keep (System V x86-64) on this stack, goes on on the other one.
-extern "C" void enginewright_switch(void** from, void* to);
-asm(R"(
-.text
-.type enginewright_switch, @function
-enginewright_switch:
-  push %rbp
-  push %rbx
-  push %r12
-  push %r13
-  push %r14
-  push %r15
-  mov %rsp, (%rdi)
-  mov %rsi, %rsp
-  pop %r15
-  pop %r14
-  pop %r13
-  pop %r12
-  pop %rbx
-  pop %rbp
-  ret
-.size enginewright_switch, .-enginewright_switch
-)");
+#include "emulator_switch.h"
 
 namespace enginewright::emulator {
 
@@ -77,12 +43,22 @@ struct Warp {
   alignas(16) unsigned char slots[2][32 * SLOT_BYTES];
 };
 
+constexpr int EVERYBODY = -1;
+
+// 16 bytes of shared memory that a copy has brought: whose they are until a barrier, a thread's or a warp's,
+// and whether they have been fenced for wgmma.
+struct Granule {
+  int owner = EVERYBODY;
+  bool fenced = true;
+};
+
 struct Fiber {
   void* stack_pointer = nullptr;
   std::unique_ptr<unsigned char[]> stack;
   bool done = false, ready = false;
   std::deque<std::vector<Copy>> groups;  // the last one is still open
   std::vector<const void*> landed;       // what its copies have brought since its last barrier, 16 bytes each
+  std::unique_ptr<Attached> attached;
 };
 
 class Block {
@@ -102,7 +78,7 @@ class Block {
     shared_.reset(static_cast<unsigned char*>(std::malloc(launch.shared_bytes ? launch.shared_bytes : 1)));
 #endif
     std::memset(shared_.get(), 0xff, launch.shared_bytes);
-    owners_.assign(launch.shared_bytes / 16 + 1, EVERYBODY);
+    granules_.resize(launch.shared_bytes / 16 + 1);
     block_barrier_.expected = launch.threads;
     for (Warp& warp : warps_) warp.barrier.expected = 32;
     order_.resize(warps_.size());
@@ -161,13 +137,12 @@ class Block {
   Fiber& fiber() { return fibers_[current_]; }
   Warp& warp() { return warps_[current_ / 32]; }
   Barrier& block_barrier() { return block_barrier_; }
+  std::unique_ptr<Attached>& attached() { return attached_; }
   unsigned char* shared() { return shared_.get(); }
 
-  // Whose 16 bytes of shared memory are, until a barrier, if a copy has brought them: a thread's or a warp's.
-  int& owner(const void* shared) {
-    return owners_[(static_cast<const unsigned char*>(shared) - shared_.get()) / 16];
+  Granule& granule(const void* shared) {
+    return granules_[(static_cast<const unsigned char*>(shared) - shared_.get()) / 16];
   }
-  static constexpr int EVERYBODY = -1;
   int warp_as_owner() const { return MAX_THREADS + current_ / 32; }
 
   static inline Block* current_block = nullptr;
@@ -188,6 +163,7 @@ class Block {
     fiber.ready = true;
     fiber.groups.assign(1, {});
     fiber.landed.clear();
+    fiber.attached.reset();
     auto top = reinterpret_cast<std::uintptr_t>(fiber.stack.get() + STACK_BYTES) / 16 * 16;
     auto* words = reinterpret_cast<void**>(top) - 8;  // six registers, where to return to, and an empty word
     std::fill(words, words + 8, nullptr);
@@ -202,6 +178,7 @@ class Block {
     Fiber& fiber = block.fiber();
     for (const auto& group : fiber.groups)
       if (!group.empty()) error = "a thread ends without having waited for its copies";
+    if (const char* wrong = fiber.attached ? fiber.attached->at_end() : nullptr) error = wrong;
     fiber.done = true;
     fiber.ready = false;
     SWITCH_BEGINS(nullptr, block.scheduler_bottom_, block.scheduler_size_);
@@ -238,7 +215,8 @@ class Block {
   std::vector<int> order_;
   Barrier block_barrier_;
   std::unique_ptr<unsigned char[], Free> shared_;
-  std::vector<int> owners_;
+  std::vector<Granule> granules_;
+  std::unique_ptr<Attached> attached_;
   void* scheduler_ = nullptr;
   [[maybe_unused]] const void* scheduler_bottom_ = nullptr;
   [[maybe_unused]] std::size_t scheduler_size_ = 0;
@@ -252,11 +230,6 @@ std::string name_of(Site site) {
   std::string file = site.file;
   return file.substr(file.rfind('/') + 1) + ":" + std::to_string(site.line);
 }
-bool left_out(Site site) {
-  std::string name = name_of(site);
-  sites.insert(name);
-  return name == disabled;
-}
 
 [[noreturn]] void stop(std::string why) {
   Block::error = "thread " + std::to_string(here.thread) + " of block (" + std::to_string(here.block[0]) +
@@ -268,7 +241,15 @@ bool left_out(Site site) {
 
 }  // namespace
 
+bool left_out(Site site) {
+  std::string name = name_of(site);
+  sites.insert(name);
+  return name == disabled;
+}
+
 unsigned char* shared_bytes() { return Block::current_block->shared(); }
+std::unique_ptr<Attached>& attached_to_thread() { return Block::current_block->fiber().attached; }
+std::unique_ptr<Attached>& attached_to_block() { return Block::current_block->attached(); }
 
 void require(bool holds, const char* what) {
   if (!holds) stop(what);
@@ -277,7 +258,7 @@ void require(bool holds, const char* what) {
 void sync_block(Site site) {
   if (left_out(site)) return;
   Block& block = *Block::current_block;
-  for (const void* shared : block.fiber().landed) block.owner(shared) = Block::EVERYBODY;
+  for (const void* shared : block.fiber().landed) block.granule(shared).owner = EVERYBODY;
   block.fiber().landed.clear();
   block.arrive(block.block_barrier());
 }
@@ -285,15 +266,27 @@ void sync_block(Site site) {
 void sync_lanes(Site site) {
   if (left_out(site)) return;
   Block& block = *Block::current_block;
-  for (const void* shared : block.fiber().landed) block.owner(shared) = block.warp_as_owner();
+  for (const void* shared : block.fiber().landed) block.granule(shared).owner = block.warp_as_owner();
   exchange("sync_warp", nullptr, 0);
 }
 
 void visible(const void* shared) {
   Block& block = *Block::current_block;
-  int owner = block.owner(shared);
-  require(owner == Block::EVERYBODY || owner == block.warp_as_owner(),
+  int owner = block.granule(shared).owner;
+  require(owner == EVERYBODY || owner == block.warp_as_owner(),
           "load_matrices reads what a copy brought, without a barrier since then");
+}
+
+void fence_landed(Site site) {
+  if (left_out(site)) return;
+  Block& block = *Block::current_block;
+  for (const void* shared : block.fiber().landed) block.granule(shared).fenced = true;
+}
+
+void visible_to_wgmma(const void* shared) {
+  const Granule& granule = Block::current_block->granule(shared);
+  require(granule.owner == EVERYBODY, "wgmma reads what a copy brought, without a barrier since then");
+  require(granule.fenced, "wgmma reads what a copy brought, without a fence before the barrier");
 }
 
 const unsigned char* exchange(const char* what, const void* mine, std::size_t bytes) {
@@ -311,7 +304,7 @@ const unsigned char* exchange(const char* what, const void* mine, std::size_t by
 
 void begin_copy(void* shared, const void* global, int bytes, bool there) {
   std::memset(shared, 0xff, bytes);  // what was there is gone from now on
-  Block::current_block->owner(shared) = Block::EVERYBODY;
+  Block::current_block->granule(shared).owner = EVERYBODY;
   Block::current_block->fiber().groups.back().push_back({shared, there ? global : nullptr, bytes});
 }
 
@@ -324,7 +317,7 @@ void wait(int pending, Site site) {
     if (!skip)
       for (const Copy& copy : groups.front()) {
         if (copy.bytes == 16) {  // what load_matrices reads
-          Block::current_block->owner(copy.shared) = here.thread;
+          Block::current_block->granule(copy.shared) = {here.thread, false};
           Block::current_block->fiber().landed.push_back(copy.shared);
         }
         if (copy.global)
