@@ -20,6 +20,7 @@ WARP = 32
 SHARED_BYTES = 99 << 10  # what a block may have on every GPU since SM 80
 IN_FLIGHT_BYTES = 36 << 10  # of a block, at least, if it fits
 LARGE_STAGES = 4  # of gemm_large, if they fit
+HOPPER_BYTES = 227 << 10, 113 << 10  # of shared memory for a block, and for each of two on a multiprocessor
 MULTIPROCESSORS = 132  # of the GPU that tables are made for (H200); others have 84 to 188
 ARGUMENTS = ("x", "weight", "x_scale", "scale", "zero", "bias", "out", "partial", "counters")
 
@@ -115,32 +116,66 @@ def _small_launches(format: Format, call: Call) -> list[Launch]:
 
 def _large_launches(format: Format, call: Call) -> list[Launch]:
     """Tiles of 64 x 64 while larger ones are fewer than multiprocessors, then of 128 x 128."""
-    out, runs = call.operands["out"], _runs(call)
-    grouped = runs > 0
-    of_16 = _blocks_of_16(call.operands["weight"].rows.constant, call.attributes["epilogue"] in gemm.GATED)
-    most_small = (MULTIPROCESSORS - 1) // _ceil(of_16, 8) * 128  # tokens
+    grouped = _runs(call) > 0
+    most_small = (MULTIPROCESSORS - 1) // _ceil(_of_16(call), 8) * 128  # tokens
     sizes = (*(((64, most_small),) if most_small else ()), (128, 2**31 - 1))
     launches, low = [], format.small_tokens[-1] + 1
     for size, high in sizes:
         units, tiles = (1 if size == 64 or grouped else format.large_units), (4 if size == 64 else 8)
-        stage_bytes = size // 16 * format.lines * 64 + _x_bytes(format, call, size)
-        stage_bytes += size * runs * _scale_bytes(format, call)
+        stage_bytes = _stage_bytes(format, call, size, size)
         stages = min(SHARED_BYTES // stage_bytes, LARGE_STAGES)
-        tile = {
-            "feature_warps": size // 32 // units,
-            "token_warps": 2,
-            "k_warps": 1,
-            "turns": 1,
-            "units": units,
-            "tiles": tiles,
-            "splits": 1,
-            "stages": stages,
-            "shared_bytes": stages * stage_bytes,
-        }
-        grid = (blocks(out.rows, size), blocks(_ceil(of_16, size // 16)), ONE)
-        launches.append(_launch("gemm_large", format, call, tile, grid, low, high))
+        tile = _tile(size // 32 // units, 2, units, tiles, stages, stage_bytes)
+        launches.append(_large_launch("gemm_large", format, call, tile, size, size, low, high))
         low = high + 1
     return launches
+
+
+def wgmma_launches(format: Format, call: Call) -> list[Launch]:
+    """For code of sm_90a alone, in place of those of gemm_large: tiles of 128 features while larger ones are fewer than
+    multiprocessors, which has room for two of them; then of 256. No engine has them until a GPU has shown that they are
+    right, and faster: `python -m benchmarks.gpu` compares.
+    """
+    tokens = 64 if _runs(call) else 128
+    most_small = (MULTIPROCESSORS - 1) // _ceil(_of_16(call), 16) * tokens
+    sizes = (*(((128, most_small),) if most_small > format.small_tokens[-1] else ()), (256, 2**31 - 1))
+    launches, low = [], format.small_tokens[-1] + 1
+    for features, high in sizes:
+        stage_bytes = _ceil(_stage_bytes(format, call, features, tokens), 1024) * 1024
+        stages = min(HOPPER_BYTES[features == 128] // stage_bytes, LARGE_STAGES)
+        tile = _tile(features // 32, 1, 1, tokens // 8, stages, stage_bytes)
+        launches.append(_large_launch("gemm_wgmma", format, call, tile, features, tokens, low, high))
+        low = high + 1
+    return launches
+
+
+def _tile(
+    feature_warps: int, token_warps: int, units: int, tiles: int, stages: int, stage_bytes: int
+) -> Mapping[str, int]:
+    """Of a kernel for many tokens."""
+    return {
+        "feature_warps": feature_warps,
+        "token_warps": token_warps,
+        "k_warps": 1,
+        "turns": 1,
+        "units": units,
+        "tiles": tiles,
+        "splits": 1,
+        "stages": stages,
+        "shared_bytes": stages * stage_bytes,
+    }
+
+
+def _large_launch(
+    function: str, format: Format, call: Call, tile: Mapping[str, int], features: int, tokens: int, low: int, high: int
+) -> Launch:
+    grid = (blocks(call.operands["out"].rows, tokens), blocks(_ceil(_of_16(call), features // 16)), ONE)
+    return _launch(function, format, call, tile, grid, low, high)
+
+
+def _stage_bytes(format: Format, call: Call, features: int, tokens: int) -> int:
+    """Of a chunk of weights and of x, for a tile."""
+    weight_bytes = features // 16 * format.lines * 64 + features * _runs(call) * _scale_bytes(format, call)
+    return weight_bytes + _x_bytes(format, call, tokens)
 
 
 def _launch(
@@ -173,6 +208,10 @@ def _x_bytes(format: Format, call: Call, tokens: int) -> int:
     """Of a chunk of x in shared memory, with its scales."""
     scale_bytes = 4 * _runs(call) if format.x_bytes == 1 else 0
     return tokens * (CHUNK * format.x_bytes + scale_bytes)
+
+
+def _of_16(call: Call) -> int:
+    return _blocks_of_16(call.operands["weight"].rows.constant, call.attributes["epilogue"] in gemm.GATED)
 
 
 def _blocks_of_16(features: int, gated: bool) -> int:

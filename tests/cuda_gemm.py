@@ -8,7 +8,7 @@ import torch
 
 from enginewright.builder.lower.pack import PackedForm, pack
 from enginewright.plan import Buffer, Launch, Linear, Sizes
-from enginewright.plugins.gemm_cuda import FORMATS, gemm_on_cuda
+from enginewright.plugins.gemm_cuda import FORMATS, gemm_on_cuda, wgmma_launches
 from enginewright.plugins.kernel import Call, KernelBinding, Matrix
 from tests.emulated import SANITIZE, Argument, Kernels
 
@@ -29,7 +29,9 @@ E2M1_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8,
 
 @dataclass(frozen=True)
 class Gemm:
-    """A call: out [tokens, rows or rows / 2] of x [tokens, columns]. large: in the tiles of the largest launches."""
+    """A call: out [tokens, rows or rows / 2] of x [tokens, columns]. large: in the tiles of the largest launches.
+    wgmma: by Hopper's kernel, where tokens are many.
+    """
 
     format: str
     rows: int
@@ -40,6 +42,7 @@ class Gemm:
     zeros: bool = False
     to: str = "f32"
     large: bool = False
+    wgmma: bool = False
 
     @property
     def outputs(self) -> int:
@@ -67,7 +70,8 @@ class Gemm:
         roles = {"bias": self.bias, "zero": self.zeros, "scale": self.format != "bf16"}
         operands |= {role: Matrix("", Linear(), 0, 0, 0) for role, there in roles.items() if there}
         kernel = gemm_on_cuda(KernelBinding("gemm@1", (), ()), self.format)
-        return kernel.launches(Call(operands, {"epilogue": self.epilogue, "group": self.group}))
+        call = Call(operands, {"epilogue": self.epilogue, "group": self.group})
+        return tuple(wgmma_launches(FORMATS[self.format], call)) if self.wgmma else kernel.launches(call)
 
     def launch(self, tokens: int) -> Launch:
         (launch,) = (one for one in self.launches if one.low <= (2**30 if self.large else tokens) <= one.high)

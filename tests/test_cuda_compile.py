@@ -14,9 +14,9 @@ from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.cuda import Compiled, Instance, compile, compile_kernels
 from enginewright.builder.cuda.cubin import resources
 from enginewright.builder.cuda.kernel import Failed, Job
-from enginewright.builder.cuda.nvrtc import OPTIONS
 from enginewright.errors import EngineError, UsageError
 from enginewright.targets import SMS
+from tests.assembler import assembler_log
 from tests.tiny import tiny_checkpoint
 
 # What makes compilers write differently: names local to a file, and a header.
@@ -85,16 +85,8 @@ def made(sources: Path, cache: Path) -> dict[str, dict[Instance, Compiled]]:
 
 def reported(expression: str, sm: str) -> tuple[int, ...]:
     """What the assembler itself says: registers, stack and shared memory."""
-    from cuda.bindings import nvrtc
-
-    source = KERNEL.replace('#include "inner.cuh"', INNER).encode()
-    _, program = nvrtc.nvrtcCreateProgram(source, b"", 0, [], [])
-    nvrtc.nvrtcAddNameExpression(program, expression.encode())
-    options = [b"-arch=" + sm.encode(), b"--ptxas-options=-v", *(option.encode() for option in OPTIONS)]
-    assert nvrtc.nvrtcCompileProgram(program, len(options), options) == (0,)
-    log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])
-    nvrtc.nvrtcGetProgramLog(program, log)
-    found = [re.search(rf"(\d+) {what}", log.decode()) for what in ("registers", "bytes cumulative", "bytes smem")]
+    log = assembler_log(KERNEL.replace('#include "inner.cuh"', INNER), expression, sm)
+    found = [re.search(rf"(\d+) {what}", log) for what in ("registers", "bytes cumulative", "bytes smem")]
     return tuple(int(match[1]) if match else 0 for match in found)
 
 

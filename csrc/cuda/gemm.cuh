@@ -133,8 +133,8 @@ DEVICE void x_fragments(uint32_t (&r)[4], const uint8_t* x, int pair) {
 }
 
 // A thread's part in copying COUNT chunks of x into shared memory, [COUNT][tokens][X_ROW_BYTES]: 16 bytes of
-// each APARTth row; zeros for tokens and chunks that are not there.
-template <Gemm S, int COUNT>
+// each APARTth row, to where PLACE says; zeros for tokens and chunks that are not there.
+template <Gemm S, int COUNT, int (*PLACE)(int token, int granule) = x_place<S>>
 class CopyX {
   using Of = Shape<S>;
   static constexpr int GRANULES = Of::X_ROW_BYTES / 16, ROWS = COUNT * Of::TOKENS;
@@ -148,7 +148,7 @@ class CopyX {
     chunk_ = row / Of::TOKENS;
     tokens_ = tokens - first_token - token;
     from_ = x + (first_token + token) * STRIDE + chunk_ * Of::X_ROW_BYTES + granule * 16;
-    to_ = chunk_ * Of::TOKENS * Of::X_ROW_BYTES + x_place<S>(token, granule);
+    to_ = chunk_ * Of::TOKENS * Of::X_ROW_BYTES + PLACE(token, granule);
   }
 
   DEVICE void copy(uint8_t* stage, int chunk) const {

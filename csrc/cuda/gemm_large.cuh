@@ -31,7 +31,6 @@ struct GemmLarge {
   static constexpr int ZEROS_AT = SCALES_AT + SCALE_BYTES;
   static constexpr int X_SCALES_AT = ZEROS_AT + ZERO_BYTES;
   static constexpr int STAGE_BYTES = X_SCALES_AT + X_SCALE_BYTES;
-  static_assert(S.shared_bytes == S.stages * STAGE_BYTES);
 
   // 16 bytes of four rows in a line: the lines that lanes of a quarter of a warp read are in different banks.
   static DEVICE int place(int line, int rows) { return line * LINE_BYTES + (rows ^ (line & 2)) * 16; }
@@ -97,9 +96,9 @@ struct SharedWeights {
 
   DEVICE int block(int unit) const { return 2 * (first_unit + unit) + lane() / 16; }
   DEVICE int row() const { return lane() / 4 % 4 * 4; }
-  DEVICE Words4 load(int unit, int index) const {
-    return load16(stage + (block(unit) * Of::LINES + 4 * index) * LINE_BYTES +
-                  K::place(lane() % 4, row() / 4));
+  DEVICE Words4 load(int unit, int index) const { return line(unit, 4 * index, lane() % 4); }
+  DEVICE Words4 line(int unit, int first, int behind) const {  // first: a multiple of 4
+    return load16(stage + (block(unit) * Of::LINES + first) * LINE_BYTES + K::place(behind, row() / 4));
   }
   DEVICE const uint8_t* scales(int unit, int run) const {
     int at = (block(unit) * Of::RUNS + run) * K::SCALES + row() * Of::GROUP_SCALE_BYTES;
@@ -112,59 +111,33 @@ struct SharedWeights {
   }
 };
 
-// Grid: tiles of tokens in x, of features in y. Blocks that follow one another have the same weights and
-// TURN tiles of tokens, so that weights come from memory once and x stays in the cache.
+// A block's tile. Grid: tiles of tokens in x, of features in y. Blocks that follow one another have the same
+// weights and TURN tiles of tokens, so that weights come from memory once and x stays in the cache.
 template <Gemm S>
-KERNEL_OCCUPANCY(Shape<S>::THREADS, 1)
-gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const float* x_scale,
-           const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out) {
-  using Of = Shape<S>;
-  using K = GemmLarge<S>;
-  using Sum = sum_t<S>;
-  constexpr int TURN = 16;
-  uint8_t* shared = shared_memory<uint8_t>();
-  int tokens = count_of(S.rows, *sizes);
-  int index = block_y() * grid_x() + block_x(), begin = index / (TURN * grid_y()) * TURN;
-  int in_turn = grid_x() - begin < TURN ? grid_x() - begin : TURN;
-  int first_token = (begin + index % (TURN * grid_y()) % in_turn) * Of::TOKENS;
-  int first_feature = index % (TURN * grid_y()) / in_turn * Of::FEATURES;
-  if (first_token >= tokens) return;
-  int token_warp = warp() % S.token_warps * S.tiles * 8, unit_warp = warp() / S.token_warps * S.units;
+struct Tile {
+  static constexpr int TURN = 16;
+  int first_token, first_feature;
 
-  const CopyWeights<S> weights(first_feature / 16, weight, scale, zero);
-  const CopyX<S, 1> tokens_of(x, first_token, tokens);
-  auto copy = [&](int chunk, uint8_t* stage) {
-    if (chunk < Of::CHUNKS) {
-      weights.copy(stage, chunk);
-      tokens_of.copy(stage + K::X_AT, chunk);
-      if constexpr (S.x_groups())
-        copy_x_scales<S, 1>(reinterpret_cast<float*>(stage + K::X_SCALES_AT), x_scale, first_token, tokens,
-                            chunk);
-    }
-    commit_copies();
-  };
-  for (int i = 0; i < S.stages - 1; ++i) copy(i, shared + i * K::STAGE_BYTES);
-
-  Sum total[S.units][2][S.tiles][4] = {};
-  Stages<S, K::STAGE_BYTES> stages(shared);
-  for (int chunk = 0; chunk < Of::CHUNKS; ++chunk, stages.next()) {
-    wait_copies<S.stages - 2>();
-    sync_threads();  // everyone's copies are there, and nobody reads the stage before any more
-    copy(chunk + S.stages - 1, stages.before());
-    const uint8_t* stage = stages.now();
-    multiply_chunk<S>(total, SharedWeights<S>{stage, unit_warp},
-                      stage + K::X_AT + token_warp * Of::X_ROW_BYTES,
-                      reinterpret_cast<const float*>(stage + K::X_SCALES_AT) + token_warp);
+  static DEVICE Tile of_block() {
+    int index = block_y() * grid_x() + block_x(), begin = index / (TURN * grid_y()) * TURN;
+    int in_turn = grid_x() - begin < TURN ? grid_x() - begin : TURN;
+    return {(begin + index % (TURN * grid_y()) % in_turn) * Shape<S>::TOKENS,
+            index % (TURN * grid_y()) / in_turn * Shape<S>::FEATURES};
   }
+};
 
-  Finish<S> finish{x_scale, reinterpret_cast<const float*>(scale), bias, out};
+// What becomes of a warp's sums. first_token, first_feature: the warp's.
+template <Gemm S>
+DEVICE void finish_tile(const Finish<S>& finish, const sum_t<S> (&total)[S.units][2][S.tiles][4],
+                        int first_token, int first_feature, int tokens) {
+  using Sum = sum_t<S>;
   int g = lane() / 4, t = lane() % 4;
   UNROLL
   for (int unit = 0; unit < S.units; ++unit) {
-    int feature = first_feature + (unit_warp + unit) * 32;
+    int feature = first_feature + unit * 32;
     UNROLL
     for (int tile = 0; tile < S.tiles; ++tile) {
-      int token = first_token + token_warp + tile * 8 + 2 * t;
+      int token = first_token + tile * 8 + 2 * t;
       const auto& d = total[unit];
       const Sum sums[2][4] = {{d[0][tile][0], d[0][tile][2], d[1][tile][0], d[1][tile][2]},
                               {d[0][tile][1], d[0][tile][3], d[1][tile][1], d[1][tile][3]}};
@@ -188,6 +161,49 @@ gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const fl
       }
     }
   }
+}
+
+template <Gemm S>
+KERNEL_OCCUPANCY(Shape<S>::THREADS, 1)
+gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const float* x_scale,
+           const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out) {
+  using Of = Shape<S>;
+  using K = GemmLarge<S>;
+  static_assert(S.shared_bytes == S.stages * K::STAGE_BYTES);
+  uint8_t* shared = shared_memory<uint8_t>();
+  int tokens = count_of(S.rows, *sizes);
+  auto [first_token, first_feature] = Tile<S>::of_block();
+  if (first_token >= tokens) return;
+  int token_warp = warp() % S.token_warps * S.tiles * 8, unit_warp = warp() / S.token_warps * S.units;
+
+  const CopyWeights<S> weights(first_feature / 16, weight, scale, zero);
+  const CopyX<S, 1> tokens_of(x, first_token, tokens);
+  auto copy = [&](int chunk, uint8_t* stage) {
+    if (chunk < Of::CHUNKS) {
+      weights.copy(stage, chunk);
+      tokens_of.copy(stage + K::X_AT, chunk);
+      if constexpr (S.x_groups())
+        copy_x_scales<S, 1>(reinterpret_cast<float*>(stage + K::X_SCALES_AT), x_scale, first_token, tokens,
+                            chunk);
+    }
+    commit_copies();
+  };
+  for (int i = 0; i < S.stages - 1; ++i) copy(i, shared + i * K::STAGE_BYTES);
+
+  sum_t<S> total[S.units][2][S.tiles][4] = {};
+  Stages<S, K::STAGE_BYTES> stages(shared);
+  for (int chunk = 0; chunk < Of::CHUNKS; ++chunk, stages.next()) {
+    wait_copies<S.stages - 2>();
+    sync_threads();  // everyone's copies are there, and nobody reads the stage before any more
+    copy(chunk + S.stages - 1, stages.before());
+    const uint8_t* stage = stages.now();
+    multiply_chunk<S>(total, SharedWeights<S>{stage, unit_warp},
+                      stage + K::X_AT + token_warp * Of::X_ROW_BYTES,
+                      reinterpret_cast<const float*>(stage + K::X_SCALES_AT) + token_warp);
+  }
+
+  finish_tile<S>({x_scale, reinterpret_cast<const float*>(scale), bias, out}, total, first_token + token_warp,
+                 first_feature + unit_warp * 32, tokens);
 }
 
 }  // namespace enginewright

@@ -34,35 +34,40 @@ DEVICE uint32_t bf16_of_e2m1(uint32_t bytes, int step) {
   return fma_bf16(bits, 0x7f007f00u, BF16_NONE);
 }
 
-// A of two MMA steps for a unit, from a lane's loads of them. zeros: those of its four rows, a byte each.
+// Two numbers of a weight, out of a word that holds them: bytes 2 · pair and 2 · pair + 1, the lower or the
+// upper 4 bits of each; as they are where they are bf16, or 8 bits that are not expanded. zeros: of the
+// unit's four rows, a byte each.
+template <Gemm S>
+DEVICE uint32_t numbers_of(uint32_t word, int pair, int upper, uint32_t zeros, int row) {
+  if constexpr (S.format == Format::w8a16) return bf16_of_int8(low_bytes(word, pair));
+  if constexpr (S.format == Format::fp8a16) return bf16_of_e4m3(high_bytes(word, pair));
+  if constexpr (S.format == Format::w4a16) {
+    uint32_t minus = pick_bytes(zeros, 0xc3, 0x4040 | row | row << 8);
+    return bf16_of_u4(low_bytes(word, pair) >> (4 * upper), minus);
+  }
+  if constexpr (S.format == Format::mxfp4a16) return bf16_of_e2m1(low_bytes(word, pair), upper);
+  return word;
+}
+
+// Of the four rows that a load has.
+DEVICE uint32_t word_of(const Words4& w, int row) {
+  return row == 0 ? w.x : row == 1 ? w.y : row == 2 ? w.z : w.w;
+}
+
+// A of two MMA steps for a unit, from a lane's loads of them.
 template <Gemm S>
 DEVICE void weight_fragments(uint32_t (&a)[2][2][4], const Words4 (&loads)[Shape<S>::PAIR_LOADS],
                              uint32_t zeros) {
+  constexpr int LOADS = Shape<S>::PAIR_LOADS;
   UNROLL
   for (int row = 0; row < 4; ++row) {  // of tile row / 2, its fragment's row g, or g + 8
-    int tile = row / 2, at = row % 2;
-    auto word = [&](int load) {
-      const Words4& w = loads[load];
-      return row == 0 ? w.x : row == 1 ? w.y : row == 2 ? w.z : w.w;
-    };
     UNROLL
     for (int step = 0; step < 2; ++step) {
-      uint32_t (&fragment)[4] = a[step][tile];
       UNROLL
       for (int half = 0; half < 2; ++half) {
-        uint32_t& to = fragment[at + 2 * half];
-        if constexpr (S.format == Format::w8a16) {
-          to = bf16_of_int8(low_bytes(word(step), half));
-        } else if constexpr (S.format == Format::fp8a16) {
-          to = bf16_of_e4m3(high_bytes(word(step), half));
-        } else if constexpr (S.format == Format::w4a16) {
-          uint32_t minus = pick_bytes(zeros, 0xc3, 0x4040 | row | row << 8);
-          to = bf16_of_u4(low_bytes(word(0), half) >> (4 * step), minus);
-        } else if constexpr (S.format == Format::mxfp4a16) {
-          to = bf16_of_e2m1(low_bytes(word(0), half), step);
-        } else {
-          to = word(2 * step + half);
-        }
+        int load = LOADS == 4 ? 2 * step + half : LOADS == 2 ? step : 0;
+        a[step][row / 2][row % 2 + 2 * half] =
+            numbers_of<S>(word_of(loads[load], row), half, step, zeros, row);
       }
     }
   }
@@ -95,39 +100,40 @@ DEVICE void multiply(part_t<S> (&d)[4], const uint32_t (&a)[4], const uint32_t (
     mma_bf16(d, a, b);
 }
 
-// total += a run's sums times its scales, of the unit's rows and of the tile's tokens; part = 0.
+// What a run's sums are scaled by.
+struct RunScales {
+  float of_row[4] = {1.0f, 1.0f, 1.0f, 1.0f};  // of this lane in a unit
+  float of_token[2] = {1.0f, 1.0f};            // of this lane in a tile
+};
 template <Gemm S, class Weights>
-DEVICE void add_run(sum_t<S> (&total)[S.units][2][S.tiles][4], part_t<S> (&part)[S.units][2][4], int tile,
-                    int run, const Weights& weights, const float* x_scales) {
-  int t = lane() % 4;
+DEVICE RunScales run_scales(int unit, int tile, int run, const Weights& weights, const float* x_scales) {
+  RunScales scales;
+  if constexpr (S.weight_groups()) {
+    const uint8_t* of_rows = weights.scales(unit, run);
+    if constexpr (Shape<S>::GROUP_SCALE_BYTES == 2) {
+      Words2 words = *reinterpret_cast<const Words2*>(of_rows);
+      scales.of_row[0] = low_bf16(words.x), scales.of_row[1] = high_bf16(words.x);
+      scales.of_row[2] = low_bf16(words.y), scales.of_row[3] = high_bf16(words.y);
+    } else {
+      Words4 words = load16(of_rows);
+      scales.of_row[0] = float_of_bits(words.x), scales.of_row[1] = float_of_bits(words.y);
+      scales.of_row[2] = float_of_bits(words.z), scales.of_row[3] = float_of_bits(words.w);
+    }
+  }
+  if constexpr (S.x_groups()) {
+    int token = run * Shape<S>::TOKENS + tile * 8 + lane() % 4 * 2;
+    scales.of_token[0] = x_scales[token], scales.of_token[1] = x_scales[token + 1];
+  }
+  return scales;
+}
+
+// total += a run's sums times its scales, for half a unit and a tile.
+template <Gemm S>
+DEVICE void add_run(sum_t<S> (&total)[4], const part_t<S> (&part)[4], int half, const RunScales& scales) {
   UNROLL
-  for (int unit = 0; unit < S.units; ++unit) {
-    float of_row[4] = {1.0f, 1.0f, 1.0f, 1.0f}, of_token[2] = {1.0f, 1.0f};
-    if constexpr (S.weight_groups()) {
-      const uint8_t* of_rows = weights.scales(unit, run);
-      if constexpr (Shape<S>::GROUP_SCALE_BYTES == 2) {
-        Words2 words = *reinterpret_cast<const Words2*>(of_rows);
-        of_row[0] = low_bf16(words.x), of_row[1] = high_bf16(words.x);
-        of_row[2] = low_bf16(words.y), of_row[3] = high_bf16(words.y);
-      } else {
-        Words4 words = load16(of_rows);
-        of_row[0] = float_of_bits(words.x), of_row[1] = float_of_bits(words.y);
-        of_row[2] = float_of_bits(words.z), of_row[3] = float_of_bits(words.w);
-      }
-    }
-    if constexpr (S.x_groups()) {
-      of_token[0] = x_scales[run * Shape<S>::TOKENS + tile * 8 + 2 * t];
-      of_token[1] = x_scales[run * Shape<S>::TOKENS + tile * 8 + 2 * t + 1];
-    }
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-      UNROLL
-      for (int i = 0; i < 4; ++i) {
-        float& sum = total[unit][half][tile][i];
-        sum = fma(static_cast<float>(part[unit][half][i]), of_row[2 * half + i / 2] * of_token[i % 2], sum);
-        part[unit][half][i] = 0;
-      }
-    }
+  for (int i = 0; i < 4; ++i) {
+    float scale = scales.of_row[2 * half + i / 2] * scales.of_token[i % 2];
+    total[i] = fma(static_cast<float>(part[i]), scale, total[i]);
   }
 }
 
@@ -175,8 +181,18 @@ DEVICE void multiply_chunk(sum_t<S> (&total)[S.units][2][S.tiles][4], const Weig
           }
         }
         if constexpr (S.in_runs())
-          if ((step + 1) % RUN_STEPS == 0)
-            add_run<S>(total, part, tile, turn * TURN_RUNS + step / RUN_STEPS, weights, x_scales);
+          if ((step + 1) % RUN_STEPS == 0) {
+            UNROLL
+            for (int unit = 0; unit < S.units; ++unit) {
+              const RunScales scales =
+                  run_scales<S>(unit, tile, turn * TURN_RUNS + step / RUN_STEPS, weights, x_scales);
+              UNROLL
+              for (int half = 0; half < 2; ++half) {
+                add_run<S>(total[unit][half][tile], part[unit][half], half, scales);
+                for (part_t<S>& sum : part[unit][half]) sum = 0;
+              }
+            }
+          }
       }
     }
   }

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.cuda_gemm import WEIGHTS, Gemm, Problem, compiled, error
-from tests.emulated import SCHEDULES
+from tests.emulated import SCHEDULES, Kernels
 from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 TOKENS = (1, 2, 3, 7, 8, 9, 16, 17, 33, 65, 130)
 
 
-def shape(format: str, seed: int) -> Gemm:
+def shape(format: str, seed: int, wgmma: bool) -> Gemm:
     chance = random.Random(f"{format} {seed}")
     epilogue = chance.choice(("none", "none", "swiglu", "geglu"))
     grouped = format in ("w4a16", "mxfp4a16") or (format in ("fp8a16", "w8a8") and chance.random() < 0.5)
@@ -25,16 +25,21 @@ def shape(format: str, seed: int) -> Gemm:
         group=chance.choice((32, 64, 96, 128, 256)) if grouped else 0,
         zeros=format == "w4a16" and chance.random() < 0.5,
         to=chance.choice(("f32", "bf16")),
-        large=chance.random() < 0.3,
+        large=chance.random() < (0.5 if wgmma else 0.3),
+        wgmma=wgmma,
     )
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("format", WEIGHTS)
-def test_products_of_any_shape(format: str, seed: int) -> None:
-    gemm = shape(format, seed)
-    kernels = compiled([(gemm, tokens) for tokens in TOKENS])
-    for tokens in TOKENS:
+@pytest.mark.parametrize("wgmma", [False, True])
+def test_products_of_any_shape(wgmma: bool, format: str, seed: int) -> None:
+    if wgmma and not Kernels.are_for(90):
+        pytest.skip("wgmma is Hopper's alone, and this is another GPU")
+    gemm = shape(format, seed, wgmma)
+    counts = [tokens for tokens in TOKENS if gemm.large or not wgmma or tokens > 64]
+    kernels = compiled([(gemm, tokens) for tokens in counts], 90 if wgmma else 80)
+    for tokens in counts:
         problem = Problem(gemm, tokens, seed)
         result, expected = problem.run(kernels, "random", seed), problem.expected()
         assert error(result, expected) < (GEMM_F32 if gemm.to == "f32" else GEMM_BF16_OUT), (gemm, tokens)

@@ -1,0 +1,93 @@
+"""Hopper's matrix products for many tokens, in emulation, against float64; and what the assembler says of them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.assembler import assembler_log
+from tests.cuda_gemm import Gemm, Problem, compiled, error
+from tests.emulated import SCHEDULES, EmulationError, Kernels
+from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
+
+# Of all formats and epilogues, with one and two warpgroups; one chunk of K, and more than there are stages.
+BF16 = Gemm("bf16", 70, 600, bias=True, wgmma=True)
+W4A16 = Gemm("w4a16", 150, 330, bias=True, group=64, zeros=True, wgmma=True, large=True)
+W8A8 = Gemm("w8a8", 150, 600, bias=True, wgmma=True)
+CALLS = [
+    (BF16, 65),
+    (replace(BF16, large=True), 130),
+    (Gemm("bf16", 2 * 150, 70, "swiglu", bias=True, wgmma=True, large=True), 3),
+    (Gemm("bf16", 2 * 37, 30, "geglu", to="bf16", wgmma=True), 66),
+    (Gemm("w8a16", 2 * 70, 70, "geglu", to="bf16", wgmma=True), 65),
+    (Gemm("w8a16", 270, 200, bias=True, wgmma=True, large=True), 130),
+    (Gemm("fp8a16", 35, 530, wgmma=True), 66),  # three outputs behind the last four
+    (Gemm("fp8a16", 2 * 37, 330, "geglu", group=32, to="bf16", wgmma=True), 67),
+    (Gemm("fp8a16", 150, 330, bias=True, group=128, wgmma=True, large=True), 65),
+    (W4A16, 67),
+    (replace(W4A16, large=False), 66),
+    (Gemm("w4a16", 2 * 37, 600, "swiglu", group=32, bias=True, to="bf16", wgmma=True), 33),
+    (Gemm("mxfp4a16", 150, 330, group=32, bias=True, wgmma=True), 65),
+    (Gemm("mxfp4a16", 2 * 70, 130, "swiglu", group=32, wgmma=True, large=True), 66),
+    (W8A8, 130),
+    (Gemm("w8a8", 2 * 150, 330, "swiglu", group=32, to="bf16", wgmma=True, large=True), 65),
+    (Gemm("w8a8", 70, 600, group=128, wgmma=True), 65),
+]
+
+
+def _name(gemm: Gemm, tokens: int) -> str:
+    return f"{gemm.format}-{gemm.rows}x{gemm.columns}-{gemm.epilogue}-{gemm.group}-{tokens}"
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    if not Kernels.are_for(90):
+        pytest.skip("wgmma is Hopper's alone, and this is another GPU")
+    return compiled(CALLS, 90)
+
+
+@pytest.mark.parametrize(("gemm", "tokens"), CALLS, ids=[_name(*call) for call in CALLS])
+def test_products_are_those_of_the_packed_weights(kernels: Kernels, gemm: Gemm, tokens: int) -> None:
+    problem = Problem(gemm, tokens)
+    result = problem.run(kernels)
+    assert error(result, problem.expected()) < (GEMM_F32 if gemm.to == "f32" else GEMM_BF16_OUT)
+    for schedule in SCHEDULES[1:]:
+        assert torch.equal(problem.run(kernels, schedule), result), schedule
+
+
+def test_tiles_of_all_sizes_give_the_same_bits(kernels: Kernels) -> None:
+    for gemm in (BF16, W4A16):
+        other = replace(gemm, large=not gemm.large)
+        assert torch.equal(Problem(other, 65).run(kernels), Problem(gemm, 65).run(kernels))
+
+
+def test_integers_have_the_bits_of_other_kernels(kernels: Kernels) -> None:
+    other = replace(W8A8, wgmma=False)
+    assert torch.equal(Problem(W8A8, 130).run(kernels), Problem(other, 130).run(compiled([(other, 130)])))
+
+
+def test_each_barrier_fence_and_wait_is_missed(kernels: Kernels) -> None:
+    problems = [Problem(BF16, 65), Problem(W4A16, 67)]
+    whole = [problem.run(kernels) for problem in problems]
+    runs = [("forward", 0), ("reverse", 0), *(("random", seed) for seed in range(4))]
+
+    def missed(problem: Problem, result: torch.Tensor, run: tuple[str, int]) -> bool:
+        try:
+            return not torch.equal(problem.run(kernels, *run), result)
+        except EmulationError:
+            return True
+
+    assert len([site for site in kernels.sites if site.startswith("gemm_wgmma")]) in (0, 7)  # none on a GPU
+    for site in kernels.sites:
+        with kernels.without(site):
+            assert any(
+                missed(problem, result, run) for problem, result in zip(problems, whole, strict=True) for run in runs
+            ), f"nothing is missed without {site}"
+
+
+@pytest.mark.parametrize(("gemm", "tokens"), [CALLS[1], CALLS[2], CALLS[5], CALLS[9], CALLS[15]])
+def test_the_assembler_keeps_products_in_flight(gemm: Gemm, tokens: int) -> None:
+    """It says so where it makes them wait; and nothing is spilled."""
+    kernel = gemm.launch(tokens).kernel
+    log = assembler_log('#include "gemm_wgmma.cuh"\nusing namespace enginewright;\n', kernel, "sm_90a")
+    assert "0 bytes spill stores" in log and "(C" not in log
