@@ -280,25 +280,28 @@ def reported(tmp_path: Path, measure: Callable[[Report], None]) -> dict[str, dic
     return {figure.pop("name"): figure for figure in read_report(tmp_path / "report")}
 
 
-@pytest.mark.parametrize("names", [("bf16", "int4"), ("w8a8",)])
+@pytest.mark.parametrize(
+    ("names", "counts"), [(("bf16", "int4"), (1, 7)), (("w8a8",), (1, 7)), (("bf16", "bf16 wgmma"), (66,))]
+)
 def test_matrix_products_are_called_as_engines_call_them(
-    names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: tuple[str, ...], counts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = gemm.Shape("gate_up", 64, 128, gated=True, most=9)
-    monkeypatch.setattr(gemm, "TOKENS", (1, 7))
+    shape = gemm.Shape("gate_up", 64, 128, gated=True, most=counts[-1])
+    monkeypatch.setattr(gemm, "TOKENS", counts)
     monkeypatch.setattr(gemm, "SHAPES", [shape])
-    monkeypatch.setattr(gemm, "FORMATS", [format for format in gemm.FORMATS if format.name in names])
+    formats = [format for format in (*gemm.FORMATS, *gemm.HOPPER) if format.name in names]
     bench = EmulatedBench()
 
     def measure(report: Report) -> None:
-        ((prepared, calls),) = gemm.prepared(bench, report)
+        ((prepared, calls),) = gemm.prepared(bench, report, formats)
         gemm.measure(bench, report, ROOF, prepared, calls)
 
     found = reported(tmp_path, measure)
     for name in (*names, gemm.CUBLAS):
-        for tokens in (1, 7):
+        for tokens in counts:
             figure = found[f"gemm/gate_up/{tokens}/{name}"]
             assert "error" not in figure and figure["over cublas"] == 1.0 and figure["of the matmul roof"] > 0
+            assert ("over mma.sync" in figure) == name.endswith("wgmma")
 
 
 def test_a_wrong_product_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Matrix products of an 8B Llama's shapes in every format, beside cuBLAS and the roof."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 import torch
@@ -16,7 +16,8 @@ from enginewright.builder.cuda.triton_gemm import TILES, gemm_bf16
 from enginewright.builder.lower.pack import PackedForm
 from enginewright.errors import EngineError
 from enginewright.plan import Linear, Sizes
-from enginewright.plugins.kernel import Matrix
+from enginewright.plugins import gemm_cuda
+from enginewright.plugins.kernel import Call, Matrix
 
 TOKENS = (1, 8, 16, 64, 512, 4096)
 SAME = 2e-2  # error of bf16 results beside torch's, over the largest: both are rounded to bf16
@@ -45,13 +46,21 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Format:
-    """weight: dtype as packed. group: columns that a scale is for; 0 is a row's. x: dtype."""
+    """weight: dtype as packed. group: columns that a scale is for; 0 is a row's. x: dtype. beside: of the kernels that
+    engines have, where this is Hopper's wgmma instead, for many tokens.
+    """
 
     name: str
     op: str
     weight: str
     group: int = 0
     x: str = "bf16"
+    beside: str = ""
+
+    @property
+    def weights(self) -> str:
+        """The format whose weights it has."""
+        return self.beside or self.name
 
     def forms(self, shape: Shape) -> dict[str, PackedForm]:
         pairs = "_pairs" if shape.gated else ""
@@ -78,7 +87,12 @@ class Format:
             operands["x_scale"] = buffer("f32", 1)
         if self.op not in ("GemmBf16", "GemmW8A16"):
             attributes["group"] = self.group
-        return call_of(self.op, operands, **attributes)
+        call = call_of(self.op, operands, **attributes)
+        if not self.beside:
+            return call
+        format = gemm_cuda.FORMATS[self.op.removeprefix("Gemm").lower()]
+        launches = gemm_cuda.wgmma_launches(format, Call(call.matrices, attributes))
+        return replace(call, launches=tuple(launches), sources={"gemm_wgmma": "gemm_wgmma.cuh"})
 
 
 FORMATS = (
@@ -89,6 +103,7 @@ FORMATS = (
     Format("int4", "GemmW4A16", "u4", group=128),
     Format("mxfp4", "GemmMxfp4A16", "e2m1", group=32),
 )
+HOPPER = tuple(replace(format, name=f"{format.name} wgmma", beside=format.name) for format in FORMATS)
 
 
 def sizes_of(tokens: int) -> Sizes:
@@ -114,7 +129,7 @@ class Weights:
         return torch.randn(shape, dtype=torch.bfloat16, device=self.bench.at).mul_(self.shape.columns**-0.5)
 
     def packed(self, format: Format) -> list[Tensors]:
-        if format.name == "bf16":
+        if format.weights == "bf16":
             return [{"weight": r16(weight, self.shape.gated)} for weight in self.plain]
         forms = format.forms(self.shape)
         count = copies(self.bench, sum(form.nbytes for form in forms.values()), 4)
@@ -184,11 +199,12 @@ def of_triton(bench: GpuBench, shape: Shape, plain: list[torch.Tensor], x: torch
 
 def measure(bench: Bench, report: Report, roof: Roof, shape: Shape, calls: dict[Format, KernelCall]) -> None:
     weights = Weights(bench, shape)
-    packed = {format: weights.packed(format) for format in calls}
+    packed = {name: weights.packed(format) for name, format in {format.weights: format for format in calls}.items()}
     first: dict[str, torch.Tensor] = {}  # token 0 of each format, from the fewest tokens
     for tokens in (tokens for tokens in TOKENS if tokens <= shape.most):
         contestants: dict[str, Replay] = {}
         errors: dict[str, float] = {}
+        outs: dict[str, torch.Tensor] = {}
         torch.manual_seed(tokens)
         x = torch.randn(shape.most, shape.columns, dtype=torch.bfloat16, device=bench.at)[:tokens]
         for name, made in of_torch(bench, shape, weights.plain, x).items():
@@ -199,13 +215,18 @@ def measure(bench: Bench, report: Report, roof: Roof, shape: Shape, calls: dict[
         for format, call in calls.items():
             torch.manual_seed(0)
             operands = activations(call, shape.most, bench.at)
-            mine, shared = works(bench, call, packed[format], operands, tokens)
+            if not call.instances(sizes_of(tokens)):
+                continue
+            mine, shared = works(bench, call, packed[format.weights], operands, tokens)
             mine[0]()
             bench.device.synchronize()
-            columns = call.matrices["out"].columns
-            token = shared["out"][0, :columns].float()
-            reference = first.setdefault(format.name, token.clone())
-            errors[format.name] = float((token - reference).abs().max() / reference.abs().max())
+            outs[format.name] = shared["out"][:tokens, : call.matrices["out"].columns].float()
+            # All tokens, where another kernel has them too; else the first one.
+            found = outs[format.name] if format.beside in outs else outs[format.name][0]
+            reference = outs.get(format.beside)
+            if reference is None:
+                reference = first.setdefault(format.weights, found.clone())
+            errors[format.name] = float((found - reference).abs().max() / reference.abs().max())
             if format.name == "bf16":
                 errors["bf16"] = error(call, shape, operands["x"][:tokens], weights.plain[0], shared["out"])
             contestants[format.name] = bench.ours(mine)
@@ -227,6 +248,8 @@ def measure(bench: Bench, report: Report, roof: Roof, shape: Shape, calls: dict[
             }
             if SCALED_MM in seconds:
                 values["over cublas fp8"] = ratio(seconds[SCALED_MM], found)
+            if form is not None and form.beside in seconds:
+                values["over mma.sync"] = ratio(seconds[form.beside], found)
             if name in errors and not errors[name] < SAME:
                 values["error"] = f"it is off by {errors[name]:.2g} of the largest number"
             report.add(f"gemm/{shape.name}/{tokens}/{name}", **values)
@@ -241,9 +264,11 @@ def bytes_of(shape: Shape, format: Format | None, tokens: int) -> int:
     return weight + 2 * tokens * (shape.columns + out)
 
 
-def prepared(bench: Bench, report: Report) -> Iterator[tuple[Shape, dict[Format, KernelCall]]]:
+def prepared(
+    bench: Bench, report: Report, formats: Sequence[Format]
+) -> Iterator[tuple[Shape, dict[Format, KernelCall]]]:
     """Calls whose kernels compile, a shape; all of them are compiled at once if they do."""
-    calls = {(shape, format): format.call(shape) for shape in SHAPES for format in FORMATS}
+    calls = {(shape, format): format.call(shape) for shape in SHAPES for format in formats}
     kernels = {place: kernels_of(place[0], call) for place, call in calls.items()}
     try:
         bench.compile(kernel for some in kernels.values() for kernel in some)
@@ -255,7 +280,7 @@ def prepared(bench: Bench, report: Report) -> Iterator[tuple[Shape, dict[Format,
                 report.add(f"gemm/{shape.name}/{format.name}", error=str(problem)[:300])
                 del calls[shape, format]
     for shape in SHAPES:
-        yield shape, {format: calls[shape, format] for format in FORMATS if (shape, format) in calls}
+        yield shape, {format: calls[shape, format] for format in formats if (shape, format) in calls}
 
 
 def kernels_of(shape: Shape, call: KernelCall) -> list[Instance]:
@@ -269,6 +294,7 @@ def run(report: Report) -> None:
         bench.compile(triton_kernel(bench.sm, shape) for shape in SHAPES)
     except EngineError as problem:
         report.add(f"gemm/{TRITON}", error=str(problem)[:300])
-    for shape, calls in prepared(bench, report):
+    formats = (*FORMATS, *HOPPER) if bench.sm == "sm_90a" else FORMATS
+    for shape, calls in prepared(bench, report, formats):
         measure(bench, report, roof, shape, calls)
         torch.cuda.empty_cache()
