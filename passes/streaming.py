@@ -64,6 +64,7 @@ def stream(
     visit: Visit | None = None,
     threads: int = 1,
     round_for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    compute_of: Callable[[ir.Node], Compute] = compute_of,
 ) -> Streamed:
     """Compute texts, each from its first position.
 
@@ -72,6 +73,7 @@ def stream(
         texts: token ids. visit: called at every linear layer but the head.
         threads: that compute texts, each with one of torch's.
         round_for_head: what the head reads of its input.
+        compute_of: what computes a node.
 
     Raises:
         EngineError: a node is of an op that is not known here.

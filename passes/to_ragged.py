@@ -35,8 +35,12 @@ class ToRagged:
 
     def __call__(self, model: ir.Model) -> PassResult:
         stored = STORED[self.kv_dtype]
-        queries = ir.DataType.INT8 if stored == ir.DataType.INT8 and self.family == "cpu" else ir.DataType.BFLOAT16
-        return PassResult(_Switch(model, stored, queries).run())
+        return PassResult(_Switch(model, stored, query_dtype(stored, self.family)).run())
+
+
+def query_dtype(stored: ir.DataType, family: str) -> ir.DataType:
+    """What a family of targets makes of queries, which are BFLOAT16, for keys that are stored so."""
+    return ir.DataType.INT8 if stored == ir.DataType.INT8 and family == "cpu" else QUERY_DTYPE
 
 
 @dataclass

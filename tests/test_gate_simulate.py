@@ -1,25 +1,42 @@
 """What the gate says of targets that are not at hand: simulated arithmetic beside engines that run."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from enginewright.builder.assembly import assemble
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.gate import GateConfig
 from enginewright.builder.gate.layers import FileWeights
-from enginewright.builder.gate.simulate import blocks, simulate
+from enginewright.builder.gate.simulate import as_stored, blocks, simulate
 from enginewright.builder.progress import Silent
+from enginewright.passes.streaming import Streamed
+from enginewright.plugins.kv_write import STORED
+from enginewright.runtime.cuda.executor import CudaExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.goldens import GOLDENS, Goldens
 from enginewright.runtime.quality import QUALITY, QualityReport
 from enginewright.runtime.score import score
+from tests.emulated_device import device_for
 from tests.graphs import checkpoint_of, random_tokens, relative_error
+from tests.onnx_run import Array
+from tests.paged_kv import codes_of
+from tests.test_cuda_engine import built
 
 VOCAB = 307
+
+
+def difference(streamed: Streamed, texts: Sequence[Sequence[int]], actual: Sequence[Array]) -> float:
+    """relative_error of the text that is simulated worst."""
+    simulated = [
+        np.concatenate([part for n, _, part in blocks(streamed, texts, VOCAB) if n == text]) for text in (0, 1)
+    ]
+    return max(relative_error(one, other) for one, other in zip(simulated, actual, strict=True))
 
 
 @pytest.mark.parametrize("quant", ["bf16", "int8-wo", "w8a8", "int4-rtn", "mxfp4", "fp8"])
@@ -33,20 +50,51 @@ def test_the_simulation_is_what_the_cpu_computes(quant: str, tmp_path: Path) -> 
         actual = score(CpuExecutor(engine, RuntimeConfig(max_num_seqs=2)), texts)
         weights = FileWeights(engine, assembly.section_names)
         streamed = simulate(assembly.dense.clone(), config.method, "cpu", weights, texts)
-        simulated = [
-            np.concatenate([part for n, _, part in blocks(streamed, texts, VOCAB) if n == text]) for text in (0, 1)
-        ]
-    for one, other in zip(simulated, actual, strict=True):
-        assert relative_error(one, other) < 2e-3
+    assert difference(streamed, texts, actual) < 2e-3
 
 
-@pytest.mark.parametrize("quant", ["int8-wo", "int4-rtn"])
-def test_a_build_for_gpus_alone_is_measured(quant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
+def test_the_simulation_has_the_kv_cache_of_gpus(kv: str) -> None:
+    """Beside the engine on the emulated GPU: nearest with the cache that it has, and queries that stay as they are."""
+    path, _, kernels = built("llama", "bf16", kv)
+    texts = [random_tokens(n, seed=n).tolist() for n in (1, 37)]
+    config = BuildConfig(kv_cache_dtype=kv, gate=None)
+    assembly = assemble(checkpoint_of("llama"), config, Silent())
+    with Engine.open(path, "cuda") as engine:
+        weights = FileWeights(engine, assembly.section_names)
+        actual = score(CudaExecutor(engine, device_for(kernels), RuntimeConfig(max_num_seqs=2)), texts)
+
+        def away(family: str, dtype: str) -> float:
+            dense = assembly.dense.clone()
+            return difference(simulate(dense, config.method, family, weights, texts, kv_dtype=dtype), texts, actual)
+
+        own = engine.plan.kv_groups[0].dtype
+        nearest = away("cuda", own)
+        others = [away("cuda", dtype) for dtype in STORED if dtype != own]
+        if own == "i8":
+            others.append(away("cpu", own))
+    assert nearest < 3e-4 and 1.4 * nearest < min(others)
+
+
+@pytest.mark.parametrize("dtype", ["i8", "e4m3"])
+def test_keys_are_rounded_as_in_a_pool(dtype: str) -> None:
+    """To the last bit; one head is zeros, one holds too little to have a scale, one a NaN."""
+    x = torch.randn(997, 3, 29, generator=torch.Generator().manual_seed(0))
+    x[1, 1], x[2, 0], x[3, 2, 7] = 0.0, 1e-37, torch.nan
+    codes, scale = codes_of(x, dtype)
+    expected = codes.float() * scale
+    expected[2, 0] = 0.0
+    actual = as_stored(x.flatten(1), 3, STORED[dtype])
+    torch.testing.assert_close(actual, expected.flatten(1), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("quant", "kv"), [("int8-wo", "fp8"), ("int4-rtn", "bf16")])
+def test_a_build_for_gpus_alone_is_measured(quant: str, kv: str, tmp_path: Path) -> None:
     """Its goldens are those of an engine for the CPU, within what verify allows, and its report says what it is."""
     built = []
     for targets in (("cpu",), ("cuda:sm_80",), ("cpu", "cuda:sm_80")):
         path = tmp_path / f"{len(targets)}-{targets[0][:3]}.engine"
-        config = BuildConfig(quant=quant_config(quant), targets=targets, gate=GateConfig())
+        config = BuildConfig(quant=quant_config(quant), kv_cache_dtype=kv, targets=targets, gate=GateConfig())
         build_engine(checkpoint_of("qwen3"), config, path)
         with Engine.open(path, targets[0].partition(":")[0]) as engine:
             goldens = Goldens.from_json(engine.file.read_section(GOLDENS))
@@ -58,3 +106,5 @@ def test_a_build_for_gpus_alone_is_measured(quant: str, tmp_path: Path) -> None:
         assert max(abs(expected[token] - value) for token, value in other.top if token in expected) < 0.05
     assert simulated.measured is not None and simulated.measured.isa == "cuda, simulated" and not simulated.failed
     assert both.measured == report.measured and both.also == (simulated.measured,)
+    assert report.measured is not None and report.measured.whole.kl is not None
+    assert simulated.measured.whole.kl == pytest.approx(report.measured.whole.kl, rel=0.05)

@@ -82,7 +82,8 @@ def _measure(
         produced, ran_on = forced(executor, tokens), executor.isa
         full = measure_full(subject.source, engine, threads) if config.full else None
     else:
-        simulated = simulate(subject.dense.clone(), subject.quant, family, weights, tokens, threads)
+        kv_dtype = plan.kv_groups[0].dtype
+        simulated = simulate(subject.dense.clone(), subject.quant, family, weights, tokens, threads, kv_dtype)
         produced, ran_on = blocks(simulated, tokens, plan.vocab_size), f"{family}, simulated"
     found = compare(source, produced, tokens, threads)
     whole = distance(found)
@@ -90,8 +91,7 @@ def _measure(
     tokens = [text.tokens for text in short]
     layers = layer_errors(subject.dense.clone(), subject.quant, weights, tokens, threads, family)
     formats = [layer.method for layer in layers]
-    if family == CPU:  # elsewhere the KV cache is not simulated
-        formats += [FP8_KV for group in plan.kv_groups if group.dtype == "e4m3"]
+    formats += [FP8_KV for group in plan.kv_groups if group.dtype == "e4m3"]
     values: dict[str, float | None] = {"kl": whole.kl, "top1": whole.top1, "layer": layers[0].error}
     if whole.source_perplexity is not None:
         ratio = None if whole.perplexity is None else whole.perplexity / whole.source_perplexity

@@ -1,8 +1,7 @@
-"""What an engine computes on targets that are not at hand: its weights as the file holds them, and activations rounded
-as there, in the dense graph.
+"""What an engine computes on targets that are not at hand: its weights as the file holds them, and activations,
+queries, keys and values rounded as there, in the dense graph.
 
-The rest (attention, norms, the KV cache) is the source's, in fp32. What a KV cache of 8 bits costs is not in it: the
-same engine on a CPU says that.
+The rest (norms, the sums of attention) is the source's, in fp32.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,12 @@ from enginewright.passes.quant import QuantConfig
 from enginewright.passes.quant.method import stored
 from enginewright.passes.quant.quantize import table_methods
 from enginewright.passes.streaming import Instead, Streamed, stream
+from enginewright.passes.to_ragged import query_dtype
+from enginewright.passes.torch_ops import Compute, compute_of
 from enginewright.passes.weights import RowReader, RowsTensor, read, shape_of
+from enginewright.plugins.kv_write import STORED
+from enginewright.plugins.plugin import int_of
+from enginewright.plugins.quantize_rows import LARGEST_CODE, TINY
 
 BLOCK_ELEMENTS = 1 << 22  # of logits that are computed at once
 
@@ -30,12 +34,14 @@ def simulate(
     weights: FileWeights,
     texts: Sequence[Sequence[int]],
     threads: int = 1,
+    kv_dtype: str = "bf16",
 ) -> Streamed:
     """Texts as a family of targets computes them; the same by whatever number of threads.
 
     Args:
         dense: the graph that was quantized, as it was before. It is changed.
         weights: as the file holds them.
+        kv_dtype: what the KV cache holds, one of `STORED`.
     """
     methods = _methods(dense, quant)
     for weight, method in methods.items():
@@ -47,7 +53,8 @@ def simulate(
         return dict.fromkeys(range(len(inputs)), multiply)
 
     head = methods[head_of(dense).weight]
-    return stream(dense, texts, rounding, threads, lambda x: head.round_activations(x, family))
+    compute = _attending(STORED[kv_dtype], query_dtype(STORED[kv_dtype], family))
+    return stream(dense, texts, rounding, threads, lambda x: head.round_activations(x, family), compute)
 
 
 def blocks(streamed: Streamed, texts: Sequence[Sequence[int]], vocab_size: int) -> Iterator[tuple[int, int, NDArray]]:  # type: ignore[type-arg]
@@ -72,3 +79,35 @@ def _again(rows: RowReader) -> Callable[[], RowReader]:
 
 def _product(method: QuantConfig, family: str, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: F.linear(method.round_activations(x, family), weight)
+
+
+def _attending(stored: ir.DataType, queries: ir.DataType) -> Callable[[ir.Node], Compute]:
+    """What computes a node, where attention reads queries, keys and values as targets round them."""
+
+    def compute(node: ir.Node) -> Compute:
+        exact = compute_of(node)
+        if "kv_num_heads" not in node.attributes:
+            return exact
+        heads, kv_heads = int_of(node, "q_num_heads"), int_of(node, "kv_num_heads")
+
+        def attend(
+            node: ir.Node, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
+        ) -> tuple[torch.Tensor, ...]:
+            rounded = as_stored(q.bfloat16().float(), heads, queries)
+            return exact(node, rounded, as_stored(k, kv_heads, stored), as_stored(v, kv_heads, stored))
+
+        return attend
+
+    return compute
+
+
+def as_stored(x: torch.Tensor, heads: int, dtype: ir.DataType) -> torch.Tensor:
+    """[..., heads·D], rounded as the rows of a KV pool are: plugins/kv_write.py."""
+    if dtype == ir.DataType.BFLOAT16:
+        return x.bfloat16().float()
+    by_head, most = torch.unflatten(x, -1, (heads, -1)), LARGEST_CODE[dtype]
+    largest = by_head.abs().amax(-1, keepdim=True)
+    factor = torch.full_like(largest, most) / largest  # most / largest would be most * (1 / largest), rounded twice
+    codes = (by_head * torch.where(largest < TINY[dtype], 0.0, factor)).clamp_(-most, most)
+    codes = codes.round_() if dtype == ir.DataType.INT8 else codes.to(torch.float8_e4m3fn).float()
+    return (codes * (largest / most)).flatten(-2)
