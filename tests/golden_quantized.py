@@ -3,7 +3,10 @@
 Those libraries are no dependency of the tests: most want a torch of their own. Unpack their wheels (without
 dependencies) and run, with their folders on PYTHONPATH:
 
-    python tests/golden_quantized.py          compressed-tensors 0.20, AutoGPTQ 0.7.1, AutoAWQ 0.2.9
+    python tests/golden_quantized.py          compressed-tensors 0.20, AutoGPTQ 0.7.1, AutoAWQ 0.2.9, modelopt 0.47
+
+(modelopt imports omegaconf, antlr4-python3-runtime 4.9, pulp 3, scipy and nvidia-ml-py, too.) With names of libraries
+behind it (`modelopt`), only those are written anew.
 
 Of a case there is what a checkpoint stores, `<case>/<name>`, and what the library restores of it, `<case>/=`; the
 file's metadata has the quantization_config of each.
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 PATH = Path(__file__).with_suffix(".safetensors")
@@ -25,9 +29,9 @@ ROWS, COLUMNS = 32, 64
 Case = tuple[str, Mapping[str, Any], Mapping[str, torch.Tensor]]
 
 
-def weight(columns: int = COLUMNS) -> torch.Tensor:
+def weight(columns: int = COLUMNS, rows: int = ROWS) -> torch.Tensor:
     """Every eighth row is above 0, so that zero points at the end of their range are among them."""
-    values = torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(3)) * 0.1
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(3)) * 0.1
     values[::8] = values[::8].abs()
     return values
 
@@ -145,6 +149,52 @@ def auto_awq() -> Iterator[Case]:
     yield "awq/gemm", config, {**stored, "=": restored}
 
 
+def modelopt() -> Iterator[Case]:
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export.quant_utils import get_quant_config
+    from modelopt.torch.export.unified_export_hf import _export_quantized_weight
+    from modelopt.torch.quantization.qtensor import MXFP4QTensor, MXFP8QTensor, NVFP4QTensor
+
+    # What it restores on a CPU: weights as its own simulation has them, or what it has packed, unpacked.
+    packed = {"NVFP4_DEFAULT_CFG": (NVFP4QTensor, 16), "MXFP8_DEFAULT_CFG": (MXFP8QTensor, 32)}
+    packed |= {"MXFP4_DEFAULT_CFG": (MXFP4QTensor, 32), "W4A16_NVFP4_CFG": (NVFP4QTensor, 16)}
+    stored_names = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+    for name, rows, columns in (
+        ("FP8_DEFAULT_CFG", ROWS, COLUMNS),
+        ("FP8_PER_CHANNEL_PER_TOKEN_CFG", ROWS, COLUMNS),
+        ("FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", 130, 40),
+        ("INT4_BLOCKWISE_WEIGHT_ONLY_CFG", 16, 256),
+        ("INT4_AWQ_CFG", ROWS, 128),
+        ("INT8_WEIGHT_ONLY_CFG", ROWS, COLUMNS),
+        ("INT8_DEFAULT_CFG", ROWS, COLUMNS),
+        ("INT8_SMOOTHQUANT_CFG", ROWS, COLUMNS),
+        ("NVFP4_DEFAULT_CFG", ROWS, COLUMNS),
+        ("W4A16_NVFP4_CFG", ROWS, COLUMNS),
+        ("MXFP8_DEFAULT_CFG", ROWS, COLUMNS),
+        ("MXFP4_DEFAULT_CFG", ROWS, COLUMNS),
+    ):
+        model = torch.nn.Sequential(torch.nn.Linear(columns, rows, bias=False))
+        model[0].weight.data = weight(columns, rows)
+        x = torch.randn(16, columns, generator=torch.Generator().manual_seed(4)) * torch.linspace(0.1, 3, columns)
+        # On a CPU, FP4 and MXFP8 cannot be simulated; their scales are the weight's own.
+        mtq.quantize(model, getattr(mtq, name), None if name in packed else lambda model, x=x: model(x))
+        (layer,), config = model, get_quant_config(model)["quantization"]
+        if name not in packed:  # what it simulates has no ties, which its export may round the other way
+            layer.weight.data = layer.weight_quantizer(layer.weight)
+        restored = None if name in packed else layer.weight_quantizer(layer.weight)
+        inputs = getattr(layer.input_quantizer, "_pre_quant_scale", None)
+        _export_quantized_weight(layer, torch.bfloat16)
+        stored = {key: getattr(layer, key) for key in stored_names if hasattr(layer, key)}
+        if inputs is not None:
+            stored["pre_quant_scale"], restored = inputs.bfloat16(), restored * inputs.bfloat16().float()
+        if restored is None:
+            tensor, run = packed[name]
+            scales = {"scale": stored["weight_scale"], "double_scale": stored.get("weight_scale_2")}
+            unpack = tensor(torch.Size((rows, columns)), torch.float32, stored["weight"])
+            restored = unpack.dequantize(torch.float32, **scales, block_sizes={-1: run})
+        yield f"modelopt/{name}", {"quant_method": "modelopt", **config}, {**stored, "=": restored}
+
+
 def _bare(name: str) -> Any:
     """A module whose packages are not imported: they want more than is here."""
     *packages, _ = name.split(".")
@@ -161,9 +211,20 @@ def _bare(name: str) -> Any:
 
 
 def main() -> None:
+    makers = {"compressed-tensors": compressed_tensors, "gptq": auto_gptq, "awq": auto_awq, "modelopt": modelopt}
+    chosen = sys.argv[1:] or list(makers)
     tensors, configs = {}, {}
-    for make in (compressed_tensors, auto_gptq, auto_awq):
-        for name, config, stored in make():
+    if PATH.exists():
+        with safe_open(PATH, framework="pt") as file:
+            kept = [name for name in makers if name not in chosen]
+            configs = {
+                name: config
+                for name, config in json.loads(file.metadata()["configs"]).items()
+                if name.partition("/")[0] in kept
+            }
+            tensors = {key: file.get_tensor(key) for key in file.keys() if key.partition("/")[0] in kept}  # noqa: SIM118
+    for make in chosen:
+        for name, config, stored in makers[make]():
             configs[name] = config
             tensors |= {
                 f"{name}/{key}": value.detach().contiguous() for key, value in stored.items() if value is not None

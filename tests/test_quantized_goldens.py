@@ -102,6 +102,17 @@ def test_weights_are_what_their_producer_restores(name: str) -> None:
         ("gptq/2 bits, symmetric, 32", Int4Rtn(32)),
         ("gptq/8 bits, symmetric, -1", Int8Wo()),
         ("awq/gemm", Int4Rtn(32, zero_points=True)),
+        ("modelopt/FP8_DEFAULT_CFG", Fp8()),
+        ("modelopt/FP8_PER_CHANNEL_PER_TOKEN_CFG", Fp8()),
+        ("modelopt/FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", Fp8()),
+        ("modelopt/INT4_BLOCKWISE_WEIGHT_ONLY_CFG", Int4Rtn(128)),
+        ("modelopt/INT4_AWQ_CFG", None),
+        ("modelopt/INT8_WEIGHT_ONLY_CFG", Int8Wo()),
+        ("modelopt/INT8_DEFAULT_CFG", W8A8(0)),
+        ("modelopt/INT8_SMOOTHQUANT_CFG", None),
+        ("modelopt/NVFP4_DEFAULT_CFG", None),
+        ("modelopt/MXFP8_DEFAULT_CFG", None),
+        ("modelopt/MXFP4_DEFAULT_CFG", Mxfp4()),
     ],
 )
 def test_weights_keep_the_form_that_a_kernel_has(name: str, form: QuantConfig | None) -> None:

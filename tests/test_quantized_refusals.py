@@ -154,7 +154,7 @@ REFUSED: list[tuple[Mapping[str, Any], str, int]] = [
     ({**FP8, "activation_scheme": "block"}, "activation_scheme = 'block'", 3),
     ({**FP8, "weight_block_size": [128]}, r"weight_block_size is \[128\]", 1),
     ({**FP8, "expert_dtype": "fp4"}, "expert_dtype = 'fp4'", 3),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo = 'NVFP4_AWQ'", 3),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'", 3),
     ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo = 'MIXED_PRECISION'", 3),
     ({"quant_method": "mxfp4", "swizzled": True}, "swizzled = True", 3),
     (compressed("marlin-24", **WEIGHTS), "format = 'marlin-24'", 3),

@@ -52,6 +52,12 @@ def by_columns(read: Read, of: Callable[[torch.Tensor], torch.Tensor] | None = N
     return open
 
 
+def from_signed(values: Open, bits: int) -> Open:
+    """Codes of signed integers: half of the codes more."""
+    middle = 1 << bits - 1
+    return _mapped(values, lambda rows: (rows.to(torch.int16) + middle).to(torch.uint8))
+
+
 def integers(
     format: Format,
     name: str,

@@ -11,7 +11,7 @@ Integers are signed: (integer - zero) · scale. The layouts are those of compres
 import torch
 
 from enginewright.builder.checkpoint.quantized.bits import unpack, words_for
-from enginewright.builder.checkpoint.quantized.fit import Groups, Open, by_columns
+from enginewright.builder.checkpoint.quantized.fit import Groups, Open, by_columns, by_rows, from_signed
 from enginewright.builder.checkpoint.quantized.format import Format
 from enginewright.builder.checkpoint.quantized.fours import mxfp4_weight, nvfp4_weight
 from enginewright.builder.checkpoint.quantized.g_idx import integers_by_g_idx
@@ -101,14 +101,8 @@ class CompressedTensors(Format):
 
     def _integers(self, name: str, shape: tuple[int, ...], scheme: Scheme) -> RowsTensor:
         """INT8, whatever the number of bits."""
-        middle = 1 << scheme.weights.bits - 1
-        values = self.tensors.take(name, shape, dtypes=[torch.int8])
-
-        def codes() -> RowReader:
-            numbers = values()
-            return lambda begin, end: (numbers[begin:end].to(torch.int16) + middle).to(torch.uint8)
-
-        return self._fit(name, shape, scheme, codes)
+        values = by_rows(self.tensors.take(name, shape, dtypes=[torch.int8]))
+        return self._fit(name, shape, scheme, from_signed(values, scheme.weights.bits))
 
     def _packed_integers(self, name: str, shape: tuple[int, ...], scheme: Scheme) -> RowsTensor:
         (rows, columns), bits = shape, scheme.weights.bits

@@ -1,24 +1,40 @@
-"""Checkpoints of NVIDIA's modelopt: FP8 with one scale a weight, a row, or a block; integers of 4 bits; NVFP4.
+"""Checkpoints of NVIDIA's modelopt: FP8, integers of 8 and 4 bits, NVFP4, MXFP8 and MXFP4.
 
-Of a layer [N, K]: `weight` FLOAT8E4M3FN and `weight_scale`; or `weight` UINT8 [N / 2, K], two rows a byte, and
-`weight_scale` [N, K / group]; or `weight` UINT8 [N, K / 2], `weight_scale` FLOAT8E4M3FN [N, K / 16], and
-`weight_scale_2`, one factor of all scales. The layouts are those of modelopt's export/quant_utils.py.
+Of a layer [N, K], by its dtypes:
+    FLOAT8E4M3FN: `weight`, and `weight_scale` of all, of a row, of a block, or (UINT8) of 32 columns;
+    INT8: `weight` and `weight_scale` [N];
+    integers of 4 bits: `weight` UINT8 [N / 2, K], two rows a byte, and `weight_scale` [N, K / group];
+    FP4: `weight` UINT8 [N, K / 2], `weight_scale` [N, K / 16] with `weight_scale_2`, one factor of all scales, or UINT8
+    [N, K / 32].
+`pre_quant_scale` [K], if there is one, is what its input is multiplied by. The layouts are those of modelopt's
+export/quant_utils.py.
 """
 
 import torch
 
 from enginewright.builder.checkpoint.quantized.bits import nibbles
-from enginewright.builder.checkpoint.quantized.fit import integers
-from enginewright.builder.checkpoint.quantized.format import Format
-from enginewright.builder.checkpoint.quantized.fours import nvfp4_weight
+from enginewright.builder.checkpoint.quantized.fit import (
+    Groups,
+    Open,
+    by_rows,
+    from_signed,
+    integers,
+    restore_integers,
+    restored,
+)
+from enginewright.builder.checkpoint.quantized.format import FLOATS, Format
+from enginewright.builder.checkpoint.quantized.fours import MX_RUN, mxfp4_weight, nvfp4_weight
 from enginewright.builder.checkpoint.quantized.grids import fp8_weight, take_scales
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.tensors import Tensors
-from enginewright.errors import EngineError, UnsupportedModelError
+from enginewright.errors import EngineError
 from enginewright.passes.weights import RowReader, RowsTensor
 
 FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
-INT4, NVFP4 = ("W4A16_AWQ",), ("NVFP4", "W4A16_NVFP4")
+INT8_WEIGHTS, INT8 = "W8A16", "W8A8_SQ_PER_CHANNEL"
+INT4, NVFP4 = "W4A16_AWQ", ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ")
+MXFP8, MXFP4 = "MXFP8", "MXFP4"
+ALGORITHMS = (*FP8, INT8_WEIGHTS, INT8, INT4, *NVFP4, MXFP8, MXFP4)
 BLOCK = 128  # rows and columns of FP8_PB_WO's
 # What other keys say as well: `config_groups` repeats quant_algo, and the tensors tell what is excluded.
 HARMLESS = ("config_groups", "exclude_modules", "ignore", "kv_cache_quant_algo", "kv_cache_scheme", "producer")
@@ -26,9 +42,9 @@ LEFT_OVER = (".input_scale", ".k_scale", ".v_scale", "k_proj.output_scale", "v_p
 
 
 def open(config: ConfigReader, tensors: Tensors) -> Format:
-    algorithm = config.read(str, "quant_algo")
-    if algorithm not in (*FP8, *INT4, *NVFP4):
-        raise config.unsupported(f"quant_algo = {algorithm!r}", f"Implemented are {', '.join((*FP8, *INT4, *NVFP4))}.")
+    algorithm = config.read(str, "quant_algo").upper()  # it writes some in small letters
+    if algorithm not in ALGORITHMS:
+        raise config.unsupported(f"quant_algo = {algorithm!r}", f"Implemented are {', '.join(ALGORITHMS)}.")
     group = config.read_size("group_size", default=BLOCK)
     if config.read(bool, "has_zero_point", default=False):
         raise config.unsupported("has_zero_point = True")
@@ -44,28 +60,47 @@ class ModelOpt(Format):
 
     def weight(self, name: str, shape: tuple[int, ...]) -> RowsTensor | None:
         info, module = self.tensors.find(name), name.removesuffix(".weight")
-        if info is None or info.dtype not in (torch.float8_e4m3fn, torch.uint8):
+        if info is None or info.dtype not in (torch.float8_e4m3fn, torch.uint8, torch.int8):
             return None
-        if self.tensors.find(f"{module}.pre_quant_scale") is not None:
-            raise UnsupportedModelError(
-                f"{module}.pre_quant_scale is not implemented",
-                "activations would have to be multiplied by it",
-                "Export with scales that are folded into the layers before.",
-            )
-        if self._algorithm in NVFP4:
-            return nvfp4_weight(self, name, shape, name, f"{name}_scale_2", torch.mul)
-        if self._algorithm in INT4:
-            return self._int4(name, shape)
         if self.tensors.find(f"{module}.input_scale") is not None:
             self.note_static_activations()
-        if self._algorithm == "FP8_PB_WO":  # weights only
-            return fp8_weight(self, name, shape, f"{name}_scale", (self._group, self._group), "bf16")
-        return fp8_weight(self, name, shape, f"{name}_scale", None, "fp8")
+        if self.tensors.find(f"{module}.pre_quant_scale") is not None:
+            return self._with_input_scales(name, shape, f"{module}.pre_quant_scale")
+        return self._weight(name, shape)
 
     def means_nothing(self, name: str) -> bool:
         return name.endswith(LEFT_OVER)
 
-    def _int4(self, name: str, shape: tuple[int, ...]) -> RowsTensor:
+    def _weight(self, name: str, shape: tuple[int, ...]) -> RowsTensor:
+        algorithm, scales = self._algorithm, f"{name}_scale"
+        if algorithm in (INT8_WEIGHTS, INT8):
+            codes = from_signed(by_rows(self.tensors.take(name, shape, dtypes=[torch.int8])), 8)
+            groups = take_scales(self.tensors, scales, shape)
+            return integers(self, name, shape, 8, codes, groups, 0 if algorithm == INT8 else None)
+        if algorithm == INT4:
+            return integers(self, name, shape, 4, *self._int4(name, shape))
+        if algorithm in NVFP4:
+            return nvfp4_weight(self, name, shape, name, f"{name}_scale_2", torch.mul)
+        if algorithm == MXFP4:
+            return mxfp4_weight(self, name, shape, name, scales)
+        blocks = {"FP8_PB_WO": (self._group, self._group), MXFP8: (1, MX_RUN)}
+        activations = "bf16" if algorithm == "FP8_PB_WO" else "fp8"
+        return fp8_weight(self, name, shape, scales, blocks.get(algorithm), activations)
+
+    def _with_input_scales(self, name: str, shape: tuple[int, ...], scales: str) -> RowsTensor:
+        """A weight that takes the input as it comes: its columns are scaled in the input's place."""
+        self.note("weights whose input is scaled (pre_quant_scale), which no kernel does, are restored to bfloat16")
+        of_columns = self.tensors.take(scales, (shape[1],), dtypes=FLOATS)
+        int4 = self._algorithm == INT4  # which would round scales
+        unscaled = restore_integers(name, 4, *self._int4(name, shape)) if int4 else self._weight(name, shape).open
+
+        def open() -> RowReader:
+            read, factors = unscaled(), of_columns().float()
+            return lambda begin, end: read(begin, end) * factors
+
+        return restored(name, shape, open)
+
+    def _int4(self, name: str, shape: tuple[int, ...]) -> tuple[Open, Groups]:
         rows, columns = shape
         if rows % 2:
             raise EngineError(f"{name} cannot be used", f"its rows are stored in pairs, and it should have {rows}")
@@ -82,4 +117,4 @@ class ModelOpt(Format):
 
             return read
 
-        return integers(self, name, shape, 4, codes, scales)
+        return codes, scales
