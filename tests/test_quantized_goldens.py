@@ -104,7 +104,7 @@ def test_weights_are_what_their_producer_restores(name: str) -> None:
         ("awq/gemm", Int4Rtn(32, zero_points=True)),
         ("modelopt/FP8_DEFAULT_CFG", Fp8()),
         ("modelopt/FP8_PER_CHANNEL_PER_TOKEN_CFG", Fp8()),
-        ("modelopt/FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", Fp8()),
+        ("modelopt/FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", Fp8(fp8_activations="bf16")),
         ("modelopt/INT4_BLOCKWISE_WEIGHT_ONLY_CFG", Int4Rtn(128)),
         ("modelopt/INT4_AWQ_CFG", None),
         ("modelopt/INT8_WEIGHT_ONLY_CFG", Int8Wo()),
