@@ -281,7 +281,13 @@ def reported(tmp_path: Path, measure: Callable[[Report], None]) -> dict[str, dic
 
 
 @pytest.mark.parametrize(
-    ("names", "counts"), [(("bf16", "int4"), (1, 7)), (("w8a8",), (1, 7)), (("bf16", "bf16 wgmma"), (66,))]
+    ("names", "counts"),
+    [
+        (("bf16", "int4"), (1, 7)),
+        (("w8a8",), (1, 7)),
+        (("fp8a8", "fp8a8 blocks"), (1, 7)),
+        (("bf16", "bf16 wgmma"), (66,)),
+    ],
 )
 def test_matrix_products_are_called_as_engines_call_them(
     names: tuple[str, ...], counts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

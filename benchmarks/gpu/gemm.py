@@ -18,6 +18,7 @@ from enginewright.errors import EngineError
 from enginewright.plan import Linear, Sizes
 from enginewright.plugins import gemm_cuda
 from enginewright.plugins.kernel import Call, Matrix
+from enginewright.plugins.quantize_rows import groups_of
 
 TOKENS = (1, 8, 16, 64, 512, 4096)
 SAME = 2e-2  # error of bf16 results beside torch's, over the largest: both are rounded to bf16
@@ -66,8 +67,8 @@ class Format:
         pairs = "_pairs" if shape.gated else ""
         forms = {"weight": PackedForm(self.weight, (shape.features, shape.columns), f"r16{pairs}")}
         if self.group:
-            groups = (shape.features, -(-shape.columns // self.group))
-            forms["scale"] = PackedForm("bf16", groups, f"r16_columns{pairs}")
+            groups = (shape.features, groups_of(shape.columns, self.group))
+            forms["scale"] = PackedForm("f32" if self.weight == "e4m3" else "bf16", groups, f"r16_columns{pairs}")
         elif self.weight != "bf16":
             forms["scale"] = PackedForm("f32", (shape.features,), "plain")
         return forms
@@ -83,8 +84,8 @@ class Format:
             "epilogue": "swiglu" if shape.gated else "none",
             "to": int(ir.DataType.FLOAT if to == "f32" else ir.DataType.BFLOAT16),
         }
-        if self.x == "i8":
-            operands["x_scale"] = buffer("f32", 1)
+        if self.x != "bf16":
+            operands["x_scale"] = buffer("f32", groups_of(shape.columns, self.group))
         if self.op not in ("GemmBf16", "GemmW8A16"):
             attributes["group"] = self.group
         call = call_of(self.op, operands, **attributes)
@@ -100,6 +101,8 @@ FORMATS = (
     Format("int8", "GemmW8A16", "i8"),
     Format("fp8", "GemmFp8A16", "e4m3"),
     Format("w8a8", "GemmW8A8", "i8", x="i8"),
+    Format("fp8a8", "GemmFp8A8", "e4m3", x="e4m3"),
+    Format("fp8a8 blocks", "GemmFp8A8", "e4m3", group=128, x="e4m3"),
     Format("int4", "GemmW4A16", "u4", group=128),
     Format("mxfp4", "GemmMxfp4A16", "e2m1", group=32),
 )
