@@ -9,11 +9,13 @@ from functools import partial
 from math import gcd
 
 import onnx_ir as ir
+from msgspec import structs
 
 from enginewright.plan import Extent, Launch, Linear
 from enginewright.plugins import gemm
 from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
 from enginewright.plugins.plugin import dims_of, operand
+from enginewright.targets import PTX, SMS
 
 CHUNK = 64  # of K, as gemm.cuh has it
 WARP = 32
@@ -22,6 +24,9 @@ IN_FLIGHT_BYTES = 36 << 10  # of a block, at least, if it fits
 LARGE_STAGES = 4  # of gemm_large, if they fit
 HOPPER_BYTES = 227 << 10, 113 << 10  # of shared memory for a block, and for each of two on a multiprocessor
 MULTIPROCESSORS = 132  # of the GPU that tables are made for (H200); others have 84 to 188
+# Architectures whose code has gemm_wgmma in place of gemm_large. "sm_90a", the one that can, belongs here as soon as a
+# GPU has shown that it is right, and faster: `python -m benchmarks.gpu` compares.
+WGMMA_ON: tuple[str, ...] = ()
 ARGUMENTS = ("x", "weight", "x_scale", "scale", "zero", "bias", "out", "partial", "counters")
 
 
@@ -59,12 +64,18 @@ FORMATS = {
 def gemm_on_cuda(binding: KernelBinding, format: str) -> CudaKernel:
     """format: a name in FORMATS."""
     launches = partial(_launches, FORMATS[format])
-    kernel = binding.on_cuda(launches, gemm_small="gemm_small", gemm_large="gemm_large")
+    headers = {name: name for name in ("gemm_small", "gemm_large", "gemm_wgmma")}
+    kernel = binding.on_cuda(launches, **headers)
     return replace(kernel, scratch=partial(_partial, FORMATS[format]), counters=partial(_counters, FORMATS[format]))
 
 
 def _launches(format: Format, call: Call) -> tuple[Launch, ...]:
-    return (*_small_launches(format, call), *_large_launches(format, call))
+    small, large = _small_launches(format, call), _large_launches(format, call)
+    if WGMMA_ON:
+        others = tuple(architecture for architecture in (*SMS, PTX) if architecture not in WGMMA_ON)
+        large = [structs.replace(launch, architectures=others) for launch in large]
+        large += [structs.replace(launch, architectures=WGMMA_ON) for launch in wgmma_launches(format, call)]
+    return (*small, *large)
 
 
 @dataclass(frozen=True)
@@ -131,9 +142,8 @@ def _large_launches(format: Format, call: Call) -> list[Launch]:
 
 
 def wgmma_launches(format: Format, call: Call) -> list[Launch]:
-    """For code of sm_90a alone, in place of those of gemm_large: tiles of 128 features while larger ones are fewer than
-    multiprocessors, which has room for two of them; then of 256. No engine has them until a GPU has shown that they are
-    right, and faster: `python -m benchmarks.gpu` compares.
+    """In place of those of gemm_large, where WGMMA_ON says so: tiles of 128 features, of which a multiprocessor has
+    room for two, while larger ones are fewer than multiprocessors; then of 256.
     """
     tokens = 64 if _runs(call) else 128
     most_small = (MULTIPROCESSORS - 1) // _ceil(_of_16(call), 16) * tokens

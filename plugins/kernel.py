@@ -69,10 +69,13 @@ class Call:
 
 
 class Specialization(NamedTuple):
-    """A kernel with its constants. source: its header in csrc/cuda. expression: its C++ name there."""
+    """A kernel with its constants. source: its header in csrc/cuda. expression: its C++ name there. architectures: that
+    it is compiled for; () is all.
+    """
 
     source: str
     expression: str
+    architectures: tuple[str, ...] = ()
 
 
 # As C++ has them.

@@ -80,6 +80,7 @@ def open_executor(engine: Engine, config: RuntimeConfig) -> Executor:
 
     device = CudaDevice(int(config.device.partition(":")[2] or 0))
     archive = engine.code(device.capability)
+    engine.plan = engine.plan.for_code(engine.architecture(device.capability))
     device.code = lambda name: (bytes(archive.cubin(name)), archive.launches[name].symbol)
     executor = CudaExecutor(engine, device, config)
     executor.warm_up()

@@ -77,6 +77,14 @@ class Engine:
         """Fill a buffer with bytes of a packed weight from `begin` on, past the mapping; threads may do so at once."""
         self.file.read_into(f"{WEIGHTS}{name}", begin, buffer.data)
 
+    def architecture(self, capability: tuple[int, int]) -> str:
+        """Whose code a GPU of this compute capability runs.
+
+        Raises:
+            NoCodeForMachineError: the engine has none for it.
+        """
+        return choose_code(capability, architectures(self.manifest.targets), str(self.file.path))
+
     def code(self, capability: tuple[int, int]) -> CodeArchive:
         """The kernels for a GPU of this compute capability.
 
@@ -84,7 +92,7 @@ class Engine:
             NoCodeForMachineError: the engine has none.
             CorruptEngineError: they are damaged.
         """
-        section = f"{CODE}{choose_code(capability, architectures(self.manifest.targets), str(self.file.path))}"
+        section = f"{CODE}{self.architecture(capability)}"
         return read_code(self.file.section(section), section)
 
     @cached_property

@@ -71,7 +71,9 @@ class Gemm:
         operands |= {role: Matrix("", Linear(), 0, 0, 0) for role, there in roles.items() if there}
         kernel = gemm_on_cuda(KernelBinding("gemm@1", (), ()), self.format)
         call = Call(operands, {"epilogue": self.epilogue, "group": self.group})
-        return tuple(wgmma_launches(FORMATS[self.format], call)) if self.wgmma else kernel.launches(call)
+        if self.wgmma:
+            return tuple(wgmma_launches(FORMATS[self.format], call))
+        return tuple(launch for launch in kernel.launches(call) if not launch.kernel.startswith("gemm_wgmma"))
 
     def launch(self, tokens: int) -> Launch:
         (launch,) = (one for one in self.launches if one.low <= (2**30 if self.large else tokens) <= one.high)

@@ -75,7 +75,7 @@ class EmulatedDevice:
                 self.launches += 1
                 schedule, expression = next(self._schedules), specialization.expression
                 if kernel not in self._compiled:
-                    self._compiled[kernel] = EmulatedKernels([specialization], self._sm)
+                    self._compiled[kernel] = EmulatedKernels([specialization[:2]], self._sm)
                 self._compiled[kernel].launch(expression, grid, threads, shared_bytes, *addresses, schedule=schedule)
 
             if self._captured is None:
@@ -104,7 +104,7 @@ def device_for(kernels: Mapping[str, Specialization]) -> "EmulatedDevice | CudaD
         return EmulatedDevice(kernels)
     device = CudaDevice()
     architecture = choose_code(device.capability, SMS)
-    instances = {name: Instance(*kernel) for name, kernel in kernels.items()}
+    instances = {name: Instance(kernel.source, kernel.expression) for name, kernel in kernels.items()}
     made = compile_kernels(instances.values(), [architecture])[architecture]
     device.code = lambda name: (made[instances[name]].cubin, made[instances[name]].symbol)
     return device

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from kernel_resources import Kernel, excesses, kernels, table
+from kernel_resources import Kernel, compiled_for, excesses, kernels, table
 
-from enginewright.builder.cuda import Compiled, Instance, compile_kernels
+from enginewright.builder.cuda import Compiled, Instance
 from tests.tiny import tiny_checkpoint
 
 NARROW = Kernel(Instance("gemm.cuh", "gemm<Gemm{.columns = 64}>"), 128, 0)
@@ -54,7 +54,7 @@ def test_kernels_of_tiny_models_take_no_more_than_they_should(tmp_path: Path) ->
     for family in ("llama", "gemma3_text"):
         model = str(tiny_checkpoint(tmp_path / family, family))
         found = kernels(model, ["bf16"], ("cuda:sm_80", "cuda:sm_90a"))
-        made = compile_kernels([kernel.instance for kernel in found], ["sm_80", "sm_90a"])
+        made = compiled_for(found, ["sm_80", "sm_90a"])
         assert {kernel.function for kernel in found} >= {
             "embed",
             "gemm_small",

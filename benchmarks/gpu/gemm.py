@@ -90,7 +90,8 @@ class Format:
             attributes["group"] = self.group
         call = call_of(self.op, operands, **attributes)
         if not self.beside:
-            return call
+            others = [launch for launch in call.launches if not launch.kernel.startswith("gemm_wgmma")]
+            return replace(call, launches=tuple(others))
         format = gemm_cuda.FORMATS[self.op.removeprefix("Gemm").lower()]
         launches = gemm_cuda.wgmma_launches(format, Call(call.matrices, attributes))
         return replace(call, launches=tuple(launches), sources={"gemm_wgmma": "gemm_wgmma.cuh"})

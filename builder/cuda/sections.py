@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from enginewright.builder.cuda.compile import compile_kernels
+from enginewright.builder.cuda.compile import compile_each
 from enginewright.builder.cuda.kernel import Instance
 from enginewright.code import CODE, write_code
 from enginewright.plugins.kernel import Specialization
@@ -16,10 +16,17 @@ def code_sections(kernels: Mapping[str, Specialization], targets: Iterable[str])
         UsageError: the compiler is not installed.
         EngineError: a kernel does not compile.
     """
-    instances = {name: Instance(kernel.source, kernel.expression) for name, kernel in kernels.items()}
-    sms = architectures(targets)
-    compiled = compile_kernels(instances.values(), sms) if sms else {}
-    return {
-        f"{CODE}{sm}": write_code({name: (made[one].launch, made[one].cubin) for name, one in instances.items()})
-        for sm, made in compiled.items()
+    wanted = {
+        sm: {
+            name: Instance(kernel.source, kernel.expression)
+            for name, kernel in kernels.items()
+            if sm in (kernel.architectures or (sm,))
+        }
+        for sm in architectures(targets)
     }
+    made = compile_each([(sm, instance) for sm, instances in wanted.items() for instance in instances.values()])
+    archives = {
+        sm: {name: (made[sm, one].launch, made[sm, one].cubin) for name, one in instances.items()}
+        for sm, instances in wanted.items()
+    }
+    return {f"{CODE}{sm}": write_code(archive) for sm, archive in archives.items()}

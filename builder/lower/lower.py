@@ -220,7 +220,7 @@ class _Lowering:
         """The same launch by its kernel's name in the code: `rms_norm-`, and a hash of the specialization."""
         function = launch.kernel.partition("<")[0]
         name = f"{function}-{hashlib.sha256(launch.kernel.encode()).hexdigest()[:12]}"
-        self.kernels[name] = Specialization(sources[function], launch.kernel)
+        self.kernels[name] = Specialization(sources[function], launch.kernel, launch.architectures)
         return msgspec.structs.replace(launch, kernel=name)
 
     def _extra(self, dtype: str, rows: Linear, columns: int) -> BufferOperand:

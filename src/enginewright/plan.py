@@ -154,7 +154,7 @@ class Launch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     arguments: behind the step's sizes, the addresses of operands by role; of a KV operand, "kv.keys" and "kv.values"; a
     role that the step lacks is a null pointer. It runs where low ≤ rows ≤ high, so a step's launches may be a table by
-    shape.
+    shape. architectures: whose code has the kernel, and runs it; () is all.
     """
 
     kernel: str
@@ -165,6 +165,7 @@ class Launch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     rows: Linear = Linear(constant=1)
     low: int = 1
     high: int = 2**31 - 1
+    architectures: tuple[str, ...] = ()
 
     def runs(self, sizes: Sizes) -> bool:
         return self.low <= self.rows.at(sizes) <= self.high
@@ -262,6 +263,17 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         for size in slot_bytes:
             starts.append(starts[-1] + -(-size // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES)
         return [starts[buffer.slot] for buffer in self.buffers], starts[-1]
+
+    def for_code(self, architecture: str) -> "Plan":
+        """Without the launches that this architecture's code does not have."""
+        steps = tuple(
+            msgspec.structs.replace(
+                step,
+                launches=tuple(one for one in step.launches if architecture in (one.architectures or (architecture,))),
+            )
+            for step in self.steps
+        )
+        return msgspec.structs.replace(self, steps=steps)
 
     def launches(self) -> list[Launch]:
         """Of all steps, in order, and what draws from their logits."""
