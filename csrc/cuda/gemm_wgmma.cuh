@@ -28,6 +28,7 @@ struct GemmWgmma {
   static constexpr int STEPS = Of::X_ROW_BYTES / 32;     // of wgmma, in a chunk
   static constexpr int RUN_STEPS = STEPS / Of::RUNS;
   static_assert(S.shared_bytes == S.stages * STAGE_BYTES && GemmLarge<S>::X_AT % 1024 == 0 && S.stages >= 3);
+  static_assert(S.format != Format::fp8a8, "its sums in runs are not implemented with wgmma");
   static_assert(S.feature_warps % 4 == 0 && S.token_warps == 1 && S.units == 1 && STEPS % 2 == 0);
 };
 
