@@ -8,6 +8,7 @@ while core.has_work:
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,10 +21,11 @@ from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.prompt_cost import PromptCost
 from enginewright.runtime.prompts import check_prompt
-from enginewright.runtime.sampling import SampledToken, Sampler, SamplingParams, SamplingRequest, new_seed
+from enginewright.runtime.sampling import Drawing, SampledToken, Sampler, SamplingParams, SamplingRequest, new_seed
 from enginewright.runtime.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.stats import Stats
+from enginewright.runtime.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,7 @@ class EngineCore:
             cost=PromptCost(engine.plan).at,
         )
         self._answers: dict[TokenSequence, Answer] = {}
+        self._under_way: deque[tuple[StepPlan, Drawing]] = deque()
         self._num_steps = self._num_computed = self._num_generated = 0
 
     def close(self) -> None:
@@ -104,7 +107,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.num_unfinished > 0
+        return self._scheduler.num_unfinished > 0 or len(self._under_way) > 0
 
     def stats(self) -> Stats:
         """What is going on; its numbers may be a step apart from each other."""
@@ -166,24 +169,35 @@ class EngineCore:
         return told
 
     def step(self) -> list[tuple[Request, Delta]]:
-        """One step of all that was asked; what it added."""
+        """Begin one step of all that was asked, and end one; what that added.
+
+        A step ends at once, or, where the executor runs ahead, once the next one has begun.
+        """
         plan = self._scheduler.schedule()
-        if plan is None:
-            return []
-        sampled = self._sampler.sample(self.executor.run(plan), plan.requests)
+        if plan is not None:
+            self._under_way.append((plan, self._sampler.begin(self.executor.run(plan), plan.requests)))
+            if len(self._under_way) <= self.executor.steps_ahead:
+                return []
+        return self._end(*self._under_way.popleft()) if self._under_way else []
+
+    def _end(self, plan: StepPlan, drawing: Drawing) -> list[tuple[Request, Delta]]:
+        sampled = self._sampler.end(drawing)
         now = time.perf_counter()
         self._scheduler.commit(plan, sampled)
         self._num_steps += 1
         self._num_computed += plan.sizes.tokens
         told = []
         for part, token in zip(plan.drawing, sampled, strict=True):
-            answer = self._answers[part.sequence]
-            delta = self._take(answer, token)
+            answer = self._answers.get(part.sequence)
+            if answer is None:  # it has ended meanwhile
+                continue
+            delta, request = self._take(answer, token), answer.request
+            if request.first_token_s is None:
+                request.first_token_s = now - request.asked
             if answer.finished:
                 del self._answers[part.sequence]
-            request = answer.request
-            request.first_token_s = request.first_token_s or now - request.asked
-            request.total_s = now - request.asked if request.finished else None
+                if request.finished:
+                    request.total_s = now - request.asked
             told.append((request, delta))
         self._num_generated += len(told)
         return told
@@ -215,7 +229,9 @@ class EngineCore:
             text = answer.detokenizer.push(token.token)
         if reason is not None:
             text += answer.detokenizer.flush()
-        num_tokens = len(answer.sequence.token_ids) - answer.sequence.num_prompt_tokens
+        if not stops.stops:
+            return text
+        num_tokens = answer.sequence.num_known_tokens - answer.sequence.num_prompt_tokens
         if num_tokens <= answer.request.params.min_tokens:
             return text
         text = stops.push(text)

@@ -21,12 +21,14 @@ class Executor(Protocol):
     """An engine's plan with memory to run in.
 
     isa: the instruction set of the CPU that it runs on, or the architecture of the GPU. threads: of the CPU.
+    steps_ahead: 1 if a step may be run before the tokens of the one before are known, which it then finds by itself.
     """
 
     plan: Plan
     envelope: Envelope
     isa: str
     threads: int
+    steps_ahead: int
 
     def run(self, plan: StepPlan) -> Logits:
         """One step; its logits [logit_rows, vocab_size], which the next step overwrites."""

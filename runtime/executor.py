@@ -25,6 +25,8 @@ class CpuExecutor:
         CorruptEngineError: plan and weights do not fit together.
     """
 
+    steps_ahead = 0
+
     def __init__(self, engine: Engine, config: RuntimeConfig | None = None) -> None:
         config = config or RuntimeConfig()
         self.engine = engine

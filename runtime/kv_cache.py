@@ -33,7 +33,7 @@ class BlockKeys:
         """Keys of the first `num_blocks` blocks. Tokens only ever grow, so what was hashed once is kept."""
         while len(self._keys) < num_blocks:
             start = len(self._keys) * self._block_size
-            tokens = array("i", token_ids[start : start + self._block_size])
+            tokens = array("I", token_ids[start : start + self._block_size])  # not of those still being drawn, below 0
             self._keys.append(sha256((self._keys[-1] if self._keys else self._root) + tokens.tobytes()).digest())
         return self._keys[:num_blocks]
 
@@ -148,21 +148,20 @@ class KvCache:
         """
         return [self._extend(index, table, computed, length) for index, table in enumerate(tables)]
 
-    def store(self, tables: Sequence[BlockTable], keys: Sequence[bytes], *, proven: bool) -> None:
-        """The blocks of `keys`, the sequence's first ones, are written now.
-
-        Args:
-            proven: numbers came out of them, so that others may share them; until then they are nobody else's.
-        """
+    def tag(self, tables: Sequence[BlockTable], keys: Sequence[bytes]) -> None:
+        """The steps planned so far write the blocks of `keys`, the sequence's first ones."""
         for pool, table in zip(self._pools, tables, strict=True):
-            for place in range(table.num_tagged, len(keys)):
+            for place in range(max(table.num_tagged, table.dropped), len(keys)):
                 block = table.blocks[place]
                 table.unproven.append((block, pool.tag(block, keys[place])))
             table.num_tagged = max(table.num_tagged, len(keys))
-            if proven:
-                for block, tag in table.unproven:
-                    pool.publish(block, tag)
-                table.unproven.clear()
+
+    def publish(self, tables: Sequence[BlockTable]) -> None:
+        """Numbers came out of all that has a key, so others may share it; until then it is nobody else's."""
+        for pool, table in zip(self._pools, tables, strict=True):
+            for block, tag in table.unproven:
+                pool.publish(block, tag)
+            table.unproven.clear()
 
     def release(self, tables: Sequence[BlockTable]) -> None:
         """Take everything back. The ends of sequences are forgotten before their beginnings."""

@@ -6,8 +6,9 @@ request's parameters and history, and Philox(seed, choice, position), and on not
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ MAX_STOPS = 64
 MAX_BIASED_TOKENS = 1024
 MAX_PENALTY = 2.0  # frequency and presence, as in OpenAI's API
 MAX_BIAS = 100.0  # likewise
+BEING_DRAWN = -1  # in a history: the token that the row's logits come from, which only the device knows
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,9 @@ class SampledToken(NamedTuple):
     is_nan: bool = False
 
 
+_sampled: Callable[["Fields"], SampledToken] = partial(tuple.__new__, SampledToken)  # in half of its own time
+
+
 def new_seed() -> int:
     """For a request that names none; all its choices draw by the same."""
     return secrets.randbits(64)
@@ -138,6 +143,8 @@ def new_seed() -> int:
 
 class SamplingRequest:
     """One answer in the making: its parameters, and how often each token has occurred.
+
+    position: of the token that comes next, in the whole text; one may still be being drawn before it.
 
     Args:
         params: what the request asks for.
@@ -163,7 +170,7 @@ class SamplingRequest:
                 _require(token < vocab_size, name, f"names token {token}, and the vocabulary has {vocab_size}")
         self.params = params
         self.num_prompt_tokens = len(prompt)
-        self.num_output_tokens = 0
+        self.position = len(prompt)
         row = np.zeros(1, dtype=_cpu.SAMPLING_ROW)
         row["seed"] = next(one for one in (params.seed, seed, new_seed()) if one is not None) % 2**64
         row["choice"] = choice
@@ -181,9 +188,9 @@ class SamplingRequest:
             self._biases_at_first = _biases({**params.logit_bias, **dict.fromkeys(held_back, -math.inf)})
 
     @property
-    def position(self) -> int:
-        """Of the token that comes next, in the whole text."""
-        return self.num_prompt_tokens + self.num_output_tokens
+    def num_output_tokens(self) -> int:
+        """One that is being drawn is among them."""
+        return self.position - self.num_prompt_tokens
 
     @property
     def has_extras(self) -> bool:
@@ -192,7 +199,10 @@ class SamplingRequest:
 
     @property
     def history(self) -> npt.NDArray[np.void]:
-        """TOKEN_COUNT, each token of prompt and output once; empty if no penalty asks for it."""
+        """TOKEN_COUNT, each token of prompt and output once; empty if no penalty asks for it.
+
+        For one that is still being drawn, an entry more: BEING_DRAWN, which may be any of the others.
+        """
         return _NO_HISTORY if self._history is None else self._history.entries
 
     @property
@@ -200,31 +210,46 @@ class SamplingRequest:
         """TOKEN_BIAS, each token once."""
         return self._biases_at_first if self.num_output_tokens < self.params.min_tokens else self._biases
 
-    def append(self, token: int) -> None:
-        """The answer goes on with this token."""
-        self.num_output_tokens += 1
+    def begin(self) -> None:
+        """The answer goes on with a token that is being drawn."""
+        self.position += 1
         if self._history is not None:
-            self._history.append(token)
+            self._history.in_draw += 1
+
+    def end(self, token: int | None) -> None:
+        """It is this one, or none after all."""
+        self.position -= token is None
+        if self._history is not None:
+            self._history.in_draw -= 1
+            if token is not None:
+                self._history.append(token)
 
 
 class _History:
-    """Tokens seen so far, each once, and how often each is in the output."""
+    """Tokens seen so far, each once, and how often each is in the output. in_draw: 1 if one more is being drawn."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
         self._entries = np.zeros(2 * len(self._places) + 16, dtype=_cpu.TOKEN_COUNT)
         self._entries["token"][: len(self._places)] = list(self._places)
+        self.in_draw = 0
 
     @property
     def entries(self) -> npt.NDArray[np.void]:
-        return self._entries[: len(self._places)]
+        known = len(self._places)
+        if self.in_draw:
+            self._entries[known] = (BEING_DRAWN, 1)
+        return self._entries[: known + self.in_draw]
 
     def append(self, token: int) -> None:
-        place = self._places.setdefault(token, len(self._places))
-        if place == len(self._entries):
+        place = self._places.get(token)
+        if place is not None:
+            self._entries["count"][place] += 1
+            return
+        place = self._places[token] = len(self._places)
+        self._entries[place] = (token, 1)
+        if place + 1 == len(self._entries):  # there is always room for one more
             self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)])
-        self._entries["token"][place] = token
-        self._entries["count"][place] += 1
 
 
 def _biases(values: Mapping[int, float]) -> npt.NDArray[np.void]:
@@ -238,8 +263,9 @@ def _joined(arrays: Sequence[npt.NDArray[np.void]], dtype: np.dtype[np.void]) ->
 
 Fields = tuple[int, float | None, tuple[tuple[int, float], ...], bool]  # of SampledToken
 Entries = npt.NDArray[np.void]
-# See _cpu.sample. The first argument is what the same executor's `run` gives.
-Draw = Callable[[Any, Entries, Entries, Entries], list[Fields]]
+# See _cpu.sample. The first argument is what the same executor's `run` gives. What comes back may be read once, and may
+# be waited for until then.
+Draw = Callable[[Any, Entries, Entries, Entries], Iterable[Fields]]
 
 
 class Logits(Protocol):
@@ -250,6 +276,13 @@ class Logits(Protocol):
 
 _NO_HISTORY = np.zeros(0, dtype=_cpu.TOKEN_COUNT)
 _NO_BIASES = np.zeros(0, dtype=_cpu.TOKEN_BIAS)
+
+
+class Drawing(NamedTuple):
+    """Tokens on their way, one for each of these requests."""
+
+    batch: "_Batch"
+    rows: Iterable[Fields]
 
 
 class Sampler:
@@ -263,17 +296,27 @@ class Sampler:
         self._draw = draw
         self._batch = _Batch([])
 
-    def sample(self, logits: Logits, requests: Sequence[SamplingRequest]) -> list[SampledToken]:
-        """logits: [requests, vocab_size]. Requests whose row holds NaN are left as they were."""
-        if not requests:
-            return []
+    def begin(self, logits: Logits, requests: Sequence[SamplingRequest]) -> Drawing:
+        """logits: [requests, vocab_size]."""
         if self._batch.requests != requests:
             self._batch = _Batch(requests)
-        sampled = [SampledToken(*row) for row in self._draw(logits, *self._batch.arguments())]
-        for request, one in zip(requests, sampled, strict=True):
-            if not one.is_nan:
-                request.append(one.token)
+        rows = self._draw(logits, *self._batch.arguments()) if requests else ()
+        for request in requests:
+            request.begin()
+        return Drawing(self._batch, rows)
+
+    @staticmethod
+    def end(drawing: Drawing) -> list[SampledToken]:
+        """What was drawn. Requests whose row holds NaN are left as they were."""
+        sampled = list(map(_sampled, drawing.rows))
+        for request, one in zip(drawing.batch.requests, sampled, strict=True):
+            if drawing.batch.penalized or one.is_nan:
+                request.end(None if one.is_nan else one.token)
         return sampled
+
+    def sample(self, logits: Logits, requests: Sequence[SamplingRequest]) -> list[SampledToken]:
+        """Both."""
+        return self.end(self.begin(logits, requests))
 
 
 class _Batch:
@@ -284,6 +327,7 @@ class _Batch:
         self._rows = _joined([request.row for request in requests], _cpu.SAMPLING_ROW)
         self._positions = self._rows["position"]
         self._plain = not any(request.has_extras for request in requests)
+        self.penalized = any(request.params.penalized for request in requests)
 
     def arguments(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void], npt.NDArray[np.void]]:
         """rows, history and biases of `_cpu.sample`."""

@@ -3,6 +3,11 @@
 plan = scheduler.schedule()
 logits = executor.run(plan)
 scheduler.commit(plan, sampler.sample(logits, plan.requests))
+
+The next step may be planned before this one is committed, and no more than that. Its tokens are then those that this
+one draws, and all but the tokens themselves is known: what their keys and values take, and whether a sequence ends by
+its length. One that ends otherwise has computed a token for nothing. Steps are run in the order in which they are
+planned, so blocks may go to others at once: whoever had one before has written into it before.
 """
 
 from bisect import insort
@@ -84,17 +89,29 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing waits or runs."""
+        """The next step, or None if nothing waits or runs but what the step before ends."""
         self._admit()
         parts: list[Part] = []
-        for sequence in [one for one in self._running if one.num_pending_tokens == 1]:
-            # The ones that step back come later in this list, or are prompts: no part of this step.
-            if sequence.is_running and (not self._begins_block(sequence) or self._has_room(sequence)):
-                parts.append(Part(sequence, 1, 1))
+        decoding, reading = [], []
+        for sequence in self._running:
+            pending = len(sequence.token_ids) - sequence.num_computed_tokens
+            if pending > 1:
+                reading.append(sequence)
+            elif pending and not sequence.is_drawing_its_last:
+                decoding.append(sequence)
+        stride = self._cache.stride
+        for sequence in decoding:
+            # A decode takes a block where its token is the first of one. The ones that step back for it come later in
+            # this list, or are prompts: no part of this step.
+            first = sequence.num_computed_tokens
+            if first % stride or (sequence.is_running and self._has_room(sequence)):
+                parts.append(Part(sequence, first, 1, 1))
         num_decodes = len(parts)
         budget, rows = self._limits.tokens - num_decodes, self._limits.logit_rows - num_decodes
         chunk: float | None = self._chunk if parts else None
-        for sequence in [one for one in self._running if one.num_pending_tokens > 1]:
+        for sequence in reading:
+            if not sequence.is_running:
+                continue
             pending = sequence.num_pending_tokens
             count = min(pending, budget, rows) if sequence.every_logit else min(pending, budget)
             if chunk is not None:
@@ -105,50 +122,55 @@ class Scheduler:
             wanted = count if sequence.every_logit else int(count == pending)
             if count == 0 or wanted > rows:
                 continue
-            parts.append(Part(sequence, count, wanted))
+            parts.append(Part(sequence, sequence.num_computed_tokens, count, wanted))
             budget -= count
             rows -= wanted
         return self._plan(parts, num_decodes) if parts else None
 
     def commit(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> list[TokenSequence]:
         """Take up what a step drew, one token for each of `plan.requests`; the sequences that ended with it."""
-        for part in plan.parts:
-            part.sequence.num_computed_tokens += part.num_tokens
+        ended, stride = [], self._cache.stride
         for part, drawn in zip(plan.drawing, sampled, strict=True):
             sequence = part.sequence
-            if sequence.finish_reason is not None:  # by finish(), while the step was computed
+            if sequence.finish_reason is not None:  # by finish(), or by the step before
                 continue
             if drawn.is_nan:
-                sequence.finish_reason = "error"
+                ended.append((sequence, "error"))
                 continue
-            self._store(sequence, proven=True)
-            sequence.token_ids.append(drawn.token)
+            if sequence.num_known_tokens % stride == 0 or (sequence.is_running and sequence.tables[0].unproven):
+                self._share(part)
+            sequence.learn(drawn.token)
             if drawn.token in sequence.stop_token_ids:
-                sequence.finish_reason = "stop"
-            elif len(sequence.token_ids) >= sequence.max_tokens:
-                sequence.finish_reason = "length"
-        for part in plan.parts:
-            sequence = part.sequence
-            if sequence.request is None and sequence.num_pending_tokens == 0:
-                sequence.finish_reason = sequence.finish_reason or "length"
-            elif not part.num_logit_rows and sequence.is_running:
-                self._store(sequence, proven=False)
-        return self._retire()
+                ended.append((sequence, "stop"))
+            elif sequence.num_known_tokens >= sequence.max_tokens:
+                ended.append((sequence, "length"))
+        if len(plan.drawing) < len(plan.parts):
+            for part in plan.parts:
+                sequence = part.sequence
+                if sequence.request is None and part.end == len(sequence.token_ids) and sequence.finish_reason is None:
+                    ended.append((sequence, "length"))
+        for sequence, reason in ended:
+            self.finish(sequence, reason)
+        return [sequence for sequence, _ in ended]
 
     def finish(self, sequence: TokenSequence, reason: str) -> None:
-        """End a sequence now, wherever it is; its blocks are free again."""
-        sequence.finish_reason = sequence.finish_reason or reason
-        if sequence in self._waiting:
+        """End a sequence now, wherever it is; its blocks are free again. One that has ended stays as it is."""
+        if sequence.finish_reason is not None:
+            return
+        sequence.finish_reason = reason
+        del sequence.token_ids[sequence.num_known_tokens :], self._arrivals[sequence]
+        if sequence.is_running:
+            self._running.remove(sequence)
+            self._leave(sequence)
+        else:
             self._waiting.remove(sequence)
-            del self._arrivals[sequence]
             self._no_room = False
-        self._retire()
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._limits.sequences and not self._no_room:
             sequence = self._waiting[0]
             twin = sequence.twin_of
-            if twin is not None and twin.is_running and twin.num_computed_tokens < twin.num_prompt_tokens:
+            if twin is not None and twin.is_running and not self._has_begun(twin):
                 return  # in a few steps, it takes nothing but the answer
             keys = self._keys(sequence, len(sequence.token_ids) - 1)  # one token is left to give logits
             shared = self._cache.num_shared(keys)
@@ -189,9 +211,10 @@ class Scheduler:
         sequence.num_computed_tokens = computed
         return True
 
-    def _begins_block(self, sequence: TokenSequence) -> bool:
-        """Whether the next token is the first of a block, in some group; only then does a decode take one."""
-        return sequence.num_computed_tokens % self._cache.stride == 0
+    @staticmethod
+    def _has_begun(sequence: TokenSequence) -> bool:
+        """Whether its prompt is computed, and numbers came out of it."""
+        return min(sequence.num_computed_tokens, sequence.num_known_tokens - 1) >= sequence.num_prompt_tokens
 
     def _has_room(self, sequence: TokenSequence) -> bool:
         """Whether a sequence that decodes can go on; the latest arrivals step back for it, itself perhaps."""
@@ -206,19 +229,8 @@ class Scheduler:
                 return False
         return True
 
-    def _retire(self) -> list[TokenSequence]:
-        done = [sequence for sequence in self._running if sequence.finish_reason is not None]
-        if done:
-            self._running = [sequence for sequence in self._running if sequence.finish_reason is None]
-            for sequence in done:
-                self._leave(sequence)
-                del self._arrivals[sequence]
-        return done
-
     def _leave(self, sequence: TokenSequence) -> None:
-        for key in self._keys(sequence, len(sequence.token_ids)):
-            if self._being_written.get(key) is sequence:
-                del self._being_written[key]
+        self._is_written(sequence, self._keys(sequence, sequence.num_known_tokens))
         self._cache.release(sequence.tables)
         sequence.tables = []
         self._no_room = False
@@ -229,30 +241,39 @@ class Scheduler:
             return []
         return sequence.keys.of(sequence.token_ids, num_tokens // self._cache.block_size)
 
-    def _store(self, sequence: TokenSequence, *, proven: bool) -> None:
-        """Let others find the blocks that are full now."""
-        size = self._cache.block_size
-        if sequence.keys is None or size is None:
+    def _is_written(self, sequence: TokenSequence, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if self._being_written.get(key) is sequence:
+                del self._being_written[key]
+
+    def _share(self, part: Part) -> None:
+        """Let others find the blocks that are full behind a part which gave a token. No later one has tagged any."""
+        sequence, size = part.sequence, self._cache.block_size
+        if sequence.keys is None or size is None or not sequence.is_running:
             return
-        full = sequence.num_computed_tokens // size
-        if full == sequence.tables[0].num_tagged and not sequence.tables[0].unproven:
-            return
-        keys = self._keys(sequence, sequence.num_computed_tokens)
-        self._cache.store(sequence.tables, keys, proven=proven)
-        if proven:
-            for key in keys:
-                if self._being_written.get(key) is sequence:
-                    del self._being_written[key]
+        keys = self._keys(sequence, part.end)
+        self._cache.tag(sequence.tables, keys)
+        self._cache.publish(sequence.tables)
+        self._is_written(sequence, keys)
 
     def _plan(self, parts: list[Part], num_decodes: int) -> StepPlan:
         new_blocks: tuple[list[int], ...] = tuple([] for _ in self._copies)
         for index, part in enumerate(parts):
-            sequence, first = part.sequence, part.sequence.num_computed_tokens
-            if index < num_decodes and not self._begins_block(sequence):
+            sequence = part.sequence
+            if index < num_decodes and part.first % self._cache.stride:
                 continue
-            taken = self._cache.extend(sequence.tables, first, first + part.num_tokens)
+            taken = self._cache.extend(sequence.tables, part.first, part.end)
             for blocks, more in zip(new_blocks, taken, strict=True):
                 blocks += more
+            if index >= num_decodes:  # later, they may have fallen out of a window
+                self._cache.tag(sequence.tables, self._keys(sequence, part.end))
         sizes, inputs = self._packer.pack(parts, num_decodes, new_blocks)
         copies, self._copies = self._copies, tuple([] for _ in self._copies)
-        return StepPlan(tuple(parts), num_decodes, sizes, inputs, copies, new_blocks)
+        drawing: list[Part] = []
+        for part in parts:
+            sequence, first, count, wanted = part
+            sequence.num_computed_tokens = first + count
+            if wanted and sequence.request is not None:
+                sequence.draw(len(drawing))
+                drawing.append(part)
+        return StepPlan(tuple(parts), num_decodes, sizes, inputs, copies, new_blocks, tuple(drawing))

@@ -37,8 +37,8 @@ def forced(
     while (plan := scheduler.schedule()) is not None:
         logits, row = np.asarray(executor.run(plan)), 0
         for part in plan.parts:
-            begin = part.sequence.num_computed_tokens + part.num_tokens - part.num_logit_rows
             if part.num_logit_rows:
+                begin = part.end - part.num_logit_rows
                 yield index[id(part.sequence)], begin, logits[row : row + part.num_logit_rows]
             row += part.num_logit_rows
         scheduler.commit(plan, [])

@@ -10,14 +10,16 @@ from enginewright.runtime.sampling import SamplingRequest
 class TokenSequence:
     """A prompt and what was drawn after it.
 
-    token_ids: prompt, then output. max_tokens: of the whole. stop_token_ids: tokens that end it. request: how its
-    tokens are drawn; None draws none, and the sequence ends with its prompt. every_logit: a step gives logits for each
-    position, not for the last alone (and once more after a preemption). cache_salt: it shares KV blocks with sequences
-    of the same salt only. twin_of: another answer to the same prompt, added before this one; both share what the
-    prompt takes.
+    token_ids: prompt, then output; those below 0, at its end, are still being drawn: -1 - n is the n-th of a step's.
+    max_tokens: of the whole. stop_token_ids: tokens that end it. request: how its tokens are drawn; None draws none,
+    and the sequence ends with its prompt. every_logit: a step gives logits for each position, not for the last alone
+    (and once more after a preemption). cache_salt: it shares KV blocks with sequences of the same salt only. twin_of:
+    another answer to the same prompt, added before this one; both share what the prompt takes.
 
-    num_computed_tokens: those whose keys and values are in the KV cache. num_cached_tokens: prompt tokens that were
-    there when it was first admitted. finish_reason: "stop", "length", "error" or "abort".
+    num_known_tokens: all but those that are being drawn, one before another step is planned, and then two.
+    num_computed_tokens: those whose keys and values are in the KV cache, once the steps planned so far are done.
+    num_cached_tokens: prompt tokens that were there when it was first admitted. finish_reason: "stop", "length",
+    "error" or "abort".
     """
 
     token_ids: list[int]
@@ -28,6 +30,7 @@ class TokenSequence:
     every_logit: bool = False
     cache_salt: str = ""
     twin_of: "TokenSequence | None" = None
+    num_known_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
@@ -35,10 +38,27 @@ class TokenSequence:
     keys: BlockKeys | None = None
     finish_reason: str | None = None
 
+    def __post_init__(self) -> None:
+        self.num_known_tokens = len(self.token_ids)
+
     @property
     def num_pending_tokens(self) -> int:
         """Tokens whose keys and values are not in the cache yet."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_drawing_its_last(self) -> bool:
+        """Whatever token is being drawn, the sequence ends with it."""
+        return len(self.token_ids) >= self.max_tokens and self.token_ids[-1] < 0
+
+    def draw(self, place: int) -> None:
+        """The step that is planned draws a token, as its `place`-th."""
+        self.token_ids.append(-1 - place)
+
+    def learn(self, token: int) -> None:
+        """Of those that are being drawn, the first is this one."""
+        self.token_ids[self.num_known_tokens] = token
+        self.num_known_tokens += 1
 
     @property
     def is_running(self) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,11 +17,19 @@ Inputs = dict[str, NDArray[np.int32]]
 
 
 class Part(NamedTuple):
-    """The tokens of one sequence that a step computes. num_logit_rows: how many of them, from the end, give logits."""
+    """The tokens of one sequence that a step computes, from position `first` on.
+
+    num_logit_rows: how many of them, from the end, give logits.
+    """
 
     sequence: TokenSequence
+    first: int
     num_tokens: int
     num_logit_rows: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,10 @@ class StepPlan:
     """One step.
 
     num_decodes: the first parts, that go on by one token; the others are read in. inputs: int32 arrays by the names of
-    the plan's inputs (enginewright/plan.py), valid until the next step is planned. copies: (from, to), KV blocks, a
-    group, to copy before anything else happens. new_blocks: KV blocks, a group, that a sequence holds from this step
-    on. Zero them next: kernels read whole blocks, and whoever had one may have left NaN.
+    the plan's inputs (enginewright/plan.py), valid until the next step is planned. A token below 0 stands for one that
+    the step before draws: -1 - n is the n-th of those. copies: (from, to), KV blocks, a group, to copy before anything
+    else happens. new_blocks: KV blocks, a group, that a sequence holds from this step on. Zero them next: kernels read
+    whole blocks, and whoever had one may have left NaN. drawing: the parts whose sequences get a token.
     """
 
     parts: tuple[Part, ...]
@@ -41,16 +49,12 @@ class StepPlan:
     inputs: Inputs
     copies: tuple[list[tuple[int, int]], ...]
     new_blocks: tuple[list[int], ...]
-
-    @cached_property
-    def drawing(self) -> list[Part]:
-        """The parts whose sequences get a token."""
-        return [part for part in self.parts if part.num_logit_rows and part.sequence.request is not None]
+    drawing: tuple[Part, ...] = ()
 
     @property
     def requests(self) -> list[SamplingRequest]:
         """Of the sequences that get a token, in the order of their rows of logits."""
-        return [part.sequence.request for part in self.drawing if part.sequence.request is not None]
+        return [request for part in self.drawing if (request := part.sequence.request) is not None]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -65,7 +69,7 @@ class Packer:
         self._groups = tuple(groups)
         self._moving_names = ("positions", "kv_len", *(f"slots.{index}" for index in range(len(self._groups))))
         self._block_size = min(group.block_size for group in groups)  # of the widest block table
-        self._last: tuple[TokenSequence, ...] = ()  # of the last step, if it did nothing but decode
+        self._last: list[TokenSequence] = []  # of the last step, if it did nothing but decode
         self._inputs: Inputs = {}
         self._moving = np.empty((0, 0), np.int32)  # in a step of decodes: positions, kv_len, slots of each group
         self._sizes = Sizes(0, 0, 0, 0, 0)
@@ -77,7 +81,7 @@ class Packer:
         Args:
             new_blocks: what the tables have gained since the last step, a group.
         """
-        sequences = tuple(part.sequence for part in parts)
+        sequences = [part.sequence for part in parts]
         decodes = num_decodes == len(parts)
         if decodes and sequences == self._last:
             self._advance(sequences, new_blocks)
@@ -87,7 +91,7 @@ class Packer:
                 names = self._moving_names
                 self._moving = np.stack([self._inputs[name] for name in names])
                 self._inputs.update(zip(names, self._moving, strict=True))
-        self._last = sequences if decodes else ()
+        self._last = sequences if decodes else []
         return self._sizes, self._inputs
 
     def _widths(self) -> tuple[int, int]:
@@ -102,11 +106,9 @@ class Packer:
         rows: list[int] = []
         for index, part in enumerate(parts):
             sequence, here = part.sequence, slice(starts[index], starts[index + 1])
-            first = sequence.num_computed_tokens
-            end = first + part.num_tokens
-            tokens[here] = sequence.token_ids[first:end]
-            positions[here] = np.arange(first, end, dtype=np.int32)
-            kv_len[index] = end
+            tokens[here] = sequence.token_ids[part.first : part.end]
+            positions[here] = np.arange(part.first, part.end, dtype=np.int32)
+            kv_len[index] = part.end
             rows.extend(range(starts[index + 1] - part.num_logit_rows, starts[index + 1]))
         self._longest = int(kv_len.max())
         self._sizes = Sizes(starts[-1], len(parts), len(rows), *self._widths())

@@ -1,13 +1,14 @@
 """Sampling in numpy and float64, plain, with full sorts; and requests to try it with."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginewright import _cpu
-from enginewright.runtime.sampling import Draw, Fields, Sampler, SamplingParams, SamplingRequest
+from enginewright.runtime.sampling import BEING_DRAWN, Draw, Entries, Fields, Sampler, SamplingParams, SamplingRequest
 from tests.tolerances import LOGPROB, SAMPLING_BOUNDARY
 
 Floats = NDArray[np.float64]
@@ -68,6 +69,19 @@ def check_draw(token: int, chances: Floats, chance: float) -> None:
     assert chances[token] > 0, "a token that had been taken out"
     end = chances[: token + 1].sum()
     assert end - chances[token] - SAMPLING_BOUNDARY <= chance <= end + SAMPLING_BOUNDARY
+
+
+def with_newest(rows: Entries, history: Entries, newest: Sequence[int]) -> tuple[Entries, Entries]:
+    """Rows and histories in which each token that was being drawn has its name."""
+    rows, entries, begin = rows.copy(), list[tuple[int, int]](), 0
+    for index, (token, end) in enumerate(zip(newest, rows["history_end"].tolist(), strict=True)):
+        counts = dict(history[begin:end].tolist())
+        begin = end
+        if (more := counts.pop(BEING_DRAWN, 0)) > 0:
+            counts[token] = counts.get(token, 0) + more
+        entries += counts.items()
+        rows["history_end"][index] = len(entries)
+    return rows, np.array(entries, history.dtype)
 
 
 def same_draws(mine: list[Fields], others: list[Fields]) -> None:

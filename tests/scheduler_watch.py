@@ -2,8 +2,11 @@
 
 In place of keys and values, a slot of the KV pools here holds a number that stands for the tokens up to its position:
 two sequences may share it exactly if they have the same tokens so far, and the same salt.
+
+A step is computed, and its tokens are drawn, as soon as it is planned; the scheduler may hear of them a step later.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -52,7 +55,10 @@ def cost_at(position: int) -> float:
 
 
 class Watch:
-    """poisoned: sequences whose logits are NaN, from the first on; nobody may see what they have written."""
+    """poisoned: sequences whose logits are NaN, from the first on; nobody may see what they have written.
+
+    draw: of a sequence with these tokens. ahead: steps that may be planned and not committed when another is planned.
+    """
 
     def __init__(
         self,
@@ -62,7 +68,12 @@ class Watch:
         *,
         prefix_caching: bool = False,
         chunk: int | None = None,
+        ahead: int = 0,
     ) -> None:
+        self.draw: Callable[[Sequence[int]], int] = lambda _: 3
+        self.ahead = ahead
+        self.under_way: deque[tuple[StepPlan, list[SampledToken]]] = deque()
+        self.tokens: dict[TokenSequence, list[int]] = {}  # all that were drawn, and the prompt before them
         self.groups, self.limits, self.num_blocks = tuple(groups), limits, tuple(num_blocks)
         self.chunk = chunk
         envelope = Envelope(LONGEST, limits, self.num_blocks, 0, 0)
@@ -72,55 +83,73 @@ class Watch:
         self.poisoned: set[TokenSequence] = set()
         self.contents: dict[TokenSequence, list[int]] = {}
         self.rows: dict[TokenSequence, set[int]] = {}  # positions that have given logits
-        self.num_steps = self.num_computed = self.num_shared = 0
+        self.num_steps = self.num_computed = self.num_shared = self.num_wasted = 0
 
     def add(self, sequence: TokenSequence) -> None:
         bound = sum(one.max_tokens for one in self.alive) + sequence.max_tokens
-        self.alive[sequence] = self.num_steps + bound
+        self.alive[sequence] = self.num_steps + (1 + self.ahead) * bound
+        self.tokens[sequence] = list(sequence.token_ids)
         self.scheduler.add(sequence)
 
     def finish(self, sequence: TokenSequence) -> None:
         self.scheduler.finish(sequence, "abort")
         self.alive.pop(sequence, None)
 
+    def step(self) -> StepPlan | None:
+        """Plan one, and commit the one that is due."""
+        plan = self.schedule()
+        if plan is None or len(self.under_way) > self.ahead:
+            self.commit()
+        return plan
+
     def schedule(self) -> StepPlan | None:
         """The next step, checked, and computed."""
+        oldest = next(iter(self.alive), None)
+        if oldest is not None and (oldest.is_drawing_its_last or oldest.num_pending_tokens == 0):
+            oldest = None  # it ends with the step before
         plan = self.scheduler.schedule()
         if plan is None:
-            assert not self.alive, "a sequence was left behind"
+            assert oldest is None and (self.under_way or not self.alive), "a sequence was left behind"
             return None
         self.num_steps += 1
         self.num_computed += plan.sizes.tokens
         late = [sequence for sequence, bound in self.alive.items() if self.num_steps > bound]
         assert not late, "a sequence was starved"
-        oldest = next(iter(self.alive))
-        assert plan.parts and oldest in {part.sequence for part in plan.parts}, "the oldest stands still"
+        parts = {part.sequence for part in plan.parts}
+        assert parts and (oldest is None or oldest in parts), "the oldest stands still"
         if self.chunk is not None and plan.num_decodes:
             prompts = plan.parts[plan.num_decodes :]
-            cost = sum(part.num_tokens * cost_at(part.sequence.num_computed_tokens) for part in prompts)
+            cost = sum(part.num_tokens * cost_at(part.first) for part in prompts)
             assert cost <= self.chunk or plan.num_prompt_tokens == 1
         self._check_tokens(plan)
         for index in range(len(self.groups)):
             self._check_blocks(plan, index)
+        drawn = []
+        for part in plan.drawing:
+            failed, tokens = part.sequence in self.poisoned, self.tokens[part.sequence]
+            assert len(tokens) == part.end
+            drawn.append(SampledToken(0 if failed else self.draw(tokens), is_nan=failed))
+            tokens.append(drawn[-1].token)
+        self.under_way.append((plan, drawn))
         return plan
 
-    def commit(self, plan: StepPlan, draw: Callable[[TokenSequence], int]) -> None:
-        before = {part.sequence: len(part.sequence.token_ids) for part in plan.parts}
-        aborted = {part.sequence for part in plan.parts if part.sequence.finish_reason is not None}
-        drawn = [
-            SampledToken(0, is_nan=True) if part.sequence in self.poisoned else SampledToken(draw(part.sequence))
-            for part in plan.drawing
-        ]
+    def commit(self) -> None:
+        """Of the steps under way, the oldest."""
+        plan, drawn = self.under_way.popleft()
+        over = {part.sequence: part.sequence.finish_reason for part in plan.parts}
+        self.num_wasted += sum(reason is not None for reason in over.values())
         ended = self.scheduler.commit(plan, drawn)
         for part, token in zip(plan.drawing, drawn, strict=True):
-            sequence, new = part.sequence, part.sequence.token_ids[before[part.sequence] :]
-            if sequence in aborted:
-                assert new == [] and sequence.finish_reason == "abort"
+            sequence, whole = part.sequence, self.tokens[part.sequence]
+            known = sequence.token_ids[: sequence.num_known_tokens]
+            if over[sequence]:
+                assert sequence.finish_reason == over[sequence] and sequence not in ended
+                assert known == sequence.token_ids == whole[: len(known)] and len(known) <= part.end
             elif token.is_nan:
-                assert new == [] and sequence.finish_reason == "error" and sequence in ended
+                assert known == whole[: part.end] and sequence.finish_reason == "error" and sequence in ended
             else:
-                stopped, full = token.token == STOP, len(sequence.token_ids) == sequence.max_tokens
-                assert new == [token.token]
+                stopped, full = token.token == STOP, len(known) == sequence.max_tokens
+                assert known == whole[: part.end + 1] and known[-1] == token.token
                 assert sequence.finish_reason == ("stop" if stopped else "length" if full else None)
                 assert (sequence in ended) == (stopped or full)
         for sequence in ended:
@@ -141,7 +170,7 @@ class Watch:
         known = self.contents.setdefault(sequence, [])
         for position in range(len(known), length):
             before = known[-1] if known else (sequence.cache_salt, id(sequence) * (sequence in self.poisoned))
-            known.append(hash((before, sequence.token_ids[position])) & 0x7FFFFFFF)
+            known.append(hash((before, self.tokens[sequence][position])) & 0x7FFFFFFF)
         return known[:length]
 
     def _check_tokens(self, plan: StepPlan) -> None:
@@ -151,26 +180,36 @@ class Watch:
         assert sizes.tokens == sum(part.num_tokens for part in plan.parts) == len(inputs["tokens"])
         assert sizes.sequences == len(plan.parts) == len({part.sequence for part in plan.parts})
         assert all(part.num_tokens > 0 for part in plan.parts)
-        decoding = [part.sequence.num_pending_tokens == 1 for part in plan.parts]
+        assert all(part.end == part.sequence.num_computed_tokens for part in plan.parts)
+        lengths = [len(part.sequence.token_ids) - (part in plan.drawing) for part in plan.parts]  # before the step
+        decoding = [part.first + 1 == length for part, length in zip(plan.parts, lengths, strict=True)]
         assert decoding == sorted(decoding, reverse=True), "decodes go first"
         assert plan.num_decodes == sum(decoding)
         starts = inputs["query_start"].tolist()
         assert starts[0] == 0 and np.diff(starts).tolist() == [part.num_tokens for part in plan.parts]
         assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in inputs.values())
         rows: list[int] = []
-        for part, start, end in zip(plan.parts, starts, starts[1:], strict=False):
-            sequence, first = part.sequence, part.sequence.num_computed_tokens
-            last = first + part.num_tokens
+        for part, length, start, end in zip(plan.parts, lengths, starts, starts[1:], strict=False):
+            sequence, first, last = part.sequence, part.first, part.end
             assert sequence.finish_reason is None
             assert inputs["positions"][start:end].tolist() == list(range(first, last))
-            assert inputs["tokens"][start:end].tolist() == sequence.token_ids[first:last]
-            wanted = part.num_tokens if sequence.every_logit else int(last == len(sequence.token_ids))
+            tokens = [self._resolved(token, sequence) for token in inputs["tokens"][start:end].tolist()]
+            assert tokens == self.tokens[sequence][first:last]
+            wanted = part.num_tokens if sequence.every_logit else int(last == length)
             assert part.num_logit_rows == wanted
             rows += range(end - wanted, end)
             self.rows.setdefault(sequence, set()).update(range(last - wanted, last))
-        lengths = [part.sequence.num_computed_tokens + part.num_tokens for part in plan.parts]
+        ends = [part.end for part in plan.parts]
         assert inputs["logit_rows"].tolist() == rows and sizes.logit_rows == len(rows)
-        assert inputs["kv_len"].tolist() == lengths and sizes.kv_splits == -(-max(lengths) // SPLIT_TOKENS)
+        assert inputs["kv_len"].tolist() == ends and sizes.kv_splits == -(-max(ends) // SPLIT_TOKENS)
+
+    def _resolved(self, token: int, sequence: TokenSequence) -> int:
+        """An input token, also if the step before has drawn it."""
+        if token >= 0:
+            return token
+        plan, drawn = self.under_way[-1]
+        assert plan.drawing[-1 - token].sequence is sequence
+        return drawn[-1 - token].token
 
     def _check_blocks(self, plan: StepPlan, index: int) -> None:
         kv, pool, inputs = self.groups[index], self.pools[index], plan.inputs
@@ -187,13 +226,11 @@ class Watch:
             sequence, here = part.sequence, slots[start:end]
             written = set((here // kv.block_size).tolist())
             assert all(holders[block] == {sequence} for block in written), "a block of others is written into"
-            first = sequence.num_computed_tokens
-            pool[here] = self.content(sequence, first + part.num_tokens)[first:]
+            pool[here] = self.content(sequence, part.end)[part.first :]
         for row, part in enumerate(plan.parts):
-            first = part.sequence.num_computed_tokens
-            seen = np.arange(max(0, first - kv.window + 1) if kv.window else 0, first + part.num_tokens)
+            seen = np.arange(max(0, part.first - kv.window + 1) if kv.window else 0, part.end)
             read = pool[table[row, seen // kv.block_size] * kv.block_size + seen % kv.block_size]
-            expected = self.content(part.sequence, first + part.num_tokens)
+            expected = self.content(part.sequence, part.end)
             right = read.tolist() == [expected[n] for n in seen]
             assert right or part.sequence in self.poisoned, "what is read is not what was written"
 

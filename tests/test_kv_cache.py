@@ -122,7 +122,9 @@ def written(cache: KvCache, length: int, keys: list[bytes], *, proven: bool = Tr
     tables = opened(cache, length)
     for start in range(0, length, 4):
         cache.extend(tables, start, min(start + 4, length))
-        cache.store(tables, keys[: (start + 4) // 4], proven=proven)
+        cache.tag(tables, keys[: (start + 4) // 4])
+        if proven:
+            cache.publish(tables)
     return tables
 
 
@@ -150,8 +152,21 @@ def test_unproven_blocks_are_nobody_elses() -> None:
     cache.release(tables)
     assert cache.num_shared(keys) == 0 and cache.num_free == (20, 20)
     tables = written(cache, 12, keys, proven=False)
-    cache.store(tables, keys, proven=True)
+    cache.publish(tables)
     assert cache.num_shared(keys) == 3, "also what has fallen out of the window meanwhile"
+
+
+def test_what_has_fallen_out_of_a_window_untagged_is_not_found() -> None:
+    """A step may be planned, and drop the block, before the tokens that fill it are known."""
+    keys = BlockKeys(4).of(range(40), 2)
+    cache = KvCache([group(1)], [20], chunk=4)
+    tables = opened(cache, 12)
+    for start in (0, 4, 8):
+        cache.extend(tables, start, start + 4)
+    assert tables[0].dropped == 2
+    cache.tag(tables, keys)
+    cache.publish(tables)
+    assert not any(key in cache._pools[0] for key in keys) and not cache._pools[0]._tags
 
 
 def test_a_pool_takes_the_least_recently_used() -> None:

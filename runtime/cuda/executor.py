@@ -48,6 +48,8 @@ class CudaExecutor:
         CorruptEngineError: plan and code do not fit together.
     """
 
+    steps_ahead = 0
+
     def __init__(self, engine: Engine, device: Device, config: RuntimeConfig | None = None) -> None:
         config = config or RuntimeConfig()
         self.engine, self.plan, self.device = engine, engine.plan, device
