@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 
@@ -18,8 +19,9 @@ FREE_BYTES = 512 << 20
 
 
 class EmulatedDevice:
-    """kernels: the code of the engine, by name. What is captured is done when it is replayed, on the
-    memory as it is then.
+    """Does nothing before it is waited for: what it reads from the host's memory has to stay there as long.
+
+    kernels: the code of the engine, by name. What is captured is done when it is replayed, on the memory as it is then.
     """
 
     architecture = "emulated"
@@ -31,6 +33,9 @@ class EmulatedDevice:
         self._compiled: dict[str, EmulatedKernels] = {}  # as they are first launched: most are never
         self._memory: list[Bytes] = []
         self._captured: list[Callable[[], None]] | None = None
+        self._asked: deque[Callable[[], None]] = deque()  # and not done yet
+        self._num_asked = 0  # in all
+        self._events: list[int] = []  # what was asked for before each was recorded
         self._schedules = cycle(SCHEDULES)
         self.launches = 0
         self.replays = 0
@@ -47,21 +52,41 @@ class EmulatedDevice:
         pass
 
     def upload(self, address: int, data: Bytes) -> None:
-        ctypes.memmove(address, data.ctypes.data, data.nbytes)
+        self._ask(lambda: ctypes.memmove(address, data.ctypes.data, data.nbytes))
 
     def download(self, data: Bytes, address: int) -> None:
-        ctypes.memmove(data.ctypes.data, address, data.nbytes)
+        self._ask(lambda: ctypes.memmove(data.ctypes.data, address, data.nbytes))
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
-        ctypes.memmove(to, source, nbytes)
+        self._ask(lambda: ctypes.memmove(to, source, nbytes))
 
     def synchronize(self) -> None:
-        pass
+        self._do(self._num_asked)
+
+    def event(self) -> int:
+        self._events.append(0)
+        return len(self._events) - 1
+
+    def record(self, event: int) -> None:
+        self._events[event] = self._num_asked
+
+    def wait(self, event: int) -> None:
+        self._do(self._events[event])
+
+    def _ask(self, work: Callable[[], object]) -> None:
+        self._asked.append(work)
+        self._num_asked += 1
+
+    def _do(self, end: int) -> None:
+        """All that was asked for before `end`."""
+        while self._num_asked - len(self._asked) < end:
+            self._asked.popleft()()
 
     def bind(self) -> None:
         pass
 
     def close(self) -> None:
+        self._asked.clear()
         self._memory.clear()
 
     def launcher(
@@ -79,7 +104,7 @@ class EmulatedDevice:
                 self._compiled[kernel].launch(expression, grid, threads, shared_bytes, *addresses, schedule=schedule)
 
             if self._captured is None:
-                launch()
+                self._ask(launch)
             else:
                 self._captured.append(launch)
 
@@ -93,7 +118,7 @@ class EmulatedDevice:
         def replay() -> None:
             self.replays += 1
             for launch in captured:
-                launch()
+                self._ask(launch)
 
         return replay
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+from msgspec.structs import replace as replaced
+from numpy.typing import NDArray
 
 from enginewright import _cpu
 from enginewright.builder import assembly, build
@@ -18,7 +20,7 @@ from enginewright.builder.gate.layers import FileWeights
 from enginewright.builder.gate.simulate import simulate
 from enginewright.builder.progress import Silent
 from enginewright.engine_file import EngineFile
-from enginewright.errors import EngineError
+from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.plan import Sizes
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime import core
@@ -34,7 +36,7 @@ from tests import tolerances
 from tests.emulated_device import EmulatedDevice, device_for
 from tests.graphs import checkpoint_of, random_tokens, relative_error
 from tests.ragged import RaggedRun
-from tests.sampling_reference import same_draws
+from tests.sampling_reference import same_draws, with_newest
 
 TARGETS = ("cpu", "cuda:sm_80")
 LIMITS = RuntimeConfig(max_model_len=128, max_num_seqs=3, max_num_batched_tokens=64, max_logit_rows=64)
@@ -189,12 +191,21 @@ class Deltas:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.whole: list[Delta] = []
 
     def put(self, delta: Delta) -> None:
+        self.whole.append(delta)
         self.tokens += [one.token for one in delta.tokens]
 
     def fail(self, error: EngineError) -> None:
         raise error
+
+
+def downloaded(gpu: CudaExecutor, address: int, count: int) -> NDArray[np.int32]:
+    values = np.empty(count, np.int32)
+    gpu.device.download(values.view(np.uint8), address)
+    gpu.device.synchronize()
+    return values
 
 
 def test_tokens_are_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +218,11 @@ def test_tokens_are_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None
         draw = gpu.draw
 
         def checked(logits: DeviceLogits, rows: Entries, history: Entries, biases: Entries) -> list[Fields]:
-            mine = draw(logits, rows, history, biases)
+            mine = list(draw(logits, rows, history, biases))
             assert read == []
+            newest = downloaded(gpu, gpu._of_steps["known"], gpu.envelope.limits.tokens)
+            newest = newest[downloaded(gpu, gpu._inputs.addresses["logit_rows"], len(rows))]
+            rows, history = with_newest(rows, history, newest.tolist())
             same_draws(mine, _cpu.sample(np.asarray(logits), rows, history, biases))
             read.clear()
             steps.append(len(rows))
@@ -235,3 +249,45 @@ def test_tokens_are_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None
             for request, delta in running.step():
                 request.reader.put(delta)
     assert [len(one.tokens) for one in told] == [3, 4, 4] and sum(steps) == 11
+
+
+def test_running_ahead_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the next draw has to know of the token that it goes on from, or whether there will be one."""
+    path, _, kernels = built("llama", "bf16")
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=5, repetition_penalty=1.5, ignore_eos=True),
+        SamplingParams(seed=1, max_tokens=7, logprobs=2, frequency_penalty=1.0, ignore_eos=True),
+        SamplingParams(seed=2, max_tokens=9, min_tokens=3, stop_token_ids=tuple(range(60)), presence_penalty=1.0),
+        SamplingParams(seed=3, max_tokens=6, n=2, ignore_eos=True),
+    ]
+    lengths = (40, 6, 13, 5)  # the first takes several steps that draw nothing
+    limits, told = replace(LIMITS, max_num_batched_tokens=9), []
+    with EngineFile.open(path) as file:
+        engine, device = Engine(file, "cuda"), device_for(kernels)
+        for ahead in (0, 1):
+            gpu = CudaExecutor(engine, device, limits)
+            gpu.steps_ahead = ahead
+            monkeypatch.setattr(core, "open_executor", lambda engine, config, gpu=gpu: gpu)
+            running, readers, under_way = core.EngineCore(engine, limits), [Deltas() for _ in asked], 0
+            for length, params, reader in zip(lengths, asked, readers, strict=True):
+                running.add(running.request(random_tokens(length, seed=length).tolist(), params, reader))
+            while running.has_work:
+                for request, delta in running.step():
+                    request.reader.put(delta)
+                under_way = max(under_way, len(running._under_way))
+            assert under_way == ahead
+            told.append([sorted(reader.whole, key=lambda delta: delta.index) for reader in readers])
+    assert told[0] == told[1]
+
+
+def test_code_that_does_not_take_up_what_was_drawn_is_refused() -> None:
+    path, _, kernels = built("llama", "bf16")
+    with EngineFile.open(path) as file:
+        engine = Engine(file, "cuda")
+        steps = tuple(
+            replaced(step, launches=tuple(replaced(one, arguments=one.arguments[2:]) for one in step.launches))
+            for step in engine.plan.steps
+        )
+        engine.plan = replaced(engine.plan, steps=steps)
+        with pytest.raises(CorruptEngineError, match="Build it again"):
+            CudaExecutor(engine, device_for(kernels), LIMITS)

@@ -16,8 +16,16 @@ from enginewright.plan import Launch, Linear
 from enginewright.plugins.kernel import Matrix, Specialization
 from enginewright.plugins.sampling_cuda import SAMPLING_SOURCES, THREADS, sampling_launch
 from enginewright.runtime.cuda.device import Bytes
-from enginewright.runtime.cuda.sampling import DRAWN, FEWEST_ENTRIES, TOPS, DeviceSampler
-from enginewright.runtime.sampling import Entries, Fields, SampledToken, Sampler, SamplingParams, SamplingRequest
+from enginewright.runtime.cuda.sampling import DRAWN, TOPS, DeviceSampler, SamplerLimits
+from enginewright.runtime.sampling import (
+    Entries,
+    Fields,
+    SampledToken,
+    Sampler,
+    SamplingParams,
+    SamplingRequest,
+    _Batch,
+)
 from tests.emulated import SCHEDULES, EmulationError, Kernels
 from tests.emulated_device import EmulatedDevice
 from tests.sampling_reference import (
@@ -55,6 +63,7 @@ class Draws:
     def __init__(self, kernels: Kernels, size: tuple[int, int], allowed: NDArray[np.bool_] | None = None) -> None:
         self.kernels, self.launch, self.vocab = kernels, _launch(*size), size[0]
         self.schedules = itertools.cycle(SCHEDULES)
+        self.newest: list[int] | None = None  # a row's token that the host does not know, if some do not
         self.allowed = None
         if allowed is not None:
             whole = np.zeros((len(allowed), -(-self.vocab // 32) * 32), np.bool_)
@@ -69,6 +78,9 @@ class Draws:
         arena = np.full((count, _stride(self.vocab)), np.nan, np.float32)
         arena[:, : self.vocab] = logits
         before = arena.copy()
+        order = np.random.default_rng(count).permutation(count)
+        known = np.full(count, -7, np.int32)
+        known[order] = self.newest if self.newest is not None else -7
         entries = np.concatenate([history.view(np.int64), biases.view(np.int64), np.zeros(1, np.int64)])
         drawn, tops = np.full(count + 1, -7, np.int32).repeat(3), np.full((count + 1) * 40, -7, np.int32)
         operands = {
@@ -76,6 +88,8 @@ class Draws:
             "entries": entries,
             "saved": np.full(len(entries), np.nan, np.float32),
             "allowed": self.allowed,
+            "known": known,
+            "logit_rows": order.astype(np.int32),
             "logits": arena,
             "drawn": drawn,
             "tops": tops,
@@ -112,7 +126,8 @@ def both(draws: Draws, logits: NDArray[np.float32], params: list[SamplingParams]
             prompt = [token % draws.vocab for token in (3, 1, 4, 1, 5, index)]
             made.append(request(one, draws.vocab, prompt, choice=index, **more))
             for token in (2, 7, 1, 8, 2, 8):
-                made[-1].append(token % draws.vocab)
+                made[-1].begin()
+                made[-1].end(token % draws.vocab)
         return made
 
     return list(zip(Sampler(draws.draw).sample(logits, requests()), Sampler().sample(logits, requests()), strict=True))
@@ -303,14 +318,17 @@ class CountingDevice(EmulatedDevice):
 
 
 def test_one_copy_goes_there_and_one_comes_back() -> None:
-    """Of a few bytes a row; and histories may grow beyond what there is memory for at the start."""
+    """Of a few bytes a row; and all memory is taken at the start, for the longest histories and most biases."""
     vocab, threads = SMALL
     launch = _launch(vocab, threads)
     device = CountingDevice(Specialization(SAMPLING_SOURCES["sample_rows"], launch.kernel))
     most = len(MIXTURE) + 2
     logits_there, sizes_there = device.allocate(most * _stride(vocab) * 4), device.allocate(32)
     named = msgspec.structs.replace(launch, kernel="sample")
-    sampler = DeviceSampler(named, logits_there, sizes_there, most, device)
+    places = {"sizes": sizes_there, "logits": logits_there, "known": sizes_there, "logit_rows": sizes_there}
+    limits = SamplerLimits.of(most, length=2 * vocab, vocab=vocab, num_ends=2)
+    sampler = DeviceSampler(named, limits, places, device)
+    taken = len(device._memory)
 
     def draw(logits: Any, rows: Entries, history: Entries, biases: Entries) -> list[Fields]:
         arena = np.full((len(rows), _stride(vocab)), np.nan, np.float32)
@@ -318,7 +336,7 @@ def test_one_copy_goes_there_and_one_comes_back() -> None:
         device.upload(logits_there, arena.reshape(-1).view(np.uint8))
         device.upload(sizes_there, np.array([len(rows)] * 5, np.int32).view(np.uint8))
         device.copied_bytes.clear()
-        return sampler.draw(rows, history, biases)
+        return list(sampler.draw(rows, history, biases))
 
     logits, given = _mixture()
     same_draws(draw(logits, *given), _cpu.sample(logits, *given))
@@ -330,10 +348,36 @@ def test_one_copy_goes_there_and_one_comes_back() -> None:
     assert [one.is_nan for one in Sampler(draw).sample(broken, plain)] == [False, False, True, False]
     assert device.copied_bytes == [4 * _cpu.SAMPLING_ROW.itemsize, -4 * DRAWN.itemsize]
 
-    params = SamplingParams(seed=1, repetition_penalty=1.4, temperature=0.3, logprobs=0)
-    long = [[request(params, vocab, list(range(vocab))) for _ in range(6)] for _ in range(2)]
-    assert sum(len(one.history) for one in long[0]) > FEWEST_ENTRIES
-    for one, other in zip(
-        Sampler(draw).sample(logits[:6], long[0]), Sampler().sample(logits[:6], long[1]), strict=True
-    ):
+    biases = dict.fromkeys(range(1, vocab), 0.25)
+    params = SamplingParams(seed=1, repetition_penalty=1.4, temperature=0.3, logprobs=0, logit_bias=biases)
+    logits = np.concatenate([logits] * 2)[:most]
+    long = [[request(params, vocab, list(range(vocab))) for _ in range(most)] for _ in range(2)]
+    assert sum(len(one.history) + len(one.biases) for one in long[0]) >= limits.entries - 2 * most
+    for one, other in zip(Sampler(draw).sample(logits, long[0]), Sampler().sample(logits, long[1]), strict=True):
         assert one.token == other.token
+    assert len(device._memory) == taken
+
+
+def test_a_token_that_is_being_drawn_counts(kernels: Kernels) -> None:
+    """Whether the history has it or not: what is drawn next is the same as with its name."""
+    params = [
+        SamplingParams(seed=4, temperature=2.0, repetition_penalty=1.5, frequency_penalty=1.0, presence_penalty=-0.5),
+        SamplingParams(temperature=0.0, frequency_penalty=-2.0, logprobs=2),
+        SamplingParams(seed=4, top_k=5, presence_penalty=2.0, logit_bias={3: 4.0}),
+    ] * 3
+    draws, logits = Draws(kernels, TINY), logits_of(TINY[0], len(params), spread=0.5)
+    draws.newest = [1, 7, 9, 20, 36, 3, 0, 9, 2]
+    asked = [[request(one, TINY[0], [1, 7, 3]) for one in params] for _ in range(2)]
+    for late, known, newest in zip(*asked, draws.newest, strict=True):
+        for asked_for, tokens in ((late, [9]), (known, [9, newest])):
+            for token in tokens:
+                asked_for.begin()
+                asked_for.end(token)
+        late.begin()
+    with_name = Sampler().sample(logits, asked[1])
+    late = list(draws.draw(logits, *_Batch(asked[0]).arguments()))
+    assert [one.token for one in with_name] == [one[0] for one in late]
+    for one, other in zip(with_name, late, strict=True):
+        assert [token for token, _ in one.top_logprobs] == [token for token, _ in other[2]]
+    draws.newest = [2] * 9
+    assert [one.token for one in with_name] != [one[0] for one in draws.draw(logits, *_Batch(asked[0]).arguments())]

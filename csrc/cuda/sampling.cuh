@@ -17,32 +17,12 @@
 // and with log-probabilities one more; two, where biases, penalties or a grammar change the row.
 #pragma once
 
+#include "adjust.cuh"
 #include "chances.cuh"
+#include "drawn.cuh"
 #include "select.cuh"
 
 namespace enginewright {
-
-// The same bytes as csrc/cpu/sampling.h has them.
-struct SamplingRow {
-  uint64_t seed, position;
-  uint32_t choice;
-  int32_t top_k;
-  float temperature, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty;
-  int32_t logprobs, top_logprobs, history_end, bias_end;
-};
-struct TokenCount {
-  int32_t token, count;
-};
-struct TokenBias {
-  int32_t token;
-  float bias;
-};
-enum class RowStatus : int32_t { ok = 0, not_finite = 1, no_token = 2 };
-struct SampledRow {
-  int32_t token;
-  RowStatus status;
-  float logprob;
-};
 
 constexpr int MAX_TOP_LOGPROBS = 20;
 struct TopLogprobs {
@@ -299,49 +279,14 @@ DEVICE double log_probabilities(SamplingMemory<S.threads>& m, const SamplingRow&
   return log_total;
 }
 
-// Biases and penalties of a row. In place: what was there goes to `saved`, and comes back by `restore`.
-template <Sampling S>
-struct Adjustment {
-  const SamplingRow& row;
-  const TokenCount* history;
-  const TokenBias* biases;
-  float *saved_history, *saved_biases;
-  int num_history, num_biases;
-
-  DEVICE bool penalized() const {
-    return row.repetition_penalty != 1.0f || row.frequency_penalty != 0.0f || row.presence_penalty != 0.0f;
-  }
-  DEVICE void apply(float* x) const {
-    NO_UNROLL
-    for (int i = thread_index(); i < num_biases; i += S.threads) {
-      saved_biases[i] = x[biases[i].token];
-      x[biases[i].token] += biases[i].bias;
-    }
-    sync_threads();
-    NO_UNROLL
-    for (int i = thread_index(); i < num_history; i += S.threads) {
-      auto [token, count] = history[i];
-      float value = saved_history[i] = x[token];
-      value = value > 0.0f ? divide(value, row.repetition_penalty) : value * row.repetition_penalty;
-      value -= row.frequency_penalty * static_cast<float>(count);
-      x[token] = value - (count > 0 ? row.presence_penalty : 0.0f);
-    }
-    sync_threads();
-  }
-  DEVICE void restore(float* x) const {
-    for (int i = thread_index(); i < num_history; i += S.threads) x[history[i].token] = saved_history[i];
-    sync_threads();
-    for (int i = thread_index(); i < num_biases; i += S.threads) x[biases[i].token] = saved_biases[i];
-    sync_threads();
-  }
-};
-
 // A block a row. entries: of all rows, the tokens of their histories, and behind them their TokenBias; saved:
-// a float for each of both. allowed: a bit for each token of a row, in words, or null.
+// a float for each of both. allowed: a bit for each token of a row, in words, or null. known: the step's
+// tokens.
 template <Sampling S>
 KERNEL_OCCUPANCY(S.threads, 1)
 sample_rows(const Sizes* sizes, const SamplingRow* rows, const TokenCount* entries, float* saved,
-            const uint32_t* allowed, float* logits, SampledRow* drawn, TopLogprobs* tops) {
+            const uint32_t* allowed, const int32_t* known, const int32_t* logit_rows, float* logits,
+            SampledRow* drawn, TopLogprobs* tops) {
   static_assert(S.vocab <= 1 << (63 - MASS_BITS), "sums of weights need more than 64 bits");
   int index = block_x(), count = sizes->logit_rows;
   if (index >= count) return;
@@ -351,14 +296,15 @@ sample_rows(const Sizes* sizes, const SamplingRow* rows, const TokenCount* entri
   int history_begin = index ? rows[index - 1].history_end : 0;
   int bias_begin = index ? rows[index - 1].bias_end : 0;
   int biases = rows[count - 1].history_end;  // where they begin
-  Adjustment<S> adjustment = {row,
-                              entries + history_begin,
-                              reinterpret_cast<const TokenBias*>(entries + biases) + bias_begin,
-                              saved + history_begin,
-                              saved + biases + bias_begin,
-                              row.history_end - history_begin,
-                              row.bias_end - bias_begin};
+  Adjustment<S.threads> adjustment = {row,
+                                      entries + history_begin,
+                                      reinterpret_cast<const TokenBias*>(entries + biases) + bias_begin,
+                                      saved + history_begin,
+                                      saved + biases + bias_begin,
+                                      row.history_end - history_begin,
+                                      row.bias_end - bias_begin};
   if (!adjustment.penalized()) adjustment.num_history = 0;
+  adjustment.resolve(m.select, known + logit_rows[index]);
   bool changes = allowed || adjustment.num_history + adjustment.num_biases > 0;
 
   Row<S> own = {x, nullptr}, changed = own;

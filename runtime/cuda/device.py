@@ -43,6 +43,15 @@ class Device(Protocol):
     def download(self, data: Bytes, address: int) -> None: ...
     def copy(self, to: int, source: int, nbytes: int) -> None: ...
     def synchronize(self) -> None: ...
+    def event(self) -> Any:
+        """Something that can be recorded, again and again, and waited for."""
+        ...
+
+    def record(self, event: Any) -> None: ...
+    def wait(self, event: Any) -> None:
+        """Until all is done that was asked for before the event was recorded last; not at all if it never was."""
+        ...
+
     def bind(self) -> None:
         """The calling thread works with this device from now on."""
         ...
@@ -185,6 +194,16 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         self._call("cuStreamSynchronize", self._stream)
+
+    def event(self) -> Any:
+        flags = self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        return self._own("cuEventDestroy", self._call("cuEventCreate", flags))
+
+    def record(self, event: Any) -> None:
+        self._call("cuEventRecord", event, self._stream)
+
+    def wait(self, event: Any) -> None:
+        self._call("cuEventSynchronize", event)
 
     def launcher(
         self, kernel: str, threads: int, shared_bytes: int, arguments: Sequence[int]

@@ -3,10 +3,14 @@
 Memory is taken at the start: weights as the file has them, the arena at its limits, the KV pools, and the inputs.
 So a launch is a function, a grid and constant arguments; kernels read the sizes of a step from memory. Steps that only
 decode are replayed as graphs, one for each number of sequences in BUCKETS; others are launched one by one.
+
+Nothing waits for a step but who reads what it drew, so the next one may be asked for before. What the device reads from
+the host's memory, and writes there, is in turns: of two steps, each has its own.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import msgspec
@@ -16,10 +20,10 @@ from numpy.typing import NDArray
 from enginewright.errors import CorruptEngineError
 from enginewright.plan import BufferOperand, Input, InputOperand, KvOperand, Launch, Operand, Sizes, Step, WeightOperand
 from enginewright.runtime.cuda.device import Device, Grid, OnGrid
-from enginewright.runtime.cuda.sampling import DeviceSampler
+from enginewright.runtime.cuda.sampling import TURNS, DeviceSampler, SamplerLimits
 from enginewright.runtime.cuda.upload import upload_weights
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig, block_bytes, envelope
+from enginewright.runtime.envelope import RuntimeConfig, block_bytes, envelope, limits_of
 from enginewright.runtime.sampling import Draw, Entries, Fields
 from enginewright.runtime.step_plan import StepPlan
 
@@ -48,16 +52,20 @@ class CudaExecutor:
         CorruptEngineError: plan and code do not fit together.
     """
 
-    steps_ahead = 0
+    steps_ahead = TURNS - 1
 
     def __init__(self, engine: Engine, device: Device, config: RuntimeConfig | None = None) -> None:
         config = config or RuntimeConfig()
         self.engine, self.plan, self.device = engine, engine.plan, device
         self.isa, self.threads = device.architecture, 0
-        self.envelope = envelope(
-            self.plan, config, engine.weight_bytes, free=device.free_bytes - RESERVED_BYTES, share=FREE_SHARE
-        )
-        limits = self.envelope.limits
+        if self.plan.sampling is None:
+            raise CorruptEngineError("the plan is damaged", "it does not say how tokens are drawn", "Build it again.")
+        if not any("drawn" in launch.arguments for step in self.plan.steps for launch in step.launches):
+            raise CorruptEngineError("the plan is damaged", "it does not take up what was drawn", "Build it again.")
+        length, limits = limits_of(self.plan, config)
+        sampler_limits = SamplerLimits.of(limits.sequences, length, self.plan.vocab_size, len(engine.eos_token_ids))
+        free = device.free_bytes - RESERVED_BYTES - sampler_limits.device_bytes
+        self.envelope = envelope(self.plan, config, engine.weight_bytes, free=free, share=FREE_SHARE)
         self._multiprocessors = device.multiprocessors
         self._inputs = _Inputs(self.plan.inputs, limits, device)
         offsets, arena_bytes = self.plan.arena_offsets(limits)
@@ -68,6 +76,12 @@ class CudaExecutor:
             for count, group in zip(self.envelope.num_blocks, self.plan.kv_groups, strict=True)
         ]
         self._weights = upload_weights(engine, device, ALIGN)
+        self._logits = self._buffers[self.plan.logits]
+        known = device.allocate(4 * limits.tokens)
+        places = {"sizes": self._inputs.sizes, "known": known, "logits": self._logits}
+        places["logit_rows"] = self._inputs.addresses["logit_rows"]
+        self._sampler = DeviceSampler(self.plan.sampling, sampler_limits, places, device)
+        self._of_steps = {"drawn": self._sampler.drawn, "known": known}  # what steps tell each other
         # Layers repeat their launches: a grid is worked out once a step for all that have it.
         grids: dict[Launch, int] = {}
         self._launches = []
@@ -76,10 +90,6 @@ class CudaExecutor:
                 shape = msgspec.structs.replace(launch, kernel="", arguments=(), threads=0, shared_bytes=0)
                 self._launches.append((grids.setdefault(shape, len(grids)), self._launcher(step, launch)))
         self._grids = tuple(grids)
-        if self.plan.sampling is None:
-            raise CorruptEngineError("the plan is damaged", "it does not say how tokens are drawn")
-        self._logits = self._buffers[self.plan.logits]
-        self._sampler = DeviceSampler(self.plan.sampling, self._logits, self._inputs.sizes, limits.logit_rows, device)
         self._buckets = buckets_for(limits.sequences)
         self._graphs: dict[int, Callable[[], None]] = {}
         device.synchronize()
@@ -99,9 +109,8 @@ class CudaExecutor:
             self._graph(count)
 
     def run(self, plan: StepPlan) -> DeviceLogits:
-        """Begin one step. It is done when its logits have been read, or drawn from, or the next one begins."""
+        """Begin one step. It is done when its logits, or what was drawn from them, have been read."""
         self.device.bind()
-        self.device.synchronize()  # the step before has read its inputs
         sizes = plan.sizes
         # New blocks are not zeroed: attention reads no position that its queries do not see.
         for pool, group, copies in zip(self._pools, self.plan.kv_groups, plan.copies, strict=True):
@@ -122,7 +131,7 @@ class CudaExecutor:
         self.device.synchronize()
         return rows[:, : self.plan.vocab_size]
 
-    def _draw(self, _: DeviceLogits, rows: Entries, history: Entries, biases: Entries) -> list[Fields]:
+    def _draw(self, _: DeviceLogits, rows: Entries, history: Entries, biases: Entries) -> Iterator[Fields]:
         return self._sampler.draw(rows, history, biases)
 
     def _graph(self, count: int) -> Callable[[], None]:
@@ -150,7 +159,7 @@ class CudaExecutor:
         for role in launch.arguments:
             name, _, part = role.partition(".")
             operand = step.operands.get(name)
-            addresses.append(self._address(operand, part) if operand is not None else 0)
+            addresses.append(self._address(operand, part) if operand is not None else self._of_steps.get(name, 0))
         return self.device.launcher(launch.kernel, launch.threads, launch.shared_bytes, addresses)
 
     def _address(self, operand: Operand, part: str) -> int:
@@ -197,7 +206,7 @@ class _Inputs:
             offset += 4 * entry.rows.at(limits) * entry.columns.at(limits)
             if entry in vectors:
                 self._vectors_end = offset
-        self._host = device.pinned(offset)
+        self._turns = cycle([(device.pinned(offset), device.event()) for _ in range(TURNS)])
         self.sizes = device.allocate(offset)
         self.addresses = {name: self.sizes + offset for name, offset in offsets.items()}
         self._offsets = offsets
@@ -205,14 +214,17 @@ class _Inputs:
         self._last: dict[str, NDArray[np.int32]] = {}  # tables, as they are on the device
 
     def upload(self, inputs: dict[str, NDArray[np.int32]], sizes: Sizes) -> None:
-        self._host[: 4 * len(sizes.as_tuple())].view(np.int32)[:] = sizes.as_tuple()
+        host, is_read = next(self._turns)
+        self._device.wait(is_read)
+        host[: 4 * len(sizes.as_tuple())].view(np.int32)[:] = sizes.as_tuple()
         for name, values in inputs.items():
             if name in self._tables:
                 if values is self._last.get(name):  # whoever changes a table makes a new one
                     continue
                 self._last[name] = values
             start = self._offsets[name]
-            self._host[start : start + values.nbytes].view(np.int32)[:] = values.reshape(-1)
+            host[start : start + values.nbytes].view(np.int32)[:] = values.reshape(-1)
             if name in self._tables:
-                self._device.upload(self.addresses[name], self._host[start : start + values.nbytes])
-        self._device.upload(self.sizes, self._host[: self._vectors_end])
+                self._device.upload(self.addresses[name], host[start : start + values.nbytes])
+        self._device.upload(self.sizes, host[: self._vectors_end])
+        self._device.record(is_read)

@@ -1,90 +1,127 @@
 """Draws tokens on the GPU: parameters go there in one copy, tokens come back in one, and logits stay where they are."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import cycle, repeat
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from enginewright import _cpu
 from enginewright.plan import Launch
-from enginewright.runtime.cuda.device import Device
-from enginewright.runtime.sampling import MAX_LOGPROBS, Entries, Fields
+from enginewright.runtime.cuda.device import Bytes, Device
+from enginewright.runtime.sampling import MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_STOPS, Entries, Fields
 
 # As csrc/cuda/sampling.cuh has them; what goes there has the dtypes of `_cpu`.
 DRAWN = np.dtype([("token", np.int32), ("status", np.int32), ("logprob", np.float32)])
 TOPS = np.dtype([("tokens", np.int32, MAX_LOGPROBS), ("logprobs", np.float32, MAX_LOGPROBS)])
 ENTRY_BYTES = 8  # of TOKEN_COUNT and TOKEN_BIAS
-FEWEST_ENTRIES = 4096
+TURNS = 2  # steps that may be under way: of buffers on the host, each has its own
+
+
+@dataclass(frozen=True)
+class SamplerLimits:
+    """Of a step. entries: of histories and biases together."""
+
+    rows: int
+    entries: int
+
+    @staticmethod
+    def of(rows: int, length: int, vocab: int, num_ends: int) -> "SamplerLimits":
+        """length: of the longest sequence. num_ends: end-of-text tokens, which may be held back at first."""
+        history = min(length, vocab) + 1  # and one that is being drawn
+        biases = min(MAX_BIASED_TOKENS + MAX_STOPS + num_ends, vocab)
+        return SamplerLimits(rows, rows * (history + biases))
+
+    @property
+    def asked_bytes(self) -> int:
+        return self.rows * _cpu.SAMPLING_ROW.itemsize + self.entries * ENTRY_BYTES
+
+    @property
+    def answer_bytes(self) -> int:
+        return self.rows * (DRAWN.itemsize + TOPS.itemsize)
+
+    @property
+    def saved_bytes(self) -> int:
+        """For the logits that entries change."""
+        return self.entries * 4
+
+    @property
+    def device_bytes(self) -> int:
+        return self.asked_bytes + self.answer_bytes + self.saved_bytes
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The host's side of a step. done: when its answer is there."""
+
+    asked: Bytes
+    answer: Bytes
+    done: Any
 
 
 class DeviceSampler:
     """Rows of parameters and entries (histories, then biases) on their way there, and what was drawn on its way back.
 
     Args:
-        launch: the plan's. logits, sizes: where the step's lie. most_rows: of a step.
+        launch: the plan's. places: addresses of the step's sizes and of what else the launch takes, by role.
     """
 
-    def __init__(self, launch: Launch, logits: int, sizes: int, most_rows: int, device: Device) -> None:
-        self._launch, self._logits, self._sizes, self._device = launch, logits, sizes, device
-        self._entries_start = most_rows * _cpu.SAMPLING_ROW.itemsize
-        self._tops_start = most_rows * DRAWN.itemsize
-        answer_bytes = self._tops_start + most_rows * TOPS.itemsize
-        self._answer, self._answer_there = device.pinned(answer_bytes), device.allocate(answer_bytes)
-        self._reserve(FEWEST_ENTRIES)
+    def __init__(self, launch: Launch, limits: SamplerLimits, places: Mapping[str, int], device: Device) -> None:
+        self._device = device
+        self._entries_start = limits.rows * _cpu.SAMPLING_ROW.itemsize
+        self._tops_start = limits.rows * DRAWN.itemsize
+        sides = [(device.pinned(limits.asked_bytes), device.pinned(limits.answer_bytes)) for _ in range(TURNS)]
+        self._turns = cycle([_Turn(*side, device.event()) for side in sides])
+        self._asked, self.drawn = device.allocate(limits.asked_bytes), device.allocate(limits.answer_bytes)
+        addresses = {
+            **places,
+            "rows": self._asked,
+            "entries": self._asked + self._entries_start,
+            "saved": device.allocate(limits.saved_bytes),
+            "drawn": self.drawn,
+            "tops": self.drawn + self._tops_start,
+        }
+        arguments = [addresses["sizes"], *(addresses.get(role, 0) for role in launch.arguments)]
+        self._run = device.launcher(launch.kernel, launch.threads, launch.shared_bytes, arguments)
 
-    def draw(self, rows: Entries, history: Entries, biases: Entries) -> list[Fields]:
-        """As `_cpu.sample`, from the logits of the step that ran last: all of its rows."""
-        entries, device = len(history) + len(biases), self._device
-        if entries > self._most_entries:
-            self._reserve(2 * entries)
+    def draw(self, rows: Entries, history: Entries, biases: Entries) -> Iterator[Fields]:
+        """As `_cpu.sample`, from the logits of the step that was begun last: all of its rows.
+
+        What comes back waits for it, once it is read; that has to be before TURNS more steps.
+        """
+        turn, device = next(self._turns), self._device
         end = rows.nbytes
-        self._asked[:end] = _bytes(rows)
-        if entries:
+        turn.asked[:end] = _bytes(rows)
+        if len(history) + len(biases):
             middle = self._entries_start + history.nbytes
             end = middle + biases.nbytes
-            self._asked[self._entries_start : middle] = _bytes(history)
-            self._asked[middle:end] = _bytes(biases)
-        device.upload(self._asked_there, self._asked[:end])
+            turn.asked[self._entries_start : middle] = _bytes(history)
+            turn.asked[middle:end] = _bytes(biases)
+        device.upload(self._asked, turn.asked[:end])
         self._run((len(rows), 1, 1))
-        with_tops = bool(rows["top_logprobs"].any())
+        wanted = rows[["logprobs", "top_logprobs"]].tolist() if rows["logprobs"].any() else None
+        with_tops = wanted is not None and any(count for _, count in wanted)
         end = self._tops_start + len(rows) * TOPS.itemsize if with_tops else len(rows) * DRAWN.itemsize
-        device.download(self._answer[:end], self._answer_there)
-        device.synchronize()
-        return self._fields(rows, with_tops)
+        device.download(turn.answer[:end], self.drawn)
+        device.record(turn.done)
+        return self._fields(turn, len(rows), wanted)
 
-    def _fields(self, rows: Entries, with_tops: bool) -> list[Fields]:
-        drawn = self._answer[: len(rows) * DRAWN.itemsize].view(DRAWN)
+    def _fields(self, turn: _Turn, count: int, wanted: list[tuple[int, int]] | None) -> Iterator[Fields]:
+        """wanted: of each row, whether it has a log-probability, and of how many tokens beside."""
+        self._device.wait(turn.done)
+        drawn = turn.answer[: count * DRAWN.itemsize].view(DRAWN)
         tokens, bad = drawn["token"].tolist(), (drawn["status"] != 0).tolist()
-        if not rows["logprobs"].any():
-            return [(token, None, (), is_nan) for token, is_nan in zip(tokens, bad, strict=True)]
-        tops: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
-        if with_tops:
-            start = self._tops_start
-            listed = self._answer[start : start + len(rows) * TOPS.itemsize].view(TOPS)
-            pairs = zip(listed["tokens"].tolist(), listed["logprobs"].tolist(), strict=True)
-            counts = rows["top_logprobs"].tolist()
-            tops = [tuple(zip(*pair, strict=True))[:count] for pair, count in zip(pairs, counts, strict=True)]
-        asked, logprobs = rows["logprobs"].tolist(), drawn["logprob"].tolist()
-        return [
-            (0, None, (), True) if is_nan else (token, logprob if wanted else None, top, False)
-            for token, logprob, wanted, top, is_nan in zip(tokens, logprobs, asked, tops, bad, strict=True)
-        ]
-
-    def _reserve(self, entries: int) -> None:
-        """Memory for so many entries. Histories grow with their texts, so it cannot all be taken at the start; what was
-        there before is not given back, and is no more than this.
-        """
-        device, launch, self._most_entries = self._device, self._launch, entries
-        nbytes = self._entries_start + entries * ENTRY_BYTES
-        self._asked, self._asked_there = device.pinned(nbytes), device.allocate(nbytes)
-        addresses = {
-            "rows": self._asked_there,
-            "entries": self._asked_there + self._entries_start,
-            "saved": device.allocate(entries * 4),
-            "logits": self._logits,
-            "drawn": self._answer_there,
-            "tops": self._answer_there + self._tops_start,
-        }
-        arguments = [self._sizes, *(addresses.get(role, 0) for role in launch.arguments)]
-        self._run = device.launcher(launch.kernel, launch.threads, launch.shared_bytes, arguments)
+        if wanted is None:
+            yield from zip(tokens, repeat(None), repeat(()), bad)
+            return
+        listed = turn.answer[self._tops_start :][: count * TOPS.itemsize].view(TOPS)
+        tops = zip(listed["tokens"].tolist(), listed["logprobs"].tolist(), strict=True)
+        rows = zip(tokens, bad, drawn["logprob"].tolist(), tops, wanted, strict=True)
+        for token, is_nan, logprob, (ids, logprobs), (asked, named) in rows:
+            top = tuple(zip(ids[:named], logprobs[:named], strict=True))
+            yield (0, None, (), True) if is_nan else (token, logprob if asked else None, top, False)
 
 
 def _bytes(array: Entries) -> NDArray[np.uint8]:
