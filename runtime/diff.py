@@ -71,8 +71,9 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any], *, prefix: str = ""
     found: Pairs = {}
     for key in [*a, *(key for key in b if key not in a)]:
         one, other = a.get(key), b.get(key)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            found |= _differences(one, other, prefix=f"{prefix}{key}.")
+        within = [each for each in (one, other) if each is not None]
+        if within and all(isinstance(each, Mapping) for each in within):
+            found |= _differences(one or {}, other or {}, prefix=f"{prefix}{key}.")
         elif one != other:
             found[f"{prefix}{key}"] = [one, other]
     return found

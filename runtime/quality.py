@@ -10,6 +10,7 @@ import msgspec
 from enginewright.errors import CorruptEngineError
 
 QUALITY = "quality"  # the section of the engine file
+SIMULATED = "simulated"  # ends the `isa` of targets that were not at hand
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -179,9 +180,11 @@ def describe_quality(report: QualityReport) -> list[str]:
     """A report in a few lines."""
     if report.measured is None:
         return ["not measured (--gate off)"]
-    lines = _described(report.measured, report.gate)
-    for one in report.also:
-        lines += [f"on {one.isa}:", *_described(one, report.gate)]
+    lines = []
+    for one in (report.measured, *report.also):
+        if one.isa.endswith(SIMULATED):
+            lines.append(f"on {one.isa}:")
+        lines += _described(one, report.gate)
     return lines
 
 
@@ -192,12 +195,13 @@ def _described(measured: Measured, gate: str) -> list[str]:
         f"the same likeliest token at {_percent(whole.top1)}; "
         f"perplexity {_number(whole.perplexity)}, the source's {_number(whole.source_perplexity)}",
     ]
-    limits = [
-        f"{check.name} {'≥' if check.least else '≤'} {check.limit:g}{'' if check.passed else ' (failed)'}"
-        for check in measured.checks
-        if check.limit is not None
-    ]
-    return [*lines, f"gate {gate}: {', '.join(limits)}"]
+    return [*lines, f"gate {gate}: {', '.join(map(_judged, measured.checks))}"]
+
+
+def _judged(check: Check) -> str:
+    """A value, and the limit that it has to keep, if there is one."""
+    limit = "" if check.limit is None else f" {'≥' if check.least else '≤'} {check.limit:g}"
+    return f"{check.name} {_number(check.value)}{limit}{'' if check.passed else ' (failed)'}"
 
 
 def _number(value: float | None) -> str:

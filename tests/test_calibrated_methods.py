@@ -224,7 +224,7 @@ def test_settings() -> None:
     assert quant_config("int4-gptq", group_size=64, damping=5) == Int4Gptq(64, damping=5)
     with pytest.raises(UsageError, match="--damping 0 is not possible"):
         Int4Gptq(damping=0)
-    with pytest.raises(UsageError, match="--damping means nothing to --quant int8-wo"):
+    with pytest.raises(UsageError, match="--damping means nothing to --quant int8-wo: it is a setting of int4-gptq"):
         quant_config(Int8Wo.name, damping=1)
 
 

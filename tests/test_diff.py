@@ -152,7 +152,8 @@ def test_quality_is_compared_by_its_figures(folder: Path, tmp_path: Path) -> Non
     assert quality["kl"][0] < quality["kl"][1] and quality["layers.model.layers.1.mlp.down_proj"][1] > 0
     assert "gate" not in quality and "isa" not in quality
     off = copied(folder / "bf16", tmp_path / "off", {QUALITY: QualityReport("off").to_json()})
-    assert found(folder / "bf16", off)["evidence"]["quality"]["gate"] == ["quick", "off"]
+    lost = found(folder / "bf16", off)["evidence"]["quality"]
+    assert lost["gate"] == ["quick", "off"] and lost["layers.model.layers.1.mlp.down_proj"][1] is None
     assert "quality: kl" in run(folder / "bf16", folder / "w8a8").stdout
 
 

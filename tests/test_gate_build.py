@@ -54,7 +54,8 @@ def test_a_build_is_measured_and_says_so(checkpoint: Path, tmp_path: Path) -> No
     assert [check.name for check in report.measured.checks] == ["kl", "top1", "ppl", "layer", "finite"]
     assert json.loads(run("inspect", path, "--json").stdout)["quality"] == report.to_dict()
     shown = run("inspect", path).stdout
-    assert f"quality    KL {report.measured.whole.kl:g} ±" in shown and "gate quick: kl ≤ 0.03" in shown
+    assert f"quality    KL {report.measured.whole.kl:g} ±" in shown
+    assert f"gate quick: kl {report.measured.whole.kl:g} ≤ 0.03, top1 0.9" in shown
     assert (
         f"quality  KL {report.measured.whole.kl:g} ±"
         in run("build", checkpoint, "--quant", "int8-wo", "-o", path).stderr
@@ -78,6 +79,18 @@ def test_a_failed_gate_leaves_the_folder_as_it_was(checkpoint: Path, tmp_path: P
     assert loosened is not None
     again = run("build", checkpoint, "--quant", "int4-rtn", "-o", path, "--gate", loosened[1])
     assert again.exit_code == 0, "what it suggests passes"
+
+
+def test_what_only_full_measures_is_shown_and_can_be_limited(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.engine"
+    refused = run("build", checkpoint, "--quant", "int4-rtn", "-o", path, "--gate", "full,divergence=60")
+    assert refused.exit_code == 7 and not path.exists()
+    loosened = re.search(r"--gate (full,divergence=(\d+))", refused.stderr)
+    assert loosened is not None
+    assert run("build", checkpoint, "--quant", "int4-rtn", "-o", path, "--gate", loosened[1]).exit_code == 0
+    assert re.search(
+        rf"gate full: kl .*, json 0, divergence {loosened[2]} ≥ {loosened[2]}", run("inspect", path).stdout
+    )
 
 
 def test_off_is_recorded_and_changes_no_content(checkpoint: Path, tmp_path: Path) -> None:

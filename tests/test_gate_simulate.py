@@ -20,7 +20,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.goldens import GOLDENS, Goldens
-from enginewright.runtime.quality import QUALITY, QualityReport
+from enginewright.runtime.quality import QUALITY, QualityReport, describe_quality
 from enginewright.runtime.score import score
 from tests.emulated_device import device_for
 from tests.graphs import checkpoint_of, random_tokens, relative_error
@@ -106,5 +106,8 @@ def test_a_build_for_gpus_alone_is_measured(quant: str, kv: str, tmp_path: Path)
         assert max(abs(expected[token] - value) for token, value in other.top if token in expected) < 0.05
     assert simulated.measured is not None and simulated.measured.isa == "cuda, simulated" and not simulated.failed
     assert both.measured == report.measured and both.also == (simulated.measured,)
+    assert [line for line in describe_quality(report) if "simulated" in line] == []
+    for one in (simulated, both):
+        assert describe_quality(one)[-4] == "on cuda, simulated:"
     assert report.measured is not None and report.measured.whole.kl is not None
     assert simulated.measured.whole.kl == pytest.approx(report.measured.whole.kl, rel=0.05)

@@ -19,7 +19,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.machine import num_cores
-from enginewright.runtime.quality import Check, Measured, QualityReport, TextDistance, rounded
+from enginewright.runtime.quality import SIMULATED, Check, Measured, QualityReport, TextDistance, rounded
 from enginewright.runtime.score import forced
 from enginewright.targets import CPU
 
@@ -84,7 +84,7 @@ def _measure(
     else:
         kv_dtype = plan.kv_groups[0].dtype
         simulated = simulate(subject.dense.clone(), subject.quant, family, weights, tokens, threads, kv_dtype)
-        produced, ran_on = blocks(simulated, tokens, plan.vocab_size), f"{family}, simulated"
+        produced, ran_on = blocks(simulated, tokens, plan.vocab_size), f"{family}, {SIMULATED}"
     found = compare(source, produced, tokens, threads)
     whole = distance(found)
     short = held_out(engine.tokenizer, plan.vocab_size, LAYER_TOKENS, plan.max_seq_len)

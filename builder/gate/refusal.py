@@ -26,9 +26,9 @@ def refusal(measured: Measured, quant: QuantConfig, kv_cache_dtype: str) -> Qual
     """Why these figures did not pass."""
     why = "; ".join(map(_said, measured.failed))
     tries = list(_tries(quant, measured.isa, kv_cache_dtype))
-    loosened = ",".join(f"{check.name}={check.value:g}" for check in measured.failed if _may_pass(check))
+    loosened = [f"{check.name}={check.value:g}" for check in measured.failed if _may_pass(check)]
     if loosened:
-        tries.append(f"other limits, --gate {loosened}")
+        tries.append(f"other limits, --gate {','.join(loosened if measured.full is None else ['full', *loosened])}")
     lines = [*_table(measured.layers[:LAYERS_SHOWN]), ""]
     if tries:
         lines.append(f"Nothing was written. Try {', or '.join(tries)}.")

@@ -27,12 +27,16 @@ def quant_config(name: str, **settings: object) -> QuantConfig:
     """
     method = {method.name: method for method in METHODS}[name]
     given = {key: value for key, value in settings.items() if value is not None}
-    known = [field.name for field in fields(method)]
     for key in given:
-        if key not in known:
+        if key not in _settings(method):
             option = f"--{key.replace('_', '-')}"
-            raise UsageError(f"{option} means nothing to --quant {name}", f"its settings: {', '.join(known) or 'none'}")
+            others = ", ".join(other.name for other in METHODS if key in _settings(other))
+            raise UsageError(f"{option} means nothing to --quant {name}", f"it is a setting of {others}")
     return method(**given)
+
+
+def _settings(method: type[QuantConfig]) -> list[str]:
+    return [field.name for field in fields(method)]
 
 
 __all__ = [

@@ -48,7 +48,9 @@ class Auto(W8A8):
             usable = False
         if not usable:
             raise UsageError(
-                f"--bits {self.bits} is not possible", "formats take more than 4 bits a weight, and 16 at most"
+                f"--bits {self.bits} is not possible",
+                "formats take more than 4 bits a weight, and 16 at most",
+                "Use a number such as 4.6.",
             )
 
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
