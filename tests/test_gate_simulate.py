@@ -11,8 +11,10 @@ from enginewright.builder.assembly import assemble
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.gate import GateConfig
 from enginewright.builder.gate.layers import FileWeights
+from enginewright.builder.gate.page import page
 from enginewright.builder.gate.simulate import as_stored, blocks, simulate
 from enginewright.builder.progress import Silent
+from enginewright.manifest import About, Limits
 from enginewright.passes.streaming import Streamed
 from enginewright.plugins.kv_write import STORED
 from enginewright.runtime.cuda.executor import CudaExecutor
@@ -20,7 +22,16 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.goldens import GOLDENS, Goldens
-from enginewright.runtime.quality import QUALITY, QualityReport, describe_quality
+from enginewright.runtime.quality import (
+    QUALITY,
+    Check,
+    Distance,
+    LayerError,
+    Measured,
+    PositionRange,
+    QualityReport,
+    describe_quality,
+)
 from enginewright.runtime.score import score
 from tests.emulated_device import device_for
 from tests.graphs import checkpoint_of, random_tokens, relative_error
@@ -111,3 +122,25 @@ def test_a_build_for_gpus_alone_is_measured(quant: str, kv: str, tmp_path: Path)
         assert describe_quality(one)[-4] == "on cuda, simulated:"
     assert report.measured is not None and report.measured.whole.kl is not None
     assert simulated.measured.whole.kl == pytest.approx(report.measured.whole.kl, rel=0.05)
+
+
+def test_a_target_that_fails_is_on_the_page() -> None:
+    """Whatever others do."""
+    checks = [Check("kl", "", value, 0.5, least=False) for value in (0.25, 0.75)]
+    whole, layer = Distance(1, 0, 0.0, 0.0, 1.0, 1.0, 1.0), LayerError("model.layers.0.mlp.down_proj", "bf16", 1, 0.0)
+    measured = [
+        Measured(isa, (check,), whole, (), (PositionRange(0, 1, 0.0),), (layer,))
+        for isa, check in zip(("avx2", "gpu"), checks, strict=True)
+    ]
+    report = QualityReport("quick", measured[0], (measured[1],))
+    about = About(
+        builder_version="0",
+        name="x",
+        model_type="llama",
+        targets=("cpu", "cuda:sm_80"),
+        recipe={},
+        sources={},
+        limits=Limits(max_seq_len=8, max_batch_size=1),
+    )
+    text = page(report, measured[0], about)
+    assert "refused" in text and "Computed with gpu" in text and "0.75" in text

@@ -32,32 +32,38 @@ svg .dot, svg .bar { fill: var(--c); }
 
 
 def page(report: QualityReport, measured: Measured, about: About) -> str:
-    verdict = "refused" if measured.failed else "passed"
+    """measured: the first of the report; each family of targets has a part of its own."""
+    verdict = "refused" if report.failed else "passed"
     recipe = ", ".join(f"{key} {value}" for key, value in about.recipe.items())
     body = [
         f"<h1>{escape(about.name)}: what the build has lost</h1>",
-        f"<p>{escape(about.model_type)}, {escape(recipe)}; computed with {escape(measured.isa)}, "
-        f"built by enginewright {escape(about.builder_version)}.</p>",
-        f'<p>Gate {escape(report.gate)}: <strong class="{"bad" if measured.failed else "good"}">{verdict}</strong></p>',
-        *_checks(measured),
-        *_by_layer(measured.layers),
-        "<h2>KL by position</h2><p>Mean over all texts, of the positions from one number to the next.</p>",
-        bars(
-            [
-                {"KL": (entry.kl or 0.0, f"{entry.begin} to {entry.end - 1}: {_number(entry.kl)}")}
-                for entry in measured.ranges
-            ],
-            [str(entry.begin) for entry in measured.ranges],
-            "position in the text",
-            "KL, nats",
-        ),
-        *_texts(measured),
-        *([] if measured.full is None else _full(measured.full)),
-        *_layers(measured.layers),
+        f"<p>{escape(about.model_type)}, {escape(recipe)}; built by enginewright {escape(about.builder_version)}.</p>",
+        f'<p>Gate {escape(report.gate)}: <strong class="{"bad" if report.failed else "good"}">{verdict}</strong></p>',
     ]
+    for one in (measured, *report.also):
+        body += [f"<h1>Computed with {escape(one.isa)}</h1>", *_measured(one)]
     title = f"<title>{escape(about.name)}: quality</title>"
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">{title}<style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
+
+
+def _measured(measured: Measured) -> Iterator[str]:
+    yield from _checks(measured)
+    yield from _by_layer(measured.layers)
+    yield "<h2>KL by position</h2><p>Mean over all texts, of the positions from one number to the next.</p>"
+    yield bars(
+        [
+            {"KL": (entry.kl or 0.0, f"{entry.begin} to {entry.end - 1}: {_number(entry.kl)}")}
+            for entry in measured.ranges
+        ],
+        [str(entry.begin) for entry in measured.ranges],
+        "position in the text",
+        "KL, nats",
+    )
+    yield from _texts(measured)
+    if measured.full is not None:
+        yield from _full(measured.full)
+    yield from _layers(measured.layers)
 
 
 def _checks(measured: Measured) -> Iterator[str]:
