@@ -1,6 +1,7 @@
 """`engine build --dry-run`: it says beforehand what the build then does, reads no weight, and touches nothing."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,15 @@ def test_what_a_build_refuses_is_refused(folder: Path, tmp_path: Path) -> None:
     result = run("--dry-run", odd)
     assert result.exit_code == 3 and "clip_qkv = 5" in result.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["odd"]
+
+
+def test_a_device_or_a_pipe_is_not_replaced(folder: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for dry in ((), ("--dry-run",)):
+        result = run(folder, "-o", pipe, "--gate", "off", *dry)
+        assert result.exit_code == 2 and "it is there, and is no file" in result.stderr
+    assert pipe.is_fifo()
 
 
 def test_calibration_data_is_looked_at(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
