@@ -6,10 +6,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from enginewright.builder.assembly import assemble
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.builder.cuda.sections import code_sections
+from enginewright.builder.progress import Silent
 from enginewright.cli import main
+from enginewright.code import read_code
 from enginewright.engine_file import EngineFile
 from enginewright.errors import NoCodeForMachineError
+from enginewright.plan import Plan, Sizes
+from enginewright.plugins import gemm_cuda
 from enginewright.runtime.cuda.device import num_gpus
 from enginewright.runtime.devices import open_engine, open_executor
 from enginewright.runtime.engine import Engine
@@ -67,3 +73,26 @@ def test_without_a_gpu_it_runs_on_the_cpu_and_nowhere_else(engine: Path) -> None
         open_executor(opened, RuntimeConfig(device="cuda:1"))
     unknown = CliRunner().invoke(main, ["generate", str(engine), "--prompt", "a", "--device", "tpu"])
     assert unknown.exit_code == 2 and "'tpu' is no device" in unknown.output
+
+
+def test_wgmma_where_it_is_switched_on_is_for_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = ("cuda:sm_80", "cuda:sm_90a")
+    checkpoint = checkpoint_of("llama")
+    before = assemble(checkpoint, BuildConfig(targets=targets), Silent()).plans["cuda"]
+    assert not any(launch.architectures for launch in before.launches())  # no engine has it until then
+    monkeypatch.setattr(gemm_cuda, "WGMMA_ON", ("sm_90a",))
+    assembly = assemble(checkpoint, BuildConfig(targets=targets), Silent())
+    plan = Plan.from_json(assembly.plans["cuda"].to_json())
+    for architecture, large in (("sm_80", "gemm_large"), ("ptx", "gemm_large"), ("sm_90a", "gemm_wgmma")):
+        for step in plan.for_code(architecture).steps:
+            if not step.kernel.startswith("gemm"):
+                continue
+            for tokens, expected in ((1, "gemm_small"), (64, "gemm_small"), (65, large), (5000, large)):
+                (one,) = (launch for launch in step.launches if launch.runs(Sizes(tokens, tokens, tokens, 1, 1)))
+                assert one.kernel.startswith(expected)
+    names = [
+        next(name for name in assembly.kernels if name.startswith(start)) for start in ("gemm_l", "gemm_w", "embed")
+    ]
+    sections = code_sections({name: assembly.kernels[name] for name in names}, targets)
+    held = {section: set(read_code(memoryview(data), section).launches) for section, data in sections.items()}
+    assert held == {"code/sm_80": {names[0], names[2]}, "code/sm_90a": {names[1], names[2]}}

@@ -17,6 +17,7 @@ from enginewright.builder.cuda.kernel import Failed, Job
 from enginewright.errors import EngineError, UsageError
 from enginewright.targets import SMS
 from tests.assembler import assembler_log
+from tests.cuda_gemm import Gemm
 from tests.tiny import tiny_checkpoint
 
 # What makes compilers write differently: names local to a file, and a header.
@@ -240,3 +241,25 @@ def test_what_is_no_cubin_is_refused(made: dict[str, dict[Instance, Compiled]]) 
             resources(cubin, whole.symbol)
     with pytest.raises(ValueError):
         resources(whole.cubin, "other")
+
+
+def wgmma(format: str, rows: int, **more: object) -> str:
+    return Gemm(format, rows, 600, wgmma=True, **more).launch(5000).kernel  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("header", "expression", "waits"),
+    [
+        ("gemm_wgmma", wgmma("bf16", 70, bias=True), False),  # one warpgroup
+        ("gemm_wgmma", wgmma("bf16", 300, epilogue="swiglu", large=True), False),  # two
+        ("gemm_wgmma", wgmma("w8a16", 300, large=True), False),
+        ("gemm_wgmma", wgmma("w4a16", 300, group=128, zeros=True, large=True), False),
+        ("gemm_wgmma", wgmma("w8a8", 300, group=32, epilogue="geglu", large=True), False),
+        ("wgmma_product", "wgmma_product<Kind::bf16, 8, 128, Fault::none>", False),
+        ("wgmma_product", "wgmma_product<Kind::bf16, 8, 128, Fault::reads_d>", True),
+    ],
+)
+def test_products_of_warpgroups_stay_in_flight(header: str, expression: str, waits: bool) -> None:
+    """The assembler says where it makes them wait; and nothing is spilled."""
+    log = assembler_log(f'#include "{header}.cuh"\nusing namespace enginewright;\n', expression, "sm_90a")
+    assert "0 bytes spill stores" in log and ("(C75" in log) == waits

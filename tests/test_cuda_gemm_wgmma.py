@@ -1,22 +1,12 @@
-"""Hopper's matrix products for many tokens, in emulation, against float64; and what the assembler says of them."""
+"""Hopper's matrix products for many tokens, in emulation, against float64."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from enginewright.builder.assembly import BuildConfig, assemble
-from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.builder.cuda.sections import code_sections
-from enginewright.builder.progress import Silent
-from enginewright.code import read_code
-from enginewright.plan import Plan, Sizes
-from enginewright.plugins import gemm_cuda
-from tests.assembler import assembler_log
 from tests.cuda_gemm import Gemm, Problem, compiled, error
 from tests.emulated import SCHEDULES, EmulationError, Kernels
-from tests.tiny import tiny_checkpoint
 from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 # Of all formats and epilogues, with one and two warpgroups; one chunk of K, and more than there are stages.
@@ -92,34 +82,3 @@ def test_each_barrier_fence_and_wait_is_missed(kernels: Kernels) -> None:
             assert any(
                 missed(problem, result, run) for problem, result in zip(problems, whole, strict=True) for run in runs
             ), f"nothing is missed without {site}"
-
-
-def test_where_it_is_switched_on_hopper_alone_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    targets = ("cuda:sm_80", "cuda:sm_90a")
-    checkpoint = open_checkpoint(str(tiny_checkpoint(tmp_path, "llama")))
-    before = assemble(checkpoint, BuildConfig(targets=targets), Silent()).plans["cuda"]
-    assert not any(launch.architectures for launch in before.launches())  # no engine has it until then
-    monkeypatch.setattr(gemm_cuda, "WGMMA_ON", ("sm_90a",))
-    assembly = assemble(checkpoint, BuildConfig(targets=targets), Silent())
-    plan = Plan.from_json(assembly.plans["cuda"].to_json())
-    for architecture, large in (("sm_80", "gemm_large"), ("ptx", "gemm_large"), ("sm_90a", "gemm_wgmma")):
-        for step in plan.for_code(architecture).steps:
-            if not step.kernel.startswith("gemm"):
-                continue
-            for tokens, expected in ((1, "gemm_small"), (64, "gemm_small"), (65, large), (5000, large)):
-                (one,) = (launch for launch in step.launches if launch.runs(Sizes(tokens, tokens, tokens, 1, 1)))
-                assert one.kernel.startswith(expected)
-    names = [
-        next(name for name in assembly.kernels if name.startswith(start)) for start in ("gemm_l", "gemm_w", "embed")
-    ]
-    sections = code_sections({name: assembly.kernels[name] for name in names}, targets)
-    held = {section: set(read_code(memoryview(data), section).launches) for section, data in sections.items()}
-    assert held == {"code/sm_80": {names[0], names[2]}, "code/sm_90a": {names[1], names[2]}}
-
-
-@pytest.mark.parametrize(("gemm", "tokens"), [CALLS[1], CALLS[2], CALLS[5], CALLS[9], CALLS[15]])
-def test_the_assembler_keeps_products_in_flight(gemm: Gemm, tokens: int) -> None:
-    """It says so where it makes them wait; and nothing is spilled."""
-    kernel = gemm.launch(tokens).kernel
-    log = assembler_log('#include "gemm_wgmma.cuh"\nusing namespace enginewright;\n', kernel, "sm_90a")
-    assert "0 bytes spill stores" in log and "(C" not in log

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.assembler import assembler_log
 from tests.emulated import SCHEDULES, EmulatedKernels, EmulationError, Kernels
 
 SOURCE = str(Path(__file__).parent / "wgmma_product.cuh")
@@ -98,9 +97,3 @@ def test_each_fence_and_wait_is_missed(faulty: EmulatedKernels) -> None:
             run(faulty, name, *operands)
     with faulty.without(sites["wait_copies<0>"]):
         assert np.isnan(run(faulty, name, *operands)).any()
-
-
-@pytest.mark.parametrize(("fault", "waits"), [("none", False), ("reads_d", True)])
-def test_the_assembler_says_where_it_makes_products_wait(fault: str, waits: bool) -> None:
-    source = '#include "wgmma_product.cuh"\nusing namespace enginewright;\n'
-    assert ("(C75" in assembler_log(source, kernel("bf16", 8, 128, fault), "sm_90a")) == waits
