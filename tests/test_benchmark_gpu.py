@@ -55,6 +55,7 @@ class EmulatedBench:
 
     def ours(self, works: list[Work]) -> Replay:
         all_of(works)()
+        self.device.synchronize()
         return Replay(self.device.capture(all_of(works)), works)
 
     def torch(self, works: list[Work]) -> Replay:
@@ -63,6 +64,7 @@ class EmulatedBench:
 
     def seconds(self, replay: Replay) -> float:
         replay.begin()
+        self.device.synchronize()
         return 1e-3
 
 
