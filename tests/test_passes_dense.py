@@ -369,7 +369,7 @@ def test_quantized_arithmetic_is_numpys(quant: QuantConfig) -> None:
 
 @pytest.mark.parametrize(("scales", "group"), [("tensor", 0), ("channel", 0), ("block", 128)])
 def test_gpus_have_activations_in_fp8(scales: str, group: int) -> None:
-    """As numpy has them; bf16 in the tables, on the CPU, and where that is asked for."""
+    """But for tables; bf16 on the CPU, and where that is asked for."""
     quant = Fp8(fp8_scales=scales)
     for family, other in (("cpu", quant), ("cuda", Fp8(fp8_scales=scales, fp8_activations="bf16"))):
         model, _ = small_graph(scale=1.0)
@@ -380,15 +380,6 @@ def test_gpus_have_activations_in_fp8(scales: str, group: int) -> None:
     nodes = {node.op_type: node for node in model.graph if node.domain}
     assert [*nodes] == ["EmbedW8", "QuantizeRows", "GemmFp8A8", "GemmW8A16"]
     assert nodes["QuantizeRows"].attributes["group"].as_int() == group
-    x = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 200)).astype(np.float32))
-    x[1] = 0
-    rounded = quant.round_activations(x, "cuda").double().numpy()
-    for begin in range(0, 200, group or 200):
-        run = x.double().numpy()[:, begin : begin + (group or 200)]
-        largest = np.abs(run).max(1, keepdims=True)
-        scale = np.where(largest > 0, largest, 448) / 448
-        expected = (run / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
-        assert np.abs(rounded[:, begin : begin + run.shape[1]] - expected).max() <= 2.0**-20 * np.abs(expected).max()
 
 
 def test_layers_of_one_input_share_its_rounding_and_a_tied_table_is_stored_once() -> None:
