@@ -229,10 +229,8 @@ class EngineCore:
             text = answer.detokenizer.push(token.token)
         if reason is not None:
             text += answer.detokenizer.flush()
-        if not stops.stops:
-            return text
-        num_tokens = answer.sequence.num_known_tokens - answer.sequence.num_prompt_tokens
-        if num_tokens <= answer.request.params.min_tokens:
+        params = answer.request.params
+        if not params.stop or answer.sequence.num_known_tokens - answer.sequence.num_prompt_tokens <= params.min_tokens:
             return text
         text = stops.push(text)
         return text if reason is None or stops.found is not None else text + stops.flush()

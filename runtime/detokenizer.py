@@ -71,25 +71,26 @@ def _context(tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: b
 class StopStrings:
     """Ends a text at the stop string that is complete first, and holds back what may be the beginning of one.
 
-    What comes out does not depend on the pieces in which the text comes in. stops: the strings. found: the one that
-    ended it, once it is there.
+    What comes out does not depend on the pieces in which the text comes in. found: the stop string, once it is there.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self.stops, self._include = tuple(stops), include
+        self._stops, self._include = tuple(stops), include
         self._held = ""
         self.found: str | None = None
 
     def push(self, text: str) -> str:
         """The part of the text so far that no stop string can take back."""
+        if not self._stops:
+            return text
         self._held += text
-        ends = [(at + len(stop), at) for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        ends = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if ends:
             end, start = min(ends)  # of those that end together, the longest
             self.found = self._held[start:end]
             given, self._held = self._held[: end if self._include else start], ""
             return given
-        keep = max(self._overlap(stop) for stop in self.stops)
+        keep = max(self._overlap(stop) for stop in self._stops)
         given, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return given
 
