@@ -10,7 +10,7 @@ from enginewright.builder.lower.pack import PackedForm, pack
 from enginewright.plan import Buffer, Launch, Linear, Sizes
 from enginewright.plugins.gemm_cuda import FORMATS, gemm_on_cuda, wgmma_launches
 from enginewright.plugins.kernel import Call, KernelBinding, Matrix
-from tests.emulated import SANITIZE, Argument, Kernels
+from tests.emulated import SANITIZE, Argument, EmulationError, Kernels
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i8": torch.int8, "e4m3": torch.float8_e4m3fn}
 WEIGHTS = {
@@ -229,3 +229,23 @@ def compiled(gemms: Sequence[tuple[Gemm, int]], sm: int = 80) -> Kernels:
 def error(result: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest error over the largest value expected; NaN if there is one in the result."""
     return float((result - expected).abs().max() / expected.abs().max())
+
+
+def assert_each_site_is_missed(kernels: Kernels, problems: Sequence[Problem], seeds: int) -> None:
+    """Without any barrier, fence or wait, one of the problems comes out otherwise, or is an error, in one of the orders
+    of warps: forward, reverse, or by one of so many seeds.
+    """
+    whole = [problem.run(kernels) for problem in problems]
+    runs = [("forward", 0), ("reverse", 0), *(("random", seed) for seed in range(seeds))]
+
+    def missed(problem: Problem, result: torch.Tensor, run: tuple[str, int]) -> bool:
+        try:
+            return not torch.equal(problem.run(kernels, *run), result)
+        except EmulationError:
+            return True
+
+    for site in kernels.sites:
+        with kernels.without(site):
+            assert any(
+                missed(problem, result, run) for problem, result in zip(problems, whole, strict=True) for run in runs
+            ), f"nothing is missed without {site}"

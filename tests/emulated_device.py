@@ -8,7 +8,7 @@ from itertools import cycle
 
 import numpy as np
 
-from enginewright.builder.cuda import Instance, compile_kernels
+from enginewright.builder.cuda import Instance, compile_each
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime.cuda.device import Bytes, CudaDevice, Grid
 from enginewright.targets import SMS, choose_code
@@ -130,6 +130,7 @@ def device_for(kernels: Mapping[str, Specialization]) -> "EmulatedDevice | CudaD
     device = CudaDevice()
     architecture = choose_code(device.capability, SMS)
     instances = {name: Instance(kernel.source, kernel.expression) for name, kernel in kernels.items()}
-    made = compile_kernels(instances.values(), [architecture])[architecture]
-    device.code = lambda name: (made[instances[name]].cubin, made[instances[name]].symbol)
+    made = compile_each([(architecture, instance) for instance in instances.values()])
+    code = {name: made[architecture, instance] for name, instance in instances.items()}
+    device.code = lambda name: (code[name].cubin, code[name].symbol)
     return device

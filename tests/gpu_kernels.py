@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from enginewright.builder.cuda import Compiled, Instance, compile_kernels
+from enginewright.builder.cuda import Compiled, Instance, compile_each
 from enginewright.runtime.cuda.device import CudaDevice
 from enginewright.targets import SMS, choose_code
 from tests.emulated import Argument
@@ -25,8 +25,8 @@ class GpuKernels:
     def __init__(self, instances: Sequence[tuple[str, str]], sm: int = 80) -> None:
         architecture = choose_code(_device().capability, SMS)
         wanted = {expression: Instance(source, expression) for source, expression in instances}
-        compiled = compile_kernels(wanted.values(), [architecture])[architecture]
-        self._compiled: dict[str, Compiled] = {name: compiled[instance] for name, instance in wanted.items()}
+        made = compile_each([(architecture, instance) for instance in wanted.values()])
+        self._compiled: dict[str, Compiled] = {name: made[architecture, one] for name, one in wanted.items()}
         self.sites: list[str] = []
 
     def launch(

@@ -11,12 +11,13 @@ import pytest
 
 from enginewright.builder import build
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.builder.cuda import Compiled, Instance, compile, compile_kernels
+from enginewright.builder.cuda import Compiled, Instance, compile
 from enginewright.builder.cuda.cubin import resources
 from enginewright.builder.cuda.kernel import Failed, Job
 from enginewright.errors import EngineError, UsageError
 from enginewright.targets import SMS
 from tests.assembler import assembler_log
+from tests.compiled import compile_kernels
 from tests.cuda_gemm import Gemm
 from tests.tiny import tiny_checkpoint
 
@@ -122,9 +123,9 @@ def test_the_same_bytes_from_another_process_and_folder(
 ) -> None:
     elsewhere = write_sources(tmp_path / "other sources")
     script = (
-        "import sys\nfrom pathlib import Path\nfrom enginewright.builder.cuda import Instance, compile_kernels\n"
-        f"made = compile_kernels([{ADD!r}, {LOCAL!r}], ['sm_90a', 'ptx'], 1, sources=Path(sys.argv[1]))\n"
-        "for kernels in made.values():\n    for kernel in kernels.values(): print(kernel.cubin.hex())\n"
+        "import sys\nfrom pathlib import Path\nfrom enginewright.builder.cuda import Instance, compile_each\n"
+        f"wanted = [(sm, kernel) for sm in ('sm_90a', 'ptx') for kernel in ({ADD!r}, {LOCAL!r})]\n"
+        "for kernel in compile_each(wanted, 1, sources=Path(sys.argv[1])).values(): print(kernel.cubin.hex())\n"
     )
     for name in ("numpy.py", "msgspec.py"):
         (tmp_path / name).write_text("raise SystemExit('code of the working directory ran')")

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.cuda_gemm import Gemm, Problem, compiled, error
-from tests.emulated import SCHEDULES, EmulationError, Kernels
+from tests.cuda_gemm import Gemm, Problem, assert_each_site_is_missed, compiled, error
+from tests.emulated import SCHEDULES, EmulatedKernels, Kernels
 from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 # Rows and columns of no round number, with one split of K and with two; a last group that is not whole.
@@ -100,17 +100,5 @@ def test_integers_have_the_same_bits_in_any_company(kernels: Kernels) -> None:
 def test_each_barrier_is_missed(kernels: Kernels) -> None:
     """Of one call or another: where the sums of a block are small, they are not in the way of its last stage."""
     problems = [Problem(BF16, 3), Problem(BF16, 64), Problem(W4A16, 32), Problem(W4A16, 65)]
-    whole = [problem.run(kernels) for problem in problems]
-    runs = [("forward", 0), ("reverse", 0), *(("random", seed) for seed in range(8))]
-
-    def missed(problem: Problem, result: torch.Tensor, run: tuple[str, int]) -> bool:
-        try:
-            return not torch.equal(problem.run(kernels, *run), result)
-        except EmulationError:
-            return True
-
-    for site in kernels.sites:
-        with kernels.without(site):
-            assert any(
-                missed(problem, result, run) for problem, result in zip(problems, whole, strict=True) for run in runs
-            ), f"nothing is missed without {site}"
+    assert_each_site_is_missed(kernels, problems, seeds=8)
+    assert bool(kernels.sites) == (Kernels is EmulatedKernels)

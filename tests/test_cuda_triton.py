@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from enginewright.builder.cuda import Compiled, compile_each, compile_kernels
+from enginewright.builder.cuda import Compiled, compile_each
 from enginewright.builder.cuda.kernel import TritonInstance
 from enginewright.builder.cuda.triton_gemm import TILES, gemm_bf16
 from enginewright.errors import EngineError
@@ -96,4 +96,4 @@ def test_a_kernel_that_does_not_compile_is_shown(cache: Path) -> None:
     constants = tuple((name, 24 if name == "BLOCK_K" else value) for name, value in wrong.constants)
     instance = TritonInstance(wrong.module, wrong.function, wrong.signature, constants, 8, 3)
     with pytest.raises(EngineError, match=r"gemm_bf16<N=1536, .* of triton/gemm.py does not compile for sm_80"):
-        compile_kernels([instance], ["sm_80"], cache=cache)
+        compile_each([("sm_80", instance)], cache=cache)

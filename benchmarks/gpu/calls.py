@@ -7,19 +7,13 @@ import onnx_ir as ir
 import torch
 
 from enginewright.builder.cuda import Instance
+from enginewright.builder.lower.pack import DTYPES
 from enginewright.plan import COLUMN_ALIGN, Buffer, Launch, Linear, Sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
 from enginewright.runtime.cuda.device import Device
 
 Tensors = Mapping[str, torch.Tensor]
-DTYPES = {
-    "f32": torch.float32,
-    "bf16": torch.bfloat16,
-    "i8": torch.int8,
-    "e4m3": torch.float8_e4m3fn,
-    "i32": torch.int32,
-}
 TOKENS = Linear(tokens=1)
 
 

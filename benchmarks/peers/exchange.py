@@ -23,6 +23,7 @@ import json
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 Prompts = list[list[int]]
@@ -37,20 +38,20 @@ class Seconds(float):
     """What a method returns if the engine has taken the time itself, and the caller should not."""
 
 
-class Stepped:
+class Stepped(ABC):
     """An engine that is driven by `open` and `step`: `generate` out of these, where all prompts are equally long.
 
     Both return the tokens of this call, [prompts, tokens of the call].
     """
 
-    def open(self, prompts: Prompts, room: int) -> Tokens:
-        raise NotImplementedError
+    @abstractmethod
+    def open(self, prompts: Prompts, room: int) -> Tokens: ...
 
-    def step(self, tokens: int) -> Tokens:
-        raise NotImplementedError
+    @abstractmethod
+    def step(self, tokens: int) -> Tokens: ...
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
     def generate(self, prompts: Prompts, tokens: int) -> Tokens:
         answers = self.open(prompts, tokens)

@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of GPU kernels, on a machine that needs no GPU."""
 
-from enginewright.builder.cuda.compile import compile_each, compile_kernels
+from enginewright.builder.cuda.compile import compile_each
 from enginewright.builder.cuda.kernel import Compiled, Instance, TritonInstance
 
-__all__ = ["Compiled", "Instance", "TritonInstance", "compile_each", "compile_kernels"]
+__all__ = ["Compiled", "Instance", "TritonInstance", "compile_each"]

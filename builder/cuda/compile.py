@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -18,35 +18,17 @@ from enginewright.builder.cuda.workers import compile_all
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime import env
 from enginewright.runtime.machine import num_cores
-from enginewright.targets import CUDA, architectures, parse_targets
+from enginewright.targets import CUDA, parse_targets
 
 Kernel = Instance | TritonInstance
 SOURCES = Path(enginewright.__file__).parent / "csrc" / "cuda"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
-def compile_kernels(
-    instances: Iterable[Kernel],
-    sms: Iterable[str],
-    jobs: int | None = None,
-    *,
-    sources: Path = SOURCES,
-    cache: Path | None = None,
-) -> dict[str, dict[Kernel, Compiled]]:
-    """Architecture → kernel → its code, the same bytes on every machine: each kernel for each of the architectures.
-
-    Args and errors: those of `compile_each`.
-    """
-    kernels, sms = tuple(dict.fromkeys(instances)), architectures(parse_targets(f"{CUDA}:{sm}" for sm in sms))
-    wanted = [(sm, kernel) for sm in sms for kernel in kernels]
-    made = compile_each(wanted, jobs, sources=sources, cache=cache)
-    return {sm: {kernel: made[sm, kernel] for kernel in kernels} for sm in sms}
-
-
 def compile_each(
     wanted: Sequence[tuple[str, Kernel]], jobs: int | None = None, *, sources: Path = SOURCES, cache: Path | None = None
 ) -> dict[tuple[str, Kernel], Compiled]:
-    """(architecture, kernel) → its code, for kernels that are not the same for every architecture.
+    """(architecture, kernel) → its code, the same bytes on every machine.
 
     Args:
         wanted: architectures are of `targets.SMS`, or "ptx".

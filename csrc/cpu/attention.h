@@ -11,6 +11,8 @@
 // `partials`, and combine them afterwards.
 #pragma once
 
+#include <optional>
+
 #include "attention_i8.h"
 #include "attention_tile.h"
 #include "operands.h"
@@ -189,27 +191,26 @@ class PagedAttention final : public Kernel {
   // A tile of a sequence and a KV head, with all its splits.
   struct Item {
     int64_t s, kv_head, tile;
-    bool is_one;  // and not behind the last
   };
 
   // Threads take the next item while they have one to work on, to fetch its KV in time.
   void run_items(const Sizes& sizes, int64_t work, Worker& worker) const {
     int64_t s = 0, begin = 0;  // item number of the sequence's first
-    const auto take = [&] {
+    const auto take = [&]() -> std::optional<Item> {
       const int64_t number = __atomic_fetch_add(&next_item_, 1, __ATOMIC_RELAXED);
       for (; s < sizes.sequences; ++s) {
         const int64_t count = is_shared(s, work, worker) ? 0 : kv_heads_ * tiles(s);
         if (number < begin + count) break;
         begin += count;
       }
-      if (s == sizes.sequences) return Item{};
+      if (s == sizes.sequences) return std::nullopt;
       // The last queries see the most: first.
-      return Item{s, (number - begin) / tiles(s), tiles(s) - 1 - (number - begin) % tiles(s), true};
+      return Item{s, (number - begin) / tiles(s), tiles(s) - 1 - (number - begin) % tiles(s)};
     };
     const Scratch mine = scratch(worker);
-    for (Item item = take(); item.is_one;) {
-      const Item next = take();
-      run_item(item, next, mine);
+    for (std::optional<Item> item = take(); item;) {
+      const std::optional<Item> next = take();
+      run_item(*item, next, mine);
       item = next;
     }
     // Who leaves last makes the counter ready for the next step: nobody takes items any more.
@@ -227,12 +228,12 @@ class PagedAttention final : public Kernel {
   }
 
   // `following` is worth fetching if its KV is not that of `item`.
-  void run_item(const Item& item, const Item& following, const Scratch& mine) const {
-    const auto [s, kv_head, tile_index, _] = item;
+  void run_item(const Item& item, const std::optional<Item>& following, const Scratch& mine) const {
+    const auto [s, kv_head, tile_index] = item;
     const Tile tile = queries(s, kv_head, tile_index, mine.q);
     const int64_t low = tile.low[0], high = tile.high[tile.rows - 1];
     const int64_t first = low / kSplitPositions, last = high / kSplitPositions;
-    const bool fetches = following.is_one && (following.s != s || following.kv_head != kv_head);
+    const bool fetches = following && (following->s != s || following->kv_head != kv_head);
     SplitKv<Element> kv = split_kv(s, kv_head, low, high, first);
     Ahead<S> ahead;
     split_.begin(tile.rows);
@@ -242,8 +243,8 @@ class PagedAttention final : public Kernel {
         next = split_kv(s, kv_head, low, high, split + 1);
         look_ahead(s, kv_head, 1, low, high, split + 1, ahead);
       } else if (fetches) {
-        const Range theirs = seen(following);
-        look_ahead(following.s, following.kv_head, 1, theirs.begin, theirs.end - 1,
+        const Range theirs = seen(*following);
+        look_ahead(following->s, following->kv_head, 1, theirs.begin, theirs.end - 1,
                    theirs.begin / kSplitPositions, ahead);
       } else {
         ahead.start(0);
