@@ -93,7 +93,8 @@ def test_a_gguf_file_has_the_checkpoints_weights(checkpoint: Path, tmp_path: Pat
 
 def test_points_are_read_from_their_names() -> None:
     prefill, decode, in_flight = map(point, ("prefill-512", "decode-4096x8", "in-flight-32x128x64"))
-    assert (prefill.prompts, prefill.length, prefill.counted) == (1, 512, 512)
+    assert (prefill.prompts, prefill.length, prefill.repeats, prefill.counted) == (1, 512, 1, 512)
+    assert (point("prefill-100").repeats, point("prefill-100").counted) == (5, 500)
     assert (decode.prompts, decode.length, decode.counted) == (8, 4096, 8 * decode.tokens)
     assert (in_flight.prompts, in_flight.length, in_flight.counted) == (32, 128, 32 * 64)
     assert decode.positions(5) == 4096 + 6 * decode.tokens + 8
@@ -111,7 +112,9 @@ def test_the_roof_of_a_point(checkpoint: Path) -> None:
     fast_memory = Roof("any", 1, {"fp32": Rate("", 1.0), "int8": Rate("", 1e9)}, 1, 1e30)
     fast_dots = Roof("any", 1, {"fp32": Rate("", 1e30)}, 1, 1e9)
     prefill, decode = point("prefill-32"), point("decode-100x8")
-    assert prefill.roof_seconds(model, fast_memory, "int8", 7.0, 3.0) == pytest.approx(2 * (32 * body + head) / 1e9)
+    assert prefill.roof_seconds(model, fast_memory, "int8", 7.0, 3.0) == pytest.approx(
+        2 * (512 * body + 16 * head) / 1e9
+    )
     steps = decode.tokens
     read = steps * 1000.0 + sum(8 * (100 + step) * 3.0 for step in range(steps))
     assert decode.roof_seconds(model, fast_dots, "int8", 1000.0, 3.0) == pytest.approx(read / 1e9)

@@ -1,6 +1,6 @@
 """What is measured, by name, and what the roof allows for it.
 
-prefill-512            a prompt of 512 tokens, to its first new token
+prefill-512            a prompt of 512 tokens, to its first new token; shorter ones repeated, to 512 tokens a round
 decode-4096x8          8 sequences that 4096 positions have been read of, so many steps a round
 in-flight-32x128x64    32 requests at once, 128 tokens in and 64 out each
 """
@@ -22,6 +22,7 @@ FULL = (
 QUICK = ("prefill-512", "decode-512x1", "in-flight-8x128x16")
 STEPS = {1: 64, 8: 32, 32: 16}  # of a round, by the batch up to which it holds; beyond, the last
 QUICK_STEPS = 8
+READ_TOKENS = 512  # of prompts in a round, at least: a machine that was idle is not at its speed at once
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,14 @@ class Point:
     tokens: int
 
     @property
+    def repeats(self) -> int:
+        """Times that a round reads its prompts, one time after the other."""
+        return max(1, READ_TOKENS // self.length) if self.kind == "prefill" else 1
+
+    @property
     def counted(self) -> int:
         """Tokens of a round that the rate counts: those read in prefill, those generated otherwise."""
-        return self.prompts * (self.length if self.kind == "prefill" else self.tokens)
+        return self.prompts * (self.repeats * self.length if self.kind == "prefill" else self.tokens)
 
     def room(self, rounds: int) -> int:
         """New tokens of a sequence, at the end. Decoding goes on from round to round, after one that warms up."""
@@ -62,7 +68,7 @@ class Point:
         ops = 2.0 * (model.body_weights * self.prompts * reading + model.head_weights * self.prompts)
         seconds = roof.seconds(weight_bytes, {operands: ops}) if reading else 0.0
         if self.kind == "prefill":
-            return seconds
+            return self.repeats * seconds
         step_ops = 2.0 * self.prompts * (model.body_weights + model.head_weights)
         steps = self.tokens if self.kind == "decode" else self.tokens - 1  # the prompts' end gives the first
         for step in range(steps):

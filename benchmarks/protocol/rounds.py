@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peers.worker import NotMeasured, Worker, synthetic_prompts
+from peers.worker import NotMeasured, Run, Worker, synthetic_prompts
 from protocol.contestants import CLASSES, NATIVE, Contestant, Ready, Workshop
 from protocol.models import Model
 from protocol.points import Point
@@ -166,23 +166,24 @@ class Measurement:
             if other.worker is not None and other.worker is not worker
         ]
         before, start = [other.worker.cpu_seconds() for other, _ in others if other.worker], time.perf_counter()
-        point = self.point
-        if point.kind == "prefill":
-            run = worker.ask("open", prompts=self._prompts(), room=1)
-        elif point.kind == "decode":
-            run = worker.ask("step", tokens=point.tokens)
-        else:
-            run = worker.run(self._prompts(), point.tokens)
+        runs = [self._run(worker) for _ in range(self.point.repeats)]
         passed = time.perf_counter() - start
         for (other, theirs), cpu in zip(others, before, strict=True):
             assert other.worker is not None
             theirs.idle_cpu_s += other.worker.cpu_seconds() - cpu
             theirs.idle_s += passed
-        if point.kind == "prefill":
-            worker.ask("close")
         if count:
-            figures.seconds.append(run.seconds)
-            figures.cpu_seconds.append(run.cpu_seconds)
+            figures.seconds.append(sum(run.seconds for run in runs))
+            figures.cpu_seconds.append(sum(run.cpu_seconds for run in runs))
+
+    def _run(self, worker: Worker) -> Run:
+        if self.point.kind == "decode":
+            return worker.ask("step", tokens=self.point.tokens)
+        if self.point.kind == "in-flight":
+            return worker.run(self._prompts(), self.point.tokens)
+        run = worker.ask("open", prompts=self._prompts(), room=1)
+        worker.ask("close")
+        return run
 
     def _forget(self) -> None:
         """The last round."""
