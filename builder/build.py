@@ -94,8 +94,11 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
         check_compiler()
     if config.report is not None:
         check_report_path(config.report, config.gate)
-    sources = begin(checkpoint.source_hashes)
+    if config.method.calibrated:
+        progress.phase("check the plan")
+        _check_plan(checkpoint, config, output)
     samples = calibrate(checkpoint, config, output, progress)
+    sources = begin(checkpoint.source_hashes)
     threads, folder = env.num_threads() or num_cores(), output.absolute().parent
     calibration = Calibration(samples.texts, threads, folder) if samples else None
     assembly = assemble(checkpoint, config, progress, calibration)
@@ -127,6 +130,15 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
         notes=assembly.notes,
         quality=quality,
     )
+
+
+def _check_plan(checkpoint: Checkpoint, config: BuildConfig, output: Path) -> None:
+    """Refuse before calibration, which takes minutes, what does not depend on it: a plan of the same sizes is not
+    possible, or has no space on the disk.
+    """
+    planned = assemble(checkpoint, replace(config, dump_graphs=None), Silent())
+    with planned.writer(output, evidence_sections=2):
+        pass
 
 
 def _goldens(assembly: Assembly, path: Path) -> bytes:

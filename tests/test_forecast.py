@@ -17,7 +17,8 @@ from enginewright.builder.gate import GateConfig
 from enginewright.builder.progress import Silent
 from enginewright.cli import main
 from enginewright.engine_file import EngineFile
-from enginewright.errors import UsageError
+from enginewright.errors import EngineError, UsageError
+from enginewright.new_file import NewFile
 from enginewright.passes.quant import METHODS, W8A8, Auto, Fp8, Int4Gptq, Int4Rtn, Int8Sq, QuantConfig
 from tests import tiny_gguf
 from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
@@ -159,8 +160,33 @@ def test_mixed_formats_are_foreseen_by_their_size(bits: str, tmp_path: Path) -> 
     done = build_engine(checkpoint, build, tmp_path / "x.engine")
     assert sum(said.weight_bytes.values()) == pytest.approx(done.weight_bytes, rel=0.03)
     assert said.disk_bytes > done.size_bytes
-    with pytest.raises(UsageError, match=r"--bits 4\.01 is not possible"):
-        forecast(checkpoint, BuildConfig(quant=Auto(bits="4.01")), tmp_path / "x.engine", Silent())
+
+
+class Phases(Silent):
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    def phase(self, name: str, total_bytes: int = 0) -> None:
+        self.begun.append(name)
+
+
+def test_what_a_plan_tells_is_refused_before_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config("llama", tie_word_embeddings=True)
+    checkpoint, path, phases = MemoryCheckpoint.of(tiny_model(config), config), tmp_path / "x.engine", Phases()
+    for build, said in (
+        (BuildConfig(quant=Auto(bits="4.01")), r"(?s)--bits 4\.01 .*takes 4\.\d+ bits a weight.*Use 4\.\d\d or more"),
+        (BuildConfig(quant=Int8Sq(), max_seq_len=513), "512 positions"),
+        (BuildConfig(quant=Int4Gptq(quantize_lm_head=True)), "--quantize-lm-head is not possible"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            forecast(checkpoint, build, path, Silent())
+        with pytest.raises(UsageError, match=said):
+            build_engine(checkpoint, build, path, phases)
+    monkeypatch.setattr(NewFile, "free_bytes", lambda file: 1000)
+    with pytest.raises(EngineError, match="no space"):
+        build_engine(checkpoint, BuildConfig(quant=Int8Sq()), path, phases)
+    assert set(phases.begun) == {"check the plan"}
+    assert checkpoint.reads == [] and list(tmp_path.iterdir()) == []
 
 
 def test_tensors_that_are_dequantized_take_memory(tmp_path: Path) -> None:
