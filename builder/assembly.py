@@ -144,7 +144,7 @@ def assemble(
     model = build_graph(checkpoint)
     max_seq_len = _max_seq_len(config, int(model.metadata_props["enginewright.max_seq_len"]))
     imported, dense = model.clone(), list[ir.Model]()
-    progress.phase("calibrate, run the passes" if calibration else "run the passes")
+    progress.phase("calibrate and run passes" if calibration else "run the passes")
     kv_dtype = KV_DTYPES[config.kv_cache_dtype]
     first, *others = families_of(config.targets)
     ragged, results = run_pipeline(

@@ -143,11 +143,16 @@ def test_a_template_that_prints_the_date_prints_the_same_on_every_day(
         ("x.jsonl", b'{"text": "a"\n', "line 1: "),
         ("x.json", b'[\n{"text": "a"}\n]', "line 1: "),
         ("x.jsonl", b'{"messages": ["a"]}', "line 1: "),
-        ("x.jsonl", b'{"messages": [{"role": "user"}]}', "line 1: its messages cannot be used"),
+        ("x.jsonl", b'{"messages": [{"role": "user"}]}', "line 1: its messages cannot be used: the model's chat"),
+        (
+            "x.jsonl",
+            b'{"messages": [{"content": "a"}]}',
+            "line 1: its messages cannot be used: the chat template failed",
+        ),
         ("x.jsonl", b"\n  \n", "it is empty"),
         ("x.txt", b"", "it is empty"),
         ("x.txt", b" \n\t\n", "it is empty"),
-        ("x.txt", b"too short", f"none of its 1 has {LEAST_TOKENS} tokens"),
+        ("x.txt", b"too short", f"none of its texts has {LEAST_TOKENS} tokens"),
         ("x.txt", "Größe".encode("latin-1") * 99, "byte 2 is no UTF-8"),
         ("x.txt", "Größe".encode("utf-16"), "it is binary"),
         ("x", b"\x7fELF\x00\x01", "it is binary"),
@@ -160,7 +165,9 @@ def test_what_cannot_be_read_is_refused_by_name_before_anything_is_written(
     checkpoint: MemoryCheckpoint, name: str, content: bytes, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = checkpoint.tokenizer
-    strict = "{{ raise_exception('no content') if not messages[0].content }}"
+    strict = (
+        "{{ raise_exception('no content') if not messages[0].content }}{{ messages[0].role + messages[0].content }}"
+    )
     monkeypatch.setattr(MemoryCheckpoint, "tokenizer", type(files)(files.tokenizer_json, files.config, strict))
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError) as refused:

@@ -84,6 +84,27 @@ target = ["cpu"]
 
 
 @pytest.mark.parametrize(
+    ("text", "flags", "what", "origin"),
+    [
+        ("group_size = 64", ("--quant", "fp8"), "--group-size means nothing to --quant fp8", "--group-size comes"),
+        ('quant = "fp8"', ("--bits", "5"), "--bits means nothing to --quant fp8", "--quant comes"),
+        ('quant = "fp8"\nbits = 5', (), "--bits means nothing to --quant fp8", "--bits and --quant come"),
+        ('quant = "fp8"\ncalib_size = 5', (), "--calib-size means nothing to", "--calib-size and --quant come"),
+        ('quant = "auto"\nbits = 4.01', (), "Use 4.", "--bits comes"),
+        ("max_seq_len = 99", ("--quant", "fp8", "--bits", "5"), "--bits means nothing to --quant fp8", ""),
+        ('quant = "auto"\nbits = 5', ("--bits", "4.01"), "--bits 4.01 is not possible", ""),
+    ],
+)
+def test_what_contradicts_a_recipe_is_said_to_be_in_it(
+    text: str, flags: tuple[str, ...], what: str, origin: str, folder: Path, tmp_path: Path
+) -> None:
+    result = run(folder, "--recipe", recipe(tmp_path, text), *flags, "-o", tmp_path / "x.engine")
+    assert result.exit_code == 2 and what in result.stderr, result.output
+    assert f"{origin} from the recipe" in result.stderr if origin else "recipe" not in result.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mine.toml"]
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ('qant = "bf16"', "mine.toml has the unknown key qant\nDid you mean quant?"),

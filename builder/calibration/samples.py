@@ -20,7 +20,7 @@ from enginewright.builder.calibration.data import Text, is_remote, read_texts
 from enginewright.builder.calibration.written import write_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.progress import Progress
-from enginewright.errors import UsageError
+from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.tokenizer import Tokenizer
 
 SAMPLES = 32
@@ -90,7 +90,8 @@ def _wanted(config: BuildConfig) -> bool:
     if not config.method.calibrated:
         for option, given in (("--calib-data", config.calib_data), ("--calib-size", config.calib_size)):
             if given is not None:
-                raise UsageError(f"{option} means nothing to --quant {config.method.name}", "it needs no calibration")
+                what = f"{option} means nothing to --quant {config.method.name}"
+                raise UsageError(what, "it needs no calibration", "Leave it out.")
     return config.method.calibrated
 
 
@@ -106,7 +107,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 def _read_samples(ref: str, checkpoint: Checkpoint, count: int) -> Samples:
     tokenizer, vocab_size = _tokenizer(checkpoint), checkpoint.config.get("vocab_size", math.inf)
     samples: list[tuple[int, ...]] = []
-    for text in _spread(texts := read_texts(ref), count):
+    for text in _spread(read_texts(ref), count):
         ids = _encode(text, tokenizer)
         # Tokenizers may know tokens that their model has no embedding for.
         if len(ids) >= LEAST_TOKENS and max(ids) < vocab_size:
@@ -116,7 +117,7 @@ def _read_samples(ref: str, checkpoint: Checkpoint, count: int) -> Samples:
     if not samples:
         raise UsageError(
             f"{ref} has no text to calibrate on",
-            f"none of its {len(texts)} has {LEAST_TOKENS} tokens",
+            f"none of its texts has {LEAST_TOKENS} tokens",
             "Give longer texts, or leave --calib-data out: the model then writes some itself.",
         )
     return Samples(tuple(samples), ref)
@@ -128,7 +129,7 @@ def _encode(text: Text, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(text.content[:MOST_CHARACTERS])[:SAMPLE_TOKENS]
     try:
         rendered = tokenizer.render_chat(text.content, add_generation_prompt=False)
-    except UsageError as error:
+    except EngineError as error:  # messages that the template did not expect make it fail
         raise UsageError(
             f"{text.where}: its messages cannot be used", f"{error.what}: {error.why}".rstrip(": ")
         ) from error

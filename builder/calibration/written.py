@@ -11,7 +11,7 @@ from pathlib import Path
 
 from enginewright.builder.assembly import BuildConfig, assemble
 from enginewright.builder.checkpoint import Checkpoint
-from enginewright.builder.progress import Progress
+from enginewright.builder.progress import Progress, Silent
 from enginewright.errors import EngineError
 from enginewright.passes.quant import W8A8
 from enginewright.runtime.llm import LLM
@@ -60,10 +60,11 @@ def write_samples(
     Raises:
         EngineError: there is no space for the draft, or it computes no numbers.
     """
-    draft = assemble(checkpoint, BuildConfig(quant=W8A8()), progress)
+    progress.phase("plan a calibration draft")
+    draft = assemble(checkpoint, BuildConfig(quant=W8A8()), Silent())
     length = min(length, draft.max_seq_len)
     with draft.writer(output, evidence_sections=0) as writer:
-        progress.phase("pack a draft to calibrate", draft.weight_bytes)
+        progress.phase("pack a calibration draft", draft.weight_bytes)
         draft.write(writer, progress)
         writer.write_header(draft.about(sources={}))
         progress.phase("write calibration text")

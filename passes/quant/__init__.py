@@ -31,7 +31,9 @@ def quant_config(name: str, **settings: object) -> QuantConfig:
         if key not in _settings(method):
             option = f"--{key.replace('_', '-')}"
             others = ", ".join(other.name for other in METHODS if key in _settings(other))
-            raise UsageError(f"{option} means nothing to --quant {name}", f"it is a setting of {others}")
+            raise UsageError(
+                f"{option} means nothing to --quant {name}", f"it is a setting of {others}", "Leave it out."
+            )
     return method(**given)
 
 

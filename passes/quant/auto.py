@@ -163,7 +163,7 @@ def assigned(weights: Sequence[ir.Value], costs: Costs, bits: float) -> dict[ir.
     if left < 0:
         least = sum(size[0] for size in sizes.values()) / elements
         raise UsageError(
-            f"--bits {bits:g} is not possible",
+            f"--bits {bits} is not possible",
             f"the smallest format takes {least:.3f} bits a weight",
             f"Use {least + 0.005:.2f} or more.",
         )

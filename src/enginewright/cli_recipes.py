@@ -1,12 +1,14 @@
 """Build recipes: TOML files whose keys are options of `engine build`. Some are shipped, in configs/."""
 
 import difflib
+import functools
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from enginewright.errors import UsageError
 
@@ -17,13 +19,34 @@ OF_ONE_RUN = ("recipe", "output", "report", "dump_graphs", "dry_run", "json")  #
 
 def recipe_option(command: Any) -> Any:
     """`--recipe`: what a recipe says becomes the default of the other options."""
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        try:
+            command(**options)
+        except UsageError as error:
+            raise _with_origin(error) from error
+
     return click.option(
         "--recipe",
         is_eager=True,
         expose_value=False,
         callback=_take_up,
         help=f"Options from a TOML file, or from one of {', '.join(SHIPPED)}; those given here go before them.",
-    )(command)
+    )(run)
+
+
+def _with_origin(error: UsageError) -> UsageError:
+    """The same, saying of options that nobody has typed that they come from the recipe."""
+    context = click.get_current_context()
+    given = [
+        max(option.opts, key=len)
+        for option in context.command.params
+        if context.get_parameter_source(str(option.name)) is ParameterSource.DEFAULT_MAP
+    ]
+    named = " and ".join(word for word in error.what.split() if word in given)
+    origin = f"{named} {'come' if ' and ' in named else 'comes'} from the recipe: change that in a copy of it."
+    return UsageError(error.what, error.why, "\n".join(filter(None, (error.fix, origin)))) if named else error
 
 
 def _take_up(context: click.Context, _: click.Parameter, ref: str | None) -> None:
