@@ -31,9 +31,9 @@ def refusal(measured: Measured, quant: QuantConfig, kv_cache_dtype: str) -> Qual
         tries.append(f"other limits, --gate {','.join(loosened if measured.full is None else ['full', *loosened])}")
     lines = [*_table(measured.layers[:LAYERS_SHOWN]), ""]
     if tries:
-        lines.append(f"Nothing was written. Try {', or '.join(tries)}.")
+        lines.append(f"No engine was written. Try {', or '.join(tries)}.")
     else:
-        lines.append("Nothing was written. Please report this: the engine does not compute what it should.")
+        lines.append("No engine was written. Please report this: the engine does not compute what it should.")
     return QualityGateError("the engine is too far from the model that it was built from", why, "\n".join(lines))
 
 
