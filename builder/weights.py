@@ -10,7 +10,7 @@ from enginewright.builder.checkpoint.quantized import Format
 from enginewright.builder.tensors import Read, Tensors
 from enginewright.errors import UnsupportedModelError
 from enginewright.passes.quant.method import forget_format, stored
-from enginewright.passes.weights import RowReader, RowsTensor
+from enginewright.passes.weights import RowReader, RowsTensor, shape_of
 
 STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 NAMES_SHOWN = 5
@@ -29,6 +29,7 @@ class Weights:
         self._format = format
         self._values: dict[str, ir.Value] = {}
         self._ignored: set[str] = set()
+        self._any_quantized = False
 
     @property
     def reads(self) -> int:
@@ -44,6 +45,7 @@ class Weights:
         """
         if name not in self._values:
             quantized = self._format.weight(name, shape) if self._format and len(shape) == 2 else None
+            self._any_quantized |= quantized is not None
             self._values[name] = (quantized or self._plain(name, shape, offset)).initializer()
         return self._values[name]
 
@@ -76,6 +78,12 @@ class Weights:
                 f"{', '.join(left_over[:NAMES_SHOWN])}{more}",
                 "The model has parts that are not implemented, or its config.json does not say that they are there.",
             )
+
+    def note_none_quantized(self) -> None:
+        """Tell people of a checkpoint whose config names a format that none of its weights has."""
+        for value in self._values.values() if self._format and not self._any_quantized else ():
+            if len(shape_of(value)) == 2:
+                self._format.note("not quantized, though the checkpoint's quantization_config names a format")
 
     def _plain(self, name: str, shape: tuple[int, ...], offset: float) -> RowsTensor:
         read = self.tensors.take(name, shape, dtypes=STORED_DTYPES)

@@ -2,6 +2,7 @@
 for.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -176,6 +177,12 @@ def test_fp8_in_blocks_keeps_its_numbers(tmp_path: Path) -> None:
             for name in ("gate_up_proj.weight", "down_proj.weight.scale")
         }
     assert forms["gate_up_proj.weight"].dtype == "e4m3" and forms["down_proj.weight.scale"].shape == (180, 3)
+
+
+def test_a_format_that_no_weight_has_is_noted() -> None:
+    model = build_graph(tiny_quantized({}, GPTQ).checkpoint)
+    (text, count), *others = json.loads(model.metadata_props["enginewright.notes"]).items()
+    assert "not quantized, though" in text and count == 3 * 7 + 2 and not others
 
 
 @pytest.mark.parametrize("tied", [False, True])

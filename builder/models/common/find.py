@@ -43,6 +43,7 @@ def build_graph(checkpoint: Checkpoint) -> ir.Model:
     model = _find(config.read(str, "model_type"))(config, weights)
     config.refuse_unread()
     weights.refuse_left_over()
+    weights.note_none_quantized()
     model.metadata_props["enginewright.notes"] = json.dumps(format.notes if format else {})
     return model
 
