@@ -69,6 +69,11 @@ def main() -> None:
 )
 @click.option("--max-seq-len", type=Count(), help="Longest sequence, 32k is accepted.  [the model's]")
 @click.option("--max-batch-size", type=Count(), default=32, show_default=True, help="Recorded as the run's default.")
+@click.option(
+    "--batch-invariant",
+    is_flag=True,
+    help="On GPUs, too, an answer has the same bits alone and in any company. Long prompts are read more slowly.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="[MODEL-QUANT.engine]")
 @click.option(
     "--gate",
@@ -93,6 +98,7 @@ def build(
     targets: tuple[str, ...],
     max_seq_len: int | None,
     max_batch_size: int,
+    batch_invariant: bool,
     output: Path | None,
     gate: str,
     report: Path | None,
@@ -114,6 +120,7 @@ def build(
         targets=parse_targets(targets),
         max_seq_len=max_seq_len,
         max_batch_size=max_batch_size,
+        batch_invariant=batch_invariant,
         calib_data=calib_data,
         calib_size=calib_size,
         dump_graphs=dump_graphs,

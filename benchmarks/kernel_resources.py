@@ -1,6 +1,7 @@
 """What the GPU kernels of a model take: registers, memory that spills, shared memory, and the seconds to compile them.
 
-    python benchmarks/kernel_resources.py [--model MODEL] [--target TARGETS] [--jobs N] [--each] [QUANT ...]
+    python benchmarks/kernel_resources.py [--model MODEL] [--target TARGETS] [--batch-invariant] [--jobs N] [--each]
+        [QUANT ...]
 
 Needs no GPU. It ends with 1 if a kernel keeps values in memory that its registers should hold, and is not in LOCAL, or
 takes more shared memory than every GPU has.
@@ -53,11 +54,12 @@ class Kernel:
 Made = Mapping[str, Mapping[Instance, Compiled]]  # architecture → kernel → its code
 
 
-def kernels(model: str, quants: Sequence[str], targets: tuple[str, ...]) -> list[Kernel]:
+def kernels(model: str, quants: Sequence[str], targets: tuple[str, ...], batch_invariant: bool = False) -> list[Kernel]:
     """Of a model in all these formats, each once, by their names."""
     checkpoint, found = open_checkpoint(model), dict[str, Kernel]()
     for quant in quants:
-        assembly = assemble(checkpoint, BuildConfig(quant=quant_config(quant), targets=targets), Silent())
+        config = BuildConfig(quant=quant_config(quant), targets=targets, batch_invariant=batch_invariant)
+        assembly = assemble(checkpoint, config, Silent())
         for launch in assembly.plans[CUDA].launches():
             code, before = assembly.kernels[launch.kernel], found.get(launch.kernel)
             found[launch.kernel] = Kernel(
@@ -140,11 +142,12 @@ def main() -> int:
     parser.add_argument("quants", nargs="*", default=QUANTS, metavar="QUANT")
     parser.add_argument("--model", default=str(SMOLLM2))
     parser.add_argument("--target", default=TARGETS)
+    parser.add_argument("--batch-invariant", action="store_true", help="those of engines that are built so")
     parser.add_argument("--jobs", type=int, help="processes that compile; one a core otherwise")
     parser.add_argument("--each", action="store_true", help="a line for each specialization")
     given = parser.parse_args()
     targets = parse_targets([given.target])
-    found, sms = kernels(given.model, given.quants, targets), architectures(targets)
+    found, sms = kernels(given.model, given.quants, targets, given.batch_invariant), architectures(targets)
     seconds, before = list[float](), children_seconds()
     with tempfile.TemporaryDirectory() as cache:
         for _ in range(2):

@@ -41,9 +41,10 @@ class BuildConfig:
 
     quant: None takes weights as the checkpoint has them, quantized or BF16. kv_cache_dtype: what the KV cache holds,
     one of KV_DTYPES. max_seq_len: positions of the longest sequence; None takes the model's own. max_batch_size:
-    sequences in a step, recorded as the runtime's default and nothing more. calib_data, calib_size: as
-    `builder.calibration` has them; both None where the method needs no calibration. dump_graphs: folder for one ONNX
-    file a pass. gate: None measures nothing. report: an .html or .json file for what the gate has measured.
+    sequences in a step, recorded as the runtime's default and nothing more. batch_invariant: an answer has the
+    same bits in any company, on GPUs, too. calib_data, calib_size: as `builder.calibration` has them; both None where
+    the method needs no calibration. dump_graphs: folder for one ONNX file a pass. gate: None measures nothing. report:
+    an .html or .json file for what the gate has measured.
     """
 
     quant: QuantConfig | None = None
@@ -51,6 +52,7 @@ class BuildConfig:
     kv_cache_dtype: str = "bf16"
     max_seq_len: int | None = None
     max_batch_size: int = 32
+    batch_invariant: bool = False
     calib_data: str | None = None
     calib_size: int | None = None
     dump_graphs: Path | None = None
@@ -121,6 +123,7 @@ class Assembly:
                 "kv_cache_dtype": config.kv_cache_dtype,
                 "max_seq_len": self.max_seq_len,
                 "max_batch_size": config.max_batch_size,
+                "batch_invariant": config.batch_invariant,
                 **recipe,
             },
             sources=dict(sources),
@@ -155,7 +158,7 @@ def assemble(
         dump = config.dump_graphs / family if config.dump_graphs else None
         graphs[family] = run_for_family(dense[0].clone(), config.method, family, dump, kv_dtype)
     progress.phase("lower to a plan")
-    lowered = {family: lower(graph, family, max_seq_len) for family, graph in graphs.items()}
+    lowered = {family: lower(graph, family, max_seq_len, config.batch_invariant) for family, graph in graphs.items()}
     plans = {family: entry.plan for family, entry in lowered.items()}
     notes = Counter(json.loads(model.metadata_props["enginewright.notes"]))
     notes.update(note for result in results.values() for note in result.notes)

@@ -71,7 +71,8 @@ def gemm_on_cuda(binding: KernelBinding, format: str) -> CudaKernel:
 
 def _launches(format: Format, call: Call) -> tuple[Launch, ...]:
     small, large = _small_launches(format, call), _large_launches(format, call)
-    if WGMMA_ON and format.name != "fp8a8":  # gemm_wgmma.cuh has no sums of runs of E4M3
+    # gemm_wgmma.cuh has no sums of runs of E4M3, and none in gemm_small's order.
+    if WGMMA_ON and format.name != "fp8a8" and not call.batch_invariant:
         others = tuple(architecture for architecture in (*SMS, PTX) if architecture not in WGMMA_ON)
         large = [structs.replace(launch, architectures=others) for launch in large]
         large += [structs.replace(launch, architectures=WGMMA_ON) for launch in wgmma_launches(format, call)]
@@ -87,20 +88,23 @@ class _Blocks:
 
     features: int
     splits: int
+    split_chunks: int
 
     @staticmethod
     def of(format: Format, features: int, columns: int, gated: bool) -> "_Blocks":
         count = _ceil(_blocks_of_16(features, gated), 2 * format.feature_warps)
         steps = _ceil(_ceil(columns, CHUNK), K_WARPS * format.turns)
-        wanted = max(min(2 * MULTIPROCESSORS // count, steps // 2), 1)
-        return _Blocks(count, _ceil(steps, _ceil(steps, wanted)))
+        split_steps = _ceil(steps, max(min(2 * MULTIPROCESSORS // count, steps // 2), 1))
+        return _Blocks(count, _ceil(steps, split_steps), split_steps * K_WARPS * format.turns)
+
+
+def _blocks_of(format: Format, call: Call) -> _Blocks:
+    weight = call.operands["weight"]
+    return _Blocks.of(format, weight.rows.constant, weight.columns, call.attributes["epilogue"] in gemm.GATED)
 
 
 def _small_launches(format: Format, call: Call) -> list[Launch]:
-    weight = call.operands["weight"]
-    gated, warps = call.attributes["epilogue"] in gemm.GATED, format.feature_warps * K_WARPS
-    divided = _Blocks.of(format, weight.rows.constant, weight.columns, gated)
-    runs = _runs(call)
+    divided, warps, runs = _blocks_of(format, call), format.feature_warps * K_WARPS, _runs(call)
     weight_bytes = warps * (format.lines // 4) * WARP * 16
     weight_bytes += warps * runs * WARP * 4 * _scale_bytes(format, call)
     launches, low = [], 1
@@ -126,19 +130,29 @@ def _small_launches(format: Format, call: Call) -> list[Launch]:
 
 
 def _large_launches(format: Format, call: Call) -> list[Launch]:
-    """Tiles of 64 x 64 while larger ones are fewer than multiprocessors, then of 128 x 128."""
-    grouped = _runs(call) > 0
-    most_small = (MULTIPROCESSORS - 1) // _ceil(_of_16(call), 8) * 128  # tokens
-    sizes = (*(((64, most_small),) if most_small else ()), (128, 2**31 - 1))
+    """Tiles of 64 x 64 while larger ones are fewer than multiprocessors, then of 128 x 128; of 128 features x 64 tokens
+    where sums in gemm_small's order leave no registers for more.
+    """
+    grouped, order = _runs(call) > 0, _small_order(format, call) if call.batch_invariant else {}
+    most_tokens = 64 if order and (grouped or order["split_chunks"] * CHUNK < call.operands["weight"].columns) else 128
+    most_small = (MULTIPROCESSORS - 1) // _ceil(_of_16(call), 8) * most_tokens
+    sizes = (*(((64, 64, most_small),) if most_small > format.small_tokens[-1] else ()), (128, most_tokens, 2**31 - 1))
     launches, low = [], format.small_tokens[-1] + 1
-    for size, high in sizes:
-        units, tiles = (1 if size == 64 or grouped else format.large_units), (4 if size == 64 else 8)
-        stage_bytes = _stage_bytes(format, call, size, size)
+    for features, tokens, high in sizes:
+        units = 1 if features == 64 or grouped or order else format.large_units
+        stage_bytes = _stage_bytes(format, call, features, tokens)
         stages = min(SHARED_BYTES // stage_bytes, LARGE_STAGES)
-        tile = _tile(size // 32 // units, 2, units, tiles, stages, stage_bytes)
-        launches.append(_large_launch("gemm_large", format, call, tile, size, size, low, high))
+        tile = {**_tile(features // 32 // units, 2, units, tokens // 16, stages, stage_bytes), **order}
+        launches.append(_large_launch("gemm_large", format, call, tile, features, tokens, low, high))
         low = high + 1
     return launches
+
+
+def _small_order(format: Format, call: Call) -> Mapping[str, int]:
+    """What makes gemm_large add as gemm_small does; nothing where sums are exact."""
+    if format.name == "w8a8" and not _runs(call):
+        return {}
+    return {"split_chunks": _blocks_of(format, call).split_chunks}
 
 
 def wgmma_launches(format: Format, call: Call) -> list[Launch]:

@@ -54,10 +54,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Call:
-    """A kernel call that is being lowered for GPUs: operands by role (without optional ones that are absent)."""
+    """A kernel call that is being lowered for GPUs: operands by role (without optional ones that are absent).
+    batch_invariant: a row of the result has the same bits, however many there are.
+    """
 
     operands: Mapping[str, Matrix]
     attributes: Mapping[str, int | float | str]
+    batch_invariant: bool = False
 
     def rows(self, role: str) -> str:
         """Which size of the step an operand has as its number of rows, in C++."""

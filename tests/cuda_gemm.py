@@ -30,7 +30,7 @@ E2M1_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8,
 @dataclass(frozen=True)
 class Gemm:
     """A call: out [tokens, rows or rows / 2] of x [tokens, columns]. large: in the tiles of the largest launches.
-    wgmma: by Hopper's kernel, where tokens are many.
+    wgmma: by Hopper's kernel, where tokens are many. batch_invariant: many are added as few are.
     """
 
     format: str
@@ -43,6 +43,7 @@ class Gemm:
     to: str = "f32"
     large: bool = False
     wgmma: bool = False
+    batch_invariant: bool = False
 
     @property
     def outputs(self) -> int:
@@ -70,7 +71,7 @@ class Gemm:
         roles = {"bias": self.bias, "zero": self.zeros, "scale": self.format != "bf16"}
         operands |= {role: Matrix("", Linear(), 0, 0, 0) for role, there in roles.items() if there}
         kernel = gemm_on_cuda(KernelBinding("gemm@1", (), ()), self.format)
-        call = Call(operands, {"epilogue": self.epilogue, "group": self.group})
+        call = Call(operands, {"epilogue": self.epilogue, "group": self.group}, self.batch_invariant)
         if self.wgmma:
             return tuple(wgmma_launches(FORMATS[self.format], call))
         return tuple(launch for launch in kernel.launches(call) if not launch.kernel.startswith("gemm_wgmma"))

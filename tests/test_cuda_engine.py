@@ -3,6 +3,7 @@
 import atexit
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,15 +31,17 @@ from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import Delta
-from enginewright.runtime.sampling import Entries, Fields, SamplingParams
+from enginewright.runtime.sampling import Entries, Fields, SampledToken, SamplingParams
 from enginewright.runtime.score import score
 from tests import tolerances
 from tests.emulated_device import EmulatedDevice, device_for
 from tests.graphs import checkpoint_of, random_tokens, relative_error
 from tests.ragged import RaggedRun
 from tests.sampling_reference import same_draws, with_newest
+from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 TARGETS = ("cpu", "cuda:sm_80")
+Asked = tuple[list[int], SamplingParams]
 LIMITS = RuntimeConfig(max_model_len=128, max_num_seqs=3, max_num_batched_tokens=64, max_logit_rows=64)
 CASES = [
     ("llama", "bf16", "bf16"),
@@ -56,27 +59,46 @@ def _folder() -> Path:
     return folder
 
 
+def wide_checkpoint() -> MemoryCheckpoint:
+    """So wide that sums in another order become another bfloat16 somewhere, and two splits of K."""
+    config = tiny_config(
+        "llama",
+        num_hidden_layers=2,
+        hidden_size=160,
+        intermediate_size=600,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return MemoryCheckpoint.of(tiny_model(config), config)
+
+
 @cache
 def built(
-    family: str, quant: str, kv: str = "bf16", **settings: str
+    family: str, quant: str, kv: str = "bf16", batch_invariant: bool = False, **settings: str
 ) -> tuple[Path, ir.Model, dict[str, Specialization]]:
     """An engine for both families (without cubins: nothing here runs them), the graph of GPUs, and their code."""
     graphs: dict[str, ir.Model] = {}
     kernels: dict[str, Specialization] = {}
     lower = assembly.lower
 
-    def watched(model: ir.Model, target: str, max_seq_len: int):  # type: ignore[no-untyped-def]
+    def watched(model: ir.Model, target: str, *rest: int):  # type: ignore[no-untyped-def]
         graphs[target] = model.clone()
-        lowered = lower(model, target, max_seq_len)
+        lowered = lower(model, target, *rest)
         kernels.update(lowered.kernels)
         return lowered
 
-    path = _folder() / f"{'-'.join((family, quant, kv, *settings.values()))}.engine"
-    config = BuildConfig(quant=quant_config(quant, **settings), kv_cache_dtype=kv, targets=TARGETS, gate=None)
+    path = _folder() / f"{'-'.join((family, quant, kv, str(batch_invariant), *settings.values()))}.engine"
+    config = BuildConfig(
+        quant=quant_config(quant, **settings),
+        kv_cache_dtype=kv,
+        batch_invariant=batch_invariant,
+        targets=TARGETS,
+        gate=None,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "lower", watched)
         patch.setattr(build, "code_sections", lambda kernels, targets: {})
-        build_engine(checkpoint_of(family), config, path)
+        build_engine(wide_checkpoint() if family == "wide" else checkpoint_of(family), config, path)
     return path, graphs["cuda"], kernels
 
 
@@ -129,6 +151,61 @@ def test_company_changes_no_bit() -> None:
     for other in runs[1:]:
         for one, same in zip(runs[0], other, strict=True):
             np.testing.assert_array_equal(one, same)
+
+
+def test_company_changes_no_bit_of_a_batch_invariant_engine() -> None:
+    """In steps of any size, for which others have kernels of other bits."""
+    texts = [random_tokens(count, seed=count).tolist() for count in (9, 30, 61)]
+
+    def scored(batch_invariant: bool, cut: int, seqs: int) -> bytes:
+        path, _, kernels = built("wide", "int4-rtn", batch_invariant=batch_invariant)
+        limits = replace(LIMITS, max_num_seqs=seqs, max_num_batched_tokens=cut, max_logit_rows=cut)
+        with EngineFile.open(path) as file:
+            rows = score(CudaExecutor(Engine(file, "cuda"), device_for(kernels), limits), texts)
+        return np.concatenate(rows).tobytes()
+
+    alone = scored(True, 100, 1)
+    assert scored(True, 100, 3) == alone == scored(True, 37, 2)
+    assert scored(False, 100, 1) != scored(False, 100, 3)
+
+
+def answers(
+    monkeypatch: pytest.MonkeyPatch, batches: Sequence[Sequence[Asked]], cut: int, blocks: int
+) -> tuple[list[list[SampledToken]], bool]:
+    """Of an engine whose KV cache has so many blocks; and whether a request of the last batch was preempted."""
+    path, _, kernels = built("wide", "int4-rtn", batch_invariant=True)
+    told, device = [], device_for(kernels)
+    monkeypatch.setattr(core, "open_executor", lambda engine, config: CudaExecutor(engine, device, config))
+    with EngineFile.open(path) as file:
+        engine = Engine(file, "cuda")
+        group = engine.plan.kv_groups[0]
+        memory = blocks * group.block_size * group.bytes_per_token
+        limits = replace(LIMITS, max_num_batched_tokens=cut, kv_cache_memory=memory)
+        for batch in batches:
+            running, readers = core.EngineCore(engine, limits), [Deltas() for _ in batch]
+            for (prompt, params), reader in zip(batch, readers, strict=True):
+                running.add(running.request(prompt, params, reader))
+            while running.has_work:
+                for request, delta in running.step():
+                    request.reader.put(delta)
+            told += [[one for delta in reader.whole for one in delta.tokens] for reader in readers]
+        return told, running.stats().num_preemptions > 0
+
+
+def test_answers_of_a_batch_invariant_engine_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and drawn, with their log-probabilities: alone, together, preempted, and read in other pieces."""
+    asked = [
+        (random_tokens(length, seed=length).tolist(), replace(params, logprobs=2, ignore_eos=True))
+        for length, params in (
+            (95, SamplingParams(temperature=0.0, max_tokens=6)),
+            (60, SamplingParams(seed=1, max_tokens=6, frequency_penalty=1.0)),
+            (9, SamplingParams(seed=2, max_tokens=6, top_p=0.9)),
+        )
+    ]
+    alone, _ = answers(monkeypatch, [[one] for one in asked], 200, 20)
+    assert [len(tokens) for tokens in alone] == [6, 6, 6]
+    assert answers(monkeypatch, [asked], 200, 20) == (alone, False)
+    assert answers(monkeypatch, [asked], 67, 6) == (alone, True)
 
 
 def test_greedy_texts_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

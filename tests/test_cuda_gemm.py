@@ -39,6 +39,21 @@ CASES = [
     (Gemm("fp8a8", 2 * 150, 70, "geglu", bias=True, large=True), (130,)),
     (Gemm("fp8a8", 150, 330, bias=True, group=128, large=True), (33,)),
 ]
+# One split of K, two, and three of which the last is a chunk.
+INVARIANT = [
+    replace(gemm, batch_invariant=True)
+    for gemm in (
+        Gemm("bf16", 70, 800, bias=True),
+        Gemm("bf16", 2 * 150, 300, "swiglu"),
+        Gemm("w8a16", 2 * 37, 600, "geglu"),
+        Gemm("fp8a16", 150, 600, group=128),
+        Gemm("w4a16", 70, 900, group=32, zeros=True),
+        Gemm("mxfp4a16", 150, 600, group=32, bias=True),
+        Gemm("w8a8", 70, 600, group=128),
+        Gemm("fp8a8", 70, 600, bias=True),
+        Gemm("fp8a8", 70, 800, group=128),
+    )
+]
 CALLS = [(gemm, tokens) for gemm, counts in CASES for tokens in counts]
 
 
@@ -90,6 +105,24 @@ def test_tiles_of_all_sizes_give_the_same_bits(kernels: Kernels, gemm: Gemm) -> 
     large = replace(gemm, large=True)
     result = Problem(large, 65).run(compiled([(large, 65)]))
     assert torch.equal(result, Problem(gemm, 65).run(kernels))
+
+
+@pytest.fixture(scope="module")
+def invariant_kernels() -> Kernels:
+    return compiled([case for gemm in INVARIANT for case in _sizes(gemm)])
+
+
+def _sizes(gemm: Gemm) -> list[tuple[Gemm, int]]:
+    """Tiles of both sizes, few tokens, and what it would be with batch_invariant off."""
+    return [(replace(gemm, large=True), 130), (gemm, 7), (gemm, 65), (replace(gemm, batch_invariant=False), 65)]
+
+
+@pytest.mark.parametrize("gemm", INVARIANT, ids=lambda gemm: _name(gemm, 130))
+def test_many_tokens_have_the_bits_of_few_if_batch_invariant(invariant_kernels: Kernels, gemm: Gemm) -> None:
+    problems = [Problem(*case) for case in _sizes(gemm)]
+    most, *results = [problem.run(invariant_kernels) for problem in problems]
+    assert error(most, problems[0].expected()) < GEMM_F32
+    assert [torch.equal(result, most[: len(result)]) for result in results] == [True, True, False]
 
 
 def test_integers_have_the_same_bits_in_any_company(kernels: Kernels) -> None:

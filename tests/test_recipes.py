@@ -58,6 +58,7 @@ def test_a_file_of_ones_own_and_flags_before_it(folder: Path, tmp_path: Path) ->
         "kv_cache_dtype": "int8",
         "max_seq_len": 128,
         "max_batch_size": 1024,
+        "batch_invariant": False,
         "quantize_lm_head": False,  # as nobody asks for it
     }
     text = """

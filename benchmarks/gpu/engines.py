@@ -83,9 +83,9 @@ def build(case: Case, folder: Path, sm: str) -> Built:
     graphs: dict[str, ir.Model] = {}
     lower = assembly.lower
 
-    def watched(model: ir.Model, target: str, max_seq_len: int):
+    def watched(model: ir.Model, target: str, *rest: int):
         graphs[target] = model.clone()
-        return lower(model, target, max_seq_len)
+        return lower(model, target, *rest)
 
     path = folder / f"{case.name.replace('/', '-').replace(' ', '-')}.engine"
     data = folder / f"{path.name}.txt"

@@ -113,20 +113,21 @@ def kv_groups_of(model: ir.Model) -> tuple[KvGroup, ...]:
     return tuple(groups)
 
 
-def lower(model: ir.Model, target: str, max_seq_len: int) -> Lowered:
-    """Lower a ragged graph for a family of targets (`cpu`, `cuda`).
+def lower(model: ir.Model, target: str, max_seq_len: int, batch_invariant: bool = False) -> Lowered:
+    """Lower a ragged graph for a family of targets (`cpu`, `cuda`). batch_invariant: for GPUs, as BuildConfig has it.
 
     Raises:
         EngineError: a node has no kernel for the target; the message names it.
     """
-    return _Lowering(model, target).run(max_seq_len)
+    return _Lowering(model, target, batch_invariant).run(max_seq_len)
 
 
 class _Lowering:
-    def __init__(self, model: ir.Model, target: str) -> None:
+    def __init__(self, model: ir.Model, target: str, batch_invariant: bool) -> None:
         self.model = model
         self.graph = model.graph
         self.target = target
+        self.batch_invariant = batch_invariant
         self.groups = kv_groups_of(model)
         self.views: dict[ir.Value, _View] = {}
         self.buffers: list[tuple[str, Linear, int]] = []  # dtype, rows, columns
@@ -213,7 +214,8 @@ class _Lowering:
             if "largest" in operands:
                 raise EngineError(f"{node.name} has static scales of activations, which no kernel for cuda takes")
             matrices = {role: self._matrix(operand) for role, operand in operands.items()}
-            launches = tuple(self._named(one, binding.sources) for one in binding.launches(Call(matrices, attributes)))
+            call = Call(matrices, attributes, self.batch_invariant)
+            launches = tuple(self._named(one, binding.sources) for one in binding.launches(call))
         self.steps.append(Step(binding.kernel, operands, attributes, launches))
 
     def _named(self, launch: Launch, sources: Mapping[str, str]) -> Launch:

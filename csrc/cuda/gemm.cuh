@@ -23,7 +23,8 @@ constexpr bool E4M3_CORES = SM == 89 || SM == 120;
 // features: rows of the weight; with a gated epilogue, gates and then ups, whose blocks alternate. columns:
 // K. group: columns that share a scale, of the weight, of x (w8a8), or of both (fp8a8); 0 is the whole row.
 // padded: columns of out that are written, zeros behind its own. What follows is the shape of a block of
-// threads: gemm_small.cuh and gemm_large.cuh say what of it they take.
+// threads: gemm_small.cuh and gemm_large.cuh say what of it they take. split_chunks: where gemm_large is to
+// add as gemm_small does, the chunks of one of its splits.
 struct Gemm {
   Format format;
   Epilogue epilogue;
@@ -32,6 +33,7 @@ struct Gemm {
   int features, columns, x_stride, x_scale_stride, out_stride, padded, group;
   bool zeros, bias;
   int feature_warps, token_warps, k_warps, turns, units, tiles, splits, stages, shared_bytes;
+  int split_chunks = 0;
 
   constexpr bool gated() const { return epilogue != Epilogue::none; }
   constexpr int outputs() const { return gated() ? features / 2 : features; }

@@ -7,7 +7,9 @@
 // mma.sync does not reach (on paper, unmeasured). With sums that stand apart (Shape::RUN), it is 32 x 64.
 //
 // Each sum goes through K in ascending order, whatever the tile; gemm_small's are added up otherwise, so
-// that bits differ between the two, but for w8a8 with a scale a token, whose sums are exact.
+// that bits differ between the two, but for w8a8 with a scale a token, whose sums are exact. With
+// split_chunks they are added as gemm_small does: what a k_warp of it has, a split of it, and all are sums of
+// their own, so that a warp has 32 x 32, or 32 x 64 where there is one split and no runs.
 #pragma once
 
 #include "gemm_products.cuh"
@@ -164,6 +166,48 @@ DEVICE void finish_tile(const Finish<S>& finish, const sum_t<S> (&total)[S.units
 }
 
 template <Gemm S>
+using Sums = sum_t<S>[S.units][2][S.tiles][4];  // of a warp
+
+template <Gemm S>
+DEVICE void move_sums(Sums<S>& to, Sums<S>& from) {
+  UNROLL
+  for (int unit = 0; unit < S.units; ++unit) {
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+      UNROLL
+      for (int tile = 0; tile < S.tiles; ++tile) {
+        UNROLL
+        for (int i = 0; i < 4; ++i) {
+          to[unit][half][tile][i] += from[unit][half][tile][i];
+          from[unit][half][tile][i] = 0;
+        }
+      }
+    }
+  }
+}
+
+// Of K's chunks, which one comes `index`-th: they ascend, or are added as gemm_small does, of each split
+// those of its first k_warp, then those of its second.
+template <Gemm S>
+struct Order {
+  static constexpr int CHUNKS = Shape<S>::CHUNKS;
+  int chunk;
+  bool ends_warp = false, ends_split = false;
+
+  static DEVICE Order of(int index) {
+    if constexpr (S.split_chunks == 0) {
+      return {index};
+    } else {
+      int begin = index / S.split_chunks * S.split_chunks, i = index - begin;
+      int chunks = CHUNKS - begin < S.split_chunks ? CHUNKS - begin : S.split_chunks;
+      int firsts = (chunks + 1) / 2;
+      int chunk = begin + (i < firsts ? 2 * i : 2 * (i - firsts) + 1);
+      return {chunk, i + 1 == firsts || i + 1 == chunks, i + 1 == chunks};
+    }
+  }
+};
+
+template <Gemm S>
 KERNEL_OCCUPANCY(Shape<S>::THREADS, 1)
 gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const float* x_scale,
            const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out) {
@@ -178,8 +222,9 @@ gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const fl
 
   const CopyWeights<S> weights(first_feature / 16, weight, scale, zero);
   const CopyX<S, 1> tokens_of(x, first_token, tokens);
-  auto copy = [&](int chunk, uint8_t* stage) {
-    if (chunk < Of::CHUNKS) {
+  auto copy = [&](int index, uint8_t* stage) {
+    if (index < Of::CHUNKS) {
+      int chunk = Order<S>::of(index).chunk;
       weights.copy(stage, chunk);
       tokens_of.copy(stage + K::X_AT, chunk);
       if constexpr (S.x_groups())
@@ -190,16 +235,22 @@ gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const fl
   };
   for (int i = 0; i < S.stages - 1; ++i) copy(i, shared + i * K::STAGE_BYTES);
 
-  sum_t<S> total[S.units][2][S.tiles][4] = {};
+  Sums<S> total = {}, of_split = {}, of_warp = {};
   Stages<S, K::STAGE_BYTES> stages(shared);
-  for (int chunk = 0; chunk < Of::CHUNKS; ++chunk, stages.next()) {
+  for (int i = 0; i < Of::CHUNKS; ++i, stages.next()) {
     wait_copies<S.stages - 2>();
     sync_threads();  // everyone's copies are there, and nobody reads the stage before any more
-    copy(chunk + S.stages - 1, stages.before());
+    copy(i + S.stages - 1, stages.before());
     const uint8_t* stage = stages.now();
-    multiply_chunk<S>(total, SharedWeights<S>{stage, unit_warp},
+    multiply_chunk<S>(S.split_chunks ? of_warp : total, SharedWeights<S>{stage, unit_warp},
                       stage + K::X_AT + token_warp * Of::X_ROW_BYTES,
                       reinterpret_cast<const float*>(stage + K::X_SCALES_AT) + token_warp);
+    if constexpr (S.split_chunks != 0) {
+      constexpr bool SPLITS = S.split_chunks < Of::CHUNKS;
+      const Order<S> at = Order<S>::of(i);
+      if (at.ends_warp) move_sums<S>(SPLITS ? of_split : total, of_warp);
+      if (SPLITS && at.ends_split) move_sums<S>(total, of_split);
+    }
   }
 
   finish_tile<S>({x_scale, reinterpret_cast<const float*>(scale), bias, out}, total, first_token + token_warp,

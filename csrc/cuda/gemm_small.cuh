@@ -40,6 +40,7 @@ struct GemmSmall {
 
   static constexpr int SUM_STRIDE = Of::FEATURES + 4;  // a quarter of a warp stores to different banks
   static constexpr int SUM_BYTES = S.k_warps * Of::TOKENS * SUM_STRIDE * 4;
+  static_assert(S.k_warps == 2);  // as Order in gemm_large.cuh has it
   static_assert(S.stages >= 2 && S.shared_bytes >= S.stages * STAGE_BYTES && S.shared_bytes >= SUM_BYTES);
 
   static constexpr int OUTPUTS = Of::FEATURES / (S.gated() ? 2 : 1);  // of a block

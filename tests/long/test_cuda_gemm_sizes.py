@@ -1,6 +1,7 @@
 """Matrix products on CUDA in emulation, over shapes by chance: every launch of every format."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,3 +46,14 @@ def test_products_of_any_shape(wgmma: bool, format: str, seed: int) -> None:
         assert error(result, expected) < (GEMM_F32 if gemm.to == "f32" else GEMM_BF16_OUT), (gemm, tokens)
         for schedule in SCHEDULES[:2]:
             assert torch.equal(problem.run(kernels, schedule), result), (gemm, tokens, schedule)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("format", WEIGHTS)
+def test_a_token_has_the_same_bits_in_any_company(format: str, seed: int) -> None:
+    gemm = replace(shape(format, seed, wgmma=False), batch_invariant=True, large=False)
+    cases = [(gemm, tokens) for tokens in (*TOKENS, 64)] + [(replace(gemm, large=True), 130)]
+    kernels = compiled(cases)
+    *results, most = [Problem(*case, seed).run(kernels) for case in cases]
+    for (_, tokens), result in zip(cases, results, strict=False):
+        assert torch.equal(result, most[:tokens]), (gemm, tokens)
