@@ -81,7 +81,9 @@ class Weights:
 
     def note_none_quantized(self) -> None:
         """Tell people of a checkpoint whose config names a format that none of its weights has."""
-        for value in self._values.values() if self._format and not self._any_quantized else ():
+        if self._format is None or self._any_quantized:
+            return
+        for value in self._values.values():
             if len(shape_of(value)) == 2:
                 self._format.note("not quantized, though the checkpoint's quantization_config names a format")
 
