@@ -24,6 +24,7 @@ _FORMS: Mapping[str, Any] = {
     "stop": tuple[str, ...],
     "stop_token_ids": tuple[int, ...],
     "logit_bias": dict[int, float],
+    "allowed_token_ids": tuple[int, ...],
 }
 
 

@@ -26,6 +26,7 @@ from enginewright.runtime.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.stats import Stats
 from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.token_mask import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +127,18 @@ class EngineCore:
             generated_tokens=self._num_generated,
         )
 
-    def request(self, prompt: Sequence[int], params: SamplingParams, reader: Reader, cache_salt: str = "") -> Request:
+    def request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        reader: Reader,
+        cache_salt: str = "",
+        grammars: Sequence[Grammar | None] = (),
+    ) -> Request:
         """A request that can be added.
+
+        Args:
+            grammars: one for each of its answers, or none.
 
         Raises:
             UsageError: prompt or parameters ask for what this engine cannot do.
@@ -139,13 +150,13 @@ class EngineCore:
             whole = min(whole, len(prompt) + params.max_tokens)
         request = Request(params, reader, len(prompt), time.perf_counter())
         seed = new_seed()
-        for index in range(params.n):
+        for index, grammar in zip(range(params.n), grammars or [None] * params.n, strict=True):
             sequence = TokenSequence(
                 token_ids=list(prompt),
                 num_prompt_tokens=len(prompt),
                 max_tokens=whole,
                 stop_token_ids=frozenset((*ends, *params.stop_token_ids)),
-                request=SamplingRequest(params, prompt, plan.vocab_size, ends, choice=index, seed=seed),
+                request=SamplingRequest(params, prompt, plan.vocab_size, ends, index, seed, grammar),
                 cache_salt=cache_salt,
                 twin_of=request.answers[0].sequence if index else None,
             )
@@ -171,14 +182,18 @@ class EngineCore:
     def step(self) -> list[tuple[Request, Delta]]:
         """Begin one step of all that was asked, and end one; what that added.
 
-        A step ends at once, or, where the executor runs ahead, once the next one has begun.
+        A step ends at once, or, where the executor runs ahead, once the next one has begun; where a grammar says what
+        may come next, once its layers run, before it draws.
         """
-        plan = self._scheduler.schedule()
+        plan, told = self._scheduler.schedule(), list[tuple[Request, Delta]]()
         if plan is not None:
-            self._under_way.append((plan, self._sampler.begin(self.executor.run(plan), plan.requests)))
+            logits, requests = self.executor.run(plan), plan.requests
+            if self._under_way and any(request.grammar is not None for request in requests):
+                told = self._end(*self._under_way.popleft())
+            self._under_way.append((plan, self._sampler.begin(logits, requests)))
             if len(self._under_way) <= self.executor.steps_ahead:
-                return []
-        return self._end(*self._under_way.popleft()) if self._under_way else []
+                return told
+        return told + self._end(*self._under_way.popleft()) if self._under_way else told
 
     def _end(self, plan: StepPlan, drawing: Drawing) -> list[tuple[Request, Delta]]:
         sampled = self._sampler.end(drawing)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from enginewright import _cpu
 from enginewright.errors import UsageError
+from enginewright.runtime.token_mask import ALL, Grammar, Mask, mask_of, num_words
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -35,7 +36,8 @@ class SamplingParams:
     repetition_penalty: over prompt and output; frequency_penalty, presence_penalty: over the output.
     seed: of the draws; None draws one. max_tokens: None is up to the model's length. min_tokens: before these,
     neither an end-of-text nor a stop token is drawn. logprobs: None is none; n also names the n likeliest tokens.
-    logit_bias: added to the logits of tokens by id.
+    logit_bias: added to the logits of tokens by id. allowed_token_ids: no others are drawn, so that an answer ends
+    early only if its end is among them; None allows all.
     """
 
     n: int = 1
@@ -55,6 +57,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -95,6 +98,11 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _require_whole("logit_bias", token, 0, 2**31 - 1)
             _require_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _as_tuple(self.allowed_token_ids))
+            ids = self.allowed_token_ids
+            whole = isinstance(ids, tuple) and len(ids) > 0 and all(type(token) is int for token in ids)
+            _require(whole and min(ids) >= 0, "allowed_token_ids", "must be token ids, one at least")
 
     @property
     def penalized(self) -> bool:
@@ -154,6 +162,7 @@ class SamplingRequest:
             tokens like others.
         choice: which of the n answers this is.
         seed: of all n answers, for requests that name none: draw it once and give it to each.
+        grammar: that this answer has to follow.
     """
 
     def __init__(
@@ -164,11 +173,12 @@ class SamplingRequest:
         eos_token_ids: Sequence[int] = (),
         choice: int = 0,
         seed: int | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
-        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            for token in tokens:
-                _require(token < vocab_size, name, f"names token {token}, and the vocabulary has {vocab_size}")
-        self.params = params
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            token = max(getattr(params, name) or (), default=0)
+            _require(token < vocab_size, name, f"names token {token}, and the vocabulary has {vocab_size}")
+        self.params, self.vocab_size = params, vocab_size
         self.num_prompt_tokens = len(prompt)
         self.position = len(prompt)
         row = np.zeros(1, dtype=_cpu.SAMPLING_ROW)
@@ -186,6 +196,11 @@ class SamplingRequest:
         self._biases_at_first = self._biases
         if params.min_tokens:
             self._biases_at_first = _biases({**params.logit_bias, **dict.fromkeys(held_back, -math.inf)})
+        self.grammar, self._allowed = grammar, None
+        if params.allowed_token_ids is not None:
+            some = not params.min_tokens or not set(params.allowed_token_ids) <= set(held_back)
+            _require(some, "allowed_token_ids", "must hold tokens that do not end the answer, since it has min_tokens")
+            self._allowed = mask_of(params.allowed_token_ids, vocab_size)
 
     @property
     def num_output_tokens(self) -> int:
@@ -196,6 +211,16 @@ class SamplingRequest:
     def has_extras(self) -> bool:
         """Whether it may ever have a history or biases."""
         return self._history is not None or len(self._biases) + len(self._biases_at_first) > 0
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether it may not draw each token."""
+        return self._allowed is not None or self.grammar is not None
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether it has to be told what was drawn."""
+        return self._history is not None or self.grammar is not None
 
     @property
     def history(self) -> npt.NDArray[np.void]:
@@ -210,6 +235,16 @@ class SamplingRequest:
         """TOKEN_BIAS, each token once."""
         return self._biases_at_first if self.num_output_tokens < self.params.min_tokens else self._biases
 
+    def allow(self, mask: Mask) -> None:
+        """Write which tokens may come next. A grammar has to know all tokens before."""
+        if self.grammar is None:
+            mask[:] = ALL if self._allowed is None else self._allowed
+            return
+        mask[:] = 0
+        self.grammar.allow(mask)
+        if self._allowed is not None:
+            mask &= self._allowed
+
     def begin(self) -> None:
         """The answer goes on with a token that is being drawn."""
         self.position += 1
@@ -223,6 +258,8 @@ class SamplingRequest:
             self._history.in_draw -= 1
             if token is not None:
                 self._history.append(token)
+        if self.grammar is not None and token is not None:
+            self.grammar.take(token)
 
 
 class _History:
@@ -264,8 +301,8 @@ def _joined(arrays: Sequence[npt.NDArray[np.void]], dtype: np.dtype[np.void]) ->
 Fields = tuple[int, float | None, tuple[tuple[int, float], ...], bool]  # of SampledToken
 Entries = npt.NDArray[np.void]
 # See _cpu.sample. The first argument is what the same executor's `run` gives. What comes back may be read once, and may
-# be waited for until then.
-Draw = Callable[[Any, Entries, Entries, Entries], Iterable[Fields]]
+# be waited for until then; the arrays may change as soon as it has been called.
+Draw = Callable[[Any, Entries, Entries, Entries, Mask | None], Iterable[Fields]]
 
 
 class Logits(Protocol):
@@ -310,7 +347,7 @@ class Sampler:
         """What was drawn. Requests whose row holds NaN are left as they were."""
         sampled = list(map(_sampled, drawing.rows))
         for request, one in zip(drawing.batch.requests, sampled, strict=True):
-            if drawing.batch.penalized or one.is_nan:
+            if drawing.batch.need_tokens or one.is_nan:
                 request.end(None if one.is_nan else one.token)
         return sampled
 
@@ -327,16 +364,22 @@ class _Batch:
         self._rows = _joined([request.row for request in requests], _cpu.SAMPLING_ROW)
         self._positions = self._rows["position"]
         self._plain = not any(request.has_extras for request in requests)
-        self.penalized = any(request.params.penalized for request in requests)
+        self.need_tokens = any(request.needs_tokens for request in requests)
+        self._allowed: Mask | None = None
+        if any(request.is_masked for request in requests):
+            self._allowed = np.empty((len(requests), num_words(requests[0].vocab_size)), np.uint32)
 
-    def arguments(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void], npt.NDArray[np.void]]:
-        """rows, history and biases of `_cpu.sample`."""
-        rows = self._rows
+    def arguments(self) -> tuple[Entries, Entries, Entries, Mask | None]:
+        """rows, history, biases and allowed of `_cpu.sample`."""
+        rows, allowed = self._rows, self._allowed
         self._positions[:] = [request.position for request in self.requests]
+        if allowed is not None:
+            for request, mask in zip(self.requests, allowed, strict=True):
+                request.allow(mask)
         if self._plain:
-            return rows, _NO_HISTORY, _NO_BIASES
+            return rows, _NO_HISTORY, _NO_BIASES, allowed
         histories = [request.history for request in self.requests]
         biases = [request.biases for request in self.requests]
         rows["history_end"] = np.cumsum([len(entries) for entries in histories])
         rows["bias_end"] = np.cumsum([len(entries) for entries in biases])
-        return rows, _joined(histories, _cpu.TOKEN_COUNT), _joined(biases, _cpu.TOKEN_BIAS)
+        return rows, _joined(histories, _cpu.TOKEN_COUNT), _joined(biases, _cpu.TOKEN_BIAS), allowed

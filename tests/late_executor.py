@@ -10,6 +10,7 @@ from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.sampling import Entries, Fields
 from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.token_mask import Mask
 from tests.sampling_reference import with_newest
 
 
@@ -33,8 +34,10 @@ class LateExecutor(CpuExecutor):
     def draw(self):  # type: ignore[no-untyped-def, override]
         return self._draw
 
-    def _draw(self, logits: NDArray[np.float32], rows: Entries, history: Entries, biases: Entries) -> list[Fields]:
+    def _draw(
+        self, logits: NDArray[np.float32], rows: Entries, history: Entries, biases: Entries, allowed: Mask | None
+    ) -> list[Fields]:
         rows, history = with_newest(rows, history, self._newest.tolist())
-        fields = super().draw(logits, rows, history, biases)
+        fields = super().draw(logits, rows, history, biases, allowed)
         self._drawn = np.array([token for token, *_ in fields], np.int32)
         return list(fields)

@@ -2,13 +2,24 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginewright import _cpu
-from enginewright.runtime.sampling import BEING_DRAWN, Draw, Entries, Fields, Sampler, SamplingParams, SamplingRequest
+from enginewright.runtime.sampling import (
+    BEING_DRAWN,
+    Draw,
+    Entries,
+    Fields,
+    Sampler,
+    SamplingParams,
+    SamplingRequest,
+    _Batch,
+)
+from enginewright.runtime.token_mask import Mask
 from tests.tolerances import LOGPROB, SAMPLING_BOUNDARY
 
 Floats = NDArray[np.float64]
@@ -93,6 +104,23 @@ def same_draws(mine: list[Fields], others: list[Fields]) -> None:
         assert (one[1] is None) == (other[1] is None)
         pairs = [(one[1] or 0.0, other[1] or 0.0), *((a[1], b[1]) for a, b in zip(one[2], other[2], strict=True))]
         assert all(abs(a - b) < LOGPROB for a, b in pairs)
+
+
+def masked_rows(
+    vocab: int, params: SamplingParams
+) -> tuple[NDArray[np.float32], tuple[Entries, Entries, Entries, Mask | None]]:
+    """Six rows and what `draw` is given for them: the first may be any token, the others a tenth of all, or two; of the
+    fifth, a token that may not be drawn is NaN, and of the last one no token may be drawn.
+    """
+    random = np.random.default_rng(vocab)
+    some = [np.flatnonzero(random.random(vocab) < 0.1).tolist() or [vocab - 1] for _ in range(4)]
+    some[1] = [0, vocab - 1]
+    logits = logits_of(vocab, 6)
+    logits[4, min(set(range(vocab)) - set(some[3]))] = np.nan
+    logits[5, some[0]] = -np.inf
+    asked = [replace(params, allowed_token_ids=allowed) for allowed in (None, *some, some[0])]
+    requests = [request(one, vocab, [token % vocab for token in (3, 1, 4, 1, 5)]) for one in asked]
+    return logits, _Batch(requests).arguments()
 
 
 def chi_square(

@@ -56,11 +56,13 @@ def test_options_of_a_line_win_over_those_of_the_command(llm: LLM, tmp_path: Pat
         {"prompt": "a", "logit_bias": {"2": 100}, "ignore_eos": False, "stop_token_ids": [2]},
         {"prompt": "a", "stop": "x", "logit_bias": {"90": 1.5}, "id": {"any": ["JSON"]}},
         {"prompt": "a", "stop": ["x", "y"]},
+        {"prompt": "a", "allowed_token_ids": [70, 71]},
     ]
     found = answers(llm, tmp_path, lines, max_tokens=4, ignore_eos=True)
     assert [len(answer["token_ids"]) for answer in found[:4]] == [4, 2, 4, 4]
     assert "logprobs" not in found[0] and len(found[3]["logprobs"][0]["top"]) == 2
     assert (found[4]["token_ids"], found[4]["finish_reason"]) == ([2], "stop")
+    assert set(found[7]["token_ids"]) <= {70, 71}
     assert found[5]["id"] == {"any": ["JSON"]} and "id" not in found[0]
 
 

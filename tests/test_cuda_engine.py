@@ -33,9 +33,11 @@ from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import Entries, Fields, SampledToken, SamplingParams
 from enginewright.runtime.score import score
+from enginewright.runtime.token_mask import Mask
 from tests import tolerances
 from tests.emulated_device import EmulatedDevice, device_for
 from tests.graphs import checkpoint_of, random_tokens, relative_error
+from tests.ladder import Ladder
 from tests.ragged import RaggedRun
 from tests.sampling_reference import same_draws, with_newest
 from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
@@ -294,13 +296,15 @@ def test_tokens_are_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None
         gpu = CudaExecutor(engine, device_for(kernels), LIMITS)
         draw = gpu.draw
 
-        def checked(logits: DeviceLogits, rows: Entries, history: Entries, biases: Entries) -> list[Fields]:
-            mine = list(draw(logits, rows, history, biases))
+        def checked(
+            logits: DeviceLogits, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None
+        ) -> list[Fields]:
+            mine = list(draw(logits, rows, history, biases, allowed))
             assert read == []
             newest = downloaded(gpu, gpu._of_steps["known"], gpu.envelope.limits.tokens)
             newest = newest[downloaded(gpu, gpu._inputs.addresses["logit_rows"], len(rows))]
             rows, history = with_newest(rows, history, newest.tolist())
-            same_draws(mine, _cpu.sample(np.asarray(logits), rows, history, biases))
+            same_draws(mine, _cpu.sample(np.asarray(logits), rows, history, biases, allowed))
             read.clear()
             steps.append(len(rows))
             return mine
@@ -336,8 +340,9 @@ def test_running_ahead_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None
         SamplingParams(seed=1, max_tokens=7, logprobs=2, frequency_penalty=1.0, ignore_eos=True),
         SamplingParams(seed=2, max_tokens=9, min_tokens=3, stop_token_ids=tuple(range(60)), presence_penalty=1.0),
         SamplingParams(seed=3, max_tokens=6, n=2, ignore_eos=True),
+        SamplingParams(seed=4, max_tokens=8, n=2, frequency_penalty=0.5, ignore_eos=True),
     ]
-    lengths = (40, 6, 13, 5)  # the first takes several steps that draw nothing
+    lengths = (40, 6, 13, 5, 9)  # the first takes several steps that draw nothing
     limits, told = replace(LIMITS, max_num_batched_tokens=9), []
     with EngineFile.open(path) as file:
         engine, device = Engine(file, "cuda"), device_for(kernels)
@@ -346,15 +351,18 @@ def test_running_ahead_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None
             gpu.steps_ahead = ahead
             monkeypatch.setattr(core, "open_executor", lambda engine, config, gpu=gpu: gpu)
             running, readers, under_way = core.EngineCore(engine, limits), [Deltas() for _ in asked], 0
+            ladders = [Ladder(engine.plan.vocab_size, start) for start in (50, 100)]  # the last request's
             for length, params, reader in zip(lengths, asked, readers, strict=True):
-                running.add(running.request(random_tokens(length, seed=length).tolist(), params, reader))
+                prompt, grammars = random_tokens(length, seed=length).tolist(), ladders if reader is readers[-1] else ()
+                running.add(running.request(prompt, params, reader, grammars=grammars))
             while running.has_work:
                 for request, delta in running.step():
                     request.reader.put(delta)
                 under_way = max(under_way, len(running._under_way))
             assert under_way == ahead
             told.append([sorted(reader.whole, key=lambda delta: delta.index) for reader in readers])
-    assert told[0] == told[1]
+            assert sorted(readers[-1].tokens) == sorted(ladders[0].taken + ladders[1].taken)
+    assert told[0] == told[1] and len(readers[-1].tokens) == 16
 
 
 def test_code_that_does_not_take_up_what_was_drawn_is_refused() -> None:

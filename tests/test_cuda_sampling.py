@@ -26,6 +26,7 @@ from enginewright.runtime.sampling import (
     SamplingRequest,
     _Batch,
 )
+from enginewright.runtime.token_mask import Mask, num_words
 from tests.emulated import SCHEDULES, EmulationError, Kernels
 from tests.emulated_device import EmulatedDevice
 from tests.sampling_reference import (
@@ -33,6 +34,7 @@ from tests.sampling_reference import (
     check_draw,
     chi_square,
     logits_of,
+    masked_rows,
     probabilities,
     request,
     same_draws,
@@ -58,20 +60,21 @@ def kernels() -> Kernels:
 
 
 class Draws:
-    """`draw` is what _cpu.sample is. schedules are taken in turn; allowed: tokens, [rows, vocab]."""
+    """`draw` is what _cpu.sample is. schedules are taken in turn."""
 
-    def __init__(self, kernels: Kernels, size: tuple[int, int], allowed: NDArray[np.bool_] | None = None) -> None:
+    def __init__(self, kernels: Kernels, size: tuple[int, int]) -> None:
         self.kernels, self.launch, self.vocab = kernels, _launch(*size), size[0]
         self.schedules = itertools.cycle(SCHEDULES)
         self.newest: list[int] | None = None  # a row's token that the host does not know, if some do not
-        self.allowed = None
-        if allowed is not None:
-            whole = np.zeros((len(allowed), -(-self.vocab // 32) * 32), np.bool_)
-            whole[:, : self.vocab] = allowed
-            self.allowed = np.packbits(whole, axis=1, bitorder="little").view(np.uint32)
 
     def raw(
-        self, logits: NDArray[np.float32], rows: Entries, history: Entries, biases: Entries, schedule: str
+        self,
+        logits: NDArray[np.float32],
+        rows: Entries,
+        history: Entries,
+        biases: Entries,
+        allowed: Mask | None,
+        schedule: str,
     ) -> tuple[Entries, Entries]:
         """What the kernel writes; logits are afterwards what they were, and a row more stays poison."""
         count = len(rows)
@@ -87,7 +90,7 @@ class Draws:
             "rows": rows.copy(),
             "entries": entries,
             "saved": np.full(len(entries), np.nan, np.float32),
-            "allowed": self.allowed,
+            "allowed": allowed,
             "known": known,
             "logit_rows": order.astype(np.int32),
             "logits": arena,
@@ -103,8 +106,8 @@ class Draws:
         assert (drawn[3 * count :] == -7).all() and (tops[40 * count :] == -7).all()
         return drawn.view(DRAWN)[:count], tops.view(TOPS)[:count]
 
-    def draw(self, logits: Any, rows: Entries, history: Entries, biases: Entries) -> list[Fields]:
-        drawn, tops = self.raw(logits, rows, history, biases, next(self.schedules))
+    def draw(self, logits: Any, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None) -> list[Fields]:
+        drawn, tops = self.raw(logits, rows, history, biases, allowed, next(self.schedules))
         fields: list[Fields] = []
         for row, one, top in zip(rows, drawn, tops, strict=True):
             named = int(row["top_logprobs"])
@@ -207,22 +210,14 @@ def test_logprobs_are_the_models_own(kernels: Kernels, spread: float, changed: d
 
 
 @pytest.mark.parametrize("filters", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5, "logprobs": 2}], ids=str)
-def test_a_grammar_leaves_some_tokens(kernels: Kernels, filters: dict[str, Any]) -> None:
-    rng = np.random.default_rng(5)
-    allowed = rng.random((6, SMALL[0])) < 0.1
-    allowed[5] = False
-    logits = logits_of(SMALL[0], 6)
-    logits[4, np.flatnonzero(~allowed[4])[0]] = np.nan  # a row is broken wherever it is
-    params = [SamplingParams(seed=2, repetition_penalty=1.3, **filters)] * 6
-    mine = [one for one, _ in both(Draws(kernels, SMALL, allowed), logits, params)]
-    cpus = [one for _, one in both(Draws(kernels, SMALL), np.where(allowed, logits, -np.inf), params)]
-    assert [one.token for one in mine[:4]] == [one.token for one in cpus[:4]]
-    assert [one.is_nan for one in mine] == [False] * 4 + [True] * 2
-    if "logprobs" in filters:
-        raw = [one for _, one in both(Draws(kernels, SMALL), logits, params)]
-        assert [[token for token, _ in one.top_logprobs] for one in mine[:4]] == [
-            [token for token, _ in one.top_logprobs] for one in raw[:4]
-        ]
+@pytest.mark.parametrize("size", [SMALL, TINY], ids=["small", "tiny"])
+def test_masks_leave_the_tokens_that_the_cpu_has_left(
+    kernels: Kernels, size: tuple[int, int], filters: dict[str, Any]
+) -> None:
+    logits, given = masked_rows(size[0], SamplingParams(seed=2, repetition_penalty=1.3, **filters))
+    mine, cpus = Draws(kernels, size).draw(logits, *given), _cpu.sample(logits, *given)
+    same_draws(mine, cpus)
+    assert [is_nan for *_, is_nan in mine] == [False] * 4 + [True] * 2
 
 
 @pytest.mark.parametrize(
@@ -249,12 +244,15 @@ MIXTURE = [
 ]
 
 
-def _mixture() -> tuple[NDArray[np.float32], tuple[Entries, Entries, Entries]]:
-    """Rows of all kinds, and what `draw` is given for them."""
-    given: list[tuple[Entries, Entries, Entries]] = []
+Given = tuple[Entries, Entries, Entries, Mask | None]
 
-    def keep(_: Any, rows: Entries, history: Entries, biases: Entries) -> list[Fields]:
-        given.append((rows.copy(), history.copy(), biases.copy()))
+
+def _mixture() -> tuple[NDArray[np.float32], Given]:
+    """Rows of all kinds, and what `draw` is given for them."""
+    given: list[Given] = []
+
+    def keep(_: Any, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None) -> list[Fields]:
+        given.append((rows.copy(), history.copy(), biases.copy(), allowed))
         return [(0, None, (), True)] * len(rows)
 
     logits = np.round(logits_of(SMALL[0], len(MIXTURE), spread=1.5), 1)
@@ -268,10 +266,10 @@ def _mixture() -> tuple[NDArray[np.float32], tuple[Entries, Entries, Entries]]:
 
 def test_neither_company_nor_schedule_matters_and_each_barrier_does(kernels: Kernels) -> None:
     draws, (logits, given) = Draws(kernels, SMALL), _mixture()
-    rows, history, biases = given
+    rows, history, biases, _ = given
 
     def run(schedule: str) -> bytes:
-        drawn, tops = draws.raw(logits, *given, schedule)
+        drawn, tops = draws.raw(logits, *given, schedule=schedule)
         return drawn.tobytes() + tops.tobytes()
 
     expected = run("forward")
@@ -281,7 +279,7 @@ def test_neither_company_nor_schedule_matters_and_each_barrier_does(kernels: Ker
         begins = [int(rows[row - 1][name]) for name in ("history_end", "bias_end")]
         entries = history[begins[0] : rows[row]["history_end"]], biases[begins[1] : rows[row]["bias_end"]]
         own["history_end"], own["bias_end"] = len(entries[0]), len(entries[1])
-        drawn, tops = draws.raw(logits[row : row + 1], own, *entries, "forward")
+        drawn, tops = draws.raw(logits[row : row + 1], own, *entries, None, "forward")
         assert drawn.tobytes() == expected[DRAWN.itemsize * row :][: DRAWN.itemsize]
         assert tops.tobytes() == expected[DRAWN.itemsize * len(rows) + TOPS.itemsize * row :][: TOPS.itemsize]
     assert not kernels.sites or len(kernels.sites) > 10
@@ -324,19 +322,20 @@ def test_one_copy_goes_there_and_one_comes_back() -> None:
     device = CountingDevice(Specialization(SAMPLING_SOURCES["sample_rows"], launch.kernel))
     most = len(MIXTURE) + 2
     logits_there, sizes_there = device.allocate(most * _stride(vocab) * 4), device.allocate(32)
+    known_there = device.allocate(most * 4)  # zeros: also the places of the rows among the tokens
     named = msgspec.structs.replace(launch, kernel="sample")
-    places = {"sizes": sizes_there, "logits": logits_there, "known": sizes_there, "logit_rows": sizes_there}
+    places = {"sizes": sizes_there, "logits": logits_there, "known": known_there, "logit_rows": known_there}
     limits = SamplerLimits.of(most, length=2 * vocab, vocab=vocab, num_ends=2)
     sampler = DeviceSampler(named, limits, places, device)
     taken = len(device._memory)
 
-    def draw(logits: Any, rows: Entries, history: Entries, biases: Entries) -> list[Fields]:
+    def draw(logits: Any, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None) -> list[Fields]:
         arena = np.full((len(rows), _stride(vocab)), np.nan, np.float32)
         arena[:, :vocab] = logits
         device.upload(logits_there, arena.reshape(-1).view(np.uint8))
         device.upload(sizes_there, np.array([len(rows)] * 5, np.int32).view(np.uint8))
         device.copied_bytes.clear()
-        return list(sampler.draw(rows, history, biases))
+        return list(sampler.draw(rows, history, biases, allowed))
 
     logits, given = _mixture()
     same_draws(draw(logits, *given), _cpu.sample(logits, *given))
@@ -347,6 +346,16 @@ def test_one_copy_goes_there_and_one_comes_back() -> None:
     broken[2, 5] = np.nan
     assert [one.is_nan for one in Sampler(draw).sample(broken, plain)] == [False, False, True, False]
     assert device.copied_bytes == [4 * _cpu.SAMPLING_ROW.itemsize, -4 * DRAWN.itemsize]
+
+    masked, given = masked_rows(vocab, SamplingParams(seed=2, top_p=0.9))
+    same_draws(draw(masked, *given), _cpu.sample(masked, *given))
+    rows = len(masked)
+    assert device.copied_bytes == [
+        rows * _cpu.SAMPLING_ROW.itemsize,
+        rows * num_words(vocab) * 4,
+        -rows * DRAWN.itemsize,
+    ]
+    assert draw(masked[:4], *_Batch(plain).arguments()) == _cpu.sample(masked[:4], *_Batch(plain).arguments())
 
     biases = dict.fromkeys(range(1, vocab), 0.25)
     params = SamplingParams(seed=1, repetition_penalty=1.4, temperature=0.3, logprobs=0, logit_bias=biases)

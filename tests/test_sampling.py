@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,14 @@ import pytest
 from enginewright import _cpu
 from enginewright.errors import UsageError
 from enginewright.runtime.sampling import BEING_DRAWN, SampledToken, Sampler, SamplingParams, SamplingRequest
+from tests.ladder import Ladder
 from tests.sampling_reference import (
     FILTERS,
     adjusted,
     check_draw,
     chi_square,
     logits_of,
+    masked_rows,
     philox,
     probabilities,
     request,
@@ -142,6 +144,59 @@ def test_min_tokens_holds_back_what_would_end_the_text() -> None:
     assert [Sampler().sample(logits, [ignoring])[0].token for _ in range(2)] == [0, 0]
 
 
+@pytest.mark.parametrize("filters", [*FILTERS, {"logit_bias": {0: 3.0}, "repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("vocab", [2, 32, 33, 1000])
+def test_no_token_is_drawn_that_is_not_allowed(vocab: int, filters: dict[str, Any]) -> None:
+    logits, random = logits_of(vocab, 20, spread=2.0), np.random.default_rng(vocab)
+    for row in range(20):
+        ids = random.permutation(vocab)[: random.integers(1, vocab)].tolist()
+        params = SamplingParams(seed=7, allowed_token_ids=ids, **filters)
+        left = np.full(vocab, -np.inf)
+        left[ids] = adjusted(logits[row], params, [0], [])[ids]
+        token = Sampler().sample(logits[row : row + 1], [request(params, vocab)])[0].token
+        check_draw(token, probabilities(left, params), uniform(7, 0, 1))
+
+
+def test_masks_change_neither_logprobs_nor_other_rows() -> None:
+    params = SamplingParams(temperature=0.0, logprobs=2)
+    logits = np.array([[3.0, 2.0, 1.0, 0.0]] * 3, np.float32)
+    asked = [params, replace(params, allowed_token_ids=[2]), params]
+    free, held, last = Sampler().sample(logits, [request(one, 4) for one in asked])
+    assert [free.token, held.token, last.token] == [0, 2, 0] and free == last
+    assert held.top_logprobs == free.top_logprobs and held.logprob == pytest.approx(free.logprob - 2.0)
+
+
+def test_rows_without_a_token_and_rows_with_nan_fail_alone() -> None:
+    logits, given = masked_rows(1003, SamplingParams(seed=2))
+    assert [is_nan for *_, is_nan in _cpu.sample(logits, *given)] == [False] * 4 + [True] * 2
+
+
+def test_a_grammar_is_asked_before_each_token_and_told_each() -> None:
+    vocab, grammars = 70, [Ladder(70, seed) for seed in range(3)]
+    requests = [request(SamplingParams(seed=seed), vocab, grammar=one) for seed, one in enumerate(grammars)]
+    sampler, free = Sampler(), request(SamplingParams(temperature=0.0), vocab)
+    for step in range(40):
+        logits = logits_of(vocab, 4, seed=step)
+        tokens = [one.token for one in sampler.sample(logits, [*requests, free])]
+        assert tokens[:3] == [one.taken[-1] for one in grammars] and tokens[3] == logits[3].argmax()
+    assert all(len(one.taken) == 40 and len(set(one.taken)) > 20 for one in grammars)
+
+
+def test_a_grammar_and_a_list_leave_what_both_allow() -> None:
+    ids = list(range(0, 70, 3))
+    entry = request(SamplingParams(seed=1, allowed_token_ids=ids), 70, grammar=Ladder(70, 0))
+    tokens = [Sampler().sample(logits_of(70, seed=step), [entry])[0].token for step in range(30)]
+    assert all(token % 3 == 0 for token in tokens) and len(set(tokens)) > 10
+
+
+def test_allowed_tokens_that_only_end_the_answer_contradict_min_tokens() -> None:
+    held = SamplingParams(min_tokens=2, stop_token_ids=(1,), allowed_token_ids=(0, 1))
+    with pytest.raises(UsageError, match="allowed_token_ids must hold tokens that do not end the answer"):
+        request(held, 4, eos_token_ids=[0])
+    request(held, 4)  # 0 is a token like others
+    request(replace(held, min_tokens=0), 4, eos_token_ids=[0])
+
+
 @pytest.mark.parametrize("vocab", [1, 16, 65, 20011])
 @pytest.mark.parametrize("logprobs", [0, 1, 5, 20])
 def test_logprobs_are_the_models_own(vocab: int, logprobs: int) -> None:
@@ -245,6 +300,7 @@ def test_no_requests_no_tokens() -> None:
         ("logit_bias", {1: math.nan}),
         ("logit_bias", dict.fromkeys(range(1025), 0.0)),
         ("logit_bias", [1]),
+        *itertools.product(["allowed_token_ids"], [(), [], 5, (-1,), (1.0,), (True,), ("1",)]),
     ],
 )
 def test_parameters_that_cannot_be_meant_are_refused(name: str, value: object) -> None:
@@ -252,8 +308,9 @@ def test_parameters_that_cannot_be_meant_are_refused(name: str, value: object) -
         SamplingParams(**{name: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(stop_token_ids=(9, 10)), SamplingParams(logit_bias={10: 1.0})])
-def test_tokens_outside_of_the_vocabulary_are_refused(params: SamplingParams) -> None:
+@pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias", "allowed_token_ids"])
+def test_tokens_outside_of_the_vocabulary_are_refused(name: str) -> None:
+    params = SamplingParams(**{name: {9: 1.0, 10: 1.0} if name == "logit_bias" else (9, 10, 3)})
     request(params, 11)
     with pytest.raises(UsageError, match="names token 10, and the vocabulary has 10"):
         request(params, 10)
@@ -267,6 +324,7 @@ def arguments(**change: Any) -> dict[str, Any]:
         "rows": rows,
         "history": np.zeros(4, _cpu.TOKEN_COUNT),
         "biases": np.zeros(4, _cpu.TOKEN_BIAS),
+        "allowed": np.ones((2, 1), np.uint32),
     }
     for name, value in change.items():
         if name in result:
@@ -288,6 +346,9 @@ def arguments(**change: Any) -> dict[str, Any]:
         ({"bias_end": 5}, "row 1: its entries end"),
         ({"history": np.full(1, 10, _cpu.TOKEN_COUNT), "history_end": 1}, "row 1: a token is outside"),
         ({"biases": np.full(1, -1, _cpu.TOKEN_BIAS), "bias_end": 1}, "row 1: a token is outside"),
+        ({"allowed": np.zeros((2, 2), np.uint32)}, "1 words a row"),
+        ({"allowed": np.zeros((3, 1), np.uint32)}, "1 words a row"),
+        ({"allowed": np.zeros(2, np.uint32)}, "1 words a row"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": np.nan}, "temperature"),
         ({"top_k": -1}, "top_k"),
@@ -309,6 +370,7 @@ def test_malformed_arguments_are_refused(change: dict[str, Any], message: str) -
 
 def test_arguments_of_other_types_are_refused() -> None:
     assert [is_nan for *_, is_nan in _cpu.sample(**arguments())] == [False, False]
-    for name, value in [("logits", np.zeros((2, 10))), ("rows", np.zeros(2)), ("history", np.zeros(4))]:
+    wrong = {"logits": np.zeros((2, 10)), "rows": np.zeros(2), "history": np.zeros(4), "allowed": np.ones((2, 1))}
+    for name, value in wrong.items():
         with pytest.raises(TypeError):
             _cpu.sample(**arguments(**{name: value}))

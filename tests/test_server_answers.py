@@ -149,6 +149,10 @@ def test_sampling_options_arrive(server: Running, llm: LLM) -> None:
     (output,) = expected(llm, PROMPT, **options, logit_bias={70: 5.0, 71: -5.0})
     choice = server.complete(PROMPT, **options, logit_bias={"70": 5, "71": -5})["choices"][0]
     assert choice["text"] == output.text
+    allowed = list(range(60, 90))
+    (output,) = expected(llm, PROMPT, **options, allowed_token_ids=allowed)
+    limited = server.complete(PROMPT, **options, allowed_token_ids=allowed)["choices"][0]
+    assert limited["text"] == output.text and set(output.token_ids) <= set(allowed)
     for name in ("seed", "repetition_penalty", "top_k", "temperature"):
         other = {**options, name: {"seed": 12, "repetition_penalty": 1.0, "top_k": 2, "temperature": 2.0}[name]}
         assert server.complete(PROMPT, **other)["choices"][0]["text"] != choice["text"]

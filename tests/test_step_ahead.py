@@ -16,6 +16,7 @@ from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SampledToken, SamplingParams
 from tests.engines import built
+from tests.ladder import Ladder
 from tests.late_executor import LateExecutor
 from tests.tiny import tiny_checkpoint
 
@@ -34,12 +35,13 @@ KINDS: list[dict[str, Any]] = [
 
 @dataclass(eq=False)
 class Ask:
-    """What is asked before step `at`, and left when `leave` tokens have come."""
+    """What is asked before step `at`, and left when `leave` tokens have come. rises: as Ladder says."""
 
     prompt: list[int]
     params: SamplingParams
     at: int
     leave: int | None
+    rises: bool = False
     deltas: list[Delta] = field(default_factory=list)
 
     def put(self, delta: Delta) -> None:
@@ -76,7 +78,7 @@ def asked(seed: int, count: int = 110) -> list[Ask]:
         given = {"ignore_eos": True, "seed": index, "max_tokens": most, **KINDS[index % len(KINDS)]}
         params = SamplingParams(**given | {"min_tokens": min(most, given.get("min_tokens", 0))})
         leave = int(random.integers(0, 20)) if random.random() < 0.2 else None
-        asks.append(Ask(prompt, params, at=int(random.integers(0, 100)), leave=leave))
+        asks.append(Ask(prompt, params, at=int(random.integers(0, 100)), leave=leave, rises=index % 5 == 0))
     return asks
 
 
@@ -86,7 +88,9 @@ def run(running: EngineCore, asks: list[Ask]) -> None:
     while waiting or running.has_work:
         while waiting and waiting[0].at <= step:
             ask = waiting.pop(0)
-            going[ask] = running.request(ask.prompt, ask.params, ask)
+            vocab = running.engine.plan.vocab_size
+            ladders = [Ladder(vocab, 40 * choice, highest=60) for choice in range(ask.params.n)] if ask.rises else ()
+            going[ask] = running.request(ask.prompt, ask.params, ask, grammars=ladders)
             running.add(going[ask])
         told = running.step()
         for ask, request in going.items():

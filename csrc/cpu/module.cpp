@@ -133,8 +133,8 @@ class PyExecutor {
   }
 
   py::list sample(const RowArray<float>& logits, const Array<SamplingRow>& rows,
-                  const Array<TokenCount>& history, const Array<TokenBias>& biases) {
-    return enginewright::sample(logits, rows, history, biases, sampling_memory_, &executor_);
+                  const Array<TokenCount>& history, const Array<TokenBias>& biases, const Masks& allowed) {
+    return enginewright::sample(logits, rows, history, biases, allowed, sampling_memory_, &executor_);
   }
 
   static py::array buffer(const py::object& self, int64_t offset_bytes, int64_t rows, int64_t columns,
@@ -251,7 +251,8 @@ void bind_executor(py::module_& module) {
       .def("run", &PyExecutor::run, py::arg("arrays"), py::arg("sizes"))
       .def("profile", &PyExecutor::profile, py::arg("arrays"), py::arg("sizes"))
       .def("sample", &PyExecutor::sample, py::arg("logits").noconvert(), py::arg("rows").noconvert(),
-           py::arg("history").noconvert(), py::arg("biases").noconvert())
+           py::arg("history").noconvert(), py::arg("biases").noconvert(),
+           py::arg("allowed").noconvert() = py::none())
       .def("buffer", &PyExecutor::buffer, py::arg("offset_bytes"), py::arg("rows"), py::arg("columns"),
            py::arg("stride"), py::arg("dtype"));
 }

@@ -243,20 +243,34 @@ int64_t draw(const float* weights, int64_t n, const std::vector<double>& block_m
   return last;
 }
 
+// What is not finite stays, and fails the row whether it is allowed or not.
+ENGINEWRIGHT_CLONES void mask(float* x, int64_t n, const uint32_t* allowed) {
+  for (int64_t start = 0; start < n; start += 32) {
+    const uint32_t word = allowed[start / 32];
+    if (word == ~uint32_t{0}) continue;
+    const int64_t end = std::min<int64_t>(start + 32, n);
+    for (int64_t i = start; i < end; ++i) {
+      const bool stays = (word >> (i - start) & 1) != 0 || !(x[i] <= FLT_MAX);
+      x[i] = stays ? x[i] : kMinusInfinity;
+    }
+  }
+}
+
 const float* adjust(const float* logits, int64_t vocab, const SamplingRow& row, Span<TokenCount> history,
-                    Span<TokenBias> biases, std::vector<float>& adjusted) {
+                    Span<TokenBias> biases, const uint32_t* allowed, std::vector<float>& adjusted) {
   const bool penalized =
       row.repetition_penalty != 1.0f || row.frequency_penalty != 0.0f || row.presence_penalty != 0.0f;
-  if (biases.size == 0 && (!penalized || history.size == 0)) return logits;
+  if (!penalized) history.size = 0;
+  if (allowed == nullptr && biases.size == 0 && history.size == 0) return logits;
   adjusted.assign(logits, logits + vocab);
   for (const auto [token, bias] : biases) adjusted[token] += bias;
-  if (!penalized) return adjusted.data();
   for (const auto [token, count] : history) {
     float& x = adjusted[token];
     x = x > 0.0f ? x / row.repetition_penalty : x * row.repetition_penalty;
     x -= row.frequency_penalty * static_cast<float>(count);
     x -= count > 0 ? row.presence_penalty : 0.0f;
   }
+  if (allowed != nullptr) mask(adjusted.data(), vocab, allowed);
   return adjusted.data();
 }
 
@@ -301,8 +315,8 @@ void SamplingScratch::reserve(int64_t vocab) {
 }
 
 SampledRow sample_row(const float* logits, int64_t vocab, const SamplingRow& row, Span<TokenCount> history,
-                      Span<TokenBias> biases, SamplingScratch& scratch, int32_t* top_tokens,
-                      float* top_values) {
+                      Span<TokenBias> biases, const uint32_t* allowed, SamplingScratch& scratch,
+                      int32_t* top_tokens, float* top_values) {
   auto& block_max = scratch.block_max;
   block_max.resize(blocks_of(vocab));
   if (!block_maxima(logits, vocab, block_max.data())) return {0, RowStatus::not_finite, 0.0f};
@@ -325,7 +339,7 @@ SampledRow sample_row(const float* logits, int64_t vocab, const SamplingRow& row
     }
   }
 
-  const float* x = adjust(logits, vocab, row, history, biases, scratch.adjusted);
+  const float* x = adjust(logits, vocab, row, history, biases, allowed, scratch.adjusted);
   if (x != logits) {
     if (!block_maxima(x, vocab, block_max.data())) return {0, RowStatus::not_finite, 0.0f};
     max = *std::max_element(block_max.begin(), block_max.end());

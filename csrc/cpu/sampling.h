@@ -1,7 +1,7 @@
 // From a row of logits to a token.
 //
-// In this order, as in vLLM and transformers: logit bias, penalties (repetition, frequency, presence); then
-// greedy, or temperature, top-k, top-p, min-p and one draw. Equal values are ordered by token id, so top-k
+// In this order, as in vLLM and transformers: logit bias, penalties (repetition, frequency, presence), the
+// mask; then greedy, or temperature, top-k, top-p, min-p and one draw. Equal values are ordered by token id, so top-k
 // keeps exactly k tokens, and top_k = 1 is greedy. Log-probabilities are those of the logits as the model
 // gave them. Nothing depends on other rows, on threads, or on the instruction set: sums have one order.
 #pragma once
@@ -67,9 +67,13 @@ struct Span {
   const T* end() const { return first + size; }
 };
 
-// logits: (vocab). top_tokens, top_values: (row.top_logprobs), most likely first.
+// 32-bit words with a bit a token, the first in the lowest.
+inline int64_t mask_words(int64_t vocab) { return (vocab + 31) / 32; }
+
+// logits: (vocab). allowed: (mask_words(vocab)), 1 for each token that may be drawn, or null if all may.
+// top_tokens, top_values: (row.top_logprobs), most likely first.
 SampledRow sample_row(const float* logits, int64_t vocab, const SamplingRow& row, Span<TokenCount> history,
-                      Span<TokenBias> biases, SamplingScratch& scratch, int32_t* top_tokens,
-                      float* top_values);
+                      Span<TokenBias> biases, const uint32_t* allowed, SamplingScratch& scratch,
+                      int32_t* top_tokens, float* top_values);
 
 }  // namespace enginewright

@@ -62,6 +62,7 @@ class SampleJob final : public Job {
     const SamplingRow* parameters;
     Span<TokenCount> history;
     Span<TokenBias> biases;
+    const uint32_t* allowed;
     int32_t* top_tokens;
     float* top_logprobs;
     SampledRow drawn;
@@ -73,7 +74,7 @@ class SampleJob final : public Job {
   void run(int index, int count) {
     for (size_t i = static_cast<size_t>(index); i < rows_.size(); i += static_cast<size_t>(count)) {
       Row& row = rows_[i];
-      row.drawn = sample_row(row.logits, vocab_, *row.parameters, row.history, row.biases,
+      row.drawn = sample_row(row.logits, vocab_, *row.parameters, row.history, row.biases, row.allowed,
                              scratch_[static_cast<size_t>(index)], row.top_tokens, row.top_logprobs);
     }
   }
@@ -87,8 +88,8 @@ class SampleJob final : public Job {
 }  // namespace
 
 py::list sample(const RowArray<float>& logits, const Array<SamplingRow>& rows,
-                const Array<TokenCount>& history, const Array<TokenBias>& biases, SamplingMemory& memory,
-                Executor* executor) {
+                const Array<TokenCount>& history, const Array<TokenBias>& biases, const Masks& allowed,
+                SamplingMemory& memory, Executor* executor) {
   if (logits.ndim() != 2 || rows.ndim() != 1 || history.ndim() != 1 || biases.ndim() != 1) {
     throw std::invalid_argument("logits must have two dimensions, rows, history and biases one");
   }
@@ -99,6 +100,10 @@ py::list sample(const RowArray<float>& logits, const Array<SamplingRow>& rows,
   }
   if (rows.shape(0) != n) throw std::invalid_argument("logits and rows differ in their number");
   if (vocab < 1 || vocab >= int64_t{1} << 31) throw std::invalid_argument("the vocabulary has no size");
+  const int64_t words = mask_words(vocab);
+  if (allowed && (allowed->ndim() != 2 || allowed->shape(0) != n || allowed->shape(1) != words)) {
+    throw std::invalid_argument("allowed must have a bit a token, " + std::to_string(words) + " words a row");
+  }
 
   int64_t history_begin = 0, bias_begin = 0, top_width = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -121,6 +126,7 @@ py::list sample(const RowArray<float>& logits, const Array<SamplingRow>& rows,
                     &row,
                     {history.data() + history_begin, row.history_end - history_begin},
                     {biases.data() + bias_begin, row.bias_end - bias_begin},
+                    allowed ? allowed->data() + i * words : nullptr,
                     top_tokens.data() + i * top_width,
                     top_logprobs.data() + i * top_width,
                     {}});
@@ -158,12 +164,12 @@ void bind_sampling(py::module_& module) {
   module.def(
       "sample",
       [](const RowArray<float>& logits, const Array<SamplingRow>& rows, const Array<TokenCount>& history,
-         const Array<TokenBias>& biases) {
+         const Array<TokenBias>& biases, const Masks& allowed) {
         SamplingMemory memory(1);
-        return sample(logits, rows, history, biases, memory, nullptr);
+        return sample(logits, rows, history, biases, allowed, memory, nullptr);
       },
       py::arg("logits").noconvert(), py::arg("rows").noconvert(), py::arg("history").noconvert(),
-      py::arg("biases").noconvert());
+      py::arg("biases").noconvert(), py::arg("allowed").noconvert() = py::none());
   module.def(
       "philox4x32", [](PhiloxCounter counter, PhiloxKey key) { return philox4x32(counter, key); },
       py::arg("counter"), py::arg("key"));

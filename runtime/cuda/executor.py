@@ -26,6 +26,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, block_bytes, envelope, limits_of
 from enginewright.runtime.sampling import Draw, Entries, Fields
 from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.token_mask import Mask
 
 RESERVED_BYTES = 256 << 20  # of the GPU's memory, for code, graphs and what the driver takes
 FREE_SHARE = 0.9  # of the GPU's memory that weights and arena leave, for the KV cache
@@ -131,8 +132,10 @@ class CudaExecutor:
         self.device.synchronize()
         return rows[:, : self.plan.vocab_size]
 
-    def _draw(self, _: DeviceLogits, rows: Entries, history: Entries, biases: Entries) -> Iterator[Fields]:
-        return self._sampler.draw(rows, history, biases)
+    def _draw(
+        self, _: DeviceLogits, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None
+    ) -> Iterator[Fields]:
+        return self._sampler.draw(rows, history, biases, allowed)
 
     def _graph(self, count: int) -> Callable[[], None]:
         if count not in self._graphs:

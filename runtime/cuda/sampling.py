@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright import _cpu
+from enginewright.errors import CorruptEngineError
 from enginewright.plan import Launch
-from enginewright.runtime.cuda.device import Bytes, Device
+from enginewright.runtime.cuda.device import Bytes, Device, OnGrid
 from enginewright.runtime.sampling import MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_STOPS, Entries, Fields
+from enginewright.runtime.token_mask import Mask, num_words
 
 # As csrc/cuda/sampling.cuh has them; what goes there has the dtypes of `_cpu`.
 DRAWN = np.dtype([("token", np.int32), ("status", np.int32), ("logprob", np.float32)])
@@ -22,21 +24,27 @@ TURNS = 2  # steps that may be under way: of buffers on the host, each has its o
 
 @dataclass(frozen=True)
 class SamplerLimits:
-    """Of a step. entries: of histories and biases together."""
+    """Of a step. entries: of histories and biases together. words: of a row's mask."""
 
     rows: int
     entries: int
+    words: int
 
     @staticmethod
     def of(rows: int, length: int, vocab: int, num_ends: int) -> "SamplerLimits":
         """length: of the longest sequence. num_ends: end-of-text tokens, which may be held back at first."""
         history = min(length, vocab) + 1  # and one that is being drawn
         biases = min(MAX_BIASED_TOKENS + MAX_STOPS + num_ends, vocab)
-        return SamplerLimits(rows, rows * (history + biases))
+        return SamplerLimits(rows, rows * (history + biases), num_words(vocab))
+
+    @property
+    def masks_start(self) -> int:
+        """Behind parameters and entries."""
+        return self.rows * _cpu.SAMPLING_ROW.itemsize + self.entries * ENTRY_BYTES
 
     @property
     def asked_bytes(self) -> int:
-        return self.rows * _cpu.SAMPLING_ROW.itemsize + self.entries * ENTRY_BYTES
+        return self.masks_start + self.rows * self.words * 4
 
     @property
     def answer_bytes(self) -> int:
@@ -62,7 +70,8 @@ class _Turn:
 
 
 class DeviceSampler:
-    """Rows of parameters and entries (histories, then biases) on their way there, and what was drawn on its way back.
+    """Rows of parameters and entries (histories, then biases) and masks on their way there, and what was drawn on its
+    way back.
 
     Args:
         launch: the plan's. places: addresses of the step's sizes and of what else the launch takes, by role.
@@ -71,6 +80,7 @@ class DeviceSampler:
     def __init__(self, launch: Launch, limits: SamplerLimits, places: Mapping[str, int], device: Device) -> None:
         self._device = device
         self._entries_start = limits.rows * _cpu.SAMPLING_ROW.itemsize
+        self._masks_start = limits.masks_start
         self._tops_start = limits.rows * DRAWN.itemsize
         sides = [(device.pinned(limits.asked_bytes), device.pinned(limits.answer_bytes)) for _ in range(TURNS)]
         self._turns = cycle([_Turn(*side, device.event()) for side in sides])
@@ -83,10 +93,18 @@ class DeviceSampler:
             "drawn": self.drawn,
             "tops": self.drawn + self._tops_start,
         }
-        arguments = [addresses["sizes"], *(addresses.get(role, 0) for role in launch.arguments)]
-        self._run = device.launcher(launch.kernel, launch.threads, launch.shared_bytes, arguments)
 
-    def draw(self, rows: Entries, history: Entries, biases: Entries) -> Iterator[Fields]:
+        def launcher(allowed: int) -> OnGrid:
+            known = addresses | {"allowed": allowed}
+            if unknown := set(launch.arguments) - known.keys():
+                why = f"to draw tokens it wants {', '.join(sorted(unknown))}"
+                raise CorruptEngineError("the plan is damaged", why, "Build it again.")
+            arguments = [known["sizes"], *(known[role] for role in launch.arguments)]
+            return device.launcher(launch.kernel, launch.threads, launch.shared_bytes, arguments)
+
+        self._run, self._run_masked = launcher(0), launcher(self._asked + self._masks_start)
+
+    def draw(self, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None) -> Iterator[Fields]:
         """As `_cpu.sample`, from the logits of the step that was begun last: all of its rows.
 
         What comes back waits for it, once it is read; that has to be before TURNS more steps.
@@ -100,7 +118,12 @@ class DeviceSampler:
             turn.asked[self._entries_start : middle] = _bytes(history)
             turn.asked[middle:end] = _bytes(biases)
         device.upload(self._asked, turn.asked[:end])
-        self._run((len(rows), 1, 1))
+        if allowed is not None:
+            end = self._masks_start + allowed.nbytes
+            turn.asked[self._masks_start : end] = _bytes(allowed)
+            device.upload(self._asked + self._masks_start, turn.asked[self._masks_start : end])
+        run = self._run if allowed is None else self._run_masked
+        run((len(rows), 1, 1))
         wanted = rows[["logprobs", "top_logprobs"]].tolist() if rows["logprobs"].any() else None
         with_tops = wanted is not None and any(count for _, count in wanted)
         end = self._tops_start + len(rows) * TOPS.itemsize if with_tops else len(rows) * DRAWN.itemsize
@@ -124,5 +147,5 @@ class DeviceSampler:
             yield (0, None, (), True) if is_nan else (token, logprob if asked else None, top, False)
 
 
-def _bytes(array: Entries) -> NDArray[np.uint8]:
+def _bytes(array: Entries | Mask) -> NDArray[np.uint8]:
     return np.frombuffer(array, np.uint8)

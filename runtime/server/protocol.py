@@ -37,7 +37,6 @@ IGNORED = frozenset(
 OFF: Mapping[str, Sequence[Any]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (),
-    "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
@@ -82,6 +81,7 @@ OFF: Mapping[str, Sequence[Any]] = {
 }
 
 SAMPLING = (
+    "allowed_token_ids",
     "frequency_penalty",
     "ignore_eos",
     "include_stop_str_in_output",
@@ -115,6 +115,7 @@ class Body(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     cache_salt: str | None = None
+    allowed_token_ids: list[int] | None = None
     frequency_penalty: float | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None

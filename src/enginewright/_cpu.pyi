@@ -79,6 +79,7 @@ class Executor:
         rows: NDArray[np.void],
         history: NDArray[np.void],
         biases: NDArray[np.void],
+        allowed: NDArray[np.uint32] | None = None,
     ) -> list[tuple[int, float | None, tuple[tuple[int, float], ...], bool]]:
         """`_cpu.sample`, its rows shared by the executor's threads; the same draws."""
 
@@ -103,11 +104,13 @@ def sample(
     rows: NDArray[np.void],
     history: NDArray[np.void],
     biases: NDArray[np.void],
+    allowed: NDArray[np.uint32] | None = None,
 ) -> list[tuple[int, float | None, tuple[tuple[int, float], ...], bool]]:
     """Draws a token for each row of logits [n, vocab] (a row is contiguous, rows may be padded).
 
     rows: SAMPLING_ROW [n]. history: TOKEN_COUNT, the tokens of prompt and output, each once, row after row; biases:
-    TOKEN_BIAS likewise; a row's entries end at its history_end and bias_end. Returns the fields of SampledToken
+    TOKEN_BIAS likewise; a row's entries end at its history_end and bias_end. allowed: [n, ceil(vocab / 32)], of token t
+    bit t % 32 of word t // 32, which is 1 if it may be drawn; None allows all. Returns the fields of SampledToken
     (runtime/sampling.py) for each row. ValueError for whatever does not fit.
     """
 

@@ -1,0 +1,24 @@
+"""A grammar to try others with: from token to token it goes up by one to `highest` steps, round the vocabulary."""
+
+from enginewright.runtime.token_mask import WORD_BITS, Mask
+
+
+class Ladder:
+    """taken: the tokens so far. What it did not allow fails at once."""
+
+    def __init__(self, vocab_size: int, start: int, highest: int = 5) -> None:
+        self._vocab_size, self._last, self._highest = vocab_size, start, highest
+        self.taken: list[int] = []
+
+    def _steps(self) -> list[int]:
+        return [(self._last + step) % self._vocab_size for step in range(1, self._highest + 1)]
+
+    def allow(self, mask: Mask) -> None:
+        assert not mask.any()
+        for token in self._steps():
+            mask[token // WORD_BITS] |= 1 << token % WORD_BITS
+
+    def take(self, token: int) -> None:
+        assert token in self._steps()
+        self._last = token
+        self.taken.append(token)
