@@ -89,6 +89,27 @@ def test_weights_beyond_a_strip(isa: str, kernel: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_that_are_stored_past_the_caches(isa: str, kernel: str) -> None:
+    """Of logits: all but the first ones, and but the last columns, where they are few."""
+    problem = Problem(kernel, 19, (1 << 14) + 5, 40)
+    wide = problem.run(isa, "f32", threads=2)
+    assert relative_error(wide, problem.expected()) < GEMM_F32
+    for start in (0, 11, 12, 18):
+        assert torch.equal(wide[start:], problem.run(isa, "f32", x=problem.x[start:]))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", INT8_KERNELS)
+@pytest.mark.parametrize("tokens", [65, 66, 70, 71])
+def test_few_tokens_behind_a_whole_panel(isa: str, kernel: str, tokens: int) -> None:
+    problem = Problem(kernel, tokens, 34, 8192)
+    together = problem.run(isa, "f32")
+    assert relative_error(together, problem.expected()) < GEMM_F32
+    assert torch.equal(together[64:], problem.run(isa, "f32", x=problem.x[64:]))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_more_tokens_than_pass_at_once(isa: str, kernel: str) -> None:
     problem = Problem(kernel, 140, 530, 700)
     together = problem.run(isa, "f32")

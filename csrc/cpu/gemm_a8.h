@@ -5,8 +5,10 @@
 // gives the same bits, on every instruction set with one FMA; what follows it is fp32 in one order.
 //
 //   few tokens   weights pass once, as they come from memory
-//   many tokens  a piece of K of a few blocks of weights is copied to where it stays in L1, as dots want it
-//                (4 bits become a byte); all tokens of a panel pass it, while their sums wait in scratch
+//   many tokens  the first ones of a panel that pass a piece of K of a few blocks of weights leave it where
+//   it
+//                stays in L1, as dots want it (4 bits become a byte); the others pass it there, while their
+//                sums wait in scratch
 //
 // Codes are larger than the numbers that they stand for: u4 by its zero, i8 by S::i8_bias, where dot_i8 wants
 // it so, and those that e2m1 becomes by 12. A run's sum therefore begins with -zero * (sum of the run of x).
@@ -90,7 +92,7 @@ class GemmA8 final : public Kernel {
     const int64_t begin = mine.begin * g_.unit_blocks, end = mine.end * g_.unit_blocks;
     for (int64_t row = 0; row < tokens; row += most) {
       const Panel panel = panel_at(row, tokens - row < most ? tokens - row : most, worker.scratch);
-      if (tokens <= kTokens) {
+      if (panel.tokens <= kTokens) {
         few<kTokens>(panel, begin, end);
       } else if (g_.groups == 1) {
         pass_groups<kTokens, kBlocks>(panel, begin, end);
@@ -172,13 +174,13 @@ class GemmA8 final : public Kernel {
     }
   }
 
-  // The first M tokens past N blocks.
+  // The M tokens of a panel past N blocks.
   template <int M, int N>
   void direct_tile(const Panel& panel, int64_t block) const {
     F sums[M][N];
     each<M, N>([&](int m, int n) { sums[m][n] = S::zero(); });
     const std::byte* line = g_.block(block);
-    const int8_t* k = x(0);
+    const int8_t* k = x(panel.row);
     const std::byte *ahead = line + kPrefetchBytes, *block_end = line + g_.block_bytes;
     for (int64_t g = 0; g < g_.groups; ++g) {
       I acc[M][N];
@@ -196,11 +198,11 @@ class GemmA8 final : public Kernel {
         ENGINEWRIGHT_UNROLL
         for (int i = 0; i < kLines; ++i) dots(k + 4 * i, w, i, acc);
       }
-      fold(acc, 0, block, g, sums);
+      fold(acc, panel.row, block, g, sums);
     }
     float out[N][M][16];
     each<M, N>([&](int m, int n) { S::store(out[n][m], sums[m][n]); });
-    finish_.blocks(0, M, block, N, out[0][0], M * 16);
+    finish_.blocks(panel.row, M, block, N, out[0][0], M * 16);
   }
 
   // What the sums of run g begin with, of M tokens from `first` of the panel and N blocks.
@@ -252,13 +254,12 @@ class GemmA8 final : public Kernel {
     }
   }
 
-  // All tokens of a panel past the blocks [block, end), M x N at once, then fewer.
+  // All tokens of a panel, M at least, past the blocks [block, end), M x N at once, then fewer.
   template <int M, int N>
   void pass_groups(const Panel& panel, int64_t block, int64_t end) const {
     for (; block + N <= end; block += N) {
       for (int64_t k = 0; k < k_end_; k += piece_k_) {
         const int64_t k_end = k_end_ - k < piece_k_ ? k_end_ : k + piece_k_;
-        copy<N>(g_.block(block) + k / kLineK * 64, (k_end - k) / kLineK, panel.weights);
         // The first tiles prefetch a block of the next piece each.
         const std::byte* next = k_end < k_end_ ? g_.block(block) + k_end / kLineK * 64 : g_.block(block + N);
         int nexts = k_end < k_end_ || block + N < end ? N : 0;
@@ -267,8 +268,9 @@ class GemmA8 final : public Kernel {
           --nexts;
           return std::exchange(next, next + g_.block_bytes);
         };
-        int64_t m = 0;
-        for (; m + M <= panel.tokens; m += M) tile<M, N>(panel, m, block, k, k_end, ahead());
+        tile<M, N, true>(panel, 0, block, k, k_end, ahead());
+        int64_t m = M;
+        for (; m + M <= panel.tokens; m += M) tile<M, N, false>(panel, m, block, k, k_end, ahead());
         rest<M - 1, N>(panel, m, block, k, k_end, ahead());
       }
     }
@@ -277,40 +279,27 @@ class GemmA8 final : public Kernel {
     }
   }
 
-  template <int N>
-  void copy(const std::byte* from, int64_t count, std::byte* to) const {
-    for (const std::byte* end = from + count * 64; from < end; from += 64, to += N * kLines * 64) {
-      ENGINEWRIGHT_UNROLL
-      for (int n = 0; n < N; ++n) {
-        const std::byte* line = from + n * g_.block_bytes;
-        S::prefetch_l2(line + kPrefetchBytes);
-        Line w[kLines];
-        Codes::load(line, w);
-        ENGINEWRIGHT_UNROLL
-        for (int i = 0; i < kLines; ++i) S::store_line(to + (i * N + n) * 64, w[i]);
-      }
-    }
-  }
-
   template <int M, int N>
   void rest(const Panel& panel, int64_t m, int64_t block, int64_t k, int64_t k_end,
             const std::byte* ahead) const {
     if constexpr (M > 0) {
       if (panel.tokens - m < M) return rest<M - 1, N>(panel, m, block, k, k_end, ahead);
-      tile<M, N>(panel, m, block, k, k_end, ahead);
+      tile<M, N, false>(panel, m, block, k, k_end, ahead);
     }
   }
 
-  // Tokens [first, first + M) of the panel, [k, k_end) of K: some runs, or a piece of the only one. As much
-  // of a block is prefetched from `ahead` on.
-  template <int M, int N>
+  // Tokens [first, first + M) of the panel, [k, k_end) of K: some runs, or a piece of the only one. A `fresh`
+  // tile reads weights from memory, and leaves them to the others. As much of a block is prefetched from
+  // `ahead` on.
+  template <int M, int N, bool fresh>
   void tile(const Panel& panel, int64_t first, int64_t block, int64_t k, int64_t k_end,
             const std::byte* ahead) const {
     float* waiting = panel.sums + first * N * 16;  // (N, M, 16)
     auto* cut = reinterpret_cast<int32_t*>(waiting);
     const auto at = [](int m, int n) { return (n * M + m) * 16; };
     const int8_t* four = x(panel.row + first) + k;
-    const std::byte* line = panel.weights;
+    const std::byte* from = g_.block(block) + k / kLineK * 64;
+    std::byte* line = panel.weights;
     const bool whole = g_.groups > 1;
     F sums[M][N];
     each<M, N>([&](int m, int n) { sums[m][n] = whole && k > 0 ? S::load(waiting + at(m, n)) : S::zero(); });
@@ -323,12 +312,23 @@ class GemmA8 final : public Kernel {
         each<M, N>([&](int m, int n) { acc[m][n] = S::load_i(cut + at(m, n)); });
       }
       const std::byte* end = line + depth(begin_k, k_end) * N * 16;
-      for (; line < end; line += N * 64, four += 4, ahead += 64 / kLines) {
+      constexpr int lines = fresh ? kLines : 1;  // of a block at once
+      for (; line < end; line += lines * N * 64, four += lines * 4, ahead += lines * 64 / kLines) {
         S::prefetch_l2(ahead);
-        Line w[N][1];
+        Line w[N][lines];
         ENGINEWRIGHT_UNROLL
-        for (int n = 0; n < N; ++n) w[n][0] = S::load_line(line + n * 64);
-        dots(four, w, 0, acc);
+        for (int n = 0; n < N; ++n) {
+          if constexpr (fresh) {
+            Codes::load(from + n * g_.block_bytes, w[n]);
+            ENGINEWRIGHT_UNROLL
+            for (int i = 0; i < lines; ++i) S::store_line(line + (i * N + n) * 64, w[n][i]);
+          } else {
+            w[n][0] = S::load_line(line + n * 64);
+          }
+        }
+        from += 64;
+        ENGINEWRIGHT_UNROLL
+        for (int i = 0; i < lines; ++i) dots(four + 4 * i, w, i, acc);
       }
       if (!whole && k_end < k_end_) {
         each<M, N>([&](int m, int n) { S::store_i(cut + at(m, n), acc[m][n]); });

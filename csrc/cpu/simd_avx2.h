@@ -37,6 +37,10 @@ struct Avx2 {
     _mm256_storeu_ps(p, x.a);
     _mm256_storeu_ps(p + 8, x.b);
   }
+  static ENGINEWRIGHT_INLINE void stream(float* p, F x) {
+    _mm256_stream_ps(p, x.a);
+    _mm256_stream_ps(p + 8, x.b);
+  }
   static ENGINEWRIGHT_INLINE F load_first(const float* p, int64_t n) {
     const Line m = below(n);
     return {_mm256_maskload_ps(p, m.a), _mm256_maskload_ps(p + 8, m.b)};

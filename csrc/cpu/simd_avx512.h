@@ -26,6 +26,7 @@ struct Avx512 {
   static ENGINEWRIGHT_INLINE F zero() { return _mm512_setzero_ps(); }
   static ENGINEWRIGHT_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
   static ENGINEWRIGHT_INLINE void store(float* p, F a) { _mm512_storeu_ps(p, a); }
+  static ENGINEWRIGHT_INLINE void stream(float* p, F a) { _mm512_stream_ps(p, a); }
   static ENGINEWRIGHT_INLINE F load_first(const float* p, int64_t n) {
     return _mm512_maskz_loadu_ps(below(n), p);
   }

@@ -7,6 +7,7 @@
 //   zero set1 load store           unaligned; load_first / store_first touch the first n lanes alone (the
 //   others
 //                                  read as 0), 0 <= n <= 16
+//   stream                         store, past the caches if it can be; to a multiple of 64 bytes
 //   load_bf16 store_bf16 (…_first) 16 bf16 in memory; stores round to nearest even
 //   store_i8 store_i8_first        integral lanes in [-127, 127] as int8
 //   add sub mul div sqrt abs       lane by lane
@@ -96,6 +97,7 @@ struct Portable {
     return r;
   }
   static ENGINEWRIGHT_INLINE void store(float* p, F a) { std::memcpy(p, &a, 64); }
+  static ENGINEWRIGHT_INLINE void stream(float* p, F a) { store(p, a); }
   static ENGINEWRIGHT_INLINE F load_first(const float* p, int64_t n) {
     float lanes[16] = {};
     for (int64_t i = 0; i < n; ++i) lanes[i] = p[i];

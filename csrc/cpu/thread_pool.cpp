@@ -17,6 +17,13 @@ inline void pause() {
 #endif
 }
 
+// Stores past the caches are otherwise in no order with what follows.
+inline void finish_streams() {
+#if defined(__x86_64__)
+  __builtin_ia32_sfence();
+#endif
+}
+
 class PoolWorker final : public Worker {
  public:
   PoolWorker(ThreadPool& pool, int index, std::byte* scratch)
@@ -95,6 +102,7 @@ void ThreadPool::run(Job& job) {
 
 void ThreadPool::sync() {
   if (threads_ == 1) return;
+  finish_streams();
   const uint32_t turn = barrier_.turn();
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
     arrived_.store(0, std::memory_order_relaxed);
