@@ -5,10 +5,9 @@
 // gives the same bits, on every instruction set with one FMA; what follows it is fp32 in one order.
 //
 //   few tokens   weights pass once, as they come from memory
-//   many tokens  the first ones of a panel that pass a piece of K of a few blocks of weights leave it where
-//   it
-//                stays in L1, as dots want it (4 bits become a byte); the others pass it there, while their
-//                sums wait in scratch
+//   many tokens  a piece of K of a few blocks of weights after the other: the first tokens that pass it leave
+//                it where it stays in L1, as dots want it (4 bits become a byte), for the others of a panel,
+//                while their sums wait in scratch
 //
 // Codes are larger than the numbers that they stand for: u4 by its zero, i8 by S::i8_bias, where dot_i8 wants
 // it so, and those that e2m1 becomes by 12. A run's sum therefore begins with -zero * (sum of the run of x).

@@ -104,11 +104,9 @@ class RopeKvWrite final : public Kernel {
 
   void run(const Sizes& sizes, Worker& worker) const override {
     const int64_t units = heads_ + kv_heads_;
-    const int64_t tokens = q_.rows.at(sizes);
-    const Range mine = share(tokens * units, worker);
+    const Range mine = share(q_.rows.at(sizes) * units, worker);
     for (int64_t item = mine.begin; item < mine.end; ++item) {
       const int64_t token = item / units, unit = item % units;
-      if (unit < kv_heads_ && token + 1 < tokens) prefetch_kv(token + 1, unit);
       if (unit < heads_) {
         write_query(token, unit, worker.scratch);
       } else {
@@ -120,30 +118,6 @@ class RopeKvWrite final : public Kernel {
  private:
   const float* row(const Operand& x, int64_t token, int64_t column) const {
     return x.as<const float>() + token * x.stride + column;
-  }
-
-  struct Place {
-    int64_t tile, at;  // bytes; the position in it
-  };
-  Place place(int64_t token, int64_t head) const {
-    const int64_t slot = slots_.as<const int32_t>()[token * slots_.stride];
-    return {slot / pool_.block_size * pool_.block_stride + head * pool_.tile_bytes, slot % pool_.block_size};
-  }
-
-  // What write_kv will write a few bytes of: lines that only attention has read, a step ago.
-  void prefetch_kv(int64_t token, int64_t head) const {
-    const auto [tile, at] = place(token, head);
-    const int64_t row_bytes = pool_.head_dim_pad * bytes_of(pool_.dtype),
-                  together = 4 / bytes_of(pool_.dtype);
-    prefetch_lines(pool_.keys + tile + at / 16 * 16 * row_bytes, 16 * row_bytes);
-    prefetch_lines(pool_.values + tile + at / together * together * row_bytes, together * row_bytes);
-    if (!pool_.scaled()) return;
-    for (const std::byte* codes : {pool_.keys + tile, pool_.values + tile}) {
-      S::prefetch(codes + pool_.code_bytes() + at * int64_t{sizeof(float)});
-    }
-  }
-  static ENGINEWRIGHT_INLINE void prefetch_lines(const std::byte* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) S::prefetch(p + i);
   }
 
   // x, a head, turned; head_dim floats.
@@ -180,7 +154,9 @@ class RopeKvWrite final : public Kernel {
     auto* turned = reinterpret_cast<float*>(scratch);
     rotate(row(k_, token, head * head_dim_), token, turned);
     const float* value = row(v_, token, head * head_dim_);
-    const auto [tile, at] = place(token, head);
+    const int64_t slot = slots_.as<const int32_t>()[token * slots_.stride];
+    const int64_t at = slot % pool_.block_size;
+    const int64_t tile = slot / pool_.block_size * pool_.block_stride + head * pool_.tile_bytes;
     std::byte* rounded = scratch + pool_.head_dim_pad * 4;
     if (pool_.dtype == DType::i8) {
       write_codes<I8Rounding>(turned, value, at, tile, reinterpret_cast<int8_t*>(rounded));

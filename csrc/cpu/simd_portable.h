@@ -4,9 +4,8 @@
 // simd_math.h adds exp, tanh, silu, … on top of them:
 //
 //   F                              16 fp32 lanes
-//   zero set1 load store           unaligned; load_first / store_first touch the first n lanes alone (the
-//   others
-//                                  read as 0), 0 <= n <= 16
+//   zero set1 load store           unaligned; load_first / store_first touch the first n lanes alone, the
+//                                  others read as 0, 0 <= n <= 16
 //   stream                         store, past the caches if it can be; to a multiple of 64 bytes
 //   load_bf16 store_bf16 (…_first) 16 bf16 in memory; stores round to nearest even
 //   store_i8 store_i8_first        integral lanes in [-127, 127] as int8
