@@ -20,6 +20,7 @@ import numpy as np
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.errors import EngineError
+from enginewright.plugins.kv_write import BLOCK_SIZE
 from enginewright.runtime import core
 from enginewright.runtime.cuda.device import Bytes, Grid
 from enginewright.runtime.cuda.executor import CudaExecutor
@@ -36,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "with log-probabilities": {"temperature": 0, "logprobs": 3},
     "penalized": {"temperature": 0, "repetition_penalty": 1.1},
 }
-PROMPT, SETTLE = 64, 20  # tokens; steps before anything counts
+PROMPT, SETTLE = 64, 20  # tokens, of the longest; steps before anything counts
 FREE_BYTES = 8 << 30
 
 
@@ -120,7 +121,10 @@ def main() -> None:
 def measure(engine: Engine, batch: int, steps: int, rounds: int) -> None:
     device = IdleDevice()
     core.open_executor = lambda engine, config: CudaExecutor(engine, device, config)
-    prompts = [[(index * 997 + place * 31) % 40000 + 10 for place in range(PROMPT)] for index in range(batch)]
+    prompts = [
+        [(index * 997 + place * 31) % 40000 + 10 for place in range(PROMPT - index % BLOCK_SIZE)]
+        for index in range(batch)
+    ]
     length = PROMPT * 3 + SETTLE + steps
     running = core.EngineCore(engine, RuntimeConfig(max_num_seqs=batch, max_model_len=length, kv_cache_memory=4 << 30))
     for name, kind in KINDS.items():

@@ -41,13 +41,13 @@ class Reader(Protocol):
 
 @dataclass(eq=False)
 class Answer:
-    """One choice of a request, in the making."""
+    """One choice of a request, in the making. stops: None if the request names no stop string."""
 
     request: "Request"
     index: int
     sequence: TokenSequence
     detokenizer: Detokenizer
-    stops: StopStrings
+    stops: StopStrings | None
 
     @property
     def finished(self) -> bool:
@@ -161,7 +161,7 @@ class EngineCore:
                 twin_of=request.answers[0].sequence if index else None,
             )
             detokenizer = Detokenizer(self.engine.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
-            stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+            stops = StopStrings(params.stop, include=params.include_stop_str_in_output) if params.stop else None
             request.answers.append(Answer(request, index, sequence, detokenizer, stops))
         return request
 
@@ -209,7 +209,7 @@ class EngineCore:
             delta, request = self._take(answer, token), answer.request
             if request.first_token_s is None:
                 request.first_token_s = now - request.asked
-            if answer.finished:
+            if delta.finish_reason is not None:
                 del self._answers[part.sequence]
                 if request.finished:
                     request.total_s = now - request.asked
@@ -219,7 +219,7 @@ class EngineCore:
 
     def _take(self, answer: Answer, token: SampledToken) -> Delta:
         """What a token adds to an answer. A fault in it ends this answer and no other."""
-        sequence = answer.sequence
+        sequence, stops = answer.sequence, answer.stops
         tokens = () if token.is_nan else (token,)
         try:
             text = self._text(answer, token)
@@ -229,23 +229,23 @@ class EngineCore:
             sequence.finish_reason = "error"
             return Delta(answer.index, "", tokens, "error")
         stop_reason: int | str | None = None
-        if answer.stops.found is not None:
+        if stops is not None and stops.found is not None:
             self._scheduler.finish(sequence, "stop")
             sequence.finish_reason = "stop"  # even if it was its last token
-            stop_reason = answer.stops.found
+            stop_reason = stops.found
         elif sequence.finish_reason == "stop" and token.token in answer.request.params.stop_token_ids:
             stop_reason = token.token
         return Delta(answer.index, text, tokens, sequence.finish_reason, stop_reason)
 
     @staticmethod
     def _text(answer: Answer, token: SampledToken) -> str:
-        reason, stops, text = answer.sequence.finish_reason, answer.stops, ""
+        sequence, stops, text = answer.sequence, answer.stops, ""
+        reason = sequence.finish_reason
         if not token.is_nan and reason != "stop":  # an end-of-text token is no text
             text = answer.detokenizer.push(token.token)
         if reason is not None:
             text += answer.detokenizer.flush()
-        params = answer.request.params
-        if not params.stop or answer.sequence.num_known_tokens - answer.sequence.num_prompt_tokens <= params.min_tokens:
+        if stops is None or sequence.num_known_tokens - sequence.num_prompt_tokens <= answer.request.params.min_tokens:
             return text
         text = stops.push(text)
         return text if reason is None or stops.found is not None else text + stops.flush()

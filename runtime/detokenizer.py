@@ -18,16 +18,19 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._whole_texts = tokenizer.whole_texts
         self._ids = _context(tokenizer, prompt, skip_special_tokens)
         self._start, self._done = 0, len(self._ids)  # ids[:done] are of the prompt, or have been given as text
 
     def push(self, token: int) -> str:
         """The text that is complete with this token; empty in the middle of a character."""
-        if self._skip and token in self._tokenizer.special_ids:
+        if token in self._skipped:
             return ""
-        self._ids.append(token)
-        if self._done == len(self._ids) - 1 and (text := self._tokenizer.whole_text(token)) is not None:
-            self._start, self._done = self._done, len(self._ids)
+        ids, done, text = self._ids, self._done, self._whole_texts[token]
+        ids.append(token)
+        if text is not None and done == len(ids) - 1:
+            self._start, self._done = done, done + 1
             return text
         piece = self._take(len(self._ids))
         if len(self._ids) - self._done > MAX_CUT_BYTES:  # so the first of them is of no character, or of U+FFFD itself
@@ -72,6 +75,10 @@ class StopStrings:
     """Ends a text at the stop string that is complete first, and holds back what may be the beginning of one.
 
     What comes out does not depend on the pieces in which the text comes in. found: the stop string, once it is there.
+
+    Args:
+        stops: one at least.
+        include: it is part of the text.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -81,8 +88,6 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """The part of the text so far that no stop string can take back."""
-        if not self._stops:
-            return text
         self._held += text
         ends = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if ends:

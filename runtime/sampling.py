@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -142,6 +143,7 @@ class SampledToken(NamedTuple):
 
 
 _sampled: Callable[["Fields"], SampledToken] = partial(tuple.__new__, SampledToken)  # in half of its own time
+_is_nan = itemgetter(SampledToken._fields.index("is_nan"))
 
 
 def new_seed() -> int:
@@ -346,8 +348,8 @@ class Sampler:
     def end(drawing: Drawing) -> list[SampledToken]:
         """What was drawn. Requests whose row holds NaN are left as they were."""
         sampled = list(map(_sampled, drawing.rows))
-        for request, one in zip(drawing.batch.requests, sampled, strict=True):
-            if drawing.batch.need_tokens or one.is_nan:
+        if drawing.batch.need_tokens or any(map(_is_nan, sampled)):
+            for request, one in zip(drawing.batch.requests, sampled, strict=True):
                 request.end(None if one.is_nan else one.token)
         return sampled
 

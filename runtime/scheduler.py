@@ -12,6 +12,7 @@ planned, so blocks may go to others at once: whoever had one before has written 
 
 from bisect import insort
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from enginewright.plan import KvGroup
 from enginewright.runtime.envelope import Envelope
@@ -19,6 +20,8 @@ from enginewright.runtime.kv_cache import BlockKeys, KvCache
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
+
+_part: Callable[[tuple[TokenSequence, int, int, int]], Part] = partial(tuple.__new__, Part)  # in half of its own time
 
 
 class Scheduler:
@@ -92,26 +95,24 @@ class Scheduler:
         """The next step, or None if nothing waits or runs but what the step before ends."""
         self._admit()
         parts: list[Part] = []
-        decoding, reading = [], []
+        growing: list[int] = []  # parts whose block tables may have to
+        reading, stride = [], self._cache.stride
         for sequence in self._running:
-            pending = len(sequence.token_ids) - sequence.num_computed_tokens
-            if pending > 1:
+            first, length = sequence.num_computed_tokens, len(sequence.token_ids)
+            if length - first > 1:
                 reading.append(sequence)
-            elif pending and not sequence.is_drawing_its_last:
-                decoding.append(sequence)
-        stride = self._cache.stride
-        for sequence in decoding:
-            # A decode takes a block where its token is the first of one. The ones that step back for it come later in
-            # this list, or are prompts: no part of this step.
-            first = sequence.num_computed_tokens
-            if first % stride or (sequence.is_running and self._has_room(sequence)):
-                parts.append(Part(sequence, first, 1, 1))
+            elif length > first and not (length >= sequence.max_tokens and sequence.is_drawing_its_last):
+                # A decode takes a block where its token is the first of one. Who steps back for it comes behind it in
+                # this list, or is itself the last.
+                if first % stride == 0:
+                    if not self._has_room(sequence):
+                        break
+                    growing.append(len(parts))
+                parts.append(_part((sequence, first, 1, 1)))
         num_decodes = len(parts)
         budget, rows = self._limits.tokens - num_decodes, self._limits.logit_rows - num_decodes
         chunk: float | None = self._chunk if parts else None
         for sequence in reading:
-            if not sequence.is_running:
-                continue
             pending = sequence.num_pending_tokens
             count = min(pending, budget, rows) if sequence.every_logit else min(pending, budget)
             if chunk is not None:
@@ -125,24 +126,28 @@ class Scheduler:
             parts.append(Part(sequence, sequence.num_computed_tokens, count, wanted))
             budget -= count
             rows -= wanted
-        return self._plan(parts, num_decodes) if parts else None
+        growing += range(num_decodes, len(parts))
+        return self._plan(parts, num_decodes, growing) if parts else None
 
     def commit(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> list[TokenSequence]:
         """Take up what a step drew, one token for each of `plan.requests`; the sequences that ended with it."""
         ended, stride = [], self._cache.stride
-        for part, drawn in zip(plan.drawing, sampled, strict=True):
+        reads = plan.num_decodes < len(plan.parts)
+        for part, (token, _, _, is_nan) in zip(plan.drawing, sampled, strict=True):
             sequence = part.sequence
             if sequence.finish_reason is not None:  # by finish(), or by the step before
                 continue
-            if drawn.is_nan:
+            if is_nan:
                 ended.append((sequence, "error"))
                 continue
-            if sequence.num_known_tokens % stride == 0 or (sequence.is_running and sequence.tables[0].unproven):
+            known = sequence.num_known_tokens
+            if known % stride == 0 or (reads and sequence.is_running and sequence.tables[0].unproven):
                 self._share(part)
-            sequence.learn(drawn.token)
-            if drawn.token in sequence.stop_token_ids:
+            sequence.token_ids[known] = token
+            sequence.num_known_tokens = known + 1
+            if token in sequence.stop_token_ids:
                 ended.append((sequence, "stop"))
-            elif sequence.num_known_tokens >= sequence.max_tokens:
+            elif known + 1 >= sequence.max_tokens:
                 ended.append((sequence, "length"))
         if len(plan.drawing) < len(plan.parts):
             for part in plan.parts:
@@ -185,7 +190,8 @@ class Scheduler:
                 if twin is None:
                     self.num_prompt_tokens += sequence.num_prompt_tokens
                     self.num_cached_prompt_tokens += sequence.num_cached_tokens
-            for key in self._keys(sequence, len(sequence.token_ids))[shared:]:
+            sequence.announced = self._keys(sequence, len(sequence.token_ids))[shared:]
+            for key in sequence.announced:
                 self._being_written.setdefault(key, sequence)
 
     def _open(self, sequence: TokenSequence, keys: Sequence[bytes]) -> bool:
@@ -230,7 +236,7 @@ class Scheduler:
         return True
 
     def _leave(self, sequence: TokenSequence) -> None:
-        self._is_written(sequence, self._keys(sequence, sequence.num_known_tokens))
+        self._is_written(sequence)
         self._cache.release(sequence.tables)
         sequence.tables = []
         self._no_room = False
@@ -241,10 +247,12 @@ class Scheduler:
             return []
         return sequence.keys.of(sequence.token_ids, num_tokens // self._cache.block_size)
 
-    def _is_written(self, sequence: TokenSequence, keys: Sequence[bytes]) -> None:
-        for key in keys:
+    def _is_written(self, sequence: TokenSequence) -> None:
+        """What it has announced is there, or never comes."""
+        for key in sequence.announced:
             if self._being_written.get(key) is sequence:
                 del self._being_written[key]
+        sequence.announced = []
 
     def _share(self, part: Part) -> None:
         """Let others find the blocks that are full behind a part which gave a token. No later one has tagged any."""
@@ -254,26 +262,23 @@ class Scheduler:
         keys = self._keys(sequence, part.end)
         self._cache.tag(sequence.tables, keys)
         self._cache.publish(sequence.tables)
-        self._is_written(sequence, keys)
+        self._is_written(sequence)
 
-    def _plan(self, parts: list[Part], num_decodes: int) -> StepPlan:
+    def _plan(self, parts: list[Part], num_decodes: int, growing: list[int]) -> StepPlan:
         new_blocks: tuple[list[int], ...] = tuple([] for _ in self._copies)
-        for index, part in enumerate(parts):
-            sequence = part.sequence
-            if index < num_decodes and part.first % self._cache.stride:
-                continue
-            taken = self._cache.extend(sequence.tables, part.first, part.end)
-            for blocks, more in zip(new_blocks, taken, strict=True):
+        for index in growing:
+            sequence, first, count, _ = parts[index]
+            for blocks, more in zip(new_blocks, self._cache.extend(sequence.tables, first, first + count), strict=True):
                 blocks += more
-            if index >= num_decodes:  # later, they may have fallen out of a window
-                self._cache.tag(sequence.tables, self._keys(sequence, part.end))
-        sizes, inputs = self._packer.pack(parts, num_decodes, new_blocks)
+        for part in parts[num_decodes:]:  # later, they may have fallen out of a window
+            self._cache.tag(part.sequence.tables, self._keys(part.sequence, part.end))
+        sizes, inputs = self._packer.pack(parts, num_decodes, growing)
         copies, self._copies = self._copies, tuple([] for _ in self._copies)
         drawing: list[Part] = []
         for part in parts:
             sequence, first, count, wanted = part
             sequence.num_computed_tokens = first + count
             if wanted and sequence.request is not None:
-                sequence.draw(len(drawing))
+                sequence.token_ids.append(-1 - len(drawing))
                 drawing.append(part)
         return StepPlan(tuple(parts), num_decodes, sizes, inputs, copies, new_blocks, tuple(drawing))

@@ -14,7 +14,8 @@ class TokenSequence:
     max_tokens: of the whole. stop_token_ids: tokens that end it. request: how its tokens are drawn; None draws none,
     and the sequence ends with its prompt. every_logit: a step gives logits for each position, not for the last alone
     (and once more after a preemption). cache_salt: it shares KV blocks with sequences of the same salt only. twin_of:
-    another answer to the same prompt, added before this one; both share what the prompt takes.
+    another answer to the same prompt, added before this one; both share what the prompt takes. announced: keys of
+    blocks that others wait for, since this one writes them soon.
 
     num_known_tokens: all but those that are being drawn, one before another step is planned, and then two.
     num_computed_tokens: those whose keys and values are in the KV cache, once the steps planned so far are done.
@@ -36,6 +37,7 @@ class TokenSequence:
     num_preemptions: int = 0
     tables: list[BlockTable] = field(default_factory=list)
     keys: BlockKeys | None = None
+    announced: list[bytes] = field(default_factory=list)
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -50,15 +52,6 @@ class TokenSequence:
     def is_drawing_its_last(self) -> bool:
         """Whatever token is being drawn, the sequence ends with it."""
         return len(self.token_ids) >= self.max_tokens and self.token_ids[-1] < 0
-
-    def draw(self, place: int) -> None:
-        """The step that is planned draws a token, as its `place`-th."""
-        self.token_ids.append(-1 - place)
-
-    def learn(self, token: int) -> None:
-        """Of those that are being drawn, the first is this one."""
-        self.token_ids[self.num_known_tokens] = token
-        self.num_known_tokens += 1
 
     @property
     def is_running(self) -> bool:

@@ -75,16 +75,16 @@ class Packer:
         self._sizes = Sizes(0, 0, 0, 0, 0)
         self._longest = 0  # positions of the longest sequence
 
-    def pack(self, parts: Sequence[Part], num_decodes: int, new_blocks: Sequence[list[int]]) -> tuple[Sizes, Inputs]:
+    def pack(self, parts: Sequence[Part], num_decodes: int, growing: Sequence[int]) -> tuple[Sizes, Inputs]:
         """Sizes and arrays for `parts`, whose block tables reach to the end of what is computed.
 
         Args:
-            new_blocks: what the tables have gained since the last step, a group.
+            growing: those whose tables may have changed since the last step, if it had the same.
         """
         sequences = [part.sequence for part in parts]
         decodes = num_decodes == len(parts)
         if decodes and sequences == self._last:
-            self._advance(sequences, new_blocks)
+            self._advance(sequences, growing)
         else:
             self._pack(parts)
             if decodes:
@@ -119,36 +119,35 @@ class Packer:
             "kv_len": kv_len,
             "logit_rows": np.array(rows, np.int32),
         }
-        owners = np.repeat(np.arange(len(parts)), np.diff(starts))
-        for index in range(len(self._groups)):
-            self._fill_table(index, [part.sequence for part in parts])
-            self._fill_slots(index, owners)
+        owners = np.repeat(np.arange(len(parts)), np.diff(starts))  # a token's row of the block table
+        for index, group in enumerate(self._groups):
+            table = np.zeros((len(parts), self._sizes.kv_blocks), np.int32)
+            for row, part in enumerate(parts):
+                blocks = part.sequence.tables[index].blocks
+                table[row, : len(blocks)] = blocks
+            self._inputs[f"block_table.{index}"] = table
+            block, place = np.divmod(positions, group.block_size)
+            self._inputs[f"slots.{index}"] = table[owners, block] * np.int32(group.block_size) + place
 
-    def _advance(self, sequences: Sequence[TokenSequence], new_blocks: Sequence[list[int]]) -> None:
+    def _advance(self, sequences: Sequence[TokenSequence], growing: Sequence[int]) -> None:
         """Every sequence is one position further."""
         self._inputs["tokens"][:] = [sequence.token_ids[-1] for sequence in sequences]
         self._moving += 1
         self._longest += 1
         widths = self._widths()
-        wider = widths != (self._sizes.kv_blocks, self._sizes.kv_splits)
-        if wider:
+        if widths != (self._sizes.kv_blocks, self._sizes.kv_splits):
             self._sizes = Sizes(len(sequences), len(sequences), len(sequences), *widths)
-        for index, taken in enumerate(new_blocks):
-            if wider or taken:
-                self._fill_table(index, sequences)
-                self._fill_slots(index, np.arange(len(sequences)))
+        if growing:
+            for index, group in enumerate(self._groups):
+                self._grow(index, group.block_size, [(row, sequences[row]) for row in growing])
 
-    def _fill_table(self, index: int, sequences: Sequence[TokenSequence]) -> None:
-        table = np.zeros((len(sequences), self._sizes.kv_blocks), np.int32)
-        for row, sequence in enumerate(sequences):
-            blocks = sequence.tables[index].blocks
+    def _grow(self, index: int, block_size: int, rows: Sequence[tuple[int, TokenSequence]]) -> None:
+        """A new table, since whoever has the last one may not be done with it."""
+        name = f"block_table.{index}"
+        table, last = np.zeros((self._sizes.sequences, self._sizes.kv_blocks), np.int32), self._inputs[name]
+        table[:, : last.shape[1]] = last
+        for row, sequence in rows:
+            blocks, position = sequence.tables[index].blocks, sequence.num_computed_tokens
             table[row, : len(blocks)] = blocks
-        self._inputs[f"block_table.{index}"] = table
-
-    def _fill_slots(self, index: int, owners: NDArray[np.int64]) -> None:
-        """Where each token's key and value go. owners: the row of the block table, a token."""
-        size = self._groups[index].block_size
-        block, place = np.divmod(self._inputs["positions"], size)
-        table = self._inputs[f"block_table.{index}"]
-        slots = self._inputs.setdefault(f"slots.{index}", np.empty(len(owners), np.int32))
-        slots[:] = table[owners, block] * size + place
+            self._inputs[f"slots.{index}"][row] = blocks[position // block_size] * block_size + position % block_size
+        self._inputs[name] = table

@@ -37,8 +37,21 @@ class _Form(msgspec.Struct):
     added_tokens: list[_Added] = []
 
 
+class _WholeTexts(dict[int, str | None]):
+    """Worked out when they are first asked for."""
+
+    def __init__(self, text_of: Callable[[int], str | None]) -> None:
+        self._text_of = text_of
+
+    def __missing__(self, token: int) -> str | None:
+        self[token] = self._text_of(token)
+        return self[token]
+
+
 class Tokenizer:
     """A model's tokenizer.
+
+    whole_texts: of each token that has the same text wherever it stands between whole characters; None of others.
 
     Args:
         tokenizer_json: tokenizers' own format.
@@ -60,7 +73,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
         except Exception as error:  # tokenizers raises no narrower class
             raise CorruptEngineError("the tokenizer cannot be read", str(error), "Build the engine again.") from error
-        self._whole_texts: dict[int, str | None] = {}
+        self.whole_texts: Mapping[int, str | None] = _WholeTexts(self._whole_text)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
 
@@ -92,12 +105,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def whole_text(self, token: int) -> str | None:
-        """The text of a token that has the same text wherever it stands between whole characters; None of another."""
-        if token not in self._whole_texts:
-            text = self.decode([token], skip_special_tokens=False)
-            self._whole_texts[token] = None if REPLACEMENT in text or not self._decodes_bytes else text
-        return self._whole_texts[token]
+    def _whole_text(self, token: int) -> str | None:
+        text = self.decode([token], skip_special_tokens=False)
+        return None if REPLACEMENT in text or not self._decodes_bytes else text
 
     @cached_property
     def _decodes_bytes(self) -> bool:

@@ -203,11 +203,6 @@ def test_every_cut_of_a_text() -> None:
             assert watcher.found and "".join(given) == "one two "
 
 
-def test_no_stop_string_holds_nothing() -> None:
-    watcher = StopStrings([])
-    assert watcher.push("abc") == "abc" and watcher.flush() == "" and not watcher.found
-
-
 # Chat templates
 
 

@@ -271,7 +271,7 @@ def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
         sequence = TokenSequence(tokens, length, length, num_computed_tokens=point.depth, tables=tables)
         parts.append(Part(sequence, point.depth, point.tokens, 1))
     num_decodes = len(parts) if point.is_decode else 0
-    sizes, inputs = Packer(groups).pack(parts, num_decodes, new_blocks)
+    sizes, inputs = Packer(groups).pack(parts, num_decodes, range(len(parts)))
     for pool, blocks in zip(executor.pools, new_blocks, strict=True):
         pool.scrub(blocks)
     nothing: tuple[list[Any], ...] = tuple([] for _ in groups)

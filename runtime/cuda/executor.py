@@ -209,25 +209,27 @@ class _Inputs:
             offset += 4 * entry.rows.at(limits) * entry.columns.at(limits)
             if entry in vectors:
                 self._vectors_end = offset
-        self._turns = cycle([(device.pinned(offset), device.event()) for _ in range(TURNS)])
+        hosts = [device.pinned(offset) for _ in range(TURNS)]
+        self._turns = cycle([(host, host.view(np.int32), device.event()) for host in hosts])
         self.sizes = device.allocate(offset)
         self.addresses = {name: self.sizes + offset for name, offset in offsets.items()}
-        self._offsets = offsets
-        self._tables = {entry.name for entry in tables}
+        self._vectors = {entry.name: offsets[entry.name] // 4 for entry in vectors}
+        self._tables = {entry.name: offsets[entry.name] for entry in tables}
         self._last: dict[str, NDArray[np.int32]] = {}  # tables, as they are on the device
 
     def upload(self, inputs: dict[str, NDArray[np.int32]], sizes: Sizes) -> None:
-        host, is_read = next(self._turns)
+        host, words, is_read = next(self._turns)
         self._device.wait(is_read)
-        host[: 4 * len(sizes.as_tuple())].view(np.int32)[:] = sizes.as_tuple()
-        for name, values in inputs.items():
-            if name in self._tables:
-                if values is self._last.get(name):  # whoever changes a table makes a new one
-                    continue
+        words[: len(sizes.as_tuple())] = sizes.as_tuple()
+        for name, at in self._vectors.items():
+            values = inputs[name]
+            words[at : at + len(values)] = values
+        for name, start in self._tables.items():
+            values = inputs[name]
+            if values is not self._last.get(name):  # whoever changes a table makes a new one
                 self._last[name] = values
-            start = self._offsets[name]
-            host[start : start + values.nbytes].view(np.int32)[:] = values.reshape(-1)
-            if name in self._tables:
-                self._device.upload(self.addresses[name], host[start : start + values.nbytes])
+                end = start + values.nbytes
+                host[start:end] = values.reshape(-1).view(np.uint8)
+                self._device.upload(self.addresses[name], host[start:end])
         self._device.upload(self.sizes, host[: self._vectors_end])
         self._device.record(is_read)
