@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import attention, engines, gemm, kernels, machine, models, roof, sanitizer
+from benchmarks.gpu import attention, engines, gemm, kernels, large, machine, models, roof, sanitizer
 from benchmarks.gpu.bench import Replay, Work, all_of, copies, interleaved, ratio
 from benchmarks.gpu.page import AIMS, all_done, page
 from benchmarks.gpu.parts import DONE, FAILED, PARTS, ROOT, STOPPED, Result, environment, run_part
@@ -196,7 +196,7 @@ def test_parts_are_run_in_turn_until_the_time_is_over(tmp_path: Path, monkeypatc
     assert [module for module, _ in ran] == [f"benchmarks.gpu.{part.name}" for part in PARTS[:3]]
     assert [limit for _, limit in ran] == [part.limit_s for part in PARTS[:3]]
     results = json.loads((tmp_path / "gpu.json").read_text())
-    assert [part["status"] for part in results["parts"].values()] == [DONE] * 3 + ["not run"] * 4
+    assert [part["status"] for part in results["parts"].values()] == [DONE] * 3 + ["not run"] * 5
     assert (tmp_path / "gpu.md").read_text() == page(results)
     now[0] = 0.0
     assert command.measure(command.parsed(["--parts", "roof", "--add", "--output", str(tmp_path)]), 0.0) == 1
@@ -367,6 +367,18 @@ def test_models_of_random_weights_are_measured(tmp_path: Path, monkeypatch: pyte
         )
     assert found.keys() == {"models/x/decode-1", "models/x/decode-3", "models/x/prefill-40"}
     assert all(figure["tokens per s"] > 0 for figure in found.values())
+
+
+def test_throughput_of_a_large_model_is_measured(tmp_path: Path) -> None:
+    path, work = tmp_path / "x.engine", large.Work(requests=3, prompt=9, answer=5)
+    models.build("fp8", path, ("cpu",), SIZES, "cpu", kv_cache_dtype="fp8")
+    found = reported(tmp_path, lambda report: large.measure(report, ROOF, path, "cpu", SIZES, work))
+    assert found["large/fp8/3x9x5"]["tokens per s"] > 0 and 0 < found["large/fp8/3x9x5"]["of the roof"] < 1
+    # Four steps: reading 100 bytes and what 3 x 10 to 13 positions take, as long as multiplying takes no longer.
+    slow_memory, slow_cores = roof.Roof(1.0, 1.0, 1e30), roof.Roof(1e30, 1e30, 0.5)
+    assert work.roof_seconds(slow_memory, SIZES, 100, 7) == pytest.approx(4 * 100 + 7 * 3 * (10 + 11 + 12 + 13))
+    body, head = models.body_weights(SIZES), 307 * 64
+    assert work.roof_seconds(slow_cores, SIZES, 100, 7) == 2 * 3 * (9 * body + 4 * (body + head))
 
 
 def test_engines_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,11 +69,11 @@ def random_checkpoint(sizes: Mapping[str, Any], at: str = "cpu") -> MemoryCheckp
     return MemoryCheckpoint({"model_type": "llama", **sizes}, stored | {"model.norm.weight": ones}, "random")
 
 
-def build(quant: str, path: Path, targets: tuple[str, ...], sizes: Mapping[str, Any], at: str) -> float:
-    """Seconds."""
+def build(quant: str, path: Path, targets: tuple[str, ...], sizes: Mapping[str, Any], at: str, **more: Any) -> float:
+    """Seconds. more: of BuildConfig."""
     checkpoint = random_checkpoint(sizes, at)
     start = time.perf_counter()
-    build_engine(checkpoint, BuildConfig(quant=quant_config(quant), targets=targets, gate=None), path)
+    build_engine(checkpoint, BuildConfig(quant=quant_config(quant), targets=targets, gate=None, **more), path)
     return time.perf_counter() - start
 
 

@@ -39,6 +39,7 @@ PARTS = (  # in the order of what would be missed most
     Part("models", 150, "A model of the 1B shape"),
     Part("gemm", 120, "Matrix products of an 8B model's shapes"),
     Part("attention", 90, "Paged attention"),
+    Part("large", 200, "A model of the 8B shape in FP8"),
     Part("sanitizer", 120, "Kernels under compute-sanitizer"),
 )
 

@@ -1,0 +1,92 @@
+"""A model of the 8B Llama shape in FP8, KV cache too: offline throughput beside the run's own roof, and time to ready.
+
+Weights are random, and the head is tied, so that the whole is as large as one without a head of its own.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.bench import GpuBench
+from benchmarks.gpu.models import Subject, body_weights, build, ready_seconds
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.roof import Roof, reported
+
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FP8_OVER_BF16 = 2  # of the tensor cores' speed
+STEP_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests asked at once; tokens of each one's prompt, and of its answer."""
+
+    requests: int
+    prompt: int
+    answer: int
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.answer
+
+    def roof_seconds(self, roof: Roof, sizes: Mapping[str, Any], step_bytes: int, kv_bytes_per_token: int) -> float:
+        """Of prompts, multiplying; of each later step, the longer of multiplying, and reading weights and KV."""
+        body, flops = body_weights(sizes), FP8_OVER_BF16 * roof.bf16_flops
+        multiplying = 2 * self.requests * (body + sizes["vocab_size"] * sizes["hidden_size"]) / flops
+        whole = 2 * self.requests * self.prompt * body / flops
+        for depth in range(self.prompt + 1, self.length):
+            reading = (step_bytes + self.requests * depth * kv_bytes_per_token) / roof.memory
+            whole += max(multiplying, reading)
+        return whole
+
+
+IN_FLIGHT = Work(requests=256, prompt=128, answer=2048)
+
+
+def measure(report: Report, roof: Roof, path: Path, device: str, sizes: Mapping[str, Any], work: Work) -> None:
+    subject = Subject.open(
+        path,
+        device,
+        max_model_len=work.length,
+        max_num_seqs=work.requests,
+        max_num_batched_tokens=min(STEP_TOKENS, work.requests * work.prompt),
+        enable_prefix_caching=False,
+    )
+    with subject.llm:
+        subject.seconds(work.requests, work.prompt, 2)
+        seconds = subject.seconds(work.requests, work.prompt, work.answer)
+    best = work.roof_seconds(roof, sizes, subject.step_bytes, subject.kv_bytes_per_token)
+    report.add(
+        f"large/fp8/{work.requests}x{work.prompt}x{work.answer}",
+        **{"tokens per s": work.requests * work.answer / seconds, "of the roof": best / seconds},
+    )
+
+
+def run(report: Report) -> None:
+    bench = GpuBench()
+    roof = reported(bench, report)
+    with tempfile.TemporaryDirectory(prefix="enginewright-gpu-") as folder:
+        path = Path(folder, "fp8.engine")
+        seconds = build("fp8", path, (f"cuda:{bench.sm}",), LLAMA_8B, "cuda", kv_cache_dtype="fp8")
+        torch.cuda.empty_cache()
+        report.add("large/fp8/build", seconds=seconds, bytes=path.stat().st_size)
+        report.add("large/fp8/ready", seconds=min(ready_seconds(path) for _ in range(2)))
+        measure(report, roof, path, "cuda", LLAMA_8B, IN_FLIGHT)
