@@ -261,7 +261,7 @@ def test_steps_that_decode_take_the_next_larger_graph() -> None:
     assert buckets_for(3) == (1, 2, 3) and buckets_for(16) == (1, 2, 4, 8, 16) and buckets_for(1000) == BUCKETS
     for count, bucket in ((1, 1), (3, 4), (17, 24), (256, 256)):
         assert bucket_of(Sizes(count, count, count, 9, 9), BUCKETS) == bucket
-    assert bucket_of(Sizes(257, 257, 257, 9, 9), BUCKETS) is None  # more than any graph has
+    assert bucket_of(Sizes(513, 513, 513, 9, 9), BUCKETS) is None  # more than any graph has
     assert bucket_of(Sizes(4, 3, 3, 9, 9), BUCKETS) is None  # a prompt is read
 
 

@@ -31,7 +31,7 @@ from enginewright.runtime.token_mask import Mask
 RESERVED_BYTES = 256 << 20  # of the GPU's memory, for code, graphs and what the driver takes
 FREE_SHARE = 0.9  # of the GPU's memory that weights and arena leave, for the KV cache
 ALIGN = 256  # bytes; of weights and inputs
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # sequences of a graph, up to the limit of a step
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # sequences of a graph, up to a step's limit
 SIZES_BYTES = 32
 
 
