@@ -1,6 +1,7 @@
 """What GPUs launch for matrix products: csrc/cuda/gemm_small.cuh for few tokens, gemm_large.cuh for many.
 
-The choice of shapes is reasoned on paper and unmeasured: a GPU's benchmarks are to replace it.
+The tiles in FORMATS are reasoned on paper and unmeasured: what `python -m benchmarks.gpu --parts tiles` finds on a GPU
+is to replace them.
 """
 
 from collections.abc import Mapping
@@ -20,8 +21,6 @@ from enginewright.targets import PTX, SMS
 CHUNK = 64  # of K, as gemm.cuh has it
 WARP = 32
 SHARED_BYTES = 99 << 10  # what a block may have on every GPU since SM 80
-IN_FLIGHT_BYTES = 36 << 10  # of a block, at least, if it fits
-LARGE_STAGES = 4  # of gemm_large, if they fit
 HOPPER_BYTES = 227 << 10, 113 << 10  # of shared memory for a block, and for each of two on a multiprocessor
 MULTIPROCESSORS = 132  # of the GPU that tables are made for (H200); others have 84 to 188
 # Architectures whose code has gemm_wgmma in place of gemm_large. "sm_90a", the one that can, belongs here as soon as a
@@ -33,17 +32,27 @@ ARGUMENTS = ("x", "weight", "x_scale", "scale", "zero", "bias", "out", "partial"
 @dataclass(frozen=True)
 class Format:
     """A Format of gemm.cuh. lines: 64-byte lines of 16 rows in a chunk of K. x_bytes: of an element of x. scale_bytes:
-    of a group's scale, where weights have groups.
+    of a group's scale, where weights have groups. What follows are its tiles.
+
+    Of gemm_small, feature_warps: of a block, which has K_WARPS of each. turns: chunks of each of them in a step. waves:
+    blocks for each multiprocessor, at most, where K is split. in_flight_bytes: of a block, at least, if they fit.
+    small_tokens: of a launch, at most, each a kernel of its own. Of kernels for more, large_stages: if they fit.
+    large_units: of a warp of gemm_large, where there are no groups. fewest_blocks: for each multiprocessor; where the
+    largest tiles are fewer, smaller ones are taken.
     """
 
     name: str
     lines: int
-    feature_warps: int = 4  # and K_WARPS in a block of gemm_small
-    turns: int = 1  # chunks of each of them in a step
-    small_tokens: tuple[int, ...] = (8, 16, 32, 64)  # most tokens of a launch of gemm_small, each a kernel of its own
     x_bytes: int = 2
     scale_bytes: int = 4
-    large_units: int = 2  # of a warp of gemm_large, where there are no groups
+    feature_warps: int = 4
+    turns: int = 1
+    waves: int = 2
+    in_flight_bytes: int = 36 << 10
+    small_tokens: tuple[int, ...] = (8, 16, 32, 64)
+    large_stages: int = 4
+    large_units: int = 2
+    fewest_blocks: float = 1.0
 
 
 K_WARPS = 2
@@ -63,10 +72,18 @@ FORMATS = {
 
 def gemm_on_cuda(binding: KernelBinding, format: str) -> CudaKernel:
     """format: a name in FORMATS."""
-    launches = partial(_launches, FORMATS[format])
     headers = {name: name for name in ("gemm_small", "gemm_large", "gemm_wgmma")}
-    kernel = binding.on_cuda(launches, **headers)
-    return replace(kernel, scratch=partial(_partial, FORMATS[format]), counters=partial(_counters, FORMATS[format]))
+    return tiled(binding.on_cuda(partial(_launches, FORMATS[format]), **headers), FORMATS[format])
+
+
+def tiled(kernel: CudaKernel, format: Format) -> CudaKernel:
+    """The same product with the tiles of `format`."""
+    return replace(
+        kernel,
+        launches=partial(_launches, format),
+        scratch=partial(_partial, format),
+        counters=partial(_counters, format),
+    )
 
 
 def _launches(format: Format, call: Call) -> tuple[Launch, ...]:
@@ -94,7 +111,7 @@ class _Blocks:
     def of(format: Format, features: int, columns: int, gated: bool) -> "_Blocks":
         count = _ceil(_blocks_of_16(features, gated), 2 * format.feature_warps)
         steps = _ceil(_ceil(columns, CHUNK), K_WARPS * format.turns)
-        split_steps = _ceil(steps, max(min(2 * MULTIPROCESSORS // count, steps // 2), 1))
+        split_steps = _ceil(steps, max(min(format.waves * MULTIPROCESSORS // count, steps // 2), 1))
         return _Blocks(count, _ceil(steps, split_steps), split_steps * K_WARPS * format.turns)
 
 
@@ -110,7 +127,7 @@ def _small_launches(format: Format, call: Call) -> list[Launch]:
     launches, low = [], 1
     for tokens in format.small_tokens:
         stage_bytes = format.turns * (weight_bytes + K_WARPS * _x_bytes(format, call, tokens))
-        stages = min(SHARED_BYTES // stage_bytes, _ceil(IN_FLIGHT_BYTES, stage_bytes) + 1)
+        stages = min(SHARED_BYTES // stage_bytes, _ceil(format.in_flight_bytes, stage_bytes) + 1)
         sum_bytes = K_WARPS * tokens * (format.feature_warps * 32 + 4) * 4
         tile = {
             "feature_warps": format.feature_warps,
@@ -135,17 +152,23 @@ def _large_launches(format: Format, call: Call) -> list[Launch]:
     """
     grouped, order = _runs(call) > 0, _small_order(format, call) if call.batch_invariant else {}
     most_tokens = 64 if order and (grouped or order["split_chunks"] * CHUNK < call.operands["weight"].columns) else 128
-    most_small = (MULTIPROCESSORS - 1) // _ceil(_of_16(call), 8) * most_tokens
+    most_small = _most_tokens(format, call, 128, most_tokens)
     sizes = (*(((64, 64, most_small),) if most_small > format.small_tokens[-1] else ()), (128, most_tokens, 2**31 - 1))
     launches, low = [], format.small_tokens[-1] + 1
     for features, tokens, high in sizes:
         units = 1 if features == 64 or grouped or order else format.large_units
         stage_bytes = _stage_bytes(format, call, features, tokens)
-        stages = min(SHARED_BYTES // stage_bytes, LARGE_STAGES)
+        stages = min(SHARED_BYTES // stage_bytes, format.large_stages)
         tile = {**_tile(features // 32 // units, 2, units, tokens // 16, stages, stage_bytes), **order}
         launches.append(_large_launch("gemm_large", format, call, tile, features, tokens, low, high))
         low = high + 1
     return launches
+
+
+def _most_tokens(format: Format, call: Call, features: int, tokens: int) -> int:
+    """For which tiles of features x tokens are too few."""
+    most_blocks = int(MULTIPROCESSORS * format.fewest_blocks) - 1
+    return most_blocks // _ceil(_of_16(call), features // 16) * tokens
 
 
 def _small_order(format: Format, call: Call) -> Mapping[str, int]:
@@ -160,12 +183,12 @@ def wgmma_launches(format: Format, call: Call) -> list[Launch]:
     room for two, while larger ones are fewer than multiprocessors; then of 256.
     """
     tokens = 64 if _runs(call) else 128
-    most_small = (MULTIPROCESSORS - 1) // _ceil(_of_16(call), 16) * tokens
+    most_small = _most_tokens(format, call, 256, tokens)
     sizes = (*(((128, most_small),) if most_small > format.small_tokens[-1] else ()), (256, 2**31 - 1))
     launches, low = [], format.small_tokens[-1] + 1
     for features, high in sizes:
         stage_bytes = _ceil(_stage_bytes(format, call, features, tokens), 1024) * 1024
-        stages = min(HOPPER_BYTES[features == 128] // stage_bytes, LARGE_STAGES)
+        stages = min(HOPPER_BYTES[features == 128] // stage_bytes, format.large_stages)
         tile = _tile(features // 32, 1, 1, tokens // 8, stages, stage_bytes)
         launches.append(_large_launch("gemm_wgmma", format, call, tile, features, tokens, low, high))
         low = high + 1

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +13,13 @@ import torch
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import attention, engines, gemm, kernels, large, machine, models, roof, sanitizer
-from benchmarks.gpu.bench import Replay, Work, all_of, copies, interleaved, ratio
+from benchmarks.gpu.bench import Replay, copies, interleaved, ratio
 from benchmarks.gpu.page import AIMS, all_done, page
 from benchmarks.gpu.parts import DONE, FAILED, PARTS, ROOT, STOPPED, Result, environment, run_part
 from benchmarks.gpu.report import Report, read_report
 from enginewright.builder import build
-from enginewright.builder.cuda import Instance, compile_each
-from enginewright.plugins.kernel import Specialization
-from tests.emulated_device import EmulatedDevice
+from enginewright.builder.cuda import compile_each
+from tests.emulated_bench import ROOF, EmulatedBench, reported
 
 RESULTS = ROOT / "benchmarks/results"
 SIZES = {
@@ -39,36 +37,6 @@ SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-
-
-class EmulatedBench:
-    """As GpuBench; its seconds mean nothing."""
-
-    at, l2_bytes = "cpu", 1000
-
-    def __init__(self) -> None:
-        self.kernels: dict[str, Specialization] = {}
-        self.device = EmulatedDevice(self.kernels)
-
-    def compile(self, kernels: Iterable[Instance]) -> None:
-        self.kernels |= {kernel.expression: Specialization(kernel.source, kernel.expression) for kernel in kernels}
-
-    def ours(self, works: list[Work]) -> Replay:
-        all_of(works)()
-        self.device.synchronize()
-        return Replay(self.device.capture(all_of(works)), works)
-
-    def torch(self, works: list[Work]) -> Replay:
-        works[0]()
-        return Replay(all_of(works), works)
-
-    def seconds(self, replay: Replay) -> float:
-        replay.begin()
-        self.device.synchronize()
-        return 1e-3
-
-
-ROOF = roof.Roof(4e12, 3e12, 8e14)
 
 
 # The page
@@ -275,11 +243,6 @@ def test_a_streaming_read_reads_everything() -> None:
     (found,) = sums
     expected = int(x.numpy().view(np.uint32).sum(dtype=np.uint64)) & 0xFFFFFFFF
     assert int(found.numpy().view(np.uint32).sum(dtype=np.uint64)) & 0xFFFFFFFF == expected
-
-
-def reported(tmp_path: Path, measure: Callable[[Report], None]) -> dict[str, dict[str, float]]:
-    measure(Report(tmp_path / "report"))
-    return {figure.pop("name"): figure for figure in read_report(tmp_path / "report")}
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [part.name for part in PARTS]
-    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
+    default = [part.name for part in PARTS if not part.by_name]
+    what = f"{', '.join(names)}; the default is {', '.join(default)}"
+    parser.add_argument("--parts", nargs="+", choices=names, default=default, metavar="PART", help=what)
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of all parts together")
     parser.add_argument("--site", type=Path, help="a folder of packages that this Python lacks")
     parser.add_argument(

@@ -53,15 +53,23 @@ class KernelCall:
         return work
 
 
-def call_of(op: str, matrices: Mapping[str, Matrix], **attributes: int | float | str) -> KernelCall:
+def kernel_of(op: str) -> CudaKernel:
+    binding = PLUGINS[op].kernels["cuda"]
+    assert isinstance(binding, CudaKernel)
+    return binding
+
+
+def call_of(
+    op: str, matrices: Mapping[str, Matrix], kernel: CudaKernel | None = None, **attributes: int | float | str
+) -> KernelCall:
     """An op of the domain `enginewright`, as lowering has it.
 
     Args:
         matrices: of inputs and outputs, by role.
+        kernel: in place of the op's own.
         attributes: all of the op's.
     """
-    binding = PLUGINS[op].kernels["cuda"]
-    assert isinstance(binding, CudaKernel)
+    binding = kernel or kernel_of(op)
     values = {
         role: ir.Value(name=role, shape=ir.Shape([matrix.rows.constant, matrix.columns]))
         for role, matrix in matrices.items()

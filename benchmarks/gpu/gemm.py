@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import silu
 
 from benchmarks.gpu.bench import Bench, GpuBench, Replay, Work, copies, interleaved, ratio
-from benchmarks.gpu.calls import KernelCall, Tensors, buffer, call_of, empty, random_bytes, random_rows
+from benchmarks.gpu.calls import KernelCall, Tensors, buffer, call_of, empty, kernel_of, random_bytes, random_rows
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.roof import Roof, reported
 from enginewright.builder.cuda import Instance, TritonInstance
@@ -73,7 +73,13 @@ class Format:
             forms["scale"] = PackedForm("f32", (shape.features,), "plain")
         return forms
 
-    def call(self, shape: Shape) -> KernelCall:
+    @property
+    def tiles(self) -> gemm_cuda.Format:
+        """Of engines."""
+        return gemm_cuda.FORMATS[self.op.removeprefix("Gemm").lower()]
+
+    def call(self, shape: Shape, tiles: gemm_cuda.Format | None = None) -> KernelCall:
+        """tiles: others than those of engines."""
         out = shape.features // 2 if shape.gated else shape.features
         to = "f32" if shape.name == "head" else "bf16"
         operands = {"x": buffer(self.x, shape.columns), "out": buffer(to, out)}
@@ -88,12 +94,12 @@ class Format:
             operands["x_scale"] = buffer("f32", groups_of(shape.columns, self.group))
         if self.op not in ("GemmBf16", "GemmW8A16"):
             attributes["group"] = self.group
-        call = call_of(self.op, operands, **attributes)
+        tiles = tiles or self.tiles
+        call = call_of(self.op, operands, gemm_cuda.tiled(kernel_of(self.op), tiles), **attributes)
         if not self.beside:
             others = [launch for launch in call.launches if not launch.kernel.startswith("gemm_wgmma")]
             return replace(call, launches=tuple(others))
-        format = gemm_cuda.FORMATS[self.op.removeprefix("Gemm").lower()]
-        launches = gemm_cuda.wgmma_launches(format, Call(call.matrices, attributes))
+        launches = gemm_cuda.wgmma_launches(tiles, Call(call.matrices, attributes))
         return replace(call, launches=tuple(launches), sources={"gemm_wgmma": "gemm_wgmma.cuh"})
 
 

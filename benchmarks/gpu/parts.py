@@ -21,11 +21,12 @@ DONE, FAILED, STOPPED, NOT_RUN = "done", "failed", "stopped at its limit", "not 
 
 @dataclass(frozen=True)
 class Part:
-    """limit_s: what it may take."""
+    """limit_s: what it may take. by_name: it runs only where it is asked for."""
 
     name: str
     limit_s: int
     what: str
+    by_name: bool = False
 
     @property
     def module(self) -> str:
@@ -41,6 +42,7 @@ PARTS = (  # in the order of what would be missed most
     Part("attention", 90, "Paged attention"),
     Part("large", 200, "A model of the 8B shape in FP8"),
     Part("sanitizer", 120, "Kernels under compute-sanitizer"),
+    Part("tiles", 540, "Other tiles of matrix products", by_name=True),
 )
 
 
