@@ -9,7 +9,7 @@ import torch
 from tests.emulated import SCHEDULES, EmulatedKernels, EmulationError, Kernels
 
 SOURCE = str(Path(__file__).parent / "wgmma_product.cuh")
-KINDS = {"bf16": torch.bfloat16, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+KINDS = {"bf16": torch.bfloat16, "bf16_transposed": torch.bfloat16, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 SHAPES = [(kind, tiles, row_bytes) for kind in KINDS for tiles in (8, 16) for row_bytes in (64, 128)]
 FAULTS = {
     "writes_a": "A was written while wgmma read it",
@@ -33,7 +33,7 @@ def kernel(kind: str, tiles: int, row_bytes: int, fault: str = "none") -> str:
 
 def matrices(kind: str, tiles: int, row_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(tiles + row_bytes)
-    dtype, columns = KINDS[kind], row_bytes // (2 if kind == "bf16" else 1)
+    dtype, columns = KINDS[kind], row_bytes // KINDS[kind].itemsize
 
     def of(rows: int) -> torch.Tensor:  # small integers: every sum is exact
         return torch.randint(-8, 9, (rows, columns), generator=generator).to(dtype)
@@ -46,8 +46,9 @@ def run(
 ) -> np.ndarray:
     integers = a.dtype == torch.int8
     out = np.full((len(a) + 1, len(b)), -77, np.int32 if integers else np.float32)
-    operands = [x.view(torch.uint8).numpy() for x in (a, b)]
-    kernels.launch(name, [1], 256, len(b) * operands[1].shape[1], *operands, out, schedule=schedule)
+    rows = b.T.contiguous() if "_transposed" in name else b
+    operands = [x.view(torch.uint8).numpy() for x in (a, rows)]
+    kernels.launch(name, [1], 256, operands[1].size, *operands, out, schedule=schedule)
     return out
 
 

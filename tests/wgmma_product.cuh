@@ -1,12 +1,13 @@
 // A product by csrc/cuda/wgmma.cuh, for its tests: out[128][columns] = a[128][ROW_BYTES]
-// b[columns][ROW_BYTES]ᵀ, a half by each of two warpgroups.
+// b[columns][ROW_BYTES]ᵀ, or b[ROW_BYTES / 2][columns] where it is transposed, a half by each of two
+// warpgroups.
 #pragma once
 
 #include "wgmma.cuh"
 
 namespace enginewright {
 
-enum class Kind { bf16, int8, e4m3 };
+enum class Kind { bf16, bf16_transposed, int8, e4m3 };
 // What a kernel must not do: between the beginning of a product and its wait, but for the last one.
 enum class Fault { none, writes_a, writes_b, writes_d, reads_d, lanes_differ, warps_differ };
 
@@ -26,8 +27,12 @@ wgmma_product(const uint8_t* a, const uint8_t* b, typename NumberOf<KIND>::type*
   constexpr int COLUMNS = TILES * 8, STEPS = ROW_BYTES / 32;
   uint8_t* shared = shared_memory<uint8_t>();
   for (int i = thread_index(); i < COLUMNS * ROW_BYTES / 16; i += 256) {
-    int row = i / (ROW_BYTES / 16), granule = i % (ROW_BYTES / 16);
-    copy_async(shared + swizzled<ROW_BYTES>(row, granule), b + i * 16);
+    constexpr int IN_ROW = KIND == Kind::bf16_transposed ? TILES : ROW_BYTES / 16;
+    int row = i / IN_ROW, granule = i % IN_ROW;
+    if constexpr (KIND == Kind::bf16_transposed)
+      copy_async(shared + granule / 8 * ROW_BYTES * 64 + swizzled<128>(row, granule % 8), b + i * 16);
+    else
+      copy_async(shared + swizzled<ROW_BYTES>(row, granule), b + i * 16);
   }
   commit_copies();
   wait_copies<0>();
@@ -48,7 +53,9 @@ wgmma_product(const uint8_t* a, const uint8_t* b, typename NumberOf<KIND>::type*
         (FAULT == Fault::lanes_differ && lane() == 5) || (FAULT == Fault::warps_differ && warp() == 5);
     uint64_t matrix = wgmma_b<ROW_BYTES>(shared, other ? 0 : step * 32);
     wgmma_fence();
-    if constexpr (KIND == Kind::bf16)
+    if constexpr (KIND == Kind::bf16_transposed)
+      wgmma_bf16_transposed(d, fragment, wgmma_b_transposed<ROW_BYTES / 2>(shared, step * 16), step > 0);
+    else if constexpr (KIND == Kind::bf16)
       wgmma_bf16(d, fragment, matrix, step > 0);
     else if constexpr (KIND == Kind::int8)
       wgmma_int8(d, fragment, matrix, step > 0);

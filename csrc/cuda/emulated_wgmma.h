@@ -20,24 +20,38 @@ namespace emulator {
 constexpr int IN_FLIGHT = 0xff;  // what the bytes of d are meanwhile
 constexpr int STEP_BYTES = 32;   // of K, in a product
 
-// B, as a descriptor says: row `row` (a column of B), byte `k` of 32.
-inline const unsigned char* in_matrix(uint64_t descriptor, int row, int k) {
-  auto decoded = [&](int bit) { return static_cast<uint32_t>(descriptor >> bit & 0x3fff) << 4; };
-  int mode = static_cast<int>(descriptor >> 62);
-  require(mode == 1 || mode == 2, "wgmma reads a matrix that is not swizzled by 128 or 64 bytes");
-  require((descriptor >> 49 & 7) == 0, "wgmma reads a matrix with a base offset");
-  uint32_t row_bytes = mode == 1 ? 128 : 64;
-  uint32_t address = decoded(0) + row / 8 * decoded(32) + row % 8 * row_bytes + k;
-  return shared_bytes() + (address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4);
-}
+// B, as its descriptor says. It is read 16 bytes at a time: 32 of each column, or, transposed, all columns of
+// each k.
+struct MatrixB {
+  uint64_t descriptor;
+  bool transposed;
+  int columns;
+
+  int granules() const { return columns * STEP_BYTES / 16; }
+  const unsigned char* granule(int index) const {
+    auto decoded = [&](int bit) { return static_cast<uint32_t>(descriptor >> bit & 0x3fff) << 4; };
+    int mode = static_cast<int>(descriptor >> 62);
+    require(mode == 1 || (mode == 2 && !transposed), "wgmma reads a matrix that is swizzled otherwise");
+    require((descriptor >> 49 & 7) == 0, "wgmma reads a matrix with a base offset");
+    uint32_t row_bytes = mode == 1 ? 128 : 64;
+    int in_row = transposed ? columns / 8 : 2, row = index / in_row, at = index % in_row;
+    uint32_t address = decoded(0) + row / 8 * decoded(32) + row % 8 * row_bytes + at % 8 * 16;
+    if (transposed) address += at / 8 * decoded(16);
+    return shared_bytes() + (address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4);
+  }
+  // Where number `k` of a column is in what was read.
+  int at(int column, int k, int bytes) const {
+    return transposed ? (k * columns + column) * bytes : column * STEP_BYTES + k * bytes;
+  }
+};
 
 // What a warp has begun. Its lanes take it in turn, from the same place in their own order.
 struct WarpProduct {
-  uint64_t descriptor;
+  MatrixB matrix;
   const char* what;
   bool add;
   uint32_t a[32][4];
-  std::vector<unsigned char> b;  // [columns][32]
+  std::vector<unsigned char> b;  // its granules
   bool checked = false;          // at its end, by the first lane that waits
 };
 
@@ -81,11 +95,11 @@ void compute_product(const WarpProduct& product, uint32_t* sums) {
       a[row][i] = NUMBER(product.a[g * 4 + i / IN_WORD % 4][row + i / IN_WORD / 4 * 2] >>
                          (8 * BYTES * (i % IN_WORD)));
   for (int column = 0; column < 2 * TILES; ++column) {
-    const unsigned char* b = &product.b[(column / 2 * 8 + 2 * t + column % 2) * STEP_BYTES];
     double sum[2] = {};
     for (int i = 0; i < STEP_BYTES / BYTES; ++i) {
       uint32_t bits = 0;
-      std::memcpy(&bits, b + i * BYTES, BYTES);
+      int of_b = column / 2 * 8 + 2 * t + column % 2;
+      std::memcpy(&bits, &product.b[product.matrix.at(of_b, i, BYTES)], BYTES);
       double number = NUMBER(bits);
       sum[0] += a[0][i] * number, sum[1] += a[1][i] * number;
     }
@@ -105,40 +119,40 @@ struct WgmmaOperands {
 
 // What lanes of a warp begin together: the first of them makes it.
 inline std::shared_ptr<WarpProduct> begun_by_warp(const char* what, const Lanes<WgmmaOperands>& lanes,
-                                                  std::size_t index, int columns) {
+                                                  std::size_t index, bool transposed, int columns) {
   auto& of_warps = attached<BlockProducts>(attached_to_block()).of_warps;
   int warp = here.thread / 32;
   auto& mine = of_warps[warp];
   if (index < mine.size()) return mine[index];
   WgmmaOperands first = lanes[0];
-  mine.emplace_back(new WarpProduct{first.b, what, first.add, {}, {}});
+  mine.emplace_back(new WarpProduct{{first.b, transposed, columns}, what, first.add, {}, {}});
   WarpProduct& product = *mine.back();
   for (int lane = 0; lane < 32; ++lane) {
     WgmmaOperands operands = lanes[lane];
     require(operands.b == first.b && operands.add == first.add, "lanes of a warp begin different wgmma");
     std::memcpy(product.a[lane], operands.a, sizeof operands.a);
   }
-  for (int row = 0; row < columns; ++row)
-    for (int k = 0; k < STEP_BYTES; k += 16) {
-      const unsigned char* from = in_matrix(first.b, row, k);
-      visible_to_wgmma(from);
-      product.b.insert(product.b.end(), from, from + 16);
-    }
+  for (int i = 0; i < product.matrix.granules(); ++i) {
+    const unsigned char* from = product.matrix.granule(i);
+    visible_to_wgmma(from);
+    product.b.insert(product.b.end(), from, from + 16);
+  }
   for (int other = warp / 4 * 4; other < warp / 4 * 4 + 4; ++other)
     if (index < of_warps[other].size()) {
       const WarpProduct& its = *of_warps[other][index];
-      require(its.descriptor == product.descriptor && !std::strcmp(its.what, what) && its.add == product.add,
+      require(its.matrix.descriptor == first.b && !std::strcmp(its.what, what) && its.add == first.add,
               "warps of a warpgroup begin different wgmma");
     }
   return mine.back();
 }
 
 template <int TILES, int BYTES, class Sum, double (*NUMBER)(uint32_t)>
-void begin_wgmma(const char* what, Sum (&d)[TILES][4], const uint32_t (&a)[4], uint64_t b, bool add) {
+void begin_wgmma(const char* what, Sum (&d)[TILES][4], const uint32_t (&a)[4], uint64_t b, bool add,
+                 bool transposed = false) {
   auto& mine = attached<ThreadProducts>(attached_to_thread());
   require(mine.fenced, "wgmma begins without wgmma_fence since the group before");
   Lanes<WgmmaOperands> lanes(what, {{a[0], a[1], a[2], a[3]}, b, add});
-  auto product = begun_by_warp(what, lanes, mine.begun++, TILES * 8);
+  auto product = begun_by_warp(what, lanes, mine.begun++, transposed, TILES * 8);
   auto [place, first] = mine.sums.try_emplace(&d, TILES * 4);
   require(place->second.size() == TILES * 4, "wgmma of two shapes add to the same registers");
   if (first) {
@@ -153,11 +167,9 @@ inline void check_and_compute(LaneProduct& product, std::vector<uint32_t>& sums)
   require(std::equal(product.a, product.a + 4, of_warp.a[here.thread % 32]),
           "A was written while wgmma read it");
   if (!of_warp.checked)
-    for (std::size_t i = 0; i < of_warp.b.size(); i += 16)
-      require(
-          !std::memcmp(&of_warp.b[i],
-                       in_matrix(of_warp.descriptor, static_cast<int>(i / STEP_BYTES), i % STEP_BYTES), 16),
-          "B was written while wgmma read it");
+    for (int i = 0; i < of_warp.matrix.granules(); ++i)
+      require(!std::memcmp(&of_warp.b[16 * i], of_warp.matrix.granule(i), 16),
+              "B was written while wgmma read it");
   of_warp.checked = true;
   auto* d = static_cast<const unsigned char*>(product.d);
   require(std::all_of(d, d + 4 * sums.size(), [](int byte) { return byte == IN_FLIGHT; }),
@@ -218,6 +230,10 @@ DEVICE uint32_t shared_address(const void* shared) {
 template <int TILES>
 DEVICE void wgmma_bf16(float (&d)[TILES][4], const uint32_t (&a)[4], uint64_t b, bool add) {
   emulator::begin_wgmma<TILES, 2, float, emulator::bf16_number>("wgmma_bf16", d, a, b, add);
+}
+template <int TILES>
+DEVICE void wgmma_bf16_transposed(float (&d)[TILES][4], const uint32_t (&a)[4], uint64_t b, bool add) {
+  emulator::begin_wgmma<TILES, 2, float, emulator::bf16_number>("wgmma_bf16_transposed", d, a, b, add, true);
 }
 template <int TILES>
 DEVICE void wgmma_int8(int32_t (&d)[TILES][4], const uint32_t (&a)[4], uint64_t b, bool add) {

@@ -14,6 +14,9 @@
 // B is K-major: a row of ROW_BYTES for each of its columns, in shared memory aligned to 8 rows. 16 bytes of a
 // row are at swizzled(): bits 4 ... 6 of an address (4 and 5 in rows of 64 bytes) are mixed with bits 7 ... 9
 // (7 and 8).
+//
+// B of wgmma_bf16_transposed is MN-major: a row of 128 bytes for each k, 64 columns of it, at swizzled(),
+// too; the next 64 columns are rows behind all of these.
 #pragma once
 
 #include "device.cuh"
@@ -69,7 +72,7 @@ DEVICE uint32_t shared_address(const void* shared) {
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
   "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define OF_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int32_t>(add))
-// add: or d = a b. b: wgmma_b.
+// add: or d = a b. b: wgmma_b, or wgmma_b_transposed.
 #define WGMMA(function, sum, type, kind, more)                                                       \
   template <int TILES>                                                                               \
   DEVICE void function(sum(&d)[TILES][4], const uint32_t (&a)[4], uint64_t b, bool add) {            \
@@ -86,6 +89,7 @@ DEVICE uint32_t shared_address(const void* shared) {
                    : OF_A);                                                                          \
   }
 WGMMA(wgmma_bf16, float, "+f", "k16.f32.bf16.bf16", ", 1, 1, 0")
+WGMMA(wgmma_bf16_transposed, float, "+f", "k16.f32.bf16.bf16", ", 1, 1, 1")
 WGMMA(wgmma_int8, int32_t, "+r", "k32.s32.s8.s8", "")
 WGMMA(wgmma_e4m3, float, "+f", "k32.f32.e4m3.e4m3", ", 1, 1")
 #undef WGMMA
@@ -113,6 +117,16 @@ DEVICE uint64_t wgmma_b(const void* rows, int k) {
   constexpr uint64_t SWIZZLE = ROW_BYTES == 128 ? 1 : 2, EIGHT_ROWS = 8 * ROW_BYTES;
   return SWIZZLE << 62 | EIGHT_ROWS / 16 << 32 | uint64_t{1} << 16 |
          ((shared_address(rows) + k) & 0x3ffff) >> 4;
+}
+
+// B of wgmma_bf16_transposed, from row `k` of ROWS on: a multiple of 16. What PTX calls leading dimension is
+// from 64 columns to the next ones, its stride from 8 rows to the next ones (as CUTLASS has it in
+// mma_traits_sm90_gmma.hpp, too, for Major::MN and B128).
+template <int ROWS>
+DEVICE uint64_t wgmma_b_transposed(const void* rows, int k) {
+  constexpr uint64_t SWIZZLE = 1, COLUMNS = ROWS * 128, EIGHT_ROWS = 8 * 128;
+  return SWIZZLE << 62 | EIGHT_ROWS / 16 << 32 | COLUMNS / 16 << 16 |
+         ((shared_address(rows) + k * 128) & 0x3ffff) >> 4;
 }
 
 }  // namespace enginewright
