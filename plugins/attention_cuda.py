@@ -1,4 +1,5 @@
-"""What GPUs launch for paged attention: csrc/cuda/paged_prefill.cuh and paged_decode.cuh, one after the other.
+"""What GPUs launch for paged attention: csrc/cuda/paged_prefill.cuh and paged_decode.cuh, one after the other. Where
+plugins/hopper.py says so, Hopper has paged_prefill_wgmma.cuh for the former.
 
 Each takes the sequences of its own kind, by their numbers of tokens in GPU memory. Where every sequence has one token,
 there is nothing to do for the former, and it is not launched.
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from enginewright.plan import DTYPE_BYTES, Extent, Launch, Linear
+from enginewright.plugins import hopper
 from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
 from enginewright.plugins.kv_cuda import kv_constant
 from enginewright.plugins.kv_write import padded_head_dim
@@ -17,8 +19,10 @@ from enginewright.plugins.plugin import int_of
 THREADS, WARPS = 128, 4
 TILE_ROWS = 16
 PREFILL_ROWS = WARPS * TILE_ROWS  # of a block
+WGMMA_ROWS, WGMMA_STAGES = 128, 3
 KV_SPLIT = 256  # positions that Sizes.kv_splits counts
 PARTIALS = 2048  # splits of KV heads whose results have room beside each other, beyond the longest sequence's
+ARGUMENTS = ("q", "kv.keys", "kv.values", "query_start", "kv_len", "block_table", "out")
 ANY = Linear(constant=1 << 20)  # blocks; a grid is bounded by the multiprocessors
 
 
@@ -64,7 +68,8 @@ class _Shape:
 
 
 def attention_on_cuda(binding: KernelBinding) -> CudaKernel:
-    kernel = binding.on_cuda(_launches, paged_prefill="paged_prefill", paged_decode="paged_decode")
+    headers = {name: name for name in ("paged_prefill", "paged_prefill_wgmma", "paged_decode")}
+    kernel = binding.on_cuda(_launches, **headers)
     return replace(kernel, scratch=_partials, counters=_counters)
 
 
@@ -85,9 +90,52 @@ def _counters(node: ir.Node) -> tuple[str, Linear, int]:
 
 
 def _launches(call: Call) -> tuple[Launch, ...]:
+    shape, kv = _shape_of(call), call.operands["kv"]
+    kv_bytes = shape.kv_bytes(kv.dtype)
+    prefill = _prefill("paged_prefill", call, PREFILL_ROWS, THREADS, kv_bytes + shape.prefill_bytes)
+    decode = Launch(
+        kernel=expression("paged_decode", "PagedAttention", **_constants(call)),
+        arguments=(*ARGUMENTS, "partials", "counters"),
+        grid=(Extent(ANY, per_multiprocessor=2 if shape.pad > 64 else 4), ONE, ONE),
+        threads=THREADS,
+        shared_bytes=kv_bytes + shape.decode_bytes,
+    )
+    return (*hopper.in_place_of([prefill], wgmma_launches(call), hopper.PREFILL_ON, call), decode)
+
+
+def wgmma_launches(call: Call) -> list[Launch]:
+    """In place of paged_prefill's, where pages and heads are such as paged_prefill_wgmma takes."""
+    shape, kv = _shape_of(call), call.operands["kv"]
+    if kv.dtype != "bf16" or shape.pad not in (64, 128):
+        return []
+    return [_prefill("paged_prefill_wgmma", call, WGMMA_ROWS, 2 * THREADS, WGMMA_STAGES * shape.kv_bytes(kv.dtype))]
+
+
+def _prefill(function: str, call: Call, rows: int, threads: int, shared_bytes: int) -> Launch:
+    """rows: of a block."""
+    shape = _shape_of(call)
+    return Launch(
+        kernel=expression(function, "PagedAttention", **_constants(call)),
+        arguments=ARGUMENTS,
+        grid=(
+            blocks(Linear(tokens=shape.heads // shape.kv_heads, sequences=rows), rows),
+            blocks(shape.kv_heads),
+            ONE,
+        ),
+        threads=threads,
+        shared_bytes=shared_bytes,
+        rows=Linear(tokens=1, sequences=-1),
+    )
+
+
+def _shape_of(call: Call) -> _Shape:
+    return _Shape(int(call.attributes["heads"]), int(call.attributes["kv_heads"]), call.operands["kv"].stride)
+
+
+def _constants(call: Call) -> dict[str, int | float | str]:
     q, kv, out, partials, counters = (call.operands[role] for role in ("q", "kv", "out", "partials", "counters"))
-    shape = _Shape(int(call.attributes["heads"]), int(call.attributes["kv_heads"]), kv.stride)
-    constants: dict[str, int | float | str] = {
+    shape = _shape_of(call)
+    return {
         "kv": kv_constant(kv, shape.kv_heads),
         "heads": shape.heads,
         "q_stride": q.stride,
@@ -102,25 +150,3 @@ def _launches(call: Call) -> tuple[Launch, ...]:
         "partial_stride": partials.stride,
         "counter_stride": counters.stride,
     }
-    arguments = ("q", "kv.keys", "kv.values", "query_start", "kv_len", "block_table", "out")
-    kv_bytes = shape.kv_bytes(kv.dtype)
-    prefill = Launch(
-        kernel=expression("paged_prefill", "PagedAttention", **constants),
-        arguments=arguments,
-        grid=(
-            blocks(Linear(tokens=shape.heads // shape.kv_heads, sequences=PREFILL_ROWS), PREFILL_ROWS),
-            blocks(shape.kv_heads),
-            ONE,
-        ),
-        threads=THREADS,
-        shared_bytes=kv_bytes + shape.prefill_bytes,
-        rows=Linear(tokens=1, sequences=-1),
-    )
-    decode = Launch(
-        kernel=expression("paged_decode", "PagedAttention", **constants),
-        arguments=(*arguments, "partials", "counters"),
-        grid=(Extent(ANY, per_multiprocessor=2 if shape.pad > 64 else 4), ONE, ONE),
-        threads=THREADS,
-        shared_bytes=kv_bytes + shape.decode_bytes,
-    )
-    return prefill, decode

@@ -10,22 +10,17 @@ from functools import partial
 from math import gcd
 
 import onnx_ir as ir
-from msgspec import structs
 
 from enginewright.plan import Extent, Launch, Linear
-from enginewright.plugins import gemm
+from enginewright.plugins import gemm, hopper
 from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
 from enginewright.plugins.plugin import dims_of, operand
-from enginewright.targets import PTX, SMS
 
 CHUNK = 64  # of K, as gemm.cuh has it
 WARP = 32
 SHARED_BYTES = 99 << 10  # what a block may have on every GPU since SM 80
 HOPPER_BYTES = 227 << 10, 113 << 10  # of shared memory for a block, and for each of two on a multiprocessor
 MULTIPROCESSORS = 132  # of the GPU that tables are made for (H200); others have 84 to 188
-# Architectures whose code has gemm_wgmma in place of gemm_large. "sm_90a", the one that can, belongs here as soon as a
-# GPU has shown that it is right, and faster: `python -m benchmarks.gpu` compares.
-WGMMA_ON: tuple[str, ...] = ()
 ARGUMENTS = ("x", "weight", "x_scale", "scale", "zero", "bias", "out", "partial", "counters")
 
 
@@ -87,13 +82,8 @@ def tiled(kernel: CudaKernel, format: Format) -> CudaKernel:
 
 
 def _launches(format: Format, call: Call) -> tuple[Launch, ...]:
-    small, large = _small_launches(format, call), _large_launches(format, call)
-    # gemm_wgmma.cuh has no sums of runs of E4M3, and none in gemm_small's order.
-    if WGMMA_ON and format.name != "fp8a8" and not call.batch_invariant:
-        others = tuple(architecture for architecture in (*SMS, PTX) if architecture not in WGMMA_ON)
-        large = [structs.replace(launch, architectures=others) for launch in large]
-        large += [structs.replace(launch, architectures=WGMMA_ON) for launch in wgmma_launches(format, call)]
-    return (*small, *large)
+    large = hopper.in_place_of(_large_launches(format, call), wgmma_launches(format, call), hopper.GEMM_ON, call)
+    return (*_small_launches(format, call), *large)
 
 
 @dataclass(frozen=True)
@@ -179,9 +169,11 @@ def _small_order(format: Format, call: Call) -> Mapping[str, int]:
 
 
 def wgmma_launches(format: Format, call: Call) -> list[Launch]:
-    """In place of those of gemm_large, where WGMMA_ON says so: tiles of 128 features, of which a multiprocessor has
-    room for two, while larger ones are fewer than multiprocessors; then of 256.
+    """In place of those of gemm_large: tiles of 128 features, of which a multiprocessor has room for two, while larger
+    ones are fewer than multiprocessors; then of 256. None where it has no sums of runs of E4M3.
     """
+    if format.name == "fp8a8":
+        return []
     tokens = 64 if _runs(call) else 128
     most_small = _most_tokens(format, call, 256, tokens)
     sizes = (*(((128, most_small),) if most_small > format.small_tokens[-1] else ()), (256, 2**31 - 1))

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from enginewright.builder.assembly import assemble
+from enginewright.builder.assembly import Assembly, assemble
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.cuda.sections import code_sections
 from enginewright.builder.progress import Silent
@@ -15,12 +16,13 @@ from enginewright.code import read_code
 from enginewright.engine_file import EngineFile
 from enginewright.errors import NoCodeForMachineError
 from enginewright.plan import Plan, Sizes
-from enginewright.plugins import gemm_cuda
+from enginewright.plugins import hopper
 from enginewright.runtime.cuda.device import num_gpus
 from enginewright.runtime.devices import open_engine, open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from tests.graphs import checkpoint_of
+from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 TARGETS = ("cpu", "cuda:sm_80", "cuda:sm_90a", "cuda:sm_100a")
 
@@ -77,14 +79,26 @@ def test_without_a_gpu_it_runs_on_the_cpu_and_nowhere_else(engine: Path) -> None
 
 def test_wgmma_where_it_is_switched_on_is_for_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     targets = ("cuda:sm_80", "cuda:sm_90a")
-    checkpoint = checkpoint_of("llama")
-    before = assemble(checkpoint, BuildConfig(targets=targets), Silent()).plans["cuda"]
+    model = tiny_config("llama", head_dim=64)
+    checkpoint = MemoryCheckpoint.of(tiny_model(model), model)
+
+    def assembled(**options: Any) -> Assembly:
+        return assemble(checkpoint, BuildConfig(targets=targets, **options), Silent())
+
+    before = assembled().plans["cuda"]
     assert not any(launch.architectures for launch in before.launches())  # no engine has it until then
-    monkeypatch.setattr(gemm_cuda, "WGMMA_ON", ("sm_90a",))
-    assembly = assemble(checkpoint, BuildConfig(targets=targets), Silent())
+    monkeypatch.setattr(hopper, "GEMM_ON", ("sm_90a",))
+    monkeypatch.setattr(hopper, "PREFILL_ON", ("sm_90a",))
+    assembly = assembled()
     plan = Plan.from_json(assembly.plans["cuda"].to_json())
-    for architecture, large in (("sm_80", "gemm_large"), ("ptx", "gemm_large"), ("sm_90a", "gemm_wgmma")):
+    for architecture, large, prefill in (
+        ("sm_80", "gemm_large", "paged_prefill"),
+        ("ptx", "gemm_large", "paged_prefill"),
+        ("sm_90a", "gemm_wgmma", "paged_prefill_wgmma"),
+    ):
         for step in plan.for_code(architecture).steps:
+            if step.kernel.startswith("paged_attention"):
+                assert [one.kernel.partition("-")[0] for one in step.launches] == [prefill, "paged_decode"]
             if not step.kernel.startswith("gemm"):
                 continue
             for tokens, expected in ((1, "gemm_small"), (64, "gemm_small"), (65, large), (5000, large)):
@@ -96,3 +110,5 @@ def test_wgmma_where_it_is_switched_on_is_for_hopper_alone(monkeypatch: pytest.M
     sections = code_sections({name: assembly.kernels[name] for name in names}, targets)
     held = {section: set(read_code(memoryview(data), section).launches) for section, data in sections.items()}
     assert held == {"code/sm_80": {names[0], names[2]}, "code/sm_90a": {names[1], names[2]}}
+    assert not any("wgmma" in name for name in assembled(batch_invariant=True).kernels)
+    assert not any("prefill_wgmma" in name for name in assembled(kv_cache_dtype="int8").kernels)

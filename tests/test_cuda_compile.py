@@ -18,7 +18,9 @@ from enginewright.errors import EngineError, UsageError
 from enginewright.targets import SMS
 from tests.assembler import assembler_log
 from tests.compiled import compile_kernels
+from tests.cuda_attention import Attention
 from tests.cuda_gemm import Gemm
+from tests.paged_kv import Heads
 from tests.tiny import tiny_checkpoint
 
 # What makes compilers write differently: names local to a file, and a header.
@@ -248,6 +250,10 @@ def wgmma(format: str, rows: int, **more: object) -> str:
     return Gemm(format, rows, 600, wgmma=True, **more).launch(5000).kernel  # type: ignore[arg-type]
 
 
+def prefill(head_dim: int, **more: object) -> str:
+    return Attention(Heads(8, 2, head_dim), wgmma=True, **more).launches()[0].kernel  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("header", "expression", "waits"),
     [
@@ -256,6 +262,9 @@ def wgmma(format: str, rows: int, **more: object) -> str:
         ("gemm_wgmma", wgmma("w8a16", 300, large=True), False),
         ("gemm_wgmma", wgmma("w4a16", 300, group=128, zeros=True, large=True), False),
         ("gemm_wgmma", wgmma("w8a8", 300, group=32, epilogue="geglu", large=True), False),
+        ("paged_prefill_wgmma", prefill(64), False),
+        ("paged_prefill_wgmma", prefill(128), False),
+        ("paged_prefill_wgmma", prefill(128, window=1000, softcap=50.0, out="f32"), False),
         ("wgmma_product", "wgmma_product<Kind::bf16, 8, 128, Fault::none>", False),
         ("wgmma_product", "wgmma_product<Kind::bf16, 8, 128, Fault::reads_d>", True),
     ],

@@ -136,6 +136,26 @@ struct Attention {
     DEVICE Span span() const { return {shuffle(position[0], 0), shuffle(position[1], WARP - 1)}; }
   };
 
+  // What a block of a kernel for many rows has: ROWS rows of a sequence, which is -1 if none are left. Later
+  // rows see more, and come first.
+  template <int ROWS>
+  struct Tile {
+    int sequence, first;
+    DEVICE Tile(const Step& step, int sequences) {
+      auto tiles = [&](int i) {
+        int rows = step.tokens(i) * GROUP;
+        return rows > FEW ? ceil_div(rows, ROWS) : 0;
+      };
+      int index = block_x();
+      sequence = find_sequence(index, sequences, tiles);
+      first = sequence < 0 ? 0 : (tiles(sequence) - 1 - index) * ROWS;
+    }
+    DEVICE int end(const Sequence& of) const {
+      int end = first + ROWS, rows = of.tokens * GROUP;
+      return rows < end ? rows : end;
+    }
+  };
+
   // The fragment A of 16 rows of q and the columns from 16 step on.
   static DEVICE Words4 queries(const bf16* q, const Sequence& sequence, int kv_head, const Rows& rows,
                                int step) {

@@ -26,19 +26,11 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
   using A = Attention<S>;
   constexpr int AT_ONCE = A::DIM > 128 ? 1 : 2;  // groups of columns of values
   Step step{query_start, kv_len, block_table, sizes->kv_blocks};
-  auto tiles = [&](int i) {
-    int rows = step.tokens(i) * A::GROUP;
-    return rows > A::FEW ? ceil_div(rows, PREFILL_ROWS) : 0;
-  };
-  int index = block_x(), kv_head = block_y(), found = find_sequence(index, sizes->sequences, tiles);
-  if (found < 0) return;
-  Sequence sequence = step.sequence(found);
-  auto end_of = [&](int first) {
-    int end = first + PREFILL_ROWS, rows = sequence.tokens * A::GROUP;
-    return rows < end ? rows : end;
-  };
-  int first = (tiles(found) - 1 - index) * PREFILL_ROWS;
-  auto span = A::span_of(sequence, first, end_of(first));
+  const typename A::template Tile<PREFILL_ROWS> tile(step, sizes->sequences);
+  if (tile.sequence < 0) return;
+  int first = tile.first, kv_head = block_y();
+  Sequence sequence = step.sequence(tile.sequence);
+  auto span = A::span_of(sequence, first, tile.end(sequence));
   int split = span.first_split(), last = span.last_split();
 
   typename A::Shared shared(shared_memory<unsigned char>());
@@ -99,8 +91,8 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
     if (split < last) copy.begin_values(shared, block, split + 1);
   }
 
-  sequence = step.sequence(found);  // as before; the loop has no registers for what it does not need
-  int end = end_of(first);
+  sequence = step.sequence(tile.sequence);  // as before; the loop has no registers for what it does not need
+  int end = tile.end(sequence);
   UNROLL
   for (int i = 0; i < 2; ++i)
     if (int row = own + lane() / 4 + 8 * i; row < end) {

@@ -1,22 +1,20 @@
 """Paged attention on CUDA, in emulation, against float64: heads, dims, windows and lengths by chance."""
 
-import functools
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from tests import test_cuda_attention as attention_tests
-from tests.emulated import SCHEDULES
+from tests.cuda_attention import Attention, compiled, part
+from tests.emulated import SCHEDULES, Kernels
 from tests.paged_kv import Chunk, Heads
-from tests.test_cuda_attention import Attention, library_of, part
 
 DIMS = (24, 64, 80, 96, 128, 256)
 GROUPS = (1, 3, 5, 8, 16, 20)
 
 
 def attentions() -> Iterator[Attention]:
-    """Each dim with each group."""
+    """Each dim with each group; some again by Hopper's kernel."""
     random = np.random.default_rng(1)
     for index, (dim, group) in enumerate((dim, group) for dim in DIMS for group in GROUPS):
         kv_heads = int(random.integers(1, 3))
@@ -28,6 +26,14 @@ def attentions() -> Iterator[Attention]:
             out=str(random.choice(["bf16", "f32"])),
             crowded=bool(random.integers(2)),
         )
+    for dim, group in ((dim, group) for dim in (50, 64, 100, 128) for group in GROUPS):
+        yield Attention(
+            Heads(group, 1, dim),
+            window=int(random.choice([0, 0, 1, 31, 128, 300])),
+            softcap=float(random.choice([0.0, 5.0])),
+            out=str(random.choice(["bf16", "f32"])),
+            wgmma=True,
+        )
 
 
 def lengths(random: np.random.Generator) -> int:
@@ -35,8 +41,11 @@ def lengths(random: np.random.Generator) -> int:
 
 
 @pytest.mark.parametrize("attention", list(attentions()), ids=str)
-def test_batches_by_chance(attention: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_tests, "library", functools.cache(lambda: library_of([attention])))
+def test_batches_by_chance(attention: Attention) -> None:
+    sm = 90 if attention.wgmma else 80
+    if not Kernels.are_for(sm):
+        pytest.skip("wgmma is Hopper's alone, and this is another GPU")
+    kernels = compiled([attention], sm)
     random = np.random.default_rng(attention.heads.head_dim * attention.heads.heads)
     for schedule in SCHEDULES:
         chunks: list[Chunk] = []
@@ -44,4 +53,4 @@ def test_batches_by_chance(attention: Attention, monkeypatch: pytest.MonkeyPatch
             end = lengths(random)
             start = end - 1 if random.integers(2) else int(random.integers(max(0, end - 70), end))
             chunks.append(part(attention.heads, start, end, seed))
-        attention.check(chunks, schedule)
+        attention.check(kernels, chunks, schedule)
