@@ -287,7 +287,7 @@ def test_a_wrong_product_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_attention_is_called_as_engines_call_it(tokens: int, tmp_path: Path) -> None:
-    kinds = ("bf16", "i8") if tokens == 1 else ("bf16",)
+    kinds = ("bf16", "i8") if tokens == 1 else ("bf16", attention.WGMMA)
     bench, calls = EmulatedBench(), {kv: attention.attention_call(kv) for kv in kinds}
     problem = attention.Problem("bf16", 2 if tokens == 1 else 1, 69 if tokens == 1 else tokens, tokens)
     bench.compile(kernel for call in calls.values() for kernel in call.instances(problem.sizes))
@@ -296,7 +296,7 @@ def test_attention_is_called_as_engines_call_it(tokens: int, tmp_path: Path) -> 
     for kv in calls:
         figure = found[f"attention/{kind}/{kv}"]
         assert "error" not in figure, figure
-        assert figure["seconds"] == 1e-3
+        assert figure["seconds"] == 1e-3 and ("over mma.sync" in figure) == (kv == attention.WGMMA)
 
 
 def test_all_calls_are_there_and_compile_for_an_h200() -> None:
@@ -307,6 +307,7 @@ def test_all_calls_are_there_and_compile_for_an_h200() -> None:
         if format.name in ("int4", "fp8a8"):
             some += calls[gemm.SHAPES[0], format].instances(gemm.sizes_of(8))
     some += attention.attention_call("i8").instances(attention.Problem("i8", 8, 4096).sizes)
+    some += attention.attention_call(attention.WGMMA).instances(attention.Problem("bf16", 1, 99, 99).sizes)
     some += roof.read_call().instances(gemm.sizes_of(1))
     made = compile_each([("sm_90a", kernel) for kernel in some], 2)
     assert all(compiled.local_bytes == 0 for compiled in made.values())

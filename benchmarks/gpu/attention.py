@@ -1,7 +1,7 @@
 """Paged attention, decoding and reading prompts, beside torch's SDPA, FlashInfer where it is, and the roof."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 import torch
@@ -13,7 +13,8 @@ from benchmarks.gpu.calls import KernelCall, Tensors, buffer, call_of, empty, ra
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.roof import Roof, reported
 from enginewright.plan import Linear, Sizes
-from enginewright.plugins.kernel import Matrix
+from enginewright.plugins import attention_cuda
+from enginewright.plugins.kernel import Call, Matrix
 from enginewright.plugins.kv_write import BLOCK_SIZE, kv_row_bytes
 from enginewright.runtime.envelope import SPLIT_TOKENS
 
@@ -24,6 +25,7 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 BATCHES, CONTEXTS = (1, 8, 32, 128), (1024, 4096, 32768)
 PROMPT = 8192
 KV_DTYPES = {"bf16": ir.DataType.BFLOAT16, "i8": ir.DataType.INT8, "e4m3": ir.DataType.FLOAT8E4M3FN}
+WGMMA = "bf16 wgmma"  # beside bf16: prompts by Hopper's kernel
 SAME = 2e-2  # error of bf16 results beside torch's, over the largest
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -37,7 +39,13 @@ def tile_bytes(kv: str) -> int:
     return BLOCK_SIZE * kv_row_bytes(HEAD_DIM, kv)
 
 
-def attention_call(kv: str) -> KernelCall:
+def pages_of(contestant: str) -> str:
+    return contestant.removesuffix(" wgmma")
+
+
+def attention_call(contestant: str) -> KernelCall:
+    """contestant: a dtype of pages, or WGMMA."""
+    kv = pages_of(contestant)
     width, dtypes = HEADS * HEAD_DIM, ir.DataType
     pool = Matrix(kv, Linear(), HEAD_DIM, HEAD_DIM, HEAD_DIM, block_stride=2 * KV_HEADS * tile_bytes(kv))
     matrices = {
@@ -48,20 +56,26 @@ def attention_call(kv: str) -> KernelCall:
         "block_table": vector(Linear(sequences=1)),
         "out": buffer("bf16", width),
     }
-    return call_of(
-        "PagedAttention",
-        matrices,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        scale=HEAD_DIM**-0.5,
-        window=0,
-        softcap=0.0,
-        block_size=BLOCK_SIZE,
-        stored=int(KV_DTYPES[kv]),
-        queries=int(dtypes.BFLOAT16),
-        to=int(dtypes.BFLOAT16),
+    attributes: dict[str, int | float | str] = {
+        "heads": HEADS,
+        "kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "scale": HEAD_DIM**-0.5,
+        "window": 0,
+        "softcap": 0.0,
+        "block_size": BLOCK_SIZE,
+        "stored": int(KV_DTYPES[kv]),
+        "queries": int(dtypes.BFLOAT16),
+        "to": int(dtypes.BFLOAT16),
+    }
+    call = call_of("PagedAttention", matrices, **attributes)
+    launches = {launch.kernel.partition("<")[0]: launch for launch in call.launches}
+    (prefill,) = (
+        attention_cuda.wgmma_launches(Call(call.matrices, attributes))
+        if contestant == WGMMA
+        else [launches["paged_prefill"]]
     )
+    return replace(call, launches=(prefill, launches["paged_decode"]))
 
 
 @dataclass(frozen=True)
@@ -175,8 +189,8 @@ def flashinfer(prepared: Prepared) -> Attend:
     return lambda one: wrappers[one].run(q, cache)
 
 
-def peers(prepared: Prepared, bench: Bench, report: Report, name: str) -> tuple[dict[str, Replay], float]:
-    """Replays by name, and how far our bf16 result is from torch's first that works."""
+def peers(prepared: Prepared, bench: Bench, report: Report, name: str) -> dict[str, Replay]:
+    """Replays by name."""
     problem, sets = prepared.problem, len(prepared.tables)
     kv = [prepared.dense(one) for one in range(sets)]
     made: dict[str, Callable[[], Attend]] = {
@@ -191,26 +205,33 @@ def peers(prepared: Prepared, bench: Bench, report: Report, name: str) -> tuple[
             found[peer] = bench.torch([lambda one=one, attend=attend: attend(one) for one in range(sets)])
         except (RuntimeError, ImportError, ValueError, TypeError) as why:
             report.skip(f"{name}/{peer}", str(why))
-    keys, values = kv[-1]
-    expected = scaled_dot_product_attention(prepared.q, keys, values, is_causal=problem.tokens > 1, enable_gqa=True)
-    return found, float((prepared.out - expected).abs().max() / expected.abs().max())
+    return found
+
+
+def error(prepared: Prepared) -> float:
+    """How far the result with the last set of pages, of bf16, is from torch's."""
+    keys, values = prepared.dense(len(prepared.tables) - 1)
+    causal = prepared.problem.tokens > 1
+    expected = scaled_dot_product_attention(prepared.q, keys, values, is_causal=causal, enable_gqa=True)
+    return float((prepared.out - expected).abs().max() / expected.abs().max())
 
 
 def measure(bench: Bench, report: Report, roof: Roof, problem: Problem, calls: dict[str, KernelCall]) -> None:
-    """Of a batch and a context, with pages of all dtypes; the problem's is what peers have."""
+    """Of a batch and a context, by all calls; peers have pages of bf16."""
     kind = "decode" if problem.tokens == 1 else "prefill"
     name = f"attention/{kind}/{problem.batch}x{problem.context}"
     contestants: dict[str, Replay] = {}
-    problems = {kv: Problem(kv, problem.batch, problem.context, problem.tokens) for kv in calls}
+    problems = {who: Problem(pages_of(who), problem.batch, problem.context, problem.tokens) for who in calls}
     wrong = {}
-    for kv, one in problems.items():
-        prepared = Prepared(bench, calls[kv], one, copies(bench, one.kv_bytes, at_most=64) if kind == "decode" else 1)
-        contestants[kv] = prepared.replay()
-        if kv == "bf16":
-            others, wrong[kv] = peers(prepared, bench, report, name)
-            contestants |= others
+    for who, one in problems.items():
+        prepared = Prepared(bench, calls[who], one, copies(bench, one.kv_bytes, at_most=64) if kind == "decode" else 1)
+        contestants[who] = prepared.replay()
+        if who == "bf16":
+            contestants |= peers(prepared, bench, report, name)
+        if one.kv == "bf16":
+            wrong[who] = error(prepared)
         elif not bool(torch.isfinite(prepared.out.float()).all()):
-            wrong[kv] = float("inf")
+            wrong[who] = float("inf")
     seconds = interleaved(bench, contestants)
     for contestant, found in seconds.items():
         typical = sorted(found)[len(found) // 2]
@@ -226,6 +247,8 @@ def measure(bench: Bench, report: Report, roof: Roof, problem: Problem, calls: d
             values["over the best peer"] = ratio([min(times) for times in zip(*rivals, strict=True)], found)
         if contestant in problems and "flashinfer" in seconds:
             values["over flashinfer"] = ratio(seconds["flashinfer"], found)
+        if contestant == WGMMA:
+            values["over mma.sync"] = ratio(seconds["bf16"], found)
         if not wrong.get(contestant, 0.0) < SAME:
             values["error"] = f"it is off by {wrong[contestant]:.2g} of the largest number"
         report.add(f"{name}/{contestant}", **values)
@@ -235,9 +258,11 @@ def run(report: Report) -> None:
     bench = GpuBench()
     roof = reported(bench, report)
     calls = {kv: attention_call(kv) for kv in KV_DTYPES}
-    some = [Problem("bf16", 1, 1024).sizes, Problem("bf16", 1, PROMPT, PROMPT).sizes]
-    bench.compile(kernel for call in calls.values() for sizes in some for kernel in call.instances(sizes))
-    problems = [Problem("bf16", batch, context) for context in CONTEXTS for batch in BATCHES]
-    for problem in (Problem("bf16", 1, PROMPT, PROMPT), *problems):
-        measure(bench, report, roof, problem, calls)
+    prefill_calls = calls | ({WGMMA: attention_call(WGMMA)} if bench.sm == "sm_90a" else {})
+    prompt = Problem("bf16", 1, PROMPT, PROMPT)
+    some = [Problem("bf16", 1, 1024).sizes, prompt.sizes]
+    bench.compile(kernel for call in prefill_calls.values() for sizes in some for kernel in call.instances(sizes))
+    measure(bench, report, roof, prompt, prefill_calls)
+    for problem in (Problem("bf16", batch, context) for context in CONTEXTS for batch in BATCHES):
         torch.cuda.empty_cache()
+        measure(bench, report, roof, problem, calls)
