@@ -19,6 +19,7 @@ from benchmarks.gpu.parts import DONE, FAILED, PARTS, ROOT, STOPPED, Result, env
 from benchmarks.gpu.report import Report, read_report
 from enginewright.builder import build
 from enginewright.builder.cuda import compile_each
+from enginewright.runtime.executor import CpuExecutor
 from tests.emulated_bench import ROOF, EmulatedBench, reported
 
 RESULTS = ROOT / "benchmarks/results"
@@ -317,6 +318,14 @@ def test_all_calls_are_there_and_compile_for_an_h200() -> None:
 # Engines
 
 
+def steps_of(patch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of the steps that the CPU's executors run from now on."""
+    steps: list[int] = []
+    run = CpuExecutor.run
+    patch.setattr(CpuExecutor, "run", lambda self, plan: steps.append(plan.sizes.tokens) or run(self, plan))
+    return steps
+
+
 def test_models_of_random_weights_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "BATCHES", (1, 3))
     monkeypatch.setattr(models, "PROMPTS", (40,))
@@ -351,8 +360,11 @@ def test_engines_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(build, "code_sections", lambda kernels, targets: {})  # nothing here runs it
     case = engines.Case("llama", "bf16")
     built = engines.build(case, tmp_path, "sm_90a")
-    found = engines.check(case, built, "cpu")
+    with monkeypatch.context() as patch:
+        steps = steps_of(patch)
+        found = engines.check(case, built, "cpu")
     assert "error" not in found and found["from the CPU"] == 0.0
+    assert set(steps) >= {64, sum(engines.LENGTHS)} and sum(engines.LENGTHS) > 128  # of kernels for many tokens, too
     built.expected[0][:] += 1.0
     assert "its logits are off" in str(engines.check(case, built, "cpu")["error"])
     together = engines.in_flight(built.path, "cpu")

@@ -29,7 +29,8 @@ from tests.graphs import checkpoint_of, random_tokens, relative_error
 from tests.ragged import RaggedRun
 from tests.tiny import FAMILIES
 
-LIMITS = {"max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+LIMITS = {"max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_logit_rows": 64}
+AT_ONCE = LIMITS | {"max_num_batched_tokens": 256, "max_logit_rows": 256}  # a step of all texts
 CALIBRATION = "The quick brown fox jumps over the lazy dog, and what is the capital of France? Paris, it answers.\n" * 8
 LENGTHS = (70, 1, 33, 64)
 ANSWER = 96  # tokens
@@ -110,20 +111,28 @@ def build(case: Case, folder: Path, sm: str) -> Built:
     return Built(path, texts, expected, on_cpu)
 
 
+def scores(engine: Engine, device: str, limits: dict[str, int], runs: list[list[list[int]]]) -> list[Array]:
+    """Logits of some texts, one after the other, for each run of them."""
+    executor = open_executor(engine, RuntimeConfig(**limits, device=device))
+    found = [np.concatenate(score(executor, texts)) for texts in runs]
+    executor.close()
+    return found
+
+
 def check(case: Case, built: Built, device: str) -> dict[str, float | str]:
     """Logits on the device; what they may be off by is what an engine on the CPU may."""
     with open_engine(built.path, device) as engine:
-        executor = open_executor(engine, RuntimeConfig(**LIMITS, device=device))
-        together = score(executor, built.texts)
-        alone = score(executor, built.texts[:1])
-    whole, expected, on_cpu = (np.concatenate(parts) for parts in (together, built.expected, built.on_cpu))
+        together, alone = scores(engine, device, LIMITS, [built.texts, built.texts[:1]])
+        (at_once,) = scores(engine, device, AT_ONCE, [built.texts])
+    expected = np.concatenate(built.expected)
     found: dict[str, float | str] = {
-        "from its graph": relative_error(whole, expected),
+        "from its graph": relative_error(together, expected),
+        "at once": relative_error(at_once, expected),
         "allowed": case.tolerance,
-        "from the CPU": relative_error(whole, on_cpu),
-        "alone": relative_error(alone[0], together[0]),
+        "from the CPU": relative_error(together, np.concatenate(built.on_cpu)),
+        "alone": relative_error(alone, together[: len(alone)]),
     }
-    worst = max(float(found["from its graph"]), float(found["alone"]))
+    worst = max(float(found[name]) for name in ("from its graph", "at once", "alone"))
     if not worst < case.tolerance:
         found["error"] = f"its logits are off by {worst:.2g}, allowed is {case.tolerance}"
     return found
