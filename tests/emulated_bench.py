@@ -1,10 +1,8 @@
-"""The GPU benchmark's bench in emulation, and what was reported."""
+"""The GPU benchmark's bench in emulation."""
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 
 from benchmarks.gpu.bench import Replay, Work, all_of
-from benchmarks.gpu.report import Report, read_report
 from benchmarks.gpu.roof import Roof
 from enginewright.builder.cuda import Instance
 from enginewright.plugins.kernel import Specialization
@@ -39,8 +37,3 @@ class EmulatedBench:
 
 
 ROOF = Roof(4e12, 3e12, 8e14)
-
-
-def reported(tmp_path: Path, measure: Callable[[Report], None]) -> dict[str, dict[str, float]]:
-    measure(Report(tmp_path / "report"))
-    return {figure.pop("name"): figure for figure in read_report(tmp_path / "report")}

@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import attention, engines, gemm, kernels, large, machine, models, roof, sanitizer
+from benchmarks.gpu import attention, gemm, kernels, large, machine, models, roof, sanitizer
 from benchmarks.gpu.bench import Replay, copies, interleaved, ratio
 from benchmarks.gpu.page import AIMS, all_done, page
 from benchmarks.gpu.parts import DONE, FAILED, PARTS, ROOT, STOPPED, Result, environment, run_part
 from benchmarks.gpu.report import Report, read_report
-from enginewright.builder import build
 from enginewright.builder.cuda import compile_each
-from enginewright.runtime.executor import CpuExecutor
-from tests.emulated_bench import ROOF, EmulatedBench, reported
+from tests.emulated_bench import ROOF, EmulatedBench
+from tests.gpu_report import reported
 
 RESULTS = ROOT / "benchmarks/results"
 SIZES = {
@@ -315,15 +314,7 @@ def test_all_calls_are_there_and_compile_for_an_h200() -> None:
     assert all(call.launches for call in calls.values())
 
 
-# Engines
-
-
-def steps_of(patch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of the steps that the CPU's executors run from now on."""
-    steps: list[int] = []
-    run = CpuExecutor.run
-    patch.setattr(CpuExecutor, "run", lambda self, plan: steps.append(plan.sizes.tokens) or run(self, plan))
-    return steps
+# Models
 
 
 def test_models_of_random_weights_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,20 +343,3 @@ def test_throughput_of_a_large_model_is_measured(tmp_path: Path) -> None:
     assert work.roof_seconds(slow_memory, SIZES, 100, 7) == pytest.approx(4 * 100 + 7 * 3 * (10 + 11 + 12 + 13))
     body, head = models.body_weights(SIZES), 307 * 64
     assert work.roof_seconds(slow_cores, SIZES, 100, 7) == 2 * 3 * (9 * body + 4 * (body + head))
-
-
-def test_engines_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU: what is asked of a GPU, its own engine can do."""
-    assert len({case.name for case in engines.cases()}) == len(engines.cases()) > 40
-    monkeypatch.setattr(build, "code_sections", lambda kernels, targets: {})  # nothing here runs it
-    case = engines.Case("llama", "bf16")
-    built = engines.build(case, tmp_path, "sm_90a")
-    with monkeypatch.context() as patch:
-        steps = steps_of(patch)
-        found = engines.check(case, built, "cpu")
-    assert "error" not in found and found["from the CPU"] == 0.0
-    assert set(steps) >= {64, sum(engines.LENGTHS)} and sum(engines.LENGTHS) > 128  # of kernels for many tokens, too
-    built.expected[0][:] += 1.0
-    assert "its logits are off" in str(engines.check(case, built, "cpu")["error"])
-    together = engines.in_flight(built.path, "cpu")
-    assert "error" not in together and together["as on the CPU"] == together["requests"] == 16

@@ -40,7 +40,7 @@ from tests.graphs import checkpoint_of, random_tokens, relative_error
 from tests.ladder import Ladder
 from tests.ragged import RaggedRun
 from tests.sampling_reference import same_draws, with_newest
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.tiny import wide_checkpoint
 
 TARGETS = ("cpu", "cuda:sm_80")
 Asked = tuple[list[int], SamplingParams]
@@ -59,19 +59,6 @@ def _folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="enginewright-tests-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
-
-
-def wide_checkpoint() -> MemoryCheckpoint:
-    """So wide that sums in another order become another bfloat16 somewhere, and two splits of K."""
-    config = tiny_config(
-        "llama",
-        num_hidden_layers=2,
-        hidden_size=160,
-        intermediate_size=600,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return MemoryCheckpoint.of(tiny_model(config), config)
 
 
 @cache

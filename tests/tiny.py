@@ -124,6 +124,19 @@ class MemoryCheckpoint:
         return {}
 
 
+def wide_checkpoint() -> MemoryCheckpoint:
+    """So wide that sums in another order become another bfloat16 somewhere, and two splits of K."""
+    config = tiny_config(
+        "llama",
+        num_hidden_layers=2,
+        hidden_size=160,
+        intermediate_size=600,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return MemoryCheckpoint.of(tiny_model(config), config)
+
+
 def tiny_checkpoint(tmp_path: Path, family: str, max_shard_size: str = "5GB", **overrides: Any) -> Path:
     """A checkpoint folder, as a hub would have it. Further arguments replace entries of `tiny_config`."""
     folder = tmp_path / f"tiny-{family}"

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from benchmarks.gpu import answers
+from benchmarks.gpu.answers import AT_ONCE, LIMITS
 from benchmarks.gpu.report import Report
 from enginewright import LLM, SamplingParams
 from enginewright.builder import assembly
@@ -27,12 +29,18 @@ from enginewright.targets import CUDA, SMS, choose_code
 from tests import tolerances
 from tests.graphs import checkpoint_of, random_tokens, relative_error
 from tests.ragged import RaggedRun
-from tests.tiny import FAMILIES
+from tests.tiny import FAMILIES, wide_checkpoint
 
-LIMITS = {"max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_logit_rows": 64}
-AT_ONCE = LIMITS | {"max_num_batched_tokens": 256, "max_logit_rows": 256}  # a step of all texts
 CALIBRATION = "The quick brown fox jumps over the lazy dog, and what is the capital of France? Paris, it answers.\n" * 8
 LENGTHS = (70, 1, 33, 64)
+LONGER = (
+    150,
+    9,
+    61,
+    36,
+)  # texts of batch-invariant engines: their bits are the same however they are cut, and together
+CUTS = ((256, 1), (256, 8), (97, 8), (37, 8), (8, 2))  # tokens and sequences of a step
+WIDE = "wide llama"
 ANSWER = 96  # tokens
 ACTIVATIONS = {ir.DataType.BFLOAT16: "bf16", ir.DataType.INT8: "int8", ir.DataType.FLOAT8E4M3FN: "fp8"}
 BUILDERS = 6  # processes, each of which has some that compile
@@ -45,10 +53,12 @@ class Case:
     family: str
     quant: str
     kv: str = "bf16"
+    batch_invariant: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.family}/{self.quant}" + (f"/{self.kv} KV" if self.kv != "bf16" else "")
+        more = (f"/{self.kv} KV" if self.kv != "bf16" else "") + ("/batch-invariant" if self.batch_invariant else "")
+        return f"{self.family}/{self.quant}{more}"
 
     @property
     def tolerance(self) -> float:
@@ -63,7 +73,8 @@ def cases() -> list[Case]:
     plain = [Case(family, "bf16") for family in FAMILIES]
     methods = [method.name for method in METHODS if method.name != "bf16"]
     pages = [Case(family, "bf16", kv) for family in ("llama", "gemma3_text") for kv in ("int8", "fp8")]
-    return [*plain, *(Case("llama", name) for name in methods), *pages, *others(methods)]
+    invariant = [Case(WIDE, quant, batch_invariant=True) for quant in ("bf16", "int4-rtn", "fp8", "int8-wo")]
+    return [*plain, *(Case("llama", name) for name in methods), *invariant, *pages, *others(methods)]
 
 
 def others(methods: list[str]) -> list[Case]:
@@ -95,13 +106,14 @@ def build(case: Case, folder: Path, sm: str) -> Built:
     config = BuildConfig(
         quant=quant,
         kv_cache_dtype=case.kv,
+        batch_invariant=case.batch_invariant,
         calib_data=str(data) if quant.calibrated else None,
         targets=("cpu", f"cuda:{sm}"),
         gate=None,
     )
     assembly.lower = watched
     try:
-        build_engine(checkpoint_of(case.family), config, path)
+        build_engine(wide_checkpoint() if case.family == WIDE else checkpoint_of(case.family), config, path)
     finally:
         assembly.lower = lower
     texts = [random_tokens(length, seed=length).tolist() for length in LENGTHS]
@@ -138,11 +150,11 @@ def check(case: Case, built: Built, device: str) -> dict[str, float | str]:
     return found
 
 
-def answers(path: Path, device: str, prompts: list[list[int]], **limits: object) -> tuple[list[list[int]], int, int]:
-    """Greedy; and how many preemptions there were, and how many tokens of prompts were found computed."""
-    greedy = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+def greedy(path: Path, device: str, prompts: list[list[int]], **limits: object) -> tuple[list[list[int]], int, int]:
+    """Answers; and how many preemptions there were, and how many tokens of prompts were found computed."""
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
     with LLM(path, device=device, **LIMITS | limits) as llm:
-        outputs = llm.generate(prompts, greedy)
+        outputs = llm.generate(prompts, params)
         stats = llm.stats()
     return [one.outputs[0].token_ids for one in outputs], stats.num_preemptions, stats.cached_prompt_tokens
 
@@ -161,9 +173,9 @@ def in_flight(path: Path, device: str) -> dict[str, float | str]:
     prompts = [begin + random.integers(3, 300, int(count)).tolist() for count in random.integers(1, 20, 16)]
     with Engine.open(path, "cpu") as engine:
         memory = sequence_bytes(engine.plan.kv_groups, LIMITS["max_model_len"], LIMITS["max_num_batched_tokens"])
-    together, preemptions, shared = answers(path, device, prompts, kv_cache_memory=2 * memory)
-    alone = [answers(path, device, [prompt])[0][0] for prompt in prompts[:4]]
-    on_cpu, _, _ = answers(path, "cpu", prompts)
+    together, preemptions, shared = greedy(path, device, prompts, kv_cache_memory=2 * memory)
+    alone = [greedy(path, device, [prompt])[0][0] for prompt in prompts[:4]]
+    on_cpu, _, _ = greedy(path, "cpu", prompts)
     wrong = []
     for prompt, ours, theirs in zip(prompts, together, on_cpu, strict=True):
         at = next((index for index, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
@@ -179,6 +191,22 @@ def in_flight(path: Path, device: str) -> dict[str, float | str]:
     if not preemptions or not shared:
         wrong.append("memory was not short, or nothing was shared")
     return found | ({"error": wrong[0]} if wrong else {})
+
+
+def in_company(path: Path, device: str) -> dict[str, float | str]:
+    """Bits of a batch-invariant engine's logits, in steps of all sizes."""
+    texts = [random_tokens(length, seed=length).tolist() for length in LONGER]
+    runs = []
+    with open_engine(path, device) as engine:
+        for tokens, sequences in CUTS:
+            limits = LIMITS | {"max_num_batched_tokens": tokens, "max_logit_rows": tokens, "max_num_seqs": sequences}
+            runs += scores(engine, device, limits, [texts])
+    others = [int((run.view(np.uint32) != runs[0].view(np.uint32)).any(axis=1).sum()) for run in runs[1:]]
+    found: dict[str, float | str] = {"positions": len(runs[0]), "of other bits": max(others)}
+    if any(others):
+        wrong = [f"{count} in steps of {cut[0]}" for cut, count in zip(CUTS[1:], others, strict=True) if count]
+        found["error"] = f"of {len(runs[0])} positions, some have other bits than alone: {', '.join(wrong)}"
+    return found
 
 
 def smollm2(report: Report, source: Path, folder: Path, sm: str) -> None:
@@ -221,5 +249,10 @@ def tiny(report: Report, folder: Path, sm: str) -> None:
                     report.add(f"engines/{case.name}/in flight", **in_flight(built.path, "cuda"))
                     found = verify(built.path, goldens=True, device="cuda")
                     report.add(f"engines/{case.name}/verify", goldens=found["goldens"], deviation=found["deviation"])
+                    answers.measure(report, f"engines/{case.name}", built.path, "cuda")
+                if case.batch_invariant:
+                    report.add(f"engines/{case.name}/in company", **in_company(built.path, "cuda"))
+                if case == Case(WIDE, "bf16", batch_invariant=True):
+                    answers.measure(report, f"engines/{case.name}", built.path, "cuda", AT_ONCE)
             except Exception as problem:  # of one case; the others follow
                 report.add(f"engines/{case.name}", error=f"{type(problem).__name__}: {problem}"[:300])

@@ -1,0 +1,135 @@
+"""What requests may ask for, of a tiny model's engine on the GPU: beside the CPU, and with steps begun ahead or not."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.gpu.report import Report
+from enginewright import SamplingParams
+from enginewright.errors import EngineError
+from enginewright.runtime.core import EngineCore
+from enginewright.runtime.devices import open_engine
+from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.outputs import Delta
+from enginewright.runtime.sampling import SampledToken
+from tests.ladder import Ladder
+from tests.tiny import VOCAB_SIZE
+
+Limits = Mapping[str, int]
+# Steps of so few tokens that an answer's bits do not hang on its company; and such as take kernels for many tokens.
+LIMITS = {"max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_logit_rows": 64}
+AT_ONCE = LIMITS | {"max_num_batched_tokens": 256, "max_logit_rows": 256}
+PROMPTS, TOKENS = 16, 8  # of a kind; of an answer
+# Of tokens, those before an answer's first that is not the CPU's. Logits are up to 0.01 apart (in emulation), so that
+# a draw in a hundred is another one, and what follows; with another seed it would be nearly all.
+ALIKE = 0.75
+LOGPROB = 0.05  # apart, where the tokens before are the same
+Answer = list[SampledToken]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of requests. ladder: they follow the tests' grammar."""
+
+    name: str
+    params: SamplingParams
+    ladder: bool = False
+
+    def prompts(self) -> list[list[int]]:
+        random = np.random.default_rng(len(self.name))
+        return [random.integers(3, VOCAB_SIZE, int(length)).tolist() for length in random.integers(1, 90, PROMPTS)]
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+DRAWN = replace(GREEDY, temperature=0.8, top_p=0.9, seed=7)
+KINDS = (
+    Kind("greedy", replace(GREEDY, logprobs=5)),
+    Kind("allowed tokens", replace(GREEDY, allowed_token_ids=tuple(range(5, VOCAB_SIZE, 3)))),
+    Kind("a grammar", GREEDY, ladder=True),
+    Kind("penalties", replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.5)),
+    Kind("drawn", DRAWN),
+    Kind("drawn, of top-k", replace(DRAWN, top_p=1.0, top_k=20, min_p=0.02, logit_bias={9: 2.0}, logprobs=2)),
+    Kind("drawn by a grammar", replace(DRAWN, frequency_penalty=0.5), ladder=True),
+)
+
+
+class Heard:
+    """What a request was answered."""
+
+    def __init__(self) -> None:
+        self.tokens: Answer = []
+
+    def put(self, delta: Delta) -> None:
+        self.tokens += delta.tokens
+
+    def fail(self, error: EngineError) -> None:
+        raise error
+
+
+def answered(
+    path: Path, device: str, kinds: Sequence[Kind], limits: Limits = LIMITS, steps_ahead: int = 0
+) -> dict[str, list[Answer]]:
+    """To all prompts of these kinds at once, a few of them in a step. steps_ahead: at most."""
+    heard: dict[str, list[Heard]] = {kind.name: [] for kind in kinds}
+    with open_engine(path, device) as engine:
+        core = EngineCore(engine, RuntimeConfig(**limits, device=device))
+        core.executor.steps_ahead = min(steps_ahead, core.executor.steps_ahead)
+        for kind in kinds:
+            for prompt in kind.prompts():
+                heard[kind.name].append(Heard())
+                grammars = [Ladder(VOCAB_SIZE, prompt[-1])] if kind.ladder else ()
+                core.add(core.request(prompt, kind.params, heard[kind.name][-1], grammars=grammars))
+        while core.has_work:
+            for request, delta in core.step():
+                request.reader.put(delta)
+        core.close()
+    return {name: [one.tokens for one in told] for name, told in heard.items()}
+
+
+def compared(kind: Kind, ours: list[Answer], theirs: list[Answer]) -> dict[str, float | str]:
+    """With the CPU's."""
+    alike, apart, wrong = 0, 0.0, []
+    allowed = set(kind.params.allowed_token_ids or range(VOCAB_SIZE))
+    for mine, other in zip(ours, theirs, strict=True):
+        if len(mine) != TOKENS or any(one.is_nan for one in mine):
+            wrong.append(f"an answer has {len(mine)} tokens, or NaN")
+        elif not allowed >= {one.token for one in mine}:
+            wrong.append("it has tokens that are not allowed")
+        for a, b in zip(mine, other, strict=False):
+            if a.token != b.token:
+                break
+            alike += 1
+            if kind.params.logprobs is not None:
+                apart = max(apart, abs((a.logprob or 0.0) - (b.logprob or 0.0)))
+                apart = max(apart, *(abs(x - y) for (_, x), (_, y) in zip(a.top_logprobs, b.top_logprobs, strict=True)))
+    share = alike / sum(map(len, theirs))
+    if share < ALIKE:
+        wrong.append(f"{share:.0%} of its tokens are the CPU's")
+    if apart > LOGPROB:
+        wrong.append(f"log-probabilities are off by {apart:.2g}")
+    found: dict[str, float | str] = {"as on the CPU": share}
+    if kind.params.logprobs is not None:
+        found["log-probabilities off by"] = apart
+    return found | ({"error": wrong[0]} if wrong else {})
+
+
+def measure(report: Report, name: str, path: Path, device: str, limits: Limits = LIMITS) -> None:
+    """Each kind by itself, one step after the other; then all of them together, with a step ahead.
+
+    limits: so that answers have the same bits in any company.
+    """
+    alone: dict[str, list[Answer]] = {}
+    for kind in KINDS:
+        try:
+            alone |= answered(path, device, [kind], limits)
+            (on_cpu,) = answered(path, "cpu", [kind], limits).values()
+            report.add(f"{name}/{kind.name}", **compared(kind, alone[kind.name], on_cpu))
+        except Exception as problem:  # of this kind; the others follow
+            report.add(f"{name}/{kind.name}", error=f"{type(problem).__name__}: {problem}"[:300])
+    together = answered(path, device, [kind for kind in KINDS if kind.name in alone], limits, steps_ahead=1)
+    for named, answers in alone.items():
+        same = sum(a == b for a, b in zip(answers, together[named], strict=True))
+        wrong = {} if same == PROMPTS else {"error": "in company, with a step ahead, answers are others"}
+        report.add(f"{name}/{named}, ahead", **{"as alone": same, "of": PROMPTS}, **wrong)
