@@ -320,17 +320,24 @@ def test_all_calls_are_there_and_compile_for_an_h200() -> None:
 def test_models_of_random_weights_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "BATCHES", (1, 3))
     monkeypatch.setattr(models, "PROMPTS", (40,))
-    assert models.build("bf16", tmp_path / "x.engine", ("cpu",), SIZES, "cpu") > 0
+    invariant = models.invariant("bf16")
     limits = {"max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 64, "enable_prefix_caching": False}
-    subject = models.Subject.open(tmp_path / "x.engine", "cpu", **limits)
+    subjects = {}
+    for name in ("bf16", invariant):
+        path = tmp_path / f"{name}.engine"
+        assert models.build("bf16", path, ("cpu",), SIZES, "cpu", batch_invariant=name == invariant) > 0
+        subjects[name] = models.Subject.open(path, "cpu", **limits)
+    subject = subjects["bf16"]
     table = 307 * 64
     assert subject.step_bytes >= 2 * (models.body_weights(SIZES) + table)
-    with subject.llm:
-        found = reported(
-            tmp_path, lambda report: models.measure(report, ROOF, {"x": subject}, SIZES, steps=5, rounds=1)
-        )
-    assert found.keys() == {"models/x/decode-1", "models/x/decode-3", "models/x/prefill-40"}
+    found = reported(tmp_path, lambda report: models.measure(report, ROOF, subjects, SIZES, steps=5, rounds=1))
+    assert found.keys() == {f"models/{name}" for name in ("bf16/decode-1", "bf16/decode-3", "bf16/prefill-40")} | {
+        f"models/{invariant}/prefill-40"
+    }
     assert all(figure["tokens per s"] > 0 for figure in found.values())
+    assert found["models/bf16/prefill-40"]["over batch-invariant"] > 0
+    for one in subjects.values():
+        one.llm.close()
 
 
 def test_throughput_of_a_large_model_is_measured(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from protocol.models import LLAMA_1B
 
-from benchmarks.gpu.bench import GpuBench
+from benchmarks.gpu.bench import GpuBench, ratio
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.roof import Roof, reported
 from enginewright import LLM, SamplingParams
@@ -24,7 +24,8 @@ from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.runtime.cuda import device as cuda_device
 from tests.tiny import MemoryCheckpoint
 
-QUANTS = ("bf16", "int4-rtn", "fp8")
+# Each by what --quant says; and those that are built with --batch-invariant, too, for its price.
+QUANTS, INVARIANT = ("bf16", "int4-rtn", "fp8"), ("bf16", "int4-rtn")
 BATCHES, PROMPTS = (1, 32), (512, 2048)
 DEPTH, STEPS, ROUNDS = 32, 128, 5
 LIMITS = {
@@ -67,6 +68,10 @@ def random_checkpoint(sizes: Mapping[str, Any], at: str = "cpu") -> MemoryCheckp
         stored |= {f"{prefix}.{name}.weight": drawn(*shape) for name, shape in matrices.items()}
         stored |= {f"{prefix}.{name}_layernorm.weight": ones for name in ("input", "post_attention")}
     return MemoryCheckpoint({"model_type": "llama", **sizes}, stored | {"model.norm.weight": ones}, "random")
+
+
+def invariant(name: str) -> str:
+    return f"{name} batch-invariant"
 
 
 def build(quant: str, path: Path, targets: tuple[str, ...], sizes: Mapping[str, Any], at: str, **more: Any) -> float:
@@ -175,12 +180,13 @@ def body_weights(sizes: Mapping[str, Any]) -> int:
 def measure(
     report: Report, roof: Roof, subjects: Mapping[str, Subject], sizes: Mapping[str, Any], *, steps: int, rounds: int
 ) -> None:
+    decoding = {name: subject for name, subject in subjects.items() if name not in map(invariant, QUANTS)}
     for batch in BATCHES:
-        found: dict[str, list[float]] = {name: [] for name in subjects}
+        found: dict[str, list[float]] = {name: [] for name in decoding}
         for _ in range(rounds):
-            for name, subject in subjects.items():
+            for name, subject in decoding.items():
                 found[name].append(subject.step_seconds(batch, steps))
-        for name, subject in subjects.items():
+        for name, subject in decoding.items():
             step = median(found[name])
             values = {
                 "tokens per s": batch / step,
@@ -192,13 +198,16 @@ def measure(
                 values |= {"in kernels": busy, "between kernels": between}
             report.add(f"models/{name}/decode-{batch}", **values)
     for prompt in PROMPTS:
-        for name, subject in subjects.items():
-            seconds = median(subject.seconds(1, prompt, 1) for _ in range(rounds))
-            flops = 2 * body_weights(sizes) * prompt
-            report.add(
-                f"models/{name}/prefill-{prompt}",
-                **{"tokens per s": prompt / seconds, "of the matmul roof": flops / seconds / roof.bf16_flops},
-            )
+        taken: dict[str, list[float]] = {name: [] for name in subjects}
+        for _ in range(rounds):
+            for name, subject in subjects.items():
+                taken[name].append(subject.seconds(1, prompt, 1))
+        for name in subjects:
+            seconds, flops = median(taken[name]), 2 * body_weights(sizes) * prompt
+            values = {"tokens per s": prompt / seconds, "of the matmul roof": flops / seconds / roof.bf16_flops}
+            if invariant(name) in taken:
+                values["over batch-invariant"] = ratio(taken[invariant(name)], taken[name])
+            report.add(f"models/{name}/prefill-{prompt}", **values)
 
 
 def ready_seconds(path: Path) -> float:
@@ -248,11 +257,12 @@ def run(report: Report) -> None:
 def built(report: Report, folder: Path, targets: tuple[str, ...]) -> dict[str, Path]:
     """The engines that could be built, side by side."""
     paths = {}
-    with ProcessPoolExecutor(len(QUANTS), get_context("spawn")) as pool:
+    wanted = {name: (name, False) for name in QUANTS} | {invariant(name): (name, True) for name in INVARIANT}
+    with ProcessPoolExecutor(len(wanted), get_context("spawn")) as pool:
         building = {}
-        for quant in QUANTS:
-            path = folder / f"{quant}.engine"
-            building[path] = pool.submit(build, quant, path, targets, LLAMA_1B, "cuda")
+        for name, (quant, batch_invariant) in wanted.items():
+            path = folder / f"{name}.engine"
+            building[path] = pool.submit(build, quant, path, targets, LLAMA_1B, "cuda", batch_invariant=batch_invariant)
         for path, work in building.items():
             try:
                 report.add(f"models/{path.stem}/build", seconds=work.result(), bytes=path.stat().st_size)
@@ -268,7 +278,8 @@ def opened(report: Report, paths: Mapping[str, Path]) -> dict[str, Subject]:
     subjects = {}
     for name, path in paths.items():
         try:
-            report.add(f"models/{name}/ready", seconds=min(ready_seconds(path) for _ in range(2)))
+            if name in QUANTS:
+                report.add(f"models/{name}/ready", seconds=min(ready_seconds(path) for _ in range(2)))
             subject = Subject.open(path, "cuda", **LIMITS)
             subject.seconds(max(BATCHES), DEPTH, 8)
             subjects[name] = subject
