@@ -201,7 +201,7 @@ def test_what_never_ends_is_ended(tmp_path: Path) -> None:
 
 def test_files_that_need_no_gpu_are_there() -> None:
     assert all((ROOT / "tests" / name).exists() for name in kernels.ELSEWHERE)
-    assert {"test_cuda_gemm.py", "test_cuda_attention.py"} <= {path.name for path in kernels.files()}
+    assert {"test_cuda_gemm.py", "test_cuda_attention.py", kernels.ENGINES} <= {path.name for path in kernels.files()}
 
 
 def test_some_tests_of_each_file_are_sanitized() -> None:

@@ -1,4 +1,4 @@
-"""The tests of CUDA kernels, on the GPU: the same files that run in emulation elsewhere."""
+"""The tests of CUDA kernels and of engines of them, on the GPU: the same files that run in emulation elsewhere."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ from pathlib import Path
 from benchmarks.gpu.report import Report
 
 ROOT = Path(__file__).resolve().parents[2]
-# What needs no GPU, or an engine: the part `engines` has those.
-ELSEWHERE = ("test_cuda_build.py", "test_cuda_compile.py", "test_cuda_engine.py", "test_cuda_triton.py")
+ELSEWHERE = ("test_cuda_build.py", "test_cuda_compile.py", "test_cuda_triton.py")  # what needs no GPU
+ENGINES = "test_cuda_engine.py"
 LIMIT_S = 135  # of all files: a kernel that never ends shall not hide what the others say
 ON_GPU = {**os.environ, "ENGINEWRIGHT_TEST_DEVICE": "cuda"}
 
