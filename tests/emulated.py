@@ -54,7 +54,7 @@ class EmulatedKernels:
 
     def __init__(self, instances: Sequence[Instance], sm: int = 80) -> None:
         self._index = {expression: index for index, (_, expression) in enumerate(instances)}
-        self._library = ctypes.CDLL(str(_compiled(tuple(instances), sm)))
+        self._library = ctypes.CDLL(str(compiled_library(tuple(instances), sm)))
         for name in ("enginewright_launch", "enginewright_sites"):
             getattr(self._library, name).restype = ctypes.c_char_p
 
@@ -116,7 +116,7 @@ def _value(argument: Argument) -> ctypes._SimpleCData:
 
 
 @cache
-def _compiled(instances: tuple[Instance, ...], sm: int) -> Path:
+def compiled_library(instances: tuple[Instance, ...], sm: int) -> Path:
     includes = "".join(f'#include "{source}"\n' for source in dict.fromkeys(source for source, _ in instances))
     calls = "".join(f"    emulator::Caller<{expression}>::call,\n" for _, expression in instances)
     program = (

@@ -11,7 +11,8 @@ from pathlib import Path
 from benchmarks.gpu.report import Report
 
 ROOT = Path(__file__).resolve().parents[2]
-ELSEWHERE = ("test_cuda_build.py", "test_cuda_compile.py", "test_cuda_triton.py")  # what needs no GPU
+# What needs no GPU.
+ELSEWHERE = ("test_cuda_build.py", "test_cuda_compile.py", "test_cuda_driver.py", "test_cuda_triton.py")
 ENGINES = "test_cuda_engine.py"
 LIMIT_S = 135  # of all files: a kernel that never ends shall not hide what the others say
 ON_GPU = {**os.environ, "ENGINEWRIGHT_TEST_DEVICE": "cuda"}
