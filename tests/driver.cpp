@@ -138,7 +138,7 @@ Result cuMemAlloc_v2(uintptr_t* address, std::size_t bytes) {
   std::size_t whole = (bytes + ALIGN - 1) / ALIGN * ALIGN;
   if (!bytes) return INVALID_VALUE;
   *address = reinterpret_cast<uintptr_t>(std::aligned_alloc(ALIGN, whole));
-  std::memset(reinterpret_cast<void*>(*address), 0xcd, whole);
+  std::memset(reinterpret_cast<void*>(*address), 0xff, whole);
   memory[*address] = bytes;
   return OK;
 }
@@ -151,7 +151,7 @@ Result cuMemHostAlloc(void** address, std::size_t bytes, unsigned flags) {
   if (Result why = forbidden_while_capturing()) return why;
   if (!bytes || flags) return INVALID_VALUE;
   *address = std::malloc(bytes);
-  std::memset(*address, 0xcd, bytes);
+  std::memset(*address, 0xff, bytes);
   return pinned.insert(*address), OK;
 }
 Result cuMemFreeHost(void* address) {
