@@ -184,10 +184,10 @@ class CudaDevice:
         self._give_back("cuMemFreeHost", buffer.ctypes.data)
 
     def upload(self, address: int, data: Bytes) -> None:
-        self._call("cuMemcpyHtoDAsync", address, data.ctypes.data, data.nbytes, self._stream)
+        self._call("cuMemcpyHtoDAsync", address, data, data.nbytes, self._stream)
 
     def download(self, data: Bytes, address: int) -> None:
-        self._call("cuMemcpyDtoHAsync", data.ctypes.data, address, data.nbytes, self._stream)
+        self._call("cuMemcpyDtoHAsync", data, address, data.nbytes, self._stream)
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
         self._call("cuMemcpyDtoDAsync", to, source, nbytes, self._stream)
