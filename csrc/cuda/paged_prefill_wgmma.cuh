@@ -17,9 +17,10 @@
 // transposed. What a turn takes, keys of a tile and values of the one before, is a stage. There are three:
 // the next but one is copied while the warpgroups are at two.
 //
-// Registers of a lane at head_dim 128: scores 64, o 64, p 32, queries 32. On paper, a turn of both warpgroups
-// is 2048 clocks of tensor cores, 1024 of e^s (16 a clock), and in shared memory 1024 for B and 512 for what
-// is copied: 64 KB, out of the L2 cache. At head_dim 64, e^s takes as long as the products. Unmeasured.
+// Registers of a lane at head_dim 128: scores 64, o 64, p 32, queries 32, 232 in all. On paper, a turn of
+// both warpgroups is 2048 clocks of tensor cores, 1024 of e^s (16 a clock), and in shared memory 1024 for B
+// and 512 for what is copied: 64 KB, out of the L2 cache. At head_dim 64, e^s takes as long as the products.
+// Unmeasured.
 #pragma once
 
 #include "paged_attention.cuh"
@@ -39,14 +40,21 @@ struct PrefillWgmma {
   // A warp copies its positions of keys, or values: zeros for what no row sees.
   static DEVICE void copy(unsigned char* to, const unsigned char* pool, int block, int kv_head, int tile,
                           const typename A::Span& rows) {
-    int own = warp() * OWN, first = tile * POSITIONS + own;
-    const unsigned char* from = kv_tile(S.kv, pool, block, kv_head) + first % S.kv.block_size * A::ROW_BYTES;
-    NO_UNROLL
-    for (int i = lane(); i < OWN * A::CHUNKS; i += WARP) {
-      int row = i / A::CHUNKS, chunk = i % A::CHUNKS;
-      copy_async(to + chunk / 8 * SLAB_BYTES + swizzled<128>(own + row, chunk % 8), from + i * 16,
-                 rows.any_sees(first + row, first + row + 1));
-    }
+    constexpr int AT_ONCE = WARP / A::CHUNKS;  // rows
+    int own = warp() * OWN, row = lane() / A::CHUNKS, chunk = lane() % A::CHUNKS;
+    int first = tile * POSITIONS + own, at = chunk / 8 * SLAB_BYTES + swizzled<128>(own + row, chunk % 8);
+    const unsigned char* from = kv_tile(S.kv, pool, block, kv_head) +
+                                static_cast<uint32_t>(first) % S.kv.block_size * A::ROW_BYTES + lane() * 16;
+    UNROLL
+    for (int i = 0; i < OWN; i += AT_ONCE)
+      copy_async(to + i * 128 + (at ^ i % 8 * 16), from + i * A::ROW_BYTES,  // swizzled(own + row + i, ...)
+                 rows.any_sees(first + row + i, first + row + i + 1));
+  }
+
+  template <int PENDING>
+  static DEVICE void wait_for_copies() {
+    wait_copies<PENDING>();
+    fence_copies();
   }
 
   // s = q k, and o += p v, begun.
@@ -90,7 +98,9 @@ paged_prefill_wgmma(const Sizes* sizes, const bf16* q, const unsigned char* keys
   };
   auto block_of = [&](int i) {
     int position = (begin + i) * W::POSITIONS + warp() * W::OWN;
-    return span.any_sees(position, position + W::OWN) ? sequence.blocks[position / S.kv.block_size] : 0;
+    return span.any_sees(position, position + W::OWN)
+               ? sequence.blocks[static_cast<uint32_t>(position) / S.kv.block_size]
+               : 0;
   };
   int block = block_of(0), block_before = 0;
   auto copy = [&](int i) {
@@ -101,23 +111,12 @@ paged_prefill_wgmma(const Sizes* sizes, const bf16* q, const unsigned char* keys
     block_before = block;
     block = block_of(i + 1);
   };
-  // All arrive before each half of a turn. At even ones, where the first warpgroup begins stage half / 2,
-  // everyone's copies of it are there; at odd ones, stage half / 2 - 1 has been read, and is filled again.
-  int half = 0;
-  auto arrive = [&] {
-    if (half % 2 == 0) {
-      wait_copies<1>();
-      fence_copies();
-    }
-    sync_threads();
-    ++half;
-  };
-  auto fill = [&] {
-    if (half % 2 == 0) copy(half / 2 + 1);
-  };
-
-  int own = first + warp() * TILE_ROWS;
+  // A barrier is before each half of a turn. Where the first warpgroup begins stage i + 1, everyone's copies
+  // of it are there. In the half before, stage i - 1 has been read, and stage i + 2 is copied in its place:
+  // by the second warpgroup when it has begun stage i, by the first one behind its e^s. (These branches also
+  // keep the assembler from moving a barrier ahead of the maxima, and the wait for o ahead of e^s.)
   bool second = warp() >= W::WARPS / 2;
+  int own = first + warp() * TILE_ROWS;
   const typename A::Rows rows(sequence, own);
   const auto own_span = rows.span();
   uint32_t queries[A::STEPS][4], p[W::POSITIONS / 16][4];
@@ -129,10 +128,11 @@ paged_prefill_wgmma(const Sizes* sizes, const bf16* q, const unsigned char* keys
     Words4 a = A::queries(q, sequence, kv_head, rows, k);
     queries[k][0] = a.x, queries[k][1] = a.y, queries[k][2] = a.z, queries[k][3] = a.w;
   }
-  if (second) arrive();
-  arrive();
+  W::template wait_for_copies<1>();
+  if (second) sync_threads();
+  sync_threads();
   W::begin_scores(s, queries, stage_of(0));
-  fill();
+  if (second) copy(2);
   wgmma_wait<0>();
   for (int i = 0;; ++i) {
     hold(s);
@@ -140,7 +140,8 @@ paged_prefill_wgmma(const Sizes* sizes, const bf16* q, const unsigned char* keys
     A::adjust(s, rows, position, own_span.all_see(position, position + W::POSITIONS), nullptr);
     float of_tile[2];
     A::maxima(of_tile, s);
-    arrive();
+    if (second) W::template wait_for_copies<1>();
+    sync_threads();
     float keep[2];
     UNROLL
     for (int row = 0; row < 2; ++row) {
@@ -154,8 +155,11 @@ paged_prefill_wgmma(const Sizes* sizes, const bf16* q, const unsigned char* keys
           sum += four[j] = exp2_fast(fma(four[j], A::FACTOR, -from));
       sums[row] = fma(sums[row], keep[row], sum);
     }
-    hold(s);  // before the wait for o, which it hides
-    fill();
+    hold(s);
+    if (!second) {
+      W::template wait_for_copies<0>();
+      copy(i + 2);
+    }
     wgmma_wait<0>();
     hold(o);
     hold(p);
@@ -166,15 +170,15 @@ paged_prefill_wgmma(const Sizes* sizes, const bf16* q, const unsigned char* keys
     for (int k = 0; k < W::POSITIONS / 16; ++k)
       for (int j = 0; j < 4; ++j)
         p[k][j] = pack_bf16(s[2 * k + j / 2][j % 2 * 2], s[2 * k + j / 2][j % 2 * 2 + 1]);
-    arrive();
+    sync_threads();
     if (i + 1 == count) break;
     W::begin_scores(s, queries, stage_of(i + 1));
     W::begin_values(o, p, stage_of(i + 1));
-    fill();
+    if (second) copy(i + 3);
     wgmma_wait<1>();
   }
   W::begin_values(o, p, stage_of(count));
-  if (!second) arrive();
+  if (!second) sync_threads();
   wgmma_wait<0>();
   hold(o);
   hold(p);
