@@ -297,6 +297,10 @@ def test_attention_is_called_as_engines_call_it(tokens: int, tmp_path: Path) -> 
         figure = found[f"attention/{kind}/{kv}"]
         assert "error" not in figure, figure
         assert figure["seconds"] == 1e-3 and ("over mma.sync" in figure) == (kv == attention.WGMMA)
+    only = list(calls)[-1]
+    (tmp_path / "report").unlink()
+    one = reported(tmp_path, lambda report: attention.measure(bench, report, ROOF, problem, calls, only))
+    assert [name for name, figure in one.items() if "not run" not in figure] == [f"attention/{kind}/{only}"]
 
 
 def test_all_calls_are_there_and_compile_for_an_h200() -> None:
