@@ -27,7 +27,8 @@ ARGUMENTS = ("x", "weight", "x_scale", "scale", "zero", "bias", "out", "partial"
 @dataclass(frozen=True)
 class Format:
     """A Format of gemm.cuh. lines: 64-byte lines of 16 rows in a chunk of K. x_bytes: of an element of x. scale_bytes:
-    of a group's scale, where weights have groups. What follows are its tiles.
+    of a group's scale, where weights have groups. turn: chunks from a barrier of gemm_wgmma to the next. What follows
+    are its tiles.
 
     Of gemm_small, feature_warps: of a block, which has K_WARPS of each. turns: chunks of each of them in a step. waves:
     blocks for each multiprocessor, at most, where K is split. in_flight_bytes: of a block, at least, if they fit.
@@ -40,6 +41,7 @@ class Format:
     lines: int
     x_bytes: int = 2
     scale_bytes: int = 4
+    turn: int = 1
     feature_warps: int = 4
     turns: int = 1
     waves: int = 2
@@ -60,7 +62,7 @@ FORMATS = {
         Format("w4a16", 8, turns=2, small_tokens=(8, 16, 32), scale_bytes=2),
         Format("mxfp4a16", 8, turns=2, small_tokens=(8, 16, 32), scale_bytes=2),
         Format("w8a8", 16, x_bytes=1, scale_bytes=0),
-        Format("fp8a8", 16, x_bytes=1, large_units=1),
+        Format("fp8a8", 16, x_bytes=1, turn=2, large_units=1),
     )
 }
 
@@ -170,17 +172,16 @@ def _small_order(format: Format, call: Call) -> Mapping[str, int]:
 
 def wgmma_launches(format: Format, call: Call) -> list[Launch]:
     """In place of those of gemm_large: tiles of 128 features, of which a multiprocessor has room for two, while larger
-    ones are fewer than multiprocessors; then of 256. None where it has no sums of runs of E4M3.
+    ones are fewer than multiprocessors; then of 256.
     """
-    if format.name == "fp8a8":
-        return []
-    tokens = 64 if _runs(call) else 128
+    tokens = 64 if _runs(call) and format.turn == 1 else 128
     most_small = _most_tokens(format, call, 256, tokens)
     sizes = (*(((128, most_small),) if most_small > format.small_tokens[-1] else ()), (256, 2**31 - 1))
     launches, low = [], format.small_tokens[-1] + 1
     for features, high in sizes:
         stage_bytes = _ceil(_stage_bytes(format, call, features, tokens), 1024) * 1024
-        stages = min(HOPPER_BYTES[features == 128] // stage_bytes, format.large_stages)
+        most_stages = HOPPER_BYTES[features == 128] // (stage_bytes * format.turn)
+        stages = min(most_stages, format.large_stages) * format.turn
         tile = _tile(features // 32, 1, 1, tokens // 8, stages, stage_bytes)
         launches.append(_large_launch("gemm_wgmma", format, call, tile, features, tokens, low, high))
         low = high + 1

@@ -11,6 +11,7 @@ from enginewright.plan import Buffer, Launch, Linear, Sizes
 from enginewright.plugins.gemm_cuda import FORMATS, gemm_on_cuda, wgmma_launches
 from enginewright.plugins.kernel import Call, KernelBinding, Matrix
 from tests.emulated import SANITIZE, Argument, EmulationError, Kernels
+from tests.tolerances import GEMM_BF16_OUT, GEMM_E4M3, GEMM_F32
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i8": torch.int8, "e4m3": torch.float8_e4m3fn}
 WEIGHTS = {
@@ -60,6 +61,12 @@ class Gemm:
     @property
     def groups(self) -> int:
         return -(-self.columns // (self.group or self.columns))
+
+    @property
+    def tolerance(self) -> float:
+        if self.format == "fp8a8" and self.wgmma:
+            return GEMM_E4M3 + (GEMM_BF16_OUT if self.to == "bf16" else 0)
+        return GEMM_F32 if self.to == "f32" else GEMM_BF16_OUT
 
     @property
     def launches(self) -> tuple[Launch, ...]:

@@ -7,6 +7,13 @@ GEMM_F32 = 2e-6
 # The same with the result rounded to bf16, which has 8 bits: half a unit of the last is at most 2^-8 of a value.
 GEMM_BF16_OUT = 2.0**-8 + 2e-6
 
+# FP8 x FP8 with Hopper's wgmma: of the 32 products of a step and the sum before, what lies below the 14 bits of the
+# largest is cut off, as we read of it, and a run has four steps. At most 3.7e-4 over all cases in emulation.
+GEMM_E4M3 = 1e-3
+
+# The same where nothing is negative, so that all cuts add up: 1.2e-3 in emulation, and 9.8e-3 as one sum of 1030.
+GEMM_E4M3_POSITIVE = 2e-3
+
 # Largest difference of logits (about ±9) between a dense graph in onnxruntime and transformers, both in fp32 on the
 # same weights. Three layers of sums of a hundred products or so, in different orders: at most 8e-6 over all cases. The
 # smallest fault that we tried, a norm's epsilon of 1e-5 in place of 1e-6, is 5e-4.

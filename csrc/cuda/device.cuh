@@ -44,8 +44,17 @@ constexpr int SM = __CUDA_ARCH__ / 10;  // 80, 86, 89, 90, 100, 120
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 
 DEVICE int thread_index() { return threadIdx.x; }
-DEVICE int block_x() { return blockIdx.x; }
-DEVICE int block_y() { return blockIdx.y; }
+// The block's, read where it is written: what follows from it need not be kept in registers.
+DEVICE int block_x() {
+  int x;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  return x;
+}
+DEVICE int block_y() {
+  int y;
+  asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(y));
+  return y;
+}
 DEVICE int block_z() { return blockIdx.z; }
 DEVICE int grid_x() { return gridDim.x; }
 DEVICE int grid_y() { return gridDim.y; }

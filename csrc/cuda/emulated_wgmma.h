@@ -7,9 +7,13 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "emulated.h"
@@ -84,6 +88,19 @@ T& attached(std::unique_ptr<Attached>& place) {
   return static_cast<T&>(*place);
 }
 
+// A sum of E4M3's products as tensor cores are said to make it (https://arxiv.org/abs/2412.19437, 3.3.2): of
+// each term, what is in the largest one's 14 bits.
+template <std::size_t COUNT>
+double cut_sum(const std::array<double, COUNT>& terms) {
+  auto smaller = [](double a, double b) { return std::abs(a) < std::abs(b); };
+  double largest = *std::max_element(terms.begin(), terms.end(), smaller);
+  int exponent;
+  std::frexp(largest, &exponent);
+  double unit = std::ldexp(1.0, exponent - 14);
+  auto cut = [unit](double term) { return std::trunc(term / unit) * unit; };
+  return std::transform_reduce(terms.begin(), terms.end(), 0.0, std::plus(), cut);
+}
+
 // Σ a b of a lane's elements of d: number() of each BYTES.
 template <int TILES, int BYTES, class Sum, double (*NUMBER)(uint32_t)>
 void compute_product(const WarpProduct& product, uint32_t* sums) {
@@ -95,18 +112,20 @@ void compute_product(const WarpProduct& product, uint32_t* sums) {
       a[row][i] = NUMBER(product.a[g * 4 + i / IN_WORD % 4][row + i / IN_WORD / 4 * 2] >>
                          (8 * BYTES * (i % IN_WORD)));
   for (int column = 0; column < 2 * TILES; ++column) {
-    double sum[2] = {};
+    double b[STEP_BYTES / BYTES];
     for (int i = 0; i < STEP_BYTES / BYTES; ++i) {
       uint32_t bits = 0;
       int of_b = column / 2 * 8 + 2 * t + column % 2;
       std::memcpy(&bits, &product.b[product.matrix.at(of_b, i, BYTES)], BYTES);
-      double number = NUMBER(bits);
-      sum[0] += a[0][i] * number, sum[1] += a[1][i] * number;
+      b[i] = NUMBER(bits);
     }
     for (int row = 0; row < 2; ++row) {
       uint32_t& to = sums[column / 2 * 4 + row * 2 + column % 2];
-      double before = product.add ? static_cast<double>(__builtin_bit_cast(Sum, to)) : 0;
-      to = __builtin_bit_cast(uint32_t, static_cast<Sum>(before + sum[row]));
+      std::array<double, STEP_BYTES / BYTES + 1> terms;
+      for (int i = 0; i < STEP_BYTES / BYTES; ++i) terms[i] = a[row][i] * b[i];
+      terms.back() = product.add ? static_cast<double>(__builtin_bit_cast(Sum, to)) : 0;
+      double sum = NUMBER == e4m3_number ? cut_sum(terms) : std::reduce(terms.begin(), terms.end());
+      to = __builtin_bit_cast(uint32_t, static_cast<Sum>(sum));
     }
   }
 }

@@ -153,13 +153,13 @@ class CopyX {
     to_ = chunk_ * Of::TOKENS * Of::X_ROW_BYTES + PLACE(token, granule);
   }
 
-  DEVICE void copy(uint8_t* stage, int chunk) const {
+  DEVICE void copy(uint8_t* stage, int chunk, bool exists = true) const {
     const uint8_t* from = from_ + int64_t{chunk} * Of::X_ROW_BYTES;
     UNROLL
     for (int i = 0; i < COPIES; ++i) {
       int token = i * APART % Of::TOKENS, after = i * APART / Of::TOKENS;
       if (i * APART + APART > ROWS && chunk_ + after >= COUNT) break;  // more threads than granules
-      bool there = token < tokens_;
+      bool there = exists && token < tokens_;
       if (Of::CHUNKS % COUNT) there = there && chunk + chunk_ + after < Of::CHUNKS;
       copy_async(stage + to_ + i * APART * Of::X_ROW_BYTES, from + token * STRIDE + after * Of::X_ROW_BYTES,
                  there);

@@ -52,16 +52,18 @@ class CopyWeights {
       : weight_(weight), scale_(scale), zero_(zero), first_block_(first_block) {
     int line = thread_index() / 4 % Of::LINES, rows = thread_index() % 4;
     block_ = thread_index() / LINE_GRANULES;
-    from_ = line * LINE_BYTES + rows * 16;
+    from_ = weight + (first_block + block_) * Of::BLOCK_BYTES + line * LINE_BYTES + rows * 16;
     to_ = block_ * Of::LINES * LINE_BYTES + K::place(line, rows);
   }
 
   DEVICE void copy(uint8_t* stage, int chunk) const {
-    const uint8_t* from = weight_ + int64_t{chunk} * Of::LINES * LINE_BYTES + from_;
+    const uint8_t* from = from_ + int64_t{chunk} * Of::LINES * LINE_BYTES;
     UNROLL
-    for (int i = 0; i < COPIES; ++i)
+    for (int i = 0; i < COPIES; ++i) {
+      bool there = exists(block_ + i * APART);
       copy_async(stage + to_ + i * APART * Of::LINES * LINE_BYTES,
-                 from + existing(block_ + i * APART) * Of::BLOCK_BYTES);
+                 there ? from + i * APART * Of::BLOCK_BYTES : weight_, there);
+    }
     if constexpr (S.weight_groups()) {
       constexpr int GRANULES = K::SCALES / 16;
       for (int i = thread_index(); i < K::SCALE_BYTES / 16; i += Of::THREADS) {
@@ -79,13 +81,15 @@ class CopyWeights {
   }
 
  private:
-  DEVICE int64_t existing(int block) const {  // features that are not there: any that are
-    if (S.blocks() % K::BLOCKS == 0 || first_block_ + block < S.blocks()) return first_block_ + block;
-    return S.blocks() - 1;
+  DEVICE bool exists(int block) const {
+    return S.blocks() % K::BLOCKS == 0 || first_block_ + block < S.blocks();
+  }
+  DEVICE int64_t existing(int block) const {  // for features that are not there, scales of any that are
+    return exists(block) ? first_block_ + block : S.blocks() - 1;
   }
 
-  const uint8_t *weight_, *scale_, *zero_;
-  int first_block_, block_, from_, to_;
+  const uint8_t *weight_, *scale_, *zero_, *from_;
+  int first_block_, block_, to_;
 };
 
 // What multiply_chunk takes of a stage, from a warp's first unit on.

@@ -27,9 +27,76 @@ struct GemmWgmma {
       ceil_div(GemmLarge<S>::STAGE_BYTES, 1024) * 1024;  // so that x is aligned
   static constexpr int STEPS = Of::X_ROW_BYTES / 32;     // of wgmma, in a chunk
   static constexpr int RUN_STEPS = STEPS / Of::RUNS;
-  static_assert(S.shared_bytes == S.stages * STAGE_BYTES && GemmLarge<S>::X_AT % 1024 == 0 && S.stages >= 3);
-  static_assert(S.format != Format::fp8a8, "its sums in runs are not implemented with wgmma");
+  static constexpr int TURN = S.format == Format::fp8a8 ? 2 : 1;  // chunks from a barrier to the next
+  static constexpr int TURNS = ceil_div(Of::CHUNKS, TURN), STAGES = S.stages / TURN;
+  static_assert(S.shared_bytes == S.stages * STAGE_BYTES && GemmLarge<S>::X_AT % 1024 == 0);
+  static_assert(S.stages % TURN == 0 && STAGES >= 3);
   static_assert(S.feature_warps % 4 == 0 && S.token_warps == 1 && S.units == 1 && STEPS % 2 == 0);
+};
+
+template <Gemm S>
+using WarpSums = sum_t<S>[2][S.tiles][4];  // of the halves of a warp's unit
+
+// What comes of K, in turns, through stages in shared memory.
+template <Gemm S>
+class Turns {
+  using Of = Shape<S>;
+  using K = GemmLarge<S>;
+  using W = GemmWgmma<S>;
+
+ public:
+  DEVICE Turns(const CopyWeights<S>& weights, const uint8_t* x, const float* x_scale, int first_token,
+               int tokens)
+      : weights_(weights),
+        x_(x, first_token, tokens),
+        x_scale_(x_scale),
+        first_token_(first_token),
+        tokens_(tokens) {
+    for (int i = 0; i < W::STAGES - 2; ++i) copy(i);
+  }
+
+  // Everyone's copies of a turn are there, and all products of the last turn but one are done: its stages are
+  // filled again.
+  DEVICE void arrive(int turn) const {
+    wait_copies<W::STAGES - 3>();
+    fence_copies();
+    sync_threads();
+    copy(turn + W::STAGES - 2);
+  }
+  // Of chunk `i` of a turn.
+  DEVICE SharedWeights<S> weights(int turn, int i = 0) const { return {stage(turn, i), warp()}; }
+  DEVICE const uint8_t* x(int turn, int i = 0) const { return stage(turn, i) + K::X_AT; }
+  DEVICE const float* x_scales(int turn, int i = 0) const {
+    return reinterpret_cast<const float*>(stage(turn, i) + K::X_SCALES_AT);
+  }
+
+ private:
+  DEVICE uint8_t* stage(int turn, int i) const {
+    int at = static_cast<uint32_t>(turn) % W::STAGES * W::TURN + i;
+    return shared_memory<uint8_t>() + at * W::STAGE_BYTES;
+  }
+  DEVICE void copy(int turn) const {
+    if (turn < W::TURNS) {
+      UNROLL
+      for (int i = 0; i < W::TURN; ++i) {
+        int chunk = turn * W::TURN + i;
+        bool there = Of::CHUNKS % W::TURN == 0 || chunk < Of::CHUNKS;
+        int from = there ? chunk : Of::CHUNKS - 1;
+        uint8_t* to = stage(turn, i);
+        weights_.copy(to, from);
+        x_.copy(to + K::X_AT, from, there);
+        if constexpr (S.x_groups())
+          copy_x_scales<S, 1>(reinterpret_cast<float*>(to + K::X_SCALES_AT), x_scale_, first_token_, tokens_,
+                              from);
+      }
+    }
+    commit_copies();
+  }
+
+  CopyWeights<S> weights_;
+  CopyX<S, 1, swizzled<Of::X_ROW_BYTES>> x_;
+  const float* x_scale_;
+  int first_token_, tokens_;
 };
 
 // A of a step, both halves of the warp's unit.
@@ -50,74 +117,40 @@ DEVICE void step_fragments(uint32_t (&a)[2][4], const SharedWeights<S>& weights,
 // d (+)= a b, for a tile.
 template <Gemm S>
 DEVICE void begin_product(part_t<S> (&d)[S.tiles][4], const uint32_t (&a)[4], uint64_t b, bool add) {
-  if constexpr (S.x_codes())
+  if constexpr (S.format == Format::w8a8)
     wgmma_int8(d, a, b, add);
   else
     wgmma_bf16(d, a, b, add);
 }
 
+// total += weights x, a step after the other.
 template <Gemm S>
-KERNEL_OCCUPANCY(Shape<S>::THREADS, 1)
-gemm_wgmma(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const float* x_scale,
-           const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out) {
+DEVICE void add_steps(WarpSums<S>& total, const Turns<S>& turns) {
   using Of = Shape<S>;
-  using K = GemmLarge<S>;
   using W = GemmWgmma<S>;
-  uint8_t* shared = shared_memory<uint8_t>();
-  int tokens = count_of(S.rows, *sizes);
-  auto [first_token, first_feature] = Tile<S>::of_block();
-  if (first_token >= tokens) return;
-
-  const CopyWeights<S> weights_of(first_feature / 16, weight, scale, zero);
-  const CopyX<S, 1, swizzled<Of::X_ROW_BYTES>> tokens_of(x, first_token, tokens);
-  auto stage_of = [&](int chunk) {
-    return shared + static_cast<uint32_t>(chunk) % S.stages * W::STAGE_BYTES;
-  };
-  auto copy = [&](int chunk) {
-    if (chunk < Of::CHUNKS) {
-      uint8_t* stage = stage_of(chunk);
-      weights_of.copy(stage, chunk);
-      tokens_of.copy(stage + K::X_AT, chunk);
-      if constexpr (S.x_groups())
-        copy_x_scales<S, 1>(reinterpret_cast<float*>(stage + K::X_SCALES_AT), x_scale, first_token, tokens,
-                            chunk);
-    }
-    commit_copies();
-  };
-  // Everyone's copies of a chunk are there, and all products of the last chunk but one are done: its stage is
-  // filled again.
-  auto arrive = [&](int chunk) {
-    wait_copies<S.stages - 3>();
-    fence_copies();
-    sync_threads();
-    copy(chunk + S.stages - 2);
-  };
-  auto weights_in = [&](int chunk) { return SharedWeights<S>{stage_of(chunk), warp()}; };
-
   uint32_t a[2][2][4];
-  sum_t<S> total[1][2][S.tiles][4] = {};
   [[maybe_unused]] part_t<S> part[2][S.tiles][4];
-  for (int i = 0; i < S.stages - 2; ++i) copy(i);
-  arrive(0);
-  step_fragments<S>(a[0], weights_in(0), 0);
+  turns.arrive(0);
+  step_fragments<S>(a[0], turns.weights(0), 0);
   for (int chunk = 0; chunk < Of::CHUNKS; ++chunk) {
     UNROLL
     for (int step = 0; step < W::STEPS; ++step) {
-      uint64_t b = wgmma_b<Of::X_ROW_BYTES>(stage_of(chunk) + K::X_AT, step * 32);
+      uint64_t b = wgmma_b<Of::X_ROW_BYTES>(turns.x(chunk), step * 32);
       wgmma_fence();
       UNROLL
       for (int half = 0; half < 2; ++half) {
         if constexpr (S.grouped())
           begin_product<S>(part[half], a[step % 2][half], b, step % W::RUN_STEPS != 0);
         else
-          begin_product<S>(total[0][half], a[step % 2][half], b, true);
+          begin_product<S>(total[half], a[step % 2][half], b, true);
       }
       wgmma_commit();
       // Meanwhile, the next step: as soon as the one before this has read its weights.
       wgmma_wait<1>();
       hold(a[(step + 1) % 2]);
-      if (step + 1 == W::STEPS) arrive(chunk + 1);
-      step_fragments<S>(a[(step + 1) % 2], weights_in(chunk + (step + 1) / W::STEPS), (step + 1) % W::STEPS);
+      if (step + 1 == W::STEPS) turns.arrive(chunk + 1);
+      step_fragments<S>(a[(step + 1) % 2], turns.weights(chunk + (step + 1) / W::STEPS),
+                        (step + 1) % W::STEPS);
       if constexpr (S.grouped()) {
         if ((step + 1) % W::RUN_STEPS != 0) continue;
         wgmma_wait<0>();
@@ -126,21 +159,96 @@ gemm_wgmma(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const fl
         UNROLL
         for (int tile = 0; tile < S.tiles; ++tile) {
           const RunScales scales =
-              run_scales<S>(0, tile, step / W::RUN_STEPS, weights_in(chunk),
-                            reinterpret_cast<const float*>(stage_of(chunk) + K::X_SCALES_AT));
+              run_scales<S>(0, tile, step / W::RUN_STEPS, turns.weights(chunk), turns.x_scales(chunk));
           UNROLL
-          for (int half = 0; half < 2; ++half)
-            add_run<S>(total[0][half][tile], part[half][tile], half, scales);
+          for (int half = 0; half < 2; ++half) add_run<S>(total[half][tile], part[half][tile], half, scales);
         }
       }
     }
   }
   wgmma_wait<0>();
   hold(a[1]);
-  hold(total[0][0]);
-  hold(total[0][1]);
-  finish_tile<S>({x_scale, reinterpret_cast<const float*>(scale), bias, out}, total, first_token,
-                 first_feature + warp() * 32, tokens);
+  hold(total[0]);
+  hold(total[1]);
+}
+
+// The same for E4M3: a turn's A at once, and pieces of its sums one by one, a run of half the unit with 64
+// tokens. While a piece is computed, the one before is added; with groups, whose scales need registers, while
+// the other warpgroup's is. All are done before the next turn: registers that are in flight around a loop
+// would make the assembler wait for each product.
+template <Gemm S>
+DEVICE void add_pieces(WarpSums<S>& total, const Turns<S>& turns) {
+  using Of = Shape<S>;
+  using W = GemmWgmma<S>;
+  constexpr int STEPS = W::TURN * W::STEPS, TILES = 8, PARTS = S.grouped() ? 1 : 2;
+  constexpr int RUN_STEPS = S.group % (W::TURN * CHUNK) == 0 ? STEPS : W::RUN_STEPS, RUNS = STEPS / RUN_STEPS;
+  constexpr int IN_RUN = S.tiles / TILES, PIECES = 2 * RUNS * IN_RUN;  // of a half's run, and of a turn
+  static_assert(S.tiles % TILES == 0);
+  uint32_t a[STEPS][2][4];
+  float part[PARTS][TILES][4];
+  auto begin = [&](int turn, int piece) {
+    wgmma_fence();
+    UNROLL
+    for (int i = 0; i < RUN_STEPS; ++i) {
+      int step = piece / IN_RUN % RUNS * RUN_STEPS + i;
+      const uint8_t* x = turns.x(turn, step / W::STEPS) + piece % IN_RUN * TILES * 8 * Of::X_ROW_BYTES;
+      wgmma_e4m3(part[piece % PARTS], a[step][piece / IN_RUN / RUNS],
+                 wgmma_b<Of::X_ROW_BYTES>(x, step % W::STEPS * 32), i > 0);
+    }
+    wgmma_commit();
+  };
+  auto add = [&](int turn, int piece) {
+    int half = piece / IN_RUN / RUNS, step = piece / IN_RUN % RUNS * RUN_STEPS, chunk = step / W::STEPS;
+    UNROLL
+    for (int i = 0; i < TILES; ++i) {
+      int tile = piece % IN_RUN * TILES + i;
+      const RunScales scales = run_scales<S>(0, tile, step % W::STEPS / W::RUN_STEPS,
+                                             turns.weights(turn, chunk), turns.x_scales(turn, chunk));
+      add_run<S>(total[half][tile], part[piece % PARTS][i], half, scales);
+    }
+  };
+  turns.arrive(0);
+  for (int turn = 0; turn < W::TURNS; ++turn) {
+    UNROLL
+    for (int step = 0; step < STEPS; ++step)
+      step_fragments<S>(a[step], turns.weights(turn, step / W::STEPS), step % W::STEPS);
+    UNROLL
+    for (int piece = 0; piece < PIECES; ++piece) {
+      begin(turn, piece);
+      if (piece == PARTS - 1) turns.arrive(turn + 1);
+      if (piece < PARTS - 1) continue;
+      wgmma_wait<PARTS - 1>();
+      hold(part[(piece + 1) % PARTS]);
+      add(turn, piece + 1 - PARTS);
+    }
+    if constexpr (PARTS == 2) {
+      wgmma_wait<0>();
+      hold(part[(PIECES - 1) % PARTS]);
+      add(turn, PIECES - 1);
+    }
+    UNROLL
+    for (int step = 0; step < STEPS; ++step) hold(a[step]);
+  }
+}
+
+template <Gemm S>
+KERNEL_OCCUPANCY(Shape<S>::THREADS, 1)
+gemm_wgmma(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const float* x_scale,
+           const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out) {
+  int tokens = count_of(S.rows, *sizes);
+  auto [first_token, first_feature] = Tile<S>::of_block();
+  if (first_token >= tokens) return;
+
+  const CopyWeights<S> weights(first_feature / 16, weight, scale, zero);
+  const Turns<S> turns(weights, x, x_scale, first_token, tokens);
+  WarpSums<S> total[1] = {};
+  if constexpr (S.format == Format::fp8a8)
+    add_pieces<S>(total[0], turns);
+  else
+    add_steps<S>(total[0], turns);
+  const Tile<S> tile = Tile<S>::of_block();  // again, as tokens: no registers were left to keep them
+  finish_tile<S>({x_scale, reinterpret_cast<const float*>(scale), bias, out}, total, tile.first_token,
+                 tile.first_feature + warp() * 32, count_of(S.rows, *sizes));
 }
 
 }  // namespace enginewright
