@@ -252,6 +252,7 @@ def test_a_streaming_read_reads_everything() -> None:
         (("w8a8",), (1, 7)),
         (("fp8a8", "fp8a8 blocks"), (1, 7)),
         (("bf16", "bf16 wgmma"), (66,)),
+        (("fp8a8", "fp8a8 wgmma"), (66,)),
     ],
 )
 def test_matrix_products_are_called_as_engines_call_them(

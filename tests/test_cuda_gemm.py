@@ -7,7 +7,7 @@ import torch
 
 from tests.cuda_gemm import Gemm, Problem, assert_each_site_is_missed, compiled, error
 from tests.emulated import SCHEDULES, EmulatedKernels, Kernels
-from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
+from tests.tolerances import GEMM_F32
 
 # Rows and columns of no round number, with one split of K and with two; a last group that is not whole.
 BF16 = Gemm("bf16", 70, 600, bias=True)
@@ -70,7 +70,7 @@ def kernels() -> Kernels:
 def test_products_are_those_of_the_packed_weights(kernels: Kernels, gemm: Gemm, tokens: int) -> None:
     problem = Problem(gemm, tokens)
     result = problem.run(kernels)
-    assert error(result, problem.expected()) < (GEMM_F32 if gemm.to == "f32" else GEMM_BF16_OUT)
+    assert error(result, problem.expected()) < gemm.tolerance
     for schedule in SCHEDULES[1:]:
         assert torch.equal(problem.run(kernels, schedule), result), schedule
 
@@ -83,7 +83,7 @@ def test_gpus_multiply_fp8_in_their_own_ways(sm: int) -> None:
     for gemm, tokens in calls:
         problem = Problem(gemm, tokens)
         result = problem.run(kernels)
-        assert error(result, problem.expected()) < (GEMM_F32 if gemm.to == "f32" else GEMM_BF16_OUT)
+        assert error(result, problem.expected()) < gemm.tolerance
         for schedule in SCHEDULES[1:]:
             assert torch.equal(problem.run(kernels, schedule), result), schedule
 

@@ -113,9 +113,7 @@ FORMATS = (
     Format("int4", "GemmW4A16", "u4", group=128),
     Format("mxfp4", "GemmMxfp4A16", "e2m1", group=32),
 )
-HOPPER = tuple(
-    replace(format, name=f"{format.name} wgmma", beside=format.name) for format in FORMATS if format.x != "e4m3"
-)
+HOPPER = tuple(replace(format, name=f"{format.name} wgmma", beside=format.name) for format in FORMATS)
 
 
 def sizes_of(tokens: int) -> Sizes:

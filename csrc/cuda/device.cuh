@@ -90,7 +90,7 @@ DEVICE uint32_t ballot(bool value) { return __ballot_sync(ALL_LANES, value); }
 
 // 16 bytes (or 8, or 4) from global into shared memory, zeros if not `there`: begun, and done when
 // wait_copies says so for the thread that began it; for others, a barrier later. Both addresses are aligned
-// to BYTES. `global` is not read if not `there`, but is an address inside some buffer.
+// to BYTES. `global` is not read if not `there`, wherever it is then.
 template <int BYTES = 16>
 DEVICE void copy_async(void* shared, const void* global, bool there = true) {
   uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

@@ -49,7 +49,7 @@ class CopyWeights {
 
  public:
   DEVICE CopyWeights(int first_block, const uint8_t* weight, const uint8_t* scale, const uint8_t* zero)
-      : weight_(weight), scale_(scale), zero_(zero), first_block_(first_block) {
+      : scale_(scale), zero_(zero), first_block_(first_block) {
     int line = thread_index() / 4 % Of::LINES, rows = thread_index() % 4;
     block_ = thread_index() / LINE_GRANULES;
     from_ = weight + (first_block + block_) * Of::BLOCK_BYTES + line * LINE_BYTES + rows * 16;
@@ -59,11 +59,9 @@ class CopyWeights {
   DEVICE void copy(uint8_t* stage, int chunk) const {
     const uint8_t* from = from_ + int64_t{chunk} * Of::LINES * LINE_BYTES;
     UNROLL
-    for (int i = 0; i < COPIES; ++i) {
-      bool there = exists(block_ + i * APART);
-      copy_async(stage + to_ + i * APART * Of::LINES * LINE_BYTES,
-                 there ? from + i * APART * Of::BLOCK_BYTES : weight_, there);
-    }
+    for (int i = 0; i < COPIES; ++i)
+      copy_async(stage + to_ + i * APART * Of::LINES * LINE_BYTES, from + i * APART * Of::BLOCK_BYTES,
+                 exists(block_ + i * APART));
     if constexpr (S.weight_groups()) {
       constexpr int GRANULES = K::SCALES / 16;
       for (int i = thread_index(); i < K::SCALE_BYTES / 16; i += Of::THREADS) {
@@ -88,7 +86,7 @@ class CopyWeights {
     return exists(block) ? first_block_ + block : S.blocks() - 1;
   }
 
-  const uint8_t *weight_, *scale_, *zero_, *from_;
+  const uint8_t *scale_, *zero_, *from_;
   int first_block_, block_, to_;
 };
 
