@@ -70,6 +70,7 @@ struct Shape {
 
   // Products that are summed by themselves: a group, or its part in a chunk, since it is scaled; and those of
   // E4M3 in any case, whose sums have few bits in tensor cores (https://arxiv.org/abs/2412.19437, 3.3.2).
+  // gemm_wgmma.cuh has longer ones of E4M3, up to 128 as in that paper.
   static constexpr int RUN = !S.in_runs() ? 0 : S.group % CHUNK ? 32 : CHUNK;
   static constexpr int RUNS = S.in_runs() ? CHUNK / RUN : 1;       // in a chunk
   static constexpr int GROUP_SCALE_BYTES = S.four_bits() ? 2 : 4;  // of the weight: bf16 or f32
@@ -153,7 +154,7 @@ class CopyX {
     to_ = chunk_ * Of::TOKENS * Of::X_ROW_BYTES + PLACE(token, granule);
   }
 
-  DEVICE void copy(uint8_t* stage, int chunk, bool exists = true) const {
+  DEVICE void copy(uint8_t* stage, int chunk, bool exists = true) const {  // or zeros
     const uint8_t* from = from_ + int64_t{chunk} * Of::X_ROW_BYTES;
     UNROLL
     for (int i = 0; i < COPIES; ++i) {
