@@ -4,14 +4,15 @@
 // when somebody waits for it; a thread that has no context, or that allocates, loads or waits while it
 // captures, is refused.
 //
-// An image is the path of a library of one emulated kernel; a kernel's symbol is the number of its
-// parameters.
+// DRIVER_KERNELS names a file of what is emulated in place of the kernels in cubins: a line each of a
+// kernel's symbol, a library of it alone ("none": it cannot be launched), and the number of its parameters.
 #include <dlfcn.h>
 
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <set>
@@ -24,6 +25,7 @@ enum Result {
   OK,
   INVALID_VALUE = 1,
   OUT_OF_MEMORY = 2,
+  INVALID_IMAGE = 200,
   INVALID_CONTEXT = 201,
   NOT_FOUND = 500,
   FAILED = 719,
@@ -36,13 +38,13 @@ struct Launch {
   int32_t schedule;
   uint32_t seed;
 };
+using Run = const char* (*)(int, const Launch*, void**);  // gives why it failed, or nothing
 struct Function {
-  const char* (*launch)(int, const Launch*, void**);
+  Run launch;
   std::size_t parameters;
   unsigned shared_bytes = 48 << 10;
 };
 struct Module {
-  void* library;
   std::vector<Function*> functions;
 };
 using Work = std::function<bool()>;  // false where a kernel failed
@@ -61,9 +63,8 @@ int context;  // its address
 thread_local void* current;
 thread_local Stream* capturing;
 std::map<uintptr_t, std::size_t> memory;
-std::set<void*> pinned,
-    live;  // live: streams, events, modules, graphs, and how often the context is retained
-int retained;
+std::set<void*> pinned, live;  // live: streams, events, modules and graphs
+int retained;                  // how often the context is
 Result broken = OK;
 
 Result forbidden_while_capturing() { return !current ? INVALID_CONTEXT : capturing ? CAPTURING : broken; }
@@ -115,7 +116,7 @@ Result cuDeviceGetCount(int* count) { return *count = 1, OK; }
 Result cuDeviceGet(int* device, int index) { return *device = 0, index == 0 ? OK : Result(101); }
 Result cuDeviceGetName(char* name, int size, int) { return std::strncpy(name, "emulated", size), OK; }
 Result cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == 75 ? 8 : attribute == 76 ? 0 : attribute == 16 ? 3 : -1;
+  *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 16 ? 3 : -1;
   return *value < 0 ? INVALID_VALUE : OK;
 }
 Result cuDevicePrimaryCtxRetain(void** to, int) { return *to = &context, ++retained, OK; }
@@ -136,7 +137,9 @@ Result cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
 Result cuMemAlloc_v2(uintptr_t* address, std::size_t bytes) {
   if (Result why = forbidden_while_capturing()) return why;
   std::size_t whole = (bytes + ALIGN - 1) / ALIGN * ALIGN;
+  std::size_t free, total;
   if (!bytes) return INVALID_VALUE;
+  if (cuMemGetInfo_v2(&free, &total) || bytes > free) return OUT_OF_MEMORY;
   *address = reinterpret_cast<uintptr_t>(std::aligned_alloc(ALIGN, whole));
   std::memset(reinterpret_cast<void*>(*address), 0xff, whole);
   memory[*address] = bytes;
@@ -199,18 +202,24 @@ Result cuEventSynchronize(Event* event) {
 
 Result cuModuleLoadData(Module** module, const char* image) {
   if (Result why = forbidden_while_capturing()) return why;
-  void* library = dlopen(image, RTLD_NOW | RTLD_LOCAL);
-  return library ? (*module = made(new Module{library, {}}), OK) : Result(200);
+  const char magic[] = {0x7f, 'E', 'L', 'F'};
+  return *module = made(new Module), std::memcmp(image, magic, 4) ? INVALID_IMAGE : OK;
 }
 Result cuModuleUnload(Module* module) {
   for (Function* function : module->functions) delete function;
   return gone(module);
 }
 Result cuModuleGetFunction(Function** function, Module* module, const char* name) {
-  auto launch = reinterpret_cast<decltype(Function::launch)>(dlsym(module->library, "enginewright_launch"));
-  if (!launch || !std::atoi(name)) return NOT_FOUND;
-  *function = new Function{launch, static_cast<std::size_t>(std::atoi(name))};
-  return module->functions.push_back(*function), OK;
+  std::ifstream kernels(std::getenv("DRIVER_KERNELS"));
+  std::string symbol, library;
+  for (std::size_t parameters; kernels >> symbol >> library >> parameters;) {
+    if (symbol != name) continue;
+    void* opened = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+    void* launch = opened ? dlsym(opened, "enginewright_launch") : nullptr;
+    *function = new Function{reinterpret_cast<Run>(launch), parameters};
+    return module->functions.push_back(*function), OK;
+  }
+  return NOT_FOUND;
 }
 Result cuFuncSetAttribute(Function* function, int attribute, int value) {
   if (attribute != 8 || value > (227 << 10)) return INVALID_VALUE;  // MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -220,7 +229,8 @@ Result cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, un
                       unsigned threads_y, unsigned threads_z, unsigned shared_bytes, Stream* stream,
                       void** parameters, void** extra) {
   bool sane = x && y && z && x < 1u << 31 && y < 1u << 16 && z < 1u << 16 && threads && threads <= 1024 &&
-              threads_y == 1 && threads_z == 1 && shared_bytes <= function->shared_bytes && !extra;
+              threads_y == 1 && threads_z == 1 && !extra;
+  if (!function->launch || shared_bytes > function->shared_bytes) return INVALID_VALUE;
   if (!sane) return INVALID_VALUE;
   std::vector<uint64_t> values(function->parameters);  // are copied at once; all have 8 bytes
   for (std::size_t i = 0; i < values.size(); ++i) values[i] = *static_cast<uint64_t*>(parameters[i]);

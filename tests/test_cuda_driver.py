@@ -10,16 +10,21 @@ from pathlib import Path
 import pytest
 
 from enginewright import LLM, SamplingParams
-from tests.graphs import random_tokens
-from tests.test_cuda_engine import built
+from enginewright.builder import build
+from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.plugins.kernel import Specialization
+from enginewright.runtime.engine import Engine
+from tests.emulated import compiled_library
+from tests.graphs import checkpoint_of, random_tokens
 
 ROOT = Path(__file__).parent.parent
-TOKENS = 9
+TOKENS = 9  # of an answer
+LIMITS = {"max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 8}  # steps that take few kernels
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with libcuda.so.1."""
+    """A folder with libcuda.so.1: of a GPU like an H200."""
     folder, compiler = tmp_path_factory.mktemp("driver"), shutil.which("g++")
     assert compiler is not None, "g++ compiles the driver; there is none"
     options = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1"]
@@ -27,21 +32,34 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_engine_asks_the_driver_for_what_it_may(driver: Path) -> None:
-    """From another thread than the one that opened it, with graphs; everything is given back."""
-    path, _, kernels = built("llama", "bf16")
+def test_an_engine_asks_the_driver_for_what_it_may(
+    driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes to the GPU by itself, runs in a thread, with graphs, and gives everything back."""
+    kernels: dict[str, Specialization] = {}
+    sections = build.code_sections
+    monkeypatch.setattr(build, "code_sections", lambda some, targets: kernels.update(some) or sections(some, targets))
+    config = BuildConfig(quant=quant_config("bf16"), targets=("cpu", "cuda:sm_90a"), gate=None)
+    path, emulated = tmp_path / "both.engine", tmp_path / "kernels"
+    build_engine(checkpoint_of("llama"), config, path)
+    with Engine.open(path, "cuda") as engine, emulated.open("w") as lines:
+        symbols = {name: launch.symbol for name, launch in engine.code((9, 0)).launches.items()}
+        for launch in {launch.kernel: launch for launch in engine.plan.launches()}.values():
+            runs = launch.low <= LIMITS["max_num_batched_tokens"]
+            library = compiled_library((kernels[launch.kernel][:2],), 80) if runs else "none"
+            lines.write(f"{symbols[launch.kernel]} {library} {1 + len(launch.arguments)}\n")
     prompts = [random_tokens(count, seed=count).tolist() for count in (25, 7, 31, 12)]
-    given = {"path": str(path), "kernels": kernels, "prompts": prompts, "num_tokens": TOKENS}
+    paths = {"LD_LIBRARY_PATH": str(driver), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.on_driver"],
         cwd=ROOT,
-        env={**os.environ, "LD_LIBRARY_PATH": str(driver), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        input=json.dumps(given),
+        env={**os.environ, **paths, "DRIVER_KERNELS": str(emulated)},
+        input=json.dumps([str(path), prompts, TOKENS, LIMITS]),
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    with LLM(path, device="cpu", max_model_len=96) as llm:
+    with LLM(path, device="cpu", **LIMITS) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
-    assert found == {"answers": [output.outputs[0].token_ids for output in outputs], "left": 0}
+    expected = [output.outputs[0].token_ids for output in outputs]
+    assert json.loads(done.stdout) == {"on": "sm_90", "answers": expected, "left": 0}
