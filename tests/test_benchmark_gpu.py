@@ -114,6 +114,19 @@ def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
     assert read_report(tmp_path / "some") == [{"name": "a", "values": [0.33333, {"b": 0.66667}]}]
 
 
+def test_what_fails_is_one_error(tmp_path: Path) -> None:
+    report = Report(tmp_path / "some")
+    with report.case("a"):
+        report.add("a/1", x=1)
+        raise ValueError("no such thing")
+    report.add("b", x=2)
+    assert [(one["name"], one.get("error")) for one in read_report(tmp_path / "some")] == [
+        ("a/1", None),
+        ("a", "ValueError: no such thing"),
+        ("b", None),
+    ]
+
+
 def test_without_a_gpu_it_ends_with_6(tmp_path: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--output", str(tmp_path)],

@@ -122,12 +122,10 @@ def measure(report: Report, name: str, path: Path, device: str, limits: Limits =
     """
     alone: dict[str, list[Answer]] = {}
     for kind in KINDS:
-        try:
+        with report.case(f"{name}/{kind.name}"):
             alone |= answered(path, device, [kind], limits)
             (on_cpu,) = answered(path, "cpu", [kind], limits).values()
             report.add(f"{name}/{kind.name}", **compared(kind, alone[kind.name], on_cpu))
-        except Exception as problem:  # of this kind; the others follow
-            report.add(f"{name}/{kind.name}", error=f"{type(problem).__name__}: {problem}"[:300])
     together = answered(path, device, [kind for kind in KINDS if kind.name in alone], limits, steps_ahead=1)
     for named, answers in alone.items():
         same = sum(a == b for a, b in zip(answers, together[named], strict=True))

@@ -266,7 +266,8 @@ def run(report: Report) -> None:
     some = [Problem("bf16", 1, 1024).sizes, prompt.sizes]
     bench.compile(kernel for call in calls.values() for sizes in some for kernel in call.instances(sizes))
     for problem in (prompt, *(Problem("bf16", batch, context) for context in CONTEXTS for batch in BATCHES)):
-        measure(bench, report, roof, problem, calls)
+        with report.case(f"attention/{problem.batch}x{problem.context}"):
+            measure(bench, report, roof, problem, calls)
         torch.cuda.empty_cache()
     if bench.sm == "sm_90a":  # last: no GPU has run it yet, and a fault would take the others along
         both = {"bf16": calls["bf16"], WGMMA: attention_call(WGMMA)}

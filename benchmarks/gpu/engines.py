@@ -242,7 +242,7 @@ def tiny(report: Report, folder: Path, sm: str) -> None:
         building = {pool.submit(build, case, folder, sm): case for case in cases()}
         for work in as_completed(building):
             case = building[work]
-            try:
+            with report.case(f"engines/{case.name}"):
                 built = work.result()
                 report.add(f"engines/{case.name}", **check(case, built, "cuda"))
                 if case in (Case("llama", "bf16"), Case("gemma3_text", "bf16")):
@@ -254,5 +254,3 @@ def tiny(report: Report, folder: Path, sm: str) -> None:
                     report.add(f"engines/{case.name}/in company", **in_company(built.path, "cuda"))
                 if case == Case(WIDE, "bf16", batch_invariant=True):
                     answers.measure(report, f"engines/{case.name}", built.path, "cuda", AT_ONCE)
-            except Exception as problem:  # of one case; the others follow
-                report.add(f"engines/{case.name}", error=f"{type(problem).__name__}: {problem}"[:300])

@@ -306,5 +306,6 @@ def run(report: Report) -> None:
         report.add(f"gemm/{TRITON}", error=str(problem)[:300])
     formats = (*FORMATS, *HOPPER) if bench.sm == "sm_90a" else FORMATS
     for shape, calls in prepared(bench, report, formats):
-        measure(bench, report, roof, shape, calls)
+        with report.case(f"gemm/{shape.name}"):
+            measure(bench, report, roof, shape, calls)
         torch.cuda.empty_cache()

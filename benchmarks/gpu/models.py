@@ -264,11 +264,9 @@ def built(report: Report, folder: Path, targets: tuple[str, ...]) -> dict[str, P
             path = folder / f"{name}.engine"
             building[path] = pool.submit(build, quant, path, targets, LLAMA_1B, "cuda", batch_invariant=batch_invariant)
         for path, work in building.items():
-            try:
+            with report.case(f"models/{path.stem}/build"):
                 report.add(f"models/{path.stem}/build", seconds=work.result(), bytes=path.stat().st_size)
                 paths[path.stem] = path
-            except Exception as problem:  # the others are measured
-                report.add(f"models/{path.stem}/build", error=f"{type(problem).__name__}: {problem}"[:300])
     return paths
 
 
@@ -277,12 +275,10 @@ def opened(report: Report, paths: Mapping[str, Path]) -> dict[str, Subject]:
     cuda_device.CudaDevice = WatchedDevice
     subjects = {}
     for name, path in paths.items():
-        try:
+        with report.case(f"models/{name}/run"):
             if name in QUANTS:
                 report.add(f"models/{name}/ready", seconds=min(ready_seconds(path) for _ in range(2)))
             subject = Subject.open(path, "cuda", **LIMITS)
             subject.seconds(max(BATCHES), DEPTH, 8)
             subjects[name] = subject
-        except Exception as problem:  # the others are measured
-            report.add(f"models/{name}/run", error=f"{type(problem).__name__}: {problem}"[:300])
     return subjects

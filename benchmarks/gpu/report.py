@@ -1,6 +1,8 @@
 """What a part finds, line by line, so that what it found before it failed is kept."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,14 @@ class Report:
         """A figure, or a check. error: what went wrong instead, in words."""
         with self._path.open("a") as file:
             file.write(json.dumps({"name": name, **{key: _short(value) for key, value in values.items()}}) + "\n")
+
+    @contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """What fails in it is an error of this name, and what follows goes on."""
+        try:
+            yield
+        except Exception as problem:
+            self.add(name, error=f"{type(problem).__name__}: {problem}"[:300])
 
     def skip(self, name: str, why: str) -> None:
         """What cannot be had here: a peer that is not installed, or does not take such operands."""
