@@ -81,11 +81,15 @@ def open_executor(engine: Engine, config: RuntimeConfig) -> Executor:
     from enginewright.runtime.cuda.executor import CudaExecutor
 
     device = CudaDevice(int(config.device.partition(":")[2] or 0))
-    archive = engine.code(device.capability)
-    engine.plan = engine.plan.for_code(engine.architecture(device.capability))
-    device.code = lambda name: (bytes(archive.cubin(name)), archive.launches[name].symbol)
-    executor = CudaExecutor(engine, device, config)
-    executor.warm_up()
+    try:
+        archive = engine.code(device.capability)
+        engine.plan = engine.plan.for_code(engine.architecture(device.capability))
+        device.code = lambda name: (bytes(archive.cubin(name)), archive.launches[name].symbol)
+        executor = CudaExecutor(engine, device, config)
+        executor.warm_up()
+    except BaseException:
+        device.close()  # whoever asks again, with other limits, finds the memory free
+        raise
     return executor
 
 

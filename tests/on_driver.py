@@ -5,11 +5,17 @@ import json
 import sys
 
 from enginewright import LLM, SamplingParams
+from enginewright.errors import NotEnoughMemoryError
 
 if __name__ == "__main__":
     path, prompts, num_tokens, limits = json.load(sys.stdin)
+    left = ctypes.CDLL("libcuda.so.1").driver_left
+    try:
+        LLM(path, **limits, kv_cache_memory=4 << 10)
+    except NotEnoughMemoryError as error:
+        refused = str(error).splitlines()[0], left()
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     with LLM(path, **limits) as llm:
         outputs, isa = llm.generate(prompts, params), llm.isa
-    left = ctypes.CDLL("libcuda.so.1").driver_left()
-    print(json.dumps({"on": isa, "answers": [output.outputs[0].token_ids for output in outputs], "left": left}))
+    answers = [output.outputs[0].token_ids for output in outputs]
+    print(json.dumps({"refused": refused, "on": isa, "answers": answers, "left": left()}))
