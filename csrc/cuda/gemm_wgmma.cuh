@@ -175,19 +175,18 @@ DEVICE void add_steps(WarpSums<S>& total, const Turns<S>& turns) {
   hold(total[1]);
 }
 
-// The same for E4M3, in runs (see Shape), which are a turn where groups allow it. A's are loaded for a turn
-// at once; sums come in pieces, a run of half the unit with 64 tokens. While a piece is computed, the one
-// before is added; with groups, whose scales need registers, only while the other warpgroup's is. A turn ends
-// with all of them done: of sums in flight around a loop the assembler does not see which ones a wait is for,
-// and makes every product wait.
+// The same for E4M3, in runs (see Shape), which are a turn where groups allow it. A is loaded for a turn at
+// once; sums come in pieces, a run of half the unit with 64 tokens. While a piece is computed, the one before
+// is added; with groups, whose scales need registers, while the other warpgroup's is. A turn ends with all of
+// them done: of sums in flight around a loop the assembler does not see which ones a wait is for, and makes
+// every product wait.
 template <Gemm S>
 DEVICE void add_pieces(WarpSums<S>& total, const Turns<S>& turns) {
   using Of = Shape<S>;
   using W = GemmWgmma<S>;
   constexpr int STEPS = W::TURN * W::STEPS, TILES = 8, PARTS = S.grouped() ? 1 : 2;
   constexpr int RUN_STEPS = S.group % (W::TURN * CHUNK) == 0 ? STEPS : W::RUN_STEPS, RUNS = STEPS / RUN_STEPS;
-  constexpr int IN_RUN = S.tiles / TILES,
-                PIECES = 2 * RUNS * IN_RUN;  // pieces of a half's run, and of a turn
+  constexpr int IN_RUN = S.tiles / TILES, PIECES = 2 * RUNS * IN_RUN;  // of a run of a half; of a turn
   static_assert(S.tiles % TILES == 0);
   uint32_t a[STEPS][2][4];
   float part[PARTS][TILES][4];
@@ -220,7 +219,7 @@ DEVICE void add_pieces(WarpSums<S>& total, const Turns<S>& turns) {
     UNROLL
     for (int piece = 0; piece < PIECES; ++piece) {
       begin(turn, piece);
-      if (piece == PARTS - 1) turns.arrive(turn + 1);
+      if (piece == PIECES / 2) turns.arrive(turn + 1);
       if (piece < PARTS - 1) continue;
       wgmma_wait<PARTS - 1>();
       hold(part[(piece + 1) % PARTS]);
@@ -231,8 +230,6 @@ DEVICE void add_pieces(WarpSums<S>& total, const Turns<S>& turns) {
       hold(part[(PIECES - 1) % PARTS]);
       add(turn, PIECES - 1);
     }
-    UNROLL
-    for (int step = 0; step < STEPS; ++step) hold(a[step]);
   }
 }
 
