@@ -173,16 +173,26 @@ class CopyX {
       tokens_;  // where a row's copies are; its chunk of COUNT; how many tokens are left from its on
 };
 
+// This thread's of COUNT things that all do together.
+template <int COUNT, int THREADS, class Each>
+DEVICE void shared_out(Each each) {
+  UNROLL
+  for (int first = 0; first < COUNT; first += THREADS) {
+    int i = first + thread_index();
+    if (first + THREADS <= COUNT || i < COUNT) each(i);
+  }
+}
+
 // The scales of the runs of COUNT chunks of x, [COUNT][RUNS][tokens].
 template <Gemm S, int COUNT>
 DEVICE void copy_x_scales(float* to, const float* x_scale, int first_token, int tokens, int chunk) {
   constexpr int TOKENS = Shape<S>::TOKENS, RUNS = Shape<S>::RUNS;
-  for (int i = thread_index(); i < COUNT * RUNS * TOKENS; i += Shape<S>::THREADS) {
+  shared_out<COUNT * RUNS * TOKENS, Shape<S>::THREADS>([&](int i) {
     int token = i % TOKENS, run = i / TOKENS % RUNS, c = i / TOKENS / RUNS;
     bool there = first_token + token < tokens && chunk + c < Shape<S>::CHUNKS;
     int64_t at = int64_t{first_token + token} * S.x_scale_stride + Shape<S>::group_of(chunk + c, run);
     copy_async<4>(to + i, there ? x_scale + at : x_scale, there);
-  }
+  });
 }
 
 // Stages in shared memory, each read once the copies into it are there, and then filled again.

@@ -38,7 +38,7 @@ struct GemmLarge {
   static DEVICE int place(int line, int rows) { return line * LINE_BYTES + (rows ^ (line & 2)) * 16; }
 };
 
-// A thread's part in copying a chunk of the block's weights, and what belongs to its runs, into a stage.
+// A thread's part in copying a chunk of the block's weights, and the scales of its runs, into a stage.
 template <Gemm S>
 class CopyWeights {
   using Of = Shape<S>;
@@ -62,19 +62,21 @@ class CopyWeights {
     for (int i = 0; i < COPIES; ++i)
       copy_async(stage + to_ + i * APART * Of::LINES * LINE_BYTES, from + i * APART * Of::BLOCK_BYTES,
                  exists(block_ + i * APART));
+  }
+  DEVICE void copy_scales(uint8_t* stage, int chunk) const {  // and zeros
     if constexpr (S.weight_groups()) {
       constexpr int GRANULES = K::SCALES / 16;
-      for (int i = thread_index(); i < K::SCALE_BYTES / 16; i += Of::THREADS) {
+      shared_out<K::SCALE_BYTES / 16, Of::THREADS>([&](int i) {
         int64_t column =
             existing(i / GRANULES / Of::RUNS) * Of::GROUPS + Of::group_of(chunk, i / GRANULES % Of::RUNS);
         copy_async(stage + K::SCALES_AT + i * 16, scale_ + column * K::SCALES + i % GRANULES * 16);
-      }
+      });
     }
     if constexpr (S.zeros) {
-      for (int i = thread_index(); i < K::ZERO_BYTES / 16; i += Of::THREADS) {
+      shared_out<K::ZERO_BYTES / 16, Of::THREADS>([&](int i) {
         int64_t column = existing(i / Of::RUNS) * Of::GROUPS + Of::group_of(chunk, i % Of::RUNS);
         copy_async(stage + K::ZEROS_AT + i * 16, zero_ + column * 16);
-      }
+      });
     }
   }
 
@@ -228,6 +230,7 @@ gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const fl
     if (index < Of::CHUNKS) {
       int chunk = Order<S>::of(index).chunk;
       weights.copy(stage, chunk);
+      weights.copy_scales(stage, chunk);
       tokens_of.copy(stage + K::X_AT, chunk);
       if constexpr (S.x_groups())
         copy_x_scales<S, 1>(reinterpret_cast<float*>(stage + K::X_SCALES_AT), x_scale, first_token, tokens,

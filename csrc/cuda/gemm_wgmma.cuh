@@ -27,11 +27,11 @@ template <Gemm S>
 struct GemmWgmma {
   using Of = Shape<S>;
   static constexpr int STAGE_BYTES =
-      ceil_div(GemmLarge<S>::STAGE_BYTES, 1024) * 1024;  // so that x is aligned
-  static constexpr int STEPS = Of::X_ROW_BYTES / 32;     // of wgmma, in a chunk
-  static constexpr int RUN_STEPS = STEPS / Of::RUNS;
+      ceil_div(GemmLarge<S>::STAGE_BYTES, 1024) * 1024;           // so that x is aligned
+  static constexpr int STEPS = Of::X_ROW_BYTES / 32;              // of wgmma, in a chunk
   static constexpr int TURN = S.format == Format::fp8a8 ? 2 : 1;  // chunks from a barrier to the next
   static constexpr int TURNS = ceil_div(Of::CHUNKS, TURN), STAGES = S.stages / TURN;
+  static constexpr int RUN_STEPS = S.group % (TURN * CHUNK) == 0 ? TURN * STEPS : STEPS / Of::RUNS;
   static_assert(S.shared_bytes == S.stages * STAGE_BYTES && GemmLarge<S>::X_AT % 1024 == 0);
   static_assert(S.stages % TURN == 0 && STAGES >= 3);
   static_assert(S.feature_warps % 4 == 0 && S.token_warps == 1 && S.units == 1 && STEPS % 2 == 0);
@@ -88,6 +88,8 @@ class Turns {
         uint8_t* to = stage(turn, i);
         weights_.copy(to, from);
         x_.copy(to + K::X_AT, from, there);
+        if (i * W::STEPS % W::RUN_STEPS != 0) continue;
+        weights_.copy_scales(to, from);
         if constexpr (S.x_groups())
           copy_x_scales<S, 1>(reinterpret_cast<float*>(to + K::X_SCALES_AT), x_scale_, first_token_, tokens_,
                               from);
@@ -185,7 +187,7 @@ DEVICE void add_pieces(WarpSums<S>& total, const Turns<S>& turns) {
   using Of = Shape<S>;
   using W = GemmWgmma<S>;
   constexpr int STEPS = W::TURN * W::STEPS, TILES = 8, PARTS = S.grouped() ? 1 : 2;
-  constexpr int RUN_STEPS = S.group % (W::TURN * CHUNK) == 0 ? STEPS : W::RUN_STEPS, RUNS = STEPS / RUN_STEPS;
+  constexpr int RUN_STEPS = W::RUN_STEPS, RUNS = STEPS / RUN_STEPS;
   constexpr int IN_RUN = S.tiles / TILES, PIECES = 2 * RUNS * IN_RUN;  // of a run of a half; of a turn
   static_assert(S.tiles % TILES == 0);
   uint32_t a[STEPS][2][4];
@@ -206,8 +208,8 @@ DEVICE void add_pieces(WarpSums<S>& total, const Turns<S>& turns) {
     UNROLL
     for (int i = 0; i < TILES; ++i) {
       int tile = piece % IN_RUN * TILES + i;
-      const RunScales scales = run_scales<S>(0, tile, step % W::STEPS / W::RUN_STEPS,
-                                             turns.weights(turn, chunk), turns.x_scales(turn, chunk));
+      const RunScales scales = run_scales<S>(0, tile, step % W::STEPS / RUN_STEPS, turns.weights(turn, chunk),
+                                             turns.x_scales(turn, chunk));
       add_run<S>(total[half][tile], part[piece % PARTS][i], half, scales);
     }
   };
