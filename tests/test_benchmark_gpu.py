@@ -157,6 +157,11 @@ def test_packages_that_are_missing_are_named(
 def test_packages_of_a_folder_come_behind_ours(tmp_path: Path) -> None:
     paths = environment(tmp_path)["PYTHONPATH"].split(os.pathsep)
     assert paths[:4] == [str(ROOT), str(ROOT / "src"), str(ROOT / "benchmarks"), str(tmp_path)]
+    before = os.environ.get("LD_LIBRARY_PATH")
+    assert environment(tmp_path).get("LD_LIBRARY_PATH") == before
+    (tmp_path / "nvidia/cu13/lib").mkdir(parents=True)
+    libraries = environment(tmp_path)["LD_LIBRARY_PATH"].split(os.pathsep)
+    assert libraries == [str(tmp_path / "nvidia/cu13/lib"), *filter(None, [before])]
 
 
 def test_parts_are_run_in_turn_until_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,12 @@ def environment(site: Path | None = None) -> dict[str, str]:
     paths = [ROOT, ROOT / "src", ROOT / "benchmarks", *([site.resolve()] if site else [])]
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     paths_of_all = list(dict.fromkeys([*map(str, paths), *given]))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths_of_all), "PYTHONUNBUFFERED": "1"}
+    made = {**os.environ, "PYTHONPATH": os.pathsep.join(paths_of_all), "PYTHONUNBUFFERED": "1"}
+    libraries = sorted(map(str, site.resolve().glob("nvidia/*/lib"))) if site else []
+    if libraries:  # cuda-bindings looks for NVRTC where Python has its packages, and then where the system does
+        others = filter(None, [os.environ.get("LD_LIBRARY_PATH")])
+        made["LD_LIBRARY_PATH"] = os.pathsep.join([*libraries, *others])
+    return made
 
 
 def _end_all(process: subprocess.Popen[bytes]) -> None:
