@@ -6,12 +6,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from enginewright import LLM, SamplingParams
 from enginewright.builder import build
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.builder.cuda import Instance, compile_each
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime.engine import Engine
 from tests.emulated import compiled_library
@@ -32,6 +35,34 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def said(module: str, driver: Path, kernels: Path, given: object, **more: str) -> dict[str, Any]:
+    """By a process where libcuda.so.1 is the driver, and emulates these kernels."""
+    paths = {"LD_LIBRARY_PATH": str(driver), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, "-m", module],
+        cwd=ROOT,
+        env={**os.environ, **paths, "DRIVER_KERNELS": str(kernels), **more},
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_tests_of_kernels_launch_them_on_a_gpu(driver: Path, tmp_path: Path) -> None:
+    """Arrays go there as wholes, and come back; views of them stay views."""
+    source, expression, threads = "roof.cuh", "read_rows<ReadRows{.lines = 1}>", 256
+    instance = Instance(source, expression)
+    symbol = compile_each([("sm_90a", instance)])["sm_90a", instance].symbol  # from now on it is in the cache
+    (tmp_path / "kernels").write_text(f"{symbol} {compiled_library(((source, expression),), 80)} 3\n")
+    on_gpu = {"ENGINEWRIGHT_TEST_DEVICE": "cuda"}
+    found = said("tests.kernel_on_driver", driver, tmp_path / "kernels", [source, expression, threads], **on_gpu)
+    lines = np.arange(4 * threads, 8 * threads).reshape(threads, 4)
+    assert found == {"by": "GpuKernels", "sums": [*lines.sum(1).tolist(), 77]}
+
+
 def test_an_engine_asks_the_driver_for_what_it_may(
     driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,20 +80,10 @@ def test_an_engine_asks_the_driver_for_what_it_may(
             library = compiled_library((kernels[launch.kernel][:2],), 80) if runs else "none"
             lines.write(f"{symbols[launch.kernel]} {library} {1 + len(launch.arguments)}\n")
     prompts = [random_tokens(count, seed=count).tolist() for count in (25, 7, 31, 12)]
-    paths = {"LD_LIBRARY_PATH": str(driver), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.on_driver"],
-        cwd=ROOT,
-        env={**os.environ, **paths, "DRIVER_KERNELS": str(emulated)},
-        input=json.dumps([str(path), prompts, TOKENS, LIMITS]),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    found = said("tests.on_driver", driver, emulated, [str(path), prompts, TOKENS, LIMITS])
     with LLM(path, device="cpu", **LIMITS) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
     expected = [output.outputs[0].token_ids for output in outputs]
-    found = json.loads(done.stdout)
     why, left = found.pop("refused")
     assert why.startswith("the KV cache of one sequence of 96 positions takes") and left == 0
     assert found == {"on": "sm_90", "answers": expected, "left": 0}
