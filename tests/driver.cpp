@@ -129,6 +129,9 @@ Result cuGetErrorString(Result error, const char** text) {
          OK;
 }
 
+// NVRTC asks for tables of its own, and does without.
+Result cuGetExportTable(const void** table, const void*) { return *table = nullptr, NOT_FOUND; }
+
 Result cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
   *free = *total = MEMORY;
   for (auto& [_, bytes] : memory) *free -= bytes;
