@@ -24,7 +24,8 @@ def num_threads() -> int | None:
 def compiler_environment() -> dict[str, str]:
     """For processes that compile: what they need to run, and nothing that changes what they make."""
     needed = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TMPDIR")
-    return {name: os.environ[name] for name in needed if name in os.environ}
+    found = {name: os.environ[name] for name in needed if name in os.environ}
+    return found | {"CUDA_VISIBLE_DEVICES": ""}  # NVRTC calls cuInit where there is a driver, in each process
 
 
 def cache_folder() -> Path:

@@ -25,6 +25,7 @@ enum Result {
   OK,
   INVALID_VALUE = 1,
   OUT_OF_MEMORY = 2,
+  NO_DEVICE = 100,
   INVALID_IMAGE = 200,
   INVALID_CONTEXT = 201,
   NOT_FOUND = 500,
@@ -110,7 +111,10 @@ Stream* the_stream;
 
 extern "C" {
 
-Result cuInit(unsigned flags) { return flags ? INVALID_VALUE : OK; }
+Result cuInit(unsigned flags) {
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  return flags ? INVALID_VALUE : visible && !*visible ? NO_DEVICE : OK;
+}
 Result cuDriverGetVersion(int* version) { return *version = 13000, OK; }
 Result cuDeviceGetCount(int* count) { return *count = 1, OK; }
 Result cuDeviceGet(int* device, int index) { return *device = 0, index == 0 ? OK : Result(101); }

@@ -15,6 +15,7 @@ from enginewright.builder.cuda import Compiled, Instance, compile
 from enginewright.builder.cuda.cubin import resources
 from enginewright.builder.cuda.kernel import Failed, Job
 from enginewright.errors import EngineError, UsageError
+from enginewright.runtime.env import compiler_environment
 from enginewright.targets import SMS
 from tests.assembler import assembler_log
 from tests.compiled import compile_kernels
@@ -229,6 +230,11 @@ def test_a_build_without_the_compiler_ends_before_anything_is_done(
     checkpoint = open_checkpoint(str(tiny_checkpoint(tmp_path / "checkpoint", "llama")))
     with pytest.raises(UsageError, match="cuda-build"):
         build.build_engine(checkpoint, build.BuildConfig(targets=("cpu", "cuda:sm_80")), tmp_path / "x.engine")
+
+
+def test_processes_that_compile_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert compiler_environment()["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_compiler_that_dies_is_an_error(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
