@@ -21,7 +21,7 @@ from tests.emulated import compiled_library
 from tests.graphs import checkpoint_of, random_tokens
 
 ROOT = Path(__file__).parent.parent
-TOKENS = 9  # of an answer
+TOKENS = 4  # of an answer
 LIMITS = {"max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 8}  # steps that take few kernels
 
 
@@ -79,7 +79,7 @@ def test_an_engine_asks_the_driver_for_what_it_may(
             runs = launch.low <= LIMITS["max_num_batched_tokens"]
             library = compiled_library((kernels[launch.kernel][:2],), 80) if runs else "none"
             lines.write(f"{symbols[launch.kernel]} {library} {1 + len(launch.arguments)}\n")
-    prompts = [random_tokens(count, seed=count).tolist() for count in (25, 7, 31, 12)]
+    prompts = [random_tokens(count, seed=count).tolist() for count in (18, 3, 1, 9)]
     found = said("tests.on_driver", driver, emulated, [str(path), prompts, TOKENS, LIMITS])
     with LLM(path, device="cpu", **LIMITS) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))

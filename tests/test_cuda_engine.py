@@ -131,7 +131,7 @@ def test_the_gate_simulates_fp8_activations(scales: str) -> None:
 def test_company_changes_no_bit() -> None:
     """In steps of at most 64 tokens, which take the same kernels: alone, together, and in other pieces."""
     path, _, kernels = built("llama", "bf16")
-    texts = [random_tokens(count, seed=count).tolist() for count in (1, 9, 33, 40)]
+    texts = [random_tokens(count, seed=count).tolist() for count in (1, 9, 33)]
     with EngineFile.open(path) as file:
         engine, device = Engine(file, "cuda"), device_for(kernels)
         runs = [
