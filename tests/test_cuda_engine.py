@@ -136,7 +136,7 @@ def test_company_changes_no_bit() -> None:
         engine, device = Engine(file, "cuda"), device_for(kernels)
         runs = [
             score(CudaExecutor(engine, device, replace(LIMITS, max_num_batched_tokens=cut, max_num_seqs=seqs)), texts)
-            for cut, seqs in ((64, 1), (64, 3), (7, 3), (19, 2))
+            for cut, seqs in ((64, 1), (64, 3), (7, 2))
         ]
     for other in runs[1:]:
         for one, same in zip(runs[0], other, strict=True):
