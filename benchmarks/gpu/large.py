@@ -10,26 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from protocol.models import LLAMA_1B
 
 from benchmarks.gpu.bench import GpuBench
 from benchmarks.gpu.models import Subject, body_weights, build, ready_seconds
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.roof import Roof, reported
 
-LLAMA_8B = {
+LLAMA_8B = LLAMA_1B | {
     "vocab_size": 128256,
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
     "head_dim": 128,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 FP8_OVER_BF16 = 2  # of the tensor cores' speed
 STEP_TOKENS = 8192
