@@ -35,5 +35,5 @@ setup(
             extra_compile_args=[*optimize, "-Wall", "-Wextra", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"],
             extra_link_args=["-pthread", *sanitize],
         )
-    ]
+    ],
 )
