@@ -83,7 +83,7 @@ format: $(INSTALLED) ## rewrite Python and C++ files in the house's form
 build: $(BUILT) ## compile the C++ extension in place
 
 bench: $(BUILT) $(MODEL) ## measure the engine alone, in about 20 minutes (benchmarks/README.md)
-	for script in first_token step_share server_overhead stream_pace; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py; done
+	for script in first_token step_share server_overhead stream_pace neighbours; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py; done
 	$(BIN)/python benchmarks/cpu.py --peers --models smollm2 smollm2-rescaled --output .cache/bench/cpu $(ARGS)
 
 bench-peers: $(BUILT) $(MODEL) ## measure it beside its peers: gigabytes of them, and hours; ARGS=--quick is less

@@ -1,5 +1,7 @@
 #include "thread_pool.h"
 
+#include <sched.h>
+
 #include <chrono>
 
 namespace enginewright {
@@ -28,13 +30,28 @@ class PoolWorker final : public Worker {
  public:
   PoolWorker(ThreadPool& pool, int index, std::byte* scratch)
       : Worker(index, pool.threads(), scratch), pool_(pool) {}
-  void sync() override { pool_.sync(); }
+  void sync() override { pool_.sync(index); }
 
  private:
   ThreadPool& pool_;
 };
 
 }  // namespace
+
+void Cores::note(int thread) {
+  const int core = sched_getcpu();
+  std::atomic<int>& seen = seen_[static_cast<size_t>(thread)].number;
+  if (seen.load(std::memory_order_relaxed) != core) seen.store(core, std::memory_order_relaxed);
+}
+
+bool Cores::shared(int thread) const {
+  const int core = seen_[static_cast<size_t>(thread)].number.load(std::memory_order_relaxed);
+  for (size_t other = 0; other < seen_.size(); ++other) {
+    if (other != static_cast<size_t>(thread) && seen_[other].number.load(std::memory_order_relaxed) == core)
+      return true;
+  }
+  return false;
+}
 
 // The turn and the number of sleepers are each written before the other is read, sequentially consistent on
 // both sides: either the waiter sees the new turn, or advance() sees a sleeper and locks to wake it.
@@ -47,21 +64,23 @@ void Gate::advance() {
   condition_.notify_all();
 }
 
-void Gate::wait_past(uint32_t turn) {
+void Gate::wait_past(uint32_t turn, Cores& cores, int thread) {
   const auto end = std::chrono::steady_clock::now() + kSpin;
   do {
     for (int i = 0; i < kPausesPerLook; ++i) {
       if (this->turn() != turn) return;
       pause();
     }
-  } while (std::chrono::steady_clock::now() < end);
+  } while (!cores.shared(thread) && std::chrono::steady_clock::now() < end);
   std::unique_lock<std::mutex> lock(mutex_);
   sleepers_.fetch_add(1);
   condition_.wait(lock, [&] { return turn_.load() != turn; });
   sleepers_.fetch_sub(1);
+  cores.note(thread);
 }
 
-ThreadPool::ThreadPool(int threads) : threads_(threads), scratch_(static_cast<size_t>(threads)) {
+ThreadPool::ThreadPool(int threads)
+    : threads_(threads), cores_(threads), scratch_(static_cast<size_t>(threads)) {
   others_.reserve(static_cast<size_t>(threads));
   try {
     for (int index = 1; index < threads; ++index) others_.emplace_back([this, index] { serve(index); });
@@ -97,28 +116,29 @@ void ThreadPool::run(Job& job) {
   if (threads_ > 1) start_.advance();
   PoolWorker worker(*this, 0, scratch(0));
   job.run(worker);
-  sync();
+  sync(0);
 }
 
-void ThreadPool::sync() {
+void ThreadPool::sync(int thread) {
   if (threads_ == 1) return;
   finish_streams();
+  cores_.note(thread);
   const uint32_t turn = barrier_.turn();
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
     arrived_.store(0, std::memory_order_relaxed);
     barrier_.advance();
   } else {
-    barrier_.wait_past(turn);
+    barrier_.wait_past(turn, cores_, thread);
   }
 }
 
 void ThreadPool::serve(int index) {
   for (uint32_t turn = 0;; ++turn) {
-    start_.wait_past(turn);
+    start_.wait_past(turn, cores_, index);
     if (job_ == nullptr) return;
     PoolWorker worker(*this, index, scratch(index));
     job_->run(worker);
-    sync();
+    sync(index);
   }
 }
 

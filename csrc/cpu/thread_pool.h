@@ -1,7 +1,8 @@
 // Persistent threads that run one job at a time together. Thread 0 is the caller of run().
 //
 // Waiting, for a job or at a barrier, spins at most 50 µs and then sleeps, so that an idle pool costs nothing
-// and a server's other threads get the cores.
+// and a server's other threads get the cores. It sleeps at once where another thread of the pool is on the
+// same core, as happens beside other processes: at each barrier the one would spin in place of the other.
 #pragma once
 
 #include <atomic>
@@ -17,12 +18,26 @@
 
 namespace enginewright {
 
+// The core on which each thread was last seen.
+class Cores {
+ public:
+  explicit Cores(int threads) : seen_(static_cast<size_t>(threads)) {}
+  void note(int thread);          // it is the caller
+  bool shared(int thread) const;  // with another one: whoever spins there may be what keeps that one waiting
+
+ private:
+  struct alignas(64) Core {
+    std::atomic<int> number{-1};
+  };
+  std::vector<Core> seen_;
+};
+
 // A counter that threads wait for.
 class Gate {
  public:
   uint32_t turn() const { return turn_.load(std::memory_order_acquire); }
-  void advance();                 // to the next turn; wakes who waits
-  void wait_past(uint32_t turn);  // until turn() != turn
+  void advance();                                           // to the next turn; wakes who waits
+  void wait_past(uint32_t turn, Cores& cores, int thread);  // until turn() != turn
 
  private:
   std::atomic<uint32_t> turn_{0};
@@ -49,8 +64,8 @@ class ThreadPool {
   int threads() const { return threads_; }
   // Every thread's scratch holds at least `bytes`. Not while a job runs.
   void reserve_scratch(int64_t bytes);
-  void run(Job& job);  // returns when every thread is done
-  void sync();         // barrier; called by all threads of a job
+  void run(Job& job);     // returns when every thread is done
+  void sync(int thread);  // barrier; called by all threads of a job
 
  private:
   std::byte* scratch(int index) const;
@@ -58,6 +73,7 @@ class ThreadPool {
   void end();
 
   const int threads_;
+  Cores cores_;
   alignas(64) Gate start_;
   alignas(64) Gate barrier_;
   alignas(64) std::atomic<int> arrived_{0};
