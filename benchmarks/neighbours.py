@@ -2,9 +2,9 @@
 
     python benchmarks/neighbours.py [MODEL] [--quant int8-wo] [--batch 1] [--tokens 100] [--rounds 5]
 
-Cases in turn in each round: each number of threads beside each number of neighbours, up to the cores of the machine.
-Prints tokens/s of decoding, and its ratio, within a round, to the same threads without neighbours (medians and range),
-beside the share of the cores that a fair scheduler leaves to as many threads.
+Cases in turn in each round: one thread, and one a core, each beside no neighbour, one, and one a core. Prints tokens/s
+of decoding, and their ratio, within a round, to the same threads without neighbours (medians and range), beside the
+share of the cores that a fair scheduler leaves to as many threads.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> None:
     cores = num_cores()
     params = SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True)
     prompts = [[10 + index, 20, 30] for index in range(arguments.batch)]
-    cases = [(threads, busy) for threads in {1, cores} for busy in range(cores + 1)]
+    cases = [(threads, busy) for threads in sorted({1, cores}) for busy in sorted({0, 1, cores})]
     rates: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
     with ExitStack() as stack:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model.engine"
