@@ -17,6 +17,7 @@
 
 #include "gemm_epilogue.h"
 #include "gemm_operands.h"
+#include "memory.h"
 #include "operands.h"
 
 namespace enginewright {
@@ -76,11 +77,13 @@ class GemmA8 final : public Kernel {
       : g_(operands, attributes, DType::i8, Codes::dtype),
         finish_(g_),
         k_end_(g_.groups * g_.group < g_.k_pad ? g_.groups * g_.group : g_.k_pad),
-        piece_k_(g_.groups == 1 ? piece_of(64, kPieceBytes / 16 / kBlocks)
-                                : piece_of(g_.group, kPieceBytes / 16 / kRunBlocks)) {}
+        piece_bytes_(l1_bytes() / 4 * 3),
+        piece_k_(g_.groups == 1 ? piece_of(64, piece_bytes_ / 16 / kBlocks)
+                                : piece_of(g_.group, piece_bytes_ / 16 / kRunBlocks)) {}
 
   int64_t scratch_bytes() const override {
-    return kPieceBytes + panel_tokens() * (kBlocks * 64 + g_.groups * int64_t{sizeof(int32_t)});
+    const int64_t tokens = panel_tokens();
+    return piece_bytes_ + tokens * kBlocks * 64 + tokens / tile_tokens() * g_.groups * int64_t{sizeof(Run)};
   }
 
   Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::int8_ops); }
@@ -96,7 +99,7 @@ class GemmA8 final : public Kernel {
       } else if (g_.groups == 1) {
         pass_groups<kTokens, kBlocks>(panel, begin, end);
       } else {
-        pass_groups<kTokens, kRunBlocks>(panel, begin, end);  // registers hold sums of two kinds
+        pass_groups<kRunTokens, kRunBlocks>(panel, begin, end);
       }
     }
   }
@@ -106,14 +109,14 @@ class GemmA8 final : public Kernel {
   using F = typename S::F;
   using Line = typename S::Line;
   static constexpr int kTokens = S::tile_tokens, kBlocks = S::tile_blocks, kLines = Codes::lines;
-  static constexpr int64_t kLineK = 4 * kLines;     // of K, in 64 bytes
-  static constexpr int kRunBlocks = 2;              // of several runs
-  static constexpr int64_t kPieceBytes = 24 << 10;  // of L1
-  static constexpr int64_t kPanelBytes = 1 << 19;   // of x: a part of L2
-  static constexpr int64_t kPrefetchBytes = 2048;   // ahead in each block
-  static constexpr int64_t kPrefetchAgain = 256;    // since a core with many lines on their way drops some
-  static constexpr int64_t kPrefetchScales = 32;    // runs ahead
-  static_assert(kPieceBytes / 16 / kRunBlocks >= GemmOperands::kLongestGroup);
+  static constexpr int64_t kLineK = 4 * kLines;                                 // of K, in 64 bytes
+  static constexpr int kRunTokens = S::run_tokens, kRunBlocks = S::run_blocks;  // of several runs
+  static constexpr int64_t kPanelBytes = 1 << 19;                               // of x: a part of L2
+  static constexpr int64_t kPrefetchBytes = 2048;                               // ahead in each block
+  static constexpr int64_t kPrefetchAgain = 256;  // since a core with many lines on their way drops some
+  static constexpr int64_t kPrefetchScales = 32;  // runs ahead
+  static_assert(kLeastL1Bytes / 4 * 3 / 16 / kRunBlocks >= GemmOperands::kLongestGroup);
+  static_assert(kRunTokens >= kTokens && kRunBlocks <= kBlocks);
 
   // Pieces of K of nearly the same length, whole `unit`s, and no longer than `most`.
   int64_t piece_of(int64_t unit, int64_t most) const {
@@ -122,27 +125,38 @@ class GemmA8 final : public Kernel {
     return round_up((k_end_ + pieces - 1) / pieces, unit);
   }
 
-  // Tokens of a panel, a multiple of 16.
+  int64_t tile_tokens() const { return g_.groups == 1 ? kTokens : kRunTokens; }
+  // Of a panel: whole tiles.
   int64_t panel_tokens() const {
-    const int64_t fit = round_up(kPanelBytes / g_.k_pad, 16), all = round_up(g_.x.max_rows, 16);
-    return all < fit ? all : fit;
+    const int64_t rows = kPanelBytes / g_.k_pad;
+    return round_up(g_.x.max_rows < rows ? g_.x.max_rows : rows, tile_tokens());
   }
+
+  // What a tile's tokens have of their own in a run of K.
+  struct Run {
+    int32_t first[kRunTokens];  // what sums begin with, or are to be multiplied by zero
+    float scale[kRunTokens];
+  };
 
   struct Panel {
     int64_t row, tokens;
     std::byte* weights;  // (piece_k_ / 4, blocks, 64)
     float* sums;         // of tile after tile, (blocks, tokens of the tile, 16); of a run cut in two, int32
-    int32_t* first;      // (tokens, groups): what the runs' sums begin with, or are to be multiplied by zero
+    Run* runs;           // (tiles, groups)
   };
 
   Panel panel_at(int64_t row, int64_t tokens, std::byte* scratch) const {
-    auto* sums = reinterpret_cast<float*>(scratch + kPieceBytes);
-    const Panel panel{row, tokens, scratch, sums, reinterpret_cast<int32_t*>(sums + tokens * kBlocks * 16)};
+    auto* sums = reinterpret_cast<float*>(scratch + piece_bytes_);
+    const Panel panel{row, tokens, scratch, sums, reinterpret_cast<Run*>(sums + tokens * kBlocks * 16)};
     const int32_t zero = g_.group_zero != nullptr ? 1 : Codes::zero;
+    const int64_t tile = tile_tokens();
     for (int64_t m = 0; m < tokens; ++m) {
+      const float* scales = g_.x_scale + (row + m) * g_.x_scale_stride;
       for (int64_t g = 0; g < g_.groups; ++g) {
-        panel.first[m * g_.groups + g] =
+        Run& run = panel.runs[m / tile * g_.groups + g];
+        run.first[m % tile] =
             zero == 0 ? 0 : -zero * S::sum_i8(x(row + m) + g * g_.group, depth(g * g_.group, k_end_));
+        run.scale[m % tile] = scales[g];
       }
     }
     return panel;
@@ -182,8 +196,9 @@ class GemmA8 final : public Kernel {
     const int8_t* k = x(panel.row);
     const std::byte *ahead = line + kPrefetchBytes, *block_end = line + g_.block_bytes;
     for (int64_t g = 0; g < g_.groups; ++g) {
+      const Run& run = panel.runs[g];
       I acc[M][N];
-      begin(panel, 0, block, g, acc);
+      begin(run, block, g, acc);
       const std::byte* end = line + depth(g * g_.group, k_end_) / kLineK * 64;
       for (; line < end; line += 64, k += kLineK, ahead += 64) {
         if (ahead == block_end) ahead += (N - 1) * g_.block_bytes;  // the next N
@@ -197,22 +212,20 @@ class GemmA8 final : public Kernel {
         ENGINEWRIGHT_UNROLL
         for (int i = 0; i < kLines; ++i) dots(k + 4 * i, w, i, acc);
       }
-      fold(acc, panel.row, block, g, sums);
+      fold(acc, run, block, g, sums);
     }
     float out[N][M][16];
     each<M, N>([&](int m, int n) { S::store(out[n][m], sums[m][n]); });
     finish_.blocks(panel.row, M, block, N, out[0][0], M * 16);
   }
 
-  // What the sums of run g begin with, of M tokens from `first` of the panel and N blocks.
+  // What the sums of run g begin with, of M tokens of a tile and N blocks.
   template <int M, int N>
-  ENGINEWRIGHT_INLINE void begin(const Panel& panel, int64_t first, int64_t block, int64_t g,
-                                 I (&acc)[M][N]) const {
-    const int32_t* sums = panel.first + first * g_.groups + g;
+  ENGINEWRIGHT_INLINE void begin(const Run& run, int64_t block, int64_t g, I (&acc)[M][N]) const {
     ENGINEWRIGHT_UNROLL
     for (int n = 0; n < N; ++n) {
       ENGINEWRIGHT_UNROLL
-      for (int m = 0; m < M; ++m) acc[m][n] = S::set1_i(sums[m * g_.groups]);
+      for (int m = 0; m < M; ++m) acc[m][n] = S::set1_i(run.first[m]);
       if (!Codes::scaled || g_.group_zero == nullptr) continue;
       const I zero = S::widen_i8(g_.group_zero + ((block + n) * g_.groups + g) * 16);
       ENGINEWRIGHT_UNROLL
@@ -232,10 +245,8 @@ class GemmA8 final : public Kernel {
 
   // sums += those of run g, scaled
   template <int M, int N>
-  ENGINEWRIGHT_INLINE void fold(const I (&acc)[M][N], int64_t row, int64_t block, int64_t g,
+  ENGINEWRIGHT_INLINE void fold(const I (&acc)[M][N], const Run& run, int64_t block, int64_t g,
                                 F (&sums)[M][N]) const {
-    const int64_t stride = g_.x_scale_stride;
-    const float* x_scale = g_.x_scale + row * stride + g;
     ENGINEWRIGHT_UNROLL
     for (int n = 0; n < N; ++n) {
       F scale{};
@@ -248,7 +259,7 @@ class GemmA8 final : public Kernel {
       for (int m = 0; m < M; ++m) {
         F sum = S::to_float(acc[m][n]);
         if (Codes::scaled) sum = S::mul(sum, scale);
-        sums[m][n] = S::fma(sum, S::set1(x_scale[m * stride]), sums[m][n]);
+        sums[m][n] = S::fma(sum, S::set1(run.scale[m]), sums[m][n]);
       }
     }
   }
@@ -302,17 +313,19 @@ class GemmA8 final : public Kernel {
     const bool whole = g_.groups > 1;
     F sums[M][N];
     each<M, N>([&](int m, int n) { sums[m][n] = whole && k > 0 ? S::load(waiting + at(m, n)) : S::zero(); });
-    for (int64_t begin_k = k; begin_k < k_end; begin_k += g_.group) {
-      const int64_t g = begin_k / g_.group;
+    int64_t g = k / g_.group;
+    const Run* run = panel.runs + first / tile_tokens() * g_.groups + g;
+    for (int64_t begin_k = k; begin_k < k_end; begin_k += g_.group, ++g, ++run) {
       I acc[M][N];
       if (whole || k == 0) {
-        begin(panel, first, block, g, acc);
+        begin(*run, block, g, acc);
       } else {
         each<M, N>([&](int m, int n) { acc[m][n] = S::load_i(cut + at(m, n)); });
       }
       const std::byte* end = line + depth(begin_k, k_end) * N * 16;
       constexpr int lines = fresh ? kLines : 1;  // of a block at once
-      for (; line < end; line += lines * N * 64, four += lines * 4, ahead += lines * 64 / kLines) {
+      ENGINEWRIGHT_UNROLL_TWICE                  // or GCC moves sums from register to register
+          for (; line < end; line += lines * N * 64, four += lines * 4, ahead += lines * 64 / kLines) {
         S::prefetch_l2(ahead);
         Line w[N][lines];
         ENGINEWRIGHT_UNROLL
@@ -333,7 +346,7 @@ class GemmA8 final : public Kernel {
         each<M, N>([&](int m, int n) { S::store_i(cut + at(m, n), acc[m][n]); });
         return;
       }
-      fold(acc, panel.row + first, block, g, sums);
+      fold(acc, *run, block, g, sums);
     }
     each<M, N>([&](int m, int n) { S::store(waiting + at(m, n), sums[m][n]); });
     if (k_end == k_end_) finish_.blocks(panel.row + first, M, block, N, waiting, M * 16);
@@ -350,8 +363,9 @@ class GemmA8 final : public Kernel {
 
   const GemmOperands g_;
   const Finish<S> finish_;
-  const int64_t k_end_;    // of the last run, with zeros that it may need to be whole lines
-  const int64_t piece_k_;  // whole runs, or a piece of the only one
+  const int64_t k_end_;        // of the last run, with zeros that it may need to be whole lines
+  const int64_t piece_bytes_;  // of weights that stay in L1
+  const int64_t piece_k_;      // whole runs, or a piece of the only one
 };
 
 template <class S>

@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <new>
 #include <stdexcept>
@@ -33,6 +34,14 @@ Memory::~Memory() {
 }
 
 int64_t Memory::mapped_bytes() const { return bytes_ + 2 * kGuardBytes; }
+
+int64_t l1_bytes() {
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+  const int64_t said = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+  if (said > kLeastL1Bytes) return said;
+#endif
+  return kLeastL1Bytes;
+}
 
 int64_t checked_mul(int64_t a, int64_t b) {
   if (a < 0 || b < 0 || (b != 0 && a > kMostBytes / b)) throw std::invalid_argument("a size overflows");

@@ -1,4 +1,4 @@
-// Zeroed memory from the system, page aligned and committed as it is touched.
+// Zeroed memory from the system, page aligned and committed as it is touched; and what caches it has.
 #pragma once
 
 #include <cstddef>
@@ -22,6 +22,10 @@ class Memory {
   std::byte* data_ = nullptr;
   int64_t bytes_ = 0;
 };
+
+// Of a core's first cache of data: what the system says, at least kLeastL1Bytes.
+constexpr int64_t kLeastL1Bytes = 32 << 10;
+int64_t l1_bytes();
 
 // a * b for sizes of memory: std::invalid_argument for a negative factor or a product above 2^62.
 int64_t checked_mul(int64_t a, int64_t b);

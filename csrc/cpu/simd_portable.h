@@ -43,6 +43,7 @@
 //   prefetch(ptr) prefetch_l2(ptr) towards L1, or L2
 //   tile_tokens, tile_blocks       the GEMM tile whose accumulators fit the registers; gemv_blocks: blocks of
 //                                  16 rows that one token passes together; both powers of 2, at least 2
+//   run_tokens, run_blocks         the tile whose accumulators fit twice, as those of a run of K and of all
 #pragma once
 
 #include <cmath>
@@ -57,8 +58,10 @@
 // stores every register in every pass of the loop around it.
 #if defined(__clang__)
 #define ENGINEWRIGHT_UNROLL _Pragma("unroll")
+#define ENGINEWRIGHT_UNROLL_TWICE _Pragma("unroll 2")
 #else
 #define ENGINEWRIGHT_UNROLL _Pragma("GCC unroll 16")
+#define ENGINEWRIGHT_UNROLL_TWICE _Pragma("GCC unroll 2")
 #endif
 
 namespace enginewright {
@@ -84,6 +87,7 @@ struct Portable {
     int8_t x[4];
   };
   static constexpr int tile_tokens = 2, tile_blocks = 2, gemv_blocks = 2;
+  static constexpr int run_tokens = 2, run_blocks = 2;
 
   static ENGINEWRIGHT_INLINE F set1(float x) {
     const Quad q = {x, x, x, x};
