@@ -8,7 +8,8 @@
 
 namespace enginewright {
 
-// Best first, of "amx", "avx512", "avx2", "portable". "amx" is avx512 with GEMMs on tiles.
+// Best first, of "amx", "avx512", "avx512-vnni", "avx2", "portable". "amx" is avx512 with GEMMs on tiles;
+// "avx512-vnni" has products of bf16 by FMAs.
 std::vector<std::string> isa_names();
 
 // std::invalid_argument when this machine has no such instruction set.
@@ -18,6 +19,7 @@ const KernelTable& kernel_table(const std::string& isa);
 KernelTable portable_table();
 #if defined(__x86_64__)
 KernelTable avx2_table();
+KernelTable avx512_vnni_table();
 KernelTable avx512_table();
 KernelTable amx_table();
 bool amx_allowed();  // asks the system for leave to use tiles, once a process

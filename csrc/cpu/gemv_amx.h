@@ -10,7 +10,7 @@
 
 #include "gemm_epilogue.h"
 #include "gemm_operands.h"
-#include "simd_avx512.h"
+#include "simd_avx512_bf16.h"
 
 namespace enginewright {
 namespace {

@@ -35,7 +35,7 @@
     "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,fma,amx-tile,amx-bf16,amx-int8")
 #endif
 
-#include "simd_avx512.h"
+#include "simd_avx512_bf16.h"
 
 // Behind it, since it uses Avx512.
 #include "attention.h"

@@ -27,24 +27,11 @@
 #endif
 
 #include "simd_avx2.h"
-
-// Behind it, since it uses Avx2.
-#include "attention.h"
-#include "attention_avx2.h"
-#include "gemm_avx2.h"
 #include "table.h"
 
 namespace enginewright {
 
-KernelTable avx2_table() {
-  return make_table<Avx2>({
-      {"gemm_bf16@1", make_kernel<GemmAvx2<Bf16Floats>>},
-      {"gemm_fp8a16@1", make_kernel<GemmAvx2<E4m3Floats>>},
-      {"gemm_w8a16@1", make_kernel<GemmAvx2<I8Floats>>},
-      {"paged_attention@1", make_attention<Avx2, SplitAttentionAvx2<Bf16Floats, uint16_t>,
-                                           SplitAttentionAvx2<E4m3Floats, uint8_t>>},
-  });
-}
+KernelTable avx2_table() { return make_table<Avx2>(fma_table<Avx2>()); }
 
 }  // namespace enginewright
 

@@ -32,7 +32,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,fma")
 #endif
 
-#include "simd_avx512.h"
+#include "simd_avx512_bf16.h"
 #include "table.h"
 
 namespace enginewright {

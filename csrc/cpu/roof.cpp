@@ -178,6 +178,9 @@ std::vector<DotLoop> dot_loops(const std::string& isa) {
     loops.push_back({"int8", "vpdpbusd zmm", 4 * kZmm, vnni_loop});
     loops.push_back({"bf16", "vdpbf16ps zmm", 2 * kZmm, avx512_bf16_loop});
     loops.push_back(fma_zmm);
+  } else if (isa == "avx512-vnni") {
+    loops.push_back({"int8", "vpdpbusd zmm", 4 * kZmm, vnni_loop});
+    loops.push_back(fma_zmm);
   } else if (isa == "avx2") {
     loops.push_back({"int8", "vpmaddubsw, vpmaddwd, vpaddd ymm", 4 * kYmm, avx2_int8_loop});
     loops.push_back({"fp32", "vfmadd231ps ymm", kYmm, avx2_fma_loop});

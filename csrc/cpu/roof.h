@@ -18,8 +18,8 @@ struct DotLoop {
   void (*run)(int64_t rounds);
 };
 
-// The best loops of an instruction set: "amx", "avx512", "avx2", "portable". std::invalid_argument when this
-// machine does not have it.
+// The best loops of an instruction set of isa_names(). std::invalid_argument when this machine does not have
+// it.
 std::vector<DotLoop> dot_loops(const std::string& isa);
 
 // Operations a second of `threads` threads together: the best pass of those that fit into `seconds`.

@@ -223,12 +223,36 @@ struct Avx2 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(both, order));
   }
 
-  // Eight pairs of bf16 as floats: the first of each pair, and the second.
-  static ENGINEWRIGHT_INLINE __m256 low_bf16(__m256i pairs) {
+  using Part = __m256;
+  using Bits = __m256i;
+  static constexpr int part_floats = 8;
+  static constexpr int fma_rows = 6,
+                       fma_blocks = 1;  // 12 accumulators, two registers of weights, a broadcast
+  static constexpr int few_rows = 5;
+  static constexpr int64_t fma_chunk = 320;  // 20 KB of weights
+  static ENGINEWRIGHT_INLINE Part part_zero() { return _mm256_setzero_ps(); }
+  static ENGINEWRIGHT_INLINE Part part_load(const float* p) { return _mm256_loadu_ps(p); }
+  static ENGINEWRIGHT_INLINE void part_store(float* p, Part x) { _mm256_storeu_ps(p, x); }
+  static ENGINEWRIGHT_INLINE Part part_broadcast(const float* p) { return _mm256_broadcast_ss(p); }
+  static ENGINEWRIGHT_INLINE Part part_fma(Part x, Part y, Part z) { return _mm256_fmadd_ps(x, y, z); }
+  static ENGINEWRIGHT_INLINE Bits load_bits(const std::byte* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static ENGINEWRIGHT_INLINE Part low_bf16(Bits pairs) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
   }
-  static ENGINEWRIGHT_INLINE __m256 high_bf16(__m256i pairs) {
+  static ENGINEWRIGHT_INLINE Part high_bf16(Bits pairs) {
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+  static ENGINEWRIGHT_INLINE Bits byte_on_top(Bits words, int k) {
+    return _mm256_shuffle_epi8(
+        words, _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kByteOnTop[k]))));
+  }
+  static ENGINEWRIGHT_INLINE Part part_of_words(Bits words) { return _mm256_cvtepi32_ps(words); }
+  static ENGINEWRIGHT_INLINE Part part_of_e4m3(Bits top) {
+    const __m256i kept = _mm256_set1_epi32(kE4m3Kept),
+                  bits = _mm256_and_si256(_mm256_srai_epi32(top, 4), kept);
+    return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
   }
 
  private:

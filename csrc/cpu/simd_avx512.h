@@ -1,5 +1,6 @@
-// AVX-512 with BF16, VNNI and VBMI (Zen 4 and later, Sapphire Rapids and later). Members as in
-// simd_portable.h. To be compiled under isa_avx512.cpp's target pragma alone.
+// AVX-512 with VNNI (Cascade Lake and later). Members as in simd_portable.h, and what fma.h is made of;
+// products of bf16 are two FMAs. To be compiled under the target pragma of an isa_avx512*.cpp or isa_amx.cpp
+// alone.
 #pragma once
 
 #include <immintrin.h>
@@ -12,10 +13,12 @@
 namespace enginewright {
 namespace {
 
-struct Avx512 {
+struct Avx512Vnni {
   using F = __m512;
   using Line = __m512i;
-  using Pair = __m512i;
+  struct Pair {
+    __m512 lo, hi;
+  };
   using I = __m512i;
   using Bytes4 = __m512i;
   static constexpr int tile_tokens = 6, tile_blocks = 4, gemv_blocks = 8;
@@ -45,10 +48,10 @@ struct Avx512 {
     return widen(_mm256_maskz_loadu_epi16(below(n), p));
   }
   static ENGINEWRIGHT_INLINE void store_bf16(uint16_t* p, F a) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(a));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(a));
   }
   static ENGINEWRIGHT_INLINE void store_bf16_first(uint16_t* p, F a, int64_t n) {
-    _mm256_mask_storeu_epi16(p, below(n), (__m256i)_mm512_cvtneps_pbh(a));
+    _mm256_mask_storeu_epi16(p, below(n), round_bf16(a));
   }
 
   static ENGINEWRIGHT_INLINE void store_i8(int8_t* p, F a) {
@@ -94,25 +97,12 @@ struct Avx512 {
 
   static ENGINEWRIGHT_INLINE Line load_line(const void* p) { return _mm512_loadu_si512(p); }
   static ENGINEWRIGHT_INLINE void store_line(void* p, Line a) { _mm512_storeu_si512(p, a); }
-  static ENGINEWRIGHT_INLINE Pair pair(uint32_t bits) { return _mm512_set1_epi32(static_cast<int>(bits)); }
-  static ENGINEWRIGHT_INLINE Pair load_pair(const void* p) {
-    uint32_t bits;
-    std::memcpy(&bits, p, 4);
-    return pair(bits);
+  static ENGINEWRIGHT_INLINE Pair pair(uint32_t bits) {
+    const __m512i both = _mm512_set1_epi32(static_cast<int>(bits));
+    return {low_bf16(both), high_bf16(both)};
   }
-  static ENGINEWRIGHT_INLINE F dot(F acc, Pair a, Line b) {
-    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
-  }
-  static ENGINEWRIGHT_INLINE F dot_bf16(F acc, uint32_t a, const void* line) {
-    return dot(acc, pair(a), load_line(line));
-  }
-  static ENGINEWRIGHT_INLINE void expand_i8(const void* p, Line& a, Line& b) {
-    const __m512i codes = _mm512_loadu_si512(p);
-    look_up(kI8Table, _mm512_abs_epi8(codes), codes, a, b);
-  }
-  static ENGINEWRIGHT_INLINE void expand_e4m3(const void* p, Line& a, Line& b) {
-    const __m512i codes = _mm512_loadu_si512(p);
-    look_up(kE4m3Table, codes, codes, a, b);
+  static ENGINEWRIGHT_INLINE F dot(F acc, Pair x, Line w) {
+    return fma(x.hi, high_bf16(w), fma(x.lo, low_bf16(w), acc));
   }
   static ENGINEWRIGHT_INLINE void prefetch_l2(const void* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
@@ -127,7 +117,11 @@ struct Avx512 {
   static ENGINEWRIGHT_INLINE I load_i(const int32_t* p) { return _mm512_loadu_si512(p); }
   static ENGINEWRIGHT_INLINE void store_i(int32_t* p, I a) { _mm512_storeu_si512(p, a); }
   static ENGINEWRIGHT_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
-  static ENGINEWRIGHT_INLINE Bytes4 load_bytes4(const int8_t* p) { return load_pair(p); }
+  static ENGINEWRIGHT_INLINE Bytes4 load_bytes4(const int8_t* p) {
+    int32_t bytes;
+    std::memcpy(&bytes, p, 4);
+    return _mm512_set1_epi32(bytes);
+  }
   static ENGINEWRIGHT_INLINE Line load_i8(const void* p) {
     return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128));
   }
@@ -167,22 +161,46 @@ struct Avx512 {
     return _mm_cvtsi128_si32(pair) + _mm_extract_epi32(pair, 1);
   }
 
+  using Part = __m512;
+  using Bits = __m512i;
+  static constexpr int part_floats = 16;
+  static constexpr int fma_rows = 12,
+                       fma_blocks = 2;  // 24 accumulators, two registers of weights, a broadcast
+  static constexpr int few_rows = 12;
+  static constexpr int64_t fma_chunk = 192;  // 24 KB of weights
+  static ENGINEWRIGHT_INLINE Part part_zero() { return _mm512_setzero_ps(); }
+  static ENGINEWRIGHT_INLINE Part part_load(const float* p) { return _mm512_loadu_ps(p); }
+  static ENGINEWRIGHT_INLINE void part_store(float* p, Part x) { _mm512_storeu_ps(p, x); }
+  static ENGINEWRIGHT_INLINE Part part_broadcast(const float* p) { return _mm512_set1_ps(*p); }
+  static ENGINEWRIGHT_INLINE Part part_fma(Part x, Part y, Part z) { return _mm512_fmadd_ps(x, y, z); }
+  static ENGINEWRIGHT_INLINE Bits load_bits(const std::byte* p) { return _mm512_loadu_si512(p); }
+  static ENGINEWRIGHT_INLINE Part low_bf16(Bits pairs) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  }
+  static ENGINEWRIGHT_INLINE Part high_bf16(Bits pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+  static ENGINEWRIGHT_INLINE Bits byte_on_top(Bits words, int k) {
+    return _mm512_shuffle_epi8(
+        words, _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kByteOnTop[k]))));
+  }
+  static ENGINEWRIGHT_INLINE Part part_of_words(Bits words) { return _mm512_cvtepi32_ps(words); }
+  static ENGINEWRIGHT_INLINE Part part_of_e4m3(Bits top) {
+    const __m512i kept = _mm512_set1_epi32(kE4m3Kept),
+                  bits = _mm512_and_si512(_mm512_srai_epi32(top, 4), kept);
+    return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
+  }
+
  private:
-  // Each byte of `codes` looks up both bytes of its bf16 (VPERMI2B reads 7 bits of it), and gets the sign of
-  // `signs`. Of the bytes of a line, k0 … k3 of a row in each of 16 words, unpacking makes words k0 k1 and k2
-  // k3 in turn.
-  static ENGINEWRIGHT_INLINE void look_up(const Bf16Table& table, __m512i codes, __m512i signs, Line& a,
-                                          Line& b) {
-    const __m512i low =
-        _mm512_permutex2var_epi8(_mm512_load_si512(table.low), codes, _mm512_load_si512(table.low + 64));
-    const __m512i unsigned_high =
-        _mm512_permutex2var_epi8(_mm512_load_si512(table.high), codes, _mm512_load_si512(table.high + 64));
-    const __m512i high = _mm512_ternarylogic_epi32(
-        unsigned_high, signs, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);  // x | y & z
-    const __m512 first = _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high));   // rows 0, 1 of four
-    const __m512 second = _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high));  // rows 2, 3
-    a = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0x88));
-    b = _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0xdd));
+  // To nearest even. A NaN stays one, made quiet.
+  static ENGINEWRIGHT_INLINE __m256i round_bf16(F x) {
+    const __m512i bits = _mm512_castps_si512(x), half = _mm512_srli_epi32(bits, 16);
+    const __m512i odd = _mm512_and_si512(half, _mm512_set1_epi32(1));
+    const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
+    const __m512i quiet = _mm512_or_si512(half, _mm512_set1_epi32(0x40));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, is_nan, quiet));
   }
 };
 

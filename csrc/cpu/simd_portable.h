@@ -67,6 +67,17 @@
 namespace enginewright {
 namespace {
 
+// An e4m3 on top of a word, moved down by 4 with its sign: what is left with these bits is an fp32 with the
+// exponent and fraction where they belong, 2^-120 times the number, subnormals too.
+constexpr int32_t kE4m3Kept = static_cast<int32_t>(0x87ffffffu);
+
+// For byte shuffles of 16: byte k of each word on top of it, zeros behind.
+alignas(16) constexpr int8_t kByteOnTop[4][16] = {
+    {-1, -1, -1, 0, -1, -1, -1, 4, -1, -1, -1, 8, -1, -1, -1, 12},
+    {-1, -1, -1, 1, -1, -1, -1, 5, -1, -1, -1, 9, -1, -1, -1, 13},
+    {-1, -1, -1, 2, -1, -1, -1, 6, -1, -1, -1, 10, -1, -1, -1, 14},
+    {-1, -1, -1, 3, -1, -1, -1, 7, -1, -1, -1, 11, -1, -1, -1, 15}};
+
 struct Portable {
   typedef float Quad __attribute__((vector_size(16)));
   typedef uint32_t Bits __attribute__((vector_size(16)));

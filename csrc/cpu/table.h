@@ -2,11 +2,13 @@
 #pragma once
 
 #include "attention.h"
+#include "attention_fma.h"
 #include "elementwise.h"
 #include "embed.h"
 #include "gather_columns.h"
 #include "gemm.h"
 #include "gemm_a8.h"
+#include "gemm_fma.h"
 #include "kernel.h"
 #include "norm.h"
 #include "quantize.h"
@@ -23,6 +25,18 @@ KernelTable product_table() {
       {"gemm_fp8a16@1", make_kernel<GemmFp8A16<S>>},
       {"gemm_w8a16@1", make_kernel<GemmW8A16<S>>},
       {"paged_attention@1", make_attention<S>},
+  };
+}
+
+// The same by fp32 FMAs, where there is no good dot product of bf16.
+template <class S>
+KernelTable fma_table() {
+  return {
+      {"gemm_bf16@1", make_kernel<GemmFma<S, Bf16Floats<S>>>},
+      {"gemm_fp8a16@1", make_kernel<GemmFma<S, E4m3Floats<S>>>},
+      {"gemm_w8a16@1", make_kernel<GemmFma<S, I8Floats<S>>>},
+      {"paged_attention@1", make_attention<S, SplitAttentionFma<S, Bf16Floats<S>, uint16_t>,
+                                           SplitAttentionFma<S, E4m3Floats<S>, uint8_t>>},
   };
 }
 

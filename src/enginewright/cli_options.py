@@ -120,7 +120,10 @@ LIMIT_OPTIONS = _with_options(
         "--device", default="auto", help="auto, cpu, cuda, or cuda:1 for the second GPU.  [auto: a GPU if possible]"
     ),
     click.option("--threads", type=Count(), help="Threads.  [all cores, or ENGINEWRIGHT_NUM_THREADS]"),
-    click.option("--isa", help="Instruction set: amx, avx512, avx2, portable.  [the best, or ENGINEWRIGHT_CPU_ISA]"),
+    click.option(
+        "--isa",
+        help="Instruction set: amx, avx512, avx512-vnni, avx2, portable.  [the best, or ENGINEWRIGHT_CPU_ISA]",
+    ),
 )
 
 WORKLOAD = ("num_prompts", "input_len", "output_len", "shared_prefix_len", "dataset", "seed", "ignore_eos")
