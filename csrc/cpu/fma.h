@@ -144,17 +144,21 @@ void fma_tile(const float* x, const Expanded& w, bool zero, const Sums& sums, Ne
   }
 }
 
+// The least tile that more than few_rows rows are divided into.
+template <class S>
+constexpr int least_rows = S::few_rows < S::fma_rows / 2 ? S::few_rows + 1 : (S::fma_rows + 1) / 2;
+
 template <class S, int M, int N, int64_t x_stride, bool fetch>
 void fma_tile_of(int64_t rows, const float* x, const Expanded& w, bool zero, const Sums& sums,
                  const Next& ahead) {
-  if constexpr (M > 0) {
-    if (rows == M) return fma_tile<S, M, N, x_stride, fetch>(x, w, zero, sums, ahead);
-    fma_tile_of<S, M - 1, N, x_stride, fetch>(rows, x, w, zero, sums, ahead);
+  if constexpr (M > least_rows<S>) {
+    if (rows < M) return fma_tile_of<S, M - 1, N, x_stride, fetch>(rows, x, w, zero, sums, ahead);
   }
+  fma_tile<S, M, N, x_stride, fetch>(x, w, zero, sums, ahead);
 }
 
-// The same for any number of rows, in tiles of nearly the same size. `fetch`: they share the `bytes` of each
-// block that are to be prefetched from ahead.data on.
+// The same for more than few_rows rows, in tiles of nearly the same size. `fetch`: they share the `bytes` of
+// each block that are to be prefetched from ahead.data on.
 template <class S, int N, int64_t x_stride, bool fetch = false>
 void fma_rows(const float* x, int64_t rows, const Expanded& w, bool zero, Sums sums, Next ahead = {},
               int64_t bytes = 0) {

@@ -49,8 +49,10 @@ class GemmFma final : public Kernel {
     }
     for (int64_t block = begin; block < end; block += kStripBlocks) {
       const int64_t blocks = end - block < kStripBlocks ? end - block : kStripBlocks;
-      for (int64_t row = 0; row < tokens; row += kGroupTokens) {
-        run_strip(row, tokens - row < kGroupTokens ? tokens - row : kGroupTokens, block, blocks, scratch);
+      int64_t groups = (tokens + kGroupTokens - 1) / kGroupTokens;  // of nearly the same size
+      for (int64_t row = 0, rows; row < tokens; row += rows, --groups) {
+        rows = (tokens - row + groups - 1) / groups;
+        run_strip(row, rows, block, blocks, scratch);
       }
     }
   }
