@@ -145,6 +145,6 @@ def _choose_isa(wanted: str | None) -> str:
         return names[0]
     if wanted in names:
         return wanted
-    if wanted in ("amx", "avx512", "avx512-vnni", "avx2", "portable"):
+    if wanted in ("amx", "avx512", "avx512-vnni", "avx2-vnni", "avx2", "portable"):
         raise NoCodeForMachineError(f"this CPU has no {wanted}", f"it has {', '.join(names)}")
     raise UsageError(f"{wanted!r} is no instruction set", f"this CPU has {', '.join(names)}")

@@ -11,7 +11,7 @@ namespace {
 #if defined(__x86_64__)
 
 struct Machine {
-  bool avx2 = false, avx512_vnni = false, avx512 = false, amx = false;
+  bool avx2 = false, avx2_vnni = false, avx512_vnni = false, avx512 = false, amx = false;
   bool slow_bf16 = false;  // VDPBF16PS
 };
 
@@ -30,9 +30,11 @@ Machine detect() {
   const bool vbmi = bit(c, 1), vnni = bit(c, 11), amx_bf16 = bit(d, 22), amx_tile = bit(d, 24),
              amx_int8 = bit(d, 25);
   const bool more = a >= 1;  // leaf 7 has a second part; on the first machines with AVX2 it has none
-  const bool bf16 = more && __get_cpuid_count(7, 1, &a, &b, &c, &d) && bit(a, 5);
+  const bool second = more && __get_cpuid_count(7, 1, &a, &b, &c, &d);
+  const bool avx_vnni = second && bit(a, 4), bf16 = second && bit(a, 5);
   Machine machine;
   machine.avx2 = ymm_saved && avx && fma && f16c && avx2;
+  machine.avx2_vnni = machine.avx2 && avx_vnni;
   machine.avx512_vnni = machine.avx2 && zmm_saved && f && dq && bw && vl && vnni;
   machine.avx512 = machine.avx512_vnni && vbmi && bf16;
   machine.amx = machine.avx512 && tiles_saved && amx_bf16 && amx_int8 && amx_tile && amx_allowed();
@@ -58,6 +60,7 @@ std::vector<std::string> isa_names() {
   if (fast_bf16) names.push_back("avx512");
   if (machine().avx512_vnni) names.push_back("avx512-vnni");
   if (machine().avx512 && !fast_bf16) names.push_back("avx512");
+  if (machine().avx2_vnni) names.push_back("avx2-vnni");
   if (machine().avx2) names.push_back("avx2");
 #endif
   names.push_back("portable");
@@ -71,10 +74,12 @@ const KernelTable& kernel_table(const std::string& isa) {
     if (name != isa) continue;
 #if defined(__x86_64__)
     static const KernelTable avx2 = machine().avx2 ? avx2_table() : KernelTable{};
+    static const KernelTable avx2_vnni = machine().avx2_vnni ? avx2_vnni_table() : KernelTable{};
     static const KernelTable avx512_vnni = machine().avx512_vnni ? avx512_vnni_table() : KernelTable{};
     static const KernelTable avx512 = machine().avx512 ? avx512_table() : KernelTable{};
     static const KernelTable amx = machine().amx ? amx_table() : KernelTable{};
     if (isa == "avx2") return avx2;
+    if (isa == "avx2-vnni") return avx2_vnni;
     if (isa == "avx512-vnni") return avx512_vnni;
     if (isa == "avx512") return avx512;
     if (isa == "amx") return amx;

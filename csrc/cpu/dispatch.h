@@ -8,8 +8,8 @@
 
 namespace enginewright {
 
-// Best first, of "amx", "avx512", "avx512-vnni", "avx2", "portable". "amx" is avx512 with GEMMs on tiles;
-// "avx512-vnni" has products of bf16 by FMAs.
+// Best first, of "amx", "avx512", "avx512-vnni", "avx2-vnni", "avx2", "portable". "amx" is avx512 with GEMMs
+// on tiles; "avx512-vnni" has products of bf16 by FMAs, as those of AVX2 have.
 std::vector<std::string> isa_names();
 
 // std::invalid_argument when this machine has no such instruction set.
@@ -19,6 +19,7 @@ const KernelTable& kernel_table(const std::string& isa);
 KernelTable portable_table();
 #if defined(__x86_64__)
 KernelTable avx2_table();
+KernelTable avx2_vnni_table();
 KernelTable avx512_vnni_table();
 KernelTable avx512_table();
 KernelTable amx_table();

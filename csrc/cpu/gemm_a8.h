@@ -77,7 +77,7 @@ class GemmA8 final : public Kernel {
       : g_(operands, attributes, DType::i8, Codes::dtype),
         finish_(g_),
         k_end_(g_.groups * g_.group < g_.k_pad ? g_.groups * g_.group : g_.k_pad),
-        piece_bytes_(l1_bytes() / 4 * 3),
+        piece_bytes_(l1_bytes() / 256 * 192),
         piece_k_(g_.groups == 1 ? piece_of(64, piece_bytes_ / 16 / kBlocks)
                                 : piece_of(g_.group, piece_bytes_ / 16 / kRunBlocks)) {}
 
@@ -115,7 +115,7 @@ class GemmA8 final : public Kernel {
   static constexpr int64_t kPrefetchBytes = 2048;                               // ahead in each block
   static constexpr int64_t kPrefetchAgain = 256;  // since a core with many lines on their way drops some
   static constexpr int64_t kPrefetchScales = 32;  // runs ahead
-  static_assert(kLeastL1Bytes / 4 * 3 / 16 / kRunBlocks >= GemmOperands::kLongestGroup);
+  static_assert(kLeastL1Bytes / 256 * 192 / 16 / kRunBlocks >= GemmOperands::kLongestGroup);
   static_assert(kRunTokens >= kTokens && kRunBlocks <= kBlocks);
 
   // Pieces of K of nearly the same length, whole `unit`s, and no longer than `most`.
@@ -324,8 +324,9 @@ class GemmA8 final : public Kernel {
       }
       const std::byte* end = line + depth(begin_k, k_end) * N * 16;
       constexpr int lines = fresh ? kLines : 1;  // of a block at once
-      ENGINEWRIGHT_UNROLL_TWICE                  // or GCC moves sums from register to register
-          for (; line < end; line += lines * N * 64, four += lines * 4, ahead += lines * 64 / kLines) {
+      // By itself GCC moves sums from register to register in every pass.
+      ENGINEWRIGHT_UNROLL_TWICE
+      for (; line < end; line += lines * N * 64, four += lines * 4, ahead += lines * 64 / kLines) {
         S::prefetch_l2(ahead);
         Line w[N][lines];
         ENGINEWRIGHT_UNROLL
@@ -364,7 +365,7 @@ class GemmA8 final : public Kernel {
   const GemmOperands g_;
   const Finish<S> finish_;
   const int64_t k_end_;        // of the last run, with zeros that it may need to be whole lines
-  const int64_t piece_bytes_;  // of weights that stay in L1
+  const int64_t piece_bytes_;  // of weights that stay in L1: three quarters of it
   const int64_t piece_k_;      // whole runs, or a piece of the only one
 };
 

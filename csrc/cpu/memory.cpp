@@ -37,7 +37,8 @@ int64_t Memory::mapped_bytes() const { return bytes_ + 2 * kGuardBytes; }
 
 int64_t l1_bytes() {
 #ifdef _SC_LEVEL1_DCACHE_SIZE
-  const int64_t said = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+  static const int64_t said =
+      sysconf(_SC_LEVEL1_DCACHE_SIZE);  // which asks the CPU, slowly in a virtual machine
   if (said > kLeastL1Bytes) return said;
 #endif
   return kLeastL1Bytes;

@@ -53,6 +53,7 @@ void portable_loop(int64_t rounds) {
                    "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");                                \
   }
 #define ENGINEWRIGHT_VPDPBUSD(n) "vpdpbusd %%zmm13, %%zmm12, %%zmm" #n "\n"
+#define ENGINEWRIGHT_VPDPBUSD_YMM(n) "%{vex%} vpdpbusd %%ymm13, %%ymm12, %%ymm" #n "\n"
 #define ENGINEWRIGHT_VDPBF16PS(n) "vdpbf16ps %%zmm13, %%zmm12, %%zmm" #n "\n"
 #define ENGINEWRIGHT_FMA_ZMM(n) "vfmadd231ps %%zmm13, %%zmm12, %%zmm" #n "\n"
 #define ENGINEWRIGHT_FMA_YMM(n) "vfmadd231ps %%ymm13, %%ymm12, %%ymm" #n "\n"
@@ -61,6 +62,7 @@ void portable_loop(int64_t rounds) {
   "vpmaddwd %%ymm13, %%ymm14, %%ymm14\n"   \
   "vpaddd %%ymm14, %%ymm" #n ", %%ymm" #n "\n"
 ENGINEWRIGHT_LOOP(vnni_loop, "zmm", ENGINEWRIGHT_VPDPBUSD)
+ENGINEWRIGHT_LOOP(avx2_vnni_loop, "ymm", ENGINEWRIGHT_VPDPBUSD_YMM)
 ENGINEWRIGHT_LOOP(avx512_bf16_loop, "zmm", ENGINEWRIGHT_VDPBF16PS)
 ENGINEWRIGHT_LOOP(avx512_fma_loop, "zmm", ENGINEWRIGHT_FMA_ZMM)
 ENGINEWRIGHT_LOOP(avx2_fma_loop, "ymm", ENGINEWRIGHT_FMA_YMM)
@@ -170,6 +172,7 @@ std::vector<DotLoop> dot_loops(const std::string& isa) {
   constexpr int64_t kZmm = kAccumulators * 2 * 16, kYmm = kAccumulators * 2 * 8;
   constexpr int64_t kTile = kTileAccumulators * int64_t{2 * 16 * 16 * 16};
   const DotLoop fma_zmm{"fp32", "vfmadd231ps zmm", kZmm, avx512_fma_loop};
+  const DotLoop fma_ymm{"fp32", "vfmadd231ps ymm", kYmm, avx2_fma_loop};
   if (isa == "amx") {
     if (has_amx_int8()) loops.push_back({"int8", "tdpbssd", 4 * kTile, amx_int8_loop});
     loops.push_back({"bf16", "tdpbf16ps", 2 * kTile, amx_bf16_loop});
@@ -181,9 +184,12 @@ std::vector<DotLoop> dot_loops(const std::string& isa) {
   } else if (isa == "avx512-vnni") {
     loops.push_back({"int8", "vpdpbusd zmm", 4 * kZmm, vnni_loop});
     loops.push_back(fma_zmm);
+  } else if (isa == "avx2-vnni") {
+    loops.push_back({"int8", "vpdpbusd ymm", 4 * kYmm, avx2_vnni_loop});
+    loops.push_back(fma_ymm);
   } else if (isa == "avx2") {
     loops.push_back({"int8", "vpmaddubsw, vpmaddwd, vpaddd ymm", 4 * kYmm, avx2_int8_loop});
-    loops.push_back({"fp32", "vfmadd231ps ymm", kYmm, avx2_fma_loop});
+    loops.push_back(fma_ymm);
   }
 #endif
   if (loops.empty()) loops.push_back({"fp32", "multiply, add", kAccumulators * 2 * 4, portable_loop});

@@ -55,7 +55,7 @@ def measure_roof(
     """Measure the roof, in about a second.
 
     Args:
-        isa: "amx", "avx512", "avx512-vnni", "avx2" or "portable", as far as this machine has it.
+        isa: "amx", "avx512", "avx512-vnni", "avx2-vnni", "avx2" or "portable", as far as this machine has it.
         memory: buffers to read, such as the weights of an engine where they are mapped; fresh memory of READ_BYTES
             otherwise (make it once with `read_buffer`, to measure often).
         dots: rates that are known already; nothing but the reading is measured then.

@@ -122,7 +122,8 @@ LIMIT_OPTIONS = _with_options(
     click.option("--threads", type=Count(), help="Threads.  [all cores, or ENGINEWRIGHT_NUM_THREADS]"),
     click.option(
         "--isa",
-        help="Instruction set: amx, avx512, avx512-vnni, avx2, portable.  [the best, or ENGINEWRIGHT_CPU_ISA]",
+        help="Instruction set: amx, avx512, avx512-vnni, avx2-vnni, avx2, portable.  "
+        "[the best, or ENGINEWRIGHT_CPU_ISA]",
     ),
 )
 
