@@ -43,6 +43,14 @@ def test_gemm_of_other_shapes(isa: str, kernel: str, rows: int, columns: int) ->
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_tokens_in_tiles_of_every_size(isa: str, kernel: str) -> None:
+    for tokens in (8, 9, 12, 13, 24, 129, 150):  # tiles are of up to 12, groups of tiles of up to 128
+        problem = Problem(kernel, tokens, 37, 130)
+        assert relative_error(problem.run(isa, "f32"), problem.expected()) < GEMM_F32, tokens
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("epilogue", ["none", "swiglu", "geglu"])
 @pytest.mark.parametrize("tokens", [1, 7, 33])
 def test_epilogues_with_bias(isa: str, kernel: str, epilogue: str, tokens: int) -> None:

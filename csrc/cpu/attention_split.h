@@ -14,7 +14,7 @@
 // That is for bf16 KV. Of e4m3 KV, k and v are codes, which bf16 has exactly, s is multiplied by the key's
 // scale, the weight of a position is bf16(p * the value's scale), and the sum is of p in fp32. attention_i8.h
 // says what int8 KV changes. Here is what all of them share: the softmax and the combination.
-// attention_tile.h, attention_avx2.h, attention_amx.h and attention_i8.h add the two products.
+// attention_tile.h, attention_fma.h, attention_amx.h and attention_i8.h add the two products.
 #pragma once
 
 #include "simd_math.h"

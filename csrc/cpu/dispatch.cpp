@@ -38,7 +38,8 @@ Machine detect() {
   machine.avx512_vnni = machine.avx2 && zmm_saved && f && dq && bw && vl && vnni;
   machine.avx512 = machine.avx512_vnni && vbmi && bf16;
   machine.amx = machine.avx512 && tiles_saved && amx_bf16 && amx_int8 && amx_tile && amx_allowed();
-  // Intel's cores take it apart: on Emerald Rapids one takes the time of 4.3 FMAs, and does the work of two.
+  // On Emerald Rapids one takes the time of four FMAs and does the work of two, as the rates show that
+  // `engine bench profile` prints; other cores of Intel's that have it are taken for the same.
   machine.slow_bf16 = __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx;
   return machine;
 }

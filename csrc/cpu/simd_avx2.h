@@ -1,6 +1,6 @@
 // AVX2 with FMA and F16C (Haswell and later, Zen and later): 16 lanes are two registers. Members as in
-// simd_portable.h, apart from those that gemm.h and attention_tile.h alone use: fma_avx2.h is instead of
-// them. To be compiled under isa_avx2.cpp's target pragma alone.
+// simd_portable.h, apart from those that gemm.h and attention_tile.h alone use: fma.h is instead of
+// them. To be compiled under the target pragma of an isa_avx2*.cpp alone.
 #pragma once
 
 #include <immintrin.h>

@@ -25,9 +25,6 @@ struct Avx512 : Avx512Vnni {
   static ENGINEWRIGHT_INLINE F dot(F acc, Pair a, Line b) {
     return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
   }
-  static ENGINEWRIGHT_INLINE F dot_bf16(F acc, uint32_t a, const void* line) {
-    return dot(acc, pair(a), load_line(line));
-  }
   static ENGINEWRIGHT_INLINE void expand_i8(const void* p, Line& a, Line& b) {
     const __m512i codes = _mm512_loadu_si512(p);
     look_up(kI8Table, _mm512_abs_epi8(codes), codes, a, b);

@@ -23,7 +23,6 @@
 //   Pair                           one pair of bf16 for all lanes
 //   load_line store_line load_pair pair(uint32_t)
 //   dot(acc, Pair a, Line b)       acc[i] + a.lo * b[i].lo + a.hi * b[i].hi, in one fixed order of rounding
-//   dot_bf16(acc, uint32_t, ptr)   dot(acc, pair(…), load_line(ptr))
 //   expand_i8(ptr, Line&, Line&)   an i8 line (4 along K) as two bf16 lines, exactly
 //   expand_e4m3(ptr, Line&, Line&) the same of an e4m3 line
 //   I                              16 int32 lanes: set1_i, load_i, store_i; to_float rounds to nearest even
@@ -242,9 +241,6 @@ struct Portable {
       acc.q[i] = acc.q[i] + a.hi * (Quad)(b.q[i] & 0xffff0000u);
     }
     return acc;
-  }
-  static ENGINEWRIGHT_INLINE F dot_bf16(F acc, uint32_t a, const void* line) {
-    return dot(acc, pair(a), load_line(line));
   }
   static ENGINEWRIGHT_INLINE void expand_i8(const void* p, Line& a, Line& b) {
     Ints word[4];
