@@ -39,7 +39,7 @@ class Reader(Protocol):
         """Nothing more comes: the engine is dead."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Answer:
     """One choice of a request, in the making. stops: None if the request names no stop string."""
 
@@ -54,7 +54,7 @@ class Answer:
         return self.sequence.finish_reason is not None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """A prompt and its n answers. Seconds count from when it was asked; None is not yet."""
 
@@ -187,10 +187,10 @@ class EngineCore:
         """
         plan, told = self._scheduler.schedule(), list[tuple[Request, Delta]]()
         if plan is not None:
-            logits, requests = self.executor.run(plan), plan.requests
-            if self._under_way and any(request.grammar is not None for request in requests):
+            logits = self.executor.run(plan)
+            if self._under_way and plan.has_grammar:
                 told = self._end(*self._under_way.popleft())
-            self._under_way.append((plan, self._sampler.begin(logits, requests)))
+            self._under_way.append((plan, self._sampler.begin(logits, plan.requests)))
             if len(self._under_way) <= self.executor.steps_ahead:
                 return told
         return told + self._end(*self._under_way.popleft()) if self._under_way else told
@@ -202,15 +202,15 @@ class EngineCore:
         self._num_steps += 1
         self._num_computed += plan.sizes.tokens
         told = []
-        for part, token in zip(plan.drawing, sampled, strict=True):
-            answer = self._answers.get(part.sequence)
+        for sequence, token in zip(plan.drawing, sampled, strict=True):
+            answer = self._answers.get(sequence)
             if answer is None:  # it has ended meanwhile
                 continue
             delta, request = self._take(answer, token), answer.request
             if request.first_token_s is None:
                 request.first_token_s = now - request.asked
             if delta.finish_reason is not None:
-                del self._answers[part.sequence]
+                del self._answers[sequence]
                 if request.finished:
                     request.total_s = now - request.asked
             told.append((request, delta))
@@ -219,26 +219,28 @@ class EngineCore:
 
     def _take(self, answer: Answer, token: SampledToken) -> Delta:
         """What a token adds to an answer. A fault in it ends this answer and no other."""
-        sequence, stops = answer.sequence, answer.stops
-        tokens = () if token.is_nan else (token,)
+        sequence = answer.sequence
         try:
+            if sequence.finish_reason is None and answer.stops is None:
+                return Delta(answer.index, answer.detokenizer.push(token.token), (token,))
             text = self._text(answer, token)
         except Exception:
             logger.exception("a token could not be turned into text; its request has failed")
             self._scheduler.finish(sequence, "error")
             sequence.finish_reason = "error"
-            return Delta(answer.index, "", tokens, "error")
+            return Delta(answer.index, "", (token,), "error")
         stop_reason: int | str | None = None
-        if stops is not None and stops.found is not None:
+        if answer.stops is not None and answer.stops.found is not None:
             self._scheduler.finish(sequence, "stop")
             sequence.finish_reason = "stop"  # even if it was its last token
-            stop_reason = stops.found
+            stop_reason = answer.stops.found
         elif sequence.finish_reason == "stop" and token.token in answer.request.params.stop_token_ids:
             stop_reason = token.token
-        return Delta(answer.index, text, tokens, sequence.finish_reason, stop_reason)
+        return Delta(answer.index, text, () if token.is_nan else (token,), sequence.finish_reason, stop_reason)
 
     @staticmethod
     def _text(answer: Answer, token: SampledToken) -> str:
+        """What a token adds that is the last one, or in an answer with stop strings."""
         sequence, stops, text = answer.sequence, answer.stops, ""
         reason = sequence.finish_reason
         if not token.is_nan and reason != "stop":  # an end-of-text token is no text

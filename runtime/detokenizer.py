@@ -18,28 +18,34 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._whole_texts = tokenizer.whole_texts
+        self._whole_texts = tokenizer.whole_texts[skip_special_tokens]
         self._ids = _context(tokenizer, prompt, skip_special_tokens)
         self._start, self._done = 0, len(self._ids)  # ids[:done] are of the prompt, or have been given as text
+        self._holds = False  # any of them back; if not, those from `done` on were whole texts, and have been given
 
     def push(self, token: int) -> str:
         """The text that is complete with this token; empty in the middle of a character."""
-        if token in self._skipped:
-            return ""
-        ids, done, text = self._ids, self._done, self._whole_texts[token]
-        ids.append(token)
-        if text is not None and done == len(ids) - 1:
-            self._start, self._done = done, done + 1
+        text = self._whole_texts[token]
+        if text and not self._holds:
+            self._ids.append(token)
             return text
-        piece = self._take(len(self._ids))
-        if len(self._ids) - self._done > MAX_CUT_BYTES:  # so the first of them is of no character, or of U+FFFD itself
-            piece += self._take(self._first_seam(), whole=False)
-        return piece
+        return "" if text == "" else self._push(token)
 
     def flush(self) -> str:
         """What was held back, although it is no whole character."""
-        return self._take(len(self._ids), whole=False)
+        text = self._take(len(self._ids), whole=False) if self._holds else ""
+        self._holds = False
+        return text
+
+    def _push(self, token: int) -> str:
+        if not self._holds and self._done < len(self._ids):
+            self._start, self._done = len(self._ids) - 1, len(self._ids)
+        self._ids.append(token)
+        piece = self._take(len(self._ids))
+        if len(self._ids) - self._done > MAX_CUT_BYTES:  # so the first of them is of no character, or of U+FFFD itself
+            piece += self._take(self._first_seam(), whole=False)
+        self._holds = self._done < len(self._ids)
+        return piece
 
     def _take(self, end: int, *, whole: bool = True) -> str:
         before, after = self._decode(self._start, self._done), self._decode(self._start, end)

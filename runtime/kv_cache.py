@@ -29,13 +29,16 @@ class BlockKeys:
         self._root = sha256(salt.encode()).digest()
         self._keys: list[bytes] = []
 
-    def of(self, token_ids: Sequence[int], num_blocks: int) -> list[bytes]:
-        """Keys of the first `num_blocks` blocks. Tokens only ever grow, so what was hashed once is kept."""
+    def of(self, token_ids: Sequence[int], num_blocks: int) -> Sequence[bytes]:
+        """Keys of the first `num_blocks` blocks, to be read before the next call.
+
+        Tokens only ever grow, so what was hashed once is kept.
+        """
         while len(self._keys) < num_blocks:
             start = len(self._keys) * self._block_size
             tokens = array("I", token_ids[start : start + self._block_size])  # not of those still being drawn, below 0
             self._keys.append(sha256((self._keys[-1] if self._keys else self._root) + tokens.tobytes()).digest())
-        return self._keys[:num_blocks]
+        return self._keys if len(self._keys) == num_blocks else self._keys[:num_blocks]
 
 
 @dataclass
@@ -130,23 +133,28 @@ class KvCache:
         """Promise what `length` positions take; False, and no more than before, if there is no room now."""
         mores = []
         for index, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
-            need = blocks_of(group, length, self._chunk)
             held = 0 if group.window else len(table.blocks)
-            mores.append(max(need - held - table.promised, 0))
-            if mores[-1] > self._room(index):
+            more = blocks_of(group, length, self._chunk) - held - table.promised
+            if more > 0 and more > self._room(index):
                 return False
-        for index, (table, more) in enumerate(zip(tables, mores, strict=True)):
-            table.promised += more
+            mores.append(max(more, 0))
+        for index, more in enumerate(mores):
+            tables[index].promised += more
             self._promised[index] += more
         return True
 
-    def extend(self, tables: Sequence[BlockTable], computed: int, length: int) -> list[list[int]]:
+    def extend(self, tables: Sequence[BlockTable], computed: int, length: int, taken: Sequence[list[int]]) -> None:
         """Make room to write positions from `computed` up to `length`; what lies before is there already.
 
-        Returns:
-            The blocks that were taken for it, a group.
+        Args:
+            taken: gets the blocks that were taken for it, a group.
         """
-        return [self._extend(index, table, computed, length) for index, table in enumerate(tables)]
+        for index, (group, table, blocks) in enumerate(zip(self._groups, tables, taken, strict=True)):
+            if group.window:
+                self._drop_unseen(index, table, computed)
+            while len(table.blocks) * group.block_size < length:
+                blocks.append(self._take(index, table))
+                table.blocks.append(blocks[-1])
 
     def tag(self, tables: Sequence[BlockTable], keys: Sequence[bytes]) -> None:
         """The steps planned so far write the blocks of `keys`, the sequence's first ones."""
@@ -214,18 +222,14 @@ class KvCache:
                 pool.hold(block)
         return tables
 
-    def _extend(self, index: int, table: BlockTable, computed: int, length: int) -> list[int]:
+    def _drop_unseen(self, index: int, table: BlockTable, computed: int) -> None:
+        """Give back what fell out of the window of the first position that is not computed."""
         group, pool = self._groups[index], self._pools[index]
-        if group.window:
-            first_seen = max(computed - group.window + 1, 0) // group.block_size
-            while table.dropped < min(first_seen, len(table.blocks)):
-                pool.drop(table.blocks[table.dropped])
-                table.blocks[table.dropped] = 0
-                table.dropped += 1
-        old = len(table.blocks)
-        while len(table.blocks) * group.block_size < length:
-            table.blocks.append(self._take(index, table))
-        return table.blocks[old:]
+        first_seen = max(computed - group.window + 1, 0) // group.block_size
+        while table.dropped < min(first_seen, len(table.blocks)):
+            pool.drop(table.blocks[table.dropped])
+            table.blocks[table.dropped] = 0
+            table.dropped += 1
 
     def _take(self, index: int, table: BlockTable) -> int:
         if not self._groups[index].window:

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from enginewright.runtime.sampling import SampledToken
 
 
-@dataclass(slots=True)  # not frozen, which costs a microsecond a token
-class Delta:
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """What came to one choice of a request.
 
     index: which of the n choices. tokens: the drawn ones, a stop token included. finish_reason: "stop", "length",

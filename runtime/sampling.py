@@ -8,10 +8,11 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from operator import itemgetter
+from itertools import starmap
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -129,7 +130,7 @@ def _require_number(name: str, value: Any, low: float, high: float) -> None:
     _require(math.isfinite(value) and low <= value <= high, name, f"must be between {low} and {high}, not {value}")
 
 
-class SampledToken(NamedTuple):
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """A drawn token. logprob is None if not asked for; top_logprobs are the likeliest tokens, most likely first.
 
     Log-probabilities are the model's own, before penalties and temperature. is_nan: the logits held NaN or left no
@@ -142,10 +143,6 @@ class SampledToken(NamedTuple):
     is_nan: bool = False
 
 
-_sampled: Callable[["Fields"], SampledToken] = partial(tuple.__new__, SampledToken)  # in half of its own time
-_is_nan = itemgetter(SampledToken._fields.index("is_nan"))
-
-
 def new_seed() -> int:
     """For a request that names none; all its choices draw by the same."""
     return secrets.randbits(64)
@@ -154,7 +151,9 @@ def new_seed() -> int:
 class SamplingRequest:
     """One answer in the making: its parameters, and how often each token has occurred.
 
-    position: of the token that comes next, in the whole text; one may still be being drawn before it.
+    position: of the token that comes next, in the whole text; one may still be being drawn before it. has_extras:
+    whether it may ever have a history or biases. is_masked: whether it may not draw each token. needs_tokens: whether
+    it has to be told what was drawn.
 
     Args:
         params: what the request asks for.
@@ -203,26 +202,15 @@ class SamplingRequest:
             some = not params.min_tokens or not set(params.allowed_token_ids) <= set(held_back)
             _require(some, "allowed_token_ids", "must hold tokens that do not end the answer, since it has min_tokens")
             self._allowed = mask_of(params.allowed_token_ids, vocab_size)
+        has_biases = len(self._biases) + len(self._biases_at_first) > 0
+        self.has_extras = self._history is not None or has_biases
+        self.is_masked = self._allowed is not None or grammar is not None
+        self.needs_tokens = self._history is not None or grammar is not None
 
     @property
     def num_output_tokens(self) -> int:
         """One that is being drawn is among them."""
         return self.position - self.num_prompt_tokens
-
-    @property
-    def has_extras(self) -> bool:
-        """Whether it may ever have a history or biases."""
-        return self._history is not None or len(self._biases) + len(self._biases_at_first) > 0
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether it may not draw each token."""
-        return self._allowed is not None or self.grammar is not None
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether it has to be told what was drawn."""
-        return self._history is not None or self.grammar is not None
 
     @property
     def history(self) -> npt.NDArray[np.void]:
@@ -297,13 +285,14 @@ def _biases(values: Mapping[int, float]) -> npt.NDArray[np.void]:
 
 def _joined(arrays: Sequence[npt.NDArray[np.void]], dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
     """One behind the other. np.concatenate compares all fields of all dtypes, and takes ten times as long."""
-    return np.frombuffer(bytearray().join([array.data for array in arrays]), dtype)
+    return np.frombuffer(bytearray().join([array.tobytes() for array in arrays]), dtype)
 
 
 Fields = tuple[int, float | None, tuple[tuple[int, float], ...], bool]  # of SampledToken
 Entries = npt.NDArray[np.void]
 # See _cpu.sample. The first argument is what the same executor's `run` gives. What comes back may be read once, and may
-# be waited for until then; the arrays may change as soon as it has been called.
+# be waited for until then; the arrays may change as soon as it has been called. Where the same array of rows comes
+# again, nothing has changed in it but positions and ends of entries.
 Draw = Callable[[Any, Entries, Entries, Entries, Mask | None], Iterable[Fields]]
 
 
@@ -313,6 +302,7 @@ class Logits(Protocol):
     def __array__(self) -> npt.NDArray[Any]: ...
 
 
+_is_nan, _has_extras, _is_masked, _needs_tokens = map(attrgetter, ("is_nan", "has_extras", "is_masked", "needs_tokens"))
 _NO_HISTORY = np.zeros(0, dtype=_cpu.TOKEN_COUNT)
 _NO_BIASES = np.zeros(0, dtype=_cpu.TOKEN_BIAS)
 
@@ -337,18 +327,20 @@ class Sampler:
 
     def begin(self, logits: Logits, requests: Sequence[SamplingRequest]) -> Drawing:
         """logits: [requests, vocab_size]."""
-        if self._batch.requests != requests:
-            self._batch = _Batch(requests)
-        rows = self._draw(logits, *self._batch.arguments()) if requests else ()
-        for request in requests:
-            request.begin()
-        return Drawing(self._batch, rows)
+        batch = self._batch
+        if requests is not batch.requests and tuple(requests) != batch.requests:
+            batch.settle()
+            batch = self._batch = _Batch(requests)
+        rows = self._draw(logits, *batch.arguments()) if requests else ()
+        batch.begin()
+        return Drawing(batch, rows)
 
     @staticmethod
     def end(drawing: Drawing) -> list[SampledToken]:
         """What was drawn. Requests whose row holds NaN are left as they were."""
-        sampled = list(map(_sampled, drawing.rows))
+        sampled = list(starmap(SampledToken, drawing.rows))
         if drawing.batch.need_tokens or any(map(_is_nan, sampled)):
+            drawing.batch.settle()
             for request, one in zip(drawing.batch.requests, sampled, strict=True):
                 request.end(None if one.is_nan else one.token)
         return sampled
@@ -362,19 +354,38 @@ class _Batch:
     """Requests that are drawn for together, step after step; what does not change is kept."""
 
     def __init__(self, requests: Sequence[SamplingRequest]) -> None:
-        self.requests = list(requests)
+        self.requests = tuple(requests)  # the same one, if it is one
         self._rows = _joined([request.row for request in requests], _cpu.SAMPLING_ROW)
         self._positions = self._rows["position"]
-        self._plain = not any(request.has_extras for request in requests)
-        self.need_tokens = any(request.needs_tokens for request in requests)
+        self._plain = not any(map(_has_extras, requests))
+        self._num_begun = 0  # tokens of each that a plain batch has not told its requests of
+        self.need_tokens = any(map(_needs_tokens, requests))
         self._allowed: Mask | None = None
-        if any(request.is_masked for request in requests):
+        if any(map(_is_masked, requests)):
             self._allowed = np.empty((len(requests), num_words(requests[0].vocab_size)), np.uint32)
+
+    def begin(self) -> None:
+        """One token more of each is being drawn."""
+        if self._plain:
+            self._num_begun += 1
+            return
+        for request in self.requests:
+            request.begin()
+
+    def settle(self) -> None:
+        """All requests know where they are."""
+        if self._num_begun:
+            for request in self.requests:
+                request.position += self._num_begun
+            self._num_begun = 0
 
     def arguments(self) -> tuple[Entries, Entries, Entries, Mask | None]:
         """rows, history, biases and allowed of `_cpu.sample`."""
         rows, allowed = self._rows, self._allowed
-        self._positions[:] = [request.position for request in self.requests]
+        if self._num_begun:
+            self._positions += 1
+        else:
+            self._positions[:] = [request.position for request in self.requests]
         if allowed is not None:
             for request, mask in zip(self.requests, allowed, strict=True):
                 request.allow(mask)

@@ -12,16 +12,32 @@ planned, so blocks may go to others at once: whoever had one before has written 
 
 from bisect import insort
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from enginewright.plan import KvGroup
 from enginewright.runtime.envelope import Envelope
 from enginewright.runtime.kv_cache import BlockKeys, KvCache
-from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.sampling import SampledToken, SamplingRequest
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
 
-_part: Callable[[tuple[TokenSequence, int, int, int]], Part] = partial(tuple.__new__, Part)  # in half of its own time
+
+class _Decodes:
+    """A step that takes one token of each sequence that runs, and those after it that are the same, further on.
+
+    step: how many have been planned. last: of these; then a sequence, or several, end by their length. growing: rows
+    whose token is the first of a block, by step, modulo the stride of blocks.
+    """
+
+    def __init__(self, plan: StepPlan, stride: int) -> None:
+        self.plan, self.stride, self.step = plan, stride, 0
+        self.last = min(sequence.max_tokens - len(sequence.token_ids) for sequence in plan.drawing)
+        self._growing: dict[int, list[int]] = {}
+        for row, sequence in enumerate(plan.drawing):
+            self._growing.setdefault((1 - sequence.num_computed_tokens) % stride, []).append(row)
+
+    def growing_next(self) -> Sequence[int]:
+        """Rows that begin a block in the next step."""
+        return self._growing.get((self.step + 1) % self.stride, ())
 
 
 class Scheduler:
@@ -50,14 +66,17 @@ class Scheduler:
         self._cache = KvCache(groups, envelope.num_blocks, envelope.limits.tokens)
         self._chunk, self._cost = chunk, cost
         self._prefix_caching = prefix_caching and self._cache.block_size is not None
-        self._packer = Packer(groups)
+        self._packer = Packer(groups, envelope.limits)
         self._waiting: list[TokenSequence] = []  # both in the order of arrival
         self._running: list[TokenSequence] = []
         self._arrivals: dict[TokenSequence, int] = {}
         self._num_arrivals = 0
         self._being_written: dict[bytes, TokenSequence] = {}  # blocks by key that will be there soon, and from whom
         self._no_room = False  # for the first that waits, until a sequence leaves
-        self._copies: tuple[list[tuple[int, int]], ...] = tuple([] for _ in groups)  # for the next step
+        self._no_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
+        self._no_copies: tuple[list[tuple[int, int]], ...] = tuple([] for _ in groups)
+        self._copies = self._no_copies  # for the next step
+        self._last: StepPlan | _Decodes | None = None  # if the next step may be the same, a position further
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of the sequences that were admitted, twins left out
         self.num_cached_prompt_tokens = 0  # of these, what others had computed
@@ -94,66 +113,28 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing waits or runs but what the step before ends."""
         self._admit()
-        parts: list[Part] = []
-        growing: list[int] = []  # parts whose block tables may have to
-        reading, stride = [], self._cache.stride
-        for sequence in self._running:
-            first, length = sequence.num_computed_tokens, len(sequence.token_ids)
-            if length - first > 1:
-                reading.append(sequence)
-            elif length > first and not (length >= sequence.max_tokens and sequence.is_drawing_its_last):
-                # A decode takes a block where its token is the first of one. Who steps back for it comes behind it in
-                # this list, or is itself the last.
-                if first % stride == 0:
-                    if not self._has_room(sequence):
-                        break
-                    growing.append(len(parts))
-                parts.append(_part((sequence, first, 1, 1)))
-        num_decodes = len(parts)
-        budget, rows = self._limits.tokens - num_decodes, self._limits.logit_rows - num_decodes
-        chunk: float | None = self._chunk if parts else None
-        for sequence in reading:
-            pending = sequence.num_pending_tokens
-            count = min(pending, budget, rows) if sequence.every_logit else min(pending, budget)
-            if chunk is not None:
-                cost = self._cost(sequence.num_computed_tokens)
-                least = 1 if len(parts) == num_decodes else 0
-                count = min(count, max(int(chunk / cost), least))
-                chunk -= count * cost
-            wanted = count if sequence.every_logit else int(count == pending)
-            if count == 0 or wanted > rows:
-                continue
-            parts.append(Part(sequence, sequence.num_computed_tokens, count, wanted))
-            budget -= count
-            rows -= wanted
-        growing += range(num_decodes, len(parts))
-        return self._plan(parts, num_decodes, growing) if parts else None
+        return self._same() or self._other()
 
     def commit(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> list[TokenSequence]:
         """Take up what a step drew, one token for each of `plan.requests`; the sequences that ended with it."""
         ended, stride = [], self._cache.stride
         reads = plan.num_decodes < len(plan.parts)
-        for part, (token, _, _, is_nan) in zip(plan.drawing, sampled, strict=True):
-            sequence = part.sequence
+        for sequence, drawn in zip(plan.drawing, sampled, strict=True):
             if sequence.finish_reason is not None:  # by finish(), or by the step before
                 continue
-            if is_nan:
+            if drawn.is_nan:
                 ended.append((sequence, "error"))
                 continue
-            known = sequence.num_known_tokens
-            if known % stride == 0 or (reads and sequence.is_running and sequence.tables[0].unproven):
-                self._share(part)
+            token, known = drawn.token, sequence.num_known_tokens
+            if known % stride == 0 or (reads and (tables := sequence.tables) and tables[0].unproven):
+                self._share(sequence)
             sequence.token_ids[known] = token
-            sequence.num_known_tokens = known + 1
+            sequence.num_known_tokens = known = known + 1
             if token in sequence.stop_token_ids:
                 ended.append((sequence, "stop"))
-            elif known + 1 >= sequence.max_tokens:
+            elif known >= sequence.max_tokens:
                 ended.append((sequence, "length"))
-        if len(plan.drawing) < len(plan.parts):
-            for part in plan.parts:
-                sequence = part.sequence
-                if sequence.request is None and part.end == len(sequence.token_ids) and sequence.finish_reason is None:
-                    ended.append((sequence, "length"))
+        ended += [(sequence, "length") for sequence in plan.ending if sequence.finish_reason is None]
         for sequence, reason in ended:
             self.finish(sequence, reason)
         return [sequence for sequence, _ in ended]
@@ -185,6 +166,8 @@ class Scheduler:
                 self._no_room = True
                 return
             self._running.append(self._waiting.pop(0))
+            self._packer.place(sequence)
+            self._last = None
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
                 if twin is None:
@@ -212,8 +195,7 @@ class Scheduler:
         if forked is None:
             return False
         sequence.tables, copies = forked
-        for waiting, more in zip(self._copies, copies, strict=True):
-            waiting += more
+        self._copies = tuple([*waiting, *more] for waiting, more in zip(self._copies, copies, strict=True))
         sequence.num_computed_tokens = computed
         return True
 
@@ -240,11 +222,13 @@ class Scheduler:
         self._cache.release(sequence.tables)
         sequence.tables = []
         self._no_room = False
+        self._packer.remove(sequence)
+        self._last = None
 
-    def _keys(self, sequence: TokenSequence, num_tokens: int) -> list[bytes]:
+    def _keys(self, sequence: TokenSequence, num_tokens: int) -> Sequence[bytes]:
         """Of the full blocks within a sequence's first tokens; none if it does not share."""
         if sequence.keys is None or self._cache.block_size is None:
-            return []
+            return ()
         return sequence.keys.of(sequence.token_ids, num_tokens // self._cache.block_size)
 
     def _is_written(self, sequence: TokenSequence) -> None:
@@ -252,33 +236,105 @@ class Scheduler:
         for key in sequence.announced:
             if self._being_written.get(key) is sequence:
                 del self._being_written[key]
-        sequence.announced = []
+        sequence.announced = ()
 
-    def _share(self, part: Part) -> None:
-        """Let others find the blocks that are full behind a part which gave a token. No later one has tagged any."""
-        sequence, size = part.sequence, self._cache.block_size
-        if sequence.keys is None or size is None or not sequence.is_running:
+    def _share(self, sequence: TokenSequence) -> None:
+        """Let others find the blocks that are full before the token that it gets. No later step has tagged any."""
+        if sequence.keys is None or self._cache.block_size is None or not sequence.is_running:
             return
-        keys = self._keys(sequence, part.end)
+        keys = self._keys(sequence, sequence.num_known_tokens)
         self._cache.tag(sequence.tables, keys)
         self._cache.publish(sequence.tables)
         self._is_written(sequence)
 
-    def _plan(self, parts: list[Part], num_decodes: int, growing: list[int]) -> StepPlan:
-        new_blocks: tuple[list[int], ...] = tuple([] for _ in self._copies)
-        for index in growing:
-            sequence, first, count, _ = parts[index]
-            for blocks, more in zip(new_blocks, self._cache.extend(sequence.tables, first, first + count), strict=True):
-                blocks += more
-        for part in parts[num_decodes:]:  # later, they may have fallen out of a window
-            self._cache.tag(part.sequence.tables, self._keys(part.sequence, part.end))
+    def _same(self) -> StepPlan | None:
+        """The last step once more, a position further; None if there is more to it."""
+        if isinstance(self._last, StepPlan):
+            self._last = _Decodes(self._last, self._cache.stride)
+        decodes = self._last
+        if decodes is None or decodes.step == decodes.last:
+            return None
+        growing = decodes.growing_next()
+        parts, drawing = decodes.plan.parts, decodes.plan.drawing
+        for row in growing:
+            if not self._has_room(drawing[row]) or self._last is None:  # somebody has stepped back
+                return None
+        new_blocks = self._extend([parts[row] for row in growing]) if growing else self._no_blocks
+        sizes, inputs = self._packer.advance(drawing, growing)
+        for sequence, token in zip(drawing, range(-1, -1 - len(drawing), -1), strict=True):
+            sequence.num_computed_tokens += 1
+            sequence.token_ids.append(token)
+        decodes.step += 1
+        rest = drawing, decodes.plan.requests, decodes.plan.has_grammar
+        return StepPlan(parts, len(parts), sizes, inputs, self._no_copies, new_blocks, *rest)
+
+    def _other(self) -> StepPlan | None:
+        """A step of all that can be done; None if nothing can."""
+        parts: list[Part] = []
+        growing: list[Part] = []  # those whose block tables may have to
+        reading, stride = [], self._cache.stride
+        for sequence in self._running:
+            first, length = sequence.num_computed_tokens, len(sequence.token_ids)
+            if length - first > 1:
+                reading.append(sequence)
+            elif length > first and not (length >= sequence.max_tokens and sequence.is_drawing_its_last):
+                part = Part(sequence, 1, 1)
+                # A decode takes a block where its token is the first of one. Who steps back for it comes behind it in
+                # this list, or is itself the last.
+                if first % stride == 0:
+                    if not self._has_room(sequence):
+                        break
+                    growing.append(part)
+                parts.append(part)
+        num_decodes = len(parts)
+        budget, rows = self._limits.tokens - num_decodes, self._limits.logit_rows - num_decodes
+        chunk: float | None = self._chunk if parts else None
+        for sequence in reading:
+            pending = sequence.num_pending_tokens
+            count = min(pending, budget, rows) if sequence.every_logit else min(pending, budget)
+            if chunk is not None:
+                cost = self._cost(sequence.num_computed_tokens)
+                least = 1 if len(parts) == num_decodes else 0
+                count = min(count, max(int(chunk / cost), least))
+                chunk -= count * cost
+            wanted = count if sequence.every_logit else int(count == pending)
+            if count == 0 or wanted > rows:
+                continue
+            parts.append(Part(sequence, count, wanted))
+            budget -= count
+            rows -= wanted
+        return self._plan(parts, num_decodes, growing + parts[num_decodes:]) if parts else None
+
+    def _plan(self, parts: list[Part], num_decodes: int, growing: list[Part]) -> StepPlan:
+        new_blocks = self._extend(growing)
         sizes, inputs = self._packer.pack(parts, num_decodes, growing)
-        copies, self._copies = self._copies, tuple([] for _ in self._copies)
-        drawing: list[Part] = []
+        copies, self._copies = self._copies, self._no_copies
+        drawing: list[TokenSequence] = []
+        requests: list[SamplingRequest] = []
+        ending: list[TokenSequence] = []
         for part in parts:
-            sequence, first, count, wanted = part
-            sequence.num_computed_tokens = first + count
-            if wanted and sequence.request is not None:
+            sequence = part.sequence
+            sequence.num_computed_tokens += part.num_tokens
+            if sequence.request is None:
+                if sequence.num_pending_tokens == 0:
+                    ending.append(sequence)
+            elif part.num_logit_rows:
                 sequence.token_ids.append(-1 - len(drawing))
-                drawing.append(part)
-        return StepPlan(tuple(parts), num_decodes, sizes, inputs, copies, new_blocks, tuple(drawing))
+                drawing.append(sequence)
+                requests.append(sequence.request)
+        for part in parts[num_decodes:]:  # later, they may have fallen out of a window
+            sequence = part.sequence
+            self._cache.tag(sequence.tables, self._keys(sequence, sequence.num_computed_tokens))
+        has_grammar = any(request.grammar is not None for request in requests)
+        rest = tuple(drawing), tuple(requests), has_grammar, tuple(ending)
+        plan = StepPlan(tuple(parts), num_decodes, sizes, inputs, copies, new_blocks, *rest)
+        self._last = plan if num_decodes == len(self._running) == len(drawing) else None
+        return plan
+
+    def _extend(self, parts: Sequence[Part]) -> tuple[list[int], ...]:
+        """Blocks, a group, that these take to write what they compute."""
+        new_blocks: tuple[list[int], ...] = tuple([] for _ in self._no_blocks)
+        for part in parts:
+            first = part.sequence.num_computed_tokens
+            self._cache.extend(part.sequence.tables, first, first + part.num_tokens, new_blocks)
+        return new_blocks

@@ -37,10 +37,10 @@ def forced(
     while (plan := scheduler.schedule()) is not None:
         logits, row = np.asarray(executor.run(plan)), 0
         for part in plan.parts:
-            if part.num_logit_rows:
-                begin = part.end - part.num_logit_rows
-                yield index[id(part.sequence)], begin, logits[row : row + part.num_logit_rows]
-            row += part.num_logit_rows
+            if count := part.num_logit_rows:
+                begin = part.sequence.num_computed_tokens - count
+                yield index[id(part.sequence)], begin, logits[row : row + count]
+            row += count
         scheduler.commit(plan, [])
 
 

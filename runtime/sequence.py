@@ -1,12 +1,13 @@
 """One sequence of tokens in the making."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from enginewright.runtime.kv_cache import BlockKeys, BlockTable
 from enginewright.runtime.sampling import SamplingRequest
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class TokenSequence:
     """A prompt and what was drawn after it.
 
@@ -19,7 +20,8 @@ class TokenSequence:
 
     num_known_tokens: all but those that are being drawn, one before another step is planned, and then two.
     num_computed_tokens: those whose keys and values are in the KV cache, once the steps planned so far are done.
-    num_cached_tokens: prompt tokens that were there when it was first admitted. finish_reason: "stop", "length",
+    num_cached_tokens: prompt tokens that were there when it was first admitted. row: its place among those that run.
+    finish_reason: "stop", "length",
     "error" or "abort".
     """
 
@@ -36,8 +38,9 @@ class TokenSequence:
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     tables: list[BlockTable] = field(default_factory=list)
+    row: int = -1
     keys: BlockKeys | None = None
-    announced: list[bytes] = field(default_factory=list)
+    announced: Sequence[bytes] = ()
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:

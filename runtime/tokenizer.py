@@ -51,7 +51,8 @@ class _WholeTexts(dict[int, str | None]):
 class Tokenizer:
     """A model's tokenizer.
 
-    whole_texts: of each token that has the same text wherever it stands between whole characters; None of others.
+    whole_texts: of each token that has the same text wherever it stands between whole characters; None of others. The
+    second, [True], leaves special tokens out: their text is empty.
 
     Args:
         tokenizer_json: tokenizers' own format.
@@ -73,7 +74,10 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
         except Exception as error:  # tokenizers raises no narrower class
             raise CorruptEngineError("the tokenizer cannot be read", str(error), "Build the engine again.") from error
-        self.whole_texts: Mapping[int, str | None] = _WholeTexts(self._whole_text)
+        self.whole_texts: tuple[Mapping[int, str | None], ...] = (
+            _WholeTexts(self._whole_text),
+            _WholeTexts(lambda token: "" if token in self.special_ids else self._whole_text(token)),
+        )
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
 

@@ -1,7 +1,6 @@
 """The CPU's executor as a GPU's would be: a step may begin before the tokens of the one before are known."""
 
-from dataclasses import replace
-
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,7 +27,7 @@ class LateExecutor(CpuExecutor):
         tokens[late] = self._drawn[-1 - tokens[late]]
         self.num_late += int(late.sum())
         self._newest = tokens[plan.inputs["logit_rows"]]
-        return super().run(replace(plan, inputs=plan.inputs | {"tokens": tokens}))
+        return super().run(msgspec.structs.replace(plan, inputs=plan.inputs | {"tokens": tokens}))
 
     @property
     def draw(self):  # type: ignore[no-untyped-def, override]

@@ -16,7 +16,7 @@ from enginewright.runtime.envelope import SPLIT_TOKENS, Envelope, blocks_of
 from enginewright.runtime.sampling import SampledToken, SamplingParams, SamplingRequest
 from enginewright.runtime.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.step_plan import Part, StepPlan
 
 BLOCK, LONGEST, VOCAB, STOP = 4, 40, 50, 49
 BLANK = -1
@@ -54,6 +54,11 @@ def cost_at(position: int) -> float:
     return 1 + position / 8
 
 
+def first_of(part: Part) -> int:
+    """The first position that a step computes of a sequence, as long as no other step has been planned."""
+    return part.sequence.num_computed_tokens - part.num_tokens
+
+
 class Watch:
     """poisoned: sequences whose logits are NaN, from the first on; nobody may see what they have written.
 
@@ -72,7 +77,7 @@ class Watch:
     ) -> None:
         self.draw: Callable[[Sequence[int]], int] = lambda _: 3
         self.ahead = ahead
-        self.under_way: deque[tuple[StepPlan, list[SampledToken]]] = deque()
+        self.under_way: deque[tuple[StepPlan, list[SampledToken], list[int]]] = deque()
         self.tokens: dict[TokenSequence, list[int]] = {}  # all that were drawn, and the prompt before them
         self.groups, self.limits, self.num_blocks = tuple(groups), limits, tuple(num_blocks)
         self.chunk = chunk
@@ -119,37 +124,38 @@ class Watch:
         assert parts and (oldest is None or oldest in parts), "the oldest stands still"
         if self.chunk is not None and plan.num_decodes:
             prompts = plan.parts[plan.num_decodes :]
-            cost = sum(part.num_tokens * cost_at(part.first) for part in prompts)
+            cost = sum(part.num_tokens * cost_at(first_of(part)) for part in prompts)
             assert cost <= self.chunk or plan.num_prompt_tokens == 1
         self._check_tokens(plan)
         for index in range(len(self.groups)):
             self._check_blocks(plan, index)
         drawn = []
-        for part in plan.drawing:
-            failed, tokens = part.sequence in self.poisoned, self.tokens[part.sequence]
-            assert len(tokens) == part.end
+        for sequence in plan.drawing:
+            failed, tokens = sequence in self.poisoned, self.tokens[sequence]
+            assert len(tokens) == sequence.num_computed_tokens
             drawn.append(SampledToken(0 if failed else self.draw(tokens), is_nan=failed))
             tokens.append(drawn[-1].token)
-        self.under_way.append((plan, drawn))
+        assert plan.requests == tuple(sequence.request for sequence in plan.drawing)
+        self.under_way.append((plan, drawn, [sequence.num_computed_tokens for sequence in plan.drawing]))
         return plan
 
     def commit(self) -> None:
         """Of the steps under way, the oldest."""
-        plan, drawn = self.under_way.popleft()
+        plan, drawn, ends = self.under_way.popleft()
         over = {part.sequence: part.sequence.finish_reason for part in plan.parts}
         self.num_wasted += sum(reason is not None for reason in over.values())
         ended = self.scheduler.commit(plan, drawn)
-        for part, token in zip(plan.drawing, drawn, strict=True):
-            sequence, whole = part.sequence, self.tokens[part.sequence]
+        for sequence, token, end in zip(plan.drawing, drawn, ends, strict=True):
+            whole = self.tokens[sequence]
             known = sequence.token_ids[: sequence.num_known_tokens]
             if over[sequence]:
                 assert sequence.finish_reason == over[sequence] and sequence not in ended
-                assert known == sequence.token_ids == whole[: len(known)] and len(known) <= part.end
+                assert known == sequence.token_ids == whole[: len(known)] and len(known) <= end
             elif token.is_nan:
-                assert known == whole[: part.end] and sequence.finish_reason == "error" and sequence in ended
+                assert known == whole[:end] and sequence.finish_reason == "error" and sequence in ended
             else:
                 stopped, full = token.token == STOP, len(known) == sequence.max_tokens
-                assert known == whole[: part.end + 1] and known[-1] == token.token
+                assert known == whole[: end + 1] and known[-1] == token.token
                 assert sequence.finish_reason == ("stop" if stopped else "length" if full else None)
                 assert (sequence in ended) == (stopped or full)
         for sequence in ended:
@@ -180,9 +186,9 @@ class Watch:
         assert sizes.tokens == sum(part.num_tokens for part in plan.parts) == len(inputs["tokens"])
         assert sizes.sequences == len(plan.parts) == len({part.sequence for part in plan.parts})
         assert all(part.num_tokens > 0 for part in plan.parts)
-        assert all(part.end == part.sequence.num_computed_tokens for part in plan.parts)
-        lengths = [len(part.sequence.token_ids) - (part in plan.drawing) for part in plan.parts]  # before the step
-        decoding = [part.first + 1 == length for part, length in zip(plan.parts, lengths, strict=True)]
+        ends = [part.sequence.num_computed_tokens for part in plan.parts]
+        lengths = [len(part.sequence.token_ids) - (part.sequence in plan.drawing) for part in plan.parts]  # before it
+        decoding = [first_of(part) + 1 == length for part, length in zip(plan.parts, lengths, strict=True)]
         assert decoding == sorted(decoding, reverse=True), "decodes go first"
         assert plan.num_decodes == sum(decoding)
         starts = inputs["query_start"].tolist()
@@ -190,7 +196,7 @@ class Watch:
         assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in inputs.values())
         rows: list[int] = []
         for part, length, start, end in zip(plan.parts, lengths, starts, starts[1:], strict=False):
-            sequence, first, last = part.sequence, part.first, part.end
+            sequence, first, last = part.sequence, first_of(part), part.sequence.num_computed_tokens
             assert sequence.finish_reason is None
             assert inputs["positions"][start:end].tolist() == list(range(first, last))
             tokens = [self._resolved(token, sequence) for token in inputs["tokens"][start:end].tolist()]
@@ -199,7 +205,6 @@ class Watch:
             assert part.num_logit_rows == wanted
             rows += range(end - wanted, end)
             self.rows.setdefault(sequence, set()).update(range(last - wanted, last))
-        ends = [part.end for part in plan.parts]
         assert inputs["logit_rows"].tolist() == rows and sizes.logit_rows == len(rows)
         assert inputs["kv_len"].tolist() == ends and sizes.kv_splits == -(-max(ends) // SPLIT_TOKENS)
 
@@ -207,8 +212,8 @@ class Watch:
         """An input token, also if the step before has drawn it."""
         if token >= 0:
             return token
-        plan, drawn = self.under_way[-1]
-        assert plan.drawing[-1 - token].sequence is sequence
+        plan, drawn, _ = self.under_way[-1]
+        assert plan.drawing[-1 - token] is sequence
         return drawn[-1 - token].token
 
     def _check_blocks(self, plan: StepPlan, index: int) -> None:
@@ -226,11 +231,12 @@ class Watch:
             sequence, here = part.sequence, slots[start:end]
             written = set((here // kv.block_size).tolist())
             assert all(holders[block] == {sequence} for block in written), "a block of others is written into"
-            pool[here] = self.content(sequence, part.end)[part.first :]
+            pool[here] = self.content(sequence, sequence.num_computed_tokens)[first_of(part) :]
         for row, part in enumerate(plan.parts):
-            seen = np.arange(max(0, part.first - kv.window + 1) if kv.window else 0, part.end)
+            first, end = first_of(part), part.sequence.num_computed_tokens
+            seen = np.arange(max(0, first - kv.window + 1) if kv.window else 0, end)
             read = pool[table[row, seen // kv.block_size] * kv.block_size + seen % kv.block_size]
-            expected = self.content(part.sequence, part.end)
+            expected = self.content(part.sequence, end)
             right = read.tolist() == [expected[n] for n in seen]
             assert right or part.sequence in self.poisoned, "what is read is not what was written"
 

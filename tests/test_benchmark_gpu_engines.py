@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.gpu import answers, engines
 from enginewright.builder import build
@@ -90,12 +91,12 @@ def test_wrong_answers_are_noticed(tiny_engine: Path, tmp_path: Path, monkeypatc
 
     assert why("greedy", lambda token: token) == ""
     assert (
-        why("greedy", lambda token: token._replace(logprob=token.logprob - 0.1)) == "log-probabilities are off by 0.1"
+        why("greedy", lambda token: replace(token, logprob=token.logprob - 0.1)) == "log-probabilities are off by 0.1"
     )
-    assert "38% of its tokens are the CPU's" in why("drawn", lambda token: token._replace(token=token.token ^ 1))
-    assert why("drawn", lambda token: token._replace(token=token.token ^ 1), at=7) == ""
-    assert why("allowed tokens", lambda token: token._replace(token=6)) == "it has tokens that are not allowed"
-    assert "tokens, or NaN" in why("drawn", lambda token: token._replace(is_nan=True))
+    assert "38% of its tokens are the CPU's" in why("drawn", lambda token: replace(token, token=token.token ^ 1))
+    assert why("drawn", lambda token: replace(token, token=token.token ^ 1), at=7) == ""
+    assert why("allowed tokens", lambda token: replace(token, token=6)) == "it has tokens that are not allowed"
+    assert "tokens, or NaN" in why("drawn", lambda token: replace(token, is_nan=True))
 
 
 class WrongWhenLate(LateExecutor):

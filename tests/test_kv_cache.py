@@ -62,7 +62,8 @@ def test_what_is_promised_is_there(
             known += 1
         end = min(known, computed + data.draw(st.integers(1, chunk)))
         before = [list(table.blocks) for table in tables]
-        taken = cache.extend(tables, computed, end)
+        taken: list[list[int]] = [[] for _ in groups]
+        cache.extend(tables, computed, end, taken)
         assert taken == [table.blocks[len(old) :] for table, old in zip(tables, before, strict=True)]
         for kv, table, old in zip(groups, tables, before, strict=True):
             wanted = seen_blocks(kv, computed, end)
@@ -92,9 +93,9 @@ def test_a_window_holds_no_more_than_is_promised(window: int, chunk: int, block_
     for first_chunk in range(1, chunk + 1):
         cache = KvCache([kv], [1000], chunk)
         tables = opened(cache, 200)
-        cache.extend(tables, 0, first_chunk)
+        cache.extend(tables, 0, first_chunk, [[]])
         for start in range(first_chunk, 200 - chunk, chunk):
-            cache.extend(tables, start, start + chunk)
+            cache.extend(tables, start, start + chunk, [[]])
             most = max(most, len(tables[0].blocks) - tables[0].dropped)
     promised = blocks_of(kv, 200, chunk)
     assert promised - 1 <= most <= promised
@@ -121,7 +122,7 @@ def written(cache: KvCache, length: int, keys: list[bytes], *, proven: bool = Tr
     """A sequence whose blocks are full of what `keys` stand for."""
     tables = opened(cache, length)
     for start in range(0, length, 4):
-        cache.extend(tables, start, min(start + 4, length))
+        cache.extend(tables, start, min(start + 4, length), [[] for _ in tables])
         cache.tag(tables, keys[: (start + 4) // 4])
         if proven:
             cache.publish(tables)
@@ -162,7 +163,7 @@ def test_what_has_fallen_out_of_a_window_untagged_is_not_found() -> None:
     cache = KvCache([group(1)], [20], chunk=4)
     tables = opened(cache, 12)
     for start in (0, 4, 8):
-        cache.extend(tables, start, start + 4)
+        cache.extend(tables, start, start + 4, [[]])
     assert tables[0].dropped == 2
     cache.tag(tables, keys)
     cache.publish(tables)

@@ -259,19 +259,18 @@ def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
     cache = KvCache(groups, executor.envelope.num_blocks, limits.tokens)
     new_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
     length = point.depth + point.tokens
-    parts = []
+    packer, parts = Packer(groups, limits), []
     for index in range(point.sequences):
         tables = cache.admit(length)
         assert tables is not None, "_limits() makes room"
         for start in range(0, length, limits.tokens):  # as it would have been read, so that windows drop their blocks
-            taken = cache.extend(tables, start, min(start + limits.tokens, length))
-            for blocks, more in zip(new_blocks, taken, strict=True):
-                blocks += more
+            cache.extend(tables, start, min(start + limits.tokens, length), new_blocks)
         tokens = [(index * 997 + place * 7919) % executor.plan.vocab_size for place in range(length)]
         sequence = TokenSequence(tokens, length, length, num_computed_tokens=point.depth, tables=tables)
-        parts.append(Part(sequence, point.depth, point.tokens, 1))
+        packer.place(sequence)
+        parts.append(Part(sequence, point.tokens, 1))
     num_decodes = len(parts) if point.is_decode else 0
-    sizes, inputs = Packer(groups).pack(parts, num_decodes, range(len(parts)))
+    sizes, inputs = packer.pack(parts, num_decodes, ())
     for pool, blocks in zip(executor.pools, new_blocks, strict=True):
         pool.scrub(blocks)
     nothing: tuple[list[Any], ...] = tuple([] for _ in groups)

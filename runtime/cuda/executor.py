@@ -72,9 +72,10 @@ class CudaExecutor:
         offsets, arena_bytes = self.plan.arena_offsets(limits)
         arena = device.allocate(arena_bytes)
         self._buffers = [arena + offset for offset in offsets]
+        self._block_bytes = [block_bytes(group) for group in self.plan.kv_groups]
         self._pools = [
-            device.allocate(count * block_bytes(group))
-            for count, group in zip(self.envelope.num_blocks, self.plan.kv_groups, strict=True)
+            device.allocate(count * nbytes)
+            for count, nbytes in zip(self.envelope.num_blocks, self._block_bytes, strict=True)
         ]
         self._weights = upload_weights(engine, device, ALIGN)
         self._logits = self._buffers[self.plan.logits]
@@ -114,8 +115,7 @@ class CudaExecutor:
         self.device.bind()
         sizes = plan.sizes
         # New blocks are not zeroed: attention reads no position that its queries do not see.
-        for pool, group, copies in zip(self._pools, self.plan.kv_groups, plan.copies, strict=True):
-            size = block_bytes(group)
+        for pool, size, copies in zip(self._pools, self._block_bytes, plan.copies, strict=True):
             for source, to in copies:
                 self.device.copy(pool + to * size, pool + source * size, size)
         self._inputs.upload(plan.inputs, sizes)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle, repeat
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from enginewright import _cpu
 from enginewright.errors import CorruptEngineError
 from enginewright.plan import Launch
-from enginewright.runtime.cuda.device import Bytes, Device, OnGrid
+from enginewright.runtime.cuda.device import Device, OnGrid
 from enginewright.runtime.sampling import MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_STOPS, Entries, Fields
 from enginewright.runtime.token_mask import Mask, num_words
 
@@ -47,8 +46,13 @@ class SamplerLimits:
         return self.masks_start + self.rows * self.words * 4
 
     @property
+    def tops_start(self) -> int:
+        """Of an answer, behind what was drawn."""
+        return self.rows * DRAWN.itemsize
+
+    @property
     def answer_bytes(self) -> int:
-        return self.rows * (DRAWN.itemsize + TOPS.itemsize)
+        return self.tops_start + self.rows * TOPS.itemsize
 
     @property
     def saved_bytes(self) -> int:
@@ -60,13 +64,15 @@ class SamplerLimits:
         return self.asked_bytes + self.answer_bytes + self.saved_bytes
 
 
-@dataclass(frozen=True)
 class _Turn:
     """The host's side of a step. done: when its answer is there."""
 
-    asked: Bytes
-    answer: Bytes
-    done: Any
+    def __init__(self, limits: SamplerLimits, device: Device) -> None:
+        self.asked, self.answer = device.pinned(limits.asked_bytes), device.pinned(limits.answer_bytes)
+        drawn, tops = self.answer[: limits.tops_start].view(DRAWN), self.answer[limits.tops_start :].view(TOPS)
+        self.tokens, self.status, self.logprobs = (drawn[name] for name in ("token", "status", "logprob"))
+        self.top_tokens, self.top_logprobs = tops["tokens"], tops["logprobs"]
+        self.done = device.event()
 
 
 class DeviceSampler:
@@ -81,9 +87,9 @@ class DeviceSampler:
         self._device = device
         self._entries_start = limits.rows * _cpu.SAMPLING_ROW.itemsize
         self._masks_start = limits.masks_start
-        self._tops_start = limits.rows * DRAWN.itemsize
-        sides = [(device.pinned(limits.asked_bytes), device.pinned(limits.answer_bytes)) for _ in range(TURNS)]
-        self._turns = cycle([_Turn(*side, device.event()) for side in sides])
+        self._tops_start = limits.tops_start
+        self._turns = cycle([_Turn(limits, device) for _ in range(TURNS)])
+        self._rows, self._wanted = np.zeros(0, _cpu.SAMPLING_ROW), list[tuple[int, int]]()
         self._asked, self.drawn = device.allocate(limits.asked_bytes), device.allocate(limits.answer_bytes)
         addresses = {
             **places,
@@ -124,27 +130,33 @@ class DeviceSampler:
             device.upload(self._asked + self._masks_start, turn.asked[self._masks_start : end])
         run = self._run if allowed is None else self._run_masked
         run((len(rows), 1, 1))
-        wanted = rows[["logprobs", "top_logprobs"]].tolist() if rows["logprobs"].any() else None
-        with_tops = wanted is not None and any(count for _, count in wanted)
-        end = self._tops_start + len(rows) * TOPS.itemsize if with_tops else len(rows) * DRAWN.itemsize
+        if rows is not self._rows:
+            self._rows, self._wanted = rows, _wanted(rows)
+        wanted, end = self._wanted, len(rows) * DRAWN.itemsize
+        if wanted and any(count for _, count in wanted):
+            end = self._tops_start + len(rows) * TOPS.itemsize
         device.download(turn.answer[:end], self.drawn)
         device.record(turn.done)
         return self._fields(turn, len(rows), wanted)
 
-    def _fields(self, turn: _Turn, count: int, wanted: list[tuple[int, int]] | None) -> Iterator[Fields]:
-        """wanted: of each row, whether it has a log-probability, and of how many tokens beside."""
+    def _fields(self, turn: _Turn, count: int, wanted: list[tuple[int, int]]) -> Iterator[Fields]:
         self._device.wait(turn.done)
-        drawn = turn.answer[: count * DRAWN.itemsize].view(DRAWN)
-        tokens, bad = drawn["token"].tolist(), (drawn["status"] != 0).tolist()
-        if wanted is None:
+        tokens, status = turn.tokens[:count].tolist(), turn.status[:count].tolist()
+        bad = map(bool, status) if any(status) else repeat(False)
+        if not wanted:
             yield from zip(tokens, repeat(None), repeat(()), bad)
             return
-        listed = turn.answer[self._tops_start :][: count * TOPS.itemsize].view(TOPS)
-        tops = zip(listed["tokens"].tolist(), listed["logprobs"].tolist(), strict=True)
-        rows = zip(tokens, bad, drawn["logprob"].tolist(), tops, wanted, strict=True)
-        for token, is_nan, logprob, (ids, logprobs), (asked, named) in rows:
-            top = tuple(zip(ids[:named], logprobs[:named], strict=True))
+        logprobs = turn.logprobs[:count].tolist()
+        tops = zip(turn.top_tokens[:count].tolist(), turn.top_logprobs[:count].tolist(), strict=True)
+        fields = zip(tokens, bad, logprobs, tops, wanted, strict=False)  # of `bad` there may be more
+        for token, is_nan, logprob, (ids, values), (asked, named) in fields:
+            top = tuple(zip(ids[:named], values[:named], strict=True))
             yield (0, None, (), True) if is_nan else (token, logprob if asked else None, top, False)
+
+
+def _wanted(rows: Entries) -> list[tuple[int, int]]:
+    """Of each row, whether it wants a log-probability, and of how many tokens beside; empty if none does."""
+    return rows[["logprobs", "top_logprobs"]].tolist() if rows["logprobs"].any() else []
 
 
 def _bytes(array: Entries | Mask) -> NDArray[np.uint8]:
