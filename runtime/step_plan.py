@@ -82,7 +82,6 @@ class Packer:
         """It runs from now on, with the blocks that it has."""
         sequence.row = self._free_rows.pop()
         for whole, table in zip(self._tables, sequence.tables, strict=True):
-            whole[sequence.row] = 0
             whole[sequence.row, : len(table.blocks)] = table.blocks
 
     def remove(self, sequence: TokenSequence) -> None:

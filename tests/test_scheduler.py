@@ -99,10 +99,10 @@ class Traffic:
         self.abort()
         while len(self.watch.alive) < 20 and self.random.random() < 0.4:
             self.arrive()
-        if self.watch.schedule() is None or len(self.watch.under_way) > self.watch.ahead:
+        late = 0 if self.watch.schedule() is None or self.random.random() < 0.1 else self.watch.ahead
+        while len(self.watch.under_way) > late:
             self.abort()  # while the step is computed
-            if self.watch.under_way:
-                self.watch.commit()
+            self.watch.commit()
 
     def end(self) -> None:
         while self.watch.alive or self.watch.under_way:
