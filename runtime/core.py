@@ -206,7 +206,17 @@ class EngineCore:
             answer = self._answers.get(sequence)
             if answer is None:  # it has ended meanwhile
                 continue
-            delta, request = self._take(answer, token), answer.request
+            request = answer.request
+            try:
+                if sequence.finish_reason is None and answer.stops is None:
+                    delta = Delta(answer.index, answer.detokenizer.push(token.token), (token,))
+                else:
+                    delta = self._take(answer, token)
+            except Exception:
+                logger.exception("a token could not be turned into text; its request has failed, and no other")
+                self._scheduler.finish(sequence, "error")
+                sequence.finish_reason = "error"
+                delta = Delta(answer.index, "", (token,), "error")
             if request.first_token_s is None:
                 request.first_token_s = now - request.asked
             if delta.finish_reason is not None:
@@ -218,17 +228,8 @@ class EngineCore:
         return told
 
     def _take(self, answer: Answer, token: SampledToken) -> Delta:
-        """What a token adds to an answer. A fault in it ends this answer and no other."""
-        sequence = answer.sequence
-        try:
-            if sequence.finish_reason is None and answer.stops is None:
-                return Delta(answer.index, answer.detokenizer.push(token.token), (token,))
-            text = self._text(answer, token)
-        except Exception:
-            logger.exception("a token could not be turned into text; its request has failed")
-            self._scheduler.finish(sequence, "error")
-            sequence.finish_reason = "error"
-            return Delta(answer.index, "", (token,), "error")
+        """What a token adds that is the last one, or in an answer with stop strings."""
+        sequence, text = answer.sequence, self._text(answer, token)
         stop_reason: int | str | None = None
         if answer.stops is not None and answer.stops.found is not None:
             self._scheduler.finish(sequence, "stop")
@@ -240,7 +241,6 @@ class EngineCore:
 
     @staticmethod
     def _text(answer: Answer, token: SampledToken) -> str:
-        """What a token adds that is the last one, or in an answer with stop strings."""
         sequence, stops, text = answer.sequence, answer.stops, ""
         reason = sequence.finish_reason
         if not token.is_nan and reason != "stop":  # an end-of-text token is no text

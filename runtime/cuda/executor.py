@@ -9,7 +9,7 @@ the host's memory, and writes there, is in turns: of two steps, each has its own
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -134,7 +134,7 @@ class CudaExecutor:
 
     def _draw(
         self, _: DeviceLogits, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None
-    ) -> Iterator[Fields]:
+    ) -> Iterable[Fields]:
         return self._sampler.draw(rows, history, biases, allowed)
 
     def _graph(self, count: int) -> Callable[[], None]:

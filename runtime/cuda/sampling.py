@@ -1,6 +1,6 @@
 """Draws tokens on the GPU: parameters go there in one copy, tokens come back in one, and logits stay where they are."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, repeat
 
@@ -89,7 +89,8 @@ class DeviceSampler:
         self._masks_start = limits.masks_start
         self._tops_start = limits.tops_start
         self._turns = cycle([_Turn(limits, device) for _ in range(TURNS)])
-        self._rows, self._wanted = np.zeros(0, _cpu.SAMPLING_ROW), list[tuple[int, int]]()
+        self._rows = np.zeros(0, _cpu.SAMPLING_ROW)  # of the last step, and what of them stays as they are
+        self._row_bytes, self._wanted = _bytes(self._rows), list[tuple[int, int]]()
         self._asked, self.drawn = device.allocate(limits.asked_bytes), device.allocate(limits.answer_bytes)
         addresses = {
             **places,
@@ -110,14 +111,16 @@ class DeviceSampler:
 
         self._run, self._run_masked = launcher(0), launcher(self._asked + self._masks_start)
 
-    def draw(self, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None) -> Iterator[Fields]:
+    def draw(self, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None) -> Iterable[Fields]:
         """As `_cpu.sample`, from the logits of the step that was begun last: all of its rows.
 
         What comes back waits for it, once it is read; that has to be before TURNS more steps.
         """
         turn, device = next(self._turns), self._device
         end = rows.nbytes
-        turn.asked[:end] = _bytes(rows)
+        if rows is not self._rows:
+            self._rows, self._row_bytes, self._wanted = rows, _bytes(rows), _wanted(rows)
+        turn.asked[:end] = self._row_bytes
         if len(history) + len(biases):
             middle = self._entries_start + history.nbytes
             end = middle + biases.nbytes
@@ -130,28 +133,40 @@ class DeviceSampler:
             device.upload(self._asked + self._masks_start, turn.asked[self._masks_start : end])
         run = self._run if allowed is None else self._run_masked
         run((len(rows), 1, 1))
-        if rows is not self._rows:
-            self._rows, self._wanted = rows, _wanted(rows)
         wanted, end = self._wanted, len(rows) * DRAWN.itemsize
         if wanted and any(count for _, count in wanted):
             end = self._tops_start + len(rows) * TOPS.itemsize
         device.download(turn.answer[:end], self.drawn)
         device.record(turn.done)
-        return self._fields(turn, len(rows), wanted)
+        return _Drawn(turn, len(rows), wanted, device)
 
-    def _fields(self, turn: _Turn, count: int, wanted: list[tuple[int, int]]) -> Iterator[Fields]:
+
+class _Drawn:
+    """What a step draws, waited for when it is read.
+
+    wanted: of each row, whether it has a log-probability, and of how many tokens beside; empty if none has.
+    """
+
+    def __init__(self, turn: _Turn, count: int, wanted: Sequence[tuple[int, int]], device: Device) -> None:
+        self._turn, self._count, self._wanted, self._device = turn, count, wanted, device
+
+    def __iter__(self) -> Iterator[Fields]:
+        turn, count = self._turn, self._count
         self._device.wait(turn.done)
         tokens, status = turn.tokens[:count].tolist(), turn.status[:count].tolist()
-        bad = map(bool, status) if any(status) else repeat(False)
-        if not wanted:
-            yield from zip(tokens, repeat(None), repeat(()), bad)
-            return
+        bad = map(bool, status) if any(status) else repeat(False, count)
+        if not self._wanted:
+            return zip(tokens, repeat(None), repeat(()), bad, strict=False)
         logprobs = turn.logprobs[:count].tolist()
         tops = zip(turn.top_tokens[:count].tolist(), turn.top_logprobs[:count].tolist(), strict=True)
-        fields = zip(tokens, bad, logprobs, tops, wanted, strict=False)  # of `bad` there may be more
-        for token, is_nan, logprob, (ids, values), (asked, named) in fields:
-            top = tuple(zip(ids[:named], values[:named], strict=True))
-            yield (0, None, (), True) if is_nan else (token, logprob if asked else None, top, False)
+        return map(_fields, zip(tokens, bad, logprobs, tops, self._wanted, strict=True))
+
+
+def _fields(row: tuple[int, bool, float, tuple[list[int], list[float]], tuple[int, int]]) -> Fields:
+    token, is_nan, logprob, (ids, logprobs), (asked, named) = row
+    if is_nan:
+        return 0, None, (), True
+    return token, logprob if asked else None, tuple(zip(ids[:named], logprobs[:named], strict=True)), False
 
 
 def _wanted(rows: Entries) -> list[tuple[int, int]]:
