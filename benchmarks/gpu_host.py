@@ -1,10 +1,11 @@
 """What a step on a GPU takes of the host: planning, taking up tokens, and turning them into text. Needs no GPU.
 
-    python benchmarks/gpu_host.py [CHECKPOINT] [--quant int4-rtn] [--batch 1 8 32] [--steps 400] [--rounds 5]
+    python benchmarks/gpu_host.py [CHECKPOINT] [--quant int4-rtn] [--batch 1 8 32 256] [--steps 400] [--rounds 5]
 
 An engine for GPUs decodes on a device that does nothing, whose tokens are always the same: what is left of a step is
 Python's, and the calls of the driver are counted, not timed. Steps are planned one ahead, so a GPU waits for this only
-where its own step is shorter. Medians of rounds, and the shortest tenth.
+where its own step is shorter. Medians of rounds, and the shortest tenth. "Coming and going": answers of some length
+take each other's places, so that the batch changes all the time, and prompts are read beside it.
 """
 
 import argparse
@@ -38,6 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalized": {"temperature": 0, "repetition_penalty": 1.1},
 }
 PROMPT, SETTLE = 64, 20  # tokens, of the longest; steps before anything counts
+ANSWER = 200  # tokens, of those that come and go
 FREE_BYTES = 8 << 30
 
 
@@ -101,11 +103,37 @@ def round_of(running: core.EngineCore, prompts: Sequence[list[int]], params: Sam
     return taken
 
 
+def traffic_of(running: core.EngineCore, prompts: Sequence[list[int]], steps: int) -> list[float]:
+    """Seconds of each step, where another answer to a prompt begins whenever one ends."""
+
+    def ask(prompt: list[int], tokens: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        request = running.request(prompt, params, Nobody())
+        of[request] = prompt
+        running.add(request)
+
+    of: dict[core.Request, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        ask(prompt, 1 + (index + 1) * ANSWER // len(prompts))
+    taken = []
+    for _ in range(ANSWER + steps):
+        start = time.perf_counter()
+        told = running.step()
+        taken.append(time.perf_counter() - start)
+        for request in [request for request, delta in told if delta.finish_reason is not None]:
+            ask(of.pop(request), ANSWER)
+    for request in of:
+        running.abort(request)
+    while running.has_work:
+        running.step()
+    return taken[ANSWER:]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?", default=Path(SMOLLM2))
     parser.add_argument("--quant", default="int4-rtn")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 256])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
@@ -130,11 +158,17 @@ def measure(engine: Engine, batch: int, steps: int, rounds: int) -> None:
     for name, kind in KINDS.items():
         params, calls = SamplingParams(**kind, max_tokens=length - PROMPT, ignore_eos=True), device.calls
         taken = [round_of(running, prompts, params, steps) for _ in range(rounds)]
-        calls = (device.calls - calls) / (rounds * (steps + SETTLE))
-        middle = statistics.median(statistics.median(each) for each in taken)
-        short = min(sorted(each)[steps // 10] for each in taken)
-        times = f"{middle * 1e6:6.1f} us, at best {short * 1e6:6.1f}"
-        print(f"batch {batch:<3} {name:<23} {times}; driver calls {calls:.1f}")
+        show(batch, name, taken, (device.calls - calls) / (rounds * (steps + SETTLE)))
+    calls = device.calls
+    taken = [traffic_of(running, prompts, steps) for _ in range(rounds)]
+    show(batch, "coming and going", taken, (device.calls - calls) / (rounds * (steps + ANSWER)))
+
+
+def show(batch: int, name: str, taken: Sequence[Sequence[float]], calls: float) -> None:
+    middle = statistics.median(statistics.median(each) for each in taken)
+    short = min(sorted(each)[len(each) // 10] for each in taken)
+    times = f"{middle * 1e6:6.1f} us, at best {short * 1e6:6.1f}"
+    print(f"batch {batch:<3} {name:<23} {times}; driver calls {calls:.1f}")
 
 
 if __name__ == "__main__":
