@@ -216,7 +216,7 @@ class EngineCore:
                 logger.exception("a token could not be turned into text; its request has failed, and no other")
                 self._scheduler.finish(sequence, "error")
                 sequence.finish_reason = "error"
-                delta = Delta(answer.index, "", (token,), "error")
+                delta = Delta(answer.index, "", () if token.is_nan else (token,), "error")
             if request.first_token_s is None:
                 request.first_token_s = now - request.asked
             if delta.finish_reason is not None:
