@@ -34,9 +34,9 @@ class Collector:
     def add(self, delta: Delta) -> None:
         output = self._outputs[delta.index]
         self._pieces[delta.index].append(delta.text)
-        output.token_ids.extend(token.token for token in delta.tokens)
-        if output.logprobs is not None and output.cumulative_logprob is not None:
-            for token in delta.tokens:
+        for token in delta.tokens:
+            output.token_ids.append(token.token)
+            if output.logprobs is not None and output.cumulative_logprob is not None:
                 output.logprobs.append(self._named(token))
                 output.cumulative_logprob += token.logprob or 0.0
         output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason

@@ -192,8 +192,9 @@ class LLM:
                     index, delta = inbox.get()
                     collectors[index].add(delta)
                     written += len(delta.tokens)
-                    left -= delta.finish_reason is not None
-                    done += collectors[index].finished
+                    if delta.finish_reason is not None:
+                        left -= 1
+                        done += collectors[index].finished
                     if bar is not None:
                         bar.update(done, written)
                     if on_progress is not None:
