@@ -276,13 +276,13 @@ class CudaDevice:
     def _call(self, name: str, *arguments: Any) -> Any:
         """Of the driver's API: what a function gives behind its error. Raises EngineError for that."""
         error, *values = getattr(self._driver, name)(*arguments)
+        if not error:
+            return values[0] if len(values) == 1 else values
         if error == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise NotEnoughMemoryError(
                 "the GPU's memory is full", name, "Use a smaller --kv-cache-memory or --max-num-seqs."
             )
-        if error:
-            raise self._failed(name, error)
-        return values[0] if len(values) == 1 else values
+        raise self._failed(name, error)
 
     def _failed(self, name: str, error: Any, what: str = "") -> EngineError:
         _, text = self._driver.cuGetErrorString(error)
