@@ -20,8 +20,10 @@ class Detokenizer:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._whole_texts = tokenizer.whole_texts[skip_special_tokens]
         self._ids = _context(tokenizer, prompt, skip_special_tokens)
-        self._start, self._done = 0, len(self._ids)  # ids[:done] are of the prompt, or have been given as text
-        self._holds = False  # any of them back; if not, those from `done` on were whole texts, and have been given
+        # ids[:done] are of the prompt, or have been given as text; if nothing is held back, so have those from there
+        # on, each of them a whole text.
+        self._start, self._done = 0, len(self._ids)
+        self._holds = False
 
     def push(self, token: int) -> str:
         """The text that is complete with this token; empty in the middle of a character."""

@@ -151,9 +151,9 @@ def new_seed() -> int:
 class SamplingRequest:
     """One answer in the making: its parameters, and how often each token has occurred.
 
-    position: of the token that comes next, in the whole text; one may still be being drawn before it. has_extras:
-    whether it may ever have a history or biases. is_masked: whether it may not draw each token. needs_tokens: whether
-    it has to be told what was drawn.
+    position: of the token that comes next, in the whole text; one may still be being drawn before it. A Sampler may
+    tell those without extras later. has_extras: whether it may ever have a history or biases. is_masked: whether it may
+    not draw each token. needs_tokens: whether it has to be told what was drawn.
 
     Args:
         params: what the request asks for.

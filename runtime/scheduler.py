@@ -24,14 +24,13 @@ from enginewright.runtime.step_plan import Packer, Part, StepPlan
 class _Decodes:
     """A step that takes one token of each sequence that runs, and those after it that are the same, further on.
 
-    step: how many have been planned. last: of these; then a sequence, or several, end by their length. growing: rows
-    whose token is the first of a block, by step, modulo the stride of blocks.
+    step: how many have been planned. last: how many there may be; then a sequence, or several, end by their length.
     """
 
     def __init__(self, plan: StepPlan, stride: int) -> None:
         self.plan, self.stride, self.step = plan, stride, 0
         self.last = min(sequence.max_tokens - len(sequence.token_ids) for sequence in plan.drawing)
-        self._growing: dict[int, list[int]] = {}
+        self._growing: dict[int, list[int]] = {}  # rows whose token is the first of a block, by step modulo the stride
         for row, sequence in enumerate(plan.drawing):
             self._growing.setdefault((1 - sequence.num_computed_tokens) % stride, []).append(row)
 
@@ -118,7 +117,6 @@ class Scheduler:
     def commit(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> list[TokenSequence]:
         """Take up what a step drew, one token for each of `plan.requests`; the sequences that ended with it."""
         ended, stride = [], self._cache.stride
-        reads = plan.num_decodes < len(plan.parts)
         for sequence, drawn in zip(plan.drawing, sampled, strict=True):
             if sequence.finish_reason is not None:  # by finish(), or by the step before
                 continue
@@ -126,7 +124,7 @@ class Scheduler:
                 ended.append((sequence, "error"))
                 continue
             token, known = drawn.token, sequence.num_known_tokens
-            if known % stride == 0 or (reads and (tables := sequence.tables) and tables[0].unproven):
+            if known % stride == 0 or (plan.has_unproven and (tables := sequence.tables) and tables[0].unproven):
                 self._share(sequence)
             sequence.token_ids[known] = token
             sequence.num_known_tokens = known = known + 1
@@ -326,7 +324,8 @@ class Scheduler:
             sequence = part.sequence
             self._cache.tag(sequence.tables, self._keys(sequence, sequence.num_computed_tokens))
         has_grammar = any(request.grammar is not None for request in requests)
-        rest = tuple(drawing), tuple(requests), has_grammar, tuple(ending)
+        has_unproven = any(sequence.tables[0].unproven for sequence in drawing)  # a prompt's last token may be a decode
+        rest = tuple(drawing), tuple(requests), has_grammar, tuple(ending), has_unproven
         plan = StepPlan(tuple(parts), num_decodes, sizes, inputs, copies, new_blocks, *rest)
         self._last = plan if num_decodes == len(self._running) == len(drawing) else None
         return plan

@@ -21,8 +21,7 @@ class TokenSequence:
     num_known_tokens: all but those that are being drawn, one before another step is planned, and then two.
     num_computed_tokens: those whose keys and values are in the KV cache, once the steps planned so far are done.
     num_cached_tokens: prompt tokens that were there when it was first admitted. row: its place among those that run.
-    finish_reason: "stop", "length",
-    "error" or "abort".
+    finish_reason: "stop", "length", "error" or "abort".
     """
 
     token_ids: list[int]

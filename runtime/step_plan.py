@@ -16,7 +16,7 @@ Inputs = dict[str, NDArray[np.int32]]
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The tokens of one sequence that a step computes, the next of those that are not computed yet.
+    """The tokens of one sequence that a step computes: those up to its num_computed_tokens, until another is planned.
 
     num_logit_rows: how many of them, from the end, give logits.
     """
@@ -35,7 +35,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     else happens. new_blocks: KV blocks, a group, that a sequence holds from this step on. Zero them next: kernels read
     whole blocks, and whoever had one may have left NaN. drawing: the sequences that get a token, in the order of their
     rows of logits; requests: theirs, one of which at least has a grammar if has_grammar. Steps that decode the same
-    sequences share one tuple of them. ending: sequences that draw nothing, and end with this step.
+    sequences share one tuple of them. ending: sequences that draw nothing, and end with this step. has_unproven: blocks
+    of its sequences may wait for what it draws before others may use them (BlockTable).
     """
 
     parts: tuple[Part, ...]
@@ -48,6 +49,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     requests: tuple[SamplingRequest, ...] = ()
     has_grammar: bool = False
     ending: tuple[TokenSequence, ...] = ()
+    has_unproven: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -58,7 +60,8 @@ class StepPlan(msgspec.Struct, frozen=True):
 class Packer:
     """Makes the arrays of a step; of one that decodes the same sequences as the last one, only what has changed.
 
-    Sequences that run have a row each of tables that stay, and a step's are put together from these.
+    Sequences that run have a row each of tables that stay, and a step's are put together from these. In a row, what its
+    sequence does not see is of no meaning.
 
     Args:
         limits: of a step, which are those of all that runs.
@@ -137,7 +140,7 @@ class Packer:
 
     def advance(self, sequences: Sequence[TokenSequence], growing: Sequence[int]) -> tuple[Sizes, Inputs]:
         """As `pack`, where the last step took one token of each of these sequences, and this one takes their next."""
-        if sequences[0].token_ids[-1] >= 0:  # so all of them are known
+        if sequences[0].token_ids[-1] >= 0:  # so all of them are known: a step is committed as a whole
             self._inputs["tokens"][:] = [sequence.token_ids[-1] for sequence in sequences]
             self._being_drawn = False
         elif not self._being_drawn:

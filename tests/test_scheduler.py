@@ -284,6 +284,22 @@ def test_twins_of_one_that_is_gone_stand_alone() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("length", [8, 9, 10])
+def test_a_prompt_is_shared_with_its_first_token(length: int, ahead: int) -> None:
+    """Also where one token of it is left for the last step: who begins like it waits no longer, nor who is next."""
+    watch = whole(60, prefix_caching=True, ahead=ahead)
+    first, alike, other = sequence_of(range(length), 38), sequence_of([*range(length), 20], 38), sequence_of([30, 31])
+    for sequence in (first, alike, other):
+        watch.add(sequence)
+    for _ in range(4 + ahead):
+        step(watch)
+    assert alike.is_running and other.is_running and alike.num_cached_tokens == 8
+    while watch.alive or watch.under_way:
+        watch.step()
+    assert watch.all_back()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_a_twin_of_one_without_numbers_computes_the_prompt_itself(ahead: int) -> None:
     watch = whole(40, ahead=ahead)
     first = sequence_of(range(20), 30)
