@@ -13,13 +13,15 @@ import onnx_ir as ir
 from enginewright import __version__
 from enginewright.builder.ahead import in_order
 from enginewright.builder.checkpoint import Checkpoint
+from enginewright.builder.checkpoint.base import TokenizerFiles
 from enginewright.builder.checkpoint.quantized import format_name
 from enginewright.builder.gate import GateConfig
+from enginewright.builder.generation_config import check_generation_config
 from enginewright.builder.lower import Lowered, Weight, lower, pack_rows
 from enginewright.builder.models import build_graph
 from enginewright.builder.progress import Progress
 from enginewright.engine_file import EngineWriter
-from enginewright.errors import UsageError
+from enginewright.errors import EngineError, UsageError
 from enginewright.manifest import WEIGHTS, About, Limits
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.pipeline import run_for_family, run_pipeline
@@ -29,7 +31,9 @@ from enginewright.passes.weights import open_rows
 from enginewright.plan import Plan
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime import env
+from enginewright.runtime.chat_template import ChatTemplate
 from enginewright.runtime.machine import num_cores
+from enginewright.runtime.tokenizer import SPECIAL_TOKENS
 from enginewright.targets import families_of
 
 KV_DTYPES = {"bf16": "bf16", "int8": "i8", "fp8": "e4m3"}  # as --kv-cache-dtype has it → as the plan has it
@@ -69,8 +73,7 @@ class BuildConfig:
 class Assembly:
     """imported, dense: the graph at first, and before it was quantized. plans: by family of targets. weights: name →
     where its bytes come from. kernels: the code that GPUs need, by name. files: the sections that are neither weights
-    nor code. notes: what people should know of weights that the checkpoint has
-    quantized.
+    nor code. notes: what people should know of weights that the checkpoint has quantized, and of its chat template.
     """
 
     checkpoint: Checkpoint
@@ -160,6 +163,9 @@ def assemble(
     progress.phase("lower to a plan")
     lowered = {family: lower(graph, family, max_seq_len, config.batch_invariant) for family, graph in graphs.items()}
     plans = {family: entry.plan for family, entry in lowered.items()}
+    progress.phase("read the tokenizer")
+    check_generation_config(checkpoint.generation_config, plans[first].vocab_size)
+    files = _files(checkpoint, plans)
     notes = Counter(json.loads(model.metadata_props["enginewright.notes"]))
     notes.update(note for result in results.values() for note in result.notes)
     return Assembly(
@@ -171,9 +177,12 @@ def assemble(
         plans=plans,
         weights=_merged(lowered),
         kernels={name: kernel for entry in lowered.values() for name, kernel in entry.kernels.items()},
-        files=_files(checkpoint, plans),
+        files=files,
         results=results,
-        notes=[f"{count} {'weight' if count == 1 else 'weights'}: {text}" for text, count in notes.items()],
+        notes=[
+            *(f"{count} {'weight' if count == 1 else 'weights'}: {text}" for text, count in notes.items()),
+            *_template_notes(checkpoint.tokenizer),
+        ],
     )
 
 
@@ -232,6 +241,21 @@ def _merged(lowered: Mapping[str, Lowered]) -> dict[str, Weight]:
             if merged.setdefault(name, weight).form != weight.form:
                 raise AssertionError(f"{name} is packed as {merged[name].form} and as {weight.form}")
     return merged
+
+
+def _template_notes(tokenizer: TokenizerFiles) -> list[str]:
+    """Why the chat template cannot show a message, found by a trial under the limits of each request.
+
+    An engine with such a template is of use for everything but chats, so it is built all the same.
+    """
+    if tokenizer.chat_template is None:
+        return []
+    names = {name: tokenizer.config.get(name) or "" for name in SPECIAL_TOKENS}
+    try:
+        ChatTemplate(tokenizer.chat_template).render([{"role": "user", "content": "Hello"}], names)
+    except EngineError as error:
+        return [f"no chats of one message: {error.what}: {error.why}"]
+    return []
 
 
 def _files(checkpoint: Checkpoint, plans: Mapping[str, Plan]) -> dict[str, bytes]:

@@ -43,7 +43,8 @@ from enginewright.targets import CPU, architectures, families_of
 @dataclass(frozen=True)
 class BuildReport:
     """What was built. weight_bytes: weights as stored. rewrites: pass → number of rewrites. calibration: None if the
-    method needs none. notes: what people should know of weights that the checkpoint has quantized.
+    method needs none. notes: what people should know of weights that the checkpoint has quantized, and of its chat
+    template.
     """
 
     path: Path
@@ -169,10 +170,9 @@ def _gate(assembly: Assembly, path: Path, about: About, progress: Progress) -> Q
     config = assembly.config
     if config.gate is None:
         return QualityReport("off")
-    progress.phase(f"quality gate ({config.gate.name})")
     families = families_of(config.targets)
     subject = Subject(path, assembly.imported, assembly.dense, assembly.section_names, config.method, families)
-    report = measure(config.gate, subject)
+    report = measure(config.gate, subject, progress)
     if config.report is not None:
         write_report(report, about, config.report)
     if report.failed is not None:

@@ -13,6 +13,7 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 _REQUIRED: Any = object()
+MOST = 2**31 - 1  # of what is counted: positions and token ids have 32 bits
 
 # Keys that change what some family computes, with the values under which they change nothing. A model that does
 # not read one of them does not implement it. Keys that are not listed (use_cache, initializer_range,
@@ -84,11 +85,17 @@ class ConfigReader:
             return default
         return self._as(kind, key, value)
 
-    def read_size(self, *keys: str, default: int | None = None) -> int:
-        """A whole number above 0, required unless there is a default."""
+    def read_size(self, *keys: str, default: int | None = None, most: int = MOST) -> int:
+        """A whole number above 0, required unless there is a default.
+
+        Raises:
+            UnsupportedModelError: it is more than `most`: said before anything of that size is made.
+        """
         size = self.read(int, *keys) if default is None else self.read(int, *keys, default=default)
         if size <= 0:
-            raise self.error(f"{keys[0]} is {size}, not above 0")
+            raise self.error(f"{keys[0]} is {_short(size)}, not above 0")
+        if size > most:
+            raise self.unsupported(f"{keys[0]} = {_short(size)}", f"At most {most} is possible.")
         return size
 
     def read_positive(self, *keys: str, default: float | None = None) -> float:
@@ -157,7 +164,10 @@ class ConfigReader:
 
     def _as(self, kind: type[T], key: str, value: Any) -> T:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            try:
+                value = float(value)
+            except OverflowError:
+                value = math.inf
         fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not fits or (isinstance(value, float) and not math.isfinite(value)):
             raise self.error(f"{key} is {_short(value)}, not a {'finite number' if kind is float else kind.__name__}")

@@ -1,33 +1,57 @@
 """A build on a terminal: phases with progress, and what to do with the engine at the end."""
 
+import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from enginewright.builder.build import BuildReport
 from enginewright.builder.forecast import Forecast
 from enginewright.runtime.quality import describe_quality
 
 REFUSALS_SHOWN = 3  # of each pass
+SECONDS_BETWEEN_LINES = 10.0  # of a phase, where there is no terminal to draw a bar on
 
 
 class ConsoleProgress:
-    """Draws on stderr: bars on a terminal, one line a phase elsewhere."""
+    """Draws on stderr: bars on a terminal, elsewhere one line a phase, and one now and then within a long phase.
 
-    def __init__(self) -> None:
-        console = Console(file=sys.stderr)
-        columns = (TextColumn("{task.description:<24}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-        self._bars = Progress(*columns, console=console) if console.is_terminal else None
+    The expected time is what the phase has taken so far for a unit of its work, times what is left of it. It is shown
+    and nothing more: no decision of a build hangs on a clock.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        console = console or Console(file=sys.stderr)
+        columns = (
+            TextColumn("{task.description:<24}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("up to"),
+            TimeRemainingColumn(),
+        )
+        bars = Progress(*columns, console=console, get_time=clock, speed_estimate_period=math.inf)
+        self._bars = bars if console.is_terminal else None
+        self._clock = clock
         self._task: TaskID | None = None
         self._phase = ""
-        self._started = 0.0
+        self._started = self._said = 0.0
+        self._total = self._done = 0
 
     def __enter__(self) -> "ConsoleProgress":
         if self._bars:
@@ -42,22 +66,34 @@ class ConsoleProgress:
         if self._bars:
             self._bars.stop()
 
-    def phase(self, name: str, total_bytes: int = 0) -> None:
+    def phase(self, name: str, total: int = 0) -> None:
         self._end_phase()
-        self._phase, self._started = name, time.monotonic()
+        self._phase, self._total, self._done = name, total, 0
+        self._started = self._said = self._clock()
         if self._bars:
-            self._task = self._bars.add_task(name, total=total_bytes or None)
+            self._task = self._bars.add_task(name, total=total or None)
 
-    def advance(self, nbytes: int) -> None:
+    def advance(self, amount: int) -> None:
+        self._done += amount
         if self._bars and self._task is not None:
-            self._bars.advance(self._task, nbytes)
+            self._bars.advance(self._task, amount)
+        elif self._total:
+            self._say_now_and_then()
+
+    def _say_now_and_then(self) -> None:
+        now, share = self._clock(), min(self._done / self._total, 1.0)
+        if now - self._said >= SECONDS_BETWEEN_LINES and 0 < share < 1:
+            elapsed = now - self._started
+            left = elapsed * (1 - share) / share
+            print(f"{self._phase:<24} {elapsed:6.1f} s, {share:.0%}, up to {left:.0f} s more", file=sys.stderr)
+            self._said = now
 
     def _end_phase(self) -> None:
         if self._bars and self._task is not None:
             total = self._bars.tasks[self._task].total or 1
             self._bars.update(self._task, total=total, completed=total)
         elif self._phase and not self._bars:
-            print(f"{self._phase:<24} {time.monotonic() - self._started:6.1f} s", file=sys.stderr)
+            print(f"{self._phase:<24} {self._clock() - self._started:6.1f} s", file=sys.stderr)
         self._phase, self._task = "", None
 
 

@@ -1,12 +1,14 @@
 """Dense graph → an ONNX file in standard ops, for onnxruntime and others."""
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 import onnx_ir as ir
 import torch
 
+from enginewright.builder.assembly import check_place
 from enginewright.errors import EngineError
 from enginewright.plugins import DOMAIN, expand_references
 
@@ -21,19 +23,32 @@ def export_onnx(model: ir.Model, path: Path, dtype: str = "fp32", embed_limit_by
     range: of models that were trained in bf16, some (Gemma 3) leave it.
 
     Raises:
-        EngineError: a weight is out of fp16's range. Nothing is left under `path` then.
+        UsageError: there is no such folder, or `path` cannot be a file.
+        EngineError: the disk has no space, or a weight is out of fp16's range. Nothing is left under `path` then.
     """
+    check_place(path)
     standard = expand_references(_in_half(model) if DTYPES[dtype] == ir.DataType.FLOAT16 else model)
     size_bytes = sum(value.const_value.nbytes for value in standard.graph.initializers.values() if value.const_value)
     data = f"{path.name}.data" if size_bytes > embed_limit_bytes else None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        try:
-            ir.save(standard, Path(folder, path.name), external_data=data)
-        except ir.serde.SerdeError as error:  # wraps what reading a weight raised
-            raise _root(error) from None
-        for name in [data, path.name] if data else [path.name]:
-            os.replace(Path(folder, name), path.with_name(name))
+    _check_space(path, size_bytes)
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            try:
+                ir.save(standard, Path(folder, path.name), external_data=data)
+            except ir.serde.SerdeError as error:  # wraps what reading a weight raised
+                raise _root(error) from None
+            for name in [data, path.name] if data else [path.name]:
+                os.replace(Path(folder, name), path.with_name(name))
+    except OSError as error:
+        raise EngineError(f"{path} cannot be written", error.strerror or str(error)) from error
+
+
+def _check_space(path: Path, size_bytes: int) -> None:
+    """Raise an EngineError where the disk has no space for a file of this size; an old file stays until the end."""
+    free_bytes = shutil.disk_usage(path.absolute().parent).free
+    if size_bytes > free_bytes:
+        why = f"it takes {size_bytes / 1e9:,.2f} GB, {free_bytes / 1e9:,.2f} GB are free"
+        raise EngineError(f"the disk has no space for {path}", why, "Make room, or name another disk.")
 
 
 def _root(error: BaseException) -> BaseException:

@@ -4,16 +4,20 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    def phase(self, name: str, total_bytes: int = 0) -> None:
-        """A phase begins; total_bytes is 0 where there is nothing to count."""
+    def phase(self, name: str, total: int = 0) -> None:
+        """A phase begins.
 
-    def advance(self, nbytes: int) -> None:
-        """Bytes done since the last call, within the current phase."""
+        Args:
+            total: of the work in it, in units of the phase's own (bytes, multiplications); 0 where nothing is counted.
+        """
+
+    def advance(self, amount: int) -> None:
+        """So much of the phase's work has been done since the last call."""
 
 
 class Silent:
-    def phase(self, name: str, total_bytes: int = 0) -> None:
-        del name, total_bytes
+    def phase(self, name: str, total: int = 0) -> None:
+        del name, total
 
-    def advance(self, nbytes: int) -> None:
-        del nbytes
+    def advance(self, amount: int) -> None:
+        del amount

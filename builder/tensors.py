@@ -1,6 +1,6 @@
 """A checkpoint's tensors as the builder asks for them: checked when they are asked for, read when they are needed."""
 
-from collections.abc import Callable, Collection, KeysView
+from collections.abc import Callable, Collection, KeysView, Mapping
 
 import torch
 
@@ -17,7 +17,7 @@ class Tensors:
         self.reads = 0
         self.taken: set[str] = set()
         self._checkpoint = checkpoint
-        self._tensors = checkpoint.tensors
+        self._tensors: Mapping[str, TensorInfo] = checkpoint.tensors
 
     @property
     def names(self) -> KeysView[str]:
@@ -60,6 +60,23 @@ class Tensors:
         if tuple(values.shape) != shape:
             raise EngineError(f"tensor {name} was read with shape {list(values.shape)}", f"promised was {list(shape)}")
         return values
+
+
+class AssumedTensors(Tensors):
+    """Stands for the tensors of a checkpoint that is not there yet: what is asked for exists, and cannot be read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.taken: set[str] = set()
+        self._tensors = {}
+
+    def take(self, name: str, *shapes: tuple[int, ...], dtypes: Collection[torch.dtype]) -> Read:
+        del shapes, dtypes
+
+        def read() -> torch.Tensor:
+            raise AssertionError(f"{name} is not there yet")
+
+        return read
 
 
 def short(dtype: torch.dtype) -> str:

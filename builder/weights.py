@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import onnx_ir as ir
 import torch
 
-from enginewright.builder.checkpoint.base import Checkpoint
 from enginewright.builder.checkpoint.quantized import Format
 from enginewright.builder.tensors import Read, Tensors
 from enginewright.errors import UnsupportedModelError
@@ -23,9 +22,9 @@ class Weights:
     stored quantized are presented as FLOAT, too, and keep their form. Nothing that was read is kept.
     """
 
-    def __init__(self, checkpoint: Checkpoint, format: Format | None = None) -> None:
-        """format: of the weights that are stored quantized, where some are; it shares `tensors` of this object."""
-        self.tensors = Tensors(checkpoint) if format is None else format.tensors
+    def __init__(self, tensors: Tensors, format: Format | None = None) -> None:
+        """format: of the weights that are stored quantized, where some are; it has the same `tensors`."""
+        self.tensors = tensors
         self._format = format
         self._values: dict[str, ir.Value] = {}
         self._ignored: set[str] = set()

@@ -54,7 +54,7 @@ class FolderCheckpoint:
     def __init__(self, path: Path, name: str | None = None, root: Path | None = None) -> None:
         self.name = name or path.resolve().name
         self._files = SourceFolder(path, root)
-        self.config: Mapping[str, Any] = self._read_config()
+        self.config: Mapping[str, Any] = read_config(self._files)
         self.generation_config: Mapping[str, Any] = self._files.read_json(GENERATION_CONFIG)
         check_tokenizer(self._files)
         self._shard_of: dict[str, str] = {}
@@ -86,22 +86,6 @@ class FolderCheckpoint:
         present = {name for name in texts if self._files.find(name)} | set(self._shard_of.values())
         return {name: self._files.sha256(name) for name in sorted(present)}
 
-    def _read_config(self) -> dict[str, Any]:
-        folder = self._files.path
-        if self._files.find(CONFIG) is None:
-            raise UsageError(
-                f"{folder} is not a checkpoint",
-                f"it holds no {CONFIG}",
-                "Name a folder with config.json, tokenizer.json and safetensors files, a GGUF file, or a hub id.",
-            )
-        config = self._files.read_json(CONFIG)
-        if not isinstance(config.get("model_type"), str):
-            raise UnsupportedModelError(f"{CONFIG} in {folder} names no model_type")
-        beside = self._files.read_json(MODELOPT_CONFIG).get("quantization")
-        if config.get("quantization_config") is None and isinstance(beside, dict):
-            config["quantization_config"] = {"quant_method": "modelopt", **beside}
-        return config
-
     def _read_headers(self) -> dict[str, TensorInfo]:
         """Every tensor's dtype and shape, and in `_shard_of` its file; no tensor is read."""
         shards, index = weight_files(self._files)
@@ -122,6 +106,29 @@ class FolderCheckpoint:
                     "Download the checkpoint again, all of it.",
                 )
         return tensors
+
+
+def read_config(files: SourceFolder) -> dict[str, Any]:
+    """config.json, and in it the quantization_config that modelopt writes beside it.
+
+    Raises:
+        UsageError: there is none.
+        UnsupportedModelError: it names no model_type.
+    """
+    folder = files.path
+    if files.find(CONFIG) is None:
+        raise UsageError(
+            f"{folder} is not a checkpoint",
+            f"it holds no {CONFIG}",
+            "Name a folder with config.json, tokenizer.json and safetensors files, a GGUF file, or a hub id.",
+        )
+    config = files.read_json(CONFIG)
+    if not isinstance(config.get("model_type"), str):
+        raise UnsupportedModelError(f"{CONFIG} in {folder} names no model_type")
+    beside = files.read_json(MODELOPT_CONFIG).get("quantization")
+    if config.get("quantization_config") is None and isinstance(beside, dict):
+        config["quantization_config"] = {"quant_method": "modelopt", **beside}
+    return config
 
 
 def weight_files(files: SourceFolder) -> tuple[list[str], dict[str, str]]:

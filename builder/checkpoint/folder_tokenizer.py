@@ -56,16 +56,29 @@ def read_tokenizer(files: SourceFolder) -> TokenizerFiles:
 
 
 def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
-    tokens = {key: _content(config.get(key)) for key in TOKEN_KEYS}
+    tokens = {key: _content(key, config.get(key)) for key in TOKEN_KEYS}
     flags = {key: config[key] for key in FLAG_KEYS if isinstance(config.get(key), bool)}
     return {key: token for key, token in tokens.items() if token is not None} | flags
 
 
-def _content(token: object) -> str | None:
+def _content(key: str, token: object) -> str | None:
     """A token is its text, or an object with the text and how it is matched."""
     if isinstance(token, Mapping):
         token = token.get("content")
-    return token if isinstance(token, str) else None
+    if token is None:
+        return None
+    if not isinstance(token, str):
+        raise EngineError(f"{TOKENIZER_CONFIG} cannot be used", f"{key} is {token!r:.80}, not a text")
+    return _unicode(token, key)
+
+
+def _unicode(text: str, what: str) -> str:
+    """Raises EngineError where a text holds half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EngineError(f"{what} is no valid Unicode", f"{error.reason} at character {error.start}") from error
+    return text
 
 
 def _chat_template(files: SourceFolder, config: Mapping[str, Any]) -> str | None:
@@ -77,4 +90,4 @@ def _chat_template(files: SourceFolder, config: Mapping[str, Any]) -> str | None
         template = entries[0].get("template") if entries else None
     if template is not None and not isinstance(template, str):
         raise EngineError(f"the chat template in {files.path} is neither text nor a list of named texts")
-    return template
+    return None if template is None else _unicode(template, f"the chat template in {files.path}")

@@ -3,11 +3,11 @@
 import errno
 import fnmatch
 import glob
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
@@ -29,13 +29,15 @@ from enginewright.builder.checkpoint.folder import (
     MODELOPT_CONFIG,
     PICKLE_SUFFIXES,
     WEIGHTS,
+    read_config,
     read_index,
     refuse_pickle,
 )
-from enginewright.builder.checkpoint.folder_tokenizer import TOKENIZER, TOKENIZER_FILES
+from enginewright.builder.checkpoint.folder_tokenizer import TOKENIZER, TOKENIZER_FILES, check_tokenizer
+from enginewright.checkpoint_ref import HUB_ID
 from enginewright.errors import EngineError, UsageError
 
-HUB_ID = re.compile(r"(?P<owner>\w[\w.-]*)/(?P<name>\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+CheckConfig = Callable[[Mapping[str, Any]], None]
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 # With tokenizer.json these are not read, without it they say what is there.
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
@@ -82,13 +84,17 @@ def download(
     endpoint: str | None = None,
     cache_dir: Path | None = None,
     only_cached: bool = False,
+    check_config: CheckConfig | None = None,
 ) -> Snapshot:
     """Brings what is needed of a repository into the cache; what lies there already is not fetched again.
+
+    The config and the tokenizer come first, and weights only if those can be used.
 
     Args:
         hint: what else may have been meant, for the message when there is no such repository.
         endpoint: address of the hub, and cache_dir: place of the cache; both as huggingface_hub has them unless said.
         only_cached: the hub is not asked.
+        check_config: called with what config.json holds, before weights are fetched; what it raises ends the download.
 
     Raises:
         UsageError: the hub has no such repository or revision.
@@ -103,11 +109,19 @@ def download(
         with _refusals(hub_id, hint):
             info = HfApi(endpoint=endpoint).model_info(id, revision=hub_id.revision)
             names = [entry.rfilename for entry in info.siblings or []]
-            wanted = [name for name in names if _is_text(name)] + _plain_weights(id, names)
-            path = _snapshot(hub_id, wanted, endpoint, cache_dir)
-            if WEIGHTS not in names and INDEX in names:
-                shards = read_index(SourceFolder(path, path.parent.parent)).values()
-                path = _snapshot(hub_id, [*wanted, *shards], endpoint, cache_dir)
+            weights = _plain_weights(id, names)
+            texts = [name for name in names if _is_text(name)]
+            if not any(name.endswith(".gguf") for name in weights):  # whose config is within
+                if CONFIG not in names:
+                    raise UsageError(f"{id} on the hub is not a checkpoint", f"it holds no {CONFIG}")
+                path = _snapshot(hub_id, texts, endpoint, cache_dir)
+                files = SourceFolder(path, path.parent.parent)
+                config = read_config(files)
+                check_tokenizer(files)
+                if check_config is not None:
+                    check_config(config)
+                weights = weights or sorted(set(read_index(files).values()))
+            path = _snapshot(hub_id, [*texts, *weights], endpoint, cache_dir)
     except UNREACHABLE as error:
         path = _cached(hub_id, needed, cache_dir, *_unreachable(error), hint)
     return Snapshot(path, path.parent.parent)

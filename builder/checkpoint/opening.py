@@ -6,18 +6,19 @@ from pathlib import Path
 from enginewright.builder.checkpoint.base import Checkpoint
 from enginewright.builder.checkpoint.folder import PICKLE_SUFFIXES, FolderCheckpoint, refuse_pickle
 from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
-from enginewright.builder.checkpoint.hub import download, parse_hub_id
+from enginewright.builder.checkpoint.hub import CheckConfig, download, parse_hub_id
 from enginewright.errors import UsageError
 
 FORMS = "Name a checkpoint's folder, a GGUF file, or a hub id (owner/name, or owner/name@revision)."
 
 
-def open_checkpoint(ref: str, *, only_cached: bool = False) -> Checkpoint:
+def open_checkpoint(ref: str, *, only_cached: bool = False, check_config: CheckConfig | None = None) -> Checkpoint:
     """Opens a checkpoint; reads its headers, not its weights.
 
     Args:
         ref: path of a folder with safetensors files, path of a GGUF file or of a folder with one, or a hub id.
         only_cached: of the hub, only what an earlier download left.
+        check_config: called with a hub model's config before its weights are downloaded (models.check_config).
 
     Raises:
         UsageError: nothing of that name is there, with what was tried and a similar name where there is one.
@@ -37,7 +38,7 @@ def open_checkpoint(ref: str, *, only_cached: bool = False) -> Checkpoint:
         raise UsageError(
             f"there is no checkpoint {ref}", "no such folder or file, and not a hub id", _did_you_mean(path) or FORMS
         )
-    snapshot = download(hub_id, hint=_did_you_mean(path), only_cached=only_cached)
+    snapshot = download(hub_id, hint=_did_you_mean(path), only_cached=only_cached, check_config=check_config)
     return open_folder(snapshot.path, hub_id.name, snapshot.root)
 
 

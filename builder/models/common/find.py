@@ -4,16 +4,16 @@ import difflib
 import importlib
 import json
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import onnx_ir as ir
 
 from enginewright.builder.checkpoint.base import Checkpoint
 from enginewright.builder.checkpoint.quantized import read_format
 from enginewright.builder.config import ConfigReader
-from enginewright.builder.tensors import Tensors
+from enginewright.builder.tensors import AssumedTensors, Tensors
 from enginewright.builder.weights import Weights
 from enginewright.errors import UnsupportedModelError
 
@@ -37,9 +37,26 @@ def build_graph(checkpoint: Checkpoint) -> ir.Model:
         UnsupportedModelError: the model is of an unknown type, or has a feature that is not implemented.
         EngineError: config and tensors do not fit together.
     """
-    config = ConfigReader(checkpoint.config)
-    format = read_format(config, Tensors(checkpoint))
-    weights = Weights(checkpoint, format)
+    return _build(checkpoint.config, Tensors(checkpoint))
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Refuse, by its config alone, a model that cannot be built; its weights need not be there.
+
+    Args:
+        config: what config.json holds.
+
+    Raises:
+        UnsupportedModelError: the type of the model, its rope, its quantization or another feature is not implemented.
+        EngineError: the config cannot be used.
+    """
+    _build(config, AssumedTensors())
+
+
+def _build(values: Mapping[str, Any], tensors: Tensors) -> ir.Model:
+    config = ConfigReader(values)
+    format = read_format(config, tensors)
+    weights = Weights(tensors, format)
     model = _find(config.read(str, "model_type"))(config, weights)
     config.refuse_unread()
     weights.refuse_left_over()

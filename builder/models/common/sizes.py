@@ -2,9 +2,16 @@
 
 from dataclasses import dataclass
 
-from enginewright.builder.config import ConfigReader
+from enginewright.builder.config import MOST, ConfigReader
 
 ACTIVATIONS = ("gelu_pytorch_tanh", "silu")
+
+# Far above any model that is known: what is larger is an error, which must not be allocated before it is noticed.
+MOST_TOKENS = 2**24
+MOST_LAYERS = 2**12
+MOST_HEADS = 2**14
+MOST_HEAD_DIM = 2**13
+MOST_COLUMNS = 2**22
 
 
 @dataclass(frozen=True)
@@ -24,18 +31,21 @@ class Sizes:
     @staticmethod
     def read(config: ConfigReader, default_head_dim: int | None = None) -> "Sizes":
         """Without a default, a head_dim that is not given is hidden_size / num_attention_heads."""
-        hidden, heads = config.read_size("hidden_size"), config.read_size("num_attention_heads")
-        head_dim = config.read_size("head_dim", default=default_head_dim or max(hidden // heads, 1))
-        kv_heads = config.read_size("num_key_value_heads", default=heads)
+        hidden, heads = (
+            config.read_size("hidden_size", most=MOST_COLUMNS),
+            config.read_size("num_attention_heads", most=MOST_HEADS),
+        )
+        head_dim = config.read_size("head_dim", default=default_head_dim or max(hidden // heads, 1), most=MOST_HEAD_DIM)
+        kv_heads = config.read_size("num_key_value_heads", default=heads, most=MOST_HEADS)
         if heads % kv_heads:
             raise config.error(f"num_attention_heads is {heads}, no multiple of num_key_value_heads, {kv_heads}")
         if head_dim % 2:
             raise config.error(f"head_dim is {head_dim}: rotary embeddings need an even one")
         return Sizes(
-            vocab=config.read_size("vocab_size"),
+            vocab=config.read_size("vocab_size", most=MOST_TOKENS),
             hidden=hidden,
-            intermediate=config.read_size("intermediate_size"),
-            layers=config.read_size("num_hidden_layers"),
+            intermediate=config.read_size("intermediate_size", most=MOST_COLUMNS),
+            layers=config.read_size("num_hidden_layers", most=MOST_LAYERS),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -71,6 +81,8 @@ def read_windows(config: ConfigReader, default: list[bool], window: int | None) 
         return [0] * len(default)
     if window is None or window <= 0:
         raise config.error(f"there are layers with a sliding window, but sliding_window is {window}")
+    if window > MOST:
+        raise config.unsupported(f"sliding_window = {window}", f"At most {MOST} is possible.")
     return [window if slide else 0 for slide in slides]
 
 
