@@ -88,11 +88,23 @@ class GateConfig:
     def name(self) -> str:
         return "full" if self.full else "quick"
 
-    def checks(self, values: Mapping[str, float | None], defaults: Mapping[str, float]) -> tuple[Check, ...]:
+    def checks(
+        self,
+        values: Mapping[str, float | None],
+        defaults: Mapping[str, float],
+        intervals: Mapping[str, tuple[float, float]] | None = None,
+    ) -> tuple[Check, ...]:
         """Each measured value beside its limit. values: by name; what is not there was not measured."""
         limits = {**defaults, **self.limits}
         return tuple(
-            Check(measure.name, measure.what, values[measure.name], limits.get(measure.name), measure.least)
+            Check(
+                name=measure.name,
+                what=measure.what,
+                value=values[measure.name],
+                limit=limits.get(measure.name),
+                least=measure.least,
+                interval=(intervals or {}).get(measure.name),
+            )
             for measure in MEASURES
             if measure.name in values
         )

@@ -3,7 +3,7 @@
 By blocks of positions: the logits of all would not fit.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -44,11 +44,13 @@ def compare(
     produced: Iterable[tuple[int, int, NDArray[np.float32]]],
     texts: Sequence[Sequence[int]],
     threads: int = 1,
+    done: Callable[[int], None] = lambda positions: None,
 ) -> list[Positions]:
     """What is found in each text; the same by whatever number of threads.
 
     Args:
         produced: the engine's logits: which text, from which position on, and [positions, vocab_size].
+        done: called with the number of positions when so many more have been compared.
 
     Raises:
         QualityGateError: the source's own logits are not finite.
@@ -58,7 +60,9 @@ def compare(
         for text, begin, logits in produced:
             block = partial(_compare_block, source, text, begin, logits, texts[text])
             step = max(BLOCK_ELEMENTS // logits.shape[1], 1)
-            parts[text] += pool.map(block, range(begin, begin + len(logits), step))
+            for part in pool.map(block, range(begin, begin + len(logits), step)):
+                parts[text].append(part)
+                done(len(part.kl))
     return [_joined(part) for part in parts]
 
 

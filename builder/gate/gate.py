@@ -1,30 +1,42 @@
-"""The gate: measures a built engine beside the model that it was built from, and says whether it may be written."""
+"""The gate: measures a built engine beside the model that it was built from, and says whether it may be written.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+`quick` compares a batch of texts after the other, and ends where it is sure of every limit, or of one that is not kept:
+see `intervals`. The batches, and when it ends, depend on what is computed and on nothing else, no clock above all.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx_ir as ir
+import torch
 
 from enginewright.builder.gate.config import FP8_KV, GateConfig, limits_of
-from enginewright.builder.gate.distance import by_position, compare, distance
+from enginewright.builder.gate.distance import Positions, by_position, compare, distance
 from enginewright.builder.gate.full import full_values, measure_full
+from enginewright.builder.gate.intervals import LOOKS, intervals
 from enginewright.builder.gate.layers import FileWeights, layer_errors
 from enginewright.builder.gate.simulate import blocks, simulate
 from enginewright.builder.gate.texts import Text, held_out
+from enginewright.builder.progress import Progress
+from enginewright.passes.graph import Linear, head_of, linear_of, nodes_of
 from enginewright.passes.quant import QuantConfig
-from enginewright.passes.streaming import Streamed, stream
+from enginewright.passes.streaming import Streamed, Visit, stream
+from enginewright.passes.weights import shape_of
 from enginewright.runtime import env
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.machine import num_cores
-from enginewright.runtime.quality import SIMULATED, Check, Measured, QualityReport, TextDistance, rounded
+from enginewright.runtime.quality import SIMULATED, Check, LayerError, Measured, QualityReport, TextDistance, rounded
 from enginewright.runtime.score import forced
 from enginewright.targets import CPU
 
 TOKENS = 4096  # of held-out text
+BATCHES = LOOKS + 1  # that the texts are compared in
 LAYER_TOKENS = 512  # of which every layer's error is measured
+LAYER_PRODUCTS = 4  # how much more of a weight's work the error of a layer is than its product with a token
 STEP_ELEMENTS = 1 << 25  # of the engine's logits in a step
 FINITE = "share of positions with finite logits"
 
@@ -46,7 +58,7 @@ class Subject:
     families: Sequence[str] = (CPU,)
 
 
-def measure(config: GateConfig, subject: Subject) -> QualityReport:
+def measure(config: GateConfig, subject: Subject, progress: Progress) -> QualityReport:
     """The same report by whatever number of threads.
 
     Raises:
@@ -55,56 +67,152 @@ def measure(config: GateConfig, subject: Subject) -> QualityReport:
     """
     threads = env.num_threads() or num_cores()
     with Engine.open(subject.engine, subject.families[0]) as engine:
-        texts = held_out(engine.tokenizer, engine.plan.vocab_size, TOKENS, engine.plan.max_seq_len)
-        source = stream(subject.source, [text.tokens for text in texts], threads=threads)
-        measured = [_measure(config, subject, family, engine, source, texts, threads) for family in subject.families]
+        plan = engine.plan
+        texts = held_out(engine.tokenizer, plan.vocab_size, TOKENS, plan.max_seq_len)
+        short = held_out(engine.tokenizer, plan.vocab_size, LAYER_TOKENS, plan.max_seq_len)
+        work = _Work.of(subject.source)
+        progress.phase(
+            f"quality gate ({config.name})",
+            work.total([len(text.tokens) for text in texts], [len(text.tokens) for text in short], subject.families),
+        )
+        families = [_Family(config, subject, name, engine, texts, threads, progress) for name in subject.families]
+        for family in families:
+            family.measure_layers([text.tokens for text in short])
+        for batch in batches(len(texts)) if not config.full else [range(len(texts))]:
+            tokens = [texts[index].tokens for index in batch]
+            source = stream(subject.source, tokens, work.watch(progress), threads)
+            for family in families:
+                family.compare(source, batch)
+            if not config.full and all(family.is_decided for family in families):
+                break
+        measured = [family.measured() for family in families]
     return QualityReport(config.name, measured[0], tuple(measured[1:]))
 
 
-def _measure(
-    config: GateConfig,
-    subject: Subject,
-    family: str,
-    engine: Engine,
-    source: Streamed,
-    texts: Sequence[Text],
-    threads: int,
-) -> Measured:
-    """On the CPU, the engine itself; for other families, what they would compute."""
-    plan, tokens = engine.plan, [text.tokens for text in texts]
-    weights = FileWeights(engine, subject.sections)
-    full = None
-    if family == CPU:
-        longest = max(map(len, tokens))
-        rows = max(min(STEP_ELEMENTS // plan.vocab_size, longest), 1)
-        limits = RuntimeConfig(longest, 1, max_num_batched_tokens=rows, max_logit_rows=rows, threads=threads)
-        executor = CpuExecutor(engine, limits)
-        produced, ran_on = forced(executor, tokens), executor.isa
-        full = measure_full(subject.source, engine, threads) if config.full else None
-    else:
-        kv_dtype = plan.kv_groups[0].dtype
-        simulated = simulate(subject.dense.clone(), subject.quant, family, weights, tokens, threads, kv_dtype)
-        produced, ran_on = blocks(simulated, tokens, plan.vocab_size), f"{family}, {SIMULATED}"
-    found = compare(source, produced, tokens, threads)
-    whole = distance(found)
-    short = held_out(engine.tokenizer, plan.vocab_size, LAYER_TOKENS, plan.max_seq_len)
-    tokens = [text.tokens for text in short]
-    layers = layer_errors(subject.dense.clone(), subject.quant, weights, tokens, threads, family)
-    formats = [layer.method for layer in layers]
-    formats += [FP8_KV for group in plan.kv_groups if group.dtype == "e4m3"]
-    values: dict[str, float | None] = {"kl": whole.kl, "top1": whole.top1, "layer": layers[0].error}
-    if whole.source_perplexity is not None:
-        ratio = None if whole.perplexity is None else whole.perplexity / whole.source_perplexity
-        values["ppl"] = rounded(ratio, 4)
-    if full is not None:
-        values |= full_values(full)
-    finite = Check("finite", FINITE, rounded(1 - whole.broken / whole.positions, 4), 1.0, least=True)
-    return Measured(
-        isa=ran_on,
-        checks=(*config.checks(values, limits_of(formats)), finite),
-        whole=whole,
-        texts=tuple(TextDistance(text.name, distance([one])) for text, one in zip(texts, found, strict=True)),
-        ranges=by_position(found),
-        layers=layers,
-        full=full,
-    )
+def batches(count: int) -> Iterator[range]:
+    """Texts by number, in the order in which they are compared: every so manyth of the file, where texts of a kind
+    stand together, so that each batch has some of each kind.
+    """
+    yield from (batch for first in range(BATCHES) if (batch := range(first, count, BATCHES)))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What there is to do, in multiplications; good enough to expect a time by."""
+
+    layers: int  # elements of the weights of all linear layers but the head
+    head: int  # elements of the head
+
+    @staticmethod
+    def of(source: ir.Model) -> "_Work":
+        head = head_of(source).weight
+        linears = [linear_of(node.outputs[0]) for node in nodes_of(source, "MatMul")]
+        every = [linear.weight for linear in linears if linear is not None and linear.weight is not head]
+        return _Work(sum(math.prod(shape_of(weight)) for weight in every), math.prod(shape_of(head)))
+
+    def total(self, lengths: Sequence[int], short: Sequence[int], families: Sequence[str]) -> int:
+        """Of texts of these lengths, and of the layers' errors on the short ones."""
+        position = self.layers + len(families) * self.of_position
+        return sum(lengths) * position + len(families) * LAYER_PRODUCTS * sum(short) * self.layers
+
+    @property
+    def of_position(self) -> int:
+        """Of an engine, with the logits of both."""
+        return self.layers + 2 * self.head
+
+    @staticmethod
+    def watch(progress: Progress) -> Visit:
+        """For `stream`: a layer is done when the next one is visited, which is near enough."""
+
+        def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+            progress.advance(sum(map(len, inputs)) * math.prod(shape_of(linear.weight)))
+
+        return visit
+
+
+@dataclass
+class _Family:
+    """A family of targets, as it is measured: on the CPU the engine itself, for others what they would compute."""
+
+    config: GateConfig
+    subject: Subject
+    name: str
+    engine: Engine
+    texts: Sequence[Text]
+    threads: int
+    progress: Progress
+    layers: tuple[LayerError, ...] = ()  # the worst first
+    compared: dict[int, Positions] = field(default_factory=dict)  # texts by number
+
+    def __post_init__(self) -> None:
+        self._weights = FileWeights(self.engine, self.subject.sections)
+        self._executor: CpuExecutor | None = None
+        if self.name == CPU:
+            longest, vocab_size = max(len(text.tokens) for text in self.texts), self.engine.plan.vocab_size
+            rows = max(min(STEP_ELEMENTS // vocab_size, longest), 1)
+            limits = RuntimeConfig(longest, 1, max_num_batched_tokens=rows, max_logit_rows=rows, threads=self.threads)
+            self._executor = CpuExecutor(self.engine, limits)
+
+    def measure_layers(self, texts: Sequence[Sequence[int]]) -> None:
+        tokens = sum(map(len, texts))
+
+        def done(elements: int) -> None:
+            self.progress.advance(LAYER_PRODUCTS * tokens * elements)
+
+        dense, quant = self.subject.dense.clone(), self.subject.quant
+        self.layers = layer_errors(dense, quant, self._weights, texts, self.threads, self.name, done)
+
+    def compare(self, source: Streamed, batch: Sequence[int]) -> None:
+        """source: of the texts of the batch."""
+        plan, tokens = self.engine.plan, [self.texts[index].tokens for index in batch]
+        if self._executor is not None:
+            produced = forced(self._executor, tokens)
+        else:
+            dense, kv_dtype = self.subject.dense.clone(), plan.kv_groups[0].dtype
+            simulated = simulate(dense, self.subject.quant, self.name, self._weights, tokens, self.threads, kv_dtype)
+            produced = blocks(simulated, tokens, plan.vocab_size)
+        work = _Work.of(self.subject.source).of_position
+        found = compare(
+            source, produced, tokens, self.threads, lambda positions: self.progress.advance(positions * work)
+        )
+        self.compared |= dict(zip(batch, found, strict=True))
+
+    @property
+    def is_decided(self) -> bool:
+        checks = self._checks({})
+        refused = any(check.sure and not check.passed for check in checks)
+        return len(self.compared) > 1 and (refused or all(check.sure for check in checks))
+
+    def measured(self) -> Measured:
+        full = None
+        if self.config.full and self.name == CPU:
+            full = measure_full(self.subject.source, self.engine, self.threads)
+        found = self._found
+        names = [self.texts[index].name for index in sorted(self.compared)]
+        return Measured(
+            isa=self._executor.isa if self._executor is not None else f"{self.name}, {SIMULATED}",
+            checks=self._checks({} if full is None else full_values(full)),
+            whole=distance(found),
+            texts=tuple(TextDistance(name, distance([one])) for name, one in zip(names, found, strict=True)),
+            ranges=by_position(found),
+            layers=self.layers,
+            full=full,
+            all_positions=sum(len(text.tokens) for text in self.texts),
+        )
+
+    @property
+    def _found(self) -> list[Positions]:
+        """In the order of the texts, whatever the order in which they were compared."""
+        return [self.compared[index] for index in sorted(self.compared)]
+
+    def _checks(self, more: Mapping[str, float | None]) -> tuple[Check, ...]:
+        """What the texts tell that were compared so far. more: other values, by the names of MEASURES."""
+        found = self._found
+        whole, formats = distance(found), [layer.method for layer in self.layers]
+        formats += [FP8_KV for group in self.engine.plan.kv_groups if group.dtype == "e4m3"]
+        values: dict[str, float | None] = {"kl": whole.kl, "top1": whole.top1, "layer": self.layers[0].error, **more}
+        if whole.source_perplexity is not None:
+            ratio = None if whole.perplexity is None else whole.perplexity / whole.source_perplexity
+            values["ppl"] = rounded(ratio, 4)
+        finite = Check("finite", FINITE, rounded(1 - whole.broken / whole.positions, 4), 1.0, least=True)
+        return (*self.config.checks(values, limits_of(formats), intervals(found)), finite)

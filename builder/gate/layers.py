@@ -1,6 +1,7 @@
 """What each linear layer of an engine makes of its source's activations: which layers a format hurts, and how much."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -58,11 +59,13 @@ def layer_errors(
     texts: Sequence[Sequence[int]],
     threads: int = 1,
     family: str = "cpu",
+    done: Callable[[int], None] = lambda elements: None,
 ) -> tuple[LayerError, ...]:
     """All linear layers, and the tables; the worst first. The same by whatever number of threads.
 
     Args:
         dense: the graph that was quantized, as it was before; weights whose codes were chosen are restored in it.
+        done: called with the number of a layer's weights when its error is known; not of tables.
     """
     formats = {weight: already.stored_as for weight in dense.graph.initializers.values() if (already := stored(weight))}
     for weight in formats:
@@ -70,7 +73,7 @@ def layer_errors(
         if already is not None and already.origin is not None:
             weight.const_value = already.origin
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        found = _Errors(weights, quant, formats, family, pool)
+        found = _Errors(weights, quant, formats, family, pool, done)
         stream(dense, texts, found.of_linear, threads)
         for table, method in table_methods(dense, quant).items():
             found.of_table(table, formats.get(table, method))
@@ -89,9 +92,11 @@ class _Errors:
         formats: Mapping[ir.Value, QuantConfig],
         family: str,
         pool: ThreadPoolExecutor,
+        done: Callable[[int], None],
     ) -> None:
         """formats: of weights that have one of their own."""
         self.layers: list[LayerError] = []
+        self._done = done
         self._weights, self._quant, self._formats, self._family, self._pool = weights, quant, formats, family, pool
 
     def of_linear(self, linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
@@ -101,6 +106,7 @@ class _Errors:
         compare = partial(_compare_products, x, read, open_rows(weight), self._weights.rows(weight, method))
         errors, sizes = zip(*self._pool.map(compare, *_pieces(weight)), strict=True)
         self._add(weight, method, torch.stack(errors).sum(0), torch.stack(sizes).sum(0))
+        self._done(math.prod(shape_of(weight)))
 
     def of_table(self, table: ir.Value, method: QuantConfig) -> None:
         compare = partial(_compare_rows, open_rows(table), self._weights.rows(table, method))

@@ -6,7 +6,7 @@ from html import escape
 
 from enginewright.builder.gate.plots import bars, lines
 from enginewright.manifest import About
-from enginewright.runtime.quality import Distance, Full, LayerError, Measured, QualityReport
+from enginewright.runtime.quality import Distance, Full, LayerError, Measured, QualityReport, positions_compared
 
 _OF_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 _STYLE = """
@@ -67,12 +67,15 @@ def _measured(measured: Measured) -> Iterator[str]:
 
 
 def _checks(measured: Measured) -> Iterator[str]:
+    yield f"<p>Over {positions_compared(measured)} of held-out text. "
+    yield "The intervals have the value for all texts like these (confidence 99 %).</p>"
     yield from _table(
-        ("", "value", "limit", "", "measure"),
+        ("", "value", "interval", "limit", "", "measure"),
         (
             (
                 check.name,
                 _number(check.value),
+                "" if check.interval is None else " to ".join(map(_number, check.interval)),
                 "none" if check.limit is None else f"{'≥' if check.least else '≤'} {check.limit:g}",
                 "" if check.limit is None else "passed" if check.passed else "failed",
                 check.what,

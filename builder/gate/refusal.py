@@ -26,7 +26,7 @@ def refusal(measured: Measured, quant: QuantConfig, kv_cache_dtype: str) -> Qual
     """Why these figures did not pass."""
     why = "; ".join(map(_said, measured.failed))
     tries = list(_tries(quant, measured.isa, kv_cache_dtype))
-    loosened = [f"{check.name}={check.value:g}" for check in measured.failed if _may_pass(check)]
+    loosened = [f"{check.name}={_passing_limit(check):g}" for check in measured.failed if _may_pass(check)]
     if loosened:
         tries.append(f"other limits, --gate {','.join(loosened if measured.full is None else ['full', *loosened])}")
     lines = [*_table(measured.layers[:LAYERS_SHOWN]), ""]
@@ -39,12 +39,24 @@ def refusal(measured: Measured, quant: QuantConfig, kv_cache_dtype: str) -> Qual
 
 def _said(check: Check) -> str:
     value = "not a number" if check.value is None else f"{check.value:g}"
+    if check.value is not None and check.interval is not None:
+        low, high = check.interval
+        value += f" ({low:g} to {high:g})"
     return f"{check.name} is {value}, at {'least' if check.least else 'most'} {check.limit:g} passes ({check.what})"
 
 
 def _may_pass(check: Check) -> bool:
     """Whether somebody might want it as it is."""
     return check.value is not None and check.name not in ("finite", "layer")
+
+
+def _passing_limit(check: Check) -> float:
+    """The strictest limit of which the same texts make sure."""
+    assert check.value is not None
+    if check.interval is None:
+        return check.value
+    low, high = check.interval
+    return low if check.least else high
 
 
 def _table(layers: Sequence[LayerError]) -> Iterator[str]:

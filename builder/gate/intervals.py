@@ -1,0 +1,79 @@
+"""How sure the figures are that were measured on some texts: intervals of what texts like these give on the mean.
+
+The positions of a text are correlated: a format that hurts Chinese hurts all of a Chinese text, and a position reads
+what the one before has read. As if they were independent, thousands of positions would give intervals that are much
+too narrow. So a text counts as one observation, however long it is: the mean over positions is a ratio (the sum of the
+texts' sums over the sum of their lengths), and its error is estimated from how far each text is from that ratio, as of
+a cluster sample. Few texts make few degrees of freedom, which is what Student's t is for.
+
+The gate looks several times, and ends at the first look that is sure. Each look may therefore err in a share of
+`ERROR / LOOKS` of all cases, so that all of them together err in `ERROR` at most (Bonferroni). That is conservative, as
+the looks see the same texts.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from enginewright.builder.gate.distance import Positions
+from enginewright.runtime.quality import rounded
+
+Interval = tuple[float, float]
+
+ERROR = 0.01  # of all looks together
+LOOKS = 3  # before all texts are compared
+# Of Student's t with 1, 2, … degrees of freedom: the factor beyond which, on both sides, there is ERROR / LOOKS.
+T_FACTORS = (190.98, 17.28, 8.58, 6.25, 5.25, 4.7, 4.36, 4.12, 3.95, 3.83, 3.73, 3.65, 3.58, 3.53, 3.48)
+# Where no position disagrees, texts show no spread, and yet one in so many might: a share that was never seen in n
+# positions may be -log(ERROR / LOOKS) / n.
+UNSEEN = 5.7
+
+
+def intervals(found: Sequence[Positions]) -> Mapping[str, Interval]:
+    """By the names of MEASURES. Positions that are not finite are left out.
+
+    Args:
+        found: a text each.
+
+    Returns:
+        What can be told: nothing of fewer than two texts.
+    """
+    every = {
+        "kl": _mean([one.kl for one in found]),
+        "top1": _mean([one.same[one.kl.isfinite()].double() for one in found]),
+        "ppl": _mean([one.loss - one.source_loss for one in found]),  # its logarithm
+    }
+    told = {name: (mean - error, mean + error) for name, (mean, error) in every.items() if error is not None}
+    if "kl" in told:
+        low, high = told["kl"]
+        told["kl"] = max(low, 0.0), high
+    if "top1" in told:
+        low, high = told["top1"]
+        unseen = UNSEEN / sum(len(one.same) for one in found)
+        mean = (low + high) / 2
+        told["top1"] = max(min(low, mean - unseen), 0.0), min(max(high, mean + unseen), 1.0)
+    if "ppl" in told:
+        low, high = told["ppl"]
+        told["ppl"] = math.exp(low), math.exp(min(high, 700.0))  # more is no finite number
+    return {name: (_rounded(low), _rounded(high)) for name, (low, high) in told.items()}
+
+
+def _mean(texts: Sequence[torch.Tensor]) -> tuple[float, float | None]:
+    """Over all positions, and how far off it may be; None where texts are too few to tell."""
+    texts = [values[values.isfinite()] for values in texts]
+    texts = [values for values in texts if len(values)]
+    if len(texts) < 2:
+        return 0.0, None
+    counts = torch.tensor([float(len(values)) for values in texts], dtype=torch.float64)
+    sums = torch.stack([values.sum() for values in texts])
+    mean = sums.sum() / counts.sum()
+    share = len(texts) / (len(texts) - 1)
+    error = (share * (sums - mean * counts).square().sum()).sqrt() / counts.sum()
+    return float(mean), float(error) * T_FACTORS[min(len(texts) - 1, len(T_FACTORS)) - 1]
+
+
+def _rounded(value: float) -> float:
+    told = rounded(value, 4)
+    assert told is not None
+    return told
