@@ -6,6 +6,7 @@
 #include "dispatch.h"
 #include "executor.h"
 #include "kv_pools.h"
+#include "mapped_file.h"
 #include "operands.h"
 #include "roof.h"
 #include "sampling_binding.h"
@@ -257,6 +258,18 @@ void bind_executor(py::module_& module) {
            py::arg("stride"), py::arg("dtype"));
 }
 
+// A mapped file, and the Python object that has mapped it.
+class PyMappedFile {
+ public:
+  explicit PyMappedFile(const py::buffer& buffer)
+      : info_(buffer.request()), mapped_(info_.ptr, info_.size * info_.itemsize) {}
+  bool faulted() const { return mapped_.faulted(); }
+
+ private:
+  py::buffer_info info_;
+  MappedFile mapped_;
+};
+
 using Rates = std::map<std::string, std::pair<std::string, double>>;
 
 Rates dot_rates(const std::string& isa, int threads, double seconds) {
@@ -298,6 +311,9 @@ PYBIND11_MODULE(_cpu, module) {
              pybind11::arg("seconds"), pybind11::call_guard<pybind11::gil_scoped_release>());
   module.def("read_rate", &enginewright::read_rate_of, pybind11::arg("buffers"), pybind11::arg("threads"),
              pybind11::arg("seconds"));
+  pybind11::class_<enginewright::PyMappedFile>(module, "MappedFile")
+      .def(pybind11::init<const pybind11::buffer&>(), pybind11::arg("mapping"))
+      .def_property_readonly("faulted", &enginewright::PyMappedFile::faulted);
   enginewright::bind_kv_pools(module);
   enginewright::bind_executor(module);
   enginewright::bind_sampling(module);

@@ -86,6 +86,15 @@ class Executor:
     def buffer(self, offset_bytes: int, rows: int, columns: int, stride: int, dtype: str) -> NDArray[Any]:
         """View of the arena: f32, i32 or i8 as such, bf16 as uint16. Overwritten by the next step."""
 
+class MappedFile:
+    """While one exists, pages of a mapped file that cannot be read are zeros; without, SIGBUS ends the process."""
+
+    def __init__(self, mapping: Any) -> None:
+        """mapping: the whole of it, by the buffer protocol (kept alive). ValueError where it does not begin a page."""
+    @property
+    def faulted(self) -> bool:
+        """Whether a page could not be read, so that what was computed since then is worth nothing."""
+
 def dot_rates(isa: str, threads: int, seconds: float) -> dict[str, tuple[str, float]]:
     """Operands ("int8", "bf16", "fp32") → the best instruction for their dot products on registers, and operations/s.
 

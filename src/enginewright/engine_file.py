@@ -11,9 +11,11 @@ import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
+from enginewright.checkpoint_ref import refuse_checkpoint
 from enginewright.engine_header import ALIGN, REBUILD, EngineHeader, encode_header, header_end, padded, parse_header
 from enginewright.errors import CorruptEngineError, EngineError, UsageError
 from enginewright.manifest import WEIGHTS, About, Manifest, SectionForm, check_form
@@ -23,6 +25,10 @@ HEADER_BASE_BYTES = 16 << 10  # the manifest without its sections
 HEADER_SECTION_BYTES = 640  # a section in header and manifest, with a name of 100 characters
 PIECE_BYTES = 1 << 20  # read and hashed at once
 _BUILD_IT = "Make an engine of it with `engine build`."
+_REPLACE = (
+    "Start again, with a whole engine. Replace an engine that is in use by a new file that is renamed over it, "
+    "or run it with --no-mmap, which reads it once."
+)
 
 BytesLike = bytes | bytearray | memoryview
 
@@ -30,14 +36,15 @@ BytesLike = bytes | bytearray | memoryview
 class EngineFile:
     """An engine, open for reading; use it in `with`, or close it. Threads may share it."""
 
-    def __init__(self, path: Path, fd: int, header: EngineHeader, file_bytes: int) -> None:
+    def __init__(self, path: Path, fd: int, header: EngineHeader, status: os.stat_result) -> None:
         self.path = path
         self.manifest = header.manifest
         self.manifest_hash = header.manifest_hash
         self.offsets = header.offsets
-        self.file_bytes = file_bytes
+        self.file_bytes = status.st_size
+        self._modified_ns = status.st_mtime_ns
         self._fd = fd
-        self._map = mmap.mmap(fd, file_bytes, access=mmap.ACCESS_READ)
+        self._map = mmap.mmap(fd, self.file_bytes, access=mmap.ACCESS_READ)
 
     @classmethod
     def open(cls, path: str | Path, *, check_sections: bool = True) -> "EngineFile":
@@ -47,10 +54,12 @@ class EngineFile:
             check_sections: False checks the header alone.
 
         Raises:
+            UsageError: it is a checkpoint: a folder, a GGUF file, or a hub id.
             CorruptEngineError: the file is cut short, altered, or not an engine.
             EngineError: it cannot be read, or a newer release wrote it.
         """
         path = Path(path)
+        refuse_checkpoint(path)
         with _failing(f"{path} cannot be opened"):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not hang us
         try:
@@ -61,7 +70,7 @@ class EngineFile:
                     raise CorruptEngineError(f"{path} cannot be read", why, _BUILD_IT)
                 end = header_end(os.pread(fd, 8, 0), status.st_size, str(path))
                 header = parse_header(b"".join(_pieces(fd, path, 0, end)), status.st_size, str(path))
-                engine = cls(path, fd, header, status.st_size)
+                engine = cls(path, fd, header, status)
         except BaseException:
             os.close(fd)
             raise
@@ -82,10 +91,42 @@ class EngineFile:
     def section(self, name: str) -> memoryview:
         """A section's bytes, read-only and where they are mapped; valid for as long as the view is held.
 
-        A file that somebody truncates afterwards is a SIGBUS here: `read_section` copies, and checks the hash.
+        Of a file that somebody truncates afterwards it is a SIGBUS to read them: `read_section` copies, and checks
+        the hash.
         """
         form, start = self._find(name)
         return memoryview(self._map)[start : start + form.nbytes]
+
+    @property
+    def mapping(self) -> memoryview:
+        """The whole file, where it is mapped."""
+        return memoryview(self._map)
+
+    def check_unchanged(self) -> None:
+        """See that nobody has written to the file since it was opened; takes about a microsecond.
+
+        It is the open file that counts, not its path: one that was renamed over it, or deleted, does it no harm.
+        A write moves the time of modification before it moves a byte, so that what was read before this call, and
+        after the file was opened, was as it had been built.
+
+        Raises:
+            CorruptEngineError: it was written to, cut short or extended.
+            EngineError: it is closed, or its file system has gone.
+        """
+        try:
+            status = os.fstat(self._fd)
+        except OSError as error:
+            why = "it is closed" if self._fd < 0 else str(error.strerror)
+            raise EngineError(f"{self.path} cannot be read any more", why) from error
+        if status.st_size != self.file_bytes:
+            changed = "cut short" if status.st_size < self.file_bytes else "extended"
+            why = f"it was {changed} from {self.file_bytes:,} to {status.st_size:,} bytes"
+        elif status.st_mtime_ns != self._modified_ns:
+            time = datetime.fromtimestamp(status.st_mtime).astimezone().isoformat(" ", "seconds")
+            why = f"it was written to; it was last modified at {time}"
+        else:
+            return
+        raise CorruptEngineError(f"{self.path} was changed while it is in use", why, _REPLACE)
 
     def read_section(self, name: str) -> bytes:
         """A copy of a section's bytes, read without the mapping and checked against their hash.
