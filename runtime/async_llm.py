@@ -1,7 +1,7 @@
 """`AsyncLLM`: the same engine as `LLM`, for one asyncio event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
-from enginewright.errors import EngineError
+from enginewright.errors import EngineError, UsageError, shorten
 from enginewright.runtime.collector import Collector
 from enginewright.runtime.core import EngineCore, Request
 from enginewright.runtime.devices import open_engine
@@ -17,10 +17,26 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.engine_thread import EngineThread, close_all
 from enginewright.runtime.envelope import Envelope, runtime_config
 from enginewright.runtime.outputs import Delta, RequestOutput, merge
-from enginewright.runtime.params import default_params
-from enginewright.runtime.prompts import Prompt, encode_prompt, text_of
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.params import params_of
+from enginewright.runtime.prompts import Prompt, encode_prompt, salt_of, text_of
+from enginewright.runtime.sampling import RequestOutputKind, SamplingParams
 from enginewright.runtime.stats import Stats
+from enginewright.runtime.vllm_options import check_call_options
+
+
+class AsyncEngineArgs:
+    """Arguments of an AsyncLLM, as attributes, for scripts that collect them first; they are checked when it is made.
+
+    Args:
+        model: an engine file, or an open engine.
+        limits: as AsyncLLM takes them.
+    """
+
+    def __init__(self, model: str | Path | Engine, **limits: Any) -> None:
+        vars(self).update(limits, model=model)
+
+
+ENCODERS = 2  # threads that encode prompts: a long one does not hold up the next
 
 
 class AsyncLLM:
@@ -28,7 +44,7 @@ class AsyncLLM:
 
     Args:
         model: an engine file, or an open engine (which stays open).
-        limits: fields of RuntimeConfig.
+        limits: fields of RuntimeConfig, and options of vLLM that have no effect here.
 
     Raises:
         UsageError, EngineError: as `LLM`.
@@ -36,7 +52,11 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path | Engine, **limits: Any) -> None:
         config = runtime_config(**limits)
-        self._loop = asyncio.get_running_loop()
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError as error:
+            fix = "Make it in a coroutine, under asyncio.run, or use LLM."
+            raise UsageError("an AsyncLLM needs an event loop that runs", fix=fix) from error
         owned: Engine | None = None
         if not isinstance(model, Engine):
             model = owned = open_engine(model, config.device)
@@ -48,8 +68,15 @@ class AsyncLLM:
             raise
         self._thread = EngineThread(self._core, partial(_post, self._loop))
         self._close = finalize(self, close_all, self._thread, owned)  # also when it is dropped, and at exit
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._encoder = ThreadPoolExecutor(ENCODERS, thread_name_prefix="tokenizer")
         self._request_ids = count()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> "AsyncLLM":
+        """The same with arguments that were collected before."""
+        if not isinstance(engine_args, AsyncEngineArgs):
+            raise UsageError(f"engine_args is {shorten(engine_args)}", "it must be an AsyncEngineArgs")
+        return cls(**vars(engine_args))
 
     @property
     def max_model_len(self) -> int:
@@ -74,21 +101,49 @@ class AsyncLLM:
 
         Raises:
             UsageError: it is none of the forms that a prompt may have.
+            EngineDeadError: the engine has failed or is closed.
         """
-        encode = partial(encode_prompt, prompt, self.engine.tokenizer, self.max_model_len)
-        return await self._loop.run_in_executor(self._encoder, encode)
+        if self._thread.error is not None:
+            raise self._thread.error
+        return await self._loop.run_in_executor(self._encoder, self._encode, prompt)
 
-    def submit(self, prompt: list[int], params: SamplingParams, *, cache_salt: str = "") -> "AsyncRequest":
-        """Ask for an answer.
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return encode_prompt(prompt, self.engine.tokenizer, self.max_model_len)
+
+    async def prepare(self, prompt: Prompt, params: SamplingParams, *, cache_salt: str = "") -> "AsyncRequest":
+        """A request that can be started. Its prompt is encoded, and all else is made ready, in a thread of its own.
 
         Raises:
             UsageError: prompt or parameters ask for what cannot be done.
             EngineDeadError: the engine has failed or is closed.
         """
-        asked = AsyncRequest(params.n, self._thread.abort)
-        asked.request = self._core.request(prompt, params, asked, cache_salt)
-        self._thread.submit(asked.request)
-        return asked
+        if self._thread.error is not None:
+            raise self._thread.error
+        return await self._loop.run_in_executor(self._encoder, partial(self._prepare, prompt, params, cache_salt))
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams, cache_salt: str) -> "AsyncRequest":
+        prepared = AsyncRequest(params.n, self._thread.abort)
+        prepared.token_ids = self._encode(prompt)
+        prepared.request = self._core.request(prepared.token_ids, params, prepared, cache_salt)
+        return prepared
+
+    def start(self, prepared: "AsyncRequest") -> None:
+        """Let a prepared request run.
+
+        Raises:
+            EngineDeadError: the engine has failed or is closed.
+        """
+        self._thread.submit(prepared.request)
+
+    def submit(self, prompt: list[int], params: SamplingParams, *, cache_salt: str = "") -> "AsyncRequest":
+        """Prepare and start a request at once; for short prompts, since the event loop waits meanwhile.
+
+        Raises:
+            UsageError, EngineDeadError: as `prepare` and `start`.
+        """
+        prepared = self._prepare(prompt, params, cache_salt)
+        self.start(prepared)
+        return prepared
 
     async def generate(
         self,
@@ -97,18 +152,36 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         cache_salt: str = "",
-    ) -> AsyncIterator[RequestOutput]:
-        """The answer so far, each time that it has grown, as vLLM's AsyncLLM gives it. Left early, it is aborted."""
-        params = sampling_params or default_params(self.engine)
-        ids = await self.encode(prompt)
-        asked = self.submit(ids, params, cache_salt=cache_salt)
+        **vllm_options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """An answer while it is written, as vLLM's AsyncLLM gives it. Left early, it is aborted.
+
+        Args:
+            prompt: a text, token ids, messages, a TextPrompt or a TokensPrompt.
+            sampling_params: None is the model's own. Its output_kind says what is yielded each time that the answer
+                has grown: all of it so far, or what is new; or nothing until it is whole.
+            request_id: what the outputs carry; None is a number.
+            cache_salt: prompts share the KV cache only with those of the same salt; a prompt may have its own.
+            vllm_options: arguments of vLLM's, such as lora_request, at values that ask for nothing.
+
+        Raises:
+            UsageError: prompt or parameters ask for what cannot be done.
+            EngineDeadError: the engine has failed or is closed.
+        """
+        check_call_options(vllm_options)
+        params = params_of(sampling_params, self.engine).clone()  # as it is now, before others have their turn
+        asked = await self.prepare(prompt, params, cache_salt=salt_of(prompt, cache_salt))
+        self.start(asked)
         name = request_id or str(next(self._request_ids))
-        collector = Collector(name, text_of(prompt), ids, asked.request, self.engine.tokenizer)
+        collector = Collector(name, text_of(prompt), asked.token_ids, asked.request, self.engine.tokenizer)
         try:
             async for deltas in asked:
                 for delta in deltas:
                     collector.add(delta)
-                yield collector.output()
+                if params.output_kind is RequestOutputKind.DELTA:
+                    yield collector.latest(deltas)
+                elif params.output_kind is RequestOutputKind.CUMULATIVE or collector.finished:
+                    yield collector.output()
         finally:
             asked.abort()
 
@@ -120,11 +193,22 @@ class AsyncLLM:
         """Whether requests can be served."""
         return self._thread.is_alive
 
+    @property
+    def step_s(self) -> float:
+        """Seconds since the engine's step under way began; 0 if there is none."""
+        return self._thread.step_s
+
     async def close(self) -> None:
-        """Abort what runs, and give the memory back."""
+        """Abort what runs, and give the memory back. It waits for the step under way, and for the tokenizer."""
         self._encoder.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._close)
+        await asyncio.to_thread(self._encoder.shutdown)
         await asyncio.sleep(0)  # what the thread said last is delivered
+
+    def shutdown(self) -> None:
+        """As `close`, for scripts that do not await it: the event loop waits until the running step has ended."""
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+        self._close()
 
 
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
@@ -138,6 +222,7 @@ class AsyncRequest:
     It ends when every choice has had its finish_reason.
     """
 
+    token_ids: list[int]  # of the prompt
     request: Request
 
     def __init__(self, num_choices: int, abort: Callable[[Request], None]) -> None:

@@ -1,24 +1,39 @@
-"""`engine generate --input`: a file of prompts in, a file of answers out, in the same order.
+"""`engine generate --input`: a file of requests in, a file of answers out, in the same order.
 
-A line is {"prompt": text} or {"messages": [{"role": …, "content": …}, …]}; other keys are sampling options that differ
-from those of the command line (SamplingParams), or "id", which the answer carries.
+A line has one of two forms:
+
+    {"prompt": text} or {"messages": [{"role": …, "content": …}, …]}, with an "id" of any kind, and sampling options
+        (SamplingParams) that differ from those of the command line. The answer repeats the id and the prompt.
+    {"custom_id": …, "method": "POST", "url": …, "body": {…}}: OpenAI's batch form. The body is read, and answered,
+        as `engine run` does it.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import msgspec
 
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.llm import LLM
-from enginewright.runtime.outputs import to_dicts
+from enginewright.runtime.outputs import CompletionOutput, Delta, Logprob, RequestOutput, to_dicts
 from enginewright.runtime.params import default_params
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.prompts import Prompt
+from enginewright.runtime.sampling import SampledToken, SamplingParams
+from enginewright.runtime.server.chat import ChatBody, ChatForm
+from enginewright.runtime.server.completions import CompletionBody, CompletionForm
+from enginewright.runtime.server.errors import ApiError, from_engine, nan_logits
+from enginewright.runtime.server.form import Choice, Form, PromptPart, Usage
+from enginewright.runtime.server.protocol import Body, decode
 
 MAX_LINE_BYTES = 16 << 20
+URLS: Mapping[str, tuple[type[Body], type[Form]]] = {
+    "/v1/chat/completions": (ChatBody, ChatForm),
+    "/v1/completions": (CompletionBody, CompletionForm),
+}
 _OPTIONS = frozenset(SamplingParams.__dataclass_fields__)
 _FORMS: Mapping[str, Any] = {
     "stop": tuple[str, ...],
@@ -29,21 +44,48 @@ _FORMS: Mapping[str, Any] = {
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A line of the input, and its number: prompt is a text or messages."""
+    """A line of our own form."""
 
-    line: int
-    prompt: str | list[dict[str, str]]
-    options: dict[str, Any]
-    id: Any = None
+    line: int  # its number in the file
+    prompt: str | list[dict[str, str]]  # a text, or messages
+    options: dict[str, Any]  # fields of SamplingParams
+    id: Any = None  # what the answer carries
 
 
-def read_requests(path: Path) -> list[Request]:
+class OpenAIRequest(msgspec.Struct, frozen=True):
+    """A line of OpenAI's batch form."""
+
+    line: int  # its number in the file
+    custom_id: str  # what the answer carries
+    url: str  # one of URLS
+    body: bytes  # JSON, not yet checked
+
+
+class _OpenAILine(msgspec.Struct, forbid_unknown_fields=True):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Work(msgspec.Struct):
+    """What one line asks of the engine, and how its answers become lines of the output."""
+
+    request: Request | OpenAIRequest
+    prompts: list[list[int]]  # token ids; empty if it was refused
+    params: SamplingParams | None = None  # of all its prompts
+    form: Form | None = None  # of a request of OpenAI's form
+    error: ApiError | None = None  # why a request of OpenAI's form was refused
+    given: list[Prompt] = []  # prompts of OpenAI's form, as the body has them
+
+
+def read_requests(path: Path) -> list[Request | OpenAIRequest]:
     """Raises UsageError, with the number of the line, for what is no request."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UsageError(f"{path} cannot be read", error.strerror or str(error)) from error
-    requests = []
+    requests: list[Request | OpenAIRequest] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -62,10 +104,12 @@ def _naming(path: Path, number: int) -> Iterator[None]:
         raise UsageError(f"{path}, line {number}", str(error)) from error
 
 
-def _request(line: bytes, number: int) -> Request:
+def _request(line: bytes, number: int) -> Request | OpenAIRequest:
     if len(line) > MAX_LINE_BYTES:
         raise UsageError(f"longer than {MAX_LINE_BYTES} bytes")
     fields = msgspec.json.decode(line, type=dict[str, Any])
+    if "custom_id" in fields or "body" in fields:
+        return _openai_request(line, number)
     prompt, messages, key = fields.pop("prompt", None), fields.pop("messages", None), fields.pop("id", None)
     if (prompt is None) == (messages is None):
         raise UsageError('needs either "prompt" or "messages"')
@@ -85,23 +129,160 @@ def _request(line: bytes, number: int) -> Request:
     return Request(number, given, options, key)
 
 
+def _openai_request(line: bytes, number: int) -> OpenAIRequest:
+    fields = msgspec.json.decode(line, type=_OpenAILine)
+    if fields.method != "POST":
+        raise UsageError(f'"method" is {fields.method!r}', "requests of a batch are sent with POST")
+    if fields.url not in URLS:
+        raise UsageError(f'"url" is {fields.url!r}', f"a batch can ask {' and '.join(URLS)}")
+    return OpenAIRequest(number, fields.custom_id, fields.url, bytes(fields.body))
+
+
 def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, Any]) -> None:
-    """Answer every line of `source`; answers go to `output` (whole, or not at all) or stdout."""
+    """Answer every line of `source`; answers go to `output` (whole, or not at all) or stdout.
+
+    A body of OpenAI's form that is refused is answered with the error that the server would give. Whatever else is
+    wrong in the file is said before anything is computed.
+
+    Args:
+        common: sampling options for what a line does not say; None stands for the model's own.
+
+    Raises:
+        UsageError: a line cannot be answered; the message has its number.
+        EngineError: the output cannot be written, or no request was answered.
+    """
     requests = read_requests(source)
     if output is not None and not output.absolute().parent.is_dir():
         raise UsageError(f"{output} cannot be written", f"there is no folder {output.parent}")
-    params, encoded = [], []
+    work = []
     for request in requests:
         with _naming(source, request.line):
-            params.append(default_params(llm.engine, **{**common, **request.options}))
-            encoded.append(llm.encode(request.prompt))
-            llm.check(encoded[-1], params[-1])
-    answers = llm.generate(encoded, params, use_tqdm=True)
-    lines = []
-    for request, answer in zip(requests, answers, strict=True):
-        name = {} if request.id is None else {"id": request.id}
-        lines += [msgspec.json.encode(name | choice) for choice in to_dicts(answer)]
+            if isinstance(request, OpenAIRequest):
+                work.append(_prepare_openai(llm, request, common))
+            else:
+                work.append(_prepare(llm, request, common))
+    prompts = [(ids, one.params) for one in work for ids in one.prompts]
+    params = [params for _, params in prompts if params is not None]
+    answers = iter(llm.generate([ids for ids, _ in prompts], params, use_tqdm=True))
+    lines, failed = [], 0
+    for one in work:
+        results = [next(answers) for _ in one.prompts]
+        if isinstance(one.request, OpenAIRequest):
+            status, body = _openai_answer(llm, one, results)
+            failed += status != 200
+            lines.append(_openai_line(one.request, status, body))
+        else:
+            lines += [msgspec.json.encode(_repeated(one.request) | choice) for choice in to_dicts(results[0])]
     _write(b"".join(line + b"\n" for line in lines), output)
+    if failed == len(work):
+        raise EngineError("no request was answered", fix="The lines of the output say why.")
+    if failed:
+        print(f"[{failed} of {len(work)} requests failed; their lines say why]", file=sys.stderr)
+
+
+def _prepare(llm: LLM, request: Request, common: Mapping[str, Any]) -> _Work:
+    params = default_params(llm.engine, **{**common, **request.options})
+    ids = llm.encode(request.prompt)
+    llm.check(ids, params)
+    return _Work(request, [ids], params)
+
+
+def _prepare_openai(llm: LLM, request: OpenAIRequest, common: Mapping[str, Any]) -> _Work:
+    """Read a body as the server does; options of the command line stand for what it leaves out."""
+    body_type, form_type = URLS[request.url]
+    try:
+        body = decode(request.body, body_type, llm.engine.plan.vocab_size)
+        if body.stream:
+            raise ApiError(400, "stream: answers to a batch are not streamed", param="stream")
+        given = {name: value for name, value in body.params().items() if value is not None}
+        if isinstance(body, CompletionBody) and body.max_tokens is None and common.get("max_tokens") is not None:
+            del given["max_tokens"]  # the API's own default
+        params, include = default_params(llm.engine, **{**common, **given}), body.include()
+        given_prompts = body.prompts()
+        prompts = [_encode(llm, prompt) for prompt in given_prompts]
+        for ids in prompts:
+            llm.check(ids, params)
+    except ApiError as error:
+        return _Work(request, [], error=error)
+    except UsageError as error:
+        return _Work(request, [], error=from_engine(error, form_type.prompt_key))
+    manifest = llm.engine.manifest
+    form = form_type(
+        f"{form_type.id_prefix}{token_hex(12)}",
+        manifest.name,
+        f"fp_{manifest.content_hash[:12]}",
+        llm.engine.tokenizer,
+        include,
+    )
+    return _Work(request, prompts, params, form, given=given_prompts)
+
+
+def _encode(llm: LLM, prompt: Prompt) -> list[int]:
+    try:
+        return llm.encode(prompt)
+    except UsageError:
+        raise
+    except EngineError as error:
+        why = f"the model's chat template cannot show these messages: {error}"
+        raise ApiError(400, why, param="messages") from error
+
+
+def _openai_answer(llm: LLM, work: _Work, results: Sequence[RequestOutput]) -> tuple[int, bytes]:
+    """Status and body of what the server would answer."""
+    error = work.error
+    outputs = [output for result in results for output in result.outputs]
+    if any(output.finish_reason == "error" for output in outputs):
+        error = nan_logits()
+    if error is not None:
+        return error.status, error.body
+    assert work.form is not None
+    usage = Usage(
+        prompt_tokens=sum(len(result.prompt_token_ids) for result in results),
+        completion_tokens=sum(len(output.token_ids) for output in outputs),
+        cached_tokens=sum(result.num_cached_tokens for result in results),
+    )
+    choices: list[Choice] = []
+    for prompt, result in zip(work.given, results, strict=True):
+        ids, named = result.prompt_token_ids, result.prompt_logprobs or []
+        scored = [None if one is None else _sampled(token, one) for token, one in zip(ids, named, strict=False)]
+        part = work.form.prompt_part(prompt, ids, scored)
+        choices += [_choice(len(choices) + index, output, part) for index, output in enumerate(result.outputs)]
+    return 200, work.form.body(choices, usage)
+
+
+def _choice(index: int, output: CompletionOutput, prompt: PromptPart) -> Choice:
+    """A finished answer in the form that the server keeps of one that it sends whole."""
+    tokens = list(map(SampledToken, output.token_ids))
+    if output.logprobs is not None:
+        tokens = list(map(_sampled, output.token_ids, output.logprobs))
+    delta = Delta(index, output.text, tuple(tokens), output.finish_reason, output.stop_reason)
+    return Choice(
+        index,
+        prompt,
+        num_tokens=len(output.token_ids),
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        deltas=[delta],
+    )
+
+
+def _sampled(token: int, named: Mapping[int, Logprob]) -> SampledToken:
+    """A token with its log-probabilities, as the engine gives it."""
+    top = tuple((one, entry.logprob) for one, entry in named.items() if entry.rank is not None)
+    return SampledToken(token, named[token].logprob, top)
+
+
+def _openai_line(request: OpenAIRequest, status: int, body: bytes) -> bytes:
+    number = f"{request.line:06d}"
+    response = {"status_code": status, "request_id": f"req_{number}", "body": msgspec.Raw(body)}
+    line = {"id": f"batch_req_{number}", "custom_id": request.custom_id, "response": response, "error": None}
+    return msgspec.json.encode(line)
+
+
+def _repeated(request: Request) -> dict[str, Any]:
+    """What an answer repeats of its request."""
+    asked = {"prompt" if isinstance(request.prompt, str) else "messages": request.prompt}
+    return asked if request.id is None else {"id": request.id, **asked}
 
 
 def _write(data: bytes, output: Path | None) -> None:

@@ -1,46 +1,36 @@
-"""Renders a model's chat template: Jinja from a file that somebody else wrote, so in a sandbox and with limits.
+"""A model's chat template, rendered in a process that can be stopped (template_worker.py)."""
 
-The names that a template may use are those of Hugging Face's chat templates: messages, add_generation_prompt,
-bos_token, eos_token, raise_exception, strftime_now, the filter tojson, and the tag `generation`, which marks what the
-model says and prints its content.
-"""
-
-import json
+import signal
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
+from weakref import finalize
 
-from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-
-from enginewright.errors import EngineError, UsageError
+from enginewright.errors import EngineError, UsageError, shorten
+from enginewright.runtime.env import worker_environment
+from enginewright.runtime.template_protocol import MAX_CPU_SECONDS, MAX_SECONDS, read_frames, to_frame
+from enginewright.runtime.tokenizer import SPECIAL_TOKENS, TEMPLATE_NAMES
 
 MAX_TEMPLATE_CHARS = 1 << 20
-MAX_OUTPUT_CHARS = 16 << 20
-MAX_CPU_SECONDS = 1.0  # of this thread, so that a busy machine refuses nobody; a long conversation takes a hundredth
-MAX_EXPONENT = 64
-FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
-
-
-class _Refused(Exception):
-    """A template said no, in its own words."""
-
-
-class _TooLong(Exception):
-    """A template does not come to an end."""
+# What template_kwargs may not set: it comes from the request or the engine, or the template relies on it.
+RESERVED_NAMES = frozenset((*SPECIAL_TOKENS, *TEMPLATE_NAMES, "raise_exception", "strftime_now"))
+_ENDED_BY: dict[int, str] = {
+    signal.SIGPROF: f"it takes more than {MAX_CPU_SECONDS:g} s of CPU time",
+    signal.SIGALRM: f"it takes more than {MAX_SECONDS:g} s",
+}
 
 
 class ChatTemplate:
-    """A compiled template; `now` is the time that it may print.
+    """A compiled template in a process of its own, which is started again where the template had to be stopped.
+
+    May be used from any thread; one conversation is rendered at a time.
+
+    Args:
+        source: Jinja.
+        now: the time that the template may print.
 
     Raises:
         EngineError: the template is too long, or no Jinja.
@@ -51,131 +41,96 @@ class ChatTemplate:
             raise EngineError(
                 "the chat template is too long", f"{len(source)} characters, the limit is {MAX_TEMPLATE_CHARS}"
             )
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: now().strftime(form)
-        environment.globals["namespace"] = _PlainNamespace
-        environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
-        try:
-            with _time_limit():
-                self._template = environment.from_string(source)
-        except (*FAILURES, MemoryError, _TooLong) as error:
-            raise EngineError("the chat template cannot be read", str(error) or type(error).__name__) from error
+        self._source, self._now = source, now
+        self._lock = threading.Lock()
+        self._process = self._start()
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], names: Mapping[str, Any], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        names: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation.
 
+        Args:
+            names: the special tokens, by the names that templates know.
+            template_kwargs: further variables, such as Qwen3's enable_thinking.
+
         Raises:
-            UsageError: the template refuses the messages, or they hold what JSON does not.
-            EngineError: it fails, or takes too long.
+            UsageError: the template refuses the messages, they hold what JSON does not, or a name is reserved.
+            EngineError: the template fails, or takes too long or too much memory.
         """
-        pieces: list[str] = []
-        length = 0
+        given = {} if template_kwargs is None else template_kwargs
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise UsageError(f"chat_template_kwargs is {shorten(given)}", "it must have values by name")
+        if reserved := sorted(RESERVED_NAMES & set(given)):
+            raise UsageError(f"chat_template_kwargs cannot set {', '.join(reserved)}", "the name is reserved")
+        variables = {
+            **given,
+            **names,
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            given = [_plain(message) for message in messages]
-            with _time_limit():
-                for piece in self._template.generate(
-                    messages=given, add_generation_prompt=add_generation_prompt, **names
-                ):
-                    pieces.append(piece)
-                    length += len(piece)
-                    if length > MAX_OUTPUT_CHARS:
-                        raise _TooLong(f"it has printed {length} characters")
-        except _Refused as error:
-            raise UsageError("the model's chat template refuses these messages", str(error)) from error
-        except (_TooLong, MemoryError) as error:
-            why = str(error) or "it takes too much memory"
-            raise EngineError("the chat template does not come to an end", why) from error
-        except FAILURES as error:
-            raise EngineError("the chat template failed", str(error) or type(error).__name__) from error
-        return "".join(pieces)
+            frame = to_frame({"variables": variables, "now": self._now().isoformat()})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UsageError("a message or a template argument holds what JSON does not", str(error)) from error
+        with self._lock:
+            if self._process.poll() is not None:
+                self._process = self._start()
+            reply = _ask(self._process, frame)
+        match reply:
+            case {"text": text}:
+                return str(text)
+            case {"refused": why}:
+                raise UsageError("the model's chat template refuses these messages", why)
+            case {"too_long": why}:
+                raise EngineError("the chat template does not come to an end", why)
+        raise EngineError("the chat template failed", reply["failed"])
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process and give it the template."""
+        process = subprocess.Popen(
+            # Without site, which may take longer than all the rest; worker_environment has the path.
+            [sys.executable, "-S", "-P", "-m", "enginewright.runtime.template_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=worker_environment(),
+            process_group=0,  # Ctrl-C in a terminal is for its parent
+        )
+        finalize(self, _end, process)
+        reply = _ask(process, to_frame(self._source))
+        if reply:
+            raise EngineError("the chat template cannot be read", *reply.values())
+        return process
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Also keeps one multiplication from taking all memory; the time limit sees only what lasts many lines."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and not (isinstance(right, int | float) and abs(right) <= MAX_EXPONENT):
-            raise SecurityError(f"an exponent above {MAX_EXPONENT}")
-        for text, times in ((left, right), (right, left)):
-            repeated = operator == "*" and isinstance(text, str | list | tuple) and isinstance(times, int)
-            if repeated and len(text) * times > MAX_OUTPUT_CHARS:
-                raise SecurityError(f"a product of more than {MAX_OUTPUT_CHARS} elements")
-        return super().call_binop(context, operator, left, right)
-
-
-class _PlainNamespace(Namespace):
-    """Jinja's namespace stores attributes of any name, which the sandbox would not let a template read."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args  # by place, since a template may name an attribute `self`
-        given = dict(*rest, **kwargs)
-        for name in given:
-            _check_name(name)
-        Namespace.__init__(self, given)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if not isinstance(name, str) or name.startswith("_"):
-        raise SecurityError(f"a namespace cannot hold {name!r}")
-
-
-class _GenerationTag(Extension):
-    """{% generation %} … {% endgeneration %}: a mark for training. Here it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-@contextmanager
-def _time_limit() -> Iterator[None]:
-    """Raises _TooLong in this thread when it has computed for too long, between any two lines of Python."""
-    end = time.thread_time() + MAX_CPU_SECONDS
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if time.thread_time() > end:
-            raise _TooLong(f"it takes more than {MAX_CPU_SECONDS} s")
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
+def _ask(process: subprocess.Popen[bytes], frame: bytes) -> dict[str, str]:
+    """The reply to a frame, or why the process has ended instead."""
+    assert process.stdin is not None and process.stdout is not None
     try:
-        yield
-    finally:
-        sys.settrace(before)
+        process.stdin.write(frame)
+        process.stdin.flush()
+        reply: dict[str, str] | None = next(read_frames(process.stdout), None)
+    except BrokenPipeError:
+        reply = None
+    if reply is not None:
+        return reply
+    _end(process)
+    status = process.returncode
+    return {"too_long": _ENDED_BY.get(-status) or f"its process has ended with status {status}"}
 
 
-def _plain(value: Any) -> Any:
-    """A copy in the types of JSON, whose methods the sandbox knows."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping) and all(type(key) is str for key in value):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    raise UsageError("a message holds what no JSON does", f"a {type(value).__name__}")
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise _Refused(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Not jinja2's own, which escapes for HTML."""
-    separators, sort_keys = options.get("separators"), bool(options.get("sort_keys", False))
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process, if it has not ended, and close its pipes."""
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        try:
+            pipe.close()
+        except BrokenPipeError:  # what it did not read is of no use any more
+            continue

@@ -1,5 +1,6 @@
 """Gathers the deltas of a request into an answer."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from enginewright.runtime.core import Request
@@ -29,7 +30,7 @@ class Collector:
 
     @property
     def finished(self) -> bool:
-        return all(output.finished for output in self._outputs)
+        return all(output.finished() for output in self._outputs)
 
     def add(self, delta: Delta) -> None:
         output = self._outputs[delta.index]
@@ -41,14 +42,6 @@ class Collector:
                 output.cumulative_logprob += token.logprob or 0.0
         output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
 
-    def newest(self, delta: Delta) -> list[tuple[int, dict[int, Logprob]]] | None:
-        """Of the tokens of the delta that was added last: ids, and log-probabilities by id if they were asked for."""
-        logprobs = self._outputs[delta.index].logprobs
-        if logprobs is None:
-            return None
-        start = len(logprobs) - len(delta.tokens)
-        return [(token.token, named) for token, named in zip(delta.tokens, logprobs[start:], strict=True)]
-
     def output(self) -> RequestOutput:
         """The answer so far."""
         outputs = []
@@ -56,7 +49,22 @@ class Collector:
             pieces[:] = ["".join(pieces)]
             logprobs = None if output.logprobs is None else list(output.logprobs)
             outputs.append(replace(output, text=pieces[0], token_ids=list(output.token_ids), logprobs=logprobs))
-        request = self.request
+        return self._request_output(outputs)
+
+    def latest(self, deltas: Sequence[Delta]) -> RequestOutput:
+        """What these deltas brought, a choice each; they are those that were added last."""
+        outputs = []
+        for delta in deltas:
+            output = self._outputs[delta.index]
+            start = len(output.token_ids) - len(delta.tokens)
+            logprobs = None if output.logprobs is None else output.logprobs[start:]
+            outputs.append(replace(output, text=delta.text, token_ids=output.token_ids[start:], logprobs=logprobs))
+        return self._request_output(outputs)
+
+    def _request_output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        request, prompt_logprobs = self.request, None
+        if request.params.prompt_logprobs is not None:
+            prompt_logprobs = [None if token is None else self._named(token) for token in request.prompt_logprobs]
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._prompt,
@@ -65,6 +73,7 @@ class Collector:
             finished=self.finished,
             num_cached_tokens=request.num_cached_tokens,
             metrics=RequestMetrics(request.first_token_s or 0.0, request.total_s or 0.0),
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _named(self, drawn: SampledToken) -> dict[int, Logprob]:

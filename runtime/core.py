@@ -8,23 +8,32 @@ while core.has_work:
 
 import logging
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from enginewright.errors import EngineError
-from enginewright.runtime.detokenizer import Detokenizer, StopStrings
+from enginewright.runtime.detokenizer import Detokenizer, StopMatcher, StopStrings
 from enginewright.runtime.devices import open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.outputs import Delta
+from enginewright.runtime.outputs import DETOKENIZER, NAN_LOGITS, Delta
 from enginewright.runtime.prompt_cost import PromptCost
 from enginewright.runtime.prompts import check_prompt
-from enginewright.runtime.sampling import Drawing, SampledToken, Sampler, SamplingParams, SamplingRequest, new_seed
+from enginewright.runtime.sampling import (
+    Drawing,
+    SampledToken,
+    Sampler,
+    SamplingParams,
+    SamplingRequest,
+    TokenRules,
+    new_seed,
+)
 from enginewright.runtime.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.stats import Stats
+from enginewright.runtime.stats import STEP_TOKENS, Stats
 from enginewright.runtime.step_plan import StepPlan
 from enginewright.runtime.token_mask import Grammar
 
@@ -65,6 +74,13 @@ class Request:
     answers: list[Answer] = field(default_factory=list)
     first_token_s: float | None = None
     total_s: float | None = None
+    prompt_logprobs: list[SampledToken | None] = field(default_factory=list)  # by position, if they were asked for
+
+    @property
+    def queue_s(self) -> float | None:
+        """Until its first answer left the queue for the first time."""
+        admitted_at = self.answers[0].sequence.admitted_at
+        return None if admitted_at is None else admitted_at - self.asked
 
     @property
     def num_cached_tokens(self) -> int:
@@ -85,6 +101,7 @@ class EngineCore:
 
     def __init__(self, engine: Engine, config: RuntimeConfig) -> None:
         self.engine = engine
+        self._eos_token_ids = engine.eos_token_ids  # and tokenizer: read now, as the file may be changed later
         self.executor = open_executor(engine, config)
         self._sampler = Sampler(self.executor.draw)
         self._scheduler = Scheduler(
@@ -97,6 +114,7 @@ class EngineCore:
         self._answers: dict[TokenSequence, Answer] = {}
         self._under_way: deque[tuple[StepPlan, Drawing]] = deque()
         self._num_steps = self._num_computed = self._num_generated = 0
+        self._step_sizes = [0] * (len(STEP_TOKENS) + 1)
 
     def close(self) -> None:
         """Give back what it runs in."""
@@ -120,6 +138,7 @@ class EngineCore:
             num_waiting_tokens=scheduler.num_waiting_tokens,
             kv_usage=max(1 - free / count for free, count in blocks),
             num_steps=self._num_steps,
+            step_sizes=tuple(self._step_sizes),
             num_preemptions=scheduler.num_preemptions,
             computed_tokens=self._num_computed,
             prompt_tokens=scheduler.num_prompt_tokens,
@@ -143,25 +162,31 @@ class EngineCore:
         Raises:
             UsageError: prompt or parameters ask for what this engine cannot do.
         """
-        plan, ends = self.engine.plan, () if params.ignore_eos else self.engine.eos_token_ids
+        params = params.clone()  # whoever has given them may change them later
+        plan, ends = self.engine.plan, () if params.ignore_eos else self._eos_token_ids
         check_prompt(prompt, plan.vocab_size, self.max_model_len)
         whole = self.max_model_len
-        if params.max_tokens is not None:
-            whole = min(whole, len(prompt) + params.max_tokens)
+        if params.max_tokens is not None:  # where none is wanted, the one that is drawn is left out (_take)
+            whole = min(whole, len(prompt) + max(params.max_tokens, 1))
         request = Request(params, reader, len(prompt), time.perf_counter())
         seed = new_seed()
+        rules = TokenRules(params, plan.vocab_size, ends)
+        matcher = StopMatcher(params.stop) if params.stop else None
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None] * len(prompt)
         for index, grammar in zip(range(params.n), grammars or [None] * params.n, strict=True):
             sequence = TokenSequence(
                 token_ids=list(prompt),
                 num_prompt_tokens=len(prompt),
                 max_tokens=whole,
                 stop_token_ids=frozenset((*ends, *params.stop_token_ids)),
-                request=SamplingRequest(params, prompt, plan.vocab_size, ends, index, seed, grammar),
+                request=SamplingRequest(params, prompt, plan.vocab_size, ends, index, seed, grammar, rules),
+                every_logit=params.prompt_logprobs is not None and index == 0,
                 cache_salt=cache_salt,
                 twin_of=request.answers[0].sequence if index else None,
             )
             detokenizer = Detokenizer(self.engine.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
-            stops = StopStrings(params.stop, include=params.include_stop_str_in_output) if params.stop else None
+            stops = StopStrings(matcher, include=params.include_stop_str_in_output) if matcher else None
             request.answers.append(Answer(request, index, sequence, detokenizer, stops))
         return request
 
@@ -197,10 +222,13 @@ class EngineCore:
 
     def _end(self, plan: StepPlan, drawing: Drawing) -> list[tuple[Request, Delta]]:
         sampled = self._sampler.end(drawing)
+        if plan.prompt_rows:
+            sampled = self._take_prompt_rows(plan, sampled)
         now = time.perf_counter()
         self._scheduler.commit(plan, sampled)
         self._num_steps += 1
         self._num_computed += plan.sizes.tokens
+        self._step_sizes[bisect_left(STEP_TOKENS, plan.sizes.tokens)] += 1
         told = []
         for sequence, token in zip(plan.drawing, sampled, strict=True):
             answer = self._answers.get(sequence)
@@ -216,7 +244,7 @@ class EngineCore:
                 logger.exception("a token could not be turned into text; its request has failed, and no other")
                 self._scheduler.finish(sequence, "error")
                 sequence.finish_reason = "error"
-                delta = Delta(answer.index, "", () if token.is_nan else (token,), "error")
+                delta = Delta(answer.index, "", () if token.is_nan else (token,), "error", DETOKENIZER)
             if request.first_token_s is None:
                 request.first_token_s = now - request.asked
             if delta.finish_reason is not None:
@@ -227,14 +255,36 @@ class EngineCore:
         self._num_generated += len(told)
         return told
 
+    def _take_prompt_rows(self, plan: StepPlan, sampled: list[SampledToken]) -> list[SampledToken]:
+        """Keep what a step says of the tokens of prompts; the rest, which is for `plan.drawing`.
+
+        An answer whose prompt has NaN log-probabilities fails with its first token.
+        """
+        for row, sequence, position in plan.prompt_rows:
+            if sequence in self._answers:  # it has not ended meanwhile
+                self._answers[sequence].request.prompt_logprobs[position] = sampled[row]
+                sequence.every_logit = position + 1 < sequence.num_prompt_tokens
+        prompt_rows = {row for row, _, _ in plan.prompt_rows}
+        rest = [token for row, token in enumerate(sampled) if row not in prompt_rows]
+        for index, sequence in enumerate(plan.drawing):
+            answer = self._answers.get(sequence)
+            scored = answer.request.prompt_logprobs if answer is not None and answer.index == 0 else ()
+            if any(token is not None and token.is_nan for token in scored):
+                rest[index] = SampledToken(0, is_nan=True)
+        return rest
+
     def _take(self, answer: Answer, token: SampledToken) -> Delta:
         """What a token adds that is the last one, or in an answer with stop strings."""
+        if answer.request.params.max_tokens == 0 and not token.is_nan:
+            return Delta(answer.index, "", (), "length")
         sequence, text = answer.sequence, self._text(answer, token)
         stop_reason: int | str | None = None
         if answer.stops is not None and answer.stops.found is not None:
             self._scheduler.finish(sequence, "stop")
             sequence.finish_reason = "stop"  # even if it was its last token
             stop_reason = answer.stops.found
+        elif sequence.finish_reason == "error":
+            stop_reason = NAN_LOGITS
         elif sequence.finish_reason == "stop" and token.token in answer.request.params.stop_token_ids:
             stop_reason = token.token
         return Delta(answer.index, text, () if token.is_nan else (token,), sequence.finish_reason, stop_reason)

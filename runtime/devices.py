@@ -1,20 +1,25 @@
 """What an engine runs on here: a GPU that its code is for, or this machine's CPU."""
 
+import logging
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Protocol
 
 from enginewright.engine_file import EngineFile
-from enginewright.errors import NoCodeForMachineError, UsageError
+from enginewright.errors import NoCodeForMachineError, UsageError, shorten
 from enginewright.plan import Plan
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import Envelope, RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
+from enginewright.runtime.machine import num_cores
 from enginewright.runtime.sampling import Draw, Logits
 from enginewright.runtime.step_plan import StepPlan
 from enginewright.targets import CPU, CUDA, architectures, choose_code, families_of
 
 AUTO = "auto"
+
+logger = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
@@ -49,9 +54,11 @@ def open_engine(path: str | Path, device: str = AUTO, *, verify: bool = False) -
         verify: hash the weights, too.
 
     Raises:
-        UsageError: there is no such device.
+        UsageError: there is no such device, or the path is none, or names a checkpoint.
         CorruptEngineError, NoCodeForMachineError: as `Engine.open`.
     """
+    if not isinstance(path, str | PathLike) or "\0" in str(path):
+        raise UsageError(f"the model is {shorten(path)}", "it must be the path of an engine file")
     family, _, index = device.partition(":")
     if family not in (AUTO, CPU, CUDA) or (index and (family != CUDA or not index.isdecimal())):
         raise UsageError(f"{device!r} is no device", fix="There are auto, cpu, cuda, and cuda:1 for the second GPU.")
@@ -76,7 +83,9 @@ def open_executor(engine: Engine, config: RuntimeConfig) -> Executor:
         NoCodeForMachineError, NotEnoughMemoryError, CorruptEngineError: it cannot run here.
     """
     if engine.family == CPU:
-        return CpuExecutor(engine, config)
+        on_cpu = CpuExecutor(engine, config)
+        _warn_of_threads(on_cpu.threads)
+        return on_cpu
     from enginewright.runtime.cuda.device import CudaDevice
     from enginewright.runtime.cuda.executor import CudaExecutor
 
@@ -86,11 +95,27 @@ def open_executor(engine: Engine, config: RuntimeConfig) -> Executor:
         engine.plan = engine.plan.for_code(engine.architecture(device.capability))
         device.code = lambda name: (bytes(archive.cubin(name)), archive.launches[name].symbol)
         executor = CudaExecutor(engine, device, config)
+        engine.file.check_unchanged()  # or the GPU has not what was opened; from here on it has it all
         executor.warm_up()
     except BaseException:
         device.close()  # whoever asks again, with other limits, finds the memory free
         raise
     return executor
+
+
+def _warn_of_threads(threads: int) -> None:
+    """Log a warning where more threads compute than there are cores; without logging set up it goes to stderr."""
+    cores = num_cores()
+    if threads > cores:
+        logger.warning(
+            "%d threads share %d %s: each step waits for all of them, so more threads than cores make it slower. "
+            "Use --threads %d (or ENGINEWRIGHT_NUM_THREADS=%d).",
+            threads,
+            cores,
+            "core" if cores == 1 else "cores",
+            cores,
+            cores,
+        )
 
 
 def _gpu_runs(able: Sequence[str]) -> bool:

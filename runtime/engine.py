@@ -9,23 +9,30 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from enginewright import _cpu
 from enginewright.code import CODE, CodeArchive, read_code
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError
 from enginewright.manifest import WEIGHTS, Manifest, SectionForm
 from enginewright.plan import Plan
+from enginewright.runtime.generation_config import fault_of
 from enginewright.runtime.tokenizer import Tokenizer
 from enginewright.targets import CPU, TARGETS, architectures, choose_code, families_of
+
+# Of tokenizer_config.json: texts that requests read.
+TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class Engine:
     """Plan, weights and tokenizer of an engine; use it in `with`, or close it.
 
-    Weights are used where they are mapped and are hashed by `verify` alone; everything else was checked.
+    Weights are used where they are mapped, or read where `RuntimeConfig.mmap` is False, and are hashed by `verify`
+    alone; everything else was checked.
     """
 
     def __init__(self, file: EngineFile, family: str) -> None:
         self.file, self.family = file, family
+        self._mapped: _cpu.MappedFile | None = None
         self.plan = Plan.from_json(bytes(file.section(f"plan/{family}")))
 
     @classmethod
@@ -52,7 +59,9 @@ class Engine:
             damaged = file.verify_sections(name for name in file.sections if name.startswith(WEIGHTS)) if verify else []
             if damaged:
                 raise CorruptEngineError(f"{path} is damaged", f"section {', '.join(damaged)}", "Build it again.")
-            return cls(file, family)
+            engine = cls(file, family)
+            engine._check_texts()
+            return engine
         except BaseException:
             file.close()
             raise
@@ -95,14 +104,57 @@ class Engine:
         section = f"{CODE}{self.architecture(capability)}"
         return read_code(self.file.section(section), section)
 
+    def check_mapped_weights(self) -> None:
+        """See that the weights of `weight` are those that were opened: before they are first used, and each time that
+        something was computed with them, before it is given away.
+
+        From the first call on, a file that is cut short under a running step does not end the process by SIGBUS.
+
+        Raises:
+            CorruptEngineError: somebody has written to the file, or it could not be read.
+            EngineError: the engine is closed.
+        """
+        self.file.check_unchanged()
+        if self._mapped is None:
+            self._mapped = _cpu.MappedFile(self.file.mapping)
+        if self._mapped.faulted:
+            why = "its disk failed, or it was cut short for a moment (the system raised SIGBUS)"
+            raise CorruptEngineError(f"{self.file.path} could not be read while it is in use", why, "Start again.")
+
+    def _check_texts(self) -> None:
+        """What requests will read, before the first of them: the hashes tell damage, not what a builder took over."""
+        _ = self._chat_template, self._tokenizer_config, self.generation_config
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        template = bytes(self.file.section("chat_template")).decode() if "chat_template" in self.file.sections else None
-        return Tokenizer(bytes(self.file.section("tokenizer.json")), self._json("tokenizer_config.json"), template)
+        return Tokenizer(self.file.read_section("tokenizer.json"), self._tokenizer_config, self._chat_template)
+
+    @cached_property
+    def _chat_template(self) -> str | None:
+        if "chat_template" not in self.file.sections:
+            return None
+        try:
+            return self.file.read_section("chat_template").decode()
+        except UnicodeDecodeError as error:
+            raise self._unusable("chat_template", f"it is no UTF-8 text: {error}") from error
+
+    @cached_property
+    def _tokenizer_config(self) -> dict[str, Any]:
+        config = self._json("tokenizer_config.json")
+        for key in TOKEN_KEYS:
+            token = config.get(key)
+            if isinstance(token, dict):  # a token with how it is matched, as some files have it
+                token = config[key] = token.get("content")
+            if token is not None and not isinstance(token, str):
+                raise self._unusable("tokenizer_config.json", f"{key} is {token!r:.80}, not a text")
+        return config
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        return self._json("generation_config.json")
+        config = self._json("generation_config.json")
+        if fault := fault_of(config, self.plan.vocab_size):
+            raise self._unusable("generation_config.json", fault)
+        return config
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -115,11 +167,16 @@ class Engine:
 
     def _json(self, section: str) -> dict[str, Any]:
         try:
-            return cast(dict[str, Any], msgspec.json.decode(bytes(self.file.section(section)), type=dict))
+            return cast(dict[str, Any], msgspec.json.decode(self.file.read_section(section), type=dict))
         except msgspec.MsgspecError as error:
             raise CorruptEngineError(f"section {section} cannot be read", str(error), "Build it again.") from error
 
+    def _unusable(self, section: str, why: str) -> CorruptEngineError:
+        fix = "Build it again from a checkpoint that has it right."
+        return CorruptEngineError(f"section {section} of {self.file.path} cannot be used", why, fix)
+
     def close(self) -> None:
+        self._mapped = None
         self.file.close()
 
     def __enter__(self) -> "Engine":

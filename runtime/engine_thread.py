@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
@@ -33,6 +34,7 @@ class EngineThread:
         self._open: set[Request] = set()
         self._lock = threading.Lock()  # between the end of the thread and requests that arrive meanwhile
         self.error: EngineDeadError | None = None
+        self._step_began: float | None = None  # of time.monotonic; None: no step is under way
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -56,6 +58,12 @@ class EngineThread:
         stats = self._core.stats()
         return replace(stats, num_waiting=stats.num_waiting + self._inbox.qsize())
 
+    @property
+    def step_s(self) -> float:
+        """Seconds since the step under way began; 0 if there is none."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
     def close(self) -> None:
         """Abort what is left, and end the thread."""
         with self._lock:
@@ -75,7 +83,10 @@ class EngineThread:
                         return
                     act, request = message
                     act(request)
-                self._tell(self._core.step())
+                self._step_began = time.monotonic()
+                told = self._core.step()
+                self._step_began = None
+                self._tell(told)
         except BaseException as error:
             logger.exception("the engine's thread has ended")
             self._die(EngineDeadError("the engine has failed", type(error).__name__, "Start it again."))
@@ -97,6 +108,7 @@ class EngineThread:
             self._post(_deliver, told)
 
     def _die(self, error: EngineDeadError) -> None:
+        self._step_began = None
         with self._lock:
             self.error = error
             while not self._inbox.empty():  # those that came too late must hear of it, too

@@ -1,6 +1,7 @@
 """Environment variables: all of them are read here."""
 
 import os
+import sys
 from pathlib import Path
 
 from enginewright.errors import UsageError
@@ -26,6 +27,12 @@ def compiler_environment() -> dict[str, str]:
     needed = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TMPDIR")
     found = {name: os.environ[name] for name in needed if name in os.environ}
     return found | {"CUDA_VISIBLE_DEVICES": ""}  # NVRTC calls cuInit where there is a driver, in each process
+
+
+def worker_environment() -> dict[str, str]:
+    """For a Python process that needs the modules of this one, and the zone of its clock."""
+    zone = {"TZ": os.environ["TZ"]} if "TZ" in os.environ else {}
+    return zone | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def cache_folder() -> Path:

@@ -7,15 +7,18 @@ windows and the longest chunk that is computed at once.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from numbers import Integral
 from typing import Any
 
-from enginewright.errors import NotEnoughMemoryError, UsageError
+from enginewright.errors import NotEnoughMemoryError, UsageError, shorten
 from enginewright.plan import KvGroup, Plan, Sizes
+from enginewright.runtime.count import parse_count
 from enginewright.runtime.machine import free_memory
+from enginewright.runtime.vllm_options import without_engine_options
 
 SPLIT_TOKENS = 256  # positions of one partial result of attention (DESIGN §7)
 FREE_SHARE = 0.5  # of the memory that weights and arena leave, for the KV cache where nobody says how much
+NAMES, FLAGS = ("isa", "device"), ("enable_prefix_caching", "mmap")  # limits that are no numbers
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,10 @@ class RuntimeConfig:
     bytes. enable_prefix_caching: prompts that begin alike share what is computed of them. prefill_chunk_size:
     prompt tokens in a step that also decodes, deeper ones counting for more (prompt_cost.py), so that those who are
     being written to keep their pace; None is all that max_num_batched_tokens leaves. device: as `open_engine` has it.
+    mmap: False reads the weights into memory, so that nothing that is done to their file later matters.
 
     Raises:
-        UsageError: a number is not positive.
+        UsageError: a limit is of the wrong type, or a number is not positive.
     """
 
     max_model_len: int | None = None
@@ -42,22 +46,52 @@ class RuntimeConfig:
     threads: int | None = None
     isa: str | None = None
     device: str = "auto"
+    mmap: bool = True  # a GPU's weights are read in any case
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise UsageError(f"{name} is {value}", "it must be at least 1")
+        for name, field in RuntimeConfig.__dataclass_fields__.items():
+            value = getattr(self, name)
+            if value is not None or field.default is not None:
+                _check_limit(name, value)
+
+
+def _check_limit(name: str, value: Any) -> None:
+    if name in NAMES:
+        holds, rule = isinstance(value, str), "it must be a text"
+    elif name in FLAGS:
+        holds, rule = isinstance(value, bool), "it must be True or False"
+    else:
+        holds = isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**63
+        rule = "it must be a whole number of at least 1"
+    if not holds:
+        raise UsageError(f"{name} is {shorten(value)}", rule)
 
 
 def runtime_config(**limits: Any) -> RuntimeConfig:
-    """RuntimeConfig of keyword arguments that somebody wrote. Raises UsageError for a name that is none."""
-    known = RuntimeConfig.__dataclass_fields__
-    for name in limits:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            why = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise UsageError(f"there is no limit called {name}", why)
-    return RuntimeConfig(**limits)
+    """RuntimeConfig of keyword arguments that somebody wrote: a number may be a text such as "1g", None is the default.
+
+    Options of vLLM that have no effect here may be among them (vllm_options.py).
+
+    Raises:
+        UsageError: a name is none, or a value makes no sense.
+    """
+    options = without_engine_options(limits, RuntimeConfig.__dataclass_fields__)
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if name in NAMES or name in FLAGS:
+            continue
+        if isinstance(value, str):
+            given[name] = _count(name, value)
+        elif isinstance(value, Integral) and not isinstance(value, bool):
+            given[name] = int(value)  # numpy's, too
+    return RuntimeConfig(**given)
+
+
+def _count(name: str, text: str) -> int:
+    try:
+        return parse_count(text)
+    except UsageError as error:
+        raise UsageError(name, str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -130,6 +164,12 @@ def envelope(
     """
     length, limits = limits_of(plan, config)
     _, arena_bytes = plan.arena_offsets(limits)
+    if not config.mmap and free is None and weight_bytes + arena_bytes > free_memory():
+        raise NotEnoughMemoryError(
+            f"weights and activations take {(weight_bytes + arena_bytes) / 1e6:.0f} MB",
+            f"{free_memory() / 1e6:.0f} MB are free",
+            "Leave out --no-mmap: the weights are then mapped, and the system drops pages of them where it has to.",
+        )
     budget = config.kv_cache_memory
     if budget is None:
         budget = int(((free_memory() if free is None else free) - weight_bytes - arena_bytes) * share)

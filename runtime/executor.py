@@ -4,7 +4,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright import _cpu
+from enginewright.engine_header import ALIGN
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
+from enginewright.manifest import SectionForm
 from enginewright.plan import Buffer, BufferOperand, InputOperand, KvOperand, Operand, WeightOperand
 from enginewright.runtime import env
 from enginewright.runtime.engine import Engine
@@ -21,8 +23,8 @@ class CpuExecutor:
 
     Raises:
         NoCodeForMachineError: the instruction set asked for is not there, or the engine keeps its KV as nothing known.
-        NotEnoughMemoryError: the KV cache does not fit.
-        CorruptEngineError: plan and weights do not fit together.
+        NotEnoughMemoryError: the KV cache does not fit, or weights that are read into memory.
+        CorruptEngineError: plan and weights do not fit together, or the file has changed since it was opened.
     """
 
     steps_ahead = 0
@@ -35,6 +37,9 @@ class CpuExecutor:
         self.isa = _choose_isa(config.isa or env.cpu_isa())
         self.threads = config.threads or env.num_threads() or num_cores()
         _check_kv(engine)
+        self._mmap = config.mmap
+        self._read_weights: dict[str, NDArray[np.uint8]] = {}  # without mmap: by name, 64-byte aligned
+        self._check_weights()
         self._offsets, arena_bytes = self.plan.arena_offsets(self.envelope.limits)
         self._inputs = [entry.name for entry in self.plan.inputs]
         inputs = [(entry.name, entry.rows.as_tuple(), entry.columns.as_tuple()) for entry in self.plan.inputs]
@@ -65,14 +70,19 @@ class CpuExecutor:
                 f"arena {self.envelope.arena_bytes / 1e6:.0f} MB, KV cache {self.envelope.kv_bytes / 1e6:.0f} MB",
                 "Use smaller --max-num-batched-tokens, --max-num-seqs, --max-model-len or --kv-cache-memory.",
             ) from error
+        engine.file.check_unchanged()  # or what was read is not what was opened
 
     def run(self, plan: StepPlan) -> NDArray[np.float32]:
         """One step.
 
         Returns:
             Logits [logit_rows, vocab_size], a view of memory that the next step overwrites.
+
+        Raises:
+            CorruptEngineError: the mapped file has changed. Nothing that was computed with other bytes is returned.
         """
         self._executor.run(self._prepare(plan), plan.sizes.as_tuple())
+        self._check_weights()
         return self._logits[: plan.sizes.logit_rows]
 
     def close(self) -> None:
@@ -90,7 +100,9 @@ class CpuExecutor:
             Of each kernel of the engine's plan: nanoseconds; and its work, a struct of what it touches and computes
             (struct Work in csrc/cpu/kernel.h).
         """
-        return self._executor.profile(self._prepare(plan), plan.sizes.as_tuple())
+        profile = self._executor.profile(self._prepare(plan), plan.sizes.as_tuple())
+        self._check_weights()
+        return profile
 
     def _prepare(self, plan: StepPlan) -> list[NDArray[np.int32]]:
         """Copy and zero KV blocks; the step's arrays, in order."""
@@ -101,12 +113,27 @@ class CpuExecutor:
                 pool.scrub(blocks)
         return [plan.inputs[name] for name in self._inputs]
 
+    def _check_weights(self) -> None:
+        if self._mmap:
+            self.engine.check_mapped_weights()
+
+    def _weight(self, name: str) -> tuple[memoryview | NDArray[np.uint8], SectionForm]:
+        data, form = self.engine.weight(name)
+        if self._mmap:
+            return data, form
+        if name not in self._read_weights:
+            space = np.empty(form.nbytes + ALIGN, np.uint8)
+            start = -space.ctypes.data % ALIGN
+            self._read_weights[name] = space[start : start + form.nbytes]
+            self.engine.read_weight(name, 0, self._read_weights[name])
+        return self._read_weights[name], form
+
     def _operand(self, operand: Operand) -> _cpu.OperandSpec:
         match operand:
             case InputOperand():
                 return _cpu.OperandSpec.step(operand.name)
             case WeightOperand():
-                data, form = self.engine.weight(operand.name)
+                data, form = self._weight(operand.name)
                 assert form.dtype is not None and form.shape is not None and form.layout is not None
                 rows, columns = form.shape if len(form.shape) == 2 else (1, form.shape[0])
                 return _cpu.OperandSpec.weight(data, form.dtype, form.layout, rows, columns)

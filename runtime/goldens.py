@@ -5,6 +5,7 @@ round differently, so values are compared within a tolerance, as log-probabiliti
 likeliest then.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -24,6 +25,7 @@ DECIMALS = 2  # what is written is evidence, rounded so that machines of one cla
 # Log-probabilities of the 16 likeliest tokens differ by up to 0.08 between instruction sets on SmolLM2 (`engine verify
 # --isa` shows it): roundings to bf16 fall differently. A wrong kernel moves them by whole units.
 TOLERANCE = 0.3
+MOST_TOLERANCE = 10.0  # beyond it, nothing would be tested
 
 
 class Golden(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,6 +41,27 @@ class Goldens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self, order="sorted")
+
+    def check(self, plan: Plan) -> None:
+        """Raises CorruptEngineError where they cannot be replayed on an engine of this plan."""
+        if fault := self._fault(plan):
+            raise CorruptEngineError("the goldens cannot be replayed", fault, "Build the engine again.")
+
+    def _fault(self, plan: Plan) -> str | None:
+        if not 0 <= self.tolerance <= MOST_TOLERANCE:
+            return f"their tolerance is {self.tolerance}, not between 0 and {MOST_TOLERANCE:g}"
+        if not self.entries:
+            return "there are none"
+        longest = min(max(PROMPT_TOKENS), plan.max_seq_len)
+        for number, golden in enumerate(self.entries):
+            if not 0 < len(golden.prompt) <= longest:
+                return f"prompt {number} has {len(golden.prompt)} tokens, not 1 to {longest}"
+            if not golden.top:
+                return f"prompt {number} has no log-probabilities"
+            for token in (*golden.prompt, *(token for token, _ in golden.top)):
+                if not 0 <= token < plan.vocab_size:
+                    return f"prompt {number} has token {token}, and the model has {plan.vocab_size}"
+        return None
 
     @staticmethod
     def from_json(data: bytes) -> "Goldens":
@@ -99,9 +122,14 @@ def record(last_logits: LastLogits, plan: Plan) -> Goldens:
 
 
 def replay(goldens: Goldens, last_logits: LastLogits) -> list[float]:
-    """The largest difference in log-probability, a golden; an engine is right where none is above the tolerance."""
+    """The largest difference in log-probability, a golden; an engine is right where none is above the tolerance. It is
+    infinite where the engine gives no number.
+
+    goldens: that fit the engine (`Goldens.check`).
+    """
     deviations = []
     for golden in goldens.entries:
         logprobs = _logprobs(last_logits(golden.prompt))
-        deviations.append(max(abs(float(logprobs[token]) - expected) for token, expected in golden.top))
+        differences = [abs(float(logprobs[token]) - expected) for token, expected in golden.top]
+        deviations.append(max(math.inf if math.isnan(difference) else difference for difference in differences))
     return deviations

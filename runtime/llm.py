@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 from weakref import finalize
 
-from enginewright.errors import EngineError, UsageError
+from enginewright.errors import EngineError, UsageError, shorten
 from enginewright.runtime.answer_bar import AnswerBar
 from enginewright.runtime.collector import Collector
 from enginewright.runtime.core import EngineCore
@@ -26,11 +26,20 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.engine_thread import EngineThread, close_all
 from enginewright.runtime.envelope import Envelope, runtime_config
 from enginewright.runtime.outputs import Delta, RequestOutput
-from enginewright.runtime.params import default_params
-from enginewright.runtime.prompts import Prompt, encode_prompt, text_of
+from enginewright.runtime.params import default_params, params_of
+from enginewright.runtime.prompts import (
+    Conversation,
+    Prompt,
+    conversations_of,
+    encode_prompt,
+    is_list,
+    salt_of,
+    text_of,
+)
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.stats import Stats
 from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.vllm_options import check_call_options
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Progress = Callable[[int, int], None]
@@ -45,7 +54,7 @@ class LLM:
     Args:
         model: an engine file, or an open engine (which stays open).
         limits: fields of RuntimeConfig: max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory,
-            enable_prefix_caching, threads, …
+            enable_prefix_caching, threads, …; options of vLLM that have no effect here are noted in the log.
 
     Raises:
         UsageError: a limit that is not known, or makes no sense.
@@ -98,7 +107,7 @@ class LLM:
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Raises UsageError for what `generate` would refuse."""
-        self._core.request(prompt, params, _Inbox().reader(0))
+        self._core.request(prompt, params_of(params, self.engine), _Inbox().reader(0))
 
     def generate(
         self,
@@ -108,37 +117,48 @@ class LLM:
         use_tqdm: bool = False,
         on_progress: Progress | None = None,
         cache_salt: str = "",
+        **vllm_options: Any,
     ) -> list[RequestOutput]:
         """Answers to all prompts, computed together, in the prompts' order.
 
         Args:
-            prompts: one or many: a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            prompts: one or many: a text, token ids, a TextPrompt or a TokensPrompt.
             sampling_params: for all, or one for each; None is the model's own.
             use_tqdm: show a bar on a terminal.
             on_progress: called as tokens come with (answers done, tokens written).
-            cache_salt: prompts share the KV cache only with those of the same salt.
+            cache_salt: prompts share the KV cache only with those of the same salt; a prompt may have its own.
+            vllm_options: arguments of vLLM's, such as lora_request, at values that ask for nothing.
 
         Raises:
             UsageError: a prompt or its parameters ask for what cannot be done; nothing has been computed then.
         """
+        check_call_options(vllm_options)
         return self._answer(_each(prompts), sampling_params, use_tqdm, on_progress, cache_salt)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: Params = None,
-        *,
         use_tqdm: bool = False,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         on_progress: Progress | None = None,
         cache_salt: str = "",
+        **vllm_options: Any,
     ) -> list[RequestOutput]:
         """Answers to conversations, through the model's chat template; otherwise as `generate`.
 
         Args:
-            messages: one conversation, a list of messages with role and content; or several.
+            messages: one conversation, a list of messages with role and content; or several. A content is a text, or
+                a list of {"type": "text", "text": …}. A role is system, developer (the same), user or assistant.
+            add_generation_prompt: it is the model's turn; else the prompt ends with the last message.
+            chat_template_kwargs: further names that the template may use, such as enable_thinking.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        return self._answer(conversations, sampling_params, use_tqdm, on_progress, cache_salt)  # type: ignore[arg-type]
+        check_call_options(vllm_options)
+        names = {} if chat_template_kwargs is None else chat_template_kwargs
+        conversations = [Conversation(one, add_generation_prompt, names) for one in conversations_of(messages)]
+        return self._answer(conversations, sampling_params, use_tqdm, on_progress, cache_salt)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
@@ -147,11 +167,11 @@ class LLM:
 
         A stream that nobody reads goes on; one that is dropped ends.
         """
-        params = sampling_params or self.get_default_sampling_params()
+        params = params_of(sampling_params, self.engine)
         inbox = _Inbox()
-        request = self._core.request(self.encode(prompt), params, inbox.reader(0), cache_salt)
+        request = self._core.request(self.encode(prompt), params, inbox.reader(0), salt_of(prompt, cache_salt))
         self._thread.submit(request)
-        return AnswerStream(inbox, params.n, lambda: self._thread.abort(request))
+        return AnswerStream(inbox, len(request.answers), lambda: self._thread.abort(request))
 
     def stats(self) -> Stats:
         return self._thread.stats()
@@ -176,14 +196,16 @@ class LLM:
         on_progress: Progress | None,
         cache_salt: str,
     ) -> list[RequestOutput]:
+        if on_progress is not None and not callable(on_progress):
+            raise UsageError(f"on_progress is {shorten(on_progress)}", "it must be a function of two numbers")
         each = self._params(sampling_params, len(prompts))
         inbox, collectors = _Inbox(), []
         for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
             ids = self.encode(prompt)
-            request = self._core.request(ids, params, inbox.reader(index), cache_salt)
+            request = self._core.request(ids, params, inbox.reader(index), salt_of(prompt, cache_salt))
             name = str(next(self._request_ids))
             collectors.append(Collector(name, text_of(prompt), ids, request, self.engine.tokenizer))
-        left, done, written = sum(params.n for params in each), 0, 0
+        left, done, written = sum(len(collector.request.answers) for collector in collectors), 0, 0
         with AnswerBar(len(prompts)) if use_tqdm else nullcontext() as bar:
             try:
                 for collector in collectors:
@@ -206,11 +228,11 @@ class LLM:
         return [collector.output() for collector in collectors]
 
     def _params(self, given: Params, count: int) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or self.get_default_sampling_params()] * count
+        if not isinstance(given, list | tuple):
+            return [params_of(given, self.engine)] * count  # type: ignore[arg-type]
         if len(given) != count:
             raise UsageError(f"{len(given)} sampling_params for {count} prompts", fix="Give one, or one for each.")
-        return list(given)
+        return [params_of(one, self.engine) for one in given]
 
 
 class AnswerStream:
@@ -268,6 +290,10 @@ class _Reader:
 
 def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt is a list of one."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and all(isinstance(one, Integral) for one in prompts)):
+    if isinstance(prompts, str | Mapping | Conversation):
+        return [prompts]
+    if not is_list(prompts):
+        raise UsageError(f"the prompts are {shorten(prompts)}", "a text, token ids, or a list of prompts is wanted")
+    if len(prompts) > 0 and all(isinstance(one, Integral) for one in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -8,13 +8,16 @@ import msgspec
 
 from enginewright.runtime.sampling import SampledToken
 
+NAN_LOGITS = "nan_logits"  # the model's logits are not numbers
+DETOKENIZER = "detokenizer"  # a token could not be turned into text; the log says why
+
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
     """What came to one choice of a request.
 
     index: which of the n choices. tokens: the drawn ones, a stop token included. finish_reason: "stop", "length",
-    "error" (its logits are not numbers) or "abort" with the last delta of a choice. stop_reason: the stop string or
-    the named stop token that ended it.
+    "error" or "abort" with the last delta of a choice. stop_reason: the stop string or the named stop token that ended
+    it; of an error, NAN_LOGITS or DETOKENIZER.
     """
 
     index: int
@@ -62,8 +65,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    @property
     def finished(self) -> bool:
+        """Whether this choice is whole; a method, as in vLLM, where `finished` of a RequestOutput is an attribute."""
         return self.finish_reason is not None
 
 
@@ -79,7 +82,8 @@ class RequestMetrics:
 class RequestOutput:
     """The answer to one request. prompt: its text, if it was given as text.
 
-    num_cached_tokens: prompt tokens that the prefix cache had.
+    num_cached_tokens: prompt tokens that the prefix cache had. prompt_logprobs: for each token of the prompt, as
+    CompletionOutput.logprobs, but None for the first; None if not asked for.
     """
 
     request_id: str
@@ -89,6 +93,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # of each prompt token; None if not asked for
 
 
 def to_dicts(output: RequestOutput) -> list[dict[str, Any]]:

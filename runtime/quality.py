@@ -25,6 +25,15 @@ class Check(msgspec.Struct, frozen=True):
     value: float | None
     limit: float | None
     least: bool
+    interval: tuple[float, float] | None = None  # that has the value of all texts like these; None: not of a sample
+
+    @property
+    def sure(self) -> bool:
+        """Whether the whole interval is on one side of the limit, so that more texts would tell nothing else."""
+        if self.limit is None or self.value is None or self.interval is None:
+            return True
+        low, high = self.interval
+        return high <= self.limit or low > self.limit if not self.least else low >= self.limit or high < self.limit
 
     @property
     def passed(self) -> bool:
@@ -39,8 +48,9 @@ class Distance(msgspec.Struct, frozen=True):
     """Next-token distributions of the engine beside the source's, over some positions.
 
     broken: positions where the engine's logits are not finite; the others alone are counted below. kl: KL(source ||
-    engine), nats, mean. top1: share of positions where both have the same likeliest token. perplexities: of the tokens
-    that follow. None where there was nothing to measure.
+    engine), nats, mean; its standard error is that of independent positions, which those of a text are not (the
+    intervals of `Check` heed that). top1: share of positions where both have the same likeliest token. perplexities: of
+    the tokens that follow. None where there was nothing to measure.
     """
 
     positions: int
@@ -123,6 +133,7 @@ class Measured(msgspec.Struct, frozen=True):
     ranges: tuple[PositionRange, ...]
     layers: tuple[LayerError, ...]  # the worst first
     full: Full | None = None
+    all_positions: int | None = None  # of the held-out text, of which some may have told enough; None: not recorded
 
     @property
     def failed(self) -> tuple[Check, ...]:
@@ -190,12 +201,27 @@ def describe_quality(report: QualityReport) -> list[str]:
 
 def _described(measured: Measured, gate: str) -> list[str]:
     whole = measured.whole
+    intervals = {check.name: check.interval for check in measured.checks if check.interval is not None}
+    kl, top1 = f"KL {_number(whole.kl)}", f"the same likeliest token at {_percent(whole.top1)}"
+    if "kl" in intervals:
+        low, high = intervals["kl"]
+        kl += f" nats ({low:g} to {high:g})"
+    else:
+        kl += f" ± {_number(whole.kl_standard_error)} nats"
+    if "top1" in intervals:
+        low, high = intervals["top1"]
+        top1 += f" ({low:.1%} to {high:.1%})"
     lines = [
-        f"KL {_number(whole.kl)} ± {_number(whole.kl_standard_error)} nats, over {whole.positions} positions",
-        f"the same likeliest token at {_percent(whole.top1)}; "
-        f"perplexity {_number(whole.perplexity)}, the source's {_number(whole.source_perplexity)}",
+        f"{kl}, over {positions_compared(measured)}",
+        f"{top1}; perplexity {_number(whole.perplexity)}, the source's {_number(whole.source_perplexity)}",
     ]
     return [*lines, f"gate {gate}: {', '.join(map(_judged, measured.checks))}"]
+
+
+def positions_compared(measured: Measured) -> str:
+    """`2209 of 4087 positions`, or `4087 positions` where that is all."""
+    compared, every = measured.whole.positions, measured.all_positions
+    return f"{compared} positions" if every in (None, compared) else f"{compared} of {every} positions"
 
 
 def _judged(check: Check) -> str:

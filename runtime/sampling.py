@@ -7,7 +7,9 @@ request's parameters and history, and Philox(seed, choice, position), and on not
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from enum import Enum
 from itertools import starmap
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
@@ -17,29 +19,45 @@ import numpy as np
 import numpy.typing as npt
 
 from enginewright import _cpu
-from enginewright.errors import UsageError
-from enginewright.runtime.token_mask import ALL, Grammar, Mask, mask_of, num_words
+from enginewright.errors import UsageError, shorten
+from enginewright.runtime.token_mask import ALL, WORD_BITS, Grammar, Mask, mask_of, num_words
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
+MAX_STOP_CHARS = 4096  # of all stop strings of a request together
 MAX_BIASED_TOKENS = 1024
 MAX_PENALTY = 2.0  # frequency and presence, as in OpenAI's API
 MAX_BIAS = 100.0  # likewise
 BEING_DRAWN = -1  # in a history: the token that the row's logits come from, which only the device knows
 
 
-@dataclass(frozen=True)
+class RequestOutputKind(Enum):
+    """What AsyncLLM.generate yields while an answer is written; LLM gives whole answers whatever this is."""
+
+    CUMULATIVE = 0  # the answer so far, each time
+    DELTA = 1  # what is new since the time before
+    FINAL_ONLY = 2  # the whole answer, once
+
+
+@dataclass(slots=True)
 class SamplingParams:
     """How a request wants its tokens drawn and when it wants to end; names and defaults as in vLLM.
+
+    They may be changed. A request takes a copy when it is submitted, which is checked as new ones are: a change after
+    that is for later requests.
 
     n: answers to one prompt. temperature: 0 is greedy. top_k: 0 (or -1) is all. top_p: the smallest set of the
     likeliest tokens that has this probability. min_p: tokens at least this likely, relative to the likeliest.
     repetition_penalty: over prompt and output; frequency_penalty, presence_penalty: over the output.
-    seed: of the draws; None draws one. max_tokens: None is up to the model's length. min_tokens: before these,
-    neither an end-of-text nor a stop token is drawn. logprobs: None is none; n also names the n likeliest tokens.
-    logit_bias: added to the logits of tokens by id. allowed_token_ids: no others are drawn, so that an answer ends
-    early only if its end is among them; None allows all.
+    seed: of the draws; None draws one. max_tokens: None is up to the model's length, 0 reads the prompt alone.
+    min_tokens: before these, neither an end-of-text nor a stop token is drawn. logprobs: None is none; n also names the
+    n likeliest tokens. prompt_logprobs: likewise, for the tokens of the prompt. logit_bias: added to the logits of
+    tokens by id. allowed_token_ids: no others are drawn, so that an answer ends early only if its end is among them;
+    None allows all. output_kind: what AsyncLLM.generate yields.
+
+    Raises:
+        UsageError: a name is none, or a value is of the wrong type or out of its range.
     """
 
     n: int = 1
@@ -61,13 +79,22 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __new__(cls, *args: Any, **options: Any) -> "SamplingParams":
+        """Refuses names that are none; `__init__` would raise a TypeError."""
+        for name in options.keys() - cls.__dataclass_fields__.keys():
+            near = get_close_matches(name, cls.__dataclass_fields__, n=1)
+            why = f"did you mean {near[0]}?" if near else f"there are {', '.join(cls.__dataclass_fields__)}"
+            raise UsageError(f"there is no sampling parameter called {name}", why)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         # As in vLLM, a list may stand for a tuple, a string for one of them, and None for nothing.
-        stop: Any = self.stop
-        object.__setattr__(self, "stop", _as_tuple((stop,) if isinstance(stop, str) else stop))
-        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", {} if self.logit_bias is None else self.logit_bias)
+        self.stop = _as_tuple((self.stop,) if isinstance(self.stop, str) else self.stop)
+        self.stop_token_ids = _as_tuple(self.stop_token_ids)
+        self.logit_bias = {} if self.logit_bias is None else self.logit_bias
         _require_whole("n", self.n, 1, MAX_CHOICES)
         _require_number("temperature", self.temperature, 0, 1000)
         _require_number("top_p", self.top_p, 0, 1)
@@ -84,27 +111,41 @@ class SamplingParams:
             all(isinstance(text, str) and text for text in self.stop), "stop", "must hold strings that are not empty"
         )
         _require(len(self.stop) <= MAX_STOPS, "stop", f"must not hold more than {MAX_STOPS} strings")
+        stop_chars = sum(map(len, self.stop))
+        _require(stop_chars <= MAX_STOP_CHARS, "stop", f"must not hold more than {MAX_STOP_CHARS} characters together")
         _require(isinstance(self.stop_token_ids, tuple), "stop_token_ids", "must be token ids")
         _require(len(self.stop_token_ids) <= MAX_STOPS, "stop_token_ids", f"must not hold more than {MAX_STOPS} ids")
         for token in self.stop_token_ids:
             _require_whole("stop_token_ids", token, 0, 2**31 - 1)
         if self.max_tokens is not None:
-            _require_whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            _require_whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
         _require_whole("min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens)
-        if self.logprobs is not None:
-            _require_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _require_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         _require(isinstance(self.logit_bias, Mapping), "logit_bias", "must map token ids to numbers")
         _require(
             len(self.logit_bias) <= MAX_BIASED_TOKENS, "logit_bias", f"must not hold more than {MAX_BIASED_TOKENS}"
         )
+        self.logit_bias = dict(self.logit_bias)
         for token, bias in self.logit_bias.items():
             _require_whole("logit_bias", token, 0, 2**31 - 1)
             _require_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _as_tuple(self.allowed_token_ids))
-            ids = self.allowed_token_ids
+            self.allowed_token_ids = ids = _as_tuple(self.allowed_token_ids)
             whole = isinstance(ids, tuple) and len(ids) > 0 and all(type(token) is int for token in ids)
             _require(whole and min(ids) >= 0, "allowed_token_ids", "must be token ids, one at least")
+        for flag in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            _require(isinstance(getattr(self, flag), bool), flag, "must be True or False")
+        _require(isinstance(self.output_kind, RequestOutputKind), "output_kind", "must be a RequestOutputKind")
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares nothing with this one, checked as new ones are.
+
+        Raises:
+            UsageError: a value was changed to what makes no sense.
+        """
+        return replace(self)
 
     @property
     def penalized(self) -> bool:
@@ -121,13 +162,15 @@ def _require(holds: bool, name: str, rule: str) -> None:
 
 
 def _require_whole(name: str, value: Any, low: int, high: int) -> None:
-    _require(isinstance(value, int) and not isinstance(value, bool), name, f"must be a whole number, not {value!r}")
-    _require(low <= value <= high, name, f"must be between {low} and {high}, not {value}")
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_whole, name, f"must be a whole number, not {shorten(value)}")
+    _require(low <= value <= high, name, f"must be between {low} and {high}, not {shorten(value)}")
 
 
 def _require_number(name: str, value: Any, low: float, high: float) -> None:
-    _require(isinstance(value, int | float) and not isinstance(value, bool), name, f"must be a number, not {value!r}")
-    _require(math.isfinite(value) and low <= value <= high, name, f"must be between {low} and {high}, not {value}")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    _require(is_number, name, f"must be a number, not {shorten(value)}")
+    _require(low <= value <= high, name, f"must be between {low} and {high}, not {shorten(value)}")  # NaN is neither
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
@@ -148,6 +191,75 @@ def new_seed() -> int:
     return secrets.randbits(64)
 
 
+_NO_HISTORY = np.zeros(0, dtype=_cpu.TOKEN_COUNT)
+_NO_BIASES = np.zeros(0, dtype=_cpu.TOKEN_BIAS)
+
+
+class TokenRules:
+    """What a request's parameters say of single tokens, held against a vocabulary: once for all of its answers.
+
+    Args:
+        vocab_size: width of the logits.
+        eos_token_ids: as of SamplingRequest.
+
+    Raises:
+        UsageError: a token is beyond the vocabulary, there are more of them than it has, or none that may be drawn.
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            token = max(getattr(params, name) or (), default=0)
+            _require(token < vocab_size, name, f"names token {token}, and the vocabulary has {vocab_size}")
+        held_back = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
+        self.biases = _biases(params.logit_bias)
+        self.biases_at_first = self.biases
+        if params.min_tokens:
+            self.biases_at_first = _biases({**params.logit_bias, **dict.fromkeys(held_back, -math.inf)})
+        self.allowed: Mask | None = None
+        if params.allowed_token_ids is not None:
+            allowed = set(params.allowed_token_ids)
+            some = not params.min_tokens or not allowed <= set(held_back)
+            _require(some, "allowed_token_ids", "must hold tokens that do not end the answer, since it has min_tokens")
+            self.allowed = mask_of(allowed, vocab_size)
+
+
+def _row(logprobs: int | None, vocab_size: int) -> npt.NDArray[np.void]:
+    """A greedy SAMPLING_ROW that reports the log-probabilities of the sampled token and of the likeliest ones."""
+    row = np.zeros(1, dtype=_cpu.SAMPLING_ROW)
+    row["top_p"] = row["repetition_penalty"] = 1.0
+    row["logprobs"] = logprobs is not None
+    row["top_logprobs"] = min(logprobs or 0, vocab_size)
+    return row
+
+
+class PromptToken:
+    """A token of a prompt, in the place of an answer's request: it alone may be sampled, for its log-probability.
+
+    Log-probabilities are the model's own, whatever may be sampled, so a mask of one token is all that it takes.
+    """
+
+    has_extras = needs_tokens = False
+    is_masked = True
+    grammar: Grammar | None = None
+    position = 0  # nothing is drawn at random
+
+    def __init__(self, token: int, logprobs: int, vocab_size: int) -> None:
+        self.row = _row(logprobs, vocab_size)
+        self.history, self.biases = _NO_HISTORY, _NO_BIASES
+        self.vocab_size = vocab_size
+        self.token = token
+
+    def allow(self, mask: Mask) -> None:
+        mask[:] = 0
+        mask[self.token // WORD_BITS] = 1 << self.token % WORD_BITS
+
+    def begin(self) -> None:
+        """Its token is known."""
+
+    def end(self, token: int | None) -> None:
+        """Its token was known."""
+
+
 class SamplingRequest:
     """One answer in the making: its parameters, and how often each token has occurred.
 
@@ -158,12 +270,13 @@ class SamplingRequest:
     Args:
         params: what the request asks for.
         prompt: token ids.
-        vocab_size: width of the logits; token ids are held against it.
+        vocab_size: width of the logits.
         eos_token_ids: the model's end-of-text tokens: not drawn before `min_tokens`, unless `ignore_eos` makes them
             tokens like others.
         choice: which of the n answers this is.
         seed: of all n answers, for requests that name none: draw it once and give it to each.
         grammar: that this answer has to follow.
+        rules: of the request, if it has several answers; made from the parameters otherwise.
     """
 
     def __init__(
@@ -175,36 +288,24 @@ class SamplingRequest:
         choice: int = 0,
         seed: int | None = None,
         grammar: Grammar | None = None,
+        rules: TokenRules | None = None,
     ) -> None:
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-            token = max(getattr(params, name) or (), default=0)
-            _require(token < vocab_size, name, f"names token {token}, and the vocabulary has {vocab_size}")
         self.params, self.vocab_size = params, vocab_size
         self.num_prompt_tokens = len(prompt)
         self.position = len(prompt)
-        row = np.zeros(1, dtype=_cpu.SAMPLING_ROW)
+        row = _row(params.logprobs, vocab_size)
         row["seed"] = next(one for one in (params.seed, seed, new_seed()) if one is not None) % 2**64
         row["choice"] = choice
         row["top_k"] = max(params.top_k, 0)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
             row[name] = getattr(params, name)
-        row["logprobs"] = params.logprobs is not None
-        row["top_logprobs"] = min(params.logprobs or 0, vocab_size)
         self.row = row
         self._history = _History(prompt) if params.penalized else None
-        held_back = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
-        self._biases = _biases(params.logit_bias)
-        self._biases_at_first = self._biases
-        if params.min_tokens:
-            self._biases_at_first = _biases({**params.logit_bias, **dict.fromkeys(held_back, -math.inf)})
-        self.grammar, self._allowed = grammar, None
-        if params.allowed_token_ids is not None:
-            some = not params.min_tokens or not set(params.allowed_token_ids) <= set(held_back)
-            _require(some, "allowed_token_ids", "must hold tokens that do not end the answer, since it has min_tokens")
-            self._allowed = mask_of(params.allowed_token_ids, vocab_size)
-        has_biases = len(self._biases) + len(self._biases_at_first) > 0
+        self._rules = rules or TokenRules(params, vocab_size, eos_token_ids)
+        self.grammar = grammar
+        has_biases = len(self._rules.biases) + len(self._rules.biases_at_first) > 0
         self.has_extras = self._history is not None or has_biases
-        self.is_masked = self._allowed is not None or grammar is not None
+        self.is_masked = self._rules.allowed is not None or grammar is not None
         self.needs_tokens = self._history is not None or grammar is not None
 
     @property
@@ -223,17 +324,22 @@ class SamplingRequest:
     @property
     def biases(self) -> npt.NDArray[np.void]:
         """TOKEN_BIAS, each token once."""
-        return self._biases_at_first if self.num_output_tokens < self.params.min_tokens else self._biases
+        rules = self._rules
+        return rules.biases_at_first if self.num_output_tokens < self.params.min_tokens else rules.biases
+
+    def prompt_token(self, token: int) -> PromptToken:
+        """What a row is for that scores this token of the prompt."""
+        return PromptToken(token, self.params.prompt_logprobs or 0, self.vocab_size)
 
     def allow(self, mask: Mask) -> None:
         """Write which tokens may come next. A grammar has to know all tokens before."""
         if self.grammar is None:
-            mask[:] = ALL if self._allowed is None else self._allowed
+            mask[:] = ALL if self._rules.allowed is None else self._rules.allowed
             return
         mask[:] = 0
         self.grammar.allow(mask)
-        if self._allowed is not None:
-            mask &= self._allowed
+        if self._rules.allowed is not None:
+            mask &= self._rules.allowed
 
     def begin(self) -> None:
         """The answer goes on with a token that is being drawn."""
@@ -279,6 +385,9 @@ class _History:
             self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)])
 
 
+RowRequest = SamplingRequest | PromptToken  # what a row of logits is for
+
+
 def _biases(values: Mapping[int, float]) -> npt.NDArray[np.void]:
     return np.array(list(values.items()), dtype=_cpu.TOKEN_BIAS)
 
@@ -303,8 +412,6 @@ class Logits(Protocol):
 
 
 _is_nan, _has_extras, _is_masked, _needs_tokens = map(attrgetter, ("is_nan", "has_extras", "is_masked", "needs_tokens"))
-_NO_HISTORY = np.zeros(0, dtype=_cpu.TOKEN_COUNT)
-_NO_BIASES = np.zeros(0, dtype=_cpu.TOKEN_BIAS)
 
 
 class Drawing(NamedTuple):
@@ -325,7 +432,7 @@ class Sampler:
         self._draw = draw
         self._batch = _Batch([])
 
-    def begin(self, logits: Logits, requests: Sequence[SamplingRequest]) -> Drawing:
+    def begin(self, logits: Logits, requests: Sequence[RowRequest]) -> Drawing:
         """logits: [requests, vocab_size]."""
         batch = self._batch
         if requests is not batch.requests and tuple(requests) != batch.requests:
@@ -345,7 +452,7 @@ class Sampler:
                 request.end(None if one.is_nan else one.token)
         return sampled
 
-    def sample(self, logits: Logits, requests: Sequence[SamplingRequest]) -> list[SampledToken]:
+    def sample(self, logits: Logits, requests: Sequence[RowRequest]) -> list[SampledToken]:
         """Both."""
         return self.end(self.begin(logits, requests))
 
@@ -353,7 +460,7 @@ class Sampler:
 class _Batch:
     """Requests that are drawn for together, step after step; what does not change is kept."""
 
-    def __init__(self, requests: Sequence[SamplingRequest]) -> None:
+    def __init__(self, requests: Sequence[RowRequest]) -> None:
         self.requests = tuple(requests)  # the same one, if it is one
         self._rows = _joined([request.row for request in requests], _cpu.SAMPLING_ROW)
         self._positions = self._rows["position"]

@@ -12,11 +12,12 @@ planned, so blocks may go to others at once: whoever had one before has written 
 
 from bisect import insort
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 from enginewright.plan import KvGroup
 from enginewright.runtime.envelope import Envelope
 from enginewright.runtime.kv_cache import BlockKeys, KvCache
-from enginewright.runtime.sampling import SampledToken, SamplingRequest
+from enginewright.runtime.sampling import RowRequest, SampledToken
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
 
@@ -115,7 +116,7 @@ class Scheduler:
         return self._same() or self._other()
 
     def commit(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> list[TokenSequence]:
-        """Take up what a step drew, one token for each of `plan.requests`; the sequences that ended with it."""
+        """Take up what a step drew, one token for each of `plan.drawing`; the sequences that ended with it."""
         ended, stride = [], self._cache.stride
         for sequence, drawn in zip(plan.drawing, sampled, strict=True):
             if sequence.finish_reason is not None:  # by finish(), or by the step before
@@ -168,6 +169,7 @@ class Scheduler:
             self._last = None
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
+                sequence.admitted_at = perf_counter()
                 if twin is None:
                     self.num_prompt_tokens += sequence.num_prompt_tokens
                     self.num_cached_prompt_tokens += sequence.num_cached_tokens
@@ -308,7 +310,8 @@ class Scheduler:
         sizes, inputs = self._packer.pack(parts, num_decodes, growing)
         copies, self._copies = self._copies, self._no_copies
         drawing: list[TokenSequence] = []
-        requests: list[SamplingRequest] = []
+        requests: list[RowRequest] = []
+        prompt_rows: list[tuple[int, TokenSequence, int]] = []
         ending: list[TokenSequence] = []
         for part in parts:
             sequence = part.sequence
@@ -316,8 +319,16 @@ class Scheduler:
             if sequence.request is None:
                 if sequence.num_pending_tokens == 0:
                     ending.append(sequence)
-            elif part.num_logit_rows:
-                sequence.token_ids.append(-1 - len(drawing))
+                continue
+            if sequence.every_logit:  # a row scores the token after its own
+                end = min(sequence.num_computed_tokens + 1, len(sequence.token_ids))
+                for position in range(sequence.num_computed_tokens + 1 - part.num_logit_rows, end):
+                    prompt_rows.append((len(requests), sequence, position))
+                    requests.append(sequence.request.prompt_token(sequence.token_ids[position]))
+                if sequence.num_pending_tokens:
+                    continue
+            if part.num_logit_rows:
+                sequence.token_ids.append(-1 - len(requests))
                 drawing.append(sequence)
                 requests.append(sequence.request)
         for part in parts[num_decodes:]:  # later, they may have fallen out of a window
@@ -325,7 +336,7 @@ class Scheduler:
             self._cache.tag(sequence.tables, self._keys(sequence, sequence.num_computed_tokens))
         has_grammar = any(request.grammar is not None for request in requests)
         has_unproven = any(sequence.tables[0].unproven for sequence in drawing)  # a prompt's last token may be a decode
-        rest = tuple(drawing), tuple(requests), has_grammar, tuple(ending), has_unproven
+        rest = tuple(drawing), tuple(requests), has_grammar, tuple(ending), has_unproven, tuple(prompt_rows)
         plan = StepPlan(tuple(parts), num_decodes, sizes, inputs, copies, new_blocks, *rest)
         self._last = plan if num_decodes == len(self._running) == len(drawing) else None
         return plan

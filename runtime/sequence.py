@@ -20,7 +20,8 @@ class TokenSequence:
 
     num_known_tokens: all but those that are being drawn, one before another step is planned, and then two.
     num_computed_tokens: those whose keys and values are in the KV cache, once the steps planned so far are done.
-    num_cached_tokens: prompt tokens that were there when it was first admitted. row: its place among those that run.
+    num_cached_tokens: prompt tokens that were there when it was first admitted. admitted_at: when that was, by
+    time.perf_counter. row: its place among those that run.
     finish_reason: "stop", "length", "error" or "abort".
     """
 
@@ -35,6 +36,7 @@ class TokenSequence:
     num_known_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
+    admitted_at: float | None = None
     num_preemptions: int = 0
     tables: list[BlockTable] = field(default_factory=list)
     row: int = -1

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from enginewright.plan import KvGroup, Sizes
 from enginewright.runtime.envelope import SPLIT_TOKENS
-from enginewright.runtime.sampling import SamplingRequest
+from enginewright.runtime.sampling import RowRequest
 from enginewright.runtime.sequence import TokenSequence
 
 Inputs = dict[str, NDArray[np.int32]]
@@ -27,29 +27,26 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step.
-
-    num_decodes: the first parts, that go on by one token; the others are read in. inputs: int32 arrays by the names of
-    the plan's inputs (enginewright/plan.py), valid until the next step is planned. A token below 0 stands for one that
-    the step before draws: -1 - n is the n-th of those. copies: (from, to), KV blocks, a group, to copy before anything
-    else happens. new_blocks: KV blocks, a group, that a sequence holds from this step on. Zero them next: kernels read
-    whole blocks, and whoever had one may have left NaN. drawing: the sequences that get a token, in the order of their
-    rows of logits; requests: theirs, one of which at least has a grammar if has_grammar. Steps that decode the same
-    sequences share one tuple of them. ending: sequences that draw nothing, and end with this step. has_unproven: blocks
-    of its sequences may wait for what it draws before others may use them (BlockTable).
-    """
+    """One step. Steps that decode the same sequences share the tuples `drawing` and `requests`."""
 
     parts: tuple[Part, ...]
-    num_decodes: int
+    num_decodes: int  # the first parts, that go on by one token; the others are read in
     sizes: Sizes
+    # int32 arrays by the names of the plan's inputs (enginewright/plan.py), valid until the next step is planned. A
+    # token below 0 stands for one that the step before draws: -1 - n is that of its n-th row of logits.
     inputs: Inputs
-    copies: tuple[list[tuple[int, int]], ...]
+    copies: tuple[list[tuple[int, int]], ...]  # (from, to), KV blocks, a group, to copy before anything else happens
+    # KV blocks, a group, that a sequence holds from this step on. They are zeroed next: kernels read whole blocks, and
+    # whoever had one may have left NaN.
     new_blocks: tuple[list[int], ...]
-    drawing: tuple[TokenSequence, ...] = ()
-    requests: tuple[SamplingRequest, ...] = ()
-    has_grammar: bool = False
-    ending: tuple[TokenSequence, ...] = ()
+    drawing: tuple[TokenSequence, ...] = ()  # the sequences that get a token, in the order of their rows of logits
+    requests: tuple[RowRequest, ...] = ()  # what each row of logits is for: one of `drawing`, or a token of a prompt
+    has_grammar: bool = False  # one of the requests at least
+    ending: tuple[TokenSequence, ...] = ()  # sequences that draw nothing, and end with this step
+    # Blocks of its sequences may wait for what it draws before others may use them (BlockTable).
     has_unproven: bool = False
+    # Rows for tokens of prompts whose log-probabilities were asked for: row, sequence, and the token's position.
+    prompt_rows: tuple[tuple[int, TokenSequence, int], ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -3,7 +3,7 @@
 Token t is bit t % 32 of word t // 32, as in the masks of xgrammar and llguidance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Protocol
 
 import numpy as np
@@ -31,7 +31,7 @@ def num_words(vocab_size: int) -> int:
     return -(-vocab_size // WORD_BITS)
 
 
-def mask_of(tokens: Sequence[int], vocab_size: int) -> Mask:
+def mask_of(tokens: Collection[int], vocab_size: int) -> Mask:
     """[num_words(vocab_size)]: these tokens, and no others."""
     bits = np.zeros(num_words(vocab_size) * WORD_BITS, np.bool_)
     bits[list(tokens)] = True

@@ -3,38 +3,30 @@
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import tokenizers
 
-from enginewright.errors import CorruptEngineError, UsageError
+from enginewright.errors import CorruptEngineError, UsageError, shorten
 
 if TYPE_CHECKING:
     from enginewright.runtime.chat_template import ChatTemplate
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # that a chat template may use
+TEMPLATE_NAMES = ("messages", "add_generation_prompt", "chat_template", "tokenize", "tools", "documents")  # not free
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 
 
 class _Kind(msgspec.Struct):
     type: str = ""
-    behavior: str = ""
-    pretokenizers: "list[_Kind]" = []
-
-
-class _Added(msgspec.Struct):
-    lstrip: bool = False
-    rstrip: bool = False
 
 
 class _Form(msgspec.Struct):
     """What of tokenizer.json decides which text a token may stand for."""
 
-    model: _Kind
     decoder: _Kind | None = None
-    normalizer: Any = None
-    pre_tokenizer: _Kind | None = None
-    added_tokens: list[_Added] = []
 
 
 class _WholeTexts(dict[int, str | None]):
@@ -46,6 +38,22 @@ class _WholeTexts(dict[int, str | None]):
     def __missing__(self, token: int) -> str | None:
         self[token] = self._text_of(token)
         return self[token]
+
+
+class Encoding(dict[str, Any]):
+    """input_ids and attention_mask, as entries and as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _encoding(ids: list[Any]) -> Encoding:
+    """Of the tokens of a text, or of a list of such."""
+    mask = [[1] * len(one) for one in ids] if ids and isinstance(ids[0], list) else [1] * len(ids)
+    return Encoding(input_ids=ids, attention_mask=mask)
 
 
 class Tokenizer:
@@ -83,7 +91,29 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """Tokens of the vocabulary without those that were added to it; `len` counts them, too."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=False))
+
+    def __len__(self) -> int:
         return int(self._tokenizer.get_vocab_size())
+
+    @property
+    def bos_token(self) -> str | None:
+        """The token that begins a text."""
+        return self.config.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """The token that ends a text; the model may have more of them (Engine.eos_token_ids)."""
+        return self.config.get("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.token_id(self.bos_token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.token_id(self.eos_token)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -104,10 +134,36 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise UsageError("the text is no valid Unicode", f"{error.reason} at character {error.start}") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # A batch, even of one text, is encoded without Python's lock, so that streams go on meanwhile.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+    def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> "Encoding":
+        """Token ids of a text, or of each of several, and an attention mask of ones, under transformers' names.
+
+        Raises:
+            UsageError: it is neither a text nor a list of texts.
+        """
+        if isinstance(text, str):
+            return _encoding(self.encode(text, add_special_tokens=add_special_tokens))
+        if not isinstance(text, list | tuple) or not all(isinstance(one, str) for one in text):
+            raise UsageError(f"the text is {shorten(text)}", "it must be a text or a list of texts")
+        return _encoding([self.encode(one, add_special_tokens=add_special_tokens) for one in text])
+
+    def decode(self, ids: int | Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a token, or of several."""
+        tokens = [int(ids)] if isinstance(ids, Integral) else list(ids)  # type: ignore[arg-type]
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
+        """The id of a token, or of each of several; that of unk_token, or None, for one that is none."""
+        if not isinstance(tokens, str):
+            return [self._id_or_unknown(token) for token in tokens]
+        return self._id_or_unknown(tokens)
+
+    def _id_or_unknown(self, token: str) -> int | None:
+        found = self.token_id(token)
+        return self.token_id(self.config.get("unk_token")) if found is None else found
 
     def _whole_text(self, token: int) -> str | None:
         text = self.decode([token], skip_special_tokens=False)
@@ -116,49 +172,72 @@ class Tokenizer:
     @cached_property
     def _decodes_bytes(self) -> bool:
         """Whether a text is the bytes of its tokens one behind the other, with nothing done to its beginning."""
-        return self._form.decoder is not None and self._form.decoder.type == "ByteLevel"
+        decoder = msgspec.json.decode(self._tokenizer.to_str(), type=_Form).decoder
+        return decoder is not None and decoder.type == "ByteLevel"
 
     @cached_property
-    def _form(self) -> _Form:
-        return msgspec.json.decode(self._tokenizer.to_str(), type=_Form)
-
-    def least_tokens(self, text: str) -> int:
-        """A number of tokens that the text has at least, told from its length; 0 where that tells nothing."""
-        return 0 if self._most_bytes is None else -(-len(text.encode(errors="replace")) // self._most_bytes)
-
-    @cached_property
-    def _most_bytes(self) -> int | None:
-        """Bytes of text that a token stands for at most; None if text may vanish before it becomes tokens.
-
-        Known for byte-level BPE without a normalizer: every byte is in some token. Added tokens that take the space
-        around them with them may stand for any length.
-        """
-        form = self._form
-        first = form.pre_tokenizer or _Kind()
-        kinds = {entry.type: entry for entry in (first, *first.pretokenizers)}
-        greedy = any(token.lstrip or token.rstrip for token in form.added_tokens)
-        removed = any(entry.behavior == "Removed" for entry in kinds.values())
-        if form.model.type != "BPE" or form.normalizer or "ByteLevel" not in kinds or greedy or removed:
-            return None
-        if kinds.keys() - {"ByteLevel", "Digits", "Sequence", "Split"}:
-            return None
-        vocabulary = self._tokenizer.get_vocab()
-        if not all(byte in vocabulary for byte in tokenizers.pre_tokenizers.ByteLevel.alphabet()):
-            return None
-        return max(len(token.encode()) for token in vocabulary)
+    def longest_token_chars(self) -> int:
+        """Characters of the longest token as it is written in the vocabulary."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     @property
     def has_chat_template(self) -> bool:
         return self._source is not None
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """A conversation as the model was trained to see it; add_generation_prompt: it is the model's turn.
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as the model was trained to see it.
+
+        Args:
+            messages: each with role and content.
+            add_generation_prompt: end with what the model's own messages begin with.
+            template_kwargs: further variables of the template, such as Qwen3's enable_thinking.
 
         Raises:
-            UsageError: the model has no chat template, or it refuses the messages.
+            UsageError: the model has no chat template, it refuses the messages, or a name is reserved.
+            EngineError: the template fails, or takes too long or too much memory.
         """
-        names = {name: self.config.get(name) or "" for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        return self._template.render(messages, names, add_generation_prompt=add_generation_prompt)
+        names = {name: self.config.get(name) or "" for name in SPECIAL_TOKENS}
+        return self._template.render(
+            messages, names, add_generation_prompt=bool(add_generation_prompt), template_kwargs=template_kwargs
+        )
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        return_dict: bool = True,
+        **template_kwargs: Any,
+    ) -> "str | list[int] | Encoding":
+        """A conversation as text or as token ids, under transformers' names and with its defaults.
+
+        Args:
+            conversation: messages, which the template sees as they are.
+            tokenize: False gives the text.
+            add_generation_prompt: it is the model's turn.
+            return_dict: False gives the token ids alone.
+            template_kwargs: further names that the template may use.
+
+        Raises:
+            UsageError: as `render_chat`.
+        """
+        if not isinstance(conversation, list | tuple) or not all(isinstance(one, Mapping) for one in conversation):
+            raise UsageError(f"the conversation is {shorten(conversation)}", "it must be a list of messages")
+        given = {
+            name: value for name, value in template_kwargs.items() if not (name in TEMPLATE_NAMES and value is None)
+        }
+        text = self.render_chat(conversation, add_generation_prompt=add_generation_prompt, template_kwargs=given)
+        if not tokenize:
+            return text
+        ids = self.encode(text, add_special_tokens=False)  # the template has written them
+        return _encoding(ids) if return_dict else ids
 
     @cached_property
     def _template(self) -> "ChatTemplate":

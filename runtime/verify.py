@@ -28,6 +28,7 @@ def verify(
         return report | {"goldens": "not replayed"}
     with open_engine(path, device) as engine:
         expected = Goldens.from_json(engine.file.read_section(GOLDENS))
+        expected.check(engine.plan)
         executor = open_executor(engine, replay_config(engine.plan.max_seq_len, threads, isa, device))
         deviations = replay(expected, last_logits_of(executor))
     worst = max(deviations, default=0.0)
