@@ -1,32 +1,37 @@
 """Who may wait: decided before anything is tokenized, so that a crowd is turned away at little cost."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from enginewright.runtime.prompts import Prompt
+from enginewright.runtime.prompts import Conversation, Prompt
+from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.errors import ApiError, overloaded
 
 CHARS_PER_TOKEN = 4  # of a text that has not been tokenized yet; a rough guess does for a crowd
+LOGPROB_BYTES = 900  # of one named token, from the engine's thread to the last byte of a response
 
 
 class Admission:
-    """Answers without a first token, and tokens of their prompts.
+    """Answers without a first token, tokens of their prompts, and memory for log-probabilities.
 
     Args:
         max_answers: running ones included, as long as they have no token.
         max_tokens: of prompts; one that alone is longer may wait if nobody else does.
+        max_logprob_bytes: of all requests that are being answered.
+        max_model_len: positions of a sequence.
     """
 
-    def __init__(self, max_answers: int, max_tokens: int) -> None:
+    def __init__(self, max_answers: int, max_tokens: int, max_logprob_bytes: int, max_model_len: int) -> None:
         self._max_answers, self._max_tokens = max_answers, max_tokens
-        self.num_answers = self.num_tokens = 0
+        self._max_logprob_bytes, self._max_model_len = max_logprob_bytes, max_model_len
+        self.num_answers = self.num_tokens = self.logprob_bytes = 0
 
-    def enter(self, prompts: Sequence[Prompt], num_choices: int) -> list["Place"]:
+    def enter(self, prompts: Sequence[Prompt], params: SamplingParams) -> list["Place"]:
         """A place for each prompt.
 
         Raises:
             ApiError: 429, too many are waiting; 400, so many could never wait at once.
         """
-        answers = len(prompts) * num_choices
+        answers = len(prompts) * params.n
         if answers > self._max_answers:
             raise ApiError(
                 400,
@@ -38,15 +43,34 @@ class Admission:
         tokens = [guess(prompt) for prompt in prompts]
         if self.num_tokens and self.num_tokens + sum(tokens) > self._max_tokens:
             raise overloaded(f"prompts of {self.num_tokens} tokens wait")
-        return [Place(self, num_choices, count) for count in tokens]
+        logprob_bytes = [self._logprob_bytes(count, params) for count in tokens]
+        if sum(logprob_bytes) > self._max_logprob_bytes:
+            raise ApiError(
+                400,
+                f"these log-probabilities may take {sum(logprob_bytes) >> 20} MB, and this server gives them "
+                f"{self._max_logprob_bytes >> 20} MB: ask for fewer tokens (max_tokens), answers (n), or of them",
+                param="logprobs" if params.prompt_logprobs is None else "prompt_logprobs",
+            )
+        if self.logprob_bytes + sum(logprob_bytes) > self._max_logprob_bytes:
+            raise overloaded(f"log-probabilities of {self.logprob_bytes >> 20} MB are being written")
+        return [Place(self, params.n, *sizes) for sizes in zip(tokens, logprob_bytes, strict=True)]
+
+    def _logprob_bytes(self, prompt_tokens: int, params: SamplingParams) -> int:
+        """Memory that the log-probabilities of a prompt and its answers may take; each names one token more."""
+        most = self._max_model_len if params.max_tokens is None else min(params.max_tokens, self._max_model_len)
+        answers = 0 if params.logprobs is None else params.n * most * (params.logprobs + 1)
+        prompt = 0 if params.prompt_logprobs is None else min(prompt_tokens, self._max_model_len)
+        return (answers + prompt * ((params.prompt_logprobs or 0) + 1)) * LOGPROB_BYTES
 
 
 class Place:
-    """What one prompt takes in the queue until its answers begin."""
+    """What one prompt takes in the queue until its answers begin, and its log-probabilities until they end."""
 
-    def __init__(self, admission: Admission, num_answers: int, num_tokens: int) -> None:
+    def __init__(self, admission: Admission, num_answers: int, num_tokens: int, logprob_bytes: int) -> None:
         self._admission = admission
         self._num_answers = self._num_tokens = 0
+        self._logprob_bytes = logprob_bytes
+        admission.logprob_bytes += logprob_bytes
         self._hold(num_answers, num_tokens)
 
     def tokenized(self, num_tokens: int) -> None:
@@ -59,6 +83,8 @@ class Place:
 
     def close(self) -> None:
         self._hold(-self._num_answers, -self._num_tokens)
+        self._admission.logprob_bytes -= self._logprob_bytes
+        self._logprob_bytes = 0
 
     def _hold(self, answers: int, tokens: int) -> None:
         self._num_answers += answers
@@ -68,7 +94,9 @@ class Place:
 
 
 def guess(prompt: Prompt) -> int:
-    """Tokens of a prompt: a text, token ids, or messages."""
+    """Tokens of a prompt: a text, token ids, or a conversation."""
     if isinstance(prompt, str):
         return len(prompt) // CHARS_PER_TOKEN + 1
-    return sum(guess(one["content"]) if isinstance(one, Mapping) else 1 for one in prompt)
+    if isinstance(prompt, Conversation):
+        return sum(guess(message["content"]) for message in prompt.messages)
+    return len(prompt)

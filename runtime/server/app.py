@@ -6,7 +6,6 @@ from hashlib import sha256
 from secrets import token_hex
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -21,6 +20,8 @@ from enginewright.runtime.server.completions import CompletionBody, CompletionFo
 from enginewright.runtime.server.errors import ApiError, from_engine, internal
 from enginewright.runtime.server.form import Form, encode
 from enginewright.runtime.server.generation import Generation
+from enginewright.runtime.server.hosts import HostCheck
+from enginewright.runtime.server.log import RequestLog
 from enginewright.runtime.server.protocol import Body, decode
 from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.wire import ClientGone, header, read_body, send_error
@@ -29,10 +30,10 @@ OPEN_PATH = b"/health"  # to anybody: who restarts servers needs no key. Metrics
 
 
 class App:
-    """The ASGI application. Whatever is asked passes here first, where a key is looked for."""
+    """The ASGI application. Whatever is asked passes here first, where the Host header and the key are looked at."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, hosts: HostCheck) -> None:
+        self._service, self._hosts = service, hosts
         self._keys = [sha256(key.encode()).hexdigest() for key in service.config.api_keys]
         self._starlette = Starlette(
             routes=[
@@ -48,10 +49,19 @@ class App:
         self._starlette.router.redirect_slashes = False  # it would go where the Host header says
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["log"] = log = RequestLog(scope)
         try:
+            await self._answer(scope, receive, log.returning(send))
+        finally:
+            log.write()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._hosts.check(scope)
             scope["tenant"] = self._tenant(scope)
         except ApiError as error:
             self._service.metrics.rejected[error.status] += 1
+            scope["log"].error = error
             await send_error(send, error)
             return
         await self._starlette(scope, receive, send)
@@ -71,7 +81,7 @@ class App:
         if scheme.lower() != b"bearer" or not any(known):
             raise ApiError(
                 401,
-                "this server wants one of its API keys: Authorization: Bearer …",
+                "Incorrect API key provided: send one of this server's keys as Authorization: Bearer …",
                 code="invalid_api_key",
                 headers=[(b"www-authenticate", b"Bearer")],
             )
@@ -106,6 +116,7 @@ class App:
     async def _refuse(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         self._service.metrics.rejected[error.status] += 1
+        request.scope["log"].error = error
         response = Response(error.body, error.status, media_type="application/json")
         response.raw_headers.extend(error.headers)
         return response
@@ -117,7 +128,7 @@ class App:
         return await self._refuse(request, ApiError(error.status_code, f"there is {what}", headers=headers))
 
     async def _crash(self, request: Request, error: Exception) -> Response:
-        """uvicorn writes the traceback into the log."""
+        """uvicorn logs the traceback."""
         return await self._refuse(request, internal())
 
 
@@ -130,13 +141,13 @@ class Answers:
     """
 
     def __init__(self, service: Service, body: type[Body], form: type[Form]) -> None:
-        self._service, self._form = service, form
-        self._decoder = msgspec.json.Decoder(body)
+        self._service, self._body, self._form = service, body, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived, service = time.perf_counter(), self._service
+        arrived, service, log = time.perf_counter(), self._service, scope["log"]
         try:
-            body = decode(await read_body(scope, receive, service.config.max_body_bytes), self._decoder)
+            data = await read_body(scope, receive, service.config.max_body_bytes)
+            body = decode(data, self._body, service.llm.engine.plan.vocab_size)
             closed = service.why_closed()
             if closed is not None:
                 raise closed
@@ -147,15 +158,15 @@ class Answers:
                 model,
                 service.fingerprint,
                 service.llm.engine.tokenizer,
-                logprobs=params.logprobs is not None,
-                include_usage=body.include_usage(),
+                body.include(),
             )
+            log.request_id, log.model = form.id, model
             salt = f"{scope['tenant']}{body.cache_salt or ''}"
-            await Generation(service, form, params, arrived).run(prompts, salt, bool(body.stream), receive, send)
+            await Generation(service, form, params, arrived, log).run(prompts, salt, bool(body.stream), receive, send)
         except UsageError as error:
             raise from_engine(error, self._form.prompt_key) from None
         except ClientGone:
-            return
+            log.is_gone = True
 
 
 def _json(content: dict[str, Any], status: int = 200) -> Response:

@@ -5,82 +5,119 @@ from typing import Any
 
 import msgspec
 
-from enginewright.runtime.prompts import Prompt
+from enginewright.runtime.prompts import ROLES, Conversation, Prompt
 from enginewright.runtime.sampling import MAX_LOGPROBS, SampledToken
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import REPLACEMENT, Choice, Form, encode, shown
-from enginewright.runtime.server.protocol import Body, is_off, not_implemented
+from enginewright.runtime.server.protocol import Body, check_keys, convert, is_off, not_implemented
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-MESSAGE_OFF = ("annotations", "audio", "function_call", "refusal", "tool_call_id", "tool_calls")
-NULL = msgspec.Raw(b"null")
+# What clients send back of the answers that they got, or keep for themselves: templates do not see it.
+KEPT_BY_CLIENTS = frozenset(
+    (
+        "annotations",
+        "cache_control",
+        "id",
+        "index",
+        "metadata",
+        "parsed",
+        "provider_specific_fields",
+        "status",
+        "thinking_blocks",
+        "timestamp",
+        "type",
+    )
+)
+NOTHING: Sequence[Any] = ([], {}, "", False)
+# Keys that would change what the model sees, and are not implemented.
+MESSAGE_OFF = dict.fromkeys(
+    ("audio", "function_call", "images", "refusal", "tool_call_id", "tool_calls", "tools", "weight"), NOTHING
+)
+PART_OFF = dict.fromkeys(("audio_url", "file", "image_url", "input_audio", "refusal", "video_url"), NOTHING)
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True):
-    """A piece of a content. Those that are no text are known, to be refused by name; no address is ever fetched."""
+class Part(msgspec.Struct):
+    """A piece of a content. Those that are no text are refused by name; no address is ever fetched."""
 
     type: str
     text: str | None = None
-    image_url: msgspec.Raw = NULL
-    input_audio: msgspec.Raw = NULL
-    audio_url: msgspec.Raw = NULL
-    video_url: msgspec.Raw = NULL
-    file: msgspec.Raw = NULL
-    refusal: msgspec.Raw = NULL
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True):
+class Message(msgspec.Struct):
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    annotations: msgspec.Raw = NULL
-    audio: msgspec.Raw = NULL
-    function_call: msgspec.Raw = NULL
-    refusal: msgspec.Raw = NULL
-    tool_calls: msgspec.Raw = NULL
-    tool_call_id: msgspec.Raw = NULL
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    @classmethod
+    def read(cls, value: dict[str, Any], where: str) -> "Message":
+        """A message of a body.
+
+        Args:
+            where: its path, "messages[0]".
+
+        Raises:
+            ApiError: a type is wrong, or a key would change what the model sees and is not implemented.
+        """
+        message = convert(value, cls, where)
+        if message.role not in ROLES:
+            known = ", ".join(ROLES)
+            why = "tools are not implemented" if message.role in ("tool", "function") else f"there are {known}"
+            raise ApiError(
+                400, f"{where}.role is {message.role[:20]!r}: {why}", param=f"{where}.role", code="invalid_value"
+            )
+        check_keys(_without_nothing(value), cls.__struct_fields__, KEPT_BY_CLIENTS, MESSAGE_OFF, where)
+        return message
 
     def for_template(self, where: str) -> dict[str, str]:
-        """What the model's chat template sees. Raises ApiError for what it would not see."""
-        if self.role not in ROLES:
-            known = ", ".join(ROLES)
-            why = "tools are not implemented" if self.role in ("tool", "function") else f"there are {known}"
-            raise ApiError(
-                400, f"{where}.role is {self.role[:20]!r}: {why}", param=f"{where}.role", code="invalid_value"
-            )
-        for key in MESSAGE_OFF:
-            if not is_off(getattr(self, key), ([],)):
-                raise not_implemented(f"{where}.{key}")
+        """What the model's chat template sees. Raises ApiError for a content that is no text."""
         message = {"role": ROLES[self.role], "content": self._text(f"{where}.content")}
-        return message if self.name is None else {**message, "name": self.name}
+        others = {name: getattr(self, name) for name in ("name", "reasoning", "reasoning_content")}
+        return message | {name: value for name, value in others.items() if value is not None}
 
     def _text(self, where: str) -> str:
         if isinstance(self.content, str):
             return self.content
         if self.content is None:
+            if self.role == "assistant":  # an answer that was empty
+                return ""
             raise ApiError(400, f"{where}: expected a text or a list of parts", param=where, code="invalid_type")
-        texts = []
-        for place, part in enumerate(self.content):
-            if part.type != "text":
-                kind = part.type[:40]
-                raise not_implemented(f"{where}[{place}].type", f"{kind!r}; the model reads parts of the type 'text'")
-            if part.text is None:
-                raise ApiError(400, f"{where}[{place}] has no text", param=f"{where}[{place}].text")
-            texts.append(part.text)
-        return "\n".join(texts)
+        return "\n".join(_text_of(value, f"{where}[{place}]") for place, value in enumerate(self.content))
+
+
+def _text_of(value: dict[str, Any], where: str) -> str:
+    """The text of a part of a content."""
+    part = convert(value, Part, where)
+    if part.type != "text":
+        raise not_implemented(f"{where}.type", f"{part.type[:40]!r}; the model reads parts of the type 'text'")
+    check_keys(_without_nothing(value), Part.__struct_fields__, KEPT_BY_CLIENTS, PART_OFF, where)
+    if part.text is None:
+        raise ApiError(400, f"{where} has no text", param=f"{where}.text")
+    return part.text
+
+
+def _without_nothing(value: dict[str, Any]) -> dict[str, Any]:
+    """Without keys, known or not, that ask for nothing."""
+    return {key: entry for key, entry in value.items() if not is_off(entry, NOTHING)}
 
 
 class ChatBody(Body, kw_only=True):
-    messages: list[Message]
+    messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def prompts(self) -> list[Prompt]:
         """Raises ApiError for messages that cannot be shown to the model."""
         if not self.messages:
             raise ApiError(400, "messages is empty", param="messages")
-        return [[message.for_template(f"messages[{place}]") for place, message in enumerate(self.messages)]]
+        messages = []
+        for place, value in enumerate(self.messages):
+            where = f"messages[{place}]"
+            messages.append(Message.read(value, where).for_template(where))
+        return [Conversation(messages, self.add_generation_prompt is not False, self.chat_template_kwargs or {})]
 
     def params(self) -> dict[str, Any]:
         if self.top_logprobs is not None and not (self.logprobs and 0 <= self.top_logprobs <= MAX_LOGPROBS):
@@ -107,8 +144,12 @@ class ChatForm(Form):
     def _piece(self, text: str) -> bytes:
         return b',"delta":{"content":' + encode(text) + b"}"
 
-    def _whole(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": choice.text}}
+
+    def _response_keys(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """All choices have the same prompt."""
+        return {"prompt_logprobs": self.prompt_logprobs(choices[0].prompt)} if self.include.prompt_logprobs else {}
 
     def logprobs(self, choice: Choice, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         return {

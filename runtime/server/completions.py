@@ -1,12 +1,13 @@
 """POST /v1/completions: a text goes on."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from enginewright.runtime.prompts import Prompt
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.server.errors import ApiError
-from enginewright.runtime.server.form import Choice, Form, encode, shown
+from enginewright.runtime.server.form import Choice, Form, Include, encode, shown
 from enginewright.runtime.server.protocol import COMPLETION_TOKENS, Body
 
 
@@ -15,6 +16,7 @@ class CompletionBody(Body, kw_only=True):
 
     prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
+    echo: bool | None = None  # begin the answer with the prompt
 
     def prompts(self) -> list[Prompt]:
         """Raises ApiError where text and token ids are mixed, or there is none."""
@@ -27,8 +29,14 @@ class CompletionBody(Body, kw_only=True):
         return [self.prompt] if kinds == {int} else list(self.prompt)  # type: ignore[list-item, arg-type]
 
     def params(self) -> dict[str, Any]:
-        given = {**self.sampling(), "max_tokens": self.max_tokens, "logprobs": self.logprobs}
-        return {**given, "max_tokens": COMPLETION_TOKENS} if self.max_tokens is None else given
+        tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        given = {**self.sampling(), "max_tokens": tokens, "logprobs": self.logprobs}
+        if self.echo and self.prompt_logprobs is None:
+            given["prompt_logprobs"] = self.logprobs
+        return given
+
+    def include(self) -> Include:
+        return replace(super().include(), echo=bool(self.echo))
 
 
 class CompletionForm(Form):
@@ -38,31 +46,57 @@ class CompletionForm(Form):
     prompt_key = "prompt"
 
     def opening(self, choice: Choice) -> bytes:
-        return b""
+        if not self.include.echo:
+            return b""
+        logprobs = encode(self._of_prompt(choice)) if self.include.logprobs else b"null"
+        text = self._piece(choice.prompt.text)
+        return self._event(choice, text + b',"logprobs":' + logprobs + b',"finish_reason":null')
 
     def _piece(self, text: str) -> bytes:
         return b',"text":' + encode(text)
 
-    def _whole(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        whole: dict[str, Any] = {"text": choice.prompt.text + choice.text if self.include.echo else choice.text}
+        if self.include.prompt_logprobs:
+            whole["prompt_logprobs"] = self.prompt_logprobs(choice.prompt)
+        return whole
 
     def logprobs(self, choice: Choice, tokens: Sequence[SampledToken]) -> dict[str, Any]:
-        """text_offset counts characters of the answer."""
-        texts = [self._token_text(drawn.token) for drawn in tokens]
+        """text_offset counts characters of the answer, and of the prompt before it if that is echoed."""
+        if not self.include.echo or choice.echoed:
+            return self._of_tokens(choice, tokens)
+        return _joined(self._of_prompt(choice), self._of_tokens(choice, tokens))
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """Of the prompt's tokens; nothing comes before the first one, so it has no log-probability."""
+        first, *rest = choice.prompt.token_ids
+        text = self._token_text(first)
+        choice.num_chars, choice.echoed = len(text), True
+        alone = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+        scored = [token for token in choice.prompt.logprobs if token is not None]
+        assert len(scored) == len(rest)
+        return _joined(alone, self._of_tokens(choice, scored))
+
+    def _of_tokens(self, choice: Choice, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+        texts = [self._token_text(sampled.token) for sampled in tokens]
         offsets = []
         for text in texts:
             offsets.append(choice.num_chars)
             choice.num_chars += len(text)
         top = []
-        for text, drawn in zip(texts, tokens, strict=True):
+        for text, sampled in zip(texts, tokens, strict=True):
             named: dict[str, float] = {}
-            for token, logprob in drawn.top_logprobs:
+            for token, logprob in sampled.top_logprobs:
                 named.setdefault(self._token_text(token), shown(logprob))  # of two tokens with one text, the likelier
-            named.setdefault(text, shown(drawn.logprob))
+            named.setdefault(text, shown(sampled.logprob))
             top.append(named)
         return {
             "tokens": texts,
-            "token_logprobs": [shown(drawn.logprob) for drawn in tokens],
+            "token_logprobs": [shown(sampled.logprob) for sampled in tokens],
             "top_logprobs": top,
             "text_offset": offsets,
         }
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    return {name: first[name] + second[name] for name in first}

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from enginewright.errors import UsageError
+from enginewright.runtime.server.hosts import is_host
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,8 @@ class ServerConfig:
     port: 0 takes a free one. served_model_names: what clients may call the model; none is the engine's own name.
     api_keys: with any, every route but /health wants one of them. drain_seconds: how long requests may go on after
     the signal to stop. max_num_waiting: answers that may wait for their first token, beyond those that fit a step.
-    max_waiting_tokens: of the prompts that wait. max_body_bytes: of a request.
+    max_waiting_tokens: of the prompts that wait. max_body_bytes: of a request. max_logprobs_memory:
+    bytes that the log-probabilities of all requests that are being answered may take.
 
     Raises:
         UsageError: a value makes no sense.
@@ -26,15 +28,30 @@ class ServerConfig:
     max_num_waiting: int = 1024
     max_waiting_tokens: int = 262_144
     max_body_bytes: int = 8 << 20
+    max_logprobs_memory: int = 1 << 30
+    max_connections: int | None = None  # None: as many as the limit of open files allows, up to a few thousand
+    step_timeout: float = 60.0  # seconds of one step of the engine after which it counts as stalled; 0: never
+    allowed_hosts: tuple[str, ...] = ()  # names in the Host header, beside the server's own; no ports
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise UsageError(f"port is {self.port}", "it must be between 0 and 65535")
-        if not 0 <= self.drain_seconds < float("inf"):
-            raise UsageError(f"drain_seconds is {self.drain_seconds}", "it must be a number of seconds, 0 or more")
-        for name in ("max_num_waiting", "max_waiting_tokens", "max_body_bytes"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
+        for name in ("drain_seconds", "step_timeout"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UsageError(f"{name} is {getattr(self, name)}", "it must be a number of seconds, 0 or more")
+        for name in (
+            "max_num_waiting",
+            "max_waiting_tokens",
+            "max_body_bytes",
+            "max_logprobs_memory",
+            "max_connections",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}", "it must be at least 1")
+        for name in self.allowed_hosts:
+            if not is_host(name):
+                raise UsageError(f"allowed_hosts has {name!r}", "it must be a host alone, without scheme and port")
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_keys):
             raise UsageError("an API key is empty or cannot be sent", "it must be printable ASCII without outer spaces")
         if not all(name.isprintable() and name for name in self.served_model_names):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from enginewright.errors import EngineDeadError, EngineError, UsageError
+from enginewright.runtime.outputs import NAN_LOGITS
 from enginewright.runtime.prompts import PromptTooLongError
 from enginewright.runtime.sampling import SamplingParams
 
@@ -62,6 +63,10 @@ def shutting_down(drain_seconds: float) -> ApiError:
     return ApiError(503, "the server is shutting down", code="server_shutdown", headers=retry_after(drain_seconds))
 
 
+def nan_logits() -> ApiError:
+    return ApiError(500, "the model's logits are not numbers", code=NAN_LOGITS)
+
+
 def internal() -> ApiError:
     return ApiError(500, "the server has failed; its log says why", code="internal_error")
 
@@ -79,5 +84,6 @@ def from_engine(error: EngineError, prompt_key: str) -> ApiError:
     text = ": ".join(part for part in (error.what, error.why) if part)  # error.fix speaks of the command line
     code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
     first = prompt_key if text.startswith("the prompt ") else text.partition(" ")[0]
-    param = first if first in (prompt_key, *SamplingParams.__dataclass_fields__) else None
+    known = (prompt_key, "chat_template_kwargs", *SamplingParams.__dataclass_fields__)
+    param = first if first in known else None
     return ApiError(400, text, param=param, code=code)

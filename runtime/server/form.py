@@ -2,13 +2,14 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
 
 from enginewright.runtime.outputs import Delta
+from enginewright.runtime.prompts import Prompt, text_of
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.tokenizer import Tokenizer
 
@@ -18,20 +19,28 @@ REPLACEMENT = "\ufffd"
 encode = msgspec.json.Encoder().encode
 
 
+@dataclass(frozen=True)
+class PromptPart:
+    """A prompt, as far as an answer repeats it."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[SampledToken | None]  # by position, if they were asked for; filled before the first token
+
+
 @dataclass(eq=False)
 class Choice:
-    """One answer while it comes.
-
-    deltas: kept where the answer is sent whole. num_chars: of its tokens' texts. last_s: when it last grew.
-    """
+    """One answer while it comes."""
 
     index: int
+    prompt: PromptPart
     num_tokens: int = 0
-    num_chars: int = 0
-    last_s: float | None = None
+    num_chars: int = 0  # of its tokens' texts, as far as log-probabilities have been written
+    echoed: bool = False  # whether those of its prompt have been
+    last_s: float | None = None  # when it last grew
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    deltas: list[Delta] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)  # kept where the answer is sent whole
 
     @property
     def text(self) -> str:
@@ -57,13 +66,22 @@ class Usage:
         }
 
 
+@dataclass(frozen=True)
+class Include:
+    """What a response has beside the text of answers."""
+
+    logprobs: bool = False  # of the answer's tokens
+    prompt_logprobs: bool = False  # vLLM's, of the prompt's tokens
+    echo: bool = False  # the prompt before the answer, with its log-probabilities if those of tokens are shown
+    usage: bool = False  # at the end of a stream
+    usage_so_far: bool = False  # in each event of a stream
+
+
 class Form(ABC):
     """One answer's id, and the JSON around its choices.
 
     Args:
         fingerprint: of the engine; the same seed gives the same answer where it is the same.
-        logprobs: whether choices have them.
-        include_usage: whether a stream ends with its usage.
     """
 
     object: ClassVar[str]
@@ -71,16 +89,22 @@ class Form(ABC):
     id_prefix: ClassVar[str]
     prompt_key: ClassVar[str]  # of a body, for errors
 
-    def __init__(
-        self, id: str, model: str, fingerprint: str, tokenizer: Tokenizer, *, logprobs: bool, include_usage: bool
-    ) -> None:
-        self.id = id
-        self.include_usage = include_usage
-        self._tokenizer, self._has_logprobs = tokenizer, logprobs
+    def __init__(self, id: str, model: str, fingerprint: str, tokenizer: Tokenizer, include: Include) -> None:
+        self.id, self.include = id, include
+        self._tokenizer = tokenizer
         self._about = {"id": id, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
         head = encode({"object": self.chunk_object, **self._about})[:-1]
         self._head = b"data: " + head + b',"choices":[{"index":'
-        self._tail = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._tail = b'}],"usage":null}\n\n' if include.usage else b"}]}\n\n"
+
+    def prompt_part(
+        self, prompt: Prompt, token_ids: Sequence[int], logprobs: Sequence[SampledToken | None]
+    ) -> PromptPart:
+        """A prompt as answers repeat it: the client's own text, or that of its token ids."""
+        text = text_of(prompt)
+        if text is None:
+            text = self._tokenizer.decode(token_ids) if self.include.echo else ""
+        return PromptPart(text, token_ids, logprobs)
 
     @abstractmethod
     def opening(self, choice: Choice) -> bytes:
@@ -91,18 +115,22 @@ class Form(ABC):
         """Keys of a choice that hold what was added to it."""
 
     @abstractmethod
-    def _whole(self, text: str) -> dict[str, Any]:
+    def _whole(self, choice: Choice) -> dict[str, Any]:
         """Keys of a choice that hold all of it."""
 
     @abstractmethod
     def logprobs(self, choice: Choice, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         """Of tokens that follow those of the calls before."""
 
+    def _response_keys(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Keys of a response beside its choices."""
+        return {}
+
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         """The event of what was added to a choice; empty if nobody could see a difference."""
-        if not delta.text and delta.finish_reason is None and not self._has_logprobs:
+        if not delta.text and delta.finish_reason is None and not self.include.logprobs:
             return b""
-        logprobs = encode(self.logprobs(choice, delta.tokens)) if self._has_logprobs else b"null"
+        logprobs = encode(self.logprobs(choice, delta.tokens)) if self.include.logprobs else b"null"
         end = b',"finish_reason":null'
         if delta.finish_reason is not None:
             end = b"," + encode({"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason})[1:-1]
@@ -111,22 +139,40 @@ class Form(ABC):
     def usage_chunk(self, usage: Usage) -> bytes:
         return event({"object": self.chunk_object, **self._about, "choices": [], "usage": usage.to_dict()})
 
-    def body(self, choices: Iterable[Choice], usage: Usage) -> bytes:
+    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """All choices at once."""
         whole = [
             {
                 "index": choice.index,
-                **self._whole(choice.text),
-                "logprobs": self.logprobs(choice, choice.tokens) if self._has_logprobs else None,
+                **self._whole(choice),
+                "logprobs": self.logprobs(choice, choice.tokens) if self.include.logprobs else None,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
             for choice in choices
         ]
-        return encode({"object": self.object, **self._about, "choices": whole, "usage": usage.to_dict()})
+        response = {"object": self.object, **self._about, "choices": whole, "usage": usage.to_dict()}
+        return encode(response | self._response_keys(choices))
+
+    def prompt_logprobs(self, prompt: PromptPart) -> list[dict[str, Any] | None]:
+        """vLLM's form: for each position the named tokens by id; None for the first, which nothing comes before."""
+        return [None if token is None else self._named(token) for token in prompt.logprobs]
+
+    def _named(self, scored: SampledToken) -> dict[str, Any]:
+        ranks = {token: (logprob, rank) for rank, (token, logprob) in enumerate(scored.top_logprobs, start=1)}
+        ranks.setdefault(scored.token, (scored.logprob or 0.0, None))  # type: ignore[arg-type]
+        return {
+            str(token): {"logprob": shown(logprob), "rank": rank, "decoded_token": self._token_text(token)}
+            for token, (logprob, rank) in ranks.items()
+        }
 
     def _event(self, choice: Choice, keys: bytes) -> bytes:
-        return b"".join((self._head, b"%d" % choice.index, keys, self._tail))
+        tail = self._tail
+        if self.include.usage_so_far:
+            count, written = len(choice.prompt.token_ids), choice.num_tokens
+            usage = {"prompt_tokens": count, "completion_tokens": written, "total_tokens": count + written}
+            tail = b'}],"usage":' + encode(usage) + b"}\n\n"
+        return b"".join((self._head, b"%d" % choice.index, keys, tail))
 
     def _token_text(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special_tokens=False)

@@ -11,12 +11,13 @@ from starlette.types import Receive, Send
 
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.async_llm import AsyncRequest
-from enginewright.runtime.outputs import Delta
-from enginewright.runtime.prompts import Prompt
+from enginewright.runtime.outputs import NAN_LOGITS, Delta
+from enginewright.runtime.prompts import Conversation, Prompt
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.admission import Place
-from enginewright.runtime.server.errors import ApiError, from_engine, internal, shutting_down
+from enginewright.runtime.server.errors import ApiError, from_engine, internal, nan_logits, shutting_down
 from enginewright.runtime.server.form import DONE, Choice, Form, Usage
+from enginewright.runtime.server.log import RequestLog
 from enginewright.runtime.server.wire import ClientGone, send_json, until_gone
 
 if TYPE_CHECKING:
@@ -38,10 +39,13 @@ class Generation:
 
     Args:
         arrived: when the request came, by time.perf_counter.
+        log: takes down what came of it.
     """
 
-    def __init__(self, service: "Service", form: Form, params: SamplingParams, arrived: float) -> None:
+    def __init__(self, service: "Service", form: Form, params: SamplingParams, arrived: float, log: RequestLog) -> None:
         self._service, self._form, self._params, self._arrived = service, form, params, arrived
+        self._log = log
+        self._first_token_s: float | None = None  # since its arrival
         self._requests: list[AsyncRequest] = []
         self._choices: list[list[Choice]] = []  # of each prompt
         self._places: Sequence[Place] = ()
@@ -55,8 +59,9 @@ class Generation:
             ApiError: it is refused, or fails before a byte is sent; later errors are sent as an event.
             ClientGone: the client has left.
         """
-        self._places = self._service.admission.enter(prompts, self._params.n)
+        self._places = self._service.admission.enter(prompts, self._params)
         self._service.live.add(self)
+        self._service.throughput.begin()
         watch = asyncio.create_task(self._watch(receive))
         try:
             await self._submit(prompts, salt)
@@ -85,34 +90,33 @@ class Generation:
         self.stop(ClientGone())
 
     async def _submit(self, prompts: Sequence[Prompt], salt: str) -> None:
-        llm = self._service.llm
-        ids = []
+        """Start all of them, or none if one is refused."""
         for prompt, place in zip(prompts, self._places, strict=True):
-            ids.append(await self._encode(prompt))
-            place.tokenized(len(ids[-1]))
+            request = await self._prepare(prompt, salt)
+            place.tokenized(request.num_prompt_tokens)
             if self._stopped is not None:
                 raise self._stopped
-        for number, one in enumerate(ids):
-            self._requests.append(llm.submit(one, self._params, cache_salt=salt))
-            first = number * self._params.n
-            self._choices.append([Choice(index) for index in range(first, first + self._params.n)])
+            part = self._form.prompt_part(prompt, request.token_ids, request.request.prompt_logprobs)
+            first = len(self._requests) * self._params.n
+            self._requests.append(request)
+            self._choices.append([Choice(index, part) for index in range(first, first + self._params.n)])
+        for request in self._requests:
+            self._service.llm.start(request)
 
-    async def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            return prompt
+    async def _prepare(self, prompt: Prompt, salt: str) -> AsyncRequest:
         try:
-            return await self._service.llm.encode(prompt)
+            return await self._service.llm.prepare(prompt, self._params, cache_salt=salt)
         except UsageError:
             raise
         except EngineError as error:
-            if isinstance(prompt, str):
+            if not isinstance(prompt, Conversation):
                 raise
-            logger.warning("a chat template could not show a conversation", exc_info=error)
+            logger.warning("a conversation is refused: %s", error.what)  # why may quote it, and the log must not
             raise ApiError(400, "the model's chat template cannot show these messages", param="messages") from None
 
     async def _stream(self, send: Send) -> None:
         await _together([self._stream_prompt(number, send) for number in range(len(self._requests))])
-        end = self._form.usage_chunk(self._usage()) + DONE if self._form.include_usage else DONE
+        end = self._form.usage_chunk(self._usage()) + DONE if self._form.include.usage else DONE
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _stream_prompt(self, number: int, send: Send) -> None:
@@ -135,7 +139,7 @@ class Generation:
         await _together([self._collect(number) for number in range(len(self._requests))])
         choices = [choice for prompt in self._choices for choice in prompt]
         arguments = choices, self._usage()
-        if self._params.logprobs is None:
+        if self._params.logprobs is None and self._params.prompt_logprobs is None:
             body = self._form.body(*arguments)
         else:  # thousands of tokens have tens of thousands of names
             body = await asyncio.to_thread(self._form.body, *arguments)
@@ -158,6 +162,7 @@ class Generation:
         if choice.last_s is None:
             self._places[number].begun()
             metrics.first_token.observe(now - self._arrived)
+            self._first_token_s = self._first_token_s or now - self._arrived
         elif count:
             metrics.between_tokens.observe((now - choice.last_s) / count, count)
         choice.last_s = now
@@ -169,7 +174,7 @@ class Generation:
         if delta.finish_reason == "abort":
             raise shutting_down(0)
         if delta.finish_reason == "error":
-            raise ApiError(500, "the model's logits are not numbers", code="nan_logits")
+            raise nan_logits() if delta.stop_reason == NAN_LOGITS else internal()
         metrics.whole.observe(now - self._arrived)
 
     def _usage(self) -> Usage:
@@ -183,16 +188,23 @@ class Generation:
         if not self._started:
             raise error
         self._service.metrics.rejected[error.status] += 1
+        self._log.error = error
         await send({"type": "http.response.body", "body": b"data: " + error.body + b"\n\n", "more_body": False})
 
     def _close(self) -> None:
         """Nothing of it goes on, and nothing of it is held."""
         for request in self._requests:
             request.abort()
+        for request, choices in zip(self._requests, self._choices, strict=True):
+            if all(choice.finish_reason in ("stop", "length") for choice in choices):
+                self._service.metrics.request_done(request.request, [choice.num_tokens for choice in choices])
         for place in self._places:
             place.close()
         left = sum(choice.finish_reason is None for prompt in self._choices for choice in prompt)
         self._service.metrics.finished["abort"] += left
+        if self._requests:
+            total_s = time.perf_counter() - self._arrived
+            self._log.answered([one.request for one in self._requests], self._choices, self._first_token_s, total_s)
         self._service.live.discard(self)
 
 

@@ -15,14 +15,18 @@ from prometheus_client.metrics_core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from enginewright.runtime.stats import Stats
+from enginewright import __version__
+from enginewright.runtime.core import Request
+from enginewright.runtime.stats import STEP_TOKENS, Stats
 
 PREFIX = "enginewright_"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+N_CHOICES = (1, 2, 5, 10, 20)
 WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
 
@@ -40,25 +44,78 @@ class Histogram:
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """Counts up to each bound, and the sum of all values."""
-        total, buckets = 0, []
-        for bound, count in zip((*self._bounds, inf), self._counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == inf else str(float(bound)), float(total)))
-        return buckets, self._sum
+        return cumulative(self._bounds, self._counts), self._sum
+
+
+def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """The buckets of a histogram, whose counts include those of the buckets before.
+
+    Args:
+        counts: of the values up to each bound from the one before, and of those above the last.
+    """
+    total, buckets = 0, []
+    for bound, count in zip((*bounds, inf), counts, strict=True):
+        total += count
+        buckets.append(("+Inf" if bound == inf else str(float(bound)), float(total)))
+    return buckets
+
+
+def token_bounds(most: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, … up to a number of tokens."""
+    powers = [10**exponent for exponent in range(len(str(most)))]
+    return [factor * power for power in powers for factor in (1, 2, 5) if factor * power <= most]
 
 
 class Metrics(Collector):
-    """What is counted where answers are sent; an answer is one choice."""
+    """What is counted where answers are sent; an answer is one choice.
 
-    def __init__(self, stats: Callable[[], Stats], model: str) -> None:
-        self._stats, self._model = stats, model
+    Args:
+        stats: what the engine counts.
+        model: the label model_name.
+        content_hash: of the engine.
+        max_model_len: in tokens.
+    """
+
+    def __init__(self, stats: Callable[[], Stats], model: str, content_hash: str, max_model_len: int) -> None:
+        self._stats, self._model, self._content_hash = stats, model, content_hash
         self.first_token = Histogram(FIRST_TOKEN_S)
         self.between_tokens = Histogram(BETWEEN_TOKENS_S)
         self.whole = Histogram(WHOLE_S)
+        self._queue, self._prefill = Histogram(FIRST_TOKEN_S), Histogram(FIRST_TOKEN_S)
+        self._decode, self._inference = Histogram(WHOLE_S), Histogram(WHOLE_S)
+        self._per_output_token = Histogram(BETWEEN_TOKENS_S)
+        bounds = token_bounds(max_model_len)
+        self._prompt_tokens, self._generation_tokens = Histogram(bounds), Histogram(bounds)
+        self._most_generation_tokens, self._max_tokens = Histogram(bounds), Histogram(bounds)
+        self._n = Histogram(N_CHOICES)
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self.rejected: Counter[int] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def request_done(self, request: Request, num_tokens: Sequence[int]) -> None:
+        """Count a prompt all of whose answers have ended well.
+
+        Args:
+            num_tokens: of each answer.
+        """
+        queue_s, first_token_s, total_s = request.queue_s, request.first_token_s, request.total_s
+        assert queue_s is not None and first_token_s is not None and total_s is not None
+        decode_s, most = total_s - first_token_s, max(num_tokens)
+        self._queue.observe(queue_s)
+        self._prefill.observe(first_token_s - queue_s)
+        self._decode.observe(decode_s)
+        self._inference.observe(total_s - queue_s)
+        if most > 1:  # the answers to a prompt are written side by side: the longest one tells the pace of all
+            self._per_output_token.observe(decode_s / (most - 1))
+        self._prompt_tokens.observe(request.num_prompt_tokens)
+        for count in num_tokens:
+            self._generation_tokens.observe(count)
+        self._most_generation_tokens.observe(most)
+        self._n.observe(len(num_tokens))
+        if request.params.max_tokens is not None:
+            self._max_tokens.observe(request.params.max_tokens)
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The text, and its content type.
@@ -94,6 +151,28 @@ class Metrics(Collector):
         yield self._histogram("time_to_first_token_seconds", "Until an answer's first token.", self.first_token)
         yield self._histogram("inter_token_latency_seconds", "From one token to the next.", self.between_tokens)
         yield self._histogram("e2e_request_latency_seconds", "Until an answer's end.", self.whole)
+        yield self._histogram("request_queue_time_seconds", "Before a prompt is begun.", self._queue)
+        yield self._histogram("request_prefill_time_seconds", "From there to the first token.", self._prefill)
+        yield self._histogram("request_decode_time_seconds", "From there to the last token.", self._decode)
+        yield self._histogram("request_inference_time_seconds", "Prefill and decode.", self._inference)
+        yield self._histogram(
+            "request_time_per_output_token_seconds", "Decode time by tokens after the first.", self._per_output_token
+        )
+        yield self._histogram("request_prompt_tokens", "Tokens of a prompt.", self._prompt_tokens)
+        yield self._histogram("request_generation_tokens", "Tokens of an answer.", self._generation_tokens)
+        yield self._histogram(
+            "request_max_num_generation_tokens", "Tokens of a prompt's longest answer.", self._most_generation_tokens
+        )
+        yield self._histogram("request_params_max_tokens", "max_tokens, where there is one.", self._max_tokens)
+        yield self._histogram("request_params_n", "Answers to a prompt.", self._n)
+        steps = HistogramMetricFamily(PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=["model_name"])
+        steps.add_metric([self._model], cumulative(STEP_TOKENS, stats.step_sizes), stats.computed_tokens)
+        yield steps
+        build = GaugeMetricFamily(
+            PREFIX + "build_info", "What serves; 1.", labels=["model_name", "version", "content_hash"]
+        )
+        build.add_metric([self._model, __version__, self._content_hash], 1)
+        yield build
 
     def describe(self) -> list[Metric]:
         """Nothing: prometheus_client would otherwise collect once to learn the names."""

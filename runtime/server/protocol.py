@@ -1,7 +1,8 @@
 """Bodies of requests: read into typed structs, and refused by the name of the key that is wrong.
 
-A key is one that we implement (a field of the struct), one that cannot change an answer (IGNORED), one that we do not
-implement (OFF, which may hold the values that turn it off), or a mistake.
+A body is decoded once, whole, before anything looks at it. A key is one that we implement (a field of the struct), one
+that cannot change an answer (IGNORED), one that we do not implement (OFF, which may hold the values that turn it off),
+or a mistake.
 """
 
 import re
@@ -12,11 +13,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from enginewright.runtime.prompts import Prompt
+from enginewright.runtime.sampling import MAX_BIASED_TOKENS, MAX_STOPS
 from enginewright.runtime.server.errors import ApiError
+from enginewright.runtime.server.form import Include
 
 COMPLETION_TOKENS = 16  # of a completion that names no max_tokens, as in OpenAI's API
 MAX_KEY_CHARS = 64
-MAX_OFF_BYTES = 256  # of a value that asks for nothing
+MAX_CONTAINERS = 100_000  # lists and objects of a body: each takes a hundred times as long to read as a character
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.DOTALL)
 
 IGNORED = frozenset(
     (
@@ -63,7 +67,6 @@ OFF: Mapping[str, Sequence[Any]] = {
     "prediction": (),
     "priority": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
@@ -80,6 +83,8 @@ OFF: Mapping[str, Sequence[Any]] = {
     "web_search_options": (),
 }
 
+T = TypeVar("T")
+
 SAMPLING = (
     "allowed_token_ids",
     "frequency_penalty",
@@ -90,6 +95,7 @@ SAMPLING = (
     "min_tokens",
     "n",
     "presence_penalty",
+    "prompt_logprobs",
     "repetition_penalty",
     "seed",
     "skip_special_tokens",
@@ -102,9 +108,9 @@ SAMPLING = (
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool | None = None
+    include_usage: bool | None = None  # in an event of its own, at the end
     include_obfuscation: bool | None = None  # padding of OpenAI's, against who can see sizes but no text
-    continuous_usage_stats: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: the usage so far, in each event
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -124,6 +130,7 @@ class Body(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     n: int | None = None
     presence_penalty: float | None = None
+    prompt_logprobs: int | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
     skip_special_tokens: bool | None = None
@@ -145,38 +152,80 @@ class Body(msgspec.Struct, kw_only=True):
         """Arguments of default_params."""
         raise NotImplementedError
 
-    def include_usage(self) -> bool:
-        """Raises ApiError for options of a stream that contradict each other."""
-        options = self.stream_options
-        if options is None:
-            return False
-        if not self.stream:
+    def include(self) -> Include:
+        """What the response has beside the text of answers.
+
+        Raises:
+            ApiError: only a stream has it, or a stream does not.
+        """
+        if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options are for streams: set stream to true as well", param="stream_options")
-        if options.continuous_usage_stats:
-            raise not_implemented("stream_options.continuous_usage_stats")
-        return bool(options.include_usage)
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs are not sent in a stream; echo sends them", param="prompt_logprobs")
+        options = self.stream_options or StreamOptions()
+        return Include(
+            logprobs=self.params()["logprobs"] is not None,
+            prompt_logprobs=self.prompt_logprobs is not None,
+            usage=bool(options.include_usage),
+            usage_so_far=bool(options.continuous_usage_stats),
+        )
 
 
 B = TypeVar("B", bound=Body)
 
-_by_key = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
+def decode(body: bytes, kind: type[B], vocab_size: int) -> B:
+    """A body, its keys, sizes and types checked.
 
-def decode(body: bytes, decoder: msgspec.json.Decoder[B]) -> B:
-    """A body, its keys and types checked.
+    Args:
+        vocab_size: of the model; no list of tokens to choose from is longer.
 
     Raises:
         ApiError: 400, and which key is at fault.
     """
-    fields = decoder.type.__struct_fields__
+    keys = _decode(body)
+    check_keys(keys, kind.__struct_fields__, IGNORED, OFF)
+    most = {"allowed_token_ids": vocab_size, "logit_bias": MAX_BIASED_TOKENS, "stop": MAX_STOPS}
+    for name, count in (most | {"stop_token_ids": MAX_STOPS}).items():  # before each of the entries is looked at
+        if isinstance(keys.get(name), list | dict) and len(keys[name]) > count:
+            raise ApiError(400, f"{name} must not hold more than {count} entries", param=name)
+    return convert(keys, kind)
+
+
+def convert(value: Any, kind: type[T], where: str = "") -> T:
+    """A decoded value as a struct.
+
+    Args:
+        where: the value's path in the body, "messages[0]".
+
+    Raises:
+        ApiError: 400, a type is wrong.
+    """
     try:
-        _check_keys(_by_key.decode(body), fields)
-        return decoder.decode(body)
+        return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _of_type_error(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ApiError(400, f"the body is no valid JSON: {why}", code="invalid_json") from None
+        raise _of_type_error(str(error), where) from None
+
+
+def check_keys(
+    keys: Mapping[str, Any],
+    fields: Collection[str],
+    ignored: Collection[str],
+    off: Mapping[str, Sequence[Any]],
+    where: str = "",
+) -> None:
+    """Raises ApiError for a key that asks for what is not implemented, or that nobody knows."""
+    for key, value in keys.items():
+        if key in fields or key in ignored:
+            continue
+        if key not in off:
+            short = key if len(key) <= MAX_KEY_CHARS else key[:MAX_KEY_CHARS] + "…"
+            near = get_close_matches(short, (*fields, *ignored, *off), n=1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            name = f"{where}.{short}" if where else short
+            raise ApiError(400, f"there is no key called {name}{hint}", param=name, code="unknown_parameter")
+        if not is_off(value, off[key]) and not _is_no_tool(key, keys):
+            raise not_implemented(f"{where}.{key}" if where else key)
 
 
 def not_implemented(key: str, why: str = "") -> ApiError:
@@ -184,41 +233,42 @@ def not_implemented(key: str, why: str = "") -> ApiError:
     return ApiError(400, f"{key} is not implemented{reason}", param=key, code="unsupported_parameter")
 
 
-def is_off(raw: msgspec.Raw, off: Sequence[Any] = ()) -> bool:
-    """Whether the JSON of a key that we do not implement asks for nothing."""
-    if len(bytes(raw)) > MAX_OFF_BYTES:
-        return False
-    value = msgspec.json.decode(raw)
+def is_off(value: Any, off: Sequence[Any] = ()) -> bool:
+    """Whether the value of a key that we do not implement asks for nothing."""
     return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in off)
 
 
-def _check_keys(keys: Mapping[str, msgspec.Raw], fields: Collection[str]) -> None:
-    for key, raw in keys.items():
-        if key in fields or key in IGNORED:
-            continue
-        if key not in OFF:
-            short = key if len(key) <= MAX_KEY_CHARS else key[:MAX_KEY_CHARS] + "…"
-            near = get_close_matches(short, (*fields, *IGNORED, *OFF), n=1)
-            hint = f": did you mean {near[0]}?" if near else ""
-            raise ApiError(400, f"there is no key called {short}{hint}", param=short, code="unknown_parameter")
-        if not is_off(raw, OFF[key]) and not _is_no_tool(key, keys):
-            raise not_implemented(key)
+def _decode(body: bytes) -> dict[str, Any]:
+    """The whole of a body as Python objects."""
+    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:  # texts may be full of them
+        bare = _STRING.sub(b"", body)
+        if bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS:
+            raise ApiError(400, f"the body holds more than {MAX_CONTAINERS} lists and objects", code="invalid_json")
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"the body is no valid JSON: {why}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body: expected `object`, got `{type(value).__name__}`", code="invalid_type")
+    return value
 
 
-def _is_no_tool(key: str, keys: Mapping[str, msgspec.Raw]) -> bool:
+def _is_no_tool(key: str, keys: Mapping[str, Any]) -> bool:
     """Tools that may not be called."""
     choice = {"tools": "tool_choice", "functions": "function_call"}.get(key, "")
-    return choice in keys and bytes(keys[choice]).strip() == b'"none"'
+    return keys.get(choice) == "none"
 
 
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(?:unknown|missing required) field `(?P<name>.*?)`$", re.DOTALL)
 
 
-def _of_type_error(text: str) -> ApiError:
-    """msgspec says: Expected `int`, got `str` - at `$.messages[0].content`."""
+def _of_type_error(text: str, where: str) -> ApiError:
+    """msgspec says: Expected `int`, got `str` - at `$.stop[0]`."""
     found = _PLACE.match(text)
     what, path = (found["what"], found["path"] or "") if found else (text, "")
+    path = ".".join(name for name in (where, path) if name)
     field = _FIELD.search(what)
     if field:
         name = field["name"][:MAX_KEY_CHARS]

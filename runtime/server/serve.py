@@ -2,11 +2,13 @@
 
 import asyncio
 import gc
+import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,18 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import blocks_of
 from enginewright.runtime.server.app import App
 from enginewright.runtime.server.config import ServerConfig
+from enginewright.runtime.server.connections import ACCEPTS_AT_ONCE, ConnectionLimit
+from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.wire import LimitedHttp
 
-KEEP_ALIVE_S = 75  # longer than clients', so that none sends a request into a connection that is just being closed
+BACKLOG = 2048  # connections that the system holds until they are taken
 # Back from a step, the engine's thread waits this long for whoever runs Python: a chat being rendered, mostly. With
 # Python's own 5 ms, streams beside such chats got a fifth fewer tokens a second (median of six rounds, a model that
 # takes less than a millisecond a step; large ones don't care).
 SWITCH_INTERVAL_S = 0.0005
 LAST_WORDS_S = 2.0  # for errors to reach those whose answers were cut off
+CLOSE_S = 10.0  # for the engine to end its step and the tokenizer its text; then the process ends all the same
 
 
 class Stop:
@@ -40,11 +45,20 @@ class Stop:
         (self.at_once if self.asked.is_set() else self.asked).set()
 
 
-def serve(model: str | Path | Engine, config: ServerConfig, **limits: Any) -> None:
+def print_ready(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def serve(
+    model: str | Path | Engine, config: ServerConfig, *, announce: Callable[[str], None] = print_ready, **limits: Any
+) -> None:
     """Serve an engine until SIGTERM or SIGINT, and its drain; a second signal ends that, too.
+
+    Memory that a step uses cannot be given back: if one does not end, the process does, with exit code 1.
 
     Args:
         model: an engine file, or an open engine (which stays open).
+        announce: called with one line for people once connections are taken.
         limits: fields of RuntimeConfig.
 
     Raises:
@@ -54,13 +68,17 @@ def serve(model: str | Path | Engine, config: ServerConfig, **limits: Any) -> No
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with bind(config.host, config.port) as listener:
-            asyncio.run(_serve(model, config, listener, limits))
+            asyncio.run(_serve(model, config, listener, announce, limits))
     finally:
         sys.setswitchinterval(before)
 
 
 async def _serve(
-    model: str | Path | Engine, config: ServerConfig, listener: socket.socket, limits: dict[str, Any]
+    model: str | Path | Engine,
+    config: ServerConfig,
+    listener: socket.socket,
+    announce: Callable[[str], None],
+    limits: dict[str, Any],
 ) -> None:
     llm = AsyncLLM(model, **limits)
     try:
@@ -70,9 +88,20 @@ async def _serve(
         service = Service(llm, config)
         gc.collect()
         gc.freeze()  # what is there now stays: later collections, which hold up a step, need not look at it
-        await host(service, listener, stop, lambda: print(_ready(service, listener), file=sys.stderr, flush=True))
+        await host(service, listener, stop, lambda: announce(_ready(service, listener)))
     finally:
-        await llm.close()
+        await _close(llm)
+
+
+async def _close(llm: AsyncLLM) -> None:
+    """Close an engine, or end the process where that takes too long."""
+    closing = asyncio.create_task(llm.close())
+    await asyncio.wait((closing,), timeout=CLOSE_S)
+    if not closing.done():
+        what = f"a step of the engine has lasted {llm.step_s:.0f} s" if llm.step_s else "a prompt is being tokenized"
+        print(f"engine: the server ends by force: {what} and does not end", file=sys.stderr, flush=True)
+        os._exit(EngineError.exit_code)
+    await closing
 
 
 def _on_signal(stop: Stop, loop: asyncio.AbstractEventLoop) -> None:
@@ -89,17 +118,20 @@ async def host(service: Service, listener: socket.socket, stop: Stop, ready: Cal
         ready: called when connections are taken.
 
     Raises:
-        EngineError: another program has taken the address.
+        EngineError: another program has taken the address, or the limit of open files is too low.
     """
     address = listener.getsockname()
     try:
-        listener.listen(2048)
+        listener.listen(BACKLOG)
     except OSError as error:
         raise _no_address(address[0], address[1], error) from error
+    limit = ConnectionLimit(service.config.max_connections, service.metrics.rejected)
+    hosts = HostCheck(address[0], service.config.host, service.config.allowed_hosts)
     server = _Server(
         uvicorn.Config(
-            App(service),
-            http=LimitedHttp,
+            App(service, hosts),
+            http=partial(LimitedHttp, limit=limit),  # type: ignore[arg-type]
+            backlog=ACCEPTS_AT_ONCE,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -107,8 +139,8 @@ async def host(service: Service, listener: socket.socket, stop: Stop, ready: Cal
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
+        ),
+        service,
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     asked = asyncio.create_task(stop.asked.wait())
@@ -116,6 +148,7 @@ async def host(service: Service, listener: socket.socket, stop: Stop, ready: Cal
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         if server.started:
+            listener.listen(BACKLOG)  # asyncio has set it to what it takes at once
             ready()
         await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
         service.draining = True
@@ -126,6 +159,9 @@ async def host(service: Service, listener: socket.socket, stop: Stop, ready: Cal
         await asyncio.wait((serving,), timeout=LAST_WORDS_S)
         for connection in list(server.server_state.connections):  # of those who don't read, or have not asked yet
             connection.transport.abort()
+        await asyncio.wait((serving,), timeout=LAST_WORDS_S)
+        if not serving.done():  # answers wait for a step of the engine, or for the tokenizer
+            await _close(service.llm)
         await serving
 
 
@@ -142,11 +178,27 @@ async def _drain(service: Service, stop: Stop) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's own answer to a signal is to close the door first: /health could not say why."""
+    """uvicorn's, with an eye on connections and on the engine.
+
+    Its own answer to a signal is to close the door first: /health could not say why.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn calls it ten times a second."""
+        self._service.watch()
+        now = asyncio.get_running_loop().time()
+        for connection in self.server_state.connections:
+            if isinstance(connection, LimitedHttp) and connection.deadline < now:
+                connection.expire()
+        return await super().on_tick(counter)
 
 
 def bind(host: str, port: int) -> socket.socket:

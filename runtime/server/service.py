@@ -1,21 +1,25 @@
 """What all requests to a server share."""
 
 import asyncio
+import logging
 import time
 
 from enginewright.runtime.async_llm import AsyncLLM
 from enginewright.runtime.server.admission import Admission
 from enginewright.runtime.server.config import ServerConfig
-from enginewright.runtime.server.errors import ApiError, shutting_down
+from enginewright.runtime.server.errors import OVERLOAD_RETRY_S, ApiError, retry_after, shutting_down
 from enginewright.runtime.server.generation import Generation
+from enginewright.runtime.server.log import Throughput
 from enginewright.runtime.server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
 
 
 class Service:
     """An engine, and who uses it. Everything is of the thread of its event loop.
 
-    live: requests that are being answered. draining: no new ones are taken. fingerprint: the same seed gives the same
-    answer where it is the same.
+    live: requests that are being answered. draining: no new ones are taken. stalled: the engine's step under way does
+    not end. fingerprint: the same seed gives the same answer where it is the same.
     """
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
@@ -24,10 +28,16 @@ class Service:
         self.models = config.served_model_names or (engine.manifest.name,)
         self.fingerprint = f"fp_{engine.manifest.content_hash[:12]}"
         self.started = int(time.time())
-        self.metrics = Metrics(llm.stats, self.models[0])
-        self.admission = Admission(llm.envelope.limits.sequences + config.max_num_waiting, config.max_waiting_tokens)
+        self.metrics = Metrics(llm.stats, self.models[0], engine.manifest.content_hash, llm.max_model_len)
+        self.throughput = Throughput(llm.stats)
+        self.admission = Admission(
+            llm.envelope.limits.sequences + config.max_num_waiting,
+            config.max_waiting_tokens,
+            config.max_logprobs_memory,
+            llm.max_model_len,
+        )
         self.live: set[Generation] = set()
-        self.draining = False
+        self.draining = self.stalled = False
 
     def why_closed(self) -> ApiError | None:
         """Why no new work is taken, if so."""
@@ -35,7 +45,24 @@ class Service:
             return shutting_down(self.config.drain_seconds)
         if not self.llm.is_alive:
             return ApiError(503, "the engine has failed", code="engine_dead")
+        if self.stalled:
+            return ApiError(
+                503,
+                f"the engine is stalled: its step has not ended within {self.config.step_timeout:g} s",
+                code="engine_stalled",
+                headers=retry_after(OVERLOAD_RETRY_S),
+            )
         return None
+
+    def watch(self) -> None:
+        """Notice a step that does not end, and that it has ended after all. To be called several times a second."""
+        limit = self.config.step_timeout
+        stalled = 0 < limit < self.llm.step_s
+        if stalled and not self.stalled:
+            logger.error("a step of the engine has not ended within %g s: new requests get a 503 until it ends", limit)
+        elif self.stalled and not stalled and self.llm.is_alive:
+            logger.warning("the step that had not ended within %g s has ended: requests are taken again", limit)
+        self.stalled = stalled
 
     def check_model(self, name: str | None) -> str:
         """The name that the answer goes under: what was asked for, or the first if nothing was.

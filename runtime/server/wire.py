@@ -1,17 +1,25 @@
 """HTTP where uvicorn leaves it open: bodies within a limit, heads within limits, and clients that leave."""
 
 import asyncio
-from asyncio import TimerHandle
+from collections.abc import Callable
+from fcntl import ioctl
+from math import inf
+from sys import byteorder, maxsize
+from termios import TIOCOUTQ
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from enginewright.runtime.server.connections import MAX_REFUSALS_AT_ONCE, ConnectionLimit
 from enginewright.runtime.server.errors import ApiError, Headers
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEAD_S = 30.0  # from its first byte to its last
 MAX_BODY_S = 120.0
+KEEP_ALIVE_S = 75.0  # longer than clients', so that none sends a request into a connection that is just being closed
+STALL_S = 60.0  # in which a client must read something of its answer
+LINGER_S = 2.0  # for a client to read an error before the connection is closed under what it still sends
 
 JSON = (b"content-type", b"application/json")
 CLOSE = (b"connection", b"close")
@@ -71,28 +79,59 @@ async def send_error(send: Send, error: ApiError) -> None:
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """uvicorn's, but the head of a request has an end, within so many bytes and seconds; and errors are JSON.
+    """uvicorn's, but a connection has an end: heads, bodies, readers and pauses have limits, and errors are JSON.
+
+    deadline: when the connection is given up, by the event loop's clock. Whoever runs the server calls `expire` then;
+    a timer for each connection would cost more.
+
+    A request is answered alone. What arrives behind it before its answer is complete is dropped, and the connection is
+    closed after the answer: so the client's end is always seen, and nothing runs on after it. An answer that begins
+    before its request has come whole ends the connection, too.
 
     httptools hands a header on when it is complete and holds it until then, whatever its size.
     """
 
+    deadline = inf
     _head_bytes = 0  # of the headers of a request, its trailers too
     _held_bytes = 0  # that have come since the parser last had something to say
-    _timer: TimerHandle | None = None
+    _unsent_bytes = maxsize  # when the deadline passed last
+    _keep_alive = False  # what the client wants
+    _deaf = False  # what comes is dropped
+    _refused = False  # one connection too many
+
+    def __init__(self, *arguments: Any, limit: ConnectionLimit, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._limit = limit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        self._timer = self.loop.call_later(MAX_HEAD_S, transport.close)
+        self._wait(MAX_HEAD_S)
+        if len(self.connections) - self._limit.num_refused > self._limit.count:
+            self._refused = True
+            error = self._limit.refuse()
+            if self._limit.num_refused > MAX_REFUSALS_AT_ONCE:
+                self.transport.abort()
+                return
+            self._send_error(error)
+            self._close_after_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._limit.num_refused -= self._refused
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
         self._held_bytes += len(data)
         super().data_received(data)
-        if self._held_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._held_bytes > MAX_HEAD_BYTES and not self._deaf:
             self.send_400_response("")
 
     def on_message_begin(self) -> None:
+        if self._is_answering:
+            raise ValueError("a second request before the first is answered")  # comes back to send_400_response
         self._head_bytes = self._held_bytes = 0
-        self._timer = self._timer or self.loop.call_later(MAX_HEAD_S, self.transport.close)
+        self._wait(MAX_HEAD_S)
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -104,31 +143,109 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._held_bytes = 0
-        self._stop_timer()
+        self._wait(MAX_BODY_S + LINGER_S)  # who reads bodies says so first
         super().on_headers_complete()
+        cycle = self.cycle
+        self._keep_alive, cycle.keep_alive = cycle.keep_alive, False
+        cycle.transport = _CycleTransport(self.transport, self.close)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._held_bytes = 0
         super().on_body(body)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._keep_alive
+            self.deadline = inf
+
+    def on_response_complete(self) -> None:
+        if not self._deaf and not self.transport.is_closing():
+            self.flow.resume_reading()
+            self._wait(KEEP_ALIVE_S)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait(STALL_S)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._is_answering and not self.cycle.disconnected:
+            self.deadline = inf
+
+    def close(self) -> None:
+        """End the connection once its answer is sent."""
+        if self._deaf or self.cycle.more_body:
+            self._close_after_reading()
+        else:
+            self.transport.close()
+            self._wait(STALL_S)
+
+    def expire(self) -> None:
+        """The deadline has passed: end the connection, unless its client reads, however slowly."""
+        unsent = self.transport.get_write_buffer_size() + _queued_bytes(self.transport)
+        if 0 < unsent < self._unsent_bytes:
+            self.deadline = self.loop.time() + STALL_S
+            self._unsent_bytes = unsent
+        elif unsent or self._deaf:
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        self._keep_alive = False
+        super().shutdown()
 
     def send_400_response(self, msg: str) -> None:
-        error = ApiError(400, "this is no HTTP request", headers=[CLOSE])
-        if max(self._head_bytes, self._held_bytes) > MAX_HEAD_BYTES:
-            error = ApiError(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes", headers=[CLOSE])
-        body = error.body
-        head = [b"HTTP/1.1 %d Bad Request" % error.status, *(b": ".join(one) for one in (JSON, CLOSE))]
-        head.append(b"content-length: %d" % len(body))
-        self.transport.write(b"\r\n".join([*head, b"", body]))
-        self.transport.close()
+        """End a connection whose client does not speak HTTP, or speaks out of turn."""
+        if self._is_answering and not self.cycle.more_body:
+            self._deaf, self.cycle.keep_alive = True, False
+            return
+        if not self._is_answering or not self.cycle.response_started:
+            error = ApiError(400, "this is no HTTP request")
+            if max(self._head_bytes, self._held_bytes) > MAX_HEAD_BYTES:
+                error = ApiError(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes")
+            self._send_error(error)
+        if self._is_answering:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._close_after_reading()
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait(self, seconds: float) -> None:
+        self.deadline = self.loop.time() + seconds
+        self._unsent_bytes = maxsize
+
+    def _send_error(self, error: ApiError) -> None:
+        length = (b"content-length", b"%d" % len(error.body))
+        head = [STATUS_LINE[error.status][:-2], *map(b": ".join, (JSON, length, CLOSE, *error.headers))]
+        self.transport.write(b"\r\n".join([*head, b"", error.body]))
+
+    def _close_after_reading(self) -> None:
+        """Wait a moment for the client's end: what it still sends would otherwise take the answer from it."""
+        self._deaf = True
+        self._wait(LINGER_S)
+        self.flow.resume_reading()
+        try:
+            self.transport.write_eof()
+        except OSError:  # the client has gone
+            self.transport.abort()
+
+
+def _queued_bytes(transport: asyncio.Transport) -> int:
+    """What the system has taken, and the client has not."""
+    fd = transport.get_extra_info("socket").fileno()
+    return 0 if fd < 0 else int.from_bytes(ioctl(fd, TIOCOUTQ, bytes(4)), byteorder)
+
+
+class _CycleTransport:
+    """What uvicorn's cycle of a request and its answer uses of a transport, but that it is closed our way."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
 
 
 def header(scope: Scope, name: bytes) -> list[bytes]:
