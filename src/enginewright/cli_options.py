@@ -1,12 +1,16 @@
-"""What the subcommands of `engine` share: how words become numbers, options that several take, and errors."""
+"""What the commands of `engine` share: types of values, groups of options, and how errors are shown."""
 
-from collections.abc import Callable
+import json
+import shlex
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
+from enginewright.cli_help import SectionCommand, section, with_options
+from enginewright.cli_hints import hint_for_command, hint_for_quant
 from enginewright.errors import EngineError, UsageError
+from enginewright.runtime.count import parse_count
 from enginewright.targets import parse_targets
 
 # What the extra [build] brings; the base install does without.
@@ -17,7 +21,6 @@ class Count(click.ParamType[int]):
     """A whole number, positive if nothing else is said; `32k` is 32768."""
 
     name = "count"
-    units: ClassVar = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
     def __init__(self, least: int = 1) -> None:
         self.least = least
@@ -25,17 +28,29 @@ class Count(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        text = str(value).strip().lower()
-        unit = self.units.get(text[-1:], 1)
-        digits = text[:-1] if unit > 1 else text
-        if not digits.isascii() or not digits.isdigit() or int(digits) < self.least:
-            positive = "positive " if self.least else ""
-            self.fail(f"{value!r} is not a {positive}whole number such as 512, 32k or 2g", param, ctx)
-        return int(digits) * unit
+        try:
+            return parse_count(str(value), self.least)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+class JsonObject(click.ParamType[dict[str, Any]]):
+    """An object in JSON: {"enable_thinking": false}."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            self.fail(f"{value!r} is no JSON: {error}", param, ctx)
+        if not isinstance(found, dict):
+            self.fail(f"{value!r} is no JSON object", param, ctx)
+        return found
 
 
 class Target(click.ParamType[str]):
-    """A target, or several in one word."""
+    """A target, or several that are joined by + or commas."""
 
     name = "target"
 
@@ -47,21 +62,31 @@ class Target(click.ParamType[str]):
         return str(value)
 
 
+class Quant(click.Choice[str]):
+    """A quantization method; a name from elsewhere is answered with the one that it means."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            hint = hint_for_quant(str(value), self.choices)
+            self.fail(f"{error.message} {hint}".rstrip(), param, ctx)
+
+
 class Commands(click.Group):
-    """Suggests the nearest command; ends with the exit code of an EngineError."""
+    """A group that suggests the nearest command, and ends with the exit code of an EngineError."""
+
+    command_class = SectionCommand
+    program = "engine"
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        import difflib
-
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
-            if not near:
-                raise
-            raise click.UsageError(f"{error.message} Did you mean '{near[0]}'?", ctx) from None
+            hint = hint_for_command(args, self.list_commands(ctx), self.program)
+            raise click.UsageError(f"{error.message} {hint}".rstrip(), ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -79,22 +104,60 @@ class Commands(click.Group):
             ctx.exit(1)
 
 
+def refuse_stray_question(context: click.Context, engine: Path) -> None:
+    """Say where a question belongs that stands behind the engine without an option.
+
+    Raises:
+        UsageError: there is such a word.
+    """
+    if context.args:
+        question = " ".join(context.args)
+        command = shlex.join(["engine", "generate", str(engine), "--chat", question])
+        raise UsageError(
+            f"{question!r} belongs to no option",
+            "a question needs --chat, and a text to continue --prompt",
+            f"Did you mean: {command}",
+        )
+
+
 class BenchCommands(Commands):
     """`engine bench --profile ENGINE` is `engine bench profile ENGINE`."""
+
+    program = "engine bench"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, ["profile", *args[1:]] if args[:1] == ["--profile"] else args)
 
 
-def _with_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
+_limits = section("Limits")
+_kv_cache = section("KV cache")
+_machine = section("Machine")
 
-    return decorate
+THREADS_OPTION = _machine(
+    "--threads",
+    type=Count(),
+    show_default="ENGINEWRIGHT_NUM_THREADS, or the number of physical cores",
+    help="CPU threads that compute.",
+)
+ISA_OPTION = _machine(
+    "--isa",
+    show_default="ENGINEWRIGHT_CPU_ISA, or the best that this CPU has",
+    help="CPU instruction set: amx, avx512, avx512-vnni, avx2-vnni, avx2 or portable.",
+)
+MMAP_OPTION = _machine(
+    "--mmap/--no-mmap",
+    default=True,
+    help="Memory-map the weights: the start is quick, and processes share them. --no-mmap copies them into memory, "
+    "which is safe if somebody may write to the file.",
+)
+DEVICE_OPTION = _machine(
+    "--device",
+    default="auto",
+    help="Where the engine runs: cpu, cuda, cuda:1 for the second GPU, or auto, which takes the first GPU if the "
+    "engine has code for it, and otherwise the CPU.",
+)
 
-
+# Options of every command that runs an engine, and the names of their values.
 LIMITS = (
     "max_model_len",
     "max_num_seqs",
@@ -104,71 +167,144 @@ LIMITS = (
     "device",
     "threads",
     "isa",
+    "mmap",
 )
-LIMIT_OPTIONS = _with_options(
-    click.option("--max-model-len", type=Count(), help="Positions of a sequence, prompt and answer.  [the engine's]"),
-    click.option("--max-num-seqs", type=Count(), default=32, show_default=True, help="Sequences in one step."),
-    click.option("--max-num-batched-tokens", type=Count(), default=512, show_default=True, help="Tokens in one step."),
-    click.option("--kv-cache-memory", type=Count(), help="Bytes for the KV cache, e.g. 2g.  [half of what is free]"),
-    click.option(
+LIMIT_OPTIONS = with_options(
+    _limits(
+        "--max-model-len",
+        type=Count(),
+        show_default="what the engine was built for",
+        help="Longest sequence in tokens: prompt and answer together. 32k is 32768.",
+    ),
+    _limits(
+        "--max-num-seqs",
+        type=Count(),
+        default=32,
+        help="Maximum number of sequences in one step (the batch size).",
+    ),
+    _limits(
+        "--max-num-batched-tokens",
+        type=Count(),
+        default=512,
+        help="Maximum number of tokens in one step, over all sequences. Longer prompts take several steps.",
+    ),
+    _kv_cache(
+        "--kv-cache-memory",
+        type=Count(),
+        show_default="half of the memory that weights and activations leave free",
+        help="Memory for the KV cache, of the GPU if the engine runs on one, in bytes: 2g is 2 GiB.",
+    ),
+    _kv_cache(
         "--enable-prefix-caching/--no-enable-prefix-caching",
         default=True,
-        show_default=True,
-        help="Prompts that begin alike share what is computed of them.",
+        help="Keep the KV cache of prompts, so that a prompt with the same beginning need not compute it again.",
     ),
-    click.option(
-        "--device", default="auto", help="auto, cpu, cuda, or cuda:1 for the second GPU.  [auto: a GPU if possible]"
-    ),
-    click.option("--threads", type=Count(), help="Threads.  [all cores, or ENGINEWRIGHT_NUM_THREADS]"),
-    click.option(
-        "--isa",
-        help="Instruction set: amx, avx512, avx512-vnni, avx2-vnni, avx2, portable.  "
-        "[the best, or ENGINEWRIGHT_CPU_ISA]",
-    ),
+    DEVICE_OPTION,
+    THREADS_OPTION,
+    ISA_OPTION,
+    MMAP_OPTION,
 )
 
+_workload = section("Requests")
+# Options of the commands that measure, and the names of their values.
 WORKLOAD = ("num_prompts", "input_len", "output_len", "shared_prefix_len", "dataset", "seed", "ignore_eos")
-WORKLOAD_OPTIONS = _with_options(
-    click.option("--num-prompts", type=Count(), help="Requests.  [32, or all of --dataset]"),
-    click.option("--input-len", default="128", show_default=True, help="Tokens of a prompt; 64:256 draws them."),
-    click.option("--output-len", default="64", show_default=True, help="Tokens of an answer; 64:256 draws them."),
-    click.option("--shared-prefix-len", type=int, default=0, help="Of which all prompts have so many in common."),
-    click.option(
+WORKLOAD_OPTIONS = with_options(
+    _workload("--num-prompts", type=Count(), show_default="32, or every line of --dataset", help="Number of requests."),
+    _workload(
+        "--input-len",
+        default="128",
+        help="Length of each prompt in tokens. 64:256 draws a random length from 64 to 256 for each.",
+    ),
+    _workload(
+        "--output-len",
+        default="64",
+        help="Length of each answer in tokens. 64:256 draws a random length from 64 to 256 for each.",
+    ),
+    _workload(
+        "--shared-prefix-len",
+        type=int,
+        default=0,
+        help="Number of tokens at the beginning of each prompt that are the same in all prompts.",
+    ),
+    _workload(
         "--dataset",
         type=click.Path(path_type=Path, dir_okay=False),
-        help='JSON lines instead, each {"prompt": …} or {"messages": […]}, with max_tokens if it differs.',
+        show_default="random prompts",
+        help='Take the prompts from a file of JSON lines, each {"prompt": …} or {"messages": […]}, with "max_tokens" '
+        "where the length of the answer is not --output-len.",
     ),
-    click.option("--seed", type=int, default=0, show_default=True, help="Of prompts, lengths and arrivals."),
-    click.option("--ignore-eos/--no-ignore-eos", default=True, show_default=True, help="Answers of full length."),
+    _workload(
+        "--seed",
+        type=int,
+        default=0,
+        help="Seed of all that is random: prompts, lengths and, of a server, times of arrival.",
+    ),
+    _workload(
+        "--ignore-eos/--no-ignore-eos",
+        default=True,
+        help="Continue each answer to its full length, even if the model would end it earlier.",
+    ),
 )
 
+_format = section("Format")
 GROUP_SIZES = (32, 64, 128, 256, 512, 0)
-QUANT_OPTIONS = _with_options(
-    click.option(
+# Settings of single quantization methods; a method that has no such setting refuses it.
+QUANT_OPTIONS = with_options(
+    _format(
         "--group-size",
         type=click.Choice(GROUP_SIZES),
-        help="Columns that share a scale, 0 for all.  [the method's]",
+        show_default="the method's own",
+        help="Number of columns of a weight that share one scale; 0 is one scale for a whole row.",
     ),
-    click.option("--zero-points", is_flag=True, default=None, help="Weights of 4 bits with a zero point a group."),
-    click.option(
-        "--quantize-lm-head", is_flag=True, default=None, help="The head, if it is not tied, as other layers."
+    _format(
+        "--zero-points",
+        is_flag=True,
+        default=None,
+        help="Give each group of 4-bit weights a zero point as well as a scale (asymmetric quantization).",
     ),
-    click.option(
+    _format(
+        "--quantize-lm-head",
+        is_flag=True,
+        default=None,
+        help="Quantize the output head (lm_head) like the other layers, if it does not share the embedding's weights. "
+        "Otherwise it is int8, or bf16 with --quant bf16.",
+    ),
+    _format(
         "--fp8-scales",
         type=click.Choice(("tensor", "channel", "block")),
-        help="fp8: what has a scale: a weight, a row of it, or 128×128 of it.  [channel]",
+        show_default="channel",
+        help="Only for --quant fp8: one scale for each weight (tensor), each of its rows (channel), or each block of "
+        "128×128 numbers (block).",
     ),
-    click.option(
+    _format(
         "--fp8-activations",
         type=click.Choice(("fp8", "bf16")),
-        help="fp8: activations on GPUs; fp8 has a scale a token, or 128 columns of it with blocks.  [fp8]",
+        show_default="fp8",
+        help="Only for --quant fp8: the format of activations on GPUs. fp8 has one scale for each token, or with "
+        "--fp8-scales block one for each 128 columns of a token.",
     ),
-    click.option(
+    _format(
         "--activation-scheme",
         type=click.Choice(("dynamic", "static")),
-        help="int8-sq: scales of activations by token, or fixed by calibration.  [dynamic]",
+        show_default="dynamic",
+        help="Only for --quant int8-sq: scale activations by what each token holds (dynamic), or by fixed scales from "
+        "calibration (static).",
     ),
-    click.option("--bits", help="auto: bits a weight on average, such as 4.6.  [5]"),
-    click.option("--act-order/--no-act-order", default=None, help="int4-gptq: columns that matter most first.  [yes]"),
-    click.option("--damping", type=Count(), help="int4-gptq: of the Hessian, in hundredths of its mean.  [1]"),
+    _format(
+        "--bits",
+        show_default="5",
+        help="Only for --quant auto: the average number of bits for each weight, such as 4.6, scales included.",
+    ),
+    _format(
+        "--act-order/--no-act-order",
+        default=None,
+        show_default="act-order",
+        help="Only for --quant int4-gptq: quantize the columns with the largest activations first.",
+    ),
+    _format(
+        "--damping",
+        type=Count(),
+        show_default="1",
+        help="Only for --quant int4-gptq: added to the diagonal of the Hessian, in percent of its mean.",
+    ),
 )

@@ -10,15 +10,16 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from enginewright.cli_help import section
 from enginewright.errors import UsageError
 
 PLACE = Path(__file__).with_name("configs")
 SHIPPED = {name: PLACE / f"{name}.toml" for name in sorted(path.stem for path in PLACE.glob("*.toml"))}
-OF_ONE_RUN = ("recipe", "output", "report", "dump_graphs", "dry_run", "json")  # options that no recipe is about
+OF_ONE_RUN = ("recipe", "output", "report", "dump_graphs", "dry_run", "json")  # options that a recipe cannot set
 
 
 def recipe_option(command: Any) -> Any:
-    """`--recipe`: what a recipe says becomes the default of the other options."""
+    """Give a command the option `--recipe`, whose values become the defaults of the command's other options."""
 
     @functools.wraps(command)
     def run(**options: Any) -> None:
@@ -27,17 +28,19 @@ def recipe_option(command: Any) -> Any:
         except UsageError as error:
             raise _with_origin(error) from error
 
-    return click.option(
+    return section("Model")(
         "--recipe",
         is_eager=True,
         expose_value=False,
         callback=_take_up,
-        help=f"Options from a TOML file, or from one of {', '.join(SHIPPED)}; those given here go before them.",
+        show_default="none",
+        help="Take options from a recipe: a TOML file, or one that is shipped: "
+        f"{', '.join(SHIPPED)}. Options on the command line override those of the recipe.",
     )(run)
 
 
 def _with_origin(error: UsageError) -> UsageError:
-    """The same, saying of options that nobody has typed that they come from the recipe."""
+    """The same error; where it names options that were not typed, it says that they come from the recipe."""
     context = click.get_current_context()
     given = [
         max(option.opts, key=len)
@@ -84,7 +87,7 @@ def _key(option: click.Option) -> str:
 
 
 def _value(context: click.Context, path: Path, key: str, option: click.Option, given: Any) -> Any:
-    """What the command line would make of it."""
+    """The value that the option would have if it stood on the command line."""
     several = given if isinstance(given, list) else [given]
     try:
         if len(several) != 1 and not option.multiple:

@@ -1,5 +1,7 @@
 """Errors people see. Each says what failed, why, and what to do, and carries the exit code of `engine`."""
 
+MAX_SHOWN_CHARS = 60  # of a value that an error message names
+
 
 class EngineError(Exception):
     """A documented failure.
@@ -55,3 +57,12 @@ class QualityGateError(EngineError):
 
 class EngineDeadError(EngineError):
     """The thread that runs the engine has ended with an error; nothing more comes from it."""
+
+
+def shorten(value: object) -> str:
+    """A value as an error message names it, whatever it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole numbers of thousands of digits
+        return f"a {type(value).__name__} too long to be shown"
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"

@@ -17,6 +17,7 @@ SMS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")  # what GPU ker
 TARGETS = (CPU, *(f"{CUDA}:{sm}" for sm in (*SMS, PTX)))
 _PTX_FROM = (8, 0)
 _SM = re.compile(r"sm_(?P<major>[0-9]{1,2})(?P<minor>[0-9])(?P<exact>a?)")
+_SM_AS_TYPED = re.compile(r"(?:cuda:)?(?:sm|compute)_?(?P<major>[0-9]{1,2})(?P<minor>[0-9])[af]?")
 
 
 def parse_targets(values: Iterable[str]) -> tuple[str, ...]:
@@ -42,10 +43,28 @@ def parse_targets(values: Iterable[str]) -> tuple[str, ...]:
 def _known(target: str, text: str) -> str:
     if target in TARGETS:
         return target
+    if match := _SM_AS_TYPED.fullmatch(target):
+        raise _no_kernels(text, (int(match["major"]), int(match["minor"])))
     why = "it names no GPU architecture" if text.rstrip(":") == CUDA else ""
     near = [] if why else difflib.get_close_matches(target, TARGETS, n=1) or _ending_with(text)
     meant = f"Did you mean {near[0]}? " if near else ""
     raise UsageError(f"{text!r} is no target", why, f"{meant}There are {', '.join(TARGETS)}.")
+
+
+def _no_kernels(text: str, capability: tuple[int, int]) -> UsageError:
+    """The error for a GPU architecture that is not in SMS, with the one whose code runs on such a GPU."""
+    able = [sm for sm in SMS if _rank(sm, capability) is not None]
+    if able:
+        return UsageError(
+            f"{text!r} is no target", fix=f"Did you mean {CUDA}:{able[-1]}? There are {', '.join(TARGETS)}."
+        )
+    number = "{}.{}".format(*capability)
+    if capability < _PTX_FROM:
+        why = f"GPUs of compute capability {number} are older than {SMS[0]}, the oldest that kernels are compiled for"
+        return UsageError(f"{text!r} is not supported", why, f"There are {', '.join(TARGETS)}.")
+    why = f"no kernels are compiled for compute capability {number}"
+    fix = f"Use {CUDA}:{PTX}, which the GPU's driver compiles when the engine starts. There are {', '.join(TARGETS)}."
+    return UsageError(f"{text!r} is not supported", why, fix)
 
 
 def _ending_with(text: str) -> list[str]:
