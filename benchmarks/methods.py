@@ -15,7 +15,7 @@ from protocol.models import KINDS, SMOLLM2, Model, model
 
 from enginewright.runtime.quality import QualityReport
 
-GATE = "kl=1000,top1=0,ppl=1000,layer=1000"
+GATE = "full,kl=1000,top1=0,ppl=1000,layer=1000,needle=0"  # full: all positions, whatever the figures
 STATIC = "int8-sq,activation-scheme=static"
 METHODS = (
     "bf16",

@@ -13,7 +13,7 @@ import numpy as np
 
 from enginewright.plan import KvGroup, Sizes
 from enginewright.runtime.envelope import SPLIT_TOKENS, Envelope, blocks_of
-from enginewright.runtime.sampling import SampledToken, SamplingParams, SamplingRequest
+from enginewright.runtime.sampling import PromptToken, SampledToken, SamplingParams, SamplingRequest
 from enginewright.runtime.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import Part, StepPlan
@@ -88,6 +88,7 @@ class Watch:
         self.poisoned: set[TokenSequence] = set()
         self.contents: dict[TokenSequence, list[int]] = {}
         self.rows: dict[TokenSequence, set[int]] = {}  # positions that have given logits
+        self.scored: dict[TokenSequence, set[int]] = {}  # positions of prompts whose tokens have been scored
         self.num_steps = self.num_computed = self.num_shared = self.num_wasted = 0
 
     def add(self, sequence: TokenSequence) -> None:
@@ -135,13 +136,28 @@ class Watch:
             assert len(tokens) == sequence.num_computed_tokens
             drawn.append(SampledToken(0 if failed else self.draw(tokens), is_nan=failed))
             tokens.append(drawn[-1].token)
-        assert plan.requests == tuple(sequence.request for sequence in plan.drawing)
+        scored = {row for row, _, _ in plan.prompt_rows}
+        drawn_rows = [row for row in range(len(plan.requests)) if row not in scored]
+        assert [plan.requests[row] for row in drawn_rows] == [sequence.request for sequence in plan.drawing]
+        owners = [part.sequence.request for part in plan.parts for _ in range(part.num_logit_rows)]
+        rows = [row for row, owner in zip(plan.inputs["logit_rows"], owners, strict=True) if owner is not None]
+        assert len(rows) == len(plan.requests)
+        for row, sequence, position in plan.prompt_rows:
+            request = plan.requests[row]
+            assert isinstance(request, PromptToken) and request.token == self.tokens[sequence][position]
+            assert plan.inputs["positions"][rows[row]] == position - 1
+            self.scored.setdefault(sequence, set()).add(position)
         self.under_way.append((plan, drawn, [sequence.num_computed_tokens for sequence in plan.drawing]))
         return plan
 
     def commit(self) -> None:
         """Of the steps under way, the oldest."""
         plan, drawn, ends = self.under_way.popleft()
+        for _, sequence, position in plan.prompt_rows:
+            sequence.every_logit = position + 1 < sequence.num_prompt_tokens
+        for sequence in plan.drawing:
+            if sequence in self.scored:
+                assert self.scored[sequence] >= set(range(1, sequence.num_prompt_tokens)), "before its first token"
         over = {part.sequence: part.sequence.finish_reason for part in plan.parts}
         self.num_wasted += sum(reason is not None for reason in over.values())
         ended = self.scheduler.commit(plan, drawn)
@@ -213,8 +229,8 @@ class Watch:
         if token >= 0:
             return token
         plan, drawn, _ = self.under_way[-1]
-        assert plan.drawing[-1 - token] is sequence
-        return drawn[-1 - token].token
+        assert plan.requests[-1 - token] is sequence.request
+        return drawn[plan.drawing.index(sequence)].token
 
     def _check_blocks(self, plan: StepPlan, index: int) -> None:
         kv, pool, inputs = self.groups[index], self.pools[index], plan.inputs

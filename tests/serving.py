@@ -3,8 +3,11 @@
 import asyncio
 import atexit
 import json
+import re
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,13 +34,21 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
+# Chat templates of tiny_engine, by its kind.
+TEMPLATES = {
+    "fails at one message": "{{ messages[1].content + 'x' }}",
+    "thinks": "{{ messages | map(attribute='reasoning_content') | select | join }}{{ messages[0].content }}"
+    "{% if add_generation_prompt %}{{ '' if enable_thinking | default(true) else 'no thinking' }}{% endif %}",
+}
+
+
 @dataclass
-class FailingTemplate(MemoryCheckpoint):
-    """Its chat template reads the second message, whether there is one or not."""
+class OtherTemplate(MemoryCheckpoint):
+    kind: str = ""
 
     @property
     def tokenizer(self) -> TokenizerFiles:
-        return replace(super().tokenizer, chat_template="{{ messages[1].content + 'x' }}")
+        return replace(super().tokenizer, chat_template=TEMPLATES[self.kind])
 
 
 @cache
@@ -45,11 +56,12 @@ def tiny_engine(kind: str = "") -> Path:
     """A llama whose answers are noise, and greedy unless asked otherwise.
 
     Args:
-        kind: "NaN": everything with NAN_TOKEN is NaN. "fails at one message": what its chat template does.
+        kind: "NaN": everything with NAN_TOKEN is NaN. Others are of TEMPLATES.
     """
     config = tiny_config("llama", tie_word_embeddings=False, max_position_embeddings=LENGTH)
-    make = FailingTemplate if kind == "fails at one message" else MemoryCheckpoint
-    checkpoint = make(config, MemoryCheckpoint.of(tiny_model(config), config).stored)
+    checkpoint = MemoryCheckpoint(config, MemoryCheckpoint.of(tiny_model(config), config).stored)
+    if kind in TEMPLATES:
+        checkpoint = OtherTemplate(config, checkpoint.stored, kind=kind)
     if kind == "NaN":
         table = checkpoint.stored["model.embed_tokens.weight"].clone()
         table[NAN_TOKEN] = float("nan")
@@ -167,16 +179,16 @@ class Running:
     def send(self, connection: socket.socket, path: str, body: Any) -> None:
         """A request by hand, whose answer nobody waits for."""
         data = json.dumps(body).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection.sendall(
+            head_of(f"POST {path}", "Content-Type: application/json", f"Content-Length: {len(data)}") + data
         )
-        connection.sendall(head.encode() + data)
 
     def is_idle(self) -> bool:
         """Nothing runs, nothing waits, and every block is free."""
         stats, queue = self.llm.stats(), self.service.admission
-        counts = (stats.num_running, stats.num_waiting, queue.num_answers, queue.num_tokens, len(self.service.live))
-        return counts == (0, 0, 0, 0, 0) and stats.kv_usage == 0.0
+        counts = [stats.num_running, stats.num_waiting, len(self.service.live)]
+        counts += [queue.num_answers, queue.num_tokens, queue.logprob_bytes]
+        return not any(counts) and stats.kv_usage == 0.0
 
 
 @contextmanager
@@ -190,6 +202,11 @@ def running(*, engine: Path | None = None, limits: Mapping[str, Any] = {}, **con
         yield server
         if server._thread.is_alive() and server.llm.is_alive:
             wait_until(server.is_idle)
+
+
+def head_of(request: str, *headers: str) -> bytes:
+    """The head of a request by hand: its method and path, and headers beside Host."""
+    return "\r\n".join([f"{request} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20) -> None:
@@ -208,3 +225,42 @@ def read_all(connection: socket.socket) -> bytes:
     except ConnectionResetError:
         pass  # it closed while we were still writing
     return data
+
+
+PROGRAM = """
+import json, sys
+from enginewright.errors import EngineError
+from enginewright.runtime.server import ServerConfig, serve
+try:
+    serve(sys.argv[1], ServerConfig(**json.loads(sys.argv[2])), threads=1, max_num_seqs=2)
+except EngineError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+@contextmanager
+def process(before: str = "", **config: Any) -> Iterator[subprocess.Popen[str]]:
+    """A server in a process of its own.
+
+    Args:
+        before: code that it runs first.
+        config: fields of ServerConfig.
+    """
+    command = [sys.executable, "-c", before + PROGRAM, str(tiny_engine()), json.dumps({"port": 0, **config})]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as opened:
+        try:
+            yield opened
+        finally:
+            opened.kill()
+
+
+def port_of(opened: subprocess.Popen[str]) -> int:
+    """Of a server that has just been started; waits until it takes connections."""
+    assert opened.stderr is not None
+    line = opened.stderr.readline()
+    found = re.fullmatch(
+        r"serving tiny at http://127\.0\.0\.1:(\d+)/v1 \(2 answers at a time, .*4096 positions\)\n", line
+    )
+    assert found, line
+    return int(found[1])

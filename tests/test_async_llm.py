@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from enginewright.errors import EngineDeadError, UsageError
-from enginewright.runtime.async_llm import AsyncLLM, AsyncRequest
+from enginewright.runtime.async_llm import AsyncEngineArgs, AsyncLLM, AsyncRequest
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import CompletionOutput, Delta, RequestOutput
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.sampling import RequestOutputKind, SamplingParams
 from enginewright.runtime.step_plan import StepPlan
 from tests.engines import built
 from tests.tiny import tiny_checkpoint
@@ -242,6 +242,99 @@ def test_generate_gives_the_answer_so_far(engine: Engine) -> None:
     run(test)
 
 
+def test_generate_gives_what_is_new_or_the_end_alone(engine: Engine) -> None:
+    params = replace(GREEDY, logprobs=1, n=2, temperature=0.9, seed=3)
+    with LLM(engine, **LIMITS) as lone:
+        (whole,) = lone.generate("Größe 🙂", params)
+
+    async def test() -> None:
+        async with opened(engine, 0.001) as llm:
+
+            async def outputs(kind: RequestOutputKind) -> list[RequestOutput]:
+                own = replace(params, output_kind=kind)
+                return [output async for output in llm.generate("Größe 🙂", own)]
+
+            (final,) = await outputs(RequestOutputKind.FINAL_ONLY)
+            assert final.finished and final.outputs == whole.outputs
+            deltas = await outputs(RequestOutputKind.DELTA)
+            assert [output.finished for output in deltas] == [False] * (len(deltas) - 1) + [True] and len(deltas) > 3
+            for choice in whole.outputs:
+                pieces = [one for output in deltas for one in output.outputs if one.index == choice.index]
+                assert "".join(piece.text for piece in pieces) == choice.text
+                assert [token for piece in pieces for token in piece.token_ids] == choice.token_ids
+                assert [entry for piece in pieces for entry in piece.logprobs or []] == choice.logprobs
+                assert [piece.finished() for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+                assert pieces[-1].cumulative_logprob == choice.cumulative_logprob
+
+    run(test)
+
+
+def test_parameters_are_those_of_the_moment_of_asking(engine: Engine) -> None:
+    """Changed while the prompt is being tokenized, they are for later requests."""
+
+    async def test() -> None:
+        async with opened(engine) as llm:
+            params = replace(GREEDY, output_kind=RequestOutputKind.FINAL_ONLY)
+            answer = asyncio.ensure_future(anext(llm.generate("a", params)))
+            await asyncio.sleep(0)
+            params.max_tokens = 3
+            assert len((await answer).outputs[0].token_ids) == 20
+
+    run(test)
+
+
+def test_from_arguments_to_shutdown(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        args = AsyncEngineArgs(engine, **LIMITS, enforce_eager=True)  # type: ignore[arg-type]
+        args.max_model_len = "100"  # type: ignore[attr-defined]
+        llm = AsyncLLM.from_engine_args(args)
+        assert llm.max_model_len == 100 and "enforce_eager" in caplog.text
+        asked = llm.submit([5], replace(GREEDY, max_tokens=90))
+        await anext(asked)
+        llm.shutdown()
+        llm.shutdown()
+        assert not llm.is_alive
+        assert joined(await read(asked))[2] in ("abort", "length"), "what ran has ended"
+        for prompt in ("a", [5]):
+            with pytest.raises(EngineDeadError, match="closed"):
+                await anext(llm.generate(prompt, GREEDY))
+
+    before = set(threading.enumerate())
+    run(test)
+    assert set(threading.enumerate()) <= before
+
+
+def test_arguments_of_a_wrong_type(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="event loop"):
+        AsyncLLM(engine, **LIMITS)
+    with pytest.raises(UsageError, match="AsyncEngineArgs"):
+        AsyncLLM.from_engine_args({"model": engine})  # type: ignore[arg-type]
+
+    async def test() -> None:
+        with pytest.raises(UsageError, match="no limit called max_seqs"):
+            AsyncLLM(engine, **LIMITS, max_seqs=5)
+        with pytest.raises(UsageError, match="tensor_parallel_size=2 is not implemented"):
+            AsyncLLM.from_engine_args(AsyncEngineArgs(engine, tensor_parallel_size=2))
+        async with opened(engine) as llm:
+            given: list[tuple[Any, Any, dict[str, Any]]] = [
+                (5, GREEDY, {}),
+                ("a", {"temperature": 0}, {}),
+                ("a", [GREEDY], {}),
+                ("a", GREEDY, {"cache_salt": 5}),
+                ({"prompt": "a", "cache_salt": "\ud800"}, GREEDY, {}),
+                ("a", GREEDY, {"lora_request": 5}),
+                ("a", GREEDY, {"max_tokens": 5}),
+            ]
+            for prompt, params, options in given:
+                with pytest.raises(UsageError):
+                    await anext(llm.generate(prompt, params, **options))
+            salted: Any = {"prompt_token_ids": [5 + n for n in range(65)], "cache_salt": "x"}
+            cached = [output.num_cached_tokens for _ in range(2) async for output in llm.generate(salted, GREEDY)]
+            assert cached[0] == 0 < cached[-1]
+
+    run(test)
+
+
 @pytest.mark.parametrize("way", ["cancel", "break", "raise"])
 def test_whoever_leaves_generate_ends_it(engine: Engine, way: str) -> None:
     async def consume(llm: AsyncLLM, some: asyncio.Event) -> None:
@@ -298,7 +391,7 @@ def test_what_is_wrong_with_a_request_is_said_at_once(engine: Engine) -> None:
                 llm.submit([5], replace(GREEDY, stop_token_ids=(307,)))
             with pytest.raises(UsageError, match="of one kind"):
                 await llm.encode([5, "a"])  # type: ignore[arg-type]
-            with pytest.raises(UsageError, match="limit of 200"):
+            with pytest.raises(UsageError, match="maximum context length is 200"):
                 async for _ in llm.generate([5] * 200, GREEDY):
                     pass
             assert joined(await read(llm.submit([5], GREEDY)))[2] == "length"

@@ -29,7 +29,11 @@ def answers(llm: LLM, folder: Path, lines: list[Any], **common: Any) -> list[dic
     texts = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines]
     source.write_text("\n".join(texts) + "\n")
     run_batch(llm, source, output, common)
-    return [json.loads(line) for line in output.read_text().splitlines()]
+    return [json.loads(line) for line in output.read_bytes().splitlines()]
+
+
+def openai_line(name: str, body: dict[str, Any], url: str = "/v1/completions") -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
 
 
 def test_answers_are_in_the_order_of_the_lines(llm: LLM, tmp_path: Path) -> None:
@@ -84,7 +88,7 @@ def test_options_of_a_line_win_over_those_of_the_command(llm: LLM, tmp_path: Pat
         ({"prompt": "a", "temprature": 1, "zzz": 2}, "temprature, zzz"),
         ({"prompt": "a", "temperature": -1}, "temperature"),
         ({"prompt": "a", "temperature": "hot"}, "temperature"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
         ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
         ({"prompt": "a", "stop": 5}, "array"),
         ({"prompt": "a", "stop": [5]}, "str"),
@@ -94,7 +98,12 @@ def test_options_of_a_line_win_over_those_of_the_command(llm: LLM, tmp_path: Pat
         ({"prompt": "a", "logit_bias": {"x": 1}}, "int"),
         ({"prompt": "a", "logit_bias": {"400": 1}}, "400"),
         ({"prompt": "a", "n": 0}, "n must be"),
-        ({"prompt": "word " * 300}, "limit of 100"),
+        ({"prompt": "word " * 300}, "context length is 100"),
+        (openai_line("x", {"input": "a"}, "/v1/embeddings"), "/v1/chat/completions and /v1/completions"),
+        (openai_line("x", {"prompt": "a"}) | {"method": "GET"}, "POST"),
+        (openai_line("x", {"prompt": "a"}) | {"prompt": "a"}, "prompt"),
+        ({"custom_id": "x", "method": "POST", "url": "/v1/completions"}, "body"),
+        ({"body": {"prompt": "a"}, "method": "POST", "url": "/v1/completions"}, "custom_id"),
     ],
 )
 def test_an_error_names_its_line_and_nothing_is_written(llm: LLM, tmp_path: Path, line: Any, names: str) -> None:
@@ -111,6 +120,84 @@ def test_several_answers_to_one_line(llm: LLM, tmp_path: Path) -> None:
     found = answers(llm, tmp_path, lines, max_tokens=5, ignore_eos=True)
     assert [(answer.get("id"), answer.get("index")) for answer in found] == [("x", 0), ("x", 1), ("x", 2), (None, None)]
     assert len({tuple(answer["token_ids"]) for answer in found}) == 4
+
+
+def test_an_answer_repeats_its_prompt(llm: LLM, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    found = answers(llm, tmp_path, [{"prompt": "Größe", "id": 0}, {"messages": messages}], max_tokens=1)
+    assert (found[0]["id"], found[0]["prompt"]) == (0, "Größe") and "messages" not in found[0]
+    assert found[1]["messages"] == messages and not {"id", "prompt"} & found[1].keys()
+
+
+def test_openais_batch_form(llm: LLM, tmp_path: Path) -> None:
+    """Answers are what the API's own bodies hold, in the order of the lines, beside lines of our form."""
+    conversation = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    chat = {"model": "gpt", "messages": conversation, "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    several = {"prompt": ["a", "b c"], "n": 2, "max_tokens": 2, "temperature": 0}
+    lines = [
+        openai_line("first", chat | {"temperature": 0}, "/v1/chat/completions"),
+        {"prompt": "a", "max_tokens": 2},
+        openai_line("second", several),
+    ]
+    first, ours, second = answers(llm, tmp_path, lines, ignore_eos=True)
+    assert [ours["prompt"], first["custom_id"], second["custom_id"]] == ["a", "first", "second"]
+    assert first.keys() == second.keys() == {"id", "custom_id", "response", "error"}
+    assert first["error"] is None and first["response"]["status_code"] == 200 and first["id"] != second["id"]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2)
+    (expected,) = llm.chat([{"role": "user", "content": "Hi"}], params)
+    body, output = first["response"]["body"], expected.outputs[0]
+    (choice,) = body["choices"]
+    assert (body["object"], body["model"]) == ("chat.completion", llm.engine.manifest.name)
+    assert choice["message"] == {"role": "assistant", "content": output.text} and choice["finish_reason"] == "length"
+    assert body["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+    assert body["usage"]["completion_tokens"] == 3 == len(choice["logprobs"]["content"])
+    assert output.logprobs is not None
+    for token, entry, named in zip(output.token_ids, choice["logprobs"]["content"], output.logprobs, strict=True):
+        assert entry["logprob"] == pytest.approx(named[token].logprob)
+        likeliest = sorted((one.logprob for one in named.values() if one.rank is not None), reverse=True)
+        assert [one["logprob"] for one in entry["top_logprobs"]] == pytest.approx(likeliest)
+    greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    texts = [llm.generate(prompt, greedy)[0].outputs[0].text for prompt in ("a", "a", "b c", "b c")]
+    body = second["response"]["body"]
+    assert [(one["index"], one["text"]) for one in body["choices"]] == list(enumerate(texts))
+    assert body["object"] == "text_completion" and body["usage"]["completion_tokens"] == 8
+
+
+def test_how_long_answers_of_openais_form_are(llm: LLM, tmp_path: Path) -> None:
+    """As the API has it; the command's --max-tokens stands for what a body does not say."""
+    lines = [openai_line("x", {"prompt": "a"}), openai_line("y", {"prompt": "a", "max_tokens": 3})]
+    for common, expected in (({}, [16, 3]), ({"max_tokens": 5}, [5, 3])):
+        found = answers(llm, tmp_path, lines, ignore_eos=True, **common)
+        assert [one["response"]["body"]["usage"]["completion_tokens"] for one in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "url", "param"),
+    [
+        ({"prompt": "a", "tempreture": 1}, "/v1/completions", "tempreture"),
+        ({"prompt": "a", "temperature": -1}, "/v1/completions", "temperature"),
+        ({"prompt": "a", "stream": True}, "/v1/completions", "stream"),
+        ({"prompt": "word " * 300}, "/v1/completions", "prompt"),
+        ({"messages": []}, "/v1/chat/completions", "messages"),
+        ({}, "/v1/chat/completions", "messages"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "/v1/chat/completions", "messages[0].role"),
+    ],
+)
+def test_a_body_that_is_refused_is_answered_so(
+    llm: LLM, tmp_path: Path, body: dict[str, Any], url: str, param: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refused, answered = answers(llm, tmp_path, [openai_line("x", body, url), openai_line("y", {"prompt": "a"})])
+    assert (refused["custom_id"], refused["response"]["status_code"], refused["error"]) == ("x", 400, None)
+    assert refused["response"]["body"]["error"]["param"] == param
+    assert answered["response"]["status_code"] == 200
+    assert "[1 of 2 requests failed; their lines say why]" in capfd.readouterr().err
+
+
+def test_a_batch_of_which_nothing_is_answered_has_failed(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="no request was answered") as failed:
+        answers(llm, tmp_path, [openai_line("x", {"prompt": "a", "n": 0})])
+    assert failed.value.exit_code == 1
+    assert json.loads((tmp_path / "out.jsonl").read_text())["response"]["status_code"] == 400
 
 
 def test_no_request_at_all(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import open_checkpoint
+from enginewright.builder.checkpoint.base import TokenizerFiles
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, NotEnoughMemoryError, UnsupportedModelError, UsageError
 from enginewright.passes.quant import QuantConfig
@@ -218,3 +220,23 @@ def test_a_killed_build_leaves_nothing(tmp_path: Path) -> None:
     assert not (folder / "x.engine").exists()
     build_engine(open_checkpoint(str(checkpoint)), BuildConfig(), folder / "x.engine")
     assert [entry.name for entry in folder.iterdir()] == ["x.engine"]
+
+
+def test_a_chat_template_is_tried(tmp_path: Path) -> None:
+    """One that cannot show a message, or does not come to an end, is a note: what else the engine does, it does."""
+    config = tiny_config("llama")
+    stored = MemoryCheckpoint.of(tiny_model(config), config).stored
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i %}{% endfor %}{% endfor %}"
+    for source, why in (("{{ messages[1].content + 'x' }}", "failed"), ("{% if %}", "read"), (endless, "CPU time")):
+
+        @dataclass
+        class Templated(MemoryCheckpoint):
+            @property
+            def tokenizer(self) -> TokenizerFiles:
+                return replace(super().tokenizer, chat_template=source)  # noqa: B023 (used before the next one)
+
+        report = build_engine(Templated(config, stored), BuildConfig(gate=None), tmp_path / "tiny.engine")
+        (note,) = report.notes
+        assert note.startswith("no chats of one message: the chat template") and why in note
+    checkpoint = MemoryCheckpoint(config, stored)
+    assert build_engine(checkpoint, BuildConfig(gate=None), tmp_path / "fine.engine").notes == []

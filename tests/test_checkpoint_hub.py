@@ -4,15 +4,20 @@ import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import save
 from tokenizers import Tokenizer, models
 
 from enginewright.builder.checkpoint import Checkpoint, hub, open_checkpoint, opening
+from enginewright.builder.models import build_graph, check_config
+from enginewright.cli import main
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 from tests.hub_server import Hub, serving
+from tests.tiny import FAMILIES, tiny_checkpoint, tiny_config
 
 TEXTS = {
     "config.json": b'{"model_type": "llama"}',
@@ -135,6 +140,64 @@ def test_gated(remote: Hub) -> None:
     with pytest.raises(EngineError, match="the hub denies access to owner/Tiny") as refused:
         open_checkpoint("owner/Tiny")
     assert "hf auth login" in refused.value.fix
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shards"])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "mamba2"}, "models of type 'mamba2' are not implemented"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type = 'longrope'"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method = 'aqlm'"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 5, "group_size": 32}}, "bits = 5"),
+        ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
+        ({"attention_multiplier": 2.0}, "attention_multiplier = 2.0"),
+    ],
+)
+def test_no_weights_are_fetched_of_a_model_that_cannot_be_built(
+    remote: Hub, changes: dict[str, Any], said: str, sharded: bool, tmp_path: Path
+) -> None:
+    index = {"model.safetensors.index.json": json.dumps({"weight_map": {"x": "a.safetensors"}}).encode()}
+    config = json.dumps(tiny_config("llama") | changes).encode()
+    weights = {"a.safetensors": shard(x=1.0)} if sharded else {"model.safetensors": shard(x=1.0)}
+    remote.files |= {"config.json": config} | weights | (index if sharded else {})
+    for command in (("build", "-o", str(tmp_path / "x.engine")), ("export", "--onnx", str(tmp_path / "x.onnx"))):
+        result = CliRunner().invoke(main, [command[0], "owner/Tiny", *command[1:]])
+        assert result.exit_code == 3 and said in result.stderr, result.output
+    assert "config.json" in remote.fetched and not [name for name in remote.fetched if name in weights]
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [("tokenizer.json", "tokenizer.json is missing"), ("config.json", "owner/Tiny on the hub is not a checkpoint")],
+)
+def test_no_weights_are_fetched_without_a_tokenizer_or_a_config(remote: Hub, missing: str, said: str) -> None:
+    remote.files["model.safetensors"] = shard(x=1.0)
+    del remote.files[missing]
+    with pytest.raises(EngineError, match=said):
+        open_checkpoint("owner/Tiny")
+    assert "model.safetensors" not in remote.fetched
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_fetched_of_a_model_that_can_be_built(remote: Hub, family: str, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, family)
+    remote.files |= {file.name: file.read_bytes() for file in folder.iterdir()}
+    built = []
+    checkpoint = open_checkpoint("owner/Tiny", check_config=lambda config: built.append(check_config(config)))
+    assert built == [None] and "model.safetensors" in remote.fetched
+    build_graph(checkpoint)
+
+
+def test_the_config_of_a_quantized_checkpoint_is_enough_to_know_that_it_can_be_built() -> None:
+    for settings in (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32},
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "mxfp4"},
+    ):
+        check_config(tiny_config("qwen3", quantization_config=settings))
 
 
 def test_pickles_are_not_even_fetched(remote: Hub) -> None:

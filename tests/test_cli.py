@@ -1,10 +1,14 @@
 """The `engine` command as people meet it: what it prints, where, and its exit codes."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import numpy as np
 import onnx
 import pytest
@@ -12,10 +16,15 @@ from click.testing import CliRunner, Result
 
 from enginewright import _cpu
 from enginewright.cli import QUANTS, main
+from enginewright.cli_help import SectionCommand, SectionOption
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.passes.quant import METHODS, quant_config
+from enginewright.runtime import envelope
+from enginewright.runtime.llm import LLM
+from enginewright.runtime.machine import num_cores
 from tests.engines import copied
+from tests.serving import tiny_engine
 from tests.tiny import tiny_checkpoint
 
 
@@ -150,6 +159,11 @@ def test_a_batch_answers_each_line_in_order(engine: Path, tmp_path: Path) -> Non
     assert [(answer["id"], len(answer["token_ids"])) for answer in answers] == [(5, 5), (1, 1), (3, 3)]
 
 
+def test_export_says_before_the_work_that_there_is_no_folder(tmp_path: Path) -> None:
+    assert "there is no folder" in refused(2, "export", "owner/Tiny", "--onnx", tmp_path / "new" / "model.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_export_writes_standard_onnx(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     assert run("export", checkpoint, "--onnx", path).exit_code == 0
@@ -170,12 +184,141 @@ def test_usage_is_2(engine: Path, tmp_path: Path) -> None:
     assert "Did you mean 'inspect'?" in refused(2, "inspct", engine)
     assert "--max-tokens" in refused(2, "generate", engine, "-p", "x", "--max-tokns", "3")
     assert "one of --prompt" in refused(2, "generate", engine)
-    assert "such as 512, 32k" in refused(2, "build", "x", "--max-seq-len", "many")
+    assert "32k and 2g are understood" in refused(2, "build", "x", "--max-seq-len", "many")
     assert refused(2, "build", tmp_path / "nothing-here")
     long = refused(2, "generate", engine, "-p", "word " * 600)
-    assert "limit of 512" in long
+    assert "context length is 512" in long
     assert "512 positions" in refused(2, "generate", engine, "-p", "x", "--max-model-len", "1k")
     assert "top_p" in refused(2, "generate", engine, "-p", "x", "--top-p", "1.5")
+
+
+def test_options_of_generate_that_would_do_nothing_are_2(engine: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    assert "--system goes with --chat" in refused(2, "generate", engine, "-p", "x", "--system", "y")
+    assert '"messages"' in refused(2, "generate", engine, "--input", tmp_path / "in.jsonl", "--system", "y")
+    assert "--logprobs needs --json" in refused(2, "generate", engine, "-c", "x", "--logprobs", "2")
+    assert "--output goes with --input" in refused(2, "generate", engine, "-c", "x", "-o", tmp_path / "out")
+    found = json.loads(run("generate", engine, "-p", "x", "--logprobs", "2", "--max-tokens", "1", "--json").stdout)
+    assert len(found["logprobs"][0]["top"]) == 2
+
+
+def test_a_prompt_without_a_limit_stops_somewhere_and_says_so(engine: Path) -> None:
+    note = "[stopped at 256 tokens, the limit of --prompt without --max-tokens: --max-tokens N sets another]"
+    generate = ("generate", engine, "--ignore-eos", "--json")
+    for options, tokens, positions, noted in (
+        (("-p", "x"), 256, None, True),
+        (("-p", "x", "--max-tokens", "256"), 256, None, False),
+        (("-p", "x", "--max-model-len", "40"), None, 40, False),
+        (("-c", "x"), None, 512, False),  # a chat's answer ends by itself, or at the model's length
+    ):
+        result = run(*generate, *options)
+        found = json.loads(result.stdout)
+        count = len(found["token_ids"])
+        assert tokens in (None, count) and positions in (None, count + found["num_prompt_tokens"])
+        assert (note in result.stderr) == noted, result.stderr
+    assert note in run("generate", engine, "--ignore-eos", "-p", "x").stderr
+
+
+def test_variables_of_the_chat_template() -> None:
+    engine = tiny_engine("thinks")
+
+    def prompt_tokens(*options: str) -> int:
+        result = run("generate", engine, "-c", "Hello", "--max-tokens", "1", "--json", *options)
+        return int(json.loads(result.stdout)["num_prompt_tokens"])
+
+    assert prompt_tokens("--chat-template-kwargs", '{"enable_thinking": false}') > prompt_tokens()
+    for given, why in (("[1]", "no JSON object"), ("{", "no JSON"), ('{"messages": []}', "cannot set messages")):
+        assert why in refused(2, "generate", engine, "-c", "x", "--chat-template-kwargs", given)
+    assert "goes with --chat" in refused(2, "generate", engine, "-p", "x", "--chat-template-kwargs", "{}")
+
+
+def test_a_checkpoint_is_said_to_be_built_first(checkpoint: Path, tmp_path: Path) -> None:
+    """By every command that opens an engine, and with the command that builds it."""
+    gguf = tmp_path / "Some Model.Q4_0.gguf"
+    gguf.write_bytes(b"GGUF")
+    for given, name in (("owner/Tiny-1B", "Tiny-1B"), (checkpoint, "tiny-llama"), (gguf, "Some Model.Q4_0")):
+        command = shlex.join(["engine", "build", str(given), "--output", f"{name}.engine"])
+        for words in (("run",), ("inspect",), ("verify",), ("bench", "offline"), ("bench", "profile"), ("diff", given)):
+            assert f"Run: {command}\n" in refused(2, *words, given)
+        assert f"Run: {command}\n" in refused(2, "generate", given, "-p", "x")
+        with pytest.raises(UsageError, match=r"build it first|has to be built first"):
+            LLM(given)
+    for path in ("nothing.engine", tmp_path / "x" / "y", "owner/tiny.engine"):
+        assert "cannot be opened" in refused(1, "run", path)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("serve a.engine --port 80", "engine run a.engine --port 80"),
+        ("chat a.engine Hi --seed 1", "engine generate a.engine --chat Hi --seed 1"),
+        ("chat a.engine --seed 1", "engine generate a.engine --chat QUESTION --seed 1"),
+        ("complete a.engine Once", "engine generate a.engine --prompt Once"),
+        ("chat", "engine generate ENGINE --chat QUESTION"),
+        ("quantize owner/Tiny", "engine build owner/Tiny"),
+        ("generate a.engine What is it?", "engine generate a.engine --chat 'What is it?'"),
+        ("bench a.engine --threads 1", "engine bench offline a.engine --threads 1"),
+        ("bench folder/a --threads 1", "engine bench offline folder/a --threads 1"),
+    ],
+)
+def test_commands_of_other_programs_are_answered_with_ours(typed: str, meant: str) -> None:
+    assert f"Did you mean: {meant}\n" in refused(2, *typed.split())
+
+
+def test_no_command_that_is_near() -> None:
+    assert "No such command 'frobnicate'.\n" in refused(2, "frobnicate")
+    assert "Did you mean 'serve'?" in refused(2, "bench", "servr")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("int4", "int4-awq (calibrated, the more exact) or int4-rtn (rounded to nearest, built in seconds)"),
+        ("Q4_K_M", "int4-awq (calibrated, the more exact) or int4-rtn (rounded to nearest, built in seconds)"),
+        ("q8_0", "int8-wo (8-bit weights) or w8a8 (8-bit activations, too)"),
+        ("int8", "int8-wo (8-bit weights) or w8a8 (8-bit activations, too)"),
+        ("awq", "int4-awq"),
+        ("gptq", "int4-gptq"),
+        ("nf4", "int4-rtn"),
+        ("fp4", "mxfp4"),
+        ("nvfp4", "mxfp4"),
+        ("smoothquant", "int8-sq"),
+        ("q5_k_m", "auto with --bits, which gives each layer a format of 4, 8 or 16 bits"),
+        ("fp16", "bf16"),
+        ("fp8_e4m3", "fp8"),
+        ("int8-woo", "int8-wo (8-bit weights) or w8a8 (8-bit activations, too)"),
+        ("w8a9", "w8a8"),
+    ],
+)
+def test_formats_of_other_programs_are_answered_with_ours(typed: str, meant: str) -> None:
+    assert f"Did you mean {meant}?\n" in refused(2, "build", "x", "--quant", typed)
+
+
+def test_a_format_that_nothing_is_like() -> None:
+    assert refused(2, "build", "x", "--quant", "zzz").endswith("'auto'.\n")
+
+
+def test_more_threads_than_cores_are_warned_of(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cores = num_cores()
+    generate = ("generate", engine, "-p", "x", "--max-tokens", "1")
+
+    def warned(*options: object, **environment: str) -> bool:
+        caplog.clear()
+        assert run(*generate, *options, **environment).exit_code == 0
+        return f"{cores + 3} threads share {cores} core" in caplog.text
+
+    assert warned("--threads", cores + 3)
+    assert warned(ENGINEWRIGHT_NUM_THREADS=str(cores + 3))
+    assert not warned("--threads", cores) and not caplog.text
+    with LLM(engine, threads=cores + 3):
+        assert f"Use --threads {cores}" in caplog.text
+
+
+def test_a_warning_is_on_stderr(engine: Path) -> None:
+    """Nothing sets up logging for `generate`."""
+    command = [sys.executable, "-c", "from enginewright.cli import main; main()", "generate", str(engine), "-p", "x"]
+    done = subprocess.run([*command, "--max-tokens", "1", "--threads", "99"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.startswith("99 threads share ") and "threads share" not in done.stdout
 
 
 def test_unsupported_models_are_3(checkpoint: Path, tmp_path: Path) -> None:
@@ -211,8 +354,11 @@ def test_broken_checkpoints_are_1(checkpoint: Path, tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["config.json", "tokenizer.json"]
 
 
-def test_too_little_memory_is_4(engine: Path) -> None:
+def test_too_little_memory_is_4(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--kv-cache-memory" in refused(4, "generate", engine, "-p", "x", "--kv-cache-memory", "1k")
+    monkeypatch.setattr(envelope, "free_memory", lambda: 1000)
+    said = refused(4, "generate", engine, "-p", "x", "--kv-cache-memory", "8m", "--no-mmap")
+    assert "Leave out --no-mmap" in said
 
 
 def test_damaged_engines_are_5(engine: Path, tmp_path: Path) -> None:
@@ -225,6 +371,18 @@ def test_damaged_engines_are_5(engine: Path, tmp_path: Path) -> None:
         at = file.offsets["weights/model.norm.weight"]
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     assert "weights/model.norm.weight" in refused(5, "verify", path)
+
+
+def test_weights_are_hashed_before_they_are_used_if_asked_for(engine: Path, tmp_path: Path) -> None:
+    name = "weights/model.norm.weight"
+    with EngineFile.open(engine) as file:
+        at = file.offsets[name]
+    path, data = tmp_path / "damaged.engine", bytearray(engine.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    assert run("generate", path, "-p", "x", "--max-tokens", "1").exit_code == 0
+    assert name in refused(5, "generate", path, "-p", "x", "--max-tokens", "1", "--verify")
+    assert run("generate", engine, "-p", "x", "--max-tokens", "1", "--verify").exit_code == 0
 
 
 def test_an_engine_that_computes_something_else_is_1(engine: Path, tmp_path: Path) -> None:
@@ -283,6 +441,41 @@ def test_settings_of_a_method(checkpoint: Path, tmp_path: Path) -> None:
 def test_quant_offers_what_there_is() -> None:
     """The command line names the methods by itself: asking the builder would import torch for `--help`."""
     assert tuple(method.name for method in METHODS) == QUANTS
+
+
+def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command that is no group, with the words that call it."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+@pytest.mark.parametrize(("words", "command"), [pytest.param(*entry, id=" ".join(entry[0])) for entry in commands()])
+def test_help_has_each_option_in_a_section_and_with_its_default(words: tuple[str, ...], command: click.Command) -> None:
+    text = " ".join(run(*words, "--help").stdout.split())
+    assert isinstance(command, SectionCommand)
+    for option in command.params:
+        if not isinstance(option, click.Option):
+            continue
+        assert isinstance(option, SectionOption) and f" {option.section}: " in text, option.name
+        assert option.help and option.help.endswith("."), option.name
+        _, shown = option.get_help_record(click.Context(command)) or ("", "")
+        is_switch = option.is_flag and not option.secondary_opts
+        assert is_switch or option.required or re.search(r"\[default: [^;\]]", shown), option.name
+
+
+@pytest.mark.parametrize(
+    ("command", "sections"),
+    [
+        ("build", ["Model", "Format", "Calibration", "Targets", "Quality gate", "Output", "Other"]),
+        ("run", ["Address", "Limits", "KV cache", "Machine", "Overload", "Keys", "Log", "Other"]),
+        ("generate", ["Prompt", "Sampling", "Output", "Limits", "KV cache", "Machine", "Other"]),
+    ],
+)
+def test_sections_of_help(command: str, sections: list[str]) -> None:
+    assert re.findall(r"^([A-Z][A-Za-z ]+):$", run(command, "--help").stdout, re.M) == sections
 
 
 def test_the_command_starts_without_heavy_imports() -> None:

@@ -162,6 +162,23 @@ def test_the_machine_is_asked_where_nobody_says(monkeypatch: pytest.MonkeyPatch)
         envelope(PLAN, config)
 
 
+def test_weights_that_are_read_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapped ones need not, where somebody says how large the KV cache is."""
+    mapped = RuntimeConfig(max_num_seqs=1000, kv_cache_memory=1 << 20)
+    arena_bytes = envelope(PLAN, mapped).arena_bytes
+    monkeypatch.setattr(module, "free_memory", lambda: 10_000_000 + arena_bytes)
+    for weight_bytes in (10_000_000, 10_000_001):
+        envelope(PLAN, mapped, weight_bytes)
+    read = replace(mapped, mmap=False)
+    envelope(PLAN, read, 10_000_000)
+    envelope(PLAN, read, 10_000_001, free=30_000_000)  # on a GPU they are not in the machine's memory
+    with pytest.raises(NotEnoughMemoryError, match="Leave out --no-mmap") as refused:
+        envelope(PLAN, read, 10_000_001)
+    assert refused.value.exit_code == 4
+    kv_bytes = [envelope(PLAN, replace(config, kv_cache_memory=None), 6_000_000).kv_bytes for config in (mapped, read)]
+    assert kv_bytes[0] == kv_bytes[1] <= 2_000_000, "half of what the weights leave, either way"
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_the_executor_allocates_what_the_envelope_says(family: str, kv_cache_dtype: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from enginewright.builder.export import export_onnx
 from enginewright.builder.models import build_graph
-from enginewright.errors import EngineError
+from enginewright.errors import EngineError, UsageError
 from tests import tolerances
 from tests.onnx_run import run
 from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_config, tiny_model
@@ -44,7 +44,7 @@ def test_an_exported_file_runs(
     tmp_path: Path, family: str, dtype: str, kind: type[np.floating], tolerance: float
 ) -> None:
     graph = tiny_graph(family)
-    path = tmp_path / "new" / "model.onnx"
+    path = tmp_path / "model.onnx"
     export_onnx(graph, path, dtype)
     onnx.checker.check_model(str(path), full_check=True)
     assert {entry.domain for entry in onnx.load(str(path)).opset_import} == {""}
@@ -95,6 +95,30 @@ def test_a_weight_beyond_fp16_is_named_and_nothing_is_left(tmp_path: Path, embed
         export_onnx(graph, tmp_path / "model.onnx", "fp16", embed_limit_bytes)
     assert list(tmp_path.iterdir()) == []
     export_onnx(graph, tmp_path / "model.onnx", "fp32", embed_limit_bytes)
+
+
+def test_no_folder_is_made(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no folder"):
+        export_onnx(tiny_graph("llama"), tmp_path / "new" / "model.onnx")
+    with pytest.raises(UsageError, match="is no file"):
+        export_onnx(tiny_graph("llama"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("fp32", 4), ("fp16", 2)])
+def test_a_disk_without_space_is_said_before_weights_are_read(tmp_path: Path, dtype: str, element_bytes: int) -> None:
+    """The head of 10^14 tokens is more than any disk holds, and nobody makes it."""
+    graph, tokens = tiny_graph("llama"), 10**14
+    head = graph.graph.initializers["lm_head.weight"]
+
+    def read() -> ir.TensorProtocol:
+        raise AssertionError("a weight was read")
+
+    head.const_value = ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape([tokens, 48]), name=head.name)
+    needed = f"it takes {tokens * 48 * element_bytes / 1e9:,.0f}.\\d\\d GB, [\\d,.]+ GB are free"
+    with pytest.raises(EngineError, match=f"the disk has no space for .*: {needed}") as caught:
+        export_onnx(graph, tmp_path / "model.onnx", dtype)
+    assert caught.value.exit_code == 1 and list(tmp_path.iterdir()) == []
 
 
 def test_exporting_changes_nothing_in_the_graph(tmp_path: Path) -> None:

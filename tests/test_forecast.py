@@ -166,7 +166,7 @@ class Phases(Silent):
     def __init__(self) -> None:
         self.begun: list[str] = []
 
-    def phase(self, name: str, total_bytes: int = 0) -> None:
+    def phase(self, name: str, total: int = 0) -> None:
         self.begun.append(name)
 
 

@@ -54,10 +54,10 @@ def test_a_build_is_measured_and_says_so(checkpoint: Path, tmp_path: Path) -> No
     assert [check.name for check in report.measured.checks] == ["kl", "top1", "ppl", "layer", "finite"]
     assert json.loads(run("inspect", path, "--json").stdout)["quality"] == report.to_dict()
     shown = run("inspect", path).stdout
-    assert f"quality    KL {report.measured.whole.kl:g} ±" in shown
+    assert f"quality    KL {report.measured.whole.kl:g} nats (" in shown
     assert f"gate quick: kl {report.measured.whole.kl:g} ≤ 0.03, top1 0.9" in shown
     assert (
-        f"quality  KL {report.measured.whole.kl:g} ±"
+        f"quality  KL {report.measured.whole.kl:g} nats ("
         in run("build", checkpoint, "--quant", "int8-wo", "-o", path).stderr
     )
 
@@ -69,7 +69,8 @@ def test_a_failed_gate_leaves_the_folder_as_it_was(checkpoint: Path, tmp_path: P
     assert built.exit_code == 7 and not built.stdout
     assert path.read_bytes() == b"an earlier engine" and list(tmp_path.iterdir()) == [path]
     said = built.stderr
-    assert re.search(r"kl is 0\.0\d+, at most 0\.0001 passes", said) and "top1 is 0.6" in said
+    assert re.search(r"kl is 0\.0\d+ \(0\.0\d+ to 0\.\d+\), at most 0\.0001 passes", said)
+    assert "top1 is 0.6" in said
     layers = re.findall(r"^  (model\.\S+) +int4-rtn +(\d+\.\d+)%", said, re.MULTILINE)
     assert len(layers) == 8 and [float(error) for _, error in layers] == sorted(
         (float(error) for _, error in layers), reverse=True
@@ -215,8 +216,8 @@ def test_what_cannot_be_meant_is_refused_before_the_build(
 def test_texts_are_cut_to_what_the_engine_takes(longest: int, tmp_path: Path) -> None:
     report = build_engine(in_memory(), BuildConfig(max_seq_len=longest), tmp_path / "x.engine")
     measured = report.quality.measured
-    assert measured is not None and measured.whole.positions == 16 * longest
-    assert [text.distance.positions for text in measured.texts] == [longest] * 16
+    assert measured is not None and measured.all_positions == 16 * longest
+    assert {text.distance.positions for text in measured.texts} == {longest}
     assert (measured.whole.perplexity is None) == (longest == 1)
     assert ("ppl" in {check.name for check in measured.checks}) == (longest > 1)
 

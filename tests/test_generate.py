@@ -202,7 +202,7 @@ def test_prompts_that_cannot_be_meant(llm: LLM) -> None:
         return str(error.value)
 
     message = refused([5] * 200)
-    assert "200 tokens" in message and "limit of 200" in message
+    assert "200 tokens" in message and "context length is 200" in message
     assert "201 tokens" in refused([5] * 201)
     assert len(all_of(llm, [[5] * 199])[0].token_ids) == 1
     assert "empty" in refused([])

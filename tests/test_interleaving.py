@@ -116,7 +116,7 @@ def test_times_are_each_answers_own(llm: LLM) -> None:
 
 
 def test_a_stream_refuses_before_it_is_read(llm: LLM) -> None:
-    with pytest.raises(UsageError, match="limit of 200"):
+    with pytest.raises(UsageError, match="context length is 200"):
         llm.stream([5] * 200, GREEDY)
     with pytest.raises(UsageError, match="307"):
         llm.stream([5], replace(GREEDY, stop_token_ids=(307,)))

@@ -19,6 +19,7 @@ from enginewright.builder.config import ConfigReader
 from enginewright.builder.models import build_graph, model_types
 from enginewright.builder.models.common.rope import read_rope
 from enginewright.builder.models.common.sizes import Sizes
+from enginewright.builder.tensors import Tensors
 from enginewright.builder.weights import Weights
 from enginewright.errors import EngineError
 from enginewright.plugins import expand_references
@@ -219,7 +220,7 @@ def test_a_large_graph_is_built_at_once_and_reads_nothing() -> None:
 def test_weights_are_rounded_and_counted() -> None:
     stored = {"w": torch.tensor([[1.0, 1.001], [3.14159, -65504.0]]), "norm": torch.tensor([0.00390625, 1.001])}
     checkpoint = MemoryCheckpoint({}, stored)
-    weights = Weights(checkpoint)
+    weights = Weights(Tensors(checkpoint))
     value, norm = weights.tensor("w", (2, 2)), weights.tensor("norm", (2,), offset=1.0)
     assert weights.tensor("w", (2, 2)) is value
     assert (weights.reads, checkpoint.reads) == (0, [])

@@ -12,6 +12,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from enginewright.builder.tensors import Tensors
 from enginewright.builder.weights import Weights
 from enginewright.errors import EngineError, UsageError
 from enginewright.passes.graph import typed
@@ -65,7 +66,7 @@ def test_a_weight_is_read_when_it_is_asked_for_and_not_kept() -> None:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 1, 0, 0, 1, 1)], ids=str)
 def test_values_and_scales_come_of_one_reading_in_any_order_the_same(order: tuple[int, ...]) -> None:
     checkpoint = checkpoint_of("llama")
-    source = Weights(checkpoint).tensor(
+    source = Weights(Tensors(checkpoint)).tensor(
         "model.embed_tokens.weight", checkpoint.tensors["model.embed_tokens.weight"].shape
     )
     outputs = Int8Wo().weights(source)

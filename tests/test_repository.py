@@ -16,7 +16,6 @@ from tests.source_rules import violations
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("builder", "cli.py", "configs", "csrc", "passes", "plugins", "runtime")
 PRODUCT = (*LINKS, "src", "benchmarks", "setup.py")
-MAX_LINES = 400
 
 
 def files(*roots: str, suffixes: tuple[str, ...] = (".py",)) -> list[Path]:
@@ -74,15 +73,6 @@ def test_the_source_check_finds(source: str) -> None:
 )
 def test_the_source_check_leaves_alone(source: str) -> None:
     assert list(violations(source)) == []
-
-
-def test_files_are_short() -> None:
-    lines = (ROOT / "tests/long_files.txt").read_text().splitlines()
-    allowed = dict(line.split(": ", 1) for line in lines if line and not line.startswith("#"))
-    sources = files(*PRODUCT, "csrc", "tests", suffixes=(".py", ".pyi", ".cpp", ".h", ".cu", ".cuh"))
-    long = {relative(path) for path in sources if len(path.read_text().splitlines()) > MAX_LINES}
-    assert long == set(allowed), "a long file wants dividing, or a line with its reason in tests/long_files.txt"
-    assert all(len(reason.split()) >= 4 for reason in allowed.values())
 
 
 @pytest.mark.parametrize("name", LINKS)

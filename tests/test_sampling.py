@@ -276,19 +276,23 @@ def test_no_requests_no_tokens() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *itertools.product(["n", "max_tokens"], [0, -1, 1.5, True, "1"]),
+        *itertools.product(["n", "max_tokens"], [-1, 1.5, True, "1"]),
+        ("n", 0),
         ("n", 129),
         *itertools.product(["temperature", "min_p"], [-0.1, math.nan, math.inf, "0", None]),
         *itertools.product(["top_p"], [0, 0.0, 1.01, -1, math.nan]),
         *itertools.product(["top_k"], [-2, 0.5, 2**31]),
         *itertools.product(["presence_penalty", "frequency_penalty"], [-2.1, 2.1, math.nan]),
         *itertools.product(["repetition_penalty"], [0, -1.0, math.inf]),
+        ("temperature", 10**400),
+        pytest.param("seed", 10**5000, id="seed-of-5001-digits"),
         ("seed", 2**64),
         ("seed", 0.5),
         ("stop", 5),
         ("stop", {"text"}),
         ("stop", ("",)),
         ("stop", ("x",) * 65),
+        ("stop", ("x" * 2048, "y" * 2049)),
         ("stop_token_ids", 1),
         ("stop_token_ids", (-1,)),
         ("min_tokens", 17),
@@ -301,11 +305,28 @@ def test_no_requests_no_tokens() -> None:
         ("logit_bias", dict.fromkeys(range(1025), 0.0)),
         ("logit_bias", [1]),
         *itertools.product(["allowed_token_ids"], [(), [], 5, (-1,), (1.0,), (True,), ("1",)]),
+        *itertools.product(["ignore_eos", "skip_special_tokens", "include_stop_str_in_output"], [0, "no", None]),
+        *itertools.product(["output_kind"], [1, "DELTA", None]),
+        ("best_of", 2),
+        ("temprature", 1),
     ],
 )
 def test_parameters_that_cannot_be_meant_are_refused(name: str, value: object) -> None:
     with pytest.raises(UsageError, match=name):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_clone_shares_nothing() -> None:
+    params = SamplingParams(stop=["a"], stop_token_ids=[1], logit_bias={1: 2.0}, allowed_token_ids=[1, 2], n=3)
+    copy, before = params.clone(), repr(params)
+    assert copy == params and repr(copy) == before and copy is not params
+    copy.logit_bias[2] = 1.0  # type: ignore[index]
+    copy.n = 2
+    assert repr(params) == before and copy != params
+    params.stop, params.logit_bias = "end", None  # type: ignore[assignment]
+    assert (params.clone().stop, params.clone().logit_bias) == (("end",), {}), "as new ones are"
+    with pytest.raises(UsageError, match="did you mean temperature"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias", "allowed_token_ids"])

@@ -76,7 +76,8 @@ class Traffic:
         if kind < 0.2:
             self.watch.add(sequence_of(prompt, drawing=False, every_logit=kind < 0.1))
             return
-        first = sequence_of(prompt, int(random.integers(length, LONGEST + 1)), salt=salt)
+        scored = bool(random.random() < 0.2)
+        first = sequence_of(prompt, int(random.integers(length, LONGEST + 1)), every_logit=scored, salt=salt)
         if kind < 0.3:
             self.watch.poisoned.add(first)
         self.watch.add(first)

@@ -11,9 +11,10 @@ import pytest
 from enginewright.errors import UsageError
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.wire import MAX_HEAD_BYTES
-from tests.serving import CHAT, COMPLETIONS, Running, read_all, running
+from tests.serving import CHAT, COMPLETIONS, Running, head_of, read_all, running
 
 MAX_BODY = 200_000
+JSON = "Content-Type: application/json"
 KEYS = ("the first of two", "key-2", "another one")
 
 
@@ -25,7 +26,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Running]:
-    with running(api_keys=KEYS) as opened:
+    with running(api_keys=KEYS, host="0.0.0.0") as opened:  # there any Host header comes as far as the keys
         yield opened
 
 
@@ -51,20 +52,16 @@ def test_long_bodies(server: Running) -> None:
     body = json.dumps({"prompt": "x", "user": ""}).encode()
     assert server.post(COMPLETIONS, body.replace(b'""', b'"' + b"u" * (MAX_BODY - len(body)) + b'"')).status == 200
     with server.connect() as connection:  # said to be too long: refused before it comes
-        connection.sendall(_head(f"Content-Length: {MAX_BODY + 1}"))
+        connection.sendall(head_of(f"POST {COMPLETIONS}", JSON, f"Content-Length: {MAX_BODY + 1}"))
         assert b"413" in read_all(connection).splitlines()[0]
     with server.connect() as connection:  # without a length: refused when it has become too long
-        connection.sendall(_head("Transfer-Encoding: chunked"))
+        connection.sendall(head_of(f"POST {COMPLETIONS}", JSON, "Transfer-Encoding: chunked"))
         chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
         with suppress(ConnectionError):
             for _ in range(100):
                 connection.sendall(chunk)
         answer = read_all(connection)
         assert b"413" in answer.splitlines()[0] and b'"body_too_large"' in answer
-
-
-def _head(*headers: str) -> bytes:
-    return "\r\n".join([f"POST {COMPLETIONS} HTTP/1.1", "Content-Type: application/json", *headers, "", ""]).encode()
 
 
 def test_huge_headers(server: Running) -> None:
@@ -88,7 +85,7 @@ def test_huge_headers(server: Running) -> None:
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
     fits = b"x: " + b"y" * (MAX_HEAD_BYTES - 100) + b"\r\n"
     with server.connect() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nConnection: close\r\n" + fits + b"\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + fits + b"\r\n")
         assert b"200" in read_all(connection).splitlines()[0]
 
 
@@ -107,7 +104,7 @@ def test_what_is_no_http(server: Running, data: bytes) -> None:
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
         answer = read_all(connection)
-    assert answer.splitlines()[0].split()[1] in (b"400", b"404")
+    assert answer.splitlines()[0].split()[1] in (b"400", b"403", b"404")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
@@ -160,8 +157,8 @@ def test_keys(guarded: Running) -> None:
         answer = guarded.ask("GET", "/v1/models", headers={"Authorization": value})
         assert answer.status == 401 and not any(key in answer.error["message"] for key in KEYS)
     with guarded.connect() as connection:
-        twice = f"Authorization: Bearer {KEYS[1]}\r\nAuthorization: Bearer x\r\n"
-        connection.sendall(f"GET /v1/models HTTP/1.1\r\nConnection: close\r\n{twice}\r\n".encode())
+        twice = [f"Authorization: Bearer {key}" for key in (KEYS[1], "x")]
+        connection.sendall(head_of("GET /v1/models", "Connection: close", *twice))
         assert b" 401 " in read_all(connection).splitlines()[0]
 
 

@@ -5,14 +5,12 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,9 @@ from tests.serving import (
     NAN_TOKEN,
     Answer,
     Running,
+    head_of,
+    port_of,
+    process,
     read_all,
     running,
     tiny_engine,
@@ -79,7 +80,9 @@ def test_clients_that_leave_the_queue() -> None:
         first.close()
 
 
-@pytest.mark.parametrize("part", [b"POST", b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n"])
+@pytest.mark.parametrize(
+    "part", [b"POST", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"]
+)
 def test_clients_that_leave_before_their_request_is_there(server: Running, part: bytes) -> None:
     with server.connect() as connection:
         connection.sendall(part)
@@ -176,7 +179,7 @@ def test_a_dead_engine_fails_what_runs_and_says_so(caplog: pytest.LogCaptureFixt
     with running() as server, ThreadPoolExecutor(4) as pool:
         whole = pool.submit(server.post, COMPLETIONS, {"prompt": "a", **LONG})
         stream = pool.submit(server.post, CHAT, {"messages": HELLO, "stream": True, **LONG})
-        wait_until(lambda: server.llm.stats().num_running == 2)
+        wait_until(lambda: server.service.admission.num_answers == 0 and server.llm.stats().num_running == 2)
         server.llm._core.executor.run = None  # type: ignore[method-assign, assignment]
         assert whole.result().status == 500 and whole.result().error["code"] == "engine_dead"
         assert stream.result().events[-1]["error"]["code"] == "engine_dead"
@@ -227,41 +230,11 @@ def test_what_is_not_drained_is_told(twice: bool) -> None:
         assert not server._thread.is_alive()
 
 
-PROGRAM = """
-import sys
-from enginewright.errors import EngineError
-from enginewright.runtime.server import ServerConfig, serve
-try:
-    serve(sys.argv[1], ServerConfig(port=int(sys.argv[2]), drain_seconds=float(sys.argv[3])), threads=1, max_num_seqs=2)
-except EngineError as error:
-    print(error, file=sys.stderr)
-    sys.exit(error.exit_code)
-"""
-
-
-@contextmanager
-def process(port: int = 0, drain_seconds: float = 30) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", PROGRAM, str(tiny_engine()), str(port), str(drain_seconds)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as opened:
-        try:
-            yield opened
-        finally:
-            opened.kill()
-
-
-def url_of(opened: subprocess.Popen[str]) -> str:
-    assert opened.stderr is not None
-    line = opened.stderr.readline()
-    found = re.fullmatch(
-        r"serving tiny at (http://127\.0\.0\.1:\d+/v1) \(2 answers at a time, .*4096 positions\)\n", line
-    )
-    assert found, line
-    return found[1]
-
-
-def answer_of(url: str, options: dict[str, Any], into: list[bytes]) -> None:
+def answer_of(port: int, options: dict[str, Any], into: list[bytes]) -> None:
     body = json.dumps({"prompt": "a", "stream": True, "ignore_eos": True, **options}).encode()
-    request = urllib.request.Request(url + "/completions", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{COMPLETIONS}", body, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request) as response:
         while data := response.read1():
             into.append(data)
@@ -270,8 +243,8 @@ def answer_of(url: str, options: dict[str, Any], into: list[bytes]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains(number: int) -> None:
     with process() as opened:
-        url, got = url_of(opened), list[bytes]()
-        reader = threading.Thread(target=answer_of, args=(url, {"max_tokens": 2000}, got))
+        port, got = port_of(opened), list[bytes]()
+        reader = threading.Thread(target=answer_of, args=(port, {"max_tokens": 2000}, got))
         reader.start()
         wait_until(lambda: bool(got))
         opened.send_signal(number)
@@ -283,8 +256,8 @@ def test_a_signal_drains(number: int) -> None:
 
 def test_a_second_signal_ends_at_once() -> None:
     with process() as opened:
-        url, got = url_of(opened), list[bytes]()
-        readers = [threading.Thread(target=answer_of, args=(url, {"max_tokens": 4000, "n": 2}, got)) for _ in range(8)]
+        port, got = port_of(opened), list[bytes]()
+        readers = [threading.Thread(target=answer_of, args=(port, {"max_tokens": 4000, "n": 2}, got)) for _ in range(8)]
         for reader in readers[:1]:
             reader.start()
         wait_until(lambda: bool(got))
@@ -301,11 +274,12 @@ def test_a_second_signal_ends_at_once() -> None:
 def test_a_client_that_stands_still_does_not_hold_the_end_up() -> None:
     """One does not read its answer, one has not sent its request."""
     with process(drain_seconds=0.1) as opened, socket.socket() as reader, socket.socket() as writer:
-        port = int(url_of(opened).split(":")[2].partition("/")[0])
+        port = port_of(opened)
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         body = json.dumps({"prompt": "a", "stream": True, "logprobs": 20, **LONG}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        for client, data in ((reader, head % len(body) + body), (writer, head % 10 + b"{")):
+        head = ("POST /v1/completions", "Content-Type: application/json")
+        whole, part = (head_of(*head, f"Content-Length: {length}") for length in (len(body), 10))
+        for client, data in ((reader, whole + body), (writer, part + b"{")):
             client.settimeout(30)
             client.connect(("127.0.0.1", port))
             client.sendall(data)
@@ -327,8 +301,9 @@ def test_heads_must_come(server: Running, monkeypatch: pytest.MonkeyPatch) -> No
 def test_bodies_must_come(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_BODY_S", 0.2)
     with server.connect() as connection:
-        head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-        connection.sendall(head)
+        connection.sendall(
+            head_of("POST /v1/completions", "Content-Type: application/json", "Content-Length: 9") + b"{"
+        )
         assert b" 408 " in read_all(connection).splitlines()[0]
 
 
@@ -337,7 +312,7 @@ def test_a_port_that_is_taken() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with process(port) as opened:
+        with process(port=port) as opened:
             _, said = opened.communicate(timeout=20)
         assert opened.returncode == EngineError.exit_code
         assert f"cannot listen at 127.0.0.1, port {port}" in said and "in use" in said and "--port" in said

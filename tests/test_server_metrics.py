@@ -1,14 +1,23 @@
 """What /metrics says, read as a scraper reads it."""
 
+import os
+import time
 from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from enginewright.runtime.server.metrics import Histogram
-from tests.serving import COMPLETIONS, Running, running, wait_until
+from enginewright import __version__
+from enginewright.runtime.core import EngineCore
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import runtime_config
+from enginewright.runtime.outputs import Delta
+from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.server.metrics import Histogram, token_bounds
+from tests.serving import COMPLETIONS, LENGTH, LIMITS, Running, running, tiny_engine, wait_until
 
 P = "enginewright_"
+REQUEST_TIMES = [f"request_{phase}_time_seconds" for phase in ("queue", "prefill", "decode", "inference")]
 
 
 @pytest.fixture
@@ -18,12 +27,15 @@ def server() -> Iterator[Running]:
 
 
 def scrape(server: Running, **headers: str) -> dict[tuple[str, str], float]:
-    """(name, the label beside model_name) → value."""
+    """(name, the label beside model_name) → value; the process and the build have a test of their own."""
     answer = server.ask("GET", "/metrics", headers=headers)
     assert answer.status == 200 and answer.headers["content-type"].startswith("text/plain; version=")
     values = {}
     for family in text_string_to_metric_families(answer.body.decode()):
-        assert family.name.startswith(P) and family.documentation and family.type != "unknown"
+        assert family.documentation and family.type != "unknown"
+        if family.name.startswith("process_") or family.name == P + "build_info":
+            continue
+        assert family.name.startswith(P)
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("model_name") == 'a "quoted\\ name"'
@@ -47,6 +59,14 @@ def test_an_idle_server_has_all_of_them_at_zero(server: Running) -> None:
         "time_to_first_token_seconds_bucket",
         "inter_token_latency_seconds_count",
         "e2e_request_latency_seconds_sum",
+        *(name + "_count" for name in REQUEST_TIMES),
+        "request_time_per_output_token_seconds_bucket",
+        "request_prompt_tokens_bucket",
+        "request_generation_tokens_bucket",
+        "request_max_num_generation_tokens_bucket",
+        "request_params_max_tokens_bucket",
+        "request_params_n_bucket",
+        "iteration_tokens_total_bucket",
     ):
         assert P + name in names
     assert set(values.values()) == {0.0}
@@ -80,6 +100,101 @@ def test_counts(server: Running) -> None:
         assert 0 <= values[P + name + "_sum", ""] < 60
         buckets = [value for (key, _), value in values.items() if key == P + name + "_bucket"]
         assert buckets == sorted(buckets) and len(buckets) > 10
+
+
+def test_what_a_request_was(server: Running) -> None:
+    server.complete(list(range(3, 103)), n=2, max_tokens=10)
+    server.complete([[5] * 7, [6] * 7], max_tokens=1)
+    server.chat()
+    stopped = server.complete([8] * 3, stop_token_ids=list(range(3, 67)), logit_bias={"5": 100}, max_tokens=4)
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    values = scrape(server)
+    chat_tokens = values[P + "prompt_tokens_total", ""] - 100 - 14 - 3
+    assert chat_tokens > 0
+    for name, count, total in (
+        ("request_prompt_tokens", 5, 100 + 14 + chat_tokens + 3),
+        ("request_generation_tokens", 6, 20 + 2 + 8 + 1),
+        ("request_max_num_generation_tokens", 5, 10 + 2 + 8 + 1),
+        ("request_params_max_tokens", 5, 10 + 2 + 8 + 4),
+        ("request_params_n", 5, 2 + 2 + 1 + 1),
+    ):
+        assert (values[P + name + "_count", ""], values[P + name + "_sum", ""]) == (count, total), name
+    assert values[P + "request_prompt_tokens_bucket", "10.0"] == 3
+
+
+def test_phases_of_a_request(server: Running) -> None:
+    for n in (1, 1, 3):
+        server.complete(list(range(3, 103)), n=n, max_tokens=10)
+    server.complete([5], max_tokens=1)
+    values = scrape(server)
+    queue, prefill, decode, inference = (values[P + name + "_sum", ""] for name in REQUEST_TIMES)
+    assert all(values[P + name + "_count", ""] == 4 for name in REQUEST_TIMES)
+    assert min(queue, prefill, decode) > 0 and prefill + decode == pytest.approx(inference)
+    assert queue + inference < values[P + "e2e_request_latency_seconds_sum", ""]
+    assert values[P + "request_time_per_output_token_seconds_count", ""] == 3, "one token has none after it"
+    assert values[P + "request_time_per_output_token_seconds_sum", ""] == pytest.approx(decode / 9)
+
+
+def test_what_leaves_has_no_phases(server: Running) -> None:
+    with server.connect() as connection:
+        server.send(connection, COMPLETIONS, {"prompt": "a", "max_tokens": 4000, "ignore_eos": True})
+        wait_until(lambda: server.llm.stats().generated_tokens > 2)
+    wait_until(server.is_idle)
+    values = scrape(server)
+    assert all(values[P + name + "_count", ""] == 0 for name in (*REQUEST_TIMES, "request_prompt_tokens"))
+
+
+def test_tokens_of_steps(server: Running) -> None:
+    server.complete(list(range(3, 100)), max_tokens=10)  # steps of 64 and 33, then nine of one
+    values = scrape(server)
+    name = P + "iteration_tokens_total"
+    assert (values[name + "_count", ""], values[name + "_sum", ""]) == (11, 106)
+    bounds = ("1.0", "8.0", "32.0", "64.0", "16384.0", "+Inf")
+    assert [values[name + "_bucket", bound] for bound in bounds] == [9, 9, 9, 11, 11, 11]
+
+
+def test_a_request_waits_in_the_queue_until_it_is_admitted() -> None:
+    class Nobody:
+        def put(self, delta: Delta) -> None: ...
+        def fail(self, error: Exception) -> None: ...
+
+    with Engine.open(tiny_engine()) as engine:
+        core = EngineCore(engine, runtime_config(**LIMITS | {"max_num_seqs": 1}))
+        try:
+            params = SamplingParams(max_tokens=3, ignore_eos=True)
+            first, second = (core.request([5, 6, 7], params, Nobody()) for _ in range(2))
+            core.add(first)
+            core.add(second)
+            assert first.queue_s is None
+            while core.has_work:
+                core.step()
+        finally:
+            core.close()
+    assert first.queue_s is not None and first.first_token_s is not None and first.total_s is not None
+    assert second.queue_s is not None and second.first_token_s is not None
+    assert 0 < first.queue_s < first.first_token_s < first.total_s
+    assert first.asked + first.total_s < second.asked + second.queue_s < second.asked + second.first_token_s
+
+
+def test_the_process_and_the_build(server: Running) -> None:
+    text = server.ask("GET", "/metrics").body.decode()
+    families = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    (build,) = families[P + "build_info"]
+    content_hash = server.llm.engine.manifest.content_hash
+    expected = {"model_name": 'a "quoted\\ name"', "version": __version__, "content_hash": content_hash}
+    assert build.labels == expected and build.value == 1
+    values = {name: samples[0].value for name, samples in families.items() if name.startswith("process_")}
+    assert 1 << 24 < values["process_resident_memory_bytes"] < values["process_virtual_memory_bytes"]
+    assert values["process_cpu_seconds"] == pytest.approx(sum(os.times()[:2]), abs=1)
+    assert 3 < values["process_open_fds"] < values["process_max_fds"]
+    assert time.time() - 86400 < values["process_start_time_seconds"] < time.time()
+
+
+def test_bounds_of_token_counts() -> None:
+    assert token_bounds(1) == [1]
+    assert token_bounds(99) == [1, 2, 5, 10, 20, 50]
+    assert token_bounds(100) == [1, 2, 5, 10, 20, 50, 100]
+    assert token_bounds(LENGTH)[-1] == 2000
 
 
 def test_histograms() -> None:

@@ -1,14 +1,19 @@
 """What a server refuses: always in OpenAI's form, by the name of what is wrong, and never with a 5xx."""
 
-from collections.abc import Iterator
+import hmac
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from enginewright.errors import EngineError
 from enginewright.runtime.server.protocol import IGNORED, OFF, SAMPLING
-from tests.serving import CHAT, COMPLETIONS, HELLO, Running, running, tiny_engine
+from enginewright.runtime.tokenizer import Tokenizer
+from tests.serving import CHAT, COMPLETIONS, HELLO, Running, running, tiny_engine, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"n": 129}, "n", None),
     ({"n": 10**30}, "n", None),
     ({"n": 1.5}, "n", "invalid_type"),
-    ({"max_tokens": 0}, "max_tokens", None),
+    ({"max_tokens": -1}, "max_tokens", None),
     ({"max_tokens": -1}, "max_tokens", None),
     ({"min_tokens": 99, "max_tokens": 9}, "min_tokens", None),
     ({"presence_penalty": 2.1}, "presence_penalty", None),
@@ -42,6 +47,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"seed": 2**64}, "seed", None),
     ({"stop": ""}, "stop", None),
     ({"stop": ["a"] * 65}, "stop", None),
+    ({"stop": ["a" * 500_000] * 14}, "stop", None),
     ({"stop": [1]}, "stop[0]", "invalid_type"),
     ({"stop_token_ids": [307]}, "stop_token_ids", None),
     ({"stop_token_ids": [-1]}, "stop_token_ids", None),
@@ -57,20 +63,19 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"stream": "yes"}, "stream", "invalid_type"),
     ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options", None),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "invalid_type"),
-    (
-        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-        "stream_options.continuous_usage_stats",
-        "unsupported_parameter",
-    ),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", None),
     ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
     ({"tools": [{}], "tool_choice": "auto"}, "tools", "unsupported_parameter"),
     ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
     ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
     ({"best_of": 2}, "best_of", "unsupported_parameter"),
     ({"best_of": True}, "best_of", "unsupported_parameter"),
-    ({"echo": True}, "echo", "unsupported_parameter"),
+    ({"allowed_token_ids": [5] * 308}, "allowed_token_ids", None),
+    ({"logit_bias": {str(n): 0 for n in range(1025)}}, "logit_bias", None),
+    ({"stop_token_ids": [5] * 65}, "stop_token_ids", None),
+    ({"logit_bias": [1e308, 1e-400]}, "logit_bias", "invalid_type"),
     ({"suffix": "x"}, "suffix", "unsupported_parameter"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs", "unsupported_parameter"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", None),
     ({"chat_template": "{{ x }}"}, "chat_template", "unsupported_parameter"),
     ({"guided_json": {"a": "b" * 500}}, "guided_json", "unsupported_parameter"),
     ({"cache_salt": 5}, "cache_salt", "invalid_type"),
@@ -97,7 +102,15 @@ WRONG_CHATS: list[tuple[Any, str]] = [
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": HELLO, "logprobs": 2}, "logprobs"),
-    ({"messages": HELLO, "max_completion_tokens": 0}, "max_tokens"),
+    ({"messages": HELLO, "max_completion_tokens": -1}, "max_tokens"),
+    ({"messages": HELLO, "echo": True}, "echo"),
+    ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"messages": [{"role": "user", "content": "x", "tools": [{}]}]}, "messages[0].tools"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "txet": 1}]}]},
+        "messages[0].content[0].txet",
+    ),
     ({"messages": [{"role": "user", "content": "x" * 9999}]}, "messages"),
 ]
 
@@ -152,7 +165,7 @@ def test_wrong_prompts(server: Running, prompt: Any, param: str) -> None:
 def test_a_prompt_that_is_too_long_says_so(server: Running) -> None:
     for prompt in ([5] * 300, "word " * 20000, "x" * 1000):
         error = refused(server, COMPLETIONS, {"prompt": prompt})
-        assert error["code"] == "context_length_exceeded" and "limit of 300" in error["message"]
+        assert error["code"] == "context_length_exceeded" and "maximum context length is 300 tokens" in error["message"]
     assert server.complete([5] * 299)["usage"]["completion_tokens"] == 1
 
 
@@ -241,3 +254,100 @@ def test_a_template_that_fails_is_no_fault_of_the_server() -> None:
 def test_models_that_are_not_there(server: Running) -> None:
     for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "x"})):
         assert refused(server, path, {**body, "model": "gpt-4"}, 404)["code"] == "model_not_found"
+
+
+def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is given, and wherever it differs: `==` and a search that ends early would tell it by their time."""
+    keys = ("one", "two", "three")
+    digests = [sha256(key.encode()).hexdigest() for key in keys]
+    compared: list[tuple[str, str]] = []
+    compare: Callable[[str, str], bool] = hmac.compare_digest
+    with running(api_keys=keys) as server:
+        monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b))  # type: ignore[func-returns-value]
+        for given, status in (*((key, 200) for key in keys), ("two ", 200), ("none", 401), ("", 401)):
+            compared.clear()
+            answer = server.ask("GET", "/v1/models", headers={"Authorization": f"Bearer {given}"})
+            assert answer.status == status
+            digest = sha256(given.strip().encode()).hexdigest()
+            assert [set(pair) for pair in compared] == [{digest, one} for one in digests]
+
+
+SECRET = "/home/me/secret.engine at 0x7f00deadbeef"
+
+
+@pytest.mark.parametrize("error", [RuntimeError(SECRET), EngineError(SECRET, SECRET, SECRET)], ids=["bug", "engine"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("where", ["admission", "prepare", "start", "step", "text"])
+def test_no_client_reads_what_an_exception_says(error: Exception, stream: bool, where: str) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise error
+
+    with running() as server:
+        llm: Any = server.llm
+        if where == "admission":
+            server.service.admission.enter = fail  # type: ignore[method-assign]
+        elif where == "step":
+            llm._core.executor.run = fail
+        elif where == "text":
+            server.service.metrics.first_token.observe = fail  # type: ignore[method-assign]
+        else:
+            setattr(llm, where, fail)
+        answer = server.post(COMPLETIONS, {"prompt": "x", "stream": stream})
+    assert answer.status == 500 and answer.error["code"] in ("internal_error", "engine_dead")
+    assert answer.error["type"] == "server_error" and answer.error["param"] is None
+    everything = repr((answer.headers, answer.body))
+    assert not any(piece in everything for piece in ("secret", "0x7f", "RuntimeError", "EngineError"))
+
+
+def test_no_client_reads_what_an_exception_says_in_the_middle_of_a_stream() -> None:
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError(SECRET)
+
+    with running() as server:
+        server.service.metrics.between_tokens.observe = fail  # type: ignore[method-assign]
+        answer = server.post(COMPLETIONS, {"prompt": "x", "stream": True, "ignore_eos": True, "max_tokens": 50})
+        *pieces, last = answer.events
+        assert pieces and last["error"]["code"] == "internal_error" and b"secret" not in answer.body
+
+
+def test_a_crowd_is_turned_away_before_its_prompts_are_tokenized() -> None:
+    """Neither text nor chat; a tokenizer that a crowd may use is no protection from it."""
+    with (
+        running(max_num_waiting=1, limits={"max_num_seqs": 1}) as server,
+        ThreadPoolExecutor(1) as pool,
+        server.connect() as first,
+    ):
+        encoded: list[Any] = []
+        prepare = server.llm.prepare
+        server.llm.prepare = lambda prompt, *rest, **named: (  # type: ignore[method-assign]
+            encoded.append(prompt) or prepare(prompt, *rest, **named)  # type: ignore[func-returns-value]
+        )
+        server.send(first, COMPLETIONS, {"prompt": "a", "ignore_eos": True, "max_tokens": 4000})
+        wait_until(lambda: server.service.admission.num_answers == 0 and server.llm.stats().num_running == 1)
+        two = pool.submit(server.post, COMPLETIONS, {"prompt": ["b", "c"], "max_tokens": 1})
+        wait_until(lambda: encoded == ["a", "b", "c"])  # as many as may wait
+        for path, body in ((COMPLETIONS, {"prompt": "d"}), (CHAT, {"messages": HELLO})):
+            for stream in (False, True):
+                assert server.post(path, {**body, "stream": stream}).status == 429
+        assert encoded == ["a", "b", "c"]
+        first.close()
+        assert two.result().status == 200
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+
+    def recorded(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", recorded)
+    assert server.complete("fits") and encoded == [4]
+    long = "x" * 200_000
+    for path, body in ((COMPLETIONS, {"prompt": long}), (CHAT, {"messages": [{"role": "user", "content": long}]})):
+        error = refused(server, path, body)
+        assert encoded == [4], "it was tokenized"
+        assert error["code"] == "context_length_exceeded"

@@ -32,6 +32,16 @@ def test_targets_are_read(values: list[str], expected: tuple[str, ...]) -> None:
         ("cuda", "'cuda' is no target: it names no GPU architecture\nThere are cpu, cuda:sm_80"),
         ("cuda:", "'cuda:' is no target: it names no GPU architecture"),
         ("sm_80", "'sm_80' is no target\nDid you mean cuda:sm_80?"),
+        (
+            "cuda:sm_75",
+            "'cuda:sm_75' is not supported: GPUs of compute capability 7.5 are older than sm_80, the oldest",
+        ),
+        ("cuda:sm_80,sm70", "'sm70' is not supported: GPUs of compute capability 7.0 are older than sm_80"),
+        ("cuda:sm_87", "Did you mean cuda:sm_86?"),
+        (
+            "cuda:sm_103",
+            "'cuda:sm_103' is not supported: no kernels are compiled for compute capability 10.3\nUse cuda:ptx",
+        ),
         ("tpu", "'tpu' is no target\n"),
         ("cpu,", "'' is no target"),
         ("", "'' is no target"),
@@ -42,6 +52,12 @@ def test_targets_that_are_none(value: str, said: str) -> None:
         parse_targets([value])
     assert said in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_an_old_gpu_is_not_answered_with_a_newer_one() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_targets(["cuda:sm_75"])
+    assert "Did you mean" not in str(caught.value)
 
 
 def test_architectures_of_targets() -> None:

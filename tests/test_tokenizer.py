@@ -1,21 +1,30 @@
 """Text ↔ tokens: answers that come token by token, stop strings in any pieces, and chat templates from strangers."""
 
+import gc
 import itertools
 import json
 import random
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from enginewright.errors import CorruptEngineError, EngineError, UsageError
 from enginewright.runtime import chat_template
 from enginewright.runtime.chat_template import ChatTemplate
-from enginewright.runtime.detokenizer import Detokenizer, StopStrings
-from enginewright.runtime.prompts import encode_prompt
+from enginewright.runtime.detokenizer import Detokenizer, StopMatcher, StopStrings
+from enginewright.runtime.prompts import PromptTooLongError, encode_prompt
 from enginewright.runtime.tokenizer import Tokenizer
 from tests.tiny import BEGIN, END, MemoryCheckpoint
 
@@ -179,7 +188,7 @@ def test_stop_strings_in_any_pieces(text: str, stops: list[str], cuts: list[int]
     """Ends at the same place however the text is cut; no delta shows what a stop string takes back."""
     expected, found = naive_stop(text, stops, include)
     places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
-    watcher, given = StopStrings(stops, include=include), ""
+    watcher, given = StopStrings(StopMatcher(stops), include=include), ""
     for start, end in itertools.pairwise(places):
         given += watcher.push(text[start:end])
         assert expected.startswith(given)
@@ -197,10 +206,93 @@ def test_every_cut_of_a_text() -> None:
     text = "one two STOP three"
     for first in range(len(text)):
         for second in range(first, len(text)):
-            watcher = StopStrings(["STOP", "STAY"])
+            watcher = StopStrings(StopMatcher(["STOP", "STAY"]))
             given = [watcher.push(piece) for piece in (text[:first], text[first:second]) if not watcher.found]
             given += [] if watcher.found else [watcher.push(text[second:])]
             assert watcher.found and "".join(given) == "one two "
+
+
+def test_stop_strings_take_one_step_a_character() -> None:
+    """Whatever the stop strings are: here each character goes on with all of them, and then with none."""
+    stops = ["a" * length + "b" for length in range(1, 64)]
+    matcher = StopMatcher(stops)
+    steps = 0
+
+    class Counting(dict[str, int]):
+        def get(self, key: str, default: Any = None) -> Any:
+            nonlocal steps
+            steps += 1
+            return super().get(key, default)
+
+    matcher._next = [Counting(following) for following in matcher._next]
+    watcher = StopStrings(matcher)
+    text = ("a" * 63 + "c") * 100
+    assert "".join(map(watcher.push, text)) + watcher.flush() == text
+    assert steps <= 2 * len(text)
+
+
+# Under transformers' names
+
+
+@pytest.mark.parametrize("make", TOKENIZERS, ids=lambda make: make.__name__)
+def test_transformers_says_the_same(make: Callable[[], Tokenizer]) -> None:
+    source = MemoryCheckpoint({}, {}).tokenizer.chat_template
+    names = (
+        {"bos_token": BEGIN, "eos_token": END}
+        if make is byte_level
+        else {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    )
+    raw = RawTokenizer.from_str(make()._tokenizer.to_str())
+    raw.add_tokens(["<more>"])
+    ours = Tokenizer(raw.to_str().encode(), names, source)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=False, **names)
+    theirs.chat_template = source
+    for name in ("bos_token", "bos_token_id", "eos_token", "eos_token_id", "vocab_size"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert len(ours) == len(theirs) == ours.vocab_size + 1
+    for text in (TEXTS[0], "", TEXTS[:3], [""]):
+        for special in (True, False):
+            found, expected = ours(text, add_special_tokens=special), theirs(text, add_special_tokens=special)
+            assert found.input_ids == found["input_ids"] == expected["input_ids"]
+            assert found.attention_mask == found["attention_mask"] == expected["attention_mask"]
+    for tokens in ("a", "no such token", names["eos_token"], ["a", "no such token"], []):
+        assert ours.convert_tokens_to_ids(tokens) == theirs.convert_tokens_to_ids(tokens)
+    for ids in (5, [5], [5, 1], np.array([5, 6])):
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+    for options in ({}, {"add_generation_prompt": True}, {"tools": None}):
+        ids = ours.apply_chat_template(MESSAGES, **options)
+        assert ids == dict(theirs.apply_chat_template(MESSAGES, **options))
+        for form in ({"tokenize": False}, {"return_dict": False}):
+            found = ours.apply_chat_template(MESSAGES, **form, **options)
+            assert found == theirs.apply_chat_template(MESSAGES, **form, **options)
+
+
+def test_names_of_the_callers_template() -> None:
+    source = "{{ messages[0].role }}{{ effort }}{{ bos_token }}"
+    tokenizer = Tokenizer(MemoryCheckpoint({}, {}).tokenizer.tokenizer_json, {"bos_token": BEGIN}, source)
+    message = [{"role": "tool", "content": "x"}]
+    assert tokenizer.apply_chat_template(message, tokenize=False, effort="low") == f"toollow{BEGIN}"
+    assert tokenizer.render_chat(message, template_kwargs={"effort": "low"}) == f"toollow{BEGIN}"
+    for name in ("chat_template", "tools", "documents", "bos_token", "eos_token", "unk_token", "pad_token"):
+        with pytest.raises(UsageError, match=f"cannot set {name}"):
+            tokenizer.apply_chat_template(message, **{name: "x"})
+        with pytest.raises(UsageError, match=f"cannot set {name}"):
+            tokenizer.render_chat(message, template_kwargs={name: None})
+    for name in ("messages", "add_generation_prompt", "tokenize"):
+        with pytest.raises(UsageError, match=f"cannot set {name}"):
+            tokenizer.render_chat(message, template_kwargs={name: None})
+
+
+def test_wrong_types_are_usage_errors() -> None:
+    tokenizer = byte_level()
+    for text in (5, None, b"a", ["a", 5], {"a": 1}):
+        with pytest.raises(UsageError, match="it must be a text or a list of texts"):
+            tokenizer(text)  # type: ignore[arg-type]
+    for conversation in ("hi", ["hi"], {"role": "user"}, None, 5):
+        with pytest.raises(UsageError, match="a list of messages"):
+            tokenizer.apply_chat_template(conversation)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="token_type_ids"):
+        _ = tokenizer("a").token_type_ids
 
 
 # Chat templates
@@ -282,10 +374,62 @@ def test_escapes_and_faults_are_errors_of_ours(source: str) -> None:
     ],
     ids=["silent", "long", "recursive"],
 )
-def test_an_endless_template_is_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_CPU_SECONDS", 0.2)
+def test_an_endless_template_is_ended(source: str) -> None:
     with pytest.raises(EngineError, match="does not come to an end"):
         render(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{{ ((((3 ** 64) ** 64) ** 64) ** 64) % 7 }}", "CPU time"),
+        ("{{ messages[0].content.center(3000000000) }}", "memory"),
+        ("{{ range(60000) | list | sum(start=[]) }}", ""),
+        ("{{ [range(9999) | list] * 9999 | sum(start=[]) }}", ""),
+    ],
+    ids=["power", "center", "no sum", "sum"],
+)
+def test_a_template_is_stopped_within_one_call(source: str, why: str) -> None:
+    """The time and the memory of this process are its own meanwhile."""
+    before, start = resource.getrusage(resource.RUSAGE_SELF), time.thread_time()
+    with pytest.raises(EngineError, match=f"chat template.*{why}"):
+        render(source)
+    assert time.thread_time() - start < 0.5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before.ru_maxrss < 64 << 10
+
+
+def test_a_template_that_was_stopped_renders_the_next_conversation() -> None:
+    power = "(((messages | length + 2) ** 64) ** 64) ** 64"
+    source = f"{{% if messages[0].content == 'loop' %}}{{{{ ({power}) ** 64 % 7 }}}}{{% endif %}}done"
+    template = ChatTemplate(source)
+    process = template._process
+    for _ in range(2):
+        with pytest.raises(EngineError, match="CPU time"):
+            template.render([{"role": "user", "content": "loop"}], {})
+        assert template.render([{"role": "user", "content": "Hi"}], {}) == "done"
+    assert template._process is not process and process.returncode == -signal.SIGPROF
+
+
+def test_the_process_of_a_template_ends_with_it() -> None:
+    template = ChatTemplate("x")
+    process = template._process
+    del template
+    gc.collect()
+    assert process.returncode is not None
+
+
+def test_variables_of_a_template() -> None:
+    template = ChatTemplate("{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}")
+    assert template.render(MESSAGES, {}, template_kwargs={"enable_thinking": False}) == "<think></think>"
+    assert template.render(MESSAGES, {}) == ""
+    with pytest.raises(UsageError, match="cannot set bos_token, messages"):
+        template.render(MESSAGES, {}, template_kwargs={"messages": [], "bos_token": "x"})
+
+
+@pytest.mark.parametrize("content", [b"bytes", {1, 2}, object()])
+def test_a_message_holds_what_json_does(content: object) -> None:
+    with pytest.raises(UsageError, match="what JSON does not"):
+        ChatTemplate("x").render([{"role": "user", "content": content}], {})
 
 
 def test_a_template_beyond_the_limit_is_not_read() -> None:
@@ -293,35 +437,49 @@ def test_a_template_beyond_the_limit_is_not_read() -> None:
         ChatTemplate(" " * (chat_template.MAX_TEMPLATE_CHARS + 1))
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.text(max_size=300) | st.sampled_from([" " * 999, "\n" * 500, END * 99, "é" * 400, "x" * 5000]))
-def test_the_least_number_of_tokens(text: str) -> None:
-    """Told without tokenizing, and never more than there are."""
+@pytest.mark.parametrize("text", ["", "x", "word " * 9, "é" * 40, END * 7, " " * 30])
+def test_a_prompt_up_to_the_limit_is_encoded_whole(text: str) -> None:
+    """Whatever it is made of, a prompt that fits is not refused by the length of its text."""
     tokenizer = byte_level()
-    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
-    assert tokenizer.least_tokens("x" * 10**6) > 10**6 / 100
+    ids = tokenizer.encode(text)
+    assert encode_prompt(text, tokenizer, len(ids) + 1) == ids
 
 
-@pytest.mark.parametrize("change", ["normalizer", "lstrip", "removed", "fallback", "a byte is missing", "model"])
-def test_where_text_may_vanish_its_length_tells_nothing(change: str) -> None:
-    form = json.loads(MemoryCheckpoint({}, {}).tokenizer.tokenizer_json)
-    match change:
-        case "normalizer":
-            form["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
-        case "lstrip":
-            form["added_tokens"][0]["lstrip"] = True
-        case "removed":
-            split = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}
-            form["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, form["pre_tokenizer"]]}
-        case "fallback":
-            assert byte_fallback().least_tokens("x" * 10**6) == 0
-            return
-        case "a byte is missing":
-            form["model"]["vocab"] = {token: n for token, n in form["model"]["vocab"].items() if token != "Ċ"}
-            form["model"]["merges"] = []
-        case "model":
-            form["model"] = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "x"}
-    assert Tokenizer(json.dumps(form).encode(), {}, None).least_tokens("x" * 10**6) == 0
+class CountingTokenizer(Tokenizer):
+    encoded_chars = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.encoded_chars += len(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize("prompt", ["1" * 10**6, "word " * 10**6], ids=["short tokens", "words"])
+def test_a_prompt_beyond_the_limit_is_refused_by_a_piece_of_it(prompt: str) -> None:
+    tokenizer = CountingTokenizer(MemoryCheckpoint({}, {}).tokenizer.tokenizer_json, {}, None)
+    limit = len(prompt) // tokenizer.longest_token_chars + 1  # so that its characters alone do not tell
+    with pytest.raises(PromptTooLongError, match=f"maximum context length is {limit} tokens"):
+        encode_prompt(prompt, tokenizer, limit)
+    assert tokenizer.encoded_chars < len(prompt) / 2
+
+
+def test_a_prompt_of_too_many_characters_is_not_encoded() -> None:
+    tokenizer = CountingTokenizer(MemoryCheckpoint({}, {}).tokenizer.tokenizer_json, {}, None)
+    with pytest.raises(PromptTooLongError, match=r"5001 characters.*maximum context length is 10 tokens"):
+        encode_prompt("x" * 5001, tokenizer, 10)
+    assert tokenizer.encoded_chars == 0
+
+
+def test_other_threads_run_while_a_text_is_encoded() -> None:
+    """Python's lock is free meanwhile: else this thread would count nothing until the text is done."""
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (byte_level().encode("word " * 200_000), done.set()))
+    thread.start()
+    count = 0
+    while not done.is_set():
+        count += 1
+        time.sleep(0.001)
+    thread.join()
+    assert count > 20
 
 
 def test_a_tokenizer_that_is_none_is_a_damaged_engine() -> None:

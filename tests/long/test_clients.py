@@ -1,0 +1,129 @@
+"""Other people's clients, unmodified, against `engine run` of a real model.
+
+`make test-long` installs them (clients.txt) and builds the engine.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from enginewright.runtime.engine import Engine
+
+ROOT = Path(__file__).parents[2]
+ENGINE = ROOT / ".cache/SmolLM2-135M-Instruct-int8-wo.engine"
+CLIENTS = ROOT / ".cache/clients/bin"
+MODEL, KEY = "SmolLM2-135M-Instruct", "key"
+# Nothing is fetched from anywhere; what clients keep goes to a folder of the test.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+QUESTIONS = [
+    {"question": "The capital of France is", "choices": ["Paris", "Lyon", "Berlin"], "answer": 0},
+    {"question": "The capital of Italy is", "choices": ["Madrid", "Rome", "Milan"], "answer": 1},
+    {"question": "The opposite of hot is", "choices": ["wet", "tall", "cold"], "answer": 2},
+    {"question": "Two plus two is", "choices": ["four", "seven", "nine"], "answer": 0},
+]
+TASK = """
+task: small_{name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+"""
+CHOICES = """
+output_type: multiple_choice
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+ANSWERS = """
+output_type: generate_until
+doc_to_target: " {{choices[answer]}}"
+generation_kwargs: {until: ["\\n", ".", ","], max_gen_toks: 8, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    assert ENGINE.is_file() and CLIENTS.is_dir(), "run `make test-long`, which makes both"
+    command = [sys.executable, "-m", "enginewright.cli", "run", str(ENGINE), "--port", "0", "--api-key", KEY]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        found = re.search(r"at (http://127\.0\.0\.1:\d+)/v1", server.stderr.readline())
+        assert found
+        yield found[1]
+        server.terminate()
+        log = server.stderr.read()  # a request is a line of it
+        assert server.wait(30) == 0 and "status=5" not in log
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that transformers reads the engine's tokenizer from."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    with Engine.open(ENGINE) as engine:
+        config = json.loads(engine.file.read_section("tokenizer_config.json"))
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer.json").write_bytes(engine.file.read_section("tokenizer.json"))
+        (folder / "chat_template.jinja").write_bytes(engine.file.read_section("chat_template"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def client(folder: Path, *command: str) -> str:
+    """What a client printed, which has to end well."""
+    environment = {**os.environ, **OFFLINE, "HF_HOME": str(folder / "hf"), "OPENAI_API_KEY": KEY}
+    done = subprocess.run(
+        [str(CLIENTS / command[0]), *command[1:]], env=environment, cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_litellm(address: str, tmp_path: Path) -> None:
+    """Two turns, of which the second has litellm's own reply in its history; a stream; its classes of errors."""
+    printed = client(tmp_path, "python", str(ROOT / "tests/long/litellm_turns.py"), address, MODEL)
+    first, second, stream, too_long, wrong_key = (
+        json.loads(line) for line in printed.splitlines() if line.startswith("{")
+    )
+    assert "Paris" in first["text"] and "Rome" in second["text"]
+    assert stream == {"text": first["text"], "usage": True}
+    assert (too_long["error"], wrong_key["error"]) == ("ContextWindowExceededError", "AuthenticationError")
+
+
+@pytest.mark.parametrize("kind", ["/v1/chat/completions", "/v1/completions"])
+def test_guidellm(address: str, tokenizer: Path, tmp_path: Path, kind: str) -> None:
+    """It asks for the usage in each event of a stream."""
+    options = [
+        f"--backend=kind=openai_http,target={address},model={MODEL},api_key={KEY},request_format={kind}",
+        "--profile=kind=synchronous",
+        "--constraint=kind=max_requests,count=4",
+        "--data=kind=synthetic_text,prompt_tokens=32,output_tokens=8",
+        f"--tokenizer=kind=hf_auto,model={tokenizer}",
+        f"--output=kind=json,path={tmp_path}/report.json",
+    ]
+    client(tmp_path, "guidellm", "run", *options, "--disable-progress")
+    (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    requests = benchmark["requests"]
+    assert len(requests["successful"]) == 4 and not requests["errored"]
+    assert [request["output_metrics"]["text_tokens"] for request in requests["successful"]] == [8] * 4
+
+
+def test_lm_eval(address: str, tokenizer: Path, tmp_path: Path) -> None:
+    """A task of multiple choice, which takes log-probabilities of prompts, and one of generated answers."""
+    data = tmp_path / "questions.jsonl"
+    data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    for name, rest in (("choices", CHOICES), ("answers", ANSWERS)):
+        (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, data=data) + rest)
+    model = f"base_url={address}/v1/completions,model={MODEL},tokenizer={tokenizer},num_concurrent=4,max_retries=1"
+    options = ["--model", "local-completions", "--model_args", model, "--tasks", "small_choices,small_answers"]
+    client(tmp_path, "lm_eval", *options, "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"))
+    (report,) = (tmp_path / "out").rglob("results*.json")
+    results = json.loads(report.read_text())["results"]
+    assert results["small_choices"]["acc,none"] == 1.0
+    assert results["small_answers"]["exact_match,none"] >= 0.5
