@@ -153,7 +153,7 @@ def _goldens(assembly: Assembly, path: Path) -> bytes:
 
         def last_logits(prompt: Sequence[int]) -> NDArray[np.float32]:
             dense, end = assembly.dense.clone(), len(prompt)
-            kv_dtype = engine.plan.kv_groups[0].dtype
+            kv_dtype = engine.plan.caches[0].planes[0].dtype
             streamed = simulate(dense, assembly.config.method, families[0], weights, [prompt], kv_dtype=kv_dtype)
             logits: NDArray[np.float32] = streamed.logits(0, end - 1, end)[0].numpy()
             return logits

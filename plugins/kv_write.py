@@ -17,7 +17,7 @@ from enginewright.plugins.writer import Writer
 BLOCK_SIZE = 32  # tokens a KV block
 HEAD_DIM_ALIGN = 32  # elements; a head in a KV pool is padded to this (csrc/cpu/kernel.h)
 
-# What KV is stored as, by KvGroup.dtype: numbers, or codes with a scale a row.
+# What KV is stored as, by Plane.dtype: numbers, or codes with a scale a row.
 STORED: Mapping[str, ir.DataType] = {
     "bf16": ir.DataType.BFLOAT16,
     "i8": ir.DataType.INT8,

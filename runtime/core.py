@@ -105,7 +105,7 @@ class EngineCore:
         self.executor = open_executor(engine, config)
         self._sampler = Sampler(self.executor.draw)
         self._scheduler = Scheduler(
-            engine.plan.kv_groups,
+            engine.plan.caches,
             self.executor.envelope,
             prefix_caching=config.enable_prefix_caching,
             chunk=config.prefill_chunk_size,

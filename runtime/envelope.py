@@ -11,7 +11,7 @@ from numbers import Integral
 from typing import Any
 
 from enginewright.errors import NotEnoughMemoryError, UsageError, shorten
-from enginewright.plan import KvGroup, Plan, Sizes
+from enginewright.plan import PagedCache, Plan, Sizes
 from enginewright.runtime.count import parse_count
 from enginewright.runtime.machine import free_memory
 from enginewright.runtime.vllm_options import without_engine_options
@@ -105,7 +105,7 @@ class Envelope:
     kv_bytes: int
 
 
-def blocks_of(group: KvGroup, length: int, chunk: int) -> int:
+def blocks_of(group: PagedCache, length: int, chunk: int) -> int:
     """Blocks of a group that a sequence of `length` positions holds at most, computed `chunk` tokens at a time."""
     whole = -(-length // group.block_size)
     if not group.window:
@@ -115,13 +115,9 @@ def blocks_of(group: KvGroup, length: int, chunk: int) -> int:
     return min(whole, -(-(positions - 1) // group.block_size) + 1)
 
 
-def block_bytes(group: KvGroup) -> int:
-    return group.block_size * group.bytes_per_token
-
-
-def sequence_bytes(groups: Sequence[KvGroup], length: int, chunk: int) -> int:
+def sequence_bytes(groups: Sequence[PagedCache], length: int, chunk: int) -> int:
     """KV bytes of one sequence."""
-    return sum(blocks_of(group, length, chunk) * block_bytes(group) for group in groups)
+    return sum(blocks_of(group, length, chunk) * group.block_bytes for group in groups)
 
 
 def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, Sizes]:
@@ -137,7 +133,7 @@ def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, Sizes]:
             f"its limit is {plan.max_seq_len} positions",
             f"Use --max-model-len {plan.max_seq_len} or less.",
         )
-    block = min(group.block_size for group in plan.kv_groups)  # of the widest block table
+    block = min(group.block_size for group in plan.caches)  # of the widest block table
     tokens = min(config.max_num_batched_tokens, config.max_num_seqs * length)
     rows = max(config.max_logit_rows or 0, config.max_num_seqs)
     return length, Sizes(
@@ -173,19 +169,19 @@ def envelope(
     budget = config.kv_cache_memory
     if budget is None:
         budget = int(((free_memory() if free is None else free) - weight_bytes - arena_bytes) * share)
-    one = sequence_bytes(plan.kv_groups, length, limits.tokens)
+    one = sequence_bytes(plan.caches, length, limits.tokens)
     if budget < one:
         raise NotEnoughMemoryError(
             f"the KV cache of one sequence of {length} positions takes {one / 1e6:.0f} MB",
             f"{max(budget, 0) / 1e6:.0f} MB are there for it",
             "Use a smaller --max-model-len or --max-num-batched-tokens, or a larger --kv-cache-memory.",
         )
-    blocks = _share_out(plan.kv_groups, budget, limits.sequences, length, limits.tokens)
-    kv_bytes = sum(count * block_bytes(group) for count, group in zip(blocks, plan.kv_groups, strict=True))
+    blocks = _share_out(plan.caches, budget, limits.sequences, length, limits.tokens)
+    kv_bytes = sum(count * group.block_bytes for count, group in zip(blocks, plan.caches, strict=True))
     return Envelope(length, limits, blocks, arena_bytes, kv_bytes)
 
 
-def _share_out(groups: Sequence[KvGroup], budget: int, sequences: int, length: int, chunk: int) -> tuple[int, ...]:
+def _share_out(groups: Sequence[PagedCache], budget: int, sequences: int, length: int, chunk: int) -> tuple[int, ...]:
     """Blocks of each group: for one sequence of `length` positions, and for others of the most that then fits.
 
     Windows take the same for a short sequence as for a long one, so to share by full lengths alone would leave many
@@ -196,12 +192,12 @@ def _share_out(groups: Sequence[KvGroup], budget: int, sequences: int, length: i
         return [blocks_of(group, length, chunk) + (sequences - 1) * blocks_of(group, common, chunk) for group in groups]
 
     def bytes_of(common: int) -> int:
-        return sum(count * block_bytes(group) for count, group in zip(blocks(common), groups, strict=True))
+        return sum(count * group.block_bytes for count, group in zip(blocks(common), groups, strict=True))
 
     given = blocks(bisect_right(range(length + 1), budget, key=bytes_of) - 1)
-    left = budget - sum(count * block_bytes(group) for count, group in zip(given, groups, strict=True))
+    left = budget - sum(count * group.block_bytes for count, group in zip(given, groups, strict=True))
     for index, (most, group) in enumerate(zip(blocks(length), groups, strict=True)):
-        more = min(most - given[index], left // block_bytes(group))
+        more = min(most - given[index], left // group.block_bytes)
         given[index] += more
-        left -= more * block_bytes(group)
+        left -= more * group.block_bytes
     return tuple(given)

@@ -7,7 +7,7 @@ from enginewright import _cpu
 from enginewright.engine_header import ALIGN
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
 from enginewright.manifest import SectionForm
-from enginewright.plan import Buffer, BufferOperand, InputOperand, KvOperand, Operand, WeightOperand
+from enginewright.plan import Buffer, BufferOperand, InputOperand, KvOperand, Operand, PagedCache, WeightOperand
 from enginewright.runtime import env
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, envelope
@@ -46,8 +46,8 @@ class CpuExecutor:
         limits = self.envelope.limits.as_tuple()
         try:
             self.pools = [
-                _cpu.KvPools(len(group.layers), blocks, group.block_size, group.kv_heads, group.head_dim, group.dtype)
-                for group, blocks in zip(self.plan.kv_groups, self.envelope.num_blocks, strict=True)
+                _kv_pools(group, blocks)
+                for group, blocks in zip(self.plan.caches, self.envelope.num_blocks, strict=True)
             ]
             self._executor = _cpu.Executor(self.isa, self.threads, limits, inputs, arena_bytes)
             for step in self.plan.steps:
@@ -150,17 +150,22 @@ class CpuExecutor:
                     buffer.stride - buffer.columns if whole else 0,
                 )
             case KvOperand():
-                for pool, group in zip(self.pools, self.plan.kv_groups, strict=True):
+                for pool, group in zip(self.pools, self.plan.caches, strict=True):
                     if operand.layer in group.layers:
                         return _cpu.OperandSpec.kv(pool, group.layers.index(operand.layer))
         raise CorruptEngineError("the plan is damaged", f"{operand} is nowhere")
 
 
+def _kv_pools(group: PagedCache, blocks: int) -> _cpu.KvPools:
+    plane = group.planes[0]
+    return _cpu.KvPools(len(group.layers), blocks, group.block_size, plane.heads, plane.dim, plane.dtype)
+
+
 def _check_kv(engine: Engine) -> None:
-    for group in engine.plan.kv_groups:
-        if group.dtype not in KV_DTYPES:
+    for group in engine.plan.caches:
+        if (dtype := group.planes[0].dtype) not in KV_DTYPES:
             raise NoCodeForMachineError(
-                f"{engine.file.path} keeps its KV cache as {group.dtype}",
+                f"{engine.file.path} keeps its KV cache as {dtype}",
                 f"this release has {', '.join(KV_DTYPES)}",
                 "Run it with the release that built it, or build it again with another --kv-cache-dtype.",
             )

@@ -34,9 +34,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
         total = free_memory() if memory is None else memory
         left = total - engine.weight_bytes - sizes.arena_bytes
         lengths = [length for length in LENGTHS if length < plan.max_seq_len] + [plan.max_seq_len]
-        fits = {
-            length: max(left // sequence_bytes(plan.kv_groups, length, sizes.limits.tokens), 0) for length in lengths
-        }
+        fits = {length: max(left // sequence_bytes(plan.caches, length, sizes.limits.tokens), 0) for length in lengths}
         return {
             "path": str(path),
             "file_bytes": engine.file.file_bytes,
@@ -57,13 +55,13 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
             "kv_groups": [
                 {
                     "layers": len(group.layers),
-                    "kv_heads": group.kv_heads,
-                    "head_dim": group.head_dim,
+                    "kv_heads": group.planes[0].heads,
+                    "head_dim": group.planes[0].dim,
                     "window": group.window,
-                    "dtype": group.dtype,
+                    "dtype": group.planes[0].dtype,
                     "bytes_per_token": group.bytes_per_token,
                 }
-                for group in plan.kv_groups
+                for group in plan.caches
             ],
             "memory": {
                 "given_bytes": total,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from math import gcd
 
-from enginewright.plan import KvGroup
+from enginewright.plan import PagedCache
 from enginewright.runtime.block_pool import BlockPool, Tag
 from enginewright.runtime.envelope import blocks_of
 
@@ -69,7 +69,7 @@ class KvCache:
         chunk: tokens of a sequence that are computed at once, at most.
     """
 
-    def __init__(self, groups: Sequence[KvGroup], num_blocks: Sequence[int], chunk: int) -> None:
+    def __init__(self, groups: Sequence[PagedCache], num_blocks: Sequence[int], chunk: int) -> None:
         self._groups = tuple(groups)
         self._chunk = chunk
         self._pools = [BlockPool(count) for count in num_blocks]
@@ -196,7 +196,7 @@ class KvCache:
         return shared
 
     @staticmethod
-    def _first_needed(group: KvGroup, shared: int) -> int:
+    def _first_needed(group: PagedCache, shared: int) -> int:
         """The first logical block that the first position behind `shared` blocks sees."""
         return max(shared * group.block_size - group.window + 1, 0) // group.block_size if group.window else 0
 

@@ -14,7 +14,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from enginewright.plan import KvGroup
+from enginewright.plan import PagedCache
 from enginewright.runtime.envelope import Envelope
 from enginewright.runtime.kv_cache import BlockKeys, KvCache
 from enginewright.runtime.sampling import RowRequest, SampledToken
@@ -55,7 +55,7 @@ class Scheduler:
 
     def __init__(
         self,
-        groups: Sequence[KvGroup],
+        groups: Sequence[PagedCache],
         envelope: Envelope,
         *,
         prefix_caching: bool = False,

@@ -30,7 +30,7 @@ def forced(
         TokenSequence(list(ids), num_prompt_tokens=len(ids), max_tokens=len(ids), every_logit=not last_only)
         for ids in token_ids
     ]
-    scheduler = Scheduler(executor.plan.kv_groups, executor.envelope)
+    scheduler = Scheduler(executor.plan.caches, executor.envelope)
     for text in texts:
         scheduler.add(text)
     index = {id(text): number for number, text in enumerate(texts)}

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from enginewright.plan import KvGroup, Sizes
+from enginewright.plan import PagedCache, Sizes
 from enginewright.runtime.envelope import SPLIT_TOKENS
 from enginewright.runtime.sampling import RowRequest
 from enginewright.runtime.sequence import TokenSequence
@@ -64,7 +64,7 @@ class Packer:
         limits: of a step, which are those of all that runs.
     """
 
-    def __init__(self, groups: Sequence[KvGroup], limits: Sizes) -> None:
+    def __init__(self, groups: Sequence[PagedCache], limits: Sizes) -> None:
         self._groups = tuple(groups)
         self._tables = [np.zeros((limits.sequences, limits.kv_blocks), np.int32) for _ in groups]
         self._free_rows = list(range(limits.sequences))

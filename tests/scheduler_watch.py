@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from enginewright.plan import KvGroup, Sizes
+from enginewright.plan import PagedCache, Plane, Sizes
 from enginewright.runtime.envelope import SPLIT_TOKENS, Envelope, blocks_of
 from enginewright.runtime.sampling import PromptToken, SampledToken, SamplingParams, SamplingRequest
 from enginewright.runtime.scheduler import Scheduler
@@ -22,8 +22,11 @@ BLOCK, LONGEST, VOCAB, STOP = 4, 40, 50, 49
 BLANK = -1
 
 
-def group(window: int, block_size: int = BLOCK) -> KvGroup:
-    return KvGroup((0,), 1, 8, window, "bf16", block_size, 32)
+PLANES = (Plane("key", 1, 8, "bf16", 16), Plane("value", 1, 8, "bf16", 16))
+
+
+def group(window: int, block_size: int = BLOCK) -> PagedCache:
+    return PagedCache((0,), PLANES, block_size, window)
 
 
 def sequence_of(
@@ -67,7 +70,7 @@ class Watch:
 
     def __init__(
         self,
-        groups: Sequence[KvGroup],
+        groups: Sequence[PagedCache],
         limits: Sizes,
         num_blocks: Sequence[int],
         *,

@@ -24,7 +24,7 @@ def test_live_buffers_do_not_overlap(buffers: list[tuple[str, Linear, int]], dat
     plan = Plan(
         target="cpu",
         inputs=(),
-        kv_groups=(),
+        caches=(),
         buffers=tuple(Buffer(*buffer, slot) for buffer, slot in zip(buffers, slots, strict=True)),
         steps=tuple(steps),
         logits=result,

@@ -161,7 +161,7 @@ def test_profiling_computes_what_a_run_computes(engines: Mapping[str, Path]) -> 
 def test_decodes_are_those_of_the_scheduler(engines: Mapping[str, Path], name: str, depth: int) -> None:
     with Engine.open(engines[name]) as engine:
         executor = executor_of(engine, max_num_batched_tokens=3 * depth)
-        scheduler = Scheduler(engine.plan.kv_groups, executor.envelope)
+        scheduler = Scheduler(engine.plan.caches, executor.envelope)
         for index in range(3):
             scheduler.add(sequence_of([index, *range(1, depth)], length=100))
         prompts = scheduler.schedule()
@@ -287,9 +287,9 @@ def test_the_roof_reads_weights_and_of_a_step_its_kv(engines: Mapping[str, Path]
         nbytes = sum(form.nbytes for name, form in engine.file.sections.items() if name.startswith(WEIGHTS))
         for step in report.steps:
             point, kv_bytes = step.point, 0
-            for group in engine.plan.kv_groups:
+            for group in engine.plan.caches:
                 blocks = point.sequences * -(-(point.depth + point.tokens) // group.block_size)
-                kv_bytes += blocks * group.block_size * group.bytes_per_token
+                kv_bytes += blocks * group.block_bytes
             assert step.roof.read_bytes == nbytes + kv_bytes
     assert [each.read_bytes for each in report.roofs] == [nbytes]
     assert [each.read_bytes for each in report.fresh_roofs] == [1 << 16]

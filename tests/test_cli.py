@@ -403,7 +403,7 @@ def test_an_engine_without_code_for_this_machine_is_6(engine: Path, tmp_path: Pa
 def test_an_engine_whose_kv_cache_this_release_does_not_have_is_6(engine: Path, tmp_path: Path) -> None:
     with EngineFile.open(engine) as file:
         plan = json.loads(file.read_section("plan/cpu"))
-    plan["kv_groups"][0]["dtype"] = "e5m2"
+    plan["caches"][0]["planes"][0]["dtype"] = "e5m2"
     path = copied(engine, tmp_path / "e5m2.engine", {"plan/cpu": json.dumps(plan).encode()})
     text = refused(6, "generate", path, "-p", "x")
     assert "keeps its KV cache as e5m2: this release has bf16, i8, e4m3" in text and "--kv-cache-dtype" in text

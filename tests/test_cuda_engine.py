@@ -168,8 +168,8 @@ def answers(
     monkeypatch.setattr(core, "open_executor", lambda engine, config: CudaExecutor(engine, device, config))
     with EngineFile.open(path) as file:
         engine = Engine(file, "cuda")
-        group = engine.plan.kv_groups[0]
-        memory = blocks * group.block_size * group.bytes_per_token
+        group = engine.plan.caches[0]
+        memory = blocks * group.block_bytes
         limits = replace(LIMITS, max_num_batched_tokens=cut, kv_cache_memory=memory)
         for batch in batches:
             running, readers = core.EngineCore(engine, limits), [Deltas() for _ in batch]
@@ -206,7 +206,7 @@ def test_greedy_texts_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     for family in ("cpu", "cuda"):
         with EngineFile.open(path) as file:
             engine = Engine(file, family)
-            block = engine.plan.kv_groups[0].block_size * engine.plan.kv_groups[0].bytes_per_token
+            block = engine.plan.caches[0].block_bytes
             limits = replace(LIMITS, kv_cache_memory=5 * block, max_model_len=96)
             if family == "cuda":
                 monkeypatch.setattr(core, "open_executor", lambda one, config: CudaExecutor(one, device, config))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import NotEnoughMemoryError, UsageError
-from enginewright.plan import Buffer, KvGroup, Linear, Plan, Sizes
+from enginewright.plan import Buffer, Linear, PagedCache, Plan, Plane, Sizes
 from enginewright.runtime import envelope as module
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, blocks_of, envelope, sequence_bytes
@@ -20,19 +20,17 @@ from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
 DTYPE_BYTES = {"f32": 4, "bf16": 2}
 
 
-def plan_of(groups: Sequence[KvGroup], buffers: Sequence[Buffer], longest: int) -> Plan:
+def plan_of(groups: Sequence[PagedCache], buffers: Sequence[Buffer], longest: int) -> Plan:
     return Plan("cpu", (), tuple(groups), tuple(buffers), (), 0, buffers[0].columns, longest)
 
 
+PLANES = (Plane("key", 1, 8, "bf16", 16), Plane("value", 1, 8, "bf16", 16))
 GROUPS = st.builds(
-    KvGroup,
+    PagedCache,
     layers=st.just((0,)),
-    kv_heads=st.just(1),
-    head_dim=st.just(8),
-    window=st.sampled_from([0, 0, 7, 512, 4096]),
-    dtype=st.just("bf16"),
+    planes=st.tuples(st.builds(Plane, st.just("key"), st.just(1), st.just(8), st.just("bf16"), st.integers(1, 2**20))),
     block_size=st.sampled_from([16, 32]),
-    bytes_per_token=st.integers(1, 2**20),
+    window=st.sampled_from([0, 0, 7, 512, 4096]),
 )
 ROWS = st.builds(
     Linear,
@@ -48,7 +46,7 @@ BUFFERS = st.builds(
 )
 
 
-def naive_blocks(kv: KvGroup, length: int, chunk: int) -> int:
+def naive_blocks(kv: PagedCache, length: int, chunk: int) -> int:
     """Blocks that are touched from the first position a chunk sees to its last, over all places to begin."""
     if not kv.window:
         return -(-length // kv.block_size)
@@ -61,7 +59,7 @@ def naive_blocks(kv: KvGroup, length: int, chunk: int) -> int:
 @given(window=st.integers(0, 70), block_size=st.integers(1, 33), length=st.integers(1, 300), chunk=st.integers(1, 80))
 def test_blocks_of_a_sequence(window: int, block_size: int, length: int, chunk: int) -> None:
     """As many as some chunk needs at once: never fewer, and no more unless the text ends before."""
-    kv = KvGroup((0,), 1, 8, window, "bf16", block_size, 32)
+    kv = PagedCache((0,), PLANES, block_size, window)
     whole, needed = -(-length // block_size), naive_blocks(kv, length, chunk)
     assert needed <= blocks_of(kv, length, chunk) <= whole
     if not window or length > 2 * block_size + window + chunk:
@@ -79,7 +77,7 @@ def test_blocks_of_a_sequence(window: int, block_size: int, length: int, chunk: 
     memory=st.integers(0, 2**45),
 )
 def test_the_arithmetic(
-    groups: list[KvGroup],
+    groups: list[PagedCache],
     buffers: list[Buffer],
     longest: int,
     sequences: int,
@@ -131,7 +129,7 @@ def naive_arena(buffers: Sequence[Buffer], limits: Sizes) -> int:
     return total
 
 
-KV = KvGroup((0,), 1, 8, 0, "bf16", 32, 32)
+KV = PagedCache((0,), PLANES, 32)
 PLAN = plan_of([KV], [Buffer("f32", Linear(logit_rows=1), 100, 0)], 500)
 
 

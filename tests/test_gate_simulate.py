@@ -79,7 +79,7 @@ def test_the_simulation_has_the_kv_cache_of_gpus(kv: str) -> None:
             dense = assembly.dense.clone()
             return difference(simulate(dense, config.method, family, weights, texts, kv_dtype=dtype), texts, actual)
 
-        own = engine.plan.kv_groups[0].dtype
+        own = engine.plan.caches[0].planes[0].dtype
         nearest = away("cuda", own)
         others = [away("cuda", dtype) for dtype in STORED if dtype != own]
         if own == "i8":

@@ -52,7 +52,7 @@ def alone(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
 def kv_bytes(engine: Engine, lengths: list[int], share: float) -> int:
     """A share of what sequences of these lengths would take together, and at least one of the longest."""
     length, limits = limits_of(engine.plan, runtime_config(**LIMITS))
-    groups = engine.plan.kv_groups
+    groups = engine.plan.caches
     whole = sum(sequence_bytes(groups, one, limits.tokens) for one in lengths)
     return max(int(whole * share), sequence_bytes(groups, length, limits.tokens))
 
@@ -124,7 +124,7 @@ def test_a_real_model_in_little_memory(smollm2_gguf: Path) -> None:
     limits = {"max_model_len": 128, "max_num_seqs": 32, "max_num_batched_tokens": 128}
     with Engine.open(built(smollm2_gguf, "int8-wo")) as engine:
         total = sum(
-            sequence_bytes(engine.plan.kv_groups, len(prompt) + (one.max_tokens or 0), 128)
+            sequence_bytes(engine.plan.caches, len(prompt) + (one.max_tokens or 0), 128)
             for prompt, one in zip(prompts, params, strict=True)
         )
         with LLM(engine, **limits, kv_cache_memory=total // 10) as llm:

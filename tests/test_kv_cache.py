@@ -7,17 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginewright.plan import KvGroup
+from enginewright.plan import PagedCache, Plane
 from enginewright.runtime.block_pool import BlockPool
 from enginewright.runtime.envelope import blocks_of
 from enginewright.runtime.kv_cache import BlockKeys, BlockTable, KvCache
 
-
-def group(window: int, block_size: int = 4) -> KvGroup:
-    return KvGroup((0,), 1, 8, window, "bf16", block_size, 32)
+PLANES = (Plane("key", 1, 8, "bf16", 16), Plane("value", 1, 8, "bf16", 16))
 
 
-def seen_blocks(kv: KvGroup, first: int, end: int) -> set[int]:
+def group(window: int, block_size: int = 4) -> PagedCache:
+    return PagedCache((0,), PLANES, block_size, window)
+
+
+def seen_blocks(kv: PagedCache, first: int, end: int) -> set[int]:
     """Logical blocks that queries at [first, end) read or write."""
     lowest = max(0, first - kv.window + 1) if kv.window else 0
     return {position // kv.block_size for position in range(lowest, end)}

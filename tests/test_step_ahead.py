@@ -112,7 +112,7 @@ def test_answers_are_those_of_one_step_at_a_time(
 ) -> None:
     """All kinds of requests in little memory, some left early."""
     length, sizes = limits_of(engine.plan, LIMITS)
-    memory = sequence_bytes(engine.plan.kv_groups, length, sizes.tokens) * 2
+    memory = sequence_bytes(engine.plan.caches, length, sizes.tokens) * 2
     limits = replace(LIMITS, kv_cache_memory=memory, enable_prefix_caching=caching)
     told = []
     for executor in (CpuExecutor, LateExecutor):

@@ -172,7 +172,7 @@ def in_flight(path: Path, device: str) -> dict[str, float | str]:
     begin = random.integers(3, 300, 32).tolist()
     prompts = [begin + random.integers(3, 300, int(count)).tolist() for count in random.integers(1, 20, 16)]
     with Engine.open(path, "cpu") as engine:
-        memory = sequence_bytes(engine.plan.kv_groups, LIMITS["max_model_len"], LIMITS["max_num_batched_tokens"])
+        memory = sequence_bytes(engine.plan.caches, LIMITS["max_model_len"], LIMITS["max_num_batched_tokens"])
     together, preemptions, shared = greedy(path, device, prompts, kv_cache_memory=2 * memory)
     alone = [greedy(path, device, [prompt])[0][0] for prompt in prompts[:4]]
     on_cpu, _, _ = greedy(path, "cpu", prompts)

@@ -21,12 +21,13 @@ from enginewright.plan import (
     BufferOperand,
     Input,
     InputOperand,
-    KvGroup,
     KvOperand,
     Launch,
     Linear,
     Operand,
+    PagedCache,
     Plan,
+    Plane,
     Step,
     WeightOperand,
 )
@@ -91,7 +92,7 @@ class _View:
     columns: int
 
 
-def kv_groups_of(model: ir.Model) -> tuple[KvGroup, ...]:
+def kv_groups_of(model: ir.Model) -> tuple[PagedCache, ...]:
     """The KV groups that the model file wrote into the graph's metadata, stored as the graph's writers do."""
     pools = {value.name: value for value in model.graph.inputs}
     groups = []
@@ -100,14 +101,14 @@ def kv_groups_of(model: ir.Model) -> tuple[KvGroup, ...]:
         (writer,) = pools[f"key_pool.{layers[0]}"].consumers()
         dtype = DTYPE_NAMES[dtype_attribute(writer, "stored")]
         groups.append(
-            KvGroup(
+            PagedCache(
                 layers=layers,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                window=entry["window"],
-                dtype=dtype,
+                planes=tuple(
+                    Plane(name, kv_heads, head_dim, dtype, kv_heads * kv_row_bytes(head_dim, dtype))
+                    for name in ("key", "value")
+                ),
                 block_size=BLOCK_SIZE,
-                bytes_per_token=len(layers) * 2 * kv_heads * kv_row_bytes(head_dim, dtype),
+                window=entry["window"],
             )
         )
     return tuple(groups)
@@ -162,7 +163,7 @@ class _Lowering:
         plan = Plan(
             target=self.target,
             inputs=tuple(inputs),
-            kv_groups=self.groups,
+            caches=self.groups,
             buffers=tuple(Buffer(*entry, slot) for entry, slot in zip(self.buffers, slots, strict=True)),
             steps=tuple(self.steps),
             logits=view.buffer,
@@ -245,8 +246,9 @@ class _Lowering:
                 return Matrix(dtype, rows, operand.columns, Buffer(dtype, rows, columns, 0).stride, padded)
             case KvOperand():
                 (group,) = (group for group in self.groups if operand.layer in group.layers)
-                block_bytes, padded = group.block_size * group.bytes_per_token, padded_head_dim(group.head_dim)
-                return Matrix(group.dtype, Linear(), group.head_dim, padded, padded, block_stride=block_bytes)
+                plane = group.planes[0]
+                padded = padded_head_dim(plane.dim)
+                return Matrix(plane.dtype, Linear(), plane.dim, padded, padded, block_stride=group.block_bytes)
 
     def _read(self, value: ir.Value, role: str, node: ir.Node) -> Operand:
         name = _name(value)

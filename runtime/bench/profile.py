@@ -248,14 +248,14 @@ def _limits(engine: Engine, config: ProfileConfig, threads: int | None) -> Runti
         max_model_len=length,
         max_num_seqs=sequences,
         max_num_batched_tokens=tokens,
-        kv_cache_memory=sequences * sequence_bytes(engine.plan.kv_groups, length, tokens),
+        kv_cache_memory=sequences * sequence_bytes(engine.plan.caches, length, tokens),
         threads=threads,
     )
 
 
 def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
     """A step of the scheduler's making, but for the prompts that come before it: their KV is zeros."""
-    groups, limits = executor.plan.kv_groups, executor.envelope.limits
+    groups, limits = executor.plan.caches, executor.envelope.limits
     cache = KvCache(groups, executor.envelope.num_blocks, limits.tokens)
     new_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
     length = point.depth + point.tokens

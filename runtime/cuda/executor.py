@@ -23,7 +23,7 @@ from enginewright.runtime.cuda.device import Device, Grid, OnGrid
 from enginewright.runtime.cuda.sampling import TURNS, DeviceSampler, SamplerLimits
 from enginewright.runtime.cuda.upload import upload_weights
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig, block_bytes, envelope, limits_of
+from enginewright.runtime.envelope import RuntimeConfig, envelope, limits_of
 from enginewright.runtime.sampling import Draw, Entries, Fields
 from enginewright.runtime.step_plan import StepPlan
 from enginewright.runtime.token_mask import Mask
@@ -72,7 +72,7 @@ class CudaExecutor:
         offsets, arena_bytes = self.plan.arena_offsets(limits)
         arena = device.allocate(arena_bytes)
         self._buffers = [arena + offset for offset in offsets]
-        self._block_bytes = [block_bytes(group) for group in self.plan.kv_groups]
+        self._block_bytes = [group.block_bytes for group in self.plan.caches]
         self._pools = [
             device.allocate(count * nbytes)
             for count, nbytes in zip(self.envelope.num_blocks, self._block_bytes, strict=True)
@@ -175,9 +175,9 @@ class CudaExecutor:
                 buffer = self.plan.buffers[operand.index]
                 return self._buffers[operand.index] + operand.column * buffer.element_bytes
             case KvOperand():
-                for pool, group in zip(self._pools, self.plan.kv_groups, strict=True):
+                for pool, group in zip(self._pools, self.plan.caches, strict=True):
                     if operand.layer in group.layers:
-                        half = group.block_size * group.bytes_per_token // (2 * len(group.layers))
+                        half = group.block_bytes // (2 * len(group.layers))
                         return pool + (2 * group.layers.index(operand.layer) + (part == "values")) * half
         raise CorruptEngineError("the plan is damaged", f"{operand} is nowhere")
 

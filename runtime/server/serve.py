@@ -236,7 +236,7 @@ def _ready(service: Service, listener: socket.socket) -> str:
     address = f"[{host}]" if ":" in host else host
     envelope, plan = service.llm.envelope, service.llm.engine.plan
     length, chunk = envelope.max_model_len, envelope.limits.tokens
-    blocks = zip(envelope.num_blocks, plan.kv_groups, strict=True)
+    blocks = zip(envelope.num_blocks, plan.caches, strict=True)
     whole = min(count // blocks_of(group, length, chunk) for count, group in blocks)
     most = envelope.limits.sequences
     fit = f"{most} answers at a time, {min(whole, most)} of them may have all {length} positions"

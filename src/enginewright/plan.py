@@ -7,6 +7,7 @@ The builder writes plans (`enginewright.builder.lower`), the runtime reads them;
 know of one. Encoded as canonical JSON in the engine file.
 """
 
+from math import prod
 from typing import Any
 
 import msgspec
@@ -93,21 +94,60 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.rows.at(sizes) * self.stride * self.element_bytes
 
 
-class KvGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Layers whose KV lives and dies together, under one block table a sequence.
+class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row of `heads` × `dim` numbers for each token of each layer: its keys, or its values."""
 
-    window: positions a query sees, itself included; 0 means all. dtype: bf16, or i8 or e4m3 with an f32 scale for
-    each token's K, and V, of a head. bytes_per_token: K and V of all layers in the group, as stored (padding and scales
-    included). block_size: tokens a block.
+    name: str  # what kernels ask for: "key", "value"
+    heads: int
+    dim: int  # of a head
+    dtype: str  # as stored: bf16, or codes (i8, e4m3) with an f32 scale beside those of a head
+    bytes_per_token: int  # in one layer, as stored: padding and scales included
+
+
+class PagedCache(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, tag="paged"):
+    """What attention reads of each earlier token, in blocks of tokens, for layers whose caches live and die together:
+    each sequence has one block table for all of them. https://arxiv.org/abs/2309.06180
     """
 
     layers: tuple[int, ...]
-    kv_heads: int
-    head_dim: int
-    window: int
+    planes: tuple[Plane, ...]
+    block_size: int  # tokens
+    window: int = 0  # positions that a query sees, its own included; 0: all
+    kept_tokens: int = 0  # first positions that are seen from everywhere, whatever the window (attention sinks)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers and planes."""
+        return len(self.layers) * sum(plane.bytes_per_token for plane in self.planes)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.bytes_per_token
+
+
+class StateTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor of a sequence's recurrent state, in one layer."""
+
+    name: str  # what kernels ask for: "conv", "state"
+    shape: tuple[int, ...]
     dtype: str
-    block_size: int
-    bytes_per_token: int
+
+
+class RecurrentState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="recurrent"):
+    """What a recurrence keeps of all earlier tokens: as much for a long sequence as for a short one."""
+
+    layers: tuple[int, ...]
+    tensors: tuple[StateTensor, ...]
+    snapshot_tokens: int  # copies are kept at multiples of so many tokens, for sequences that begin alike
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Of all layers and tensors."""
+        one = sum(prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in self.tensors)
+        return len(self.layers) * one
+
+
+CacheGroup = PagedCache | RecurrentState  # what a sequence leaves behind it between steps, in some of the layers
 
 
 class InputOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="step"):
@@ -187,7 +227,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
     target: str
     inputs: tuple[Input, ...]
-    kv_groups: tuple[KvGroup, ...]
+    caches: tuple[PagedCache, ...]
     buffers: tuple[Buffer, ...]
     steps: tuple[Step, ...]
     logits: int
@@ -215,18 +255,17 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
                 raise CorruptEngineError("the plan is damaged", what, "Build the engine again.")
 
         inputs = {entry.name for entry in self.inputs}
-        layers = {layer for group in self.kv_groups for layer in group.layers}
+        layers = {layer for group in self.caches for layer in group.layers}
         require(len(inputs) == len(self.inputs), "two inputs have one name")
         for buffer in self.buffers:
             require(buffer.dtype in DTYPE_BYTES, f"unknown dtype {buffer.dtype!r}")
             coefficients = buffer.rows.as_tuple()
             require(0 < buffer.columns < 2**31 and min(coefficients) >= 0, "a buffer has no size")
             require(max(coefficients) < 2**31 and 0 <= buffer.slot < len(self.buffers), "a buffer is out of range")
-        for group in self.kv_groups:
-            fields = (group.kv_heads, group.head_dim, group.block_size, group.bytes_per_token)
-            require(
-                group.layers and min(fields) > 0 and max(fields) < 2**31 and group.window >= 0, "a KV group is empty"
-            )
+        for group in self.caches:
+            fields = [group.block_size, *(n for p in group.planes for n in (p.heads, p.dim, p.bytes_per_token))]
+            sane = group.layers and group.planes and min(fields) > 0 and max(fields) < 2**31
+            require(sane and min(group.window, group.kept_tokens) >= 0, "a cache is empty")
         for step in self.steps:
             for name, operand in step.operands.items():
                 match operand:
@@ -286,4 +325,4 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         return list(dict.fromkeys(operand.name for operand in operands if isinstance(operand, WeightOperand)))
 
     def kv_bytes_per_token(self) -> int:
-        return sum(group.bytes_per_token for group in self.kv_groups)
+        return sum(group.bytes_per_token for group in self.caches)
