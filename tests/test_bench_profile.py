@@ -30,9 +30,9 @@ from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.scheduler import Scheduler
-from tests.engines import built
-from tests.scheduler_watch import sequence_of
-from tests.tiny import tiny_checkpoint
+from tests.helpers.engines import built
+from tests.helpers.scheduler_watch import sequence_of
+from tests.helpers.tiny import tiny_checkpoint
 
 FEW = ProfileConfig(prefill=(33,), batch=(1, 3), depth=(0, 70), rounds=2)
 

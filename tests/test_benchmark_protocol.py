@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from enginewright.runtime.bench.roof import Rate, Roof
 from tests import tolerances
-from tests.tiny_gguf import interleave
+from tests.helpers.tiny_gguf import interleave
 
 SIZES = {
     "vocab_size": 101,

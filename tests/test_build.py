@@ -27,8 +27,8 @@ from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from enginewright.runtime.verify import verify
 from tests import tolerances
-from tests.graphs import QUANTS, relative_error
-from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers.graphs import QUANTS, relative_error
+from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 
 def content_of(path: Path) -> tuple[str, dict[str, bytes]]:

@@ -16,8 +16,8 @@ from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
-from tests.serving import COMPLETIONS, LIMITS, Running, running, tiny_engine, wait_until
-from tests.small_engine_file import write_engine
+from tests.helpers.serving import COMPLETIONS, LIMITS, Running, running, tiny_engine, wait_until
+from tests.helpers.small_engine_file import write_engine
 
 ANSWER = {"prompt": "a", "max_tokens": 8, "ignore_eos": True}
 

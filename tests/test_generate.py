@@ -18,7 +18,7 @@ from enginewright.runtime.outputs import CompletionOutput, to_dicts
 from enginewright.runtime.params import default_params
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.score import score
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 from tests.tolerances import LOGPROB
 
 FAMILIES = ["llama", "gemma3_text"]

@@ -23,8 +23,8 @@ from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from tests import tolerances
-from tests.graphs import DenseRun, random_tokens, relative_error
-from tests.quantized import CASES, GPTQ, Tiny, fp8, gptq, mixed, pack_quantized, tiny_case, tiny_quantized
+from tests.helpers.graphs import DenseRun, random_tokens, relative_error
+from tests.helpers.quantized import CASES, GPTQ, Tiny, fp8, gptq, mixed, pack_quantized, tiny_case, tiny_quantized
 
 
 def build(tiny: Tiny, path: Path, gate: GateConfig | None = None) -> BuildReport:

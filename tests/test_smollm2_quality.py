@@ -16,8 +16,8 @@ from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from tests import tolerances
-from tests.engines import built
-from tests.prompts import PROMPTS
+from tests.helpers.engines import built
+from tests.helpers.prompts import PROMPTS
 
 NEW_TOKENS = 64
 FORMS = {"fp8 block": Fp8(fp8_scales="block")}

@@ -10,7 +10,7 @@ from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.sampling import Entries, Fields
 from enginewright.runtime.step_plan import StepPlan
 from enginewright.runtime.token_mask import Mask
-from tests.sampling_reference import with_newest
+from tests.helpers.sampling_reference import with_newest
 
 
 class LateExecutor(CpuExecutor):
