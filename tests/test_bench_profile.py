@@ -25,9 +25,9 @@ from enginewright.runtime.bench.profile import (
 )
 from enginewright.runtime.bench.report import describe_profile
 from enginewright.runtime.bench.roof import read_buffer
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.scheduler import Scheduler
 from tests.helpers.engines import built

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from benchmarks.gpu import answers, engines
 from enginewright.builder import build
 from enginewright.runtime import core
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.step_plan import StepPlan
 from tests.helpers.gpu_report import reported

@@ -21,9 +21,9 @@ from enginewright.builder.checkpoint.base import TokenizerFiles
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, NotEnoughMemoryError, UnsupportedModelError, UsageError
 from enginewright.passes.quant import QuantConfig
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from enginewright.runtime.verify import verify
 from tests import tolerances

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.passes.quant import QuantConfig
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from tests.helpers.engines import built
 from tests.helpers.graphs import QUANTS

@@ -25,10 +25,10 @@ from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.plan import Sizes
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime import core
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.cuda.executor import BUCKETS, CudaExecutor, DeviceLogits, bucket_of, buckets_for
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import Entries, Fields, SampledToken, SamplingParams

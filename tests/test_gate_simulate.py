@@ -17,10 +17,10 @@ from enginewright.builder.progress import Silent
 from enginewright.manifest import About, Limits
 from enginewright.passes.streaming import Streamed
 from enginewright.plugins.kv_write import STORED
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.cuda.executor import CudaExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.goldens import GOLDENS, Goldens
 from enginewright.runtime.quality import (
     QUALITY,

@@ -18,11 +18,11 @@ from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.errors import EngineError
 from enginewright.passes.quant import METHODS
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.cuda.device import CudaDevice
 from enginewright.runtime.devices import open_engine, open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, sequence_bytes
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from enginewright.runtime.verify import verify
 from enginewright.targets import CUDA, SMS, choose_code

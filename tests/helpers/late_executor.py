@@ -4,9 +4,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.sampling import Entries, Fields
 from enginewright.runtime.step_plan import StepPlan
 from enginewright.runtime.token_mask import Mask
