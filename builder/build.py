@@ -32,8 +32,8 @@ from enginewright.manifest import About
 from enginewright.passes.quant import quant_config
 from enginewright.passes.quant.method import Calibration
 from enginewright.runtime import env
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.goldens import GOLDENS, last_logits_of, record, replay_config
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.quality import QUALITY, QualityReport

@@ -9,9 +9,9 @@ from typing import Protocol
 from enginewright.engine_file import EngineFile
 from enginewright.errors import NoCodeForMachineError, UsageError, shorten
 from enginewright.plan import Plan
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import Envelope, RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.sampling import Draw, Logits
 from enginewright.runtime.step_plan import StepPlan

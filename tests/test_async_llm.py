@@ -19,8 +19,8 @@ from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import CompletionOutput, Delta, RequestOutput
 from enginewright.runtime.sampling import RequestOutputKind, SamplingParams
 from enginewright.runtime.step_plan import StepPlan
-from tests.engines import built
-from tests.tiny import tiny_checkpoint
+from tests.helpers.engines import built
+from tests.helpers.tiny import tiny_checkpoint
 
 LIMITS = {"max_model_len": 200, "max_num_seqs": 6, "max_num_batched_tokens": 24, "threads": 1}
 LIMITS["kv_cache_memory"] = 1 << 20

@@ -25,14 +25,14 @@ from enginewright.runtime.bench.profile import (
 )
 from enginewright.runtime.bench.report import describe_profile
 from enginewright.runtime.bench.roof import read_buffer
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.scheduler import Scheduler
-from tests.engines import built
-from tests.scheduler_watch import sequence_of
-from tests.tiny import tiny_checkpoint
+from tests.helpers.engines import built
+from tests.helpers.scheduler_watch import sequence_of
+from tests.helpers.tiny import tiny_checkpoint
 
 FEW = ProfileConfig(prefill=(33,), batch=(1, 3), depth=(0, 70), rounds=2)
 

@@ -26,7 +26,7 @@ from enginewright.runtime.bench.serving import (
     run_serve,
 )
 from enginewright.runtime.bench.workload import Lengths, WorkloadConfig
-from tests.bench_server import BenchServer, Say
+from tests.helpers.bench_server import BenchServer, Say
 
 WORK = WorkloadConfig(num_prompts=6, input_len=Lengths(5, 5), output_len=Lengths(4, 4))
 

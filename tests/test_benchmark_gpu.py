@@ -18,8 +18,8 @@ from benchmarks.gpu.page import AIMS, all_done, page
 from benchmarks.gpu.parts import DONE, FAILED, PARTS, ROOT, STOPPED, Result, environment, run_part
 from benchmarks.gpu.report import Report, read_report
 from enginewright.builder.cuda import compile_each
-from tests.emulated_bench import ROOF, EmulatedBench
-from tests.gpu_report import reported
+from tests.emulator.bench import ROOF, EmulatedBench
+from tests.helpers.gpu_report import reported
 
 RESULTS = ROOT / "benchmarks/results"
 SIZES = {

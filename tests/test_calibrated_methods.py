@@ -23,7 +23,7 @@ from enginewright.passes.spool import Spool
 from enginewright.passes.streaming import stream
 from enginewright.passes.weights import open_rows, read
 from tests import tolerances
-from tests.graphs import CASES, DenseRun, dense_graph, graph_before, random_tokens, relative_error
+from tests.helpers.graphs import CASES, DenseRun, dense_graph, graph_before, random_tokens, relative_error
 
 TEXTS = [random_tokens(length, seed).tolist() for seed, length in enumerate((40, 1, 61))]
 CALIBRATED: list[QuantConfig] = [

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 
 from enginewright.builder.checkpoint import Checkpoint, gguf_file, open_checkpoint
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
-from tests.tiny_gguf import TOKENS, TinyGguf, state_of, tiny_model, write_model
+from tests.helpers.tiny_gguf import TOKENS, TinyGguf, state_of, tiny_model, write_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},

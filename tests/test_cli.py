@@ -23,9 +23,9 @@ from enginewright.passes.quant import METHODS, quant_config
 from enginewright.runtime import envelope
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.machine import num_cores
-from tests.engines import copied
-from tests.serving import tiny_engine
-from tests.tiny import tiny_checkpoint
+from tests.helpers.engines import copied
+from tests.helpers.serving import tiny_engine
+from tests.helpers.tiny import tiny_checkpoint
 
 
 def run(*arguments: object, **environment: str) -> Result:

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.passes.quant import QuantConfig
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
-from tests.engines import built
-from tests.graphs import QUANTS
-from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.engines import built
+from tests.helpers.graphs import QUANTS
+from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_config, tiny_model
 
 LENGTHS = [1, 2, 17, 31, 32, 33, 64, 65, 100, 255, 256, 257, 300, 5, 290, 280, *[7 * n % 61 + 1 for n in range(16)]]
 CUTS = (1, 7, 64, 255, 512)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from tests.kernel_runner import ITEM_BYTES, ONE_COLUMN, KernelRunner
-from tests.paged_kv import SPLIT, Chunk, Heads, PagedKv, Text, random_text, stored
+from tests.helpers.kernel_runner import ITEM_BYTES, ONE_COLUMN, KernelRunner
+from tests.helpers.paged_kv import SPLIT, Chunk, Heads, PagedKv, Text, random_text, stored
 from tests.tolerances import ATTENTION, ATTENTION_UNIFORM, BF16_ROUNDING
 
 ISAS = _cpu.isa_names()

@@ -21,8 +21,8 @@ from enginewright.runtime.cuda.device import num_gpus
 from enginewright.runtime.devices import open_engine, open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from tests.graphs import checkpoint_of
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.graphs import checkpoint_of
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 TARGETS = ("cpu", "cuda:sm_80", "cuda:sm_90a", "cuda:sm_100a")
 

@@ -10,7 +10,7 @@ from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import CudaKernel, Matrix
 from enginewright.plugins.registry import STANDARD_KERNELS
 from enginewright.runtime.cuda.sampling import DRAWN
-from tests.cuda_call import CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
+from tests.helpers.cuda_call import CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
 
 TOKENS, LOGIT_ROWS = Linear(tokens=1), Linear(logit_rows=1)
 SIZES = Sizes(tokens=5, sequences=2, logit_rows=3, kv_blocks=1, kv_splits=1)

@@ -25,23 +25,23 @@ from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.plan import Sizes
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime import core
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.cuda.executor import BUCKETS, CudaExecutor, DeviceLogits, bucket_of, buckets_for
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import Entries, Fields, SampledToken, SamplingParams
 from enginewright.runtime.score import score
 from enginewright.runtime.token_mask import Mask
 from tests import tolerances
-from tests.emulated import EmulatedKernels, Kernels
-from tests.emulated_device import EmulatedDevice, device_for
-from tests.graphs import checkpoint_of, random_tokens, relative_error
-from tests.ladder import Ladder
-from tests.ragged import RaggedRun
-from tests.sampling_reference import same_draws, with_newest
-from tests.tiny import wide_checkpoint
+from tests.emulator.device import EmulatedDevice, device_for
+from tests.emulator.kernels import EmulatedKernels, Kernels
+from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error
+from tests.helpers.ladder import Ladder
+from tests.helpers.ragged import RaggedRun
+from tests.helpers.sampling_reference import same_draws, with_newest
+from tests.helpers.tiny import wide_checkpoint
 
 TARGETS = ("cpu", "cuda:sm_80")
 Asked = tuple[list[int], SamplingParams]

@@ -7,8 +7,8 @@ import pytest
 from enginewright.plan import Linear, Sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import CudaKernel, Matrix
-from tests.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, strided
-from tests.emulated import SCHEDULES
+from tests.emulator.kernels import SCHEDULES
+from tests.helpers.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, strided
 
 TOKENS, COLUMNS, STRIDE, PADDED = Linear(tokens=1), 330, 448, 384
 SIZES = Sizes(tokens=6, sequences=1, logit_rows=1, kv_blocks=1, kv_splits=1)

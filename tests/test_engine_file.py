@@ -18,8 +18,8 @@ from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.engine_header import MAX_HEADER_BYTES, header_end, parse_header
 from enginewright.errors import CorruptEngineError, EngineError, UsageError
 from enginewright.manifest import About, Manifest
-from tests.header_fuzz import mutants, read_all, signed
-from tests.small_engine_file import (
+from tests.helpers.header_fuzz import mutants, read_all, signed
+from tests.helpers.small_engine_file import (
     ABOUT,
     PLAN,
     add_content,

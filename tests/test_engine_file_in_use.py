@@ -13,11 +13,11 @@ import pytest
 
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, EngineError
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
-from tests.serving import COMPLETIONS, LIMITS, Running, running, tiny_engine, wait_until
-from tests.small_engine_file import write_engine
+from tests.helpers.serving import COMPLETIONS, LIMITS, Running, running, tiny_engine, wait_until
+from tests.helpers.small_engine_file import write_engine
 
 ANSWER = {"prompt": "a", "max_tokens": 8, "ignore_eos": True}
 

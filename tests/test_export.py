@@ -13,8 +13,8 @@ from enginewright.builder.export import export_onnx
 from enginewright.builder.models import build_graph
 from enginewright.errors import EngineError, UsageError
 from tests import tolerances
-from tests.onnx_run import run
-from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.onnx_run import run
+from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_config, tiny_model
 
 TOKENS = np.arange(3, 20)[None] * 7
 

@@ -20,8 +20,8 @@ from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, UsageError
 from enginewright.new_file import NewFile
 from enginewright.passes.quant import METHODS, W8A8, Auto, Fp8, Int4Gptq, Int4Rtn, Int8Sq, QuantConfig
-from tests import tiny_gguf
-from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers import tiny_gguf
+from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 
 def run(*arguments: object) -> Result:

@@ -17,10 +17,10 @@ from enginewright.builder.progress import Silent
 from enginewright.manifest import About, Limits
 from enginewright.passes.streaming import Streamed
 from enginewright.plugins.kv_write import STORED
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.cuda.executor import CudaExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.goldens import GOLDENS, Goldens
 from enginewright.runtime.quality import (
     QUALITY,
@@ -33,10 +33,10 @@ from enginewright.runtime.quality import (
     describe_quality,
 )
 from enginewright.runtime.score import score
-from tests.emulated_device import device_for
-from tests.graphs import checkpoint_of, random_tokens, relative_error
-from tests.onnx_run import Array
-from tests.paged_kv import codes_of
+from tests.emulator.device import device_for
+from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error
+from tests.helpers.onnx_run import Array
+from tests.helpers.paged_kv import codes_of
 from tests.test_cuda_engine import built
 
 VOCAB = 307

@@ -11,8 +11,8 @@ from enginewright.code import Launch, write_code
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError
 from enginewright.runtime.engine import Engine
-from tests.engines import built, copied
-from tests.tiny import tiny_checkpoint
+from tests.helpers.engines import built, copied
+from tests.helpers.tiny import tiny_checkpoint
 
 CODE = {
     "code/sm_80": write_code({"rope@1": (Launch("_Zrope"), b"for 8.0")}),

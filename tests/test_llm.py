@@ -18,7 +18,7 @@ from enginewright.runtime.envelope import runtime_config
 from enginewright.runtime.outputs import Delta, RequestOutput
 from enginewright.runtime.prompts import Conversation
 from enginewright.runtime.tokenizer import Tokenizer
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 LIMITS = {"max_model_len": 200, "max_num_seqs": 6, "max_num_batched_tokens": 24, "threads": 1}
 LIMITS["kv_cache_memory"] = 1 << 20

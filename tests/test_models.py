@@ -24,8 +24,8 @@ from enginewright.builder.weights import Weights
 from enginewright.errors import EngineError
 from enginewright.plugins import expand_references
 from tests import tolerances
-from tests.onnx_run import Oracle
-from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers.onnx_run import Oracle
+from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 Logits = npt.NDArray[np.float32]
 STEPS = (17, 5, 1)  # tokens: a prefill, a chunk that follows it, a decode

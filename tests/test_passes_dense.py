@@ -16,7 +16,7 @@ from enginewright.passes.quant.int8_wo import quantize_rows
 from enginewright.passes.quant.quantize import Quantize
 from enginewright.passes.weights import read
 from tests import tolerances
-from tests.graphs import (
+from tests.helpers.graphs import (
     CASES,
     QUANTS,
     DenseRun,
@@ -26,7 +26,7 @@ from tests.graphs import (
     random_tokens,
     relative_error,
 )
-from tests.onnx_run import Array, run
+from tests.helpers.onnx_run import Array, run
 
 STEPS = (11, 1, 4)  # tokens
 bfloat16 = ml_dtypes.bfloat16

@@ -15,9 +15,9 @@ from enginewright.passes.pipeline import run_pipeline
 from enginewright.passes.quant import Bf16, QuantConfig
 from enginewright.plugins.kv_write import STORED, pool_dtype
 from tests import tolerances
-from tests.graphs import CASES, QUANTS, DenseRun, dense_graph, graph_before, random_tokens, relative_error
-from tests.onnx_run import Array
-from tests.ragged import GARBAGE, RaggedRun
+from tests.helpers.graphs import CASES, QUANTS, DenseRun, dense_graph, graph_before, random_tokens, relative_error
+from tests.helpers.onnx_run import Array
+from tests.helpers.ragged import GARBAGE, RaggedRun
 
 LENGTHS = {"long": 75, "short": 3, "middle": 41}
 # New tokens of each sequence, in the order in which they are packed: a prefill in chunks (one ends inside a block, one

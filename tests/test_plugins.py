@@ -12,8 +12,8 @@ from enginewright import _cpu
 from enginewright.errors import EngineError
 from enginewright.plugins import DOMAIN, PLUGINS, Plugin, binding_of, expand_references, plugin_of
 from enginewright.plugins.registry import STANDARD_KERNELS
-from tests.onnx_run import run
-from tests.plugin_cases import (
+from tests.helpers.onnx_run import run
+from tests.helpers.plugin_cases import (
     BFLOAT16,
     CASES,
     FIRST,

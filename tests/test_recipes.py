@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from enginewright.cli import main
 from enginewright.cli_recipes import SHIPPED
 from enginewright.engine_file import EngineFile
-from tests.tiny import tiny_checkpoint
+from tests.helpers.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.source_rules import violations
+from tests.helpers.source_rules import violations
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("builder", "cli.py", "configs", "csrc", "passes", "plugins", "runtime")

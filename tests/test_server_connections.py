@@ -15,7 +15,7 @@ import pytest
 from enginewright.errors import EngineError
 from enginewright.runtime.server import wire
 from enginewright.runtime.server.connections import MAX_REFUSALS_AT_ONCE, ConnectionLimit
-from tests.serving import COMPLETIONS, Running, head_of, port_of, process, read_all, running, wait_until
+from tests.helpers.serving import COMPLETIONS, Running, head_of, port_of, process, read_all, running, wait_until
 
 JSON = "Content-Type: application/json"
 LONG = {"ignore_eos": True, "max_tokens": 4000}  # takes seconds, if it is not aborted

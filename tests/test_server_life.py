@@ -20,7 +20,7 @@ from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.runtime.server import wire
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.serve import Stop, bind, host, serve
-from tests.serving import (
+from tests.helpers.serving import (
     CHAT,
     COMPLETIONS,
     HELLO,

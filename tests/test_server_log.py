@@ -21,7 +21,7 @@ import pytest
 from enginewright.runtime.server import log
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.log import LineHandler, RequestLog, Throughput, as_json, log_to
-from tests.serving import CHAT, COMPLETIONS, HELLO, NAN_TOKEN, read_all, running, tiny_engine, wait_until
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, NAN_TOKEN, read_all, running, tiny_engine, wait_until
 
 LONG = {"ignore_eos": True, "max_tokens": 4000}
 COMMON = ["ts", "level", "event", "request_id", "client_request_id", "status", "code"]

@@ -12,7 +12,7 @@ from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.score import score
-from tests.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
 
 PROMPT = [5, 77, 300, 2, 9, 11, 250, 43, 8, 8, 101]
 

@@ -25,9 +25,9 @@ from enginewright.passes.quant import QuantConfig
 from enginewright.passes.streaming import Streamed, Visit, stream
 from enginewright.passes.weights import shape_of
 from enginewright.runtime import env
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.quality import SIMULATED, Check, LayerError, Measured, QualityReport, TextDistance, rounded
 from enginewright.runtime.score import forced

@@ -16,9 +16,9 @@ from enginewright.manifest import WEIGHTS
 from enginewright.plan import BufferOperand, Step, WeightOperand
 from enginewright.runtime.bench.machine_facts import machine_facts
 from enginewright.runtime.bench.roof import Roof, measure_roof, read_buffer
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, sequence_bytes
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.kv_cache import KvCache
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import Packer, Part, StepPlan

@@ -1,5 +1,5 @@
-"""Runs the Triton GEMM in Triton's interpreter, in a process of its own: `python -m tests.triton_gemm_run` in the
-environment TRITON_INTERPRET=1 prints, as JSON lines, how far each problem is from float64.
+"""Runs the Triton GEMM in Triton's interpreter, in a process of its own: `python -m tests.helpers.triton_gemm_run` in
+the environment TRITON_INTERPRET=1 prints, as JSON lines, how far each problem is from float64.
 """
 
 import json

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 
-from tests.emulated import Kernels
+from tests.emulator.kernels import Kernels
 
 if __name__ == "__main__":
     source, expression, threads = json.load(sys.stdin)

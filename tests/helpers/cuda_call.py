@@ -7,7 +7,7 @@ import numpy as np
 
 from enginewright.plan import Launch, Linear, Sizes
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
-from tests.emulated import SCHEDULES, Instance, Kernels
+from tests.emulator.kernels import SCHEDULES, Instance, Kernels
 
 MULTIPROCESSORS = 3
 NUMPY = {"f32": np.float32, "bf16": np.uint16, "i8": np.int8, "e4m3": np.uint8, "i32": np.int32}

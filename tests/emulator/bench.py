@@ -6,7 +6,7 @@ from benchmarks.gpu.bench import Replay, Work, all_of
 from benchmarks.gpu.roof import Roof
 from enginewright.builder.cuda import Instance
 from enginewright.plugins.kernel import Specialization
-from tests.emulated_device import EmulatedDevice
+from tests.emulator.device import EmulatedDevice
 
 
 class EmulatedBench:

@@ -9,7 +9,7 @@ import numpy as np
 from enginewright.builder.cuda import Compiled, Instance, compile_each
 from enginewright.runtime.cuda.device import CudaDevice
 from enginewright.targets import SMS, choose_code
-from tests.emulated import Argument
+from tests.emulator.kernels import Argument
 
 
 @cache

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.kernel_runner import Buffer, KernelRunner, Operands, weight
+from tests.helpers.kernel_runner import Buffer, KernelRunner, Operands, weight
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 16, 17, 33, 61]
 DTYPES = {

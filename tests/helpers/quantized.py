@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 Tensors = dict[str, torch.Tensor]
 # Heads, sizes and groups that all formats can have: rows in eights, columns in 32s.

@@ -1,4 +1,4 @@
-"""A GPU's place taken by the CPU: memory is this process's, and kernels run in emulation (tests/emulated.py)."""
+"""A GPU's place taken by the CPU: memory is this process's, and kernels run in emulation (kernels.py)."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ from enginewright.builder.cuda import Instance, compile_each
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime.cuda.device import Bytes, CudaDevice, Grid
 from enginewright.targets import SMS, choose_code
-from tests.emulated import SCHEDULES, EmulatedKernels
+from tests.emulator.kernels import SCHEDULES, EmulatedKernels
 
 ALIGN = 256
 FREE_BYTES = 512 << 20

@@ -10,7 +10,7 @@ from enginewright.builder.lower.pack import PackedForm, pack
 from enginewright.plan import Buffer, Launch, Linear, Sizes
 from enginewright.plugins.gemm_cuda import FORMATS, gemm_on_cuda, wgmma_launches
 from enginewright.plugins.kernel import Call, KernelBinding, Matrix
-from tests.emulated import SANITIZE, Argument, EmulationError, Kernels
+from tests.emulator.kernels import SANITIZE, Argument, EmulationError, Kernels
 from tests.tolerances import GEMM_BF16_OUT, GEMM_E4M3, GEMM_F32
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i8": torch.int8, "e4m3": torch.float8_e4m3fn}

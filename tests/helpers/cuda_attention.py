@@ -12,10 +12,10 @@ from enginewright.plan import Launch, Linear, Sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.attention_cuda import PARTIALS, wgmma_launches
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
-from tests.cuda_call import POISON, Operand, as_bf16, empty, from_bf16, instances, run, strided, vector
-from tests.cuda_kv import PagedKv
-from tests.emulated import EmulationError, Kernels
-from tests.paged_kv import SPLIT, Chunk, Heads, Text, random_text, stored
+from tests.emulator.kernels import EmulationError, Kernels
+from tests.helpers.cuda_call import POISON, Operand, as_bf16, empty, from_bf16, instances, run, strided, vector
+from tests.helpers.cuda_kv import PagedKv
+from tests.helpers.paged_kv import SPLIT, Chunk, Heads, Text, random_text, stored
 from tests.tolerances import BF16_ROUNDING, CUDA_ATTENTION
 
 KERNEL = PLUGINS["PagedAttention"].kernels["cuda"]

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).parent.parent
+EMULATOR = Path(__file__).parent
+ROOT = EMULATOR.parent.parent
 SOURCES = ROOT / "csrc/cuda"
 BUILT = ROOT / "build/emulated"
 SANITIZE = os.environ.get("ENGINEWRIGHT_SANITIZE", "")  # as setup.py has it; `make sanitize` preloads what it needs
@@ -28,6 +29,8 @@ FLAGS = (
     "-Werror",
     "-Winvalid-pch",
     "-U_FORTIFY_SOURCE",
+    f"-I{SOURCES}",
+    f"-I{EMULATOR}",
 )
 SCHEDULES = ("forward", "reverse", "random")
 
@@ -124,7 +127,7 @@ def compiled_library(instances: tuple[Instance, ...], sm: int) -> Path:
         f'{includes}#include "emulator.h"\n'
         f"namespace enginewright {{\nconst emulator::Call kernels[] = {{\n{calls}}};\n}}\n"
     )
-    emulator = _built((SOURCES / "emulator.cpp").read_text(), ["-c"], ".o")
+    emulator = _built((EMULATOR / "emulator.cpp").read_text(), ["-c"], ".o")
     defined = f"-DENGINEWRIGHT_EMULATED={sm}"
     # What all programs begin with takes longer than most kernels; precompiled, as long as one of them.
     header = _built('#include "device.cuh"\n#include "emulator.h"\n', [defined, "-xc++-header"], ".h.gch")
@@ -133,8 +136,8 @@ def compiled_library(instances: tuple[Instance, ...], sm: int) -> Path:
 
 def _built(program: str, options: Sequence[str], suffix: str) -> Path:
     """What g++ makes of a program; made once for the same sources and options, by whichever process comes first."""
-    options = [*FLAGS, f"-I{SOURCES}", *([f"-fsanitize={SANITIZE}", "-g"] if SANITIZE else []), *options]
-    headers = sorted([*SOURCES.glob("*.*h"), *Path(__file__).parent.glob("*.cuh")])
+    options = [*FLAGS, *([f"-fsanitize={SANITIZE}", "-g"] if SANITIZE else []), *options]
+    headers = sorted([*SOURCES.glob("*.cuh"), *EMULATOR.glob("*.h"), *(ROOT / "tests").glob("*/*.cuh")])
     content = [program, " ".join(options), *(path.read_text() for path in headers)]
     output = BUILT / (hashlib.sha256("\0".join(content).encode()).hexdigest()[:32] + suffix)
     if output.exists():
@@ -152,6 +155,6 @@ def _built(program: str, options: Sequence[str], suffix: str) -> Path:
 
 # What tests of kernels take: in emulation, or on the GPU.
 if os.environ.get("ENGINEWRIGHT_TEST_DEVICE") == "cuda":
-    from tests.gpu_kernels import GpuKernels as Kernels
+    from tests.helpers.gpu_kernels import GpuKernels as Kernels
 else:
     Kernels = EmulatedKernels  # type: ignore[misc,assignment]

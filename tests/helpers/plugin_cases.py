@@ -10,7 +10,7 @@ import onnx_ir as ir
 from enginewright.plugins import DOMAIN, PLUGINS, Plugin
 from enginewright.plugins.kv_write import pool_dtype
 from enginewright.plugins.plugin import CODES
-from tests.onnx_run import Array
+from tests.helpers.onnx_run import Array
 
 FLOAT, BFLOAT16, FP8 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.FLOAT8E4M3FN
 INT8, INT32, INT64, UINT8 = ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8

@@ -4,13 +4,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.sampling import Entries, Fields
 from enginewright.runtime.step_plan import StepPlan
 from enginewright.runtime.token_mask import Mask
-from tests.sampling_reference import with_newest
+from tests.helpers.sampling_reference import with_newest
 
 
 class LateExecutor(CpuExecutor):

@@ -25,7 +25,7 @@ from enginewright.runtime.async_llm import AsyncLLM
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.serve import Stop, bind, host
 from enginewright.runtime.server.service import Service
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 LENGTH = 4096
 NAN_TOKEN = 300

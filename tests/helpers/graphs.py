@@ -12,8 +12,8 @@ from enginewright.builder.models import build_graph
 from enginewright.passes.pass_manager import Pass, run_passes
 from enginewright.passes.pipeline import pipeline
 from enginewright.passes.quant import METHODS, Bf16, QuantConfig
-from tests.onnx_run import Array, Oracle
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.onnx_run import Array, Oracle
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 # Methods that look at activations write the formats of these, and have tests of their own.
 QUANTS: list[QuantConfig] = [method() for method in METHODS if not method.calibrated]

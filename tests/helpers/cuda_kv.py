@@ -8,8 +8,8 @@ import torch
 from enginewright.plan import Linear
 from enginewright.plugins.kernel import Matrix
 from enginewright.plugins.kv_write import BLOCK_SIZE, kv_row_bytes, padded_head_dim
-from tests.cuda_call import Operand
-from tests.paged_kv import Chunk, Heads, bits, codes_of
+from tests.helpers.cuda_call import Operand
+from tests.helpers.paged_kv import Chunk, Heads, bits, codes_of
 
 POISON = 0xFF  # NaN in every dtype that has one; scales of int8 are NaN
 

@@ -1,9 +1,9 @@
-"""Writes tests/golden_quantized.safetensors: small weights as the producing libraries pack and restore them.
+"""Writes tests/golden/quantized.safetensors: small weights as the producing libraries pack and restore them.
 
 Those libraries are no dependency of the tests: most want a torch of their own. Unpack their wheels (without
 dependencies) and run, with their folders on PYTHONPATH:
 
-    python tests/golden_quantized.py          compressed-tensors 0.20, AutoGPTQ 0.7.1, AutoAWQ 0.2.9, modelopt 0.47
+    python tests/golden/quantized.py          compressed-tensors 0.20, AutoGPTQ 0.7.1, AutoAWQ 0.2.9, modelopt 0.47
 
 (modelopt imports omegaconf, antlr4-python3-runtime 4.9, pulp 3, scipy and nvidia-ml-py, too.) With names of libraries
 behind it (`modelopt`), only those are written anew.

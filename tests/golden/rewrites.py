@@ -1,6 +1,6 @@
-"""The golden table, golden_rewrites.json: model → quantization → pass → number of rewrites.
+"""The golden table, rewrites.json: model → quantization → pass → number of rewrites.
 
-After a change that is meant, `python -m tests.golden_rewrites` writes it anew.
+After a change that is meant, `python -m tests.golden.rewrites` writes it anew.
 """
 
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from enginewright.passes.pipeline import run_pipeline
 from enginewright.passes.quant import METHODS
-from tests.graphs import CASES, dense_graph
+from tests.helpers.graphs import CASES, dense_graph
 
 TABLE = Path(__file__).with_suffix(".json")
 Table = dict[str, dict[str, dict[str, int]]]

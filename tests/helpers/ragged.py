@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from tests.onnx_run import Array, Oracle
+from tests.helpers.onnx_run import Array, Oracle
 
 BLOCK_SIZE = 32
 GARBAGE = 3e4  # what a slot holds before it is written; a reference that reads it is far off, but finite

@@ -15,7 +15,7 @@ from random import Random
 from enginewright.engine_header import parse_header
 from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.manifest import packed_bytes
-from tests.small_engine_file import header_text, write_engine
+from tests.helpers.small_engine_file import header_text, write_engine
 
 NUMBERS = (b"0 -1 1 63 64 65 2147483648 4294967295 9007199254740993 9223372036854775807 18446744073709551615 1e3 "
            b"18446744073709551616 -9223372036854775809 1.0 1.5 1e999 -0 00 NaN").split()  # fmt: skip
