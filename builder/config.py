@@ -15,6 +15,13 @@ D = TypeVar("D")
 _REQUIRED: Any = object()
 MOST = 2**31 - 1  # of what is counted: positions and token ids have 32 bits
 
+# Far above any model that is known: what is larger is an error, which must not be allocated before it is noticed.
+MOST_TOKENS = 2**24
+MOST_LAYERS = 2**12
+MOST_HEADS = 2**14
+MOST_HEAD_DIM = 2**13
+MOST_COLUMNS = 2**22
+
 # Keys that change what some family computes, with the values under which they change nothing. A model that does
 # not read one of them does not implement it. Keys that are not listed (use_cache, initializer_range,
 # attention_dropout, pretraining_tp, …) cannot change a result, or mean nothing to transformers either.
