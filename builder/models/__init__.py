@@ -55,7 +55,6 @@ def _build(values: Mapping[str, Any], tensors: Tensors) -> ir.Model:
     format = read_format(config, tensors)
     weights = Weights(tensors, format)
     model = _find(config.read(str, "model_type"))(config, weights)
-    config.refuse_unread()
     weights.refuse_left_over()
     weights.note_none_quantized()
     model.metadata_props["enginewright.notes"] = json.dumps(format.notes if format else {})

@@ -7,10 +7,13 @@ import onnx_ir as ir
 import torch
 
 from enginewright.builder.config import ConfigReader
+from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import Attention, Embedding, GatedMlp, GraphWriter, Head, Heads, RmsNorm
 from enginewright.builder.models.blocks.layers import read_layer_count, read_windows
 from enginewright.builder.models.blocks.rope import Rope, rope_from
 from enginewright.builder.weights import Weights
+
+HARMLESS = {"use_bidirectional_attention": Harmless("Every token attends to those before it alone.", (False,))}
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
@@ -31,6 +34,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     windows = _windows(config)
     max_positions = config.read_size("max_position_embeddings")
     local, everywhere = _ropes(config, attention.heads.dim, max_positions)
+    config.refuse_unread(HARMLESS)
 
     graph = GraphWriter(weights, max_positions)
     local_table, global_table = local.write(graph, "rope.local"), everywhere.write(graph, "rope.global")

@@ -3,10 +3,17 @@
 import onnx_ir as ir
 
 from enginewright.builder.config import ConfigReader
+from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import Attention, Embedding, GatedMlp, GraphWriter, Head, Heads, RmsNorm
 from enginewright.builder.models.blocks.layers import read_layer_count
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
+
+HARMLESS = {
+    "is_llama_config": Harmless("It is a remark in SmolLM2's configs."),
+    "pretraining_tp": Harmless("It says in how many parts products were summed in training; the sums are the same."),
+    "rope_interleaved": Harmless("The halves of a head are rotated against each other.", (False,)),
+}
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
@@ -16,6 +23,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     mlp = GatedMlp.read(config, bias=config.read(bool, "mlp_bias", default=False))
     layers, rope = read_layer_count(config), read_rope(config, attention.heads.dim)
     max_positions = config.read_size("max_position_embeddings")
+    config.refuse_unread(HARMLESS)
     weights.ignore("rotary_emb.inv_freq")  # a buffer that old checkpoints have saved
 
     graph = GraphWriter(weights, max_positions)

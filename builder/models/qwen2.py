@@ -4,10 +4,13 @@ https://arxiv.org/abs/2407.10671"""
 import onnx_ir as ir
 
 from enginewright.builder.config import ConfigReader
+from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import Attention, Embedding, GatedMlp, GraphWriter, Head, Heads, RmsNorm
 from enginewright.builder.models.blocks.layers import read_upper_windows
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
+
+HARMLESS = {"use_mrope": Harmless("Positions are numbers, not times, rows and columns of pictures.", (False,))}
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
@@ -15,6 +18,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     heads, mlp = Heads.read(config), GatedMlp.read(config)
     attentions = [Attention(heads, bias=True, window=window) for window in read_upper_windows(config)]
     rope, max_positions = read_rope(config, heads.dim), config.read_size("max_position_embeddings")
+    config.refuse_unread(HARMLESS)
     weights.ignore("rotary_emb.inv_freq")
 
     graph = GraphWriter(weights, max_positions)

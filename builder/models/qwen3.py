@@ -19,6 +19,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
         for window in read_upper_windows(config)
     ]
     rope, max_positions = read_rope(config, heads.dim), config.read_size("max_position_embeddings")
+    config.refuse_unread()
 
     graph = GraphWriter(weights, max_positions)
     table = rope.write(graph)
