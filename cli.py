@@ -20,6 +20,7 @@ from enginewright.cli_options import (
     BenchCommands,
     Commands,
     Count,
+    EnginePath,
     JsonObject,
     Quant,
     Target,
@@ -224,7 +225,7 @@ def build(
 
 
 @main.command()
-@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("engine", type=EnginePath())
 @output_section(
     "--memory",
     type=Count(),
@@ -245,7 +246,7 @@ def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> 
 
 
 @main.command()
-@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("engine", type=EnginePath())
 @section("Checks")(
     "--goldens/--no-goldens",
     default=True,
@@ -268,8 +269,8 @@ def verify(engine: Path, goldens: bool, threads: int | None, isa: str | None, de
 
 
 @main.command()
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=EnginePath())
+@click.argument("b", type=EnginePath())
 @output_section("--all", "every_line", is_flag=True, help="List every difference; long lists are cut short otherwise.")
 @JSON_OPTION
 @click.pass_context
@@ -314,7 +315,7 @@ def export(model: str, path: Path, dtype: str) -> None:
 
 
 @main.command(context_settings={"allow_extra_args": True})  # to say what a stray question needs
-@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("engine", type=EnginePath())
 @prompt_section("-p", "--prompt", show_default="none", help="A text that the model continues, as it stands.")
 @prompt_section(
     "-c", "--chat", show_default="none", help="A message that the model answers, put into its chat template."
@@ -471,7 +472,7 @@ def generate(
 
 
 @main.command()
-@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("engine", type=EnginePath())
 @address("--host", default="127.0.0.1", help="Address to listen on. 0.0.0.0 takes connections from other machines.")
 @address("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0 takes one that is free.")
 @address(
@@ -582,7 +583,7 @@ def bench() -> None:
 
 
 @bench.command("offline")
-@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("engine", type=EnginePath())
 @WORKLOAD_OPTIONS
 @measurement("--rounds", type=int, default=3, help="How often the requests are run. Rates are medians over the rounds.")
 @measurement("--warm-up", type=int, default=1, help="Rounds that are run before these and do not count.")
@@ -606,7 +607,7 @@ def bench_offline(engine: Path, rounds: int, warm_up: int, plot: Path | None, as
 
 
 @bench.command("profile")
-@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("engine", type=EnginePath())
 @section("Steps")(
     "--prefill",
     type=Count(),

@@ -243,8 +243,16 @@ def test_a_checkpoint_is_said_to_be_built_first(checkpoint: Path, tmp_path: Path
         assert f"Run: {command}\n" in refused(2, "generate", given, "-p", "x")
         with pytest.raises(UsageError, match=r"build it first|has to be built first"):
             LLM(given)
-    for path in ("nothing.engine", tmp_path / "x" / "y", "owner/tiny.engine"):
-        assert "cannot be opened" in refused(1, "run", path)
+
+
+@pytest.mark.parametrize("words", ["run", "inspect", "verify", "generate -p x", "bench offline", "bench profile"])
+def test_an_engine_that_is_not_there_is_2(words: str, tmp_path: Path) -> None:
+    """What begins like a path is one, and never taken for a model of the hub."""
+    for path in ("nothing.engine", tmp_path / "x" / "y", "owner/tiny.engine", "./x/y", "../x/y", "~/x/y"):
+        assert refused(2, *words.split(), path) == f"engine: {path} cannot be opened: there is no such file\n"
+    for path in ("nothing.engine", "./x/y"):
+        with pytest.raises(UsageError, match="there is no such file"):
+            LLM(path)
 
 
 @pytest.mark.parametrize(

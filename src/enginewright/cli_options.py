@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from enginewright.checkpoint_ref import check_written_path
 from enginewright.cli_help import SectionCommand, section, with_options
 from enginewright.cli_hints import hint_for_command, hint_for_quant
 from enginewright.errors import EngineError, UsageError
@@ -32,6 +33,17 @@ class Count(click.ParamType[int]):
             return parse_count(str(value), self.least)
         except UsageError as error:
             self.fail(str(error), param, ctx)
+
+
+class EnginePath(click.Path):
+    """The path of an engine file. One that begins like a path (./, ../, /, ~) is never taken for a hub id."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        check_written_path(str(value))
+        return super().convert(value, param, ctx)
 
 
 class JsonObject(click.ParamType[dict[str, Any]]):
