@@ -18,6 +18,7 @@ from enginewright.cli_options import (
     WORKLOAD,
     WORKLOAD_OPTIONS,
     BenchCommands,
+    Bytes,
     Commands,
     Count,
     EnginePath,
@@ -44,7 +45,7 @@ server, load, measurement = section("Server"), section("Load"), section("Measure
 
 MODELS_OWN = "the model's own (generation_config.json)"
 VERIFY_HELP = (
-    "Check the hashes of the weights before the start, which takes about a second for 2 GB. The hashes of all other "
+    "Check the hashes of the weights before the start, which takes about a second for 2 GiB. The hashes of all other "
     "parts of the file are always checked."
 )
 PLOT_OPTION = output_section(
@@ -72,10 +73,9 @@ def main() -> None:
     engine generate smollm2.engine --chat "What is the capital of France?"
     engine run smollm2.engine
 
-    `engine COMMAND --help` lists the options of a command. Options may be written with underscores, and numbers as
-    32k or
-    2g. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 model not supported, 4 not enough memory, 5 corrupt engine file,
-    6 no code for this machine, 7 quality gate failed.
+    `engine COMMAND --help` lists the options of a command. Options may be written with underscores, numbers as 32k, and
+    sizes as 2g, 2GiB or 2GB. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 model not supported, 4 not enough memory,
+    5 corrupt engine file, 6 no code for this machine, 7 quality gate failed.
     """
 
 
@@ -228,9 +228,9 @@ def build(
 @click.argument("engine", type=EnginePath())
 @output_section(
     "--memory",
-    type=Count(),
+    type=Bytes(),
     show_default="what this machine has free",
-    help="Say how many sequences fit this much memory, weights included, in bytes: 8g is 8 GiB.",
+    help="Say how many sequences fit this much memory, weights included: 8GiB, 8g (the same) or 8GB.",
 )
 @output_section("--sections", is_flag=True, help="List every section of the file, with its size and format.")
 @JSON_OPTION
@@ -513,10 +513,10 @@ def generate(
 )
 @overload(
     "--max-logprobs-memory",
-    type=Count(),
+    type=Bytes(),
     default="1g",
-    help="Maximum memory for the log-probabilities of all running requests, in bytes: 1g is 1 GiB. A request that "
-    "would exceed it gets status 429, and 400 if it could never fit.",
+    help="Maximum memory for the log-probabilities of all running requests: 1g is 1 GiB. A request that would "
+    "exceed it gets status 429, and 400 if it could never fit.",
 )
 @overload(
     "--max-connections",
@@ -647,8 +647,7 @@ def bench_profile(
     """Show which kernels the time of a step goes to, beside the machine's roofline.
 
     With --prefill alone only prompts are profiled, with --batch or --depth alone only decoding. Every --batch is
-    profiled
-    at every --depth.
+    profiled at every --depth.
     """
     from enginewright.runtime.bench.profile import profile_config, run_profile
     from enginewright.runtime.bench.report import describe_profile

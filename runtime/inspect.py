@@ -7,6 +7,7 @@ from typing import Any
 from enginewright.code import CODE, read_code
 from enginewright.engine_file import EngineFile
 from enginewright.manifest import WEIGHTS
+from enginewright.runtime.count import format_bytes
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, envelope, sequence_bytes
 from enginewright.runtime.machine import free_memory
@@ -101,7 +102,7 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
     memory, recipe, report = summary["memory"], summary["recipe"], summary["quality"]
     quality = ["not known"] if report is None else describe_quality(QualityReport.from_dict(report))
     lines = [
-        f"{summary['path']}: {summary['name']} ({summary['model_type']}), {summary['file_bytes'] / 1e6:.1f} MB",
+        f"{summary['path']}: {summary['name']} ({summary['model_type']}), {format_bytes(summary['file_bytes'])}",
         f"  recipe     {_listed(recipe)}",
         f"  targets    {', '.join(summary['targets'])}; built by enginewright {summary['builder_version']}",
         f"  content    sha256:{summary['content_hash']}",
@@ -111,15 +112,15 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
     for architecture, code in summary["code"].items():
         just_in_time = ", compiled where it is loaded" if architecture == PTX else ""
         count = f"{code['kernels']} {'kernel' if code['kernels'] == 1 else 'kernels'}"
-        lines.append(f"  code       {architecture}: {count}, {code['bytes'] / 1e6:.1f} MB{just_in_time}")
+        lines.append(f"  code       {architecture}: {count}, {format_bytes(code['bytes'])}{just_in_time}")
     for group in summary["kv_groups"]:
         window = f"window {group['window']}" if group["window"] else "all positions"
         heads = f"{group['kv_heads']} heads of {group['head_dim']} as {group['dtype']}"
-        a_token = f"{group['bytes_per_token'] / 1e3:.1f} kB a token"
-        lines.append(f"  KV         {group['layers']} layers of {heads}, {window}: {a_token}")
+        per_token = f"{format_bytes(group['bytes_per_token'])} per token"
+        lines.append(f"  KV         {group['layers']} layers of {heads}, {window}: {per_token}")
     lines.append(
-        f"  memory     {memory['weight_bytes'] / 1e6:.1f} MB weights, {memory['arena_bytes'] / 1e6:.1f} MB arena; "
-        f"in {memory['given_bytes'] / 1e9:.1f} GB fit"
+        f"  memory     {format_bytes(memory['weight_bytes'])} weights, {format_bytes(memory['arena_bytes'])} arena; "
+        f"in {format_bytes(memory['given_bytes'])} fit"
     )
     for length, count in memory["sequences_by_length"].items():
         lines.append(f"{count:>16,} sequences of {length:,} positions")

@@ -49,7 +49,7 @@ def test_build_reports_phases_and_the_next_command(checkpoint: Path, tmp_path: P
     path = tmp_path / "x.engine"
     result = run("build", checkpoint, "--quant", "int8_wo", "--max_seq_len", "512", "--output", path)
     assert result.exit_code == 0 and result.stdout == ""
-    for piece in ("pack the weights", "sha256:", "MB of weights", f"next     engine generate {path}"):
+    for piece in ("pack the weights", "sha256:", "KiB of weights", f"next     engine generate {path}"):
         assert piece in result.stderr
 
 

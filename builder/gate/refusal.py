@@ -61,10 +61,10 @@ def _passing_limit(check: Check) -> float:
 
 def _table(layers: Sequence[LayerError]) -> Iterator[str]:
     width = max(len(layer.name) for layer in layers)
-    yield f"  {'layers that are off most':<{width}}  {'format':<9} {'error':>8} {'MB':>9}"
+    yield f"  {'layers that are off most':<{width}}  {'format':<9} {'error':>8} {'MiB':>9}"
     for layer in layers:
         error = "NaN" if layer.error is None else f"{layer.error:.2%}"
-        yield f"  {layer.name:<{width}}  {layer.method:<9} {error:>8} {layer.nbytes / 1e6:>9.2f}"
+        yield f"  {layer.name:<{width}}  {layer.method:<9} {error:>8} {layer.nbytes / 2**20:>9.2f}"
 
 
 def _tries(quant: QuantConfig, isa: str, kv_cache_dtype: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from enginewright.runtime.count import format_bytes
 from enginewright.runtime.prompts import Conversation, Prompt
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.errors import ApiError, overloaded
@@ -47,12 +48,12 @@ class Admission:
         if sum(logprob_bytes) > self._max_logprob_bytes:
             raise ApiError(
                 400,
-                f"these log-probabilities may take {sum(logprob_bytes) >> 20} MB, and this server gives them "
-                f"{self._max_logprob_bytes >> 20} MB: ask for fewer tokens (max_tokens), answers (n), or of them",
+                f"these log-probabilities may take {format_bytes(sum(logprob_bytes))}, and this server gives them "
+                f"{format_bytes(self._max_logprob_bytes)}: ask for fewer tokens (max_tokens), answers (n), or of them",
                 param="logprobs" if params.prompt_logprobs is None else "prompt_logprobs",
             )
         if self.logprob_bytes + sum(logprob_bytes) > self._max_logprob_bytes:
-            raise overloaded(f"log-probabilities of {self.logprob_bytes >> 20} MB are being written")
+            raise overloaded(f"log-probabilities of {format_bytes(self.logprob_bytes)} are being written")
         return [Place(self, params.n, *sizes) for sizes in zip(tokens, logprob_bytes, strict=True)]
 
     def _logprob_bytes(self, prompt_tokens: int, params: SamplingParams) -> int:

@@ -11,7 +11,7 @@ from enginewright.checkpoint_ref import check_written_path
 from enginewright.cli_help import SectionCommand, section, with_options
 from enginewright.cli_hints import hint_for_command, hint_for_quant
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.count import parse_count
+from enginewright.runtime.count import parse_bytes, parse_count
 from enginewright.targets import parse_targets
 
 # What the extra [build] brings; the base install does without.
@@ -44,6 +44,20 @@ class EnginePath(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         check_written_path(str(value))
         return super().convert(value, param, ctx)
+
+
+class Bytes(click.ParamType[int]):
+    """A size in bytes; `2g` and `2GiB` are 2 * 2**30, `2GB` is 2 * 10**9."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(str(value))
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
 
 
 class JsonObject(click.ParamType[dict[str, Any]]):
@@ -202,9 +216,9 @@ LIMIT_OPTIONS = with_options(
     ),
     _kv_cache(
         "--kv-cache-memory",
-        type=Count(),
+        type=Bytes(),
         show_default="half of the memory that weights and activations leave free",
-        help="Memory for the KV cache, of the GPU if the engine runs on one, in bytes: 2g is 2 GiB.",
+        help="Memory for the KV cache, of the GPU if the engine runs on one: 2GiB, 2g (the same), 2GB or 512m.",
     ),
     _kv_cache(
         "--enable-prefix-caching/--no-enable-prefix-caching",
