@@ -9,7 +9,7 @@ from enginewright.engine_file import EngineFile
 from enginewright.manifest import WEIGHTS
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig, envelope, sequence_bytes
+from enginewright.runtime.envelope import FREE_SHARE, RuntimeConfig, envelope, sequence_bytes
 from enginewright.runtime.machine import free_memory
 from enginewright.runtime.quality import QUALITY, QualityReport, describe_quality
 from enginewright.targets import CPU, PTX, architectures, families_of
@@ -21,7 +21,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
     """Everything `inspect` shows, as JSON would hold it.
 
     Args:
-        memory: bytes for weights, arena and KV together; None takes what is free on this machine.
+        memory: bytes for weights, arena and KV cache together; None is what `engine run` would take of this machine.
 
     Raises:
         CorruptEngineError: the file is damaged.
@@ -33,10 +33,11 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
         config = RuntimeConfig(max_num_seqs=manifest.limits.max_batch_size, kv_cache_memory=1 << 60)
         sizes = envelope(plan, config)
         total = free_memory() if memory is None else memory
-        left = total - engine.weight_bytes - sizes.arena_bytes
+        share = FREE_SHARE if memory is None else 1.0
+        kv_cache_bytes = max(int((total - engine.weight_bytes - sizes.arena_bytes) * share), 0)
         lengths = [length for length in LENGTHS if length < plan.max_seq_len] + [plan.max_seq_len]
         fits = {
-            length: max(left // sequence_bytes(plan.kv_groups, length, sizes.limits.tokens), 0) for length in lengths
+            length: kv_cache_bytes // sequence_bytes(plan.kv_groups, length, sizes.limits.tokens) for length in lengths
         }
         return {
             "path": str(path),
@@ -70,6 +71,8 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
                 "given_bytes": total,
                 "weight_bytes": engine.weight_bytes,
                 "arena_bytes": sizes.arena_bytes,
+                "kv_cache_bytes": kv_cache_bytes,
+                "kv_cache_share": share,  # of what weights and arena leave of given_bytes
                 "kv_bytes_per_token": plan.kv_bytes_per_token(),
                 "sequences_by_length": fits,
             },
@@ -119,9 +122,14 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
         per_token = f"{format_bytes(group['bytes_per_token'])} per token"
         lines.append(f"  KV         {group['layers']} layers of {heads}, {window}: {per_token}")
     lines.append(
-        f"  memory     {format_bytes(memory['weight_bytes'])} weights, {format_bytes(memory['arena_bytes'])} arena; "
-        f"in {format_bytes(memory['given_bytes'])} fit"
+        f"  memory     {format_bytes(memory['weight_bytes'])} weights, {format_bytes(memory['arena_bytes'])} arena"
     )
+    given, kv_cache = format_bytes(memory["given_bytes"]), format_bytes(memory["kv_cache_bytes"])
+    if memory["kv_cache_share"] < 1:
+        lines.append(f"{'':13}of the {given} that are free, `engine run` takes {kv_cache} for the KV cache, which holds")
+    else:
+        option = f"--kv-cache-memory {memory['kv_cache_bytes'] >> 20}m"
+        lines.append(f"{'':13}in {given}, {kv_cache} are left for the KV cache (`engine run {option}`), which holds")
     for length, count in memory["sequences_by_length"].items():
         lines.append(f"{count:>16,} sequences of {length:,} positions")
     lines.append("  sections")

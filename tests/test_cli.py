@@ -20,7 +20,8 @@ from enginewright.cli_help import SectionCommand, SectionOption
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.passes.quant import METHODS, quant_config
-from enginewright.runtime import envelope
+from enginewright.runtime import envelope, inspect
+from enginewright.runtime.count import format_bytes
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.machine import num_cores
 from tests.engines import copied
@@ -113,10 +114,27 @@ def test_inspect_and_verify(engine: Path) -> None:
     fits = summary["memory"]["sequences_by_length"]["512"]
     kv = fits * 512 * summary["memory"]["kv_bytes_per_token"]
     assert 0.9 * 2**30 < kv + summary["memory"]["weight_bytes"] + summary["memory"]["arena_bytes"] <= 2**30
+    assert summary["memory"]["kv_cache_bytes"] >= kv
     text = run("inspect", engine, "--sections").stdout
     assert "weights/model.norm.weight" in text and "sequences of 512 positions" in text
     report = json.loads(run("verify", engine, "--json").stdout)
     assert report["hashes"] == report["goldens"] == "right"
+
+
+def test_inspect_says_what_run_would_take(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what is left, without --memory; with it all, and the option that makes `run` take as much."""
+    whole = json.loads(run("inspect", engine, "--json").stdout)["memory"]
+    free = whole["weight_bytes"] + whole["arena_bytes"] + (16 << 20)  # too little for all sequences of a batch
+    for module in (envelope, inspect):
+        monkeypatch.setattr(module, "free_memory", lambda: free)
+    shown = run("inspect", engine).stdout
+    assert f"of the {format_bytes(free)} that are free, `engine run` takes 8.0 MiB for the KV cache" in shown
+    given = run("inspect", engine, "--memory", free).stdout
+    assert "16.0 MiB are left for the KV cache (`engine run --kv-cache-memory 16m`)" in given
+    block_bytes = 32 * whole["kv_bytes_per_token"]
+    for limits, kv_cache_bytes in (({}, 8 << 20), ({"kv_cache_memory": "16m"}, 16 << 20)):
+        with LLM(engine, **limits) as llm:
+            assert 0 <= kv_cache_bytes - llm.envelope.kv_bytes < block_bytes
 
 
 @pytest.mark.parametrize("isa", _cpu.isa_names())
