@@ -329,8 +329,8 @@ QUANT_OPTIONS = with_options(
     ),
     _format(
         "--damping",
-        type=Count(),
-        show_default="1",
-        help="Only for --quant int4-gptq: added to the diagonal of the Hessian, in percent of its mean.",
+        show_default="0.01",
+        help="Only for --quant int4-gptq: added to the diagonal of the Hessian, as a fraction of its mean (damp_percent "
+        "in other programs).",
     ),
 )
