@@ -577,6 +577,22 @@ def run(engine: Path, verify: bool, log_level: str, log_format: str, **options: 
         serve(opened, config, announce=announce, **limits)
 
 
+@main.command("help")
+@click.argument("words", nargs=-1, metavar="[COMMAND]...")
+@click.pass_context
+def show_help(context: click.Context, words: tuple[str, ...]) -> None:
+    """Show the help of a command, as `engine COMMAND --help` does."""
+    assert context.parent is not None
+    command, shown = context.parent.command, context.parent
+    for word in words:
+        if not isinstance(command, click.Group):
+            raise click.UsageError(f"{shown.command_path} has no commands of its own.", context)
+        name, found, _ = command.resolve_command(shown, [word])
+        assert found is not None
+        command, shown = found, click.Context(found, shown, name)
+    click.echo(command.get_help(shown))
+
+
 @main.group(cls=BenchCommands)
 def bench() -> None:
     """Measure the speed of an engine or a server."""

@@ -126,7 +126,9 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
     )
     given, kv_cache = format_bytes(memory["given_bytes"]), format_bytes(memory["kv_cache_bytes"])
     if memory["kv_cache_share"] < 1:
-        lines.append(f"{'':13}of the {given} that are free, `engine run` takes {kv_cache} for the KV cache, which holds")
+        lines.append(
+            f"{'':13}of the {given} that are free, `engine run` takes {kv_cache} for the KV cache, which holds"
+        )
     else:
         option = f"--kv-cache-memory {memory['kv_cache_bytes'] >> 20}m"
         lines.append(f"{'':13}in {given}, {kv_cache} are left for the KV cache (`engine run {option}`), which holds")

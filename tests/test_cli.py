@@ -14,9 +14,9 @@ import onnx
 import pytest
 from click.testing import CliRunner, Result
 
-from enginewright import _cpu
+from enginewright import _cpu, cli_hints
 from enginewright.cli import QUANTS, main
-from enginewright.cli_help import SectionCommand, SectionOption
+from enginewright.cli_help import SectionCommand, SectionOption, first_sentence
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.passes.quant import METHODS, quant_config
@@ -318,6 +318,56 @@ def test_no_command_that_is_near() -> None:
 )
 def test_formats_of_other_programs_are_answered_with_ours(typed: str, meant: str) -> None:
     assert f"Did you mean {meant}?\n" in refused(2, "build", "x", "--quant", typed)
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("run x --tensor-parallel-size 2", "An engine runs on one device: leave it out."),
+        ("run x --tensor_parallel_size=2", "An engine runs on one device: leave it out."),
+        ("run x --tensor-paralel-size 2", "An engine runs on one device: leave it out."),
+        ("run x -tp 2", "An engine runs on one device: leave it out."),
+        ("generate x -ngl 99 -p x", "An engine runs on one device as a whole: --device cuda."),
+        ("run x --gpu-memory-utilization 0.9", "Say what the KV cache may take: --kv-cache-memory 8GiB."),
+        ("run x --dtype auto", "Formats are chosen when the engine is built: engine build MODEL --quant METHOD."),
+        ("build x --max-num-seqs 3", "The batch size is an option of engine run: --max-num-seqs."),
+        ("build x --max-model-len 3", "The longest sequence of an engine is set by engine build --max-seq-len."),
+        ("generate x --temp 1", "Write --temperature."),
+        ("bench offline x --speculative-config {}", "That is not implemented."),
+        ("run x --max-num-seq 3", "Did you mean '--max-num-seqs'?"),
+    ],
+)
+def test_options_of_other_programs_are_answered_with_what_to_do(typed: str, answer: str) -> None:
+    assert refused(2, *typed.split()).endswith(f" {answer}\n")
+
+
+def test_hints_name_options_that_exist() -> None:
+    known = {option for _, command in commands() for parameter in command.params for option in parameter.opts}
+    for name, hint in cli_hints.OPTIONS.items():
+        for option in re.findall(r"--[a-z-]+", hint):
+            assert option in known, (name, option)
+
+
+@pytest.mark.parametrize("target", ["gpu", "GPU", "cuda", "cuda:", "cpu+gpu", "nvidia"])
+def test_a_gpu_without_its_architecture(target: str) -> None:
+    text = " ".join(refused(2, "build", "x", "--target", target).split())
+    assert "Name the GPU's architecture: cuda:sm_80 (A100)" in text and "mean" not in text
+
+
+def test_help_is_a_command() -> None:
+    for words in ((), ("build",), ("bench",), ("bench", "serve")):
+        assert run("help", *words).stdout == run(*words, "--help").stdout
+    assert "Did you mean 'build'?" in refused(2, "help", "biuld")
+    assert "engine run has no commands of its own" in refused(2, "help", "run", "x")
+
+
+@pytest.mark.parametrize("group", [(), ("bench",)])
+def test_lists_of_commands_are_not_cut_short(group: tuple[str, ...]) -> None:
+    text = run(*group, "--help").stdout
+    listed = " ".join(text.partition("Commands:")[2].split())
+    for words, command in commands():
+        if words[:-1] == group:
+            assert first_sentence(command.help or "") in listed and "..." not in listed
 
 
 def test_a_format_that_nothing_is_like() -> None:

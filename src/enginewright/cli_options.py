@@ -9,10 +9,10 @@ import click
 
 from enginewright.checkpoint_ref import check_written_path
 from enginewright.cli_help import SectionCommand, section, with_options
-from enginewright.cli_hints import hint_for_command, hint_for_quant
+from enginewright.cli_hints import hint_for_command, hint_for_quant, hint_for_target
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.count import parse_bytes, parse_count
-from enginewright.targets import parse_targets
+from enginewright.targets import SMS, parse_targets
 
 # What the extra [build] brings; the base install does without.
 BUILDER_NEEDS = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "rich", "safetensors", "torch")
@@ -81,6 +81,8 @@ class Target(click.ParamType[str]):
     name = "target"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if hint := hint_for_target(str(value), SMS):
+            self.fail(f"{value!r} names no GPU architecture. {hint}", param, ctx)
         try:
             parse_targets([value])
         except UsageError as error:
@@ -330,7 +332,7 @@ QUANT_OPTIONS = with_options(
     _format(
         "--damping",
         show_default="0.01",
-        help="Only for --quant int4-gptq: added to the diagonal of the Hessian, as a fraction of its mean (damp_percent "
-        "in other programs).",
+        help="Only for --quant int4-gptq: added to the diagonal of the Hessian, as a fraction of its mean "
+        "(damp_percent in other programs).",
     ),
 )
