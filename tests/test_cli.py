@@ -334,7 +334,7 @@ def test_formats_of_other_programs_are_answered_with_ours(typed: str, meant: str
         ("build x --max-model-len 3", "The longest sequence of an engine is set by engine build --max-seq-len."),
         ("generate x --temp 1", "Write --temperature."),
         ("bench offline x --speculative-config {}", "That is not implemented."),
-        ("run x --max-num-seq 3", "Did you mean '--max-num-seqs'?"),
+        ("run x --max-num-seq 3", "(Did you mean one of: '--max-num-seqs', '--max-num-waiting'?)"),
     ],
 )
 def test_options_of_other_programs_are_answered_with_what_to_do(typed: str, answer: str) -> None:
@@ -358,7 +358,7 @@ def test_help_is_a_command() -> None:
     for words in ((), ("build",), ("bench",), ("bench", "serve")):
         assert run("help", *words).stdout == run(*words, "--help").stdout
     assert "Did you mean 'build'?" in refused(2, "help", "biuld")
-    assert "engine run has no commands of its own" in refused(2, "help", "run", "x")
+    assert "run has no commands of its own" in refused(2, "help", "run", "x")
 
 
 @pytest.mark.parametrize("group", [(), ("bench",)])
