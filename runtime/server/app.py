@@ -104,7 +104,7 @@ class App:
         }
 
     async def _health(self, request: Request) -> Response:
-        closed = self._service.why_closed()
+        closed = self._service.why_unhealthy()
         if closed is None:
             return _json({"status": "ok"})
         return _json({"status": closed.code, "reason": closed.message}, closed.status)

@@ -152,6 +152,12 @@ class RequestLog:
             log_event(level, "gone" if self.is_gone else "refused", fields, limited=str(status))
 
 
+def log_refused_bytes(error: ApiError) -> None:
+    """Log that a client was refused whose bytes are no request, with what it heard."""
+    fields: Fields = dict.fromkeys(("request_id", "client_request_id", "status", "code", "method", "path"))
+    log_event(logging.INFO, "refused", fields | {"status": error.status, "code": error.code}, limited=str(error.status))
+
+
 class Throughput:
     """A line every ten seconds as long as there is work; an idle server has no timer, and writes nothing.
 

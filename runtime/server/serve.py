@@ -130,7 +130,7 @@ async def host(service: Service, listener: socket.socket, stop: Stop, ready: Cal
     server = _Server(
         uvicorn.Config(
             App(service, hosts),
-            http=partial(LimitedHttp, limit=limit),  # type: ignore[arg-type]
+            http=partial(LimitedHttp, limit=limit, on_refusal=service.refuse_bytes),  # type: ignore[arg-type]
             backlog=ACCEPTS_AT_ONCE,
             ws="none",
             lifespan="off",
