@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
 
-from enginewright.errors import EngineDeadError
+from enginewright.errors import EngineDeadError, EngineError
 from enginewright.runtime.core import EngineCore, Request
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.outputs import Delta
@@ -88,8 +88,9 @@ class EngineThread:
                 self._step_began = None
                 self._tell(told)
         except BaseException as error:
-            logger.exception("the engine's thread has ended")
-            self._die(EngineDeadError("the engine has failed", type(error).__name__, "Start it again."))
+            is_known = isinstance(error, EngineError)  # its sentences say it all
+            logger.error("the engine's thread has ended: %s", error, exc_info=not is_known)
+            self._die(EngineDeadError.of(error))
 
     def _add(self, request: Request) -> None:
         self._open.add(request)

@@ -1,6 +1,7 @@
 """The `engine` command as people meet it: what it prints, where, and its exit codes."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -22,8 +23,10 @@ from enginewright.errors import UsageError
 from enginewright.passes.quant import METHODS, quant_config
 from enginewright.runtime import envelope, inspect
 from enginewright.runtime.count import format_bytes
+from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.machine import num_cores
+from enginewright.runtime.step_plan import StepPlan
 from tests.engines import copied
 from tests.serving import tiny_engine
 from tests.tiny import tiny_checkpoint
@@ -447,6 +450,27 @@ def test_damaged_engines_are_5(engine: Path, tmp_path: Path) -> None:
         at = file.offsets["weights/model.norm.weight"]
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     assert "weights/model.norm.weight" in refused(5, "verify", path)
+
+
+@pytest.mark.parametrize("output", [["--json"], []], ids=["json", "text"])
+def test_an_engine_that_is_changed_under_a_running_answer_is_5(
+    engine: Path, tmp_path: Path, output: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = copied(engine, tmp_path / "changed.engine", {})
+    step, left = CpuExecutor.run, 3
+
+    def run_and_change(executor: CpuExecutor, plan: StepPlan) -> np.ndarray:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.truncate(path, path.stat().st_size - 64)
+        return step(executor, plan)
+
+    monkeypatch.setattr(CpuExecutor, "run", run_and_change)
+    result = run("generate", path, "-p", "x", "--ignore-eos", "--max-tokens", "20", *output)
+    assert result.exit_code == 5, result.output
+    assert f"engine: the engine has failed: {path} was changed while it is in use: it was cut short" in result.stderr
+    assert "--no-mmap" in result.stderr and "Traceback" not in result.output + caplog.text
 
 
 def test_weights_are_hashed_before_they_are_used_if_asked_for(engine: Path, tmp_path: Path) -> None:
