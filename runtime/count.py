@@ -40,7 +40,8 @@ def parse_bytes(text: str) -> int:
     size = 0
     if match:
         base = 1000 if match["unit"] and (match["bytes"] or "").lower() == "b" else 1024
-        size = int(Fraction(match["number"]) * base ** _FACTORS[match["unit"].lower()])
+        factor: int = base ** _FACTORS[match["unit"].lower()]
+        size = int(Fraction(match["number"]) * factor)
     if size < 1:
         raise UsageError(f"{text[:40]!r} is no size in bytes; 2g, 2GiB (the same), 2GB and 1.5g are understood")
     return size
