@@ -32,30 +32,25 @@ COPIES = 4  # of activations in the plan's precision, that calibration or the ga
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a build would make and take.
+    """What a build would make, and what it would take."""
 
-    kernels: by target, how often each is called. refusals: by pass, what it leaves as it is and why, in sentences.
-    notes: as those of a BuildReport. weight_bytes: by dtype. file_bytes: without what a build measures (goldens: some
-    kilobytes). disk_bytes: at most, at any time of the build. memory_bytes: an estimate, without pages of files.
-    """
-
-    output: Path
+    output: Path  # the engine file
     name: str
     model_type: str
-    recipe: dict[str, Any]
-    kernels: dict[str, dict[str, int]]
-    rewrites: dict[str, int]
-    refusals: dict[str, list[str]]
-    calibration: dict[str, Any] | None
-    notes: list[str]
-    file_bytes: int
-    weight_bytes: dict[str, int]
+    recipe: dict[str, Any]  # as the manifest would have it
+    kernels: dict[str, dict[str, int]]  # by target, how often each kernel is called
+    rewrites: dict[str, int]  # by pass, how many it makes
+    refusals: dict[str, list[str]]  # by pass, what it leaves as it is and why, in sentences
+    calibration: dict[str, Any] | None  # what is known of the samples; None where none are needed
+    notes: list[str]  # as in a BuildReport
+    file_bytes: int  # without what a build measures (goldens, a report: some kilobytes)
+    weight_bytes: dict[str, int]  # by dtype
     kv_bytes_per_token: int
-    max_seq_len: int
-    disk_bytes: int
-    free_disk_bytes: int
-    memory_bytes: int
-    free_memory_bytes: int
+    max_seq_len: int  # positions
+    disk_bytes: int  # the most that is taken at any time of the build
+    free_disk_bytes: int  # where the engine file would be
+    memory_bytes: int  # an estimate, without pages of files
+    free_memory_bytes: int  # of this machine
 
     def to_dict(self) -> dict[str, Any]:
         return vars(self) | {"output": str(self.output), "targets": list(self.kernels)}

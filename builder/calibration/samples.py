@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Samples:
-    """texts: token ids of each sample. source: where they come from, None if the model wrote them."""
+    """The texts that a build calibrates on."""
 
-    texts: tuple[tuple[int, ...], ...]
-    source: str | None
+    texts: tuple[tuple[int, ...], ...]  # token ids of each sample
+    source: str | None  # where they come from; None: the model wrote them
 
     @property
     def sha256(self) -> str:

@@ -45,15 +45,12 @@ JSON_LINES = (
 
 @dataclass(frozen=True)
 class _Question:
-    """A prompt, how many tokens answer it at most, and the string that ends the answer, if one does.
+    """A prompt whose completions by the engine and by the source are compared."""
 
-    answer: tokens that are expected; None where the engine may write what it likes.
-    """
-
-    prompt: Sequence[int]
-    most: int
-    stop: tuple[str, ...] = ()
-    answer: Sequence[int] | None = None
+    prompt: Sequence[int]  # token ids
+    most: int  # tokens of the completion, at most
+    stop: tuple[str, ...] = ()  # strings that end the completion
+    answer: Sequence[int] | None = None  # tokens that are expected; None: the engine may write what it likes
 
 
 def measure_full(source: ir.Model, engine: Engine, threads: int) -> Full:
