@@ -17,7 +17,7 @@ import numpy as np
 
 from enginewright.builder.assembly import BuildConfig
 from enginewright.builder.calibration.data import Text, is_remote, read_texts
-from enginewright.builder.calibration.written import write_samples
+from enginewright.builder.calibration.synthetic import generate_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.progress import Progress
 from enginewright.errors import EngineError, UsageError
@@ -72,7 +72,7 @@ def calibrate(checkpoint: Checkpoint, config: BuildConfig, output: Path, progres
     if config.calib_data is not None:
         progress.phase("read the calibration data")
         return _read_samples(config.calib_data, checkpoint, _count(config))
-    texts = write_samples(checkpoint, _tokenizer(checkpoint), _count(config), SAMPLE_TOKENS, output, progress)
+    texts = generate_samples(checkpoint, _tokenizer(checkpoint), _count(config), SAMPLE_TOKENS, output, progress)
     return Samples(texts, None)
 
 
