@@ -10,7 +10,7 @@ from enginewright.targets import CUDA
 
 LAYERS_SHOWN = 8
 SMALLEST_GROUP = 32
-GENTLER = {  # method → others, as far as there are any, that lose less
+FALLBACKS = {  # method → others that lose less, the nearest in size first
     "int4-rtn": ("int4-awq", "int4-gptq", "fp8", "int8-wo"),
     "mxfp4": ("int4-awq", "int4-gptq", "fp8", "int8-wo"),
     "int4-awq": ("int4-gptq", "fp8", "int8-wo"),
@@ -83,6 +83,6 @@ def _tries(quant: QuantConfig, isa: str, kv_cache_dtype: str) -> Iterator[str]:
     if "bits" in settings:
         yield f"more than --bits {settings['bits']}"
     known = [method.name for method in METHODS]
-    yield from (f"--quant {name}" for name in GENTLER.get(quant.name, ()) if name in known)
+    yield from (f"--quant {name}" for name in FALLBACKS.get(quant.name, ()) if name in known)
     if kv_cache_dtype != "bf16":
         yield "--kv-cache-dtype bf16"
