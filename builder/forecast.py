@@ -90,7 +90,7 @@ def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress
         kv_bytes_per_token=assembly.kv_bytes_per_token,
         max_seq_len=assembly.max_seq_len,
         # The draft is gone before the engine is begun; codes go when it is written.
-        disk_bytes=max(file_bytes + _spooled_bytes(assembly), _file_bytes(draft) if draft else 0),
+        disk_bytes=max(file_bytes + _temporary_bytes(assembly), _file_bytes(draft) if draft else 0),
         free_disk_bytes=shutil.disk_usage(output.absolute().parent).free,
         memory_bytes=_memory_bytes(assembly, samples["tokens"] if samples else 0),
         free_memory_bytes=free_memory(),
@@ -102,7 +102,7 @@ def _file_bytes(assembly: Assembly) -> int:
     return header_bytes(len(sections) + EVIDENCE_SECTIONS) + sum(map(padded, sections))
 
 
-def _spooled_bytes(assembly: Assembly) -> int:
+def _temporary_bytes(assembly: Assembly) -> int:
     """Of a method that chooses codes beforehand: those wait on disk, with an eighth more for scales."""
     if not any(isinstance(each, Choose | Mix) for each in assembly.config.method.prepare(Calibration())):
         return 0

@@ -108,9 +108,9 @@ def _needle(engine: Engine, index: int, length: int, depth: float) -> _Question:
 def _prompts(engine: Engine) -> Iterator[tuple[str, _Question]]:
     for text in held_out(engine.tokenizer, engine.plan.vocab_size, longest=PROMPT_TOKENS):
         yield text.name, _Question(text.tokens, WRITTEN_TOKENS)
-    told = "".join(f"Line: {line}\nJSON: {json.dumps(answer)}\n" for line, answer in JSON_EXAMPLES)
+    examples = "".join(f"Line: {line}\nJSON: {json.dumps(answer)}\n" for line, answer in JSON_EXAMPLES)
     for line in JSON_LINES:
-        prompt = engine.tokenizer.encode(f"Each line as JSON.\n{told}Line: {line}\nJSON:")
+        prompt = engine.tokenizer.encode(f"Each line as JSON.\n{examples}Line: {line}\nJSON:")
         yield f"JSON: {line}", _Question(prompt, WRITTEN_TOKENS, ("\n",))
 
 

@@ -98,8 +98,8 @@ def _by_layer(layers: Sequence[LayerError]) -> Iterator[str]:
             tables.append(f"{layer.name} {size}")
             continue
         number, kind = int(match[1]), match[2]
-        told = f"{layer.name}: {_number(layer.error)}"
-        errors.setdefault(kind, []).append((number, 100 * (layer.error or 0.0), told))
+        label = f"{layer.name}: {_number(layer.error)}"
+        errors.setdefault(kind, []).append((number, 100 * (layer.error or 0.0), label))
         sizes.setdefault(number, {})[kind] = (layer.nbytes / MIB, f"{layer.name}: {size}")
     yield "<h2>Error by layer</h2><p>Of each linear layer's output on the source's activations, relative to it.</p>"
     yield lines(errors, "layer", "error, %")
