@@ -1,4 +1,4 @@
-"""What a server is told before it starts."""
+"""The settings of a server."""
 
 from dataclasses import dataclass
 
