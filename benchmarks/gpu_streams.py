@@ -61,9 +61,11 @@ class PacedDevice(IdleDevice):
 
 @dataclass(frozen=True)
 class Load:
-    streams: int
-    step_ms: float
-    tokens: int
+    """Streams against a server whose steps are paced."""
+
+    streams: int  # at once
+    step_ms: float  # milliseconds of a step
+    tokens: int  # of each stream
 
 
 def serve_paced(path: Path, load: Load, port: int) -> None:

@@ -37,14 +37,12 @@ HOPPER = ("sm_90a",)  # kernels for it alone may take all that it has
 
 @dataclass(frozen=True)
 class Kernel:
-    """One specialization, and the most that its launches take: threads of a block, and dynamic shared memory.
-    architectures: that it is for; () is all.
-    """
+    """One specialization of a kernel, and the most that its launches take."""
 
     instance: Instance
-    threads: int
-    shared_bytes: int
-    architectures: tuple[str, ...] = ()
+    threads: int  # of a block
+    shared_bytes: int  # dynamic shared memory
+    architectures: tuple[str, ...] = ()  # that it is for; () is all
 
     @property
     def function(self) -> str:

@@ -42,8 +42,10 @@ OFFLINE, PACED, PLAIN, STREAM = "offline", "offline, paced", "server", "server, 
 
 @dataclass(frozen=True)
 class Figure:
-    seconds: float
-    cpu_seconds: float
+    """What one run took."""
+
+    seconds: float  # by the clock
+    cpu_seconds: float  # of the measured process
 
 
 Measure = Callable[[list[list[int]], int], Figure]

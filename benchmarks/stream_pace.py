@@ -42,10 +42,10 @@ CASES = ("alone", "chunked", "whole")
 
 @dataclass
 class Stream:
-    """times: when deltas came."""
+    """A stream, and when its tokens came."""
 
     request: AsyncRequest
-    times: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # of each delta, by time.perf_counter
     ended: bool = False
 
     async def read(self) -> None:
@@ -61,13 +61,13 @@ class Stream:
 
 @dataclass(frozen=True)
 class Pace:
-    """Milliseconds. first_token_ms: of the long prompt."""
+    """Gaps between the tokens of all streams."""
 
     p50_ms: float
     p99_ms: float
     max_ms: float
     num_gaps: int
-    first_token_ms: float | None
+    first_token_ms: float | None  # of the long prompt, if there is one
 
 
 async def pace(llm: AsyncLLM, prompts: list[list[int]], long_prompt: list[int] | None) -> Pace:

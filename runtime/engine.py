@@ -121,6 +121,11 @@ class Engine:
             why = "its disk failed, or it was cut short for a moment (the system raised SIGBUS)"
             raise CorruptEngineError(f"{self.file.path} could not be read while it is in use", why, "Start again.")
 
+    def check_in_use(self) -> None:
+        """As `check_mapped_weights`, if the weights are used where they are mapped; else the file does not matter."""
+        if self._mapped is not None:
+            self.check_mapped_weights()
+
     def _check_texts(self) -> None:
         """What requests will read, before the first of them: the hashes tell damage, not what a builder took over."""
         _ = self._chat_template, self._tokenizer_config, self.generation_config

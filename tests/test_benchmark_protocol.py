@@ -9,9 +9,9 @@ import pytest
 import torch
 from peers.gguf_file import write_gguf
 from protocol.figures import best_peer, ratios, shown
+from protocol.idle_guard import Snapshot
 from protocol.models import Model
 from protocol.points import point
-from protocol.quiet import Snapshot
 from protocol.results import Results
 from protocol.rows import in_rows
 from rescale import rescale

@@ -221,11 +221,12 @@ def test_static_scales_are_of_what_was_seen() -> None:
 def test_settings() -> None:
     with pytest.raises(UsageError, match="--activation-scheme both is not known: there are dynamic, static"):
         quant_config("int8-sq", activation_scheme="both")
-    assert quant_config("int4-gptq", group_size=64, damping=5) == Int4Gptq(64, damping=5)
-    with pytest.raises(UsageError, match="--damping 0 is not possible"):
-        Int4Gptq(damping=0)
+    assert quant_config("int4-gptq", group_size=64, damping="0.05") == Int4Gptq(64, damping="0.05")
+    for damping in ("0", "1", "5", "-0.1", "nan", "much"):  # 1 and 5 were percents once
+        with pytest.raises(UsageError, match=f"--damping {damping} is not possible: it is a fraction"):
+            Int4Gptq(damping=damping)
     with pytest.raises(UsageError, match="--damping means nothing to --quant int8-wo: it is a setting of int4-gptq"):
-        quant_config(Int8Wo.name, damping=1)
+        quant_config(Int8Wo.name, damping="0.01")
 
 
 def test_a_spool_without_room_says_where(tmp_path: Path) -> None:

@@ -70,6 +70,19 @@ def check_failed(server: Running, path: Path, why: str, log: str) -> None:
     assert f"{path} was changed while it is in use: {why}" in log and "--no-mmap" in log
 
 
+@pytest.mark.parametrize("change", [change for change, _ in CHANGES])
+@pytest.mark.parametrize("warm", [True, False])
+def test_health_sees_a_changed_file_before_a_step_does(path: Path, change: Callable[[Path], None], warm: bool) -> None:
+    with running(engine=path) as server:
+        if warm:
+            assert text_of(server)
+        assert server.ask("GET", "/health").status == 200
+        change(path)
+        health = server.ask("GET", "/health")
+        assert (health.status, health.json["status"]) == (503, "engine_dead")
+        assert health.json["reason"] == "the engine's file was changed while it is in use"
+
+
 @pytest.mark.parametrize(("change", "why"), CHANGES)
 def test_a_changed_file_ends_the_engine(
     path: Path, change: Callable[[Path], None], why: str, caplog: pytest.LogCaptureFixture

@@ -27,13 +27,13 @@ READ_TOKENS = 512  # of prompts in a round, at least: a machine that was idle is
 
 @dataclass(frozen=True)
 class Point:
-    """prompts: sequences at once. length: tokens of each that are read. tokens: new ones of each in a round."""
+    """A load that engines are measured at."""
 
     name: str
-    kind: str
-    prompts: int
-    length: int
-    tokens: int
+    kind: str  # "prefill" reads prompts; others decode
+    prompts: int  # sequences at once
+    length: int  # tokens of each prompt
+    tokens: int  # new tokens of each sequence in a round
 
     @property
     def repeats(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from protocol.figures import Shown, Spread, ratios, shown, spread
-from protocol.quiet import DISTURBED_CORES
+from protocol.idle_guard import DISTURBED_CORES
 
 
 def table(found: dict[str, Any]) -> str:

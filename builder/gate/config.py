@@ -11,12 +11,12 @@ from enginewright.runtime.quality import Check
 
 @dataclass(frozen=True)
 class Measure:
-    """Something with a limit. least: whether the limit is the least that passes; if not, it is the most."""
+    """Something that is measured, and may have a limit."""
 
-    name: str
-    what: str
-    least: bool = False
-    highest: float = math.inf
+    name: str  # of the limit, in `--gate`
+    what: str  # in words, for messages
+    least: bool = False  # the limit is the least that passes; otherwise the most
+    highest: float = math.inf  # possible value of the limit
     full: bool = False  # measured by `--gate full` alone
 
 
@@ -79,10 +79,10 @@ def limits_of(formats: Iterable[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class GateConfig:
-    """full: more than the distance on held-out text. limits: by the names of MEASURES, in place of the formats'."""
+    """How much the gate measures, and its limits."""
 
-    full: bool = False
-    limits: Mapping[str, float] = field(default_factory=dict)
+    full: bool = False  # more than the distance on held-out text
+    limits: Mapping[str, float] = field(default_factory=dict)  # by the names of MEASURES, in place of the formats'
 
     @property
     def name(self) -> str:

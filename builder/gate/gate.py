@@ -43,19 +43,14 @@ FINITE = "share of positions with finite logits"
 
 @dataclass(frozen=True)
 class Subject:
-    """What is judged.
+    """What is judged."""
 
-    engine: the finished file, under a temporary name. source: the graph as imported. dense: the graph before it was
-    quantized (`keep` of run_pipeline). sections: names of the graph's weights → names of the plan's. families: of the
-    targets that it was built for.
-    """
-
-    engine: Path
-    source: ir.Model
-    dense: ir.Model
-    sections: Mapping[str, str]
-    quant: QuantConfig
-    families: Sequence[str] = (CPU,)
+    engine: Path  # the finished file, under a temporary name
+    source: ir.Model  # the graph as imported
+    dense: ir.Model  # the graph before it was quantized (`keep` of run_pipeline)
+    sections: Mapping[str, str]  # names of the graph's weights → names of the plan's
+    quant: QuantConfig  # the method that it was quantized with
+    families: Sequence[str] = (CPU,)  # of the targets that it was built for
 
 
 def measure(config: GateConfig, subject: Subject, progress: Progress) -> QualityReport:
@@ -132,11 +127,11 @@ class _Work:
 
 @dataclass
 class _Family:
-    """A family of targets, as it is measured: on the CPU the engine itself, for others what they would compute."""
+    """A family of targets, as it is measured: on the CPU the engine itself, for GPUs what they would compute."""
 
     config: GateConfig
     subject: Subject
-    name: str
+    name: str  # cpu or cuda
     engine: Engine
     texts: Sequence[Text]
     threads: int

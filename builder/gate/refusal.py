@@ -10,7 +10,7 @@ from enginewright.targets import CUDA
 
 LAYERS_SHOWN = 8
 SMALLEST_GROUP = 32
-GENTLER = {  # method → others, as far as there are any, that lose less
+FALLBACKS = {  # method → others that lose less, the nearest in size first
     "int4-rtn": ("int4-awq", "int4-gptq", "fp8", "int8-wo"),
     "mxfp4": ("int4-awq", "int4-gptq", "fp8", "int8-wo"),
     "int4-awq": ("int4-gptq", "fp8", "int8-wo"),
@@ -61,10 +61,10 @@ def _passing_limit(check: Check) -> float:
 
 def _table(layers: Sequence[LayerError]) -> Iterator[str]:
     width = max(len(layer.name) for layer in layers)
-    yield f"  {'layers that are off most':<{width}}  {'format':<9} {'error':>8} {'MB':>9}"
+    yield f"  {'layers that are off most':<{width}}  {'format':<9} {'error':>8} {'MiB':>9}"
     for layer in layers:
         error = "NaN" if layer.error is None else f"{layer.error:.2%}"
-        yield f"  {layer.name:<{width}}  {layer.method:<9} {error:>8} {layer.nbytes / 1e6:>9.2f}"
+        yield f"  {layer.name:<{width}}  {layer.method:<9} {error:>8} {layer.nbytes / 2**20:>9.2f}"
 
 
 def _tries(quant: QuantConfig, isa: str, kv_cache_dtype: str) -> Iterator[str]:
@@ -83,6 +83,6 @@ def _tries(quant: QuantConfig, isa: str, kv_cache_dtype: str) -> Iterator[str]:
     if "bits" in settings:
         yield f"more than --bits {settings['bits']}"
     known = [method.name for method in METHODS]
-    yield from (f"--quant {name}" for name in GENTLER.get(quant.name, ()) if name in known)
+    yield from (f"--quant {name}" for name in FALLBACKS.get(quant.name, ()) if name in known)
     if kv_cache_dtype != "bf16":
         yield "--kv-cache-dtype bf16"

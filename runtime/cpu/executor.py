@@ -9,6 +9,7 @@ from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEn
 from enginewright.manifest import SectionForm
 from enginewright.plan import Buffer, BufferOperand, InputOperand, KvOperand, Operand, PagedCache, WeightOperand
 from enginewright.runtime import env
+from enginewright.runtime.count import format_bytes
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, envelope
 from enginewright.runtime.machine import num_cores
@@ -67,7 +68,7 @@ class CpuExecutor:
         except MemoryError as error:
             raise NotEnoughMemoryError(
                 f"{engine.file.path} cannot run within these limits",
-                f"arena {self.envelope.arena_bytes / 1e6:.0f} MB, KV cache {self.envelope.kv_bytes / 1e6:.0f} MB",
+                f"arena {format_bytes(self.envelope.arena_bytes)}, KV cache {format_bytes(self.envelope.kv_bytes)}",
                 "Use smaller --max-num-batched-tokens, --max-num-seqs, --max-model-len or --kv-cache-memory.",
             ) from error
         engine.file.check_unchanged()  # or what was read is not what was opened

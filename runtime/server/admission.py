@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from enginewright.runtime.count import format_bytes
 from enginewright.runtime.prompts import Conversation, Prompt
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.errors import ApiError, overloaded
@@ -25,8 +26,8 @@ class Admission:
         self._max_logprob_bytes, self._max_model_len = max_logprob_bytes, max_model_len
         self.num_answers = self.num_tokens = self.logprob_bytes = 0
 
-    def enter(self, prompts: Sequence[Prompt], params: SamplingParams) -> list["Place"]:
-        """A place for each prompt.
+    def enter(self, prompts: Sequence[Prompt], params: SamplingParams) -> list["Reservation"]:
+        """A reservation for each prompt.
 
         Raises:
             ApiError: 429, too many are waiting; 400, so many could never wait at once.
@@ -47,13 +48,13 @@ class Admission:
         if sum(logprob_bytes) > self._max_logprob_bytes:
             raise ApiError(
                 400,
-                f"these log-probabilities may take {sum(logprob_bytes) >> 20} MB, and this server gives them "
-                f"{self._max_logprob_bytes >> 20} MB: ask for fewer tokens (max_tokens), answers (n), or of them",
+                f"these log-probabilities may take {format_bytes(sum(logprob_bytes))}, and this server gives them "
+                f"{format_bytes(self._max_logprob_bytes)}: ask for fewer tokens (max_tokens), answers (n), or of them",
                 param="logprobs" if params.prompt_logprobs is None else "prompt_logprobs",
             )
         if self.logprob_bytes + sum(logprob_bytes) > self._max_logprob_bytes:
-            raise overloaded(f"log-probabilities of {self.logprob_bytes >> 20} MB are being written")
-        return [Place(self, params.n, *sizes) for sizes in zip(tokens, logprob_bytes, strict=True)]
+            raise overloaded(f"log-probabilities of {format_bytes(self.logprob_bytes)} are being written")
+        return [Reservation(self, params.n, *sizes) for sizes in zip(tokens, logprob_bytes, strict=True)]
 
     def _logprob_bytes(self, prompt_tokens: int, params: SamplingParams) -> int:
         """Memory that the log-probabilities of a prompt and its answers may take; each names one token more."""
@@ -63,7 +64,7 @@ class Admission:
         return (answers + prompt * ((params.prompt_logprobs or 0) + 1)) * LOGPROB_BYTES
 
 
-class Place:
+class Reservation:
     """What one prompt takes in the queue until its answers begin, and its log-probabilities until they end."""
 
     def __init__(self, admission: Admission, num_answers: int, num_tokens: int, logprob_bytes: int) -> None:

@@ -14,7 +14,7 @@ from enginewright.runtime.async_llm import AsyncRequest
 from enginewright.runtime.outputs import NAN_LOGITS, Delta
 from enginewright.runtime.prompts import Conversation, Prompt
 from enginewright.runtime.sampling import SamplingParams
-from enginewright.runtime.server.admission import Place
+from enginewright.runtime.server.admission import Reservation
 from enginewright.runtime.server.errors import ApiError, from_engine, internal, nan_logits, shutting_down
 from enginewright.runtime.server.form import DONE, Choice, Form, Usage
 from enginewright.runtime.server.log import RequestLog
@@ -48,7 +48,7 @@ class Generation:
         self._first_token_s: float | None = None  # since its arrival
         self._requests: list[AsyncRequest] = []
         self._choices: list[list[Choice]] = []  # of each prompt
-        self._places: Sequence[Place] = ()
+        self._reservations: Sequence[Reservation] = ()
         self._stopped: Exception | None = None  # why it may not go on
         self._started = False  # the response
 
@@ -59,7 +59,7 @@ class Generation:
             ApiError: it is refused, or fails before a byte is sent; later errors are sent as an event.
             ClientGone: the client has left.
         """
-        self._places = self._service.admission.enter(prompts, self._params)
+        self._reservations = self._service.admission.enter(prompts, self._params)
         self._service.live.add(self)
         self._service.throughput.begin()
         watch = asyncio.create_task(self._watch(receive))
@@ -91,9 +91,9 @@ class Generation:
 
     async def _submit(self, prompts: Sequence[Prompt], salt: str) -> None:
         """Start all of them, or none if one is refused."""
-        for prompt, place in zip(prompts, self._places, strict=True):
+        for prompt, reservation in zip(prompts, self._reservations, strict=True):
             request = await self._prepare(prompt, salt)
-            place.tokenized(request.num_prompt_tokens)
+            reservation.tokenized(request.num_prompt_tokens)
             if self._stopped is not None:
                 raise self._stopped
             part = self._form.prompt_part(prompt, request.token_ids, request.request.prompt_logprobs)
@@ -160,7 +160,7 @@ class Generation:
             raise self._stopped
         metrics, now, count = self._service.metrics, time.perf_counter(), len(delta.tokens)
         if choice.last_s is None:
-            self._places[number].begun()
+            self._reservations[number].begun()
             metrics.first_token.observe(now - self._arrived)
             self._first_token_s = self._first_token_s or now - self._arrived
         elif count:
@@ -198,8 +198,8 @@ class Generation:
         for request, choices in zip(self._requests, self._choices, strict=True):
             if all(choice.finish_reason in ("stop", "length") for choice in choices):
                 self._service.metrics.request_done(request.request, [choice.num_tokens for choice in choices])
-        for place in self._places:
-            place.close()
+        for reservation in self._reservations:
+            reservation.close()
         left = sum(choice.finish_reason is None for prompt in self._choices for choice in prompt)
         self._service.metrics.finished["abort"] += left
         if self._requests:

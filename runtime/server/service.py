@@ -4,12 +4,13 @@ import asyncio
 import logging
 import time
 
+from enginewright.errors import EngineError
 from enginewright.runtime.async_llm import AsyncLLM
 from enginewright.runtime.server.admission import Admission
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.errors import OVERLOAD_RETRY_S, ApiError, retry_after, shutting_down
 from enginewright.runtime.server.generation import Generation
-from enginewright.runtime.server.log import Throughput
+from enginewright.runtime.server.log import Throughput, log_refused_bytes
 from enginewright.runtime.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,21 @@ class Service:
                 headers=retry_after(OVERLOAD_RETRY_S),
             )
         return None
+
+    def why_unhealthy(self) -> ApiError | None:
+        """Why /health fails, if so: also before a step finds out that the engine's file was changed."""
+        closed = self.why_closed()
+        if closed is None:
+            try:
+                self.llm.engine.check_in_use()
+            except EngineError:
+                return ApiError(503, "the engine's file was changed while it is in use", code="engine_dead")
+        return closed
+
+    def refuse_bytes(self, error: ApiError) -> None:
+        """Count and log a client whose bytes are no request."""
+        self.metrics.rejected[error.status] += 1
+        log_refused_bytes(error)
 
     def watch(self) -> None:
         """Notice a step that does not end, and that it has ended after all. To be called several times a second."""

@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
+from enginewright.checkpoint_ref import check_written_path
 from enginewright.cli_help import SectionCommand, section, with_options
-from enginewright.cli_hints import hint_for_command, hint_for_quant
+from enginewright.cli_hints import hint_for_command, hint_for_quant, hint_for_target
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.count import parse_count
-from enginewright.targets import parse_targets
+from enginewright.runtime.count import parse_bytes, parse_count
+from enginewright.targets import SMS, parse_targets
 
 # What the extra [build] brings; the base install does without.
 BUILDER_NEEDS = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "rich", "safetensors", "torch")
@@ -30,6 +31,31 @@ class Count(click.ParamType[int]):
             return value
         try:
             return parse_count(str(value), self.least)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+class EnginePath(click.Path):
+    """The path of an engine file. One that begins like a path (./, ../, /, ~) is never taken for a hub id."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        check_written_path(str(value))
+        return super().convert(value, param, ctx)
+
+
+class Bytes(click.ParamType[int]):
+    """A size in bytes; `2g` and `2GiB` are 2 * 2**30, `2GB` is 2 * 10**9."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(str(value))
         except UsageError as error:
             self.fail(str(error), param, ctx)
 
@@ -55,6 +81,8 @@ class Target(click.ParamType[str]):
     name = "target"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if hint := hint_for_target(str(value), SMS):
+            self.fail(f"{value!r} names no GPU architecture. {hint}", param, ctx)
         try:
             parse_targets([value])
         except UsageError as error:
@@ -190,9 +218,9 @@ LIMIT_OPTIONS = with_options(
     ),
     _kv_cache(
         "--kv-cache-memory",
-        type=Count(),
+        type=Bytes(),
         show_default="half of the memory that weights and activations leave free",
-        help="Memory for the KV cache, of the GPU if the engine runs on one, in bytes: 2g is 2 GiB.",
+        help="Memory for the KV cache, of the GPU if the engine runs on one: 2GiB, 2g (the same), 2GB or 512m.",
     ),
     _kv_cache(
         "--enable-prefix-caching/--no-enable-prefix-caching",
@@ -303,8 +331,8 @@ QUANT_OPTIONS = with_options(
     ),
     _format(
         "--damping",
-        type=Count(),
-        show_default="1",
-        help="Only for --quant int4-gptq: added to the diagonal of the Hessian, in percent of its mean.",
+        show_default="0.01",
+        help="Only for --quant int4-gptq: added to the diagonal of the Hessian, as a fraction of its mean "
+        "(damp_percent in other programs).",
     ),
 )

@@ -58,6 +58,16 @@ class QualityGateError(EngineError):
 class EngineDeadError(EngineError):
     """The thread that runs the engine has ended with an error; nothing more comes from it."""
 
+    @classmethod
+    def of(cls, error: BaseException) -> "EngineDeadError":
+        """The error for those who wait for the engine, with the reason, and with the exit code that the reason has."""
+        if not isinstance(error, EngineError):
+            why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            return cls("the engine has failed", why, "Start it again.")
+        dead = cls("the engine has failed", ": ".join(filter(None, (error.what, error.why))), error.fix)
+        dead.exit_code = error.exit_code
+        return dead
+
 
 def shorten(value: object) -> str:
     """A value as an error message names it, whatever it is."""

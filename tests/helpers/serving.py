@@ -23,7 +23,7 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint.base import TokenizerFiles
 from enginewright.runtime.async_llm import AsyncLLM
 from enginewright.runtime.server.config import ServerConfig
-from enginewright.runtime.server.serve import Stop, bind, host
+from enginewright.runtime.server.serve import Shutdown, bind, host
 from enginewright.runtime.server.service import Service
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
@@ -115,10 +115,10 @@ class Running:
         self.llm = AsyncLLM(self._engine, **self._limits)
         self._loop = asyncio.get_running_loop()
         try:
-            self.service, self.stop = Service(self.llm, self._config), Stop()
+            self.service, self.shutdown = Service(self.llm, self._config), Shutdown()
             with bind(self._config.host, 0) as listener:
                 self.port = listener.getsockname()[1]
-                await host(self.service, listener, self.stop, self._ready.set)
+                await host(self.service, listener, self.shutdown, self._ready.set)
         finally:
             await self.llm.close()
 
@@ -136,7 +136,7 @@ class Running:
 
     def end(self) -> None:
         """As a signal does."""
-        self._loop.call_soon_threadsafe(self.stop.ask)
+        self._loop.call_soon_threadsafe(self.shutdown.request)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         async def there() -> Any:

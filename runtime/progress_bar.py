@@ -1,22 +1,26 @@
-"""How far a batch is: a bar on a terminal; nothing elsewhere but one line at the end."""
+"""How far a batch of requests is: a bar on a terminal, and elsewhere one line at the end."""
 
 import sys
 from typing import Any
 
 
-class AnswerBar:
-    """total: answers."""
+class ProgressBar:
+    """Shows how many requests are done.
+
+    Args:
+        total: number of requests.
+    """
 
     def __init__(self, total: int) -> None:
         self._total, self._done, self._tokens = total, 0, 0
         self._bar: Any = None
 
-    def __enter__(self) -> "AnswerBar":
+    def __enter__(self) -> "ProgressBar":
         if sys.stderr.isatty():
             import click
 
             bar = click.progressbar(
-                length=self._total, label="answers", show_pos=True, item_show_func=self._said, file=sys.stderr
+                length=self._total, label="answers", show_pos=True, item_show_func=self._tokens_text, file=sys.stderr
             )
             self._bar = bar.__enter__()
         return self
@@ -31,5 +35,5 @@ class AnswerBar:
             self._bar.__exit__(None, None, None)
         print(f"[{self._done} of {self._total} answers, {self._tokens} tokens]", file=sys.stderr)
 
-    def _said(self, _: object) -> str:
+    def _tokens_text(self, _: object) -> str:
         return f"{self._tokens} tokens"

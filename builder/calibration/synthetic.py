@@ -1,8 +1,8 @@
-"""Calibration text that the model writes itself, where nobody gives any.
+"""Synthetic calibration data: texts that the model writes itself, where nobody gives any.
 
 A draft of the engine (int8 weights, rounded to nearest) is built where the engine will be, in a file that never has
 a name, and continues short beginnings in several registers. Its seeds are fixed, and its logits depend on neither
-threads nor company: on machines of one instruction set the text is the same.
+threads nor the other sequences in the batch: on machines of one instruction set the text is the same.
 """
 
 from collections.abc import Iterator
@@ -49,13 +49,13 @@ QUESTIONS = (
 )
 
 
-def write_samples(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, count: int, length: int, output: Path, progress: Progress
+def generate_samples(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, count: int, length: int, engine: Path, progress: Progress
 ) -> tuple[tuple[int, ...], ...]:
     """`count` texts of `length` tokens, or of as many as the model has positions.
 
     Args:
-        output: where the engine will be: the draft takes space on that disk.
+        engine: where the engine will be: the draft takes space on that disk.
 
     Raises:
         EngineError: there is no space for the draft, or it computes no numbers.
@@ -63,7 +63,7 @@ def write_samples(
     progress.phase("plan a calibration draft")
     draft = assemble(checkpoint, BuildConfig(quant=W8A8()), Silent())
     length = min(length, draft.max_seq_len)
-    with draft.writer(output, evidence_sections=0) as writer:
+    with draft.writer(engine, evidence_sections=0) as writer:
         progress.phase("pack a calibration draft", draft.weight_bytes)
         draft.write(writer, progress)
         writer.write_header(draft.about(sources={}))
@@ -74,14 +74,14 @@ def write_samples(
             for seed, prompt in enumerate(prompts)
         ]
         with LLM(writer.temporary_path, max_model_len=length, max_num_seqs=BATCH) as llm:
-            answers = llm.generate(prompts, params)
-    if any(answer.outputs[0].finish_reason == "error" for answer in answers):
+            outputs = llm.generate(prompts, params)
+    if any(output.outputs[0].finish_reason == "error" for output in outputs):
         raise EngineError(
             "the model cannot write text to calibrate on",
             "its logits are not numbers",
             "Are the weights damaged? With --calib-data, the build takes texts from you.",
         )
-    return tuple((*prompt, *answer.outputs[0].token_ids) for prompt, answer in zip(prompts, answers, strict=True))
+    return tuple((*prompt, *output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs, strict=True))
 
 
 def _prompts(tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from peers.worker import CLOCK_TICKS, NotMeasured, Worker
 
-QUIET_CORES = 0.10  # of other work, at most, when a measurement begins
+IDLE_CORES = 0.10  # of other work, at most, when a measurement begins
 DISTURBED_CORES = 0.05  # over a whole round; more, and the round is measured anew
 SAMPLE_S = 1.0
 NAMED = 3  # busiest processes that a complaint names
@@ -17,11 +17,11 @@ NAMED = 3  # busiest processes that a complaint names
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Seconds: wall, of all processors together but idle, and of ourselves with our workers."""
+    """Times at one moment, in seconds."""
 
-    wall: float
-    busy: float
-    own: float
+    wall: float  # of the clock
+    busy: float  # of all processors together, without idle time
+    own: float  # of this process and its workers
 
     def elsewhere(self, before: "Snapshot") -> float:
         """Cores that others (or the host: steal) have taken since."""
@@ -35,8 +35,13 @@ def snapshot(workers: Sequence[Worker] = ()) -> Snapshot:
     return Snapshot(time.perf_counter(), (user + nice + system + irq + softirq + steal) / CLOCK_TICKS, own)
 
 
-class Quiet:
-    """Keeps watch. noisy: measure whatever happens, and only say so. wait_s: for others to end."""
+class IdleGuard:
+    """Waits until the machine is idle.
+
+    Args:
+        noisy: measure whatever happens, and only say so.
+        wait_s: how long to wait for other processes to end.
+    """
 
     def __init__(self, *, noisy: bool, wait_s: float) -> None:
         self.noisy, self.wait_s = noisy, wait_s
@@ -52,7 +57,7 @@ class Quiet:
             before, processes = snapshot(workers), _cpu_of_processes()
             time.sleep(SAMPLE_S)
             cores = snapshot(workers).elsewhere(before)
-            if cores <= QUIET_CORES or self.noisy:
+            if cores <= IDLE_CORES or self.noisy:
                 return cores
             names = _busiest(processes, _cpu_of_processes())
             if time.monotonic() > until:

@@ -23,12 +23,12 @@ BF16_KV, U8_KV = 2.0, 1.0  # bytes of a number of K or V
 
 @dataclass(frozen=True)
 class Build:
-    """A build of ours. options: of `engine build`."""
+    """A build of ours."""
 
     name: str
-    kind: str
-    options: tuple[str, ...]
-    precision: str
+    kind: str  # a key of CLASSES
+    options: tuple[str, ...]  # of `engine build`
+    precision: str  # in words, for the table
 
 
 BUILDS = (
@@ -69,22 +69,17 @@ PEERS = ("llama.cpp", "ik_llama.cpp", "OpenVINO", "vLLM", "transformers")
 
 
 @dataclass(frozen=True)
-class Workshop:
-    """Where contestants are made, and for what.
+class PeerEnvironment:
+    """Where engines under test are made, ours and the peers', and the limits that they are made for."""
 
-    envs: environments, models and logs. pythons: interpreters that are there already, by environment. ik_bench:
-    llama-batched-bench of a built ik_llama.cpp. sequences, positions: the most at once, and of one. kv_tokens: the
-    most positions of all together.
-    """
-
-    envs: Path
-    pythons: dict[str, Path]
-    threads: int
-    ik_bench: Path | None = None
-    sequences: int = 32
-    positions: int = 1024
-    kv_tokens: int = 32768
-    built: dict[tuple[str, str], Built | NotMeasured] = field(default_factory=dict)
+    envs: Path  # folder of Python environments, models and logs
+    pythons: dict[str, Path]  # interpreters that are there already, by environment
+    threads: int  # that compute, of each engine
+    ik_bench: Path | None = None  # llama-batched-bench of a built ik_llama.cpp
+    sequences: int = 32  # the most at once
+    positions: int = 1024  # the most of one sequence
+    kv_tokens: int = 32768  # the most positions of all sequences together
+    built: dict[tuple[str, str], Built | NotMeasured] = field(default_factory=dict)  # by model and build
 
     @property
     def models(self) -> Path:
@@ -112,47 +107,44 @@ class Workshop:
 
 @dataclass(frozen=True)
 class Ready:
-    """What starts a contestant's worker, and what a step of it reads (bytes of weights, and of a position's KV)."""
+    """What starts an engine's worker, and what a step of it reads."""
 
-    command: list[str]
-    weight_bytes: float
-    kv_bytes: float
-    env: dict[str, str] = field(default_factory=dict)
+    command: list[str]  # of the worker
+    weight_bytes: float  # that each step reads
+    kv_bytes: float  # of one position
+    env: dict[str, str] = field(default_factory=dict)  # environment variables of the worker
 
     def start(self, log: Path) -> Worker:
         return Worker(self.command, log, self.env)
 
 
-Prepare = Callable[[Model, Workshop], Ready]
+Prepare = Callable[[Model, PeerEnvironment], Ready]
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """peer: a name of PEERS, or None for ours. setting: one of several that a peer is tried at, its first is "".
-
-    prepare: makes what it needs, which takes minutes once; raises NotMeasured.
-    """
+class EngineUnderTest:
+    """A build of ours or a peer, at one setting."""
 
     name: str
-    peer: str | None
-    kind: str
-    isa: str
-    precision: str
-    setting: str
-    prepare: Prepare
+    peer: str | None  # a name of PEERS, or None for ours
+    kind: str  # a key of CLASSES
+    isa: str  # NATIVE or AVX2
+    precision: str  # in words, for the table
+    setting: str  # one of several that a peer is tried at; the first is ""
+    prepare: Prepare  # makes what the engine needs, which takes minutes once; raises NotMeasured
 
     @property
     def label(self) -> str:
         return f"{self.name}, {self.setting}" if self.setting else self.name
 
 
-def contestants(peers: Sequence[str], builds: Sequence[str], *, every_setting: bool) -> list[Contestant]:
+def engines_under_test(peers: Sequence[str], builds: Sequence[str], *, every_setting: bool) -> list[EngineUnderTest]:
     """All of the named peers and builds. every_setting: a peer's whole grid, not its first setting alone."""
-    found: list[Contestant] = []
+    found: list[EngineUnderTest] = []
 
     def add(name: str, peer: str | None, kind: str, isa: str, precision: str, grid: dict[str, Prepare]) -> None:
         name = name if isa == NATIVE else f"{name}, {isa.upper()}"
-        found.extend(Contestant(name, peer, kind, isa, precision, *setting) for setting in grid.items())
+        found.extend(EngineUnderTest(name, peer, kind, isa, precision, *setting) for setting in grid.items())
 
     for isa in (NATIVE, AVX2):
         for one in BUILDS:
@@ -176,13 +168,13 @@ def contestants(peers: Sequence[str], builds: Sequence[str], *, every_setting: b
 
 
 def _ours(one: Build, isa: str) -> Prepare:
-    def prepare(model: Model, shop: Workshop) -> Ready:
-        made = shop.build(one, model)
+    def prepare(model: Model, environment: PeerEnvironment) -> Ready:
+        made = environment.build(one, model)
         limits = {
-            "threads": shop.threads,
-            "max_num_seqs": shop.sequences,
-            "max_model_len": shop.positions,
-            "kv_cache_memory": int(shop.kv_tokens * made.kv_bytes) + (64 << 20),
+            "threads": environment.threads,
+            "max_num_seqs": environment.sequences,
+            "max_model_len": environment.positions,
+            "kv_cache_memory": int(environment.kv_tokens * made.kv_bytes) + (64 << 20),
             "enable_prefix_caching": False,
         }
         env = {} if isa == NATIVE else {"ENGINEWRIGHT_CPU_ISA": isa}
@@ -192,48 +184,56 @@ def _ours(one: Build, isa: str) -> Prepare:
     return prepare
 
 
-def _gguf(kind: str, model: Model, shop: Workshop) -> Path:
+def _gguf(kind: str, model: Model, environment: PeerEnvironment) -> Path:
     """The checkpoint as a GGUF file; quantized by llama.cpp."""
     from peers.gguf_file import write_gguf
 
-    plain = shop.models / f"{model.folder.name}-BF16.gguf"
+    plain = environment.models / f"{model.folder.name}-BF16.gguf"
     if not plain.exists():
         with environments.new_path(plain) as part:
             write_gguf(model.folder, part)
     path = plain.with_name(f"{model.folder.name}-{kind}.gguf")
     if not path.exists():
         with environments.new_path(path) as part:
-            command = [shop.python("llama.cpp"), str(SCRIPTS / "llama_cpp_quantize.py"), str(plain), str(part), kind]
+            command = [
+                environment.python("llama.cpp"),
+                str(SCRIPTS / "llama_cpp_quantize.py"),
+                str(plain),
+                str(part),
+                kind,
+            ]
             environments.run(command, f"quantizing to {kind}")
     return path
 
 
 def _llama_cpp(kind: str, settings: dict[str, object], isa: str) -> Prepare:
-    def prepare(model: Model, shop: Workshop) -> Ready:
-        path = _gguf(kind, model, shop)
-        python = shop.python("llama.cpp" if isa == NATIVE else "llama.cpp-avx2")
-        command = [python, str(SCRIPTS / "llama_cpp_cpu.py"), str(path), str(shop.threads), json.dumps(settings)]
+    def prepare(model: Model, environment: PeerEnvironment) -> Ready:
+        path = _gguf(kind, model, environment)
+        python = environment.python("llama.cpp" if isa == NATIVE else "llama.cpp-avx2")
+        command = [python, str(SCRIPTS / "llama_cpp_cpu.py"), str(path), str(environment.threads), json.dumps(settings)]
         return Ready(command, path.stat().st_size, BF16_KV * model.kv_values)
 
     return prepare
 
 
 def _ik_llama(kind: str, flags: list[str]) -> Prepare:
-    def prepare(model: Model, shop: Workshop) -> Ready:
-        if shop.ik_bench is None:
+    def prepare(model: Model, environment: PeerEnvironment) -> Ready:
+        if environment.ik_bench is None:
             raise NotMeasured("no built copy was named: --ik-llama llama-batched-bench")
-        path = _gguf(kind, model, shop)
-        command = [sys.executable, str(SCRIPTS / "ik_llama_cpu.py"), str(shop.ik_bench), str(path)]
-        return Ready([*command, str(shop.threads), json.dumps(flags)], path.stat().st_size, BF16_KV * model.kv_values)
+        path = _gguf(kind, model, environment)
+        command = [sys.executable, str(SCRIPTS / "ik_llama_cpu.py"), str(environment.ik_bench), str(path)]
+        return Ready(
+            [*command, str(environment.threads), json.dumps(flags)], path.stat().st_size, BF16_KV * model.kv_values
+        )
 
     return prepare
 
 
 def _openvino(kind: str, batched: int) -> Prepare:
-    def prepare(model: Model, shop: Workshop) -> Ready:
-        python = Path(shop.python("openvino"))
-        folder = environments.openvino_model(python, model.folder, shop.models, kind)
-        numbers = [shop.threads, shop.sequences, batched, shop.kv_gib(model)]
+    def prepare(model: Model, environment: PeerEnvironment) -> Ready:
+        python = Path(environment.python("openvino"))
+        folder = environments.openvino_model(python, model.folder, environment.models, kind)
+        numbers = [environment.threads, environment.sequences, batched, environment.kv_gib(model)]
         command = [str(python), str(SCRIPTS / "openvino_cpu.py"), str(folder), *map(str, numbers)]
         return Ready(command, (folder / "openvino_model.bin").stat().st_size, U8_KV * model.kv_values)
 
@@ -241,18 +241,18 @@ def _openvino(kind: str, batched: int) -> Prepare:
 
 
 def _vllm(openmp: str) -> Prepare:
-    def prepare(model: Model, shop: Workshop) -> Ready:
-        python = Path(shop.python("vllm"))
-        env = environments.vllm_openmp(python, openmp, shop.threads)
-        env["VLLM_CACHE_ROOT"] = str((shop.envs / "vllm-cache").resolve())
-        numbers = [shop.threads, shop.sequences, shop.positions, shop.kv_gib(model)]
+    def prepare(model: Model, environment: PeerEnvironment) -> Ready:
+        python = Path(environment.python("vllm"))
+        env = environments.vllm_openmp(python, openmp, environment.threads)
+        env["VLLM_CACHE_ROOT"] = str((environment.envs / "vllm-cache").resolve())
+        numbers = [environment.threads, environment.sequences, environment.positions, environment.kv_gib(model)]
         command = [str(python), str(SCRIPTS / "vllm_cpu.py"), str(model.folder), *map(str, numbers)]
         return Ready(command, model.checkpoint_bytes, BF16_KV * model.kv_values, env)
 
     return prepare
 
 
-def _transformers(model: Model, shop: Workshop) -> Ready:
+def _transformers(model: Model, environment: PeerEnvironment) -> Ready:
     script = str(SCRIPTS / "transformers_cpu.py")
-    command = [shop.python("transformers"), script, str(model.folder), str(shop.threads), "bfloat16"]
+    command = [environment.python("transformers"), script, str(model.folder), str(environment.threads), "bfloat16"]
     return Ready(command, model.checkpoint_bytes, BF16_KV * model.kv_values)
