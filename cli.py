@@ -27,7 +27,7 @@ from enginewright.cli_options import (
 )
 from enginewright.cli_recipes import recipe_option
 from enginewright.errors import UsageError
-from enginewright.targets import PTX, SMS, parse_targets
+from enginewright.targets import CPU, PTX, SMS, parse_targets
 
 QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto")
 KV_CACHE_DTYPES = {name: name for name in ("bf16", "int8", "fp8")}
@@ -125,7 +125,7 @@ def main() -> None:
     "targets",
     type=Target(),
     multiple=True,
-    default=("cpu",),
+    default=(CPU,),
     help="Hardware that the engine holds code for: cpu, or cuda: and GPU architectures, such as sm_80 (A100), sm_86 "
     "(RTX 30), sm_89 (RTX 40), sm_90a (H100) and sm_100a (B200). All of them: "
     f"{', '.join((*SMS, PTX))}; ptx is compiled where it runs. Join several: cpu+cuda:sm_80,sm_90a. No GPU is "

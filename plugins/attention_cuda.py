@@ -7,14 +7,10 @@ there is nothing to do for the former, and it is not launched.
 
 from dataclasses import dataclass, replace
 
-import onnx_ir as ir
-
 from enginewright.plan import DTYPE_BYTES, Extent, Launch, Linear
 from enginewright.plugins import hopper
 from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
 from enginewright.plugins.kv_cuda import kv_constant
-from enginewright.plugins.kv_write import padded_head_dim
-from enginewright.plugins.plugin import int_of
 
 THREADS, WARPS = 128, 4
 TILE_ROWS = 16
@@ -73,19 +69,15 @@ def attention_on_cuda(binding: KernelBinding) -> CudaKernel:
     return replace(kernel, scratch=_partials, counters=_counters)
 
 
-def _shape(node: ir.Node) -> _Shape:
-    return _Shape(int_of(node, "heads"), int_of(node, "kv_heads"), padded_head_dim(int_of(node, "head_dim")))
-
-
-def _partials(node: ir.Node) -> tuple[str, Linear, int]:
+def _partials(call: Call) -> tuple[str, Linear, int]:
     """What splits give, before they are combined."""
-    shape = _shape(node)
+    shape = _shape_of(call)
     return "partials", shape.partials, shape.partial_columns
 
 
-def _counters(node: ir.Node) -> tuple[str, Linear, int]:
+def _counters(call: Call) -> tuple[str, Linear, int]:
     """How many splits of a sequence are done, for each KV head and tile of its rows."""
-    shape = _shape(node)
+    shape = _shape_of(call)
     return "counters", Linear(sequences=1), shape.kv_heads * shape.head_rows // TILE_ROWS
 
 

@@ -9,12 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 
-import onnx_ir as ir
-
 from enginewright.plan import Extent, Launch, Linear
 from enginewright.plugins import gemm, hopper
 from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
-from enginewright.plugins.plugin import dims_of, operand
 
 CHUNK = 64  # of K, as gemm.cuh has it
 WARP = 32
@@ -279,23 +276,15 @@ def _fields(format: Format, call: Call) -> dict[str, int | bool | str]:
     }
 
 
-def _divided(format: Format, node: ir.Node) -> tuple[_Blocks, int]:
-    """And the width of a row of `partial`."""
-    features, columns = dims_of(operand(node, 1))
-    assert isinstance(features, int) and isinstance(columns, int)
-    divided = _Blocks.of(format, features, columns, node.attributes["epilogue"].as_string() in gemm.GATED)
-    return divided, divided.features * format.feature_warps * 32
-
-
-def _partial(format: Format, node: ir.Node) -> tuple[str, Linear, int]:
+def _partial(format: Format, call: Call) -> tuple[str, Linear, int]:
     """Sums of each split, where there are several."""
-    divided, columns = _divided(format, node)
+    divided = _blocks_of(format, call)
     rows = divided.splits * format.small_tokens[-1] if divided.splits > 1 else 0
-    return "partial", Linear(constant=rows), columns
+    return "partial", Linear(constant=rows), divided.features * format.feature_warps * 32
 
 
-def _counters(format: Format, node: ir.Node) -> tuple[str, Linear, int]:
-    return "counters", Linear(constant=1), _divided(format, node)[0].features
+def _counters(format: Format, call: Call) -> tuple[str, Linear, int]:
+    return "counters", Linear(constant=1), _blocks_of(format, call).features
 
 
 def _ceil(a: int, b: int) -> int:

@@ -24,7 +24,7 @@ class Plugin:
     always written. reference: writes the node in standard ops and gives what takes the
     place of its outputs; a function, so that optional inputs and attributes shape what is written. infer: dtype
     and dimensions of the outputs. by_rows: a row of the outputs depends on that row of the inputs, on weights, and on
-    nothing else. kernels: target → kernel; an op that no target runs (it stands in the graph for
+    nothing else. kernels: a target's name → kernel; an op that no target runs (it stands in the graph for
     a while, until a pass replaces it) has none.
     """
 

@@ -27,6 +27,7 @@ from enginewright.plugins.plugin import (
 )
 from enginewright.plugins.rows_cuda import quantize_rows_on_cuda
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 LARGEST_CODE: Mapping[ir.DataType, float] = {ir.DataType.INT8: 127.0, ir.DataType.FLOAT8E4M3FN: 448.0}
 TINY = {ir.DataType.INT8: 2.0**-120, ir.DataType.FLOAT8E4M3FN: 2.0**-118}  # below half of it, the factor is infinite
@@ -119,6 +120,6 @@ QUANTIZE_ROWS = Plugin(
     attributes=TO_ATTRIBUTES,
     reference=_reference,
     infer=types_as,
-    kernels={"cpu": KERNEL, "cuda": quantize_rows_on_cuda(KERNEL)},
+    kernels={CPU: KERNEL, CUDA: quantize_rows_on_cuda(KERNEL)},
     by_rows=True,
 )

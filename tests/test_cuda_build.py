@@ -67,7 +67,7 @@ def test_inspect_says_what_code_there_is(engine: Path) -> None:
 @pytest.mark.skipif(num_gpus() > 0, reason="there is a GPU")
 def test_without_a_gpu_it_runs_on_the_cpu_and_nowhere_else(engine: Path) -> None:
     with open_engine(engine) as opened:
-        assert opened.family == "cpu"
+        assert opened.target == "cpu"
     refused = CliRunner().invoke(main, ["generate", str(engine), "--prompt", "a", "--device", "cuda"])
     assert refused.exit_code == NoCodeForMachineError.exit_code
     assert "there is no GPU 0 here" in refused.output and "--device cpu" in refused.output

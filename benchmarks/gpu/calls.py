@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import onnx_ir as ir
 import torch
 
 from enginewright.builder.cuda import Instance
@@ -70,18 +69,12 @@ def call_of(
         attributes: all of the op's.
     """
     binding = kernel or kernel_of(op)
-    values = {
-        role: ir.Value(name=role, shape=ir.Shape([matrix.rows.constant, matrix.columns]))
-        for role, matrix in matrices.items()
-    }
-    values[""] = ir.Value(name="with the operand before it", shape=ir.Shape([0, 0]))
-    node = PLUGINS[op].node([values.get(role) for role in binding.inputs], **attributes)
+    given = {name: attributes[name] for name in binding.attributes if name in attributes}
     whole = dict(matrices)
     for dtype, extra in (("f32", binding.scratch), ("i32", binding.counters)):
         if extra is not None:
-            role, rows, columns = extra(node)
+            role, rows, columns = extra(Call(whole, given))
             whole[role] = buffer(dtype, columns, rows)
-    given = {name: attributes[name] for name in binding.attributes if name in attributes}
     return KernelCall(whole, binding.launches(Call(whole, given)), binding.sources)
 
 
