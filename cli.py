@@ -26,11 +26,12 @@ from enginewright.cli_options import (
     refuse_stray_question,
 )
 from enginewright.cli_recipes import recipe_option
+from enginewright.dtypes import KV_CACHES
 from enginewright.errors import UsageError
 from enginewright.targets import CPU, PTX, SMS, parse_targets
 
 QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto")
-KV_CACHE_DTYPES = {name: name for name in ("bf16", "int8", "fp8")}
+KV_CACHE_DTYPES = {name: name for name in KV_CACHES}
 KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # vLLM's names
 PROMPT_TOKENS = 256  # of an answer to --prompt without --max-tokens: a text that is continued may have no end
 

@@ -20,6 +20,7 @@ from enginewright.builder.generation_config import check_generation_config
 from enginewright.builder.lower import Lowered, Weight, lower, pack_rows
 from enginewright.builder.models import build_graph
 from enginewright.builder.progress import Progress
+from enginewright.dtypes import KV_CACHES
 from enginewright.engine_file import EngineWriter
 from enginewright.errors import EngineError, UsageError
 from enginewright.manifest import WEIGHTS, About, Limits
@@ -37,15 +38,13 @@ from enginewright.runtime.machine import num_cores
 from enginewright.runtime.tokenizer import SPECIAL_TOKENS
 from enginewright.targets import CPU
 
-KV_DTYPES = {"bf16": "bf16", "int8": "i8", "fp8": "e4m3"}  # as --kv-cache-dtype has it → as the plan has it
-
 
 @dataclass(frozen=True)
 class BuildConfig:
     """What a build is asked for.
 
     quant: None takes weights as the checkpoint has them, quantized or BF16. kv_cache_dtype: what the KV cache holds,
-    one of KV_DTYPES. max_seq_len: positions of the longest sequence; None takes the model's own. max_batch_size:
+    one of KV_CACHES. max_seq_len: positions of the longest sequence; None takes the model's own. max_batch_size:
     sequences in a step, recorded as the runtime's default and nothing more. batch_invariant: an answer has the
     same bits in any company, on GPUs, too. calib_data, calib_size: as `builder.calibration` has them; both None where
     the method needs no calibration. dump_graphs: folder for one ONNX file a pass. gate: None measures nothing. report:
@@ -152,7 +151,7 @@ def assemble(
     max_seq_len = _max_seq_len(config, int(model.metadata_props["enginewright.max_seq_len"]))
     imported, dense = model.clone(), list[ir.Model]()
     progress.phase("calibrate and run passes" if calibration else "run the passes")
-    kv_dtype = KV_DTYPES[config.kv_cache_dtype]
+    kv_dtype = KV_CACHES[config.kv_cache_dtype].name
     first, *others = targets_of(config.targets)
     ragged, results = run_pipeline(
         model, config.method, config.dump_graphs, kv_dtype, calibration, dense.append, target=first

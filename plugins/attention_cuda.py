@@ -7,9 +7,10 @@ there is nothing to do for the former, and it is not launched.
 
 from dataclasses import dataclass, replace
 
-from enginewright.plan import DTYPE_BYTES, Extent, Launch, Linear
+from enginewright.dtypes import DTYPES
+from enginewright.plan import Extent, Launch, Linear
 from enginewright.plugins import hopper
-from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
+from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, cuda_type, expression
 from enginewright.plugins.kv_cuda import kv_constant
 
 THREADS, WARPS = 128, 4
@@ -49,18 +50,17 @@ class _Shape:
 
     def kv_bytes(self, dtype: str) -> int:
         """A split's keys and values in shared memory, and their scales."""
-        scale_bytes = 0 if dtype == "bf16" else DTYPE_BYTES["f32"]
-        return 2 * self.split * (self.pad * DTYPE_BYTES[dtype] + scale_bytes)
+        return 2 * self.split * (self.pad * DTYPES[dtype].bytes + DTYPES[dtype].scale_bytes)
 
     @property
     def prefill_bytes(self) -> int:
         """Beside keys and values: queries."""
-        return PREFILL_ROWS * self.pad * DTYPE_BYTES["bf16"]
+        return PREFILL_ROWS * self.pad * DTYPES["bf16"].bytes
 
     @property
     def decode_bytes(self) -> int:
         """Beside keys and values: p, each warp's maxima and sums, and a flag."""
-        return TILE_ROWS * (self.split * DTYPE_BYTES["bf16"] + 2 * WARPS * DTYPE_BYTES["f32"]) + DTYPE_BYTES["i32"]
+        return TILE_ROWS * (self.split * DTYPES["bf16"].bytes + 2 * WARPS * DTYPES["f32"].bytes) + DTYPES["i32"].bytes
 
 
 def attention_on_cuda(binding: KernelBinding) -> CudaKernel:
@@ -133,7 +133,7 @@ def _constants(call: Call) -> dict[str, int | float | str]:
         "q_stride": q.stride,
         "out_stride": out.stride,
         "padded": out.columns if out.dtype == "f32" else out.padded,
-        "out_type": TYPES[out.dtype],
+        "out_type": cuda_type(out.dtype),
         "window": int(call.attributes["window"]),
         "scale": float(call.attributes["scale"]),
         "softcap": float(call.attributes["softcap"]),

@@ -11,7 +11,7 @@ from math import gcd
 
 from enginewright.plan import Extent, Launch, Linear
 from enginewright.plugins import gemm, hopper
-from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
+from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, cuda_type, expression
 
 CHUNK = 64  # of K, as gemm.cuh has it
 WARP = 32
@@ -263,7 +263,7 @@ def _fields(format: Format, call: Call) -> dict[str, int | bool | str]:
         "format": f"Format::{format.name}",
         "epilogue": f"Epilogue::{call.attributes['epilogue']}",
         "rows": call.rows("out"),
-        "type": TYPES[out.dtype],
+        "type": cuda_type(out.dtype),
         "features": weight.rows.constant,
         "columns": weight.columns,
         "x_stride": x.stride,

@@ -79,10 +79,6 @@ class Specialization(NamedTuple):
     architectures: tuple[str, ...] = ()
 
 
-# As C++ has them.
-TYPES = {"f32": "Type::f32", "bf16": "Type::bf16", "i8": "Type::i8", "e4m3": "Type::e4m3"}
-
-
 @dataclass(frozen=True)
 class CudaKernel(KernelBinding):
     """A kernel for GPUs: also what is launched for a call.
@@ -96,6 +92,11 @@ class CudaKernel(KernelBinding):
     counters: Callable[[Call], tuple[str, Linear, int]] | None = None
 
 
+def cuda_type(dtype: str) -> str:
+    """In C++: csrc/cuda/rows.cuh."""
+    return f"Type::{dtype}"
+
+
 def expression(function: str, struct: str, **fields: int | float | bool | str) -> str:
     """A specialization in C++, `function<struct{.field = …}>`, in namespace enginewright; strings are enumerators."""
     written = ", ".join(f".{name} = {_literal(value)}" for name, value in fields.items())
@@ -106,6 +107,10 @@ def _literal(value: int | float | bool | str) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return float(np.float32(value)).hex() + "f" if isinstance(value, float) else str(value)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def blocks(rows: Linear | int, per: int = 1) -> Extent:

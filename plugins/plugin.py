@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from enginewright.dtypes import DTYPES
 from enginewright.errors import EngineError
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.writer import Writer
 
 DOMAIN = "enginewright"
-CODES = (ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN)  # of what mean nothing without their scale
+CODES = tuple(ir.DataType[dtype.onnx] for dtype in DTYPES.values() if dtype.scale_bytes)  # nothing without their scale
 Dims = tuple[int | ir.SymbolicDim, ...]
 TypeAndDims = tuple[ir.DataType, Dims]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from enginewright.builder.cuda import Instance
-from enginewright.builder.lower.pack import DTYPES
+from enginewright.builder.lower.pack import TORCH_DTYPES
 from enginewright.plan import COLUMN_ALIGN, Buffer, Launch, Linear, Sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
@@ -91,7 +91,7 @@ def vector(rows: Linear, columns: int = 1) -> Matrix:
 
 def empty(matrix: Matrix, sizes: Sizes, at: str) -> torch.Tensor:
     """Memory of a buffer, [rows, stride]."""
-    return torch.empty((max(matrix.rows.at(sizes), 1), matrix.stride), dtype=DTYPES[matrix.dtype], device=at)
+    return torch.empty((max(matrix.rows.at(sizes), 1), matrix.stride), dtype=TORCH_DTYPES[matrix.dtype], device=at)
 
 
 def random_rows(matrix: Matrix, sizes: Sizes, at: str) -> torch.Tensor:

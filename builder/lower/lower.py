@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from enginewright.builder.lower.arena import assign_slots
 from enginewright.builder.lower.pack import PackedForm
+from enginewright.dtypes import DTYPES
 from enginewright.errors import EngineError
 from enginewright.plan import (
     COLUMN_ALIGN,
@@ -38,13 +39,7 @@ from enginewright.plugins.target import Target
 
 VIEW_OPS = ("Split", "Reshape")
 OF_GROUPS = ("scale", "zero")  # the roles of matrices with a column for each group of a weight's columns
-DTYPE_NAMES = {
-    ir.DataType.FLOAT: "f32",
-    ir.DataType.BFLOAT16: "bf16",
-    ir.DataType.INT8: "i8",
-    ir.DataType.FLOAT8E4M3FN: "e4m3",
-    ir.DataType.INT32: "i32",
-}
+DTYPE_NAMES = {ir.DataType[dtype.onnx]: name for name, dtype in DTYPES.items() if dtype.bytes}
 
 ROWS = {
     "tokens": Linear(tokens=1),
