@@ -1,5 +1,5 @@
 """What GPUs launch for paged attention: csrc/cuda/paged_prefill.cuh and paged_decode.cuh, one after the other. Where
-plugins/hopper.py says so, Hopper has paged_prefill_wgmma.cuh for the former.
+plugins/architectures.py says so, Hopper has paged_prefill_wgmma.cuh for the former.
 
 Each takes the sequences of its own kind, by their numbers of tokens in GPU memory. Where every sequence has one token,
 there is nothing to do for the former, and it is not launched.
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from enginewright.dtypes import DTYPES
 from enginewright.plan import Extent, Launch, Linear
-from enginewright.plugins import hopper
+from enginewright.plugins.architectures import ArchSpec, by_architecture
 from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, cuda_type, expression
 from enginewright.plugins.kv_cuda import kv_constant
 
@@ -92,7 +92,12 @@ def _launches(call: Call) -> tuple[Launch, ...]:
         threads=THREADS,
         shared_bytes=kv_bytes + shape.decode_bytes,
     )
-    return (*hopper.in_place_of([prefill], wgmma_launches(call), hopper.PREFILL_ON, call), decode)
+
+    def prefill_on(arch: ArchSpec) -> list[Launch]:
+        wgmma = wgmma_launches(call) if arch.wgmma_prefill and not call.batch_invariant else []
+        return wgmma or [prefill]
+
+    return (*by_architecture(call, prefill_on), decode)
 
 
 def wgmma_launches(call: Call) -> list[Launch]:

@@ -59,13 +59,18 @@ def kernel_of(op: str) -> CudaKernel:
 
 
 def call_of(
-    op: str, matrices: Mapping[str, Matrix], kernel: CudaKernel | None = None, **attributes: int | float | str
+    op: str,
+    matrices: Mapping[str, Matrix],
+    kernel: CudaKernel | None = None,
+    sm: str = "sm_90a",
+    **attributes: int | float | str,
 ) -> KernelCall:
     """An op of the domain `enginewright`, as lowering has it.
 
     Args:
         matrices: of inputs and outputs, by role.
         kernel: in place of the op's own.
+        sm: the architecture that launches are chosen for.
         attributes: all of the op's.
     """
     binding = kernel or kernel_of(op)
@@ -73,9 +78,9 @@ def call_of(
     whole = dict(matrices)
     for dtype, extra in (("f32", binding.scratch), ("i32", binding.counters)):
         if extra is not None:
-            role, rows, columns = extra(Call(whole, given))
+            role, rows, columns = extra(Call(whole, given, (sm,)))
             whole[role] = buffer(dtype, columns, rows)
-    return KernelCall(whole, binding.launches(Call(whole, given)), binding.sources)
+    return KernelCall(whole, binding.launches(Call(whole, given, (sm,))), binding.sources)
 
 
 def buffer(dtype: str, columns: int, rows: Linear = TOKENS) -> Matrix:

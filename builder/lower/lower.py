@@ -218,7 +218,11 @@ class _Lowering:
         """The same launch by its kernel's name in the code: `rms_norm-`, and a hash of the specialization."""
         function = launch.kernel.partition("<")[0]
         name = f"{function}-{hashlib.sha256(launch.kernel.encode()).hexdigest()[:12]}"
-        self.kernels[name] = Specialization(sources[function], launch.kernel, launch.architectures)
+        architectures = launch.architectures
+        if name in self.kernels:  # another launch has it, too, perhaps on other architectures; () is all of them
+            before = self.kernels[name].architectures
+            architectures = tuple(dict.fromkeys((*before, *architectures))) if before and architectures else ()
+        self.kernels[name] = Specialization(sources[function], launch.kernel, architectures)
         return msgspec.structs.replace(launch, kernel=name)
 
     def _extra(self, dtype: str, rows: Linear, columns: int) -> BufferOperand:
