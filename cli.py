@@ -28,11 +28,12 @@ from enginewright.cli_options import (
     refuse_stray_question,
 )
 from enginewright.cli_recipes import recipe_option
+from enginewright.dtypes import KV_CACHES
 from enginewright.errors import UsageError
-from enginewright.targets import PTX, SMS, parse_targets
+from enginewright.targets import CPU, PTX, SMS, parse_targets
 
 QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto")
-KV_CACHE_DTYPES = {name: name for name in ("bf16", "int8", "fp8")}
+KV_CACHE_DTYPES = {name: name for name in KV_CACHES}
 KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # vLLM's names
 PROMPT_TOKENS = 256  # of an answer to --prompt without --max-tokens: a text that is continued may have no end
 
@@ -126,7 +127,7 @@ def main() -> None:
     "targets",
     type=Target(),
     multiple=True,
-    default=("cpu",),
+    default=(CPU,),
     help="Hardware that the engine holds code for: cpu, or cuda: and GPU architectures, such as sm_80 (A100), sm_86 "
     "(RTX 30), sm_89 (RTX 40), sm_90a (H100) and sm_100a (B200). All of them: "
     f"{', '.join((*SMS, PTX))}; ptx is compiled where it runs. Join several: cpu+cuda:sm_80,sm_90a. No GPU is "

@@ -116,7 +116,7 @@ def excesses(found: Sequence[Kernel], made: Made, local: Mapping[str, str] = LOC
             if code.local_bytes and kernel.function not in local:
                 wrong.append(f"{sm}: {code.local_bytes} bytes of local memory a thread: {kernel.instance.expression}")
             shared_bytes = kernel.shared_bytes + code.static_shared_bytes
-            if shared_bytes > (MOST_SHARED_BYTES if kernel.architectures == HOPPER else SHARED_BYTES):
+            if shared_bytes > (MOST_SHARED_BYTES if (kernel.architectures or tuple(made)) == HOPPER else SHARED_BYTES):
                 wrong.append(f"{sm}: {shared_bytes} bytes of shared memory: {kernel.instance.expression}")
     return wrong
 

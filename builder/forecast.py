@@ -12,6 +12,7 @@ from enginewright.builder.calibration import foresee_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
 from enginewright.builder.gate.gate import STEP_ELEMENTS, TOKENS
+from enginewright.builder.lower.pack import TORCH_DTYPES
 from enginewright.builder.progress import Progress, Silent
 from enginewright.engine_file import header_bytes
 from enginewright.engine_header import padded
@@ -24,7 +25,6 @@ from enginewright.plan import Sizes
 from enginewright.runtime.machine import free_memory
 
 EVIDENCE_SECTIONS = 2  # goldens, quality report
-CODE_BYTES = {"u4": 1, "e2m1": 1, "i8": 1, "e4m3": 1, "bf16": 2}  # by dtype, before they are packed
 # Python with torch and onnx takes 200 MB, the graph and pieces of weights the rest.
 BASE_BYTES = 300_000_000
 COPIES = 4  # of activations in the plan's precision, that calibration or the gate has at once: they are FLOAT there
@@ -107,7 +107,7 @@ def _temporary_bytes(assembly: Assembly) -> int:
     if not any(isinstance(each, Choose | Mix) for each in assembly.config.method.prepare(Calibration())):
         return 0
     forms = [weight.form for weight in assembly.weights.values() if weight.form.layout.startswith("r16")]
-    codes = [prod(form.shape) * CODE_BYTES[form.dtype] for form in forms if "columns" not in form.layout]
+    codes = [prod(form.shape) * TORCH_DTYPES[form.dtype].itemsize for form in forms if "columns" not in form.layout]
     return 9 * sum(codes) // 8
 
 

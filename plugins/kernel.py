@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import onnx_ir as ir
 
 from enginewright.plan import Extent, Launch, Linear
 
@@ -17,7 +16,7 @@ class KernelBinding:
     kernel: versioned name, `gemm_bf16@1`. inputs, outputs: the operand that each input and output of the
     node is, in order; "" for one that the kernel does not take (the value pool, where the key pool's operand
     stands for both). attributes: those of the node that the kernel is given. in_place: output operand → index
-    of the input whose memory it may take over. scratch: node → (operand, rows, columns) of an f32 buffer that
+    of the input whose memory it may take over. scratch: call → (operand, rows, columns) of an f32 buffer that
     only this call uses. packed: operand → dtype of a weight whose numbers have a byte each in the graph alone.
     """
 
@@ -26,7 +25,7 @@ class KernelBinding:
     outputs: tuple[str, ...]
     attributes: tuple[str, ...] = ()
     in_place: Mapping[str, int] = field(default_factory=dict)
-    scratch: Callable[[ir.Node], tuple[str, Linear, int]] | None = None
+    scratch: "Callable[[Call], tuple[str, Linear, int]] | None" = None
     packed: Mapping[str, str] = field(default_factory=dict)
 
     def on_cuda(self, launches: "Callable[[Call], tuple[Launch, ...]]", **sources: str) -> "CudaKernel":
@@ -54,13 +53,12 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Call:
-    """A kernel call that is being lowered for GPUs: operands by role (without optional ones that are absent).
-    batch_invariant: a row of the result has the same bits, however many there are.
-    """
+    """A kernel call that is being lowered."""
 
-    operands: Mapping[str, Matrix]
+    operands: Mapping[str, Matrix]  # by role, without optional ones that are absent
     attributes: Mapping[str, int | float | str]
-    batch_invariant: bool = False
+    architectures: tuple[str, ...] = ()  # of GPUs, those that it is to run on
+    batch_invariant: bool = False  # a row of the result has the same bits, however many there are
 
     def rows(self, role: str) -> str:
         """Which size of the step an operand has as its number of rows, in C++."""
@@ -81,21 +79,22 @@ class Specialization(NamedTuple):
     architectures: tuple[str, ...] = ()
 
 
-# As C++ has them.
-TYPES = {"f32": "Type::f32", "bf16": "Type::bf16", "i8": "Type::i8", "e4m3": "Type::e4m3"}
-
-
 @dataclass(frozen=True)
 class CudaKernel(KernelBinding):
     """A kernel for GPUs: also what is launched for a call.
 
-    sources: function → its header in csrc/cuda. counters: node → (operand, rows, columns) of an i32 buffer that only
+    sources: function → its header in csrc/cuda. counters: call → (operand, rows, columns) of an i32 buffer that only
     this call uses: zeros before the first step, and afterwards what the step before has left.
     """
 
     launches: Callable[[Call], tuple[Launch, ...]] = lambda _: ()
     sources: Mapping[str, str] = field(default_factory=dict)
-    counters: Callable[[ir.Node], tuple[str, Linear, int]] | None = None
+    counters: Callable[[Call], tuple[str, Linear, int]] | None = None
+
+
+def cuda_type(dtype: str) -> str:
+    """In C++: csrc/cuda/rows.cuh."""
+    return f"Type::{dtype}"
 
 
 def expression(function: str, struct: str, **fields: int | float | bool | str) -> str:
@@ -108,6 +107,10 @@ def _literal(value: int | float | bool | str) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return float(np.float32(value)).hex() + "f" if isinstance(value, float) else str(value)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def blocks(rows: Linear | int, per: int = 1) -> Extent:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from enginewright.plan import Linear
 from enginewright.plugins.attention_cuda import attention_on_cuda
-from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.kernel import Call, KernelBinding
 from enginewright.plugins.kv_write import as_stored, padded_head_dim
 from enginewright.plugins.masked_attention import in_window, masked_attention
 from enginewright.plugins.plugin import (
@@ -26,6 +26,7 @@ from enginewright.plugins.plugin import (
     operand,
 )
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 PARTIAL_STATE = 16  # floats beside a head's partial output: its maximum and its sum, and room to stay aligned
 
@@ -70,13 +71,10 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
     return [(dtype_attribute(node), dims_of(operand(node, 0)))]
 
 
-def _partials(node: ir.Node) -> tuple[str, Linear, int]:
+def _partials(call: Call) -> tuple[str, Linear, int]:
     """A row for each 256 positions of the longest sequence: what its blocks give, before they are combined."""
-    return (
-        "partials",
-        Linear(kv_splits=1),
-        int_of(node, "heads") * (padded_head_dim(int_of(node, "head_dim")) + PARTIAL_STATE),
-    )
+    heads, head_dim = int(call.attributes["heads"]), int(call.attributes["head_dim"])
+    return "partials", Linear(kv_splits=1), heads * (padded_head_dim(head_dim) + PARTIAL_STATE)
 
 
 KERNEL = KernelBinding(
@@ -105,5 +103,5 @@ PAGED_ATTENTION = Plugin(
     },
     reference=_reference,
     infer=_infer,
-    kernels={"cpu": KERNEL, "cuda": attention_on_cuda(KERNEL)},
+    kernels={CPU: KERNEL, CUDA: attention_on_cuda(KERNEL)},
 )

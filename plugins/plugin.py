@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from enginewright.dtypes import DTYPES
 from enginewright.errors import EngineError
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.writer import Writer
 
 DOMAIN = "enginewright"
-CODES = (ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN)  # of what mean nothing without their scale
+CODES = tuple(ir.DataType[dtype.onnx] for dtype in DTYPES.values() if dtype.scale_bytes)  # nothing without their scale
 Dims = tuple[int | ir.SymbolicDim, ...]
 TypeAndDims = tuple[ir.DataType, Dims]
 
@@ -24,7 +25,7 @@ class Plugin:
     always written. reference: writes the node in standard ops and gives what takes the
     place of its outputs; a function, so that optional inputs and attributes shape what is written. infer: dtype
     and dimensions of the outputs. by_rows: a row of the outputs depends on that row of the inputs, on weights, and on
-    nothing else. kernels: target → kernel; an op that no target runs (it stands in the graph for
+    nothing else. kernels: a target's name → kernel; an op that no target runs (it stands in the graph for
     a while, until a pass replaces it) has none.
     """
 

@@ -27,8 +27,8 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
         CorruptEngineError: the file is damaged.
     """
     with EngineFile.open(path, check_sections=False) as file:
-        family = next(iter(families_of(file.manifest.targets)), CPU)
-    with Engine.open(path, family) as engine:
+        target = next(iter(families_of(file.manifest.targets)), CPU)
+    with Engine.open(path, target) as engine:
         manifest, plan = engine.manifest, engine.plan
         config = RuntimeConfig(max_num_seqs=manifest.limits.max_batch_size, kv_cache_memory=1 << 60)
         sizes = envelope(plan, config)

@@ -17,7 +17,7 @@ SIZES = Sizes(tokens=5, sequences=2, logit_rows=3, kv_blocks=1, kv_splits=1)
 
 
 def kernel(op: str) -> CudaKernel:
-    binding = STANDARD_KERNELS["cuda"].get(op) or PLUGINS[op].kernels["cuda"]
+    binding = (STANDARD_KERNELS[op] if op in STANDARD_KERNELS else PLUGINS[op].kernels)["cuda"]
     assert isinstance(binding, CudaKernel)
     return binding
 

@@ -12,6 +12,7 @@ from enginewright.builder.checkpoint import Checkpoint
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.passes.quant import METHODS, Bf16, Fp8, Int4Rtn, Int8Sq, Mxfp4, QuantConfig, quant_config
+from enginewright.plugins.target import CPU_TARGET
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
@@ -48,7 +49,7 @@ def difference(
 
 
 def activations_of(method: type[QuantConfig]) -> str:
-    return "int8" if method.activations == ir.DataType.INT8 else "bf16"
+    return "int8" if method().precision(CPU_TARGET).dtype == ir.DataType.INT8 else "bf16"
 
 
 def bound(method: type[QuantConfig]) -> float:

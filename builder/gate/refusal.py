@@ -5,8 +5,9 @@ from dataclasses import fields
 
 from enginewright.errors import QualityGateError
 from enginewright.passes.quant import METHODS, QuantConfig
+from enginewright.plugins.plugin import CODES
+from enginewright.plugins.target import Target
 from enginewright.runtime.quality import Check, LayerError, Measured
-from enginewright.targets import CUDA
 
 LAYERS_SHOWN = 8
 SMALLEST_GROUP = 32
@@ -22,10 +23,10 @@ FALLBACKS = {  # method → others that lose less, the nearest in size first
 }
 
 
-def refusal(measured: Measured, quant: QuantConfig, kv_cache_dtype: str) -> QualityGateError:
+def refusal(measured: Measured, target: Target, quant: QuantConfig, kv_cache_dtype: str) -> QualityGateError:
     """Why these figures did not pass."""
     why = "; ".join(map(_said, measured.failed))
-    tries = list(_tries(quant, measured.isa, kv_cache_dtype))
+    tries = list(_tries(quant, target, kv_cache_dtype))
     loosened = [f"{check.name}={_passing_limit(check):g}" for check in measured.failed if _may_pass(check)]
     if loosened:
         tries.append(f"other limits, --gate {','.join(loosened if measured.full is None else ['full', *loosened])}")
@@ -67,7 +68,7 @@ def _table(layers: Sequence[LayerError]) -> Iterator[str]:
         yield f"  {layer.name:<{width}}  {layer.method:<9} {error:>8} {layer.nbytes / 2**20:>9.2f}"
 
 
-def _tries(quant: QuantConfig, isa: str, kv_cache_dtype: str) -> Iterator[str]:
+def _tries(quant: QuantConfig, target: Target, kv_cache_dtype: str) -> Iterator[str]:
     settings = {field.name: getattr(quant, field.name) for field in fields(quant)}
     group = settings.get("group_size")
     if group is not None and not 0 < group <= SMALLEST_GROUP:
@@ -78,7 +79,7 @@ def _tries(quant: QuantConfig, isa: str, kv_cache_dtype: str) -> Iterator[str]:
         yield "--activation-scheme dynamic"
     if settings.get("fp8_scales") == "tensor":
         yield "--fp8-scales block"
-    if settings.get("fp8_activations") == "fp8" and isa.startswith(CUDA):
+    if settings.get("fp8_activations") == "fp8" and quant.precision(target).dtype in CODES:
         yield "--fp8-activations bf16"
     if "bits" in settings:
         yield f"more than --bits {settings['bits']}"

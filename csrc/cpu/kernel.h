@@ -22,10 +22,9 @@
 #include <variant>
 #include <vector>
 
-namespace enginewright {
+#include "dtype.h"
 
-// e4m3: FP8, see bf16_tables.h. u4 and e2m1: codes of 4 bits, integers or FP4.
-enum class DType : uint8_t { f32, bf16, i32, i8, e4m3, u4, e2m1 };
+namespace enginewright {
 
 // Sizes of one step; see enginewright/plan.py.
 struct Sizes {

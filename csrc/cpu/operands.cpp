@@ -8,41 +8,11 @@ void require(bool holds, const std::string& sentence) {
   if (!holds) throw std::invalid_argument(sentence);
 }
 
-const char* name_of(DType dtype) {
-  switch (dtype) {
-    case DType::f32:
-      return "f32";
-    case DType::bf16:
-      return "bf16";
-    case DType::i32:
-      return "i32";
-    case DType::e4m3:
-      return "e4m3";
-    case DType::u4:
-      return "u4";
-    case DType::e2m1:
-      return "e2m1";
-    default:
-      return "i8";
-  }
-}
+const char* name_of(DType dtype) { return facts_of(dtype).name; }
 
-bool four_bits(DType dtype) { return dtype == DType::u4 || dtype == DType::e2m1; }
+bool four_bits(DType dtype) { return facts_of(dtype).bits == 4; }
 
-int64_t bytes_of(DType dtype, int64_t elements) {
-  switch (dtype) {
-    case DType::f32:
-    case DType::i32:
-      return 4 * elements;
-    case DType::bf16:
-      return 2 * elements;
-    case DType::u4:
-    case DType::e2m1:
-      return elements / 2;
-    default:
-      return elements;
-  }
-}
+int64_t bytes_of(DType dtype, int64_t elements) { return elements * facts_of(dtype).bits / 8; }
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 

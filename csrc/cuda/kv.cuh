@@ -5,20 +5,18 @@
 // are zeros.
 #pragma once
 
-#include "device.cuh"
+#include "rows.cuh"
 
 namespace enginewright {
 
-enum class KvType { bf16, i8, e4m3 };
-
 struct Kv {
-  KvType type;
+  Type type;
   int block_size, heads, head_dim, head_dim_pad;
   int64_t block_stride;
 
-  constexpr int element_bytes() const { return type == KvType::bf16 ? 2 : 1; }
+  constexpr int element_bytes() const { return type == Type::bf16 ? 2 : 1; }
   constexpr int code_bytes() const { return block_size * head_dim_pad * element_bytes(); }
-  constexpr int tile_bytes() const { return code_bytes() + (type == KvType::bf16 ? 0 : block_size * 4); }
+  constexpr int tile_bytes() const { return code_bytes() + (type == Type::bf16 ? 0 : block_size * 4); }
   constexpr int64_t values_offset() const { return int64_t{heads} * tile_bytes(); }  // behind a layer's keys
 };
 

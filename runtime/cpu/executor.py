@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright import _cpu
+from enginewright.dtypes import KV_CACHES
 from enginewright.engine_header import ALIGN
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
 from enginewright.manifest import SectionForm
@@ -16,7 +17,7 @@ from enginewright.runtime.machine import num_cores
 from enginewright.runtime.sampling import Draw
 from enginewright.runtime.step_plan import StepPlan
 
-KV_DTYPES = ("bf16", "i8", "e4m3")  # what pools hold
+KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())  # what pools hold
 
 
 class CpuExecutor:

@@ -12,6 +12,9 @@ _Sizes = tuple[int, int, int, int, int]  # tokens, sequences, logit_rows, kv_blo
 def isa_names() -> list[str]:
     """Instruction sets of this machine, best first: of "amx", "avx512", "avx2", "portable"."""
 
+def dtypes() -> list[tuple[str, int]]:
+    """Names and bits of the types of numbers, as C++ has them."""
+
 def kernel_names(isa: str) -> list[str]: ...
 
 class KvPools:

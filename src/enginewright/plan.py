@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
+from enginewright.dtypes import DTYPES
 from enginewright.errors import CorruptEngineError
 
 ARENA_ALIGN_BYTES = 64
 COLUMN_ALIGN = 64  # elements; rows of a buffer start at multiples of this (Buffer.stride)
 MOST_SHARED_BYTES = 227 << 10  # of a block, on the GPUs that have most
-DTYPE_BYTES = {"f32": 4, "bf16": 2, "i32": 4, "i8": 1, "e4m3": 1}
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -88,7 +88,7 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def element_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
+        return DTYPES[self.dtype].bytes
 
     def bytes_at(self, sizes: Sizes) -> int:
         return self.rows.at(sizes) * self.stride * self.element_bytes
@@ -143,7 +143,7 @@ class RecurrentState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     @property
     def bytes_per_sequence(self) -> int:
         """Of all layers and tensors."""
-        one = sum(prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in self.tensors)
+        one = sum(prod(tensor.shape) * DTYPES[tensor.dtype].bytes for tensor in self.tensors)
         return len(self.layers) * one
 
 
@@ -258,7 +258,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         layers = {layer for group in self.caches for layer in group.layers}
         require(len(inputs) == len(self.inputs), "two inputs have one name")
         for buffer in self.buffers:
-            require(buffer.dtype in DTYPE_BYTES, f"unknown dtype {buffer.dtype!r}")
+            require(buffer.dtype in DTYPES and buffer.element_bytes, f"unknown dtype {buffer.dtype!r}")
             coefficients = buffer.rows.as_tuple()
             require(0 < buffer.columns < 2**31 and min(coefficients) >= 0, "a buffer has no size")
             require(max(coefficients) < 2**31 and 0 <= buffer.slot < len(self.buffers), "a buffer is out of range")

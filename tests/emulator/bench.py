@@ -12,7 +12,7 @@ from tests.emulator.device import EmulatedDevice
 class EmulatedBench:
     """As GpuBench; its seconds mean nothing."""
 
-    at, l2_bytes = "cpu", 1000
+    at, l2_bytes, sm = "cpu", 1000, "sm_90a"
 
     def __init__(self) -> None:
         self.kernels: dict[str, Specialization] = {}

@@ -56,8 +56,8 @@ class Attention:
             "softcap": self.softcap,
         }
         matrices = {role: operand.matrix for role, operand in self.operands([decode(self.heads, 1)]).items()}
-        call = Call(matrices, attributes)
-        launches = tuple(one for one in KERNEL.launches(call) if not one.kernel.startswith("paged_prefill_wgmma"))
+        call = Call(matrices, attributes, ("sm_90a",))
+        launches = KERNEL.launches(call)
         if self.wgmma:
             launches = (*wgmma_launches(call), launches[-1])
         if not self.crowded:

@@ -62,7 +62,7 @@ class CudaCall:
     """A call of a kernel with some operands, compiled once."""
 
     def __init__(self, binding: CudaKernel, operands: Mapping[str, Matrix], **attributes: int | float | str) -> None:
-        self.launches = binding.launches(Call(operands, attributes))
+        self.launches = binding.launches(Call(operands, attributes, ("sm_90a",)))
         self.kernels = Kernels(instances(binding, self.launches))
 
     def run(self, operands: Mapping[str, Operand], sizes: Sizes, schedule: str = SCHEDULES[0]) -> None:

@@ -1,15 +1,18 @@
 """GEMMs as GPUs launch them, in emulation: weights from the bytes of an engine file, poison around everything else."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from enginewright.builder.lower.pack import PackedForm, pack
 from enginewright.plan import Buffer, Launch, Linear, Sizes
-from enginewright.plugins.gemm_cuda import FORMATS, gemm_on_cuda, wgmma_launches
-from enginewright.plugins.kernel import Call, KernelBinding, Matrix
+from enginewright.plugins.architectures import ARCHITECTURES, ArchSpec
+from enginewright.plugins.gemm_cuda import launches_on
+from enginewright.plugins.gemm_format import FORMATS
+from enginewright.plugins.gemm_tiles import TILES
+from enginewright.plugins.kernel import Call, Matrix
 from tests.emulator.kernels import SANITIZE, Argument, EmulationError, Kernels
 from tests.tolerances import GEMM_BF16_OUT, GEMM_E4M3, GEMM_F32
 
@@ -45,6 +48,7 @@ class Gemm:
     large: bool = False
     wgmma: bool = False
     batch_invariant: bool = False
+    arch: ArchSpec = ARCHITECTURES["sm_90a"]  # whose launches it has
 
     @property
     def outputs(self) -> int:
@@ -77,11 +81,17 @@ class Gemm:
             operands["x_scale"] = _buffer("f32", self.groups)
         roles = {"bias": self.bias, "zero": self.zeros, "scale": self.format != "bf16"}
         operands |= {role: Matrix("", Linear(), 0, 0, 0) for role, there in roles.items() if there}
-        kernel = gemm_on_cuda(KernelBinding("gemm@1", (), ()), self.format)
-        call = Call(operands, {"epilogue": self.epilogue, "group": self.group}, self.batch_invariant)
+        call = Call(
+            operands,
+            {"epilogue": self.epilogue, "group": self.group},
+            batch_invariant=self.batch_invariant,
+        )
+        launches = launches_on(
+            replace(self.arch, wgmma_gemm=self.wgmma), call, FORMATS[self.format], TILES[self.format]
+        )
         if self.wgmma:
-            return tuple(wgmma_launches(FORMATS[self.format], call))
-        return tuple(launch for launch in kernel.launches(call) if not launch.kernel.startswith("gemm_wgmma"))
+            return tuple(launch for launch in launches if launch.kernel.startswith("gemm_wgmma"))
+        return tuple(launches)
 
     def launch(self, tokens: int) -> Launch:
         (launch,) = (one for one in self.launches if one.low <= (2**30 if self.large else tokens) <= one.high)
@@ -183,7 +193,7 @@ class Problem:
         if splits > 1 and "partial" in launch.arguments:
             rows = -(-tokens // 8) * 8  # at least; tokens of all tiles are the stride of a split
             rows = next(count for count in (8, 16, 32, 64) if count >= rows)
-            width = FORMATS[gemm.format].feature_warps * 32 * blocks
+            width = TILES[gemm.format].feature_warps * 32 * blocks
             arguments["partial"] = np.full((splits, rows, width), np.nan, np.float32)
         kernels.launch(
             launch.kernel,

@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 from enginewright import _cpu
-from enginewright.builder.lower.pack import DTYPES, PackedForm, pack
+from enginewright.builder.lower.pack import TORCH_DTYPES, PackedForm, pack
 
 Linear = tuple[int, int, int, int, int, int]  # constant, tokens, sequences, logit_rows, kv_blocks, kv_splits
 
 COLUMN_ALIGN = 64  # as plan.py has it
 GAP_BYTES = 64  # between buffers: nobody's memory, which `make sanitize` watches
 ITEM_BYTES = {"f32": 4, "bf16": 2, "i8": 1}
-NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "e2m1"}
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "e2m1"}
 NO_ROWS = (0, 0, 0, 0, 0, 0)
 ONE_COLUMN = (1, 0, 0, 0, 0, 0)
 TOKENS = (0, 1, 0, 0, 0, 0)
