@@ -14,7 +14,7 @@ from protocol.points import Point
 from protocol.quiet import Quiet, snapshot
 
 from enginewright import _cpu
-from enginewright.runtime.bench.roof import Roof, measure_roof, read_buffer
+from enginewright_bench.roof import Roof, measure_roof, read_buffer
 
 SETTLE_S = 0.3  # before each run: threads of the contestant before it stop spinning
 
