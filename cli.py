@@ -609,10 +609,10 @@ def bench() -> None:
 @JSON_OPTION
 def bench_offline(engine: Path, rounds: int, warm_up: int, plot: Path | None, as_json: bool, **options: Any) -> None:
     """Measure the throughput of an engine that has all requests at once."""
-    from enginewright.runtime.bench.offline import OfflineConfig, run_offline
-    from enginewright.runtime.bench.plot import check_plot, draw_offline
-    from enginewright.runtime.bench.report import describe_offline
-    from enginewright.runtime.bench.workload import workload_config
+    from enginewright_bench.offline import OfflineConfig, run_offline
+    from enginewright_bench.plot import check_plot, draw_offline
+    from enginewright_bench.report import describe_offline
+    from enginewright_bench.workload import workload_config
 
     workload = workload_config(**{name: options.pop(name) for name in WORKLOAD})
     if plot is not None:
@@ -666,8 +666,8 @@ def bench_profile(
     With --prefill alone only prompts are profiled, with --batch or --depth alone only decoding. Every --batch is
     profiled at every --depth.
     """
-    from enginewright.runtime.bench.profile import profile_config, run_profile
-    from enginewright.runtime.bench.report import describe_profile
+    from enginewright_bench.profile import profile_config, run_profile
+    from enginewright_bench.report import describe_profile
 
     report = run_profile(engine, profile_config(prefill, batch, depth, rounds), threads)
     if as_json:
@@ -722,11 +722,11 @@ def bench_serve(
     endpoint: str, vocab_size: int, goodput: str | None, plot: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Send requests to a server, and measure how fast it answers."""
-    from enginewright.runtime.bench.figures import Goodput
-    from enginewright.runtime.bench.plot import check_plot, draw
-    from enginewright.runtime.bench.report import describe_serve
-    from enginewright.runtime.bench.serving import Chat, Completions, ServeConfig, run_serve
-    from enginewright.runtime.bench.workload import workload_config
+    from enginewright_bench.figures import Goodput
+    from enginewright_bench.plot import check_plot, draw
+    from enginewright_bench.report import describe_serve
+    from enginewright_bench.serving import Chat, Completions, ServeConfig, run_serve
+    from enginewright_bench.workload import workload_config
 
     config = ServeConfig(
         workload=workload_config(**{name: options.pop(name) for name in WORKLOAD}),

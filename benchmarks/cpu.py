@@ -39,9 +39,9 @@ from protocol.rounds import Measurement, prepare
 from protocol.start import first_tokens
 
 from enginewright import _cpu
-from enginewright.runtime.bench.machine_facts import machine_facts
-from enginewright.runtime.bench.roof import measure_dots
 from enginewright.runtime.machine import free_memory, num_cores
+from enginewright_bench.machine_facts import machine_facts
+from enginewright_bench.roof import measure_dots
 
 OUTPUT = Path("benchmarks/results/cpu")
 PARTS = ("build", "start", "speed", "quality")

@@ -26,11 +26,11 @@ from gpu_host import FREE_BYTES, SMOLLM2, IdleDevice
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.runtime import core
-from enginewright.runtime.bench.cpu_time import cpu_seconds
 from enginewright.runtime.cuda.executor import CudaExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.serve import serve
+from enginewright_bench.cpu_time import cpu_seconds
 
 START_S = 60.0
 POSITIONS = 64  # of a prompt, at most

@@ -8,9 +8,9 @@ import pytest
 
 from enginewright import _cpu
 from enginewright.errors import UsageError
-from enginewright.runtime.bench.offline import OfflineConfig, OfflineReport, Round, run_offline
-from enginewright.runtime.bench.report import describe_offline
-from enginewright.runtime.bench.workload import Lengths, WorkloadConfig
+from enginewright_bench.offline import OfflineConfig, OfflineReport, Round, run_offline
+from enginewright_bench.report import describe_offline
+from enginewright_bench.workload import Lengths, WorkloadConfig
 from tests.helpers.engines import built
 from tests.helpers.tiny import tiny_checkpoint
 

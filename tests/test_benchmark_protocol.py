@@ -18,7 +18,7 @@ from rescale import rescale
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from enginewright.runtime.bench.roof import Rate, Roof
+from enginewright_bench.roof import Rate, Roof
 from tests import tolerances
 from tests.helpers.tiny_gguf import interleave
 

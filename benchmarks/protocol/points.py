@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from protocol.models import Model
 
 if TYPE_CHECKING:
-    from enginewright.runtime.bench.roof import Roof
+    from enginewright_bench.roof import Roof
 
 FULL = (
     *(f"prefill-{length}" for length in (32, 128, 512, 2048)),

@@ -14,7 +14,7 @@ from protocol.models import Model
 from protocol.points import Point
 
 from enginewright import _cpu
-from enginewright.runtime.bench.roof import Roof, measure_roof, read_buffer
+from enginewright_bench.roof import Roof, measure_roof, read_buffer
 
 SETTLE_S = 0.3  # before each run: threads of the engine before it stop spinning
 

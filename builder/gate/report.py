@@ -8,7 +8,7 @@ from enginewright.builder.gate.config import GateConfig
 from enginewright.builder.gate.page import page
 from enginewright.errors import EngineError, UsageError
 from enginewright.manifest import About
-from enginewright.runtime.bench.machine_facts import require_writable
+from enginewright.new_file import require_writable
 from enginewright.runtime.quality import QualityReport
 
 

@@ -14,8 +14,11 @@ from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.count import parse_bytes, parse_count
 from enginewright.targets import SMS, parse_targets
 
-# What the extra [build] brings; the base install does without.
-BUILDER_NEEDS = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "rich", "safetensors", "torch")
+# What the base install does without, by the extra that brings it.
+EXTRAS = {
+    "build": ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "rich", "safetensors", "torch"),
+    "bench": ("enginewright_bench",),
+}
 
 
 class Count(click.ParamType[int]):
@@ -123,10 +126,12 @@ class Commands(click.Group):
             click.echo(f"engine: {error}", err=True)
             ctx.exit(error.exit_code)
         except ModuleNotFoundError as error:
-            if error.name not in BUILDER_NEEDS:
+            missing = (error.name or "").partition(".")[0]
+            extra = next((extra for extra, packages in EXTRAS.items() if missing in packages), None)
+            if extra is None:
                 raise
-            click.echo(f"engine: this command needs the builder, and {error.name} is not installed", err=True)
-            click.echo("Install it with: pip install 'enginewright[build]'", err=True)
+            click.echo(f"engine: this command needs {missing}, which is not installed", err=True)
+            click.echo(f"Install it with: pip install 'enginewright[{extra}]'", err=True)
             ctx.exit(UsageError.exit_code)
         except BrokenPipeError:
             ctx.exit(1)

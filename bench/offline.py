@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.bench.figures import PERCENTILE_METHOD, Distribution
-from enginewright.runtime.bench.machine_facts import machine_facts
-from enginewright.runtime.bench.workload import Item, WorkloadConfig, token_ids, workload
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import RequestOutput
 from enginewright.runtime.sampling import SamplingParams
+from enginewright_bench.figures import PERCENTILE_METHOD, Distribution
+from enginewright_bench.machine_facts import machine_facts
+from enginewright_bench.workload import Item, WorkloadConfig, token_ids, workload
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,13 @@
-"""What a benchmark has to know beforehand: the machine it runs on, and that it can end as it was asked to."""
+"""The machine that a benchmark runs on."""
 
 import os
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from enginewright import __version__
-from enginewright.errors import UsageError
 from enginewright.runtime.machine import num_cores
 
 
@@ -36,25 +34,3 @@ def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         lines = []
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return fields.get("model name") or platform.processor() or "unknown"
-
-
-def require_extra(package: str) -> None:
-    """Raises UsageError if a package of the extra [bench] is missing."""
-    if find_spec(package) is None:
-        raise UsageError(
-            f"engine bench needs {package}", "it is not installed", "Install it with: pip install 'enginewright[bench]'"
-        )
-
-
-def require_writable(path: Path) -> None:
-    """Raises UsageError if a file cannot be written, so that no run ends in finding out."""
-    trial = path.with_name(f".{path.name}.part")
-    try:
-        if path.is_dir():
-            raise UsageError(f"{path} cannot be written", "it is a folder")
-        if not path.absolute().parent.is_dir():
-            raise UsageError(f"{path} cannot be written", f"there is no folder {path.parent}")
-        trial.touch()
-        trial.unlink()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written", error.strerror or str(error)) from error

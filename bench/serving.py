@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.bench.cpu_time import cpu_seconds
-from enginewright.runtime.bench.figures import PERCENTILE_METHOD, Answer, Goodput, ServeFigures, serve_figures
-from enginewright.runtime.bench.machine_facts import machine_facts, require_extra
-from enginewright.runtime.bench.workload import (
+from enginewright_bench.cpu_time import cpu_seconds
+from enginewright_bench.figures import PERCENTILE_METHOD, Answer, Goodput, ServeFigures, serve_figures
+from enginewright_bench.machine_facts import machine_facts
+from enginewright_bench.workload import (
     ARRIVALS,
     WARM_UP,
     WORDS,
@@ -29,7 +29,7 @@ from enginewright.runtime.bench.workload import (
 )
 
 if TYPE_CHECKING:
-    from enginewright.runtime.bench.client import Client
+    from enginewright_bench.client import Client
 
 PROGRESS_S = 5.0  # between two lines of how far it is
 OTHER_FILES = 64  # that the process has open besides connections
@@ -166,10 +166,9 @@ def run_serve(config: ServeConfig) -> ServeReport:
     """Put the load on the server; a line on stderr now and then says how far it is.
 
     Raises:
-        UsageError: the dataset, or what is asked of this machine, makes no sense, or aiohttp is not installed.
+        UsageError: the dataset, or what is asked of this machine, makes no sense.
         EngineError: the server cannot be reached, or refuses the first request.
     """
-    require_extra("aiohttp")
     items = workload(config.workload, config.endpoint.alphabet, config.endpoint.convert)
     _check_open_files(min(len(items), config.max_concurrency or len(items)))
     if config.server_pid is not None:
@@ -178,7 +177,7 @@ def run_serve(config: ServeConfig) -> ServeReport:
 
 
 async def _run(config: ServeConfig, items: Sequence[Item]) -> ServeReport:
-    from enginewright.runtime.bench.client import Client
+    from enginewright_bench.client import Client
 
     async with Client(config.base_url, api_key=config.api_key, timeout_s=config.timeout_s) as client:
         model = config.model or await _first_model(client)

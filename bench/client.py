@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.bench.figures import Answer, Failure
+from enginewright_bench.figures import Answer, Failure
 
 MAX_EVENT_BYTES = 16 << 20
 MAX_ERROR_BYTES = 4096

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.bench.figures import tokens_over_time
-from enginewright.runtime.bench.machine_facts import require_extra, require_writable
-from enginewright.runtime.bench.offline import OfflineReport
-from enginewright.runtime.bench.serving import ServeReport
+from enginewright.new_file import require_writable
+from enginewright_bench.figures import tokens_over_time
+from enginewright_bench.offline import OfflineReport
+from enginewright_bench.serving import ServeReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,6 @@ def check_plot(path: Path) -> None:
     """Raises UsageError, before a run, if its picture could not be drawn after it."""
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"--plot {path} is of no known kind", f"it may end in {' or '.join(FORMATS)}")
-    require_extra("matplotlib")
     require_writable(path)
 
 

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from enginewright.errors import UsageError
 from enginewright.manifest import WEIGHTS
 from enginewright.plan import BufferOperand, Step, WeightOperand
-from enginewright.runtime.bench.machine_facts import machine_facts
-from enginewright.runtime.bench.roof import Roof, measure_roof, read_buffer
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, sequence_bytes
 from enginewright.runtime.kv_cache import KvCache
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
+from enginewright_bench.machine_facts import machine_facts
+from enginewright_bench.roof import Roof, measure_roof, read_buffer
 
 ROUND_SECONDS, ROUND_STEPS = 0.25, 3  # of each point in a round, at least
 OPERANDS = ("int8", "bf16", "fp32")

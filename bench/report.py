@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from enginewright.runtime.bench.figures import Distribution, ServeFigures
-from enginewright.runtime.bench.offline import OfflineReport, Round
-from enginewright.runtime.bench.profile import KernelProfile, ProfileReport, StepProfile
-from enginewright.runtime.bench.serving import ServeConfig, ServeReport
-from enginewright.runtime.bench.workload import WorkloadConfig
+from enginewright_bench.figures import Distribution, ServeFigures
+from enginewright_bench.offline import OfflineReport, Round
+from enginewright_bench.profile import KernelProfile, ProfileReport, StepProfile
+from enginewright_bench.serving import ServeConfig, ServeReport
+from enginewright_bench.workload import WorkloadConfig
 
 LABEL, COLUMN, ROOF_LABEL = 20, 10, 45  # characters
 
