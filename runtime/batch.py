@@ -92,7 +92,7 @@ def read_requests(path: Path) -> list[BatchRequest | OpenAIBatchRequest]:
         with _naming(path, number):
             requests.append(_request(line, number))
     if not requests:
-        raise UsageError(f"{path} has no request", fix='Write one a line: {"prompt": "…"}.')
+        raise UsageError(f"{path} has no request", fix='Write one per line: {"prompt": "…"}.')
     return requests
 
 

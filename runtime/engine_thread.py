@@ -24,7 +24,7 @@ class EngineThread:
     Args:
         core: belongs to the thread from now on.
         post: how a call reaches the thread of the readers: `loop.call_soon_threadsafe`, or None to call them from the
-            engine's thread. One call a step, however many answers go on.
+            engine's thread. There is one call per step, however many requests run.
     """
 
     def __init__(self, core: EngineCore, post: Callable[..., object] | None = None) -> None:

@@ -24,7 +24,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 
 def merge(deltas: Iterable[Delta]) -> list[Delta]:
-    """One delta a choice, in the order of choices."""
+    """One delta per choice, in the order of choices."""
     by_index: dict[int, list[Delta]] = {}
     for delta in deltas:
         by_index.setdefault(delta.index, []).append(delta)
@@ -91,7 +91,7 @@ class RequestOutput:
 
 
 def to_dicts(output: RequestOutput) -> list[dict[str, Any]]:
-    """As JSON would hold it, one dict a choice; log-probabilities only where they were asked for."""
+    """An output as JSON would hold it, one dict per choice; log-probabilities only where they were asked for."""
     return [_to_dict(output, choice) for choice in output.outputs]
 
 

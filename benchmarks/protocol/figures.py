@@ -1,4 +1,4 @@
-"""What results say: rates, shares of the roof, and ratios within rounds, each a median with its range."""
+"""What results say: rates, shares of the roofline, and ratios within rounds, each a median with its range."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The models that are measured: checkpoints made on the spot, and the sizes that a roof is computed from."""
+"""The models that are measured: checkpoints made on the spot, and the sizes that a roofline is computed from."""
 
 import json
 import shutil

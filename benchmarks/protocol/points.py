@@ -1,4 +1,4 @@
-"""What is measured, by name, and what the roof allows for it.
+"""What is measured, by name, and what the roofline allows for it.
 
 prefill-512            a prompt of 512 tokens, to its first new token; shorter ones repeated, to 512 tokens a round
 decode-4096x8          8 sequences that 4096 positions have been read of, so many steps a round
@@ -57,11 +57,11 @@ class Point:
         """The least time of a round: each step takes as long as it takes to read what it touches, or to multiply.
 
         Counted are the products with weights (2 operations each) and, in bytes, weights and K and V. Reading prompts
-        multiplies by the head once a prompt.
+        multiplies by the head once per prompt.
 
         Args:
             operands: "int8" or "bf16", whose dot products the class allows.
-            weight_bytes: of all that is read once a step.
+            weight_bytes: of all that is read once per step.
             kv_bytes: of a position.
         """
         reading = self.length if self.kind != "decode" else 0

@@ -1,4 +1,4 @@
-"""Who may wait: decided before anything is tokenized, so that a crowd is turned away at little cost."""
+"""Which requests may wait: decided before anything is tokenized, so that an overload costs little."""
 
 from collections.abc import Sequence
 
@@ -7,17 +7,17 @@ from enginewright.runtime.prompts import Conversation, Prompt
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.errors import ApiError, overloaded
 
-CHARS_PER_TOKEN = 4  # of a text that has not been tokenized yet; a rough guess does for a crowd
+CHARS_PER_TOKEN = 4  # of a text that has not been tokenized yet, roughly
 LOGPROB_BYTES = 900  # of one named token, from the engine's thread to the last byte of a response
 
 
 class Admission:
-    """Answers without a first token, tokens of their prompts, and memory for log-probabilities.
+    """Counts completions without a first token, tokens of their prompts, and memory for log-probabilities.
 
     Args:
-        max_answers: running ones included, as long as they have no token.
-        max_tokens: of prompts; one that alone is longer may wait if nobody else does.
-        max_logprob_bytes: of all requests that are being answered.
+        max_answers: completions that may wait for their first token, those in the batch included.
+        max_tokens: of prompts; a longer prompt may wait if no other does.
+        max_logprob_bytes: of all running requests.
         max_model_len: positions of a sequence.
     """
 
@@ -75,11 +75,11 @@ class Reservation:
         self._hold(num_answers, num_tokens)
 
     def tokenized(self, num_tokens: int) -> None:
-        """The guess is a number now."""
+        """The prompt is tokenized: its number of tokens is known, and takes the place of the guess."""
         self._hold(0, num_tokens - self._num_tokens)
 
     def begun(self) -> None:
-        """One answer has its first token, so the prompt has been read."""
+        """One completion has its first token, so the prompt has been read."""
         self._hold(-min(self._num_answers, 1), -self._num_tokens)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Reservation:
 
 
 def guess(prompt: Prompt) -> int:
-    """Tokens of a prompt: a text, token ids, or a conversation."""
+    """A rough number of tokens of a prompt: a text, token ids, or a conversation."""
     if isinstance(prompt, str):
         return len(prompt) // CHARS_PER_TOKEN + 1
     if isinstance(prompt, Conversation):

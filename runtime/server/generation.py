@@ -1,4 +1,4 @@
-"""One request for answers, from its prompts to its last byte."""
+"""One completion request, from its prompts to the last byte of the response."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ EVENT_STREAM = [
 
 
 class Generation:
-    """Answers to the prompts of one request, n to each, as they are written or all at once.
+    """The completions of one request, n for each prompt, sent as they are written or all at once.
 
     The head of a response goes out with its first bytes, so that what fails before has a status of its own.
 
@@ -53,7 +53,7 @@ class Generation:
         self._started = False  # the response
 
     async def run(self, prompts: Sequence[Prompt], salt: str, stream: bool, receive: Receive, send: Send) -> None:
-        """Answer.
+        """Compute the completions, and send them.
 
         Raises:
             ApiError: it is refused, or fails before a byte is sent; later errors are sent as an event.
@@ -80,7 +80,7 @@ class Generation:
             self._close()
 
     def stop(self, why: Exception) -> None:
-        """End it; `why` is raised where its answers are awaited."""
+        """End the request early; `why` is raised where its completions are awaited."""
         self._stopped = self._stopped or why
         for request in self._requests:
             request.abort()
@@ -90,7 +90,7 @@ class Generation:
         self.stop(ClientGone())
 
     async def _submit(self, prompts: Sequence[Prompt], salt: str) -> None:
-        """Start all of them, or none if one is refused."""
+        """Start all prompts, or none if one is refused."""
         for prompt, reservation in zip(prompts, self._reservations, strict=True):
             request = await self._prepare(prompt, salt)
             reservation.tokenized(request.num_prompt_tokens)
@@ -155,7 +155,7 @@ class Generation:
                 self._note(number, choice, delta)
 
     def _note(self, number: int, choice: Choice, delta: Delta) -> None:
-        """Count what came. Raises what ends the request."""
+        """Count a delta in metrics and log. Raises the error that ends the request, if there is one."""
         if self._stopped is not None:
             raise self._stopped
         metrics, now, count = self._service.metrics, time.perf_counter(), len(delta.tokens)
@@ -192,7 +192,7 @@ class Generation:
         await send({"type": "http.response.body", "body": b"data: " + error.body + b"\n\n", "more_body": False})
 
     def _close(self) -> None:
-        """Nothing of it goes on, and nothing of it is held."""
+        """Abort what still runs, and release all that the request has reserved."""
         for request in self._requests:
             request.abort()
         for request, choices in zip(self._requests, self._choices, strict=True):
@@ -209,7 +209,7 @@ class Generation:
 
 
 async def _together(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all of them; the first error ends the others."""
+    """Run all coroutines; the first error ends the others."""
     if len(parts) == 1:
         await parts[0]
         return

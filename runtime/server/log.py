@@ -1,4 +1,4 @@
-"""What a server logs: a line a request, throughput every ten seconds of work, warnings and tracebacks.
+"""What a server logs: one line per request, throughput every ten seconds of work, warnings and tracebacks.
 
 A line is an event with fields, as text or as JSON. Of what a client sends, lines of requests have its X-Request-Id and
 the path that it asks for: no prompts, no answers, no keys.
@@ -87,7 +87,7 @@ class RequestLog:
         """Record what the engine computed for this request.
 
         Args:
-            requests: one a prompt.
+            requests: one per prompt.
             choices: of each of them.
             first_token_s: from the arrival of the HTTP request to the first token of any answer; None: none came.
             total_s: from there to the end.
@@ -230,7 +230,7 @@ def log_to(fd: int, level: str, form: str) -> Iterator[Callable[[str], None]]:
 
 @dataclass(frozen=True)
 class Line:
-    """What is formatted."""
+    """A line of the log, before it is formatted."""
 
     at: float  # seconds since 1970
     level: str  # a name of LEVELS

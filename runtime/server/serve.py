@@ -28,9 +28,9 @@ from enginewright.runtime.server.wire import LimitedHttp
 BACKLOG = 2048  # connections that the system holds until they are taken
 # Back from a step, the engine's thread waits this long for whoever runs Python: a chat being rendered, mostly. With
 # Python's own 5 ms, streams beside such chats got a fifth fewer tokens a second (median of six rounds, a model that
-# takes less than a millisecond a step; large ones don't care).
+# takes less than a millisecond per step; large ones don't care).
 SWITCH_INTERVAL_S = 0.0005
-LAST_WORDS_S = 2.0  # for errors to reach those whose answers were cut off
+LAST_WORDS_S = 2.0  # for errors to reach clients whose responses were cut off
 CLOSE_S = 10.0  # for the engine to end its step and the tokenizer its text; then the process ends all the same
 
 
@@ -41,7 +41,7 @@ class Shutdown:
         self.requested, self.at_once = asyncio.Event(), asyncio.Event()
 
     def request(self) -> None:
-        """Once for good order; twice for at once."""
+        """The first call asks for an end in good order, the second for an end at once."""
         (self.at_once if self.requested.is_set() else self.requested).set()
 
 
@@ -160,13 +160,13 @@ async def host(service: Service, listener: socket.socket, shutdown: Shutdown, re
         for connection in list(server.server_state.connections):  # of those who don't read, or have not asked yet
             connection.transport.abort()
         await asyncio.wait((serving,), timeout=LAST_WORDS_S)
-        if not serving.done():  # answers wait for a step of the engine, or for the tokenizer
+        if not serving.done():  # requests wait for a step of the engine, or for the tokenizer
             await _close(service.llm)
         await serving
 
 
 async def _drain(service: Service, shutdown: Shutdown) -> None:
-    """Let answers go on for a while, and tell the others that they end."""
+    """Let running requests go on for a while, and end those that are left with an error."""
     idle = asyncio.create_task(service.until_idle())
     at_once = asyncio.create_task(shutdown.at_once.wait())
     timeout = service.config.drain_seconds
@@ -231,7 +231,7 @@ def _no_address(host: str, port: int, error: OSError) -> EngineError:
 
 
 def _ready(service: Service, listener: socket.socket) -> str:
-    """One line for who started it."""
+    """The line that says where the server is, and how much it can do at once."""
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     envelope, plan = service.llm.envelope, service.llm.engine.plan
@@ -239,5 +239,5 @@ def _ready(service: Service, listener: socket.socket) -> str:
     blocks = zip(envelope.num_blocks, plan.caches, strict=True)
     whole = min(count // blocks_of(group, length, chunk) for count, group in blocks)
     most = envelope.limits.sequences
-    fit = f"{most} answers at a time, {min(whole, most)} of them may have all {length} positions"
+    fit = f"{most} completions at a time, {min(whole, most)} of them may have all {length} positions"
     return f"serving {service.models[0]} at http://{address}:{port}/v1 ({fit})"

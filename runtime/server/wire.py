@@ -26,7 +26,7 @@ CLOSE = (b"connection", b"close")
 
 
 class ClientGone(Exception):
-    """Nobody is there to be answered."""
+    """The client has left, so there is nobody to respond to."""
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:

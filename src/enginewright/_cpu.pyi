@@ -23,7 +23,7 @@ class KvPools:
     def __init__(
         self, layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str = "bf16"
     ) -> None:
-        """dtype: "bf16", or "i8" or "e4m3" with a scale a row."""
+        """dtype: "bf16", or "i8" or "e4m3" with one scale per row."""
     @property
     def nbytes(self) -> int: ...
     def scrub(self, blocks: Sequence[int]) -> None:

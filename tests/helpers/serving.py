@@ -260,7 +260,7 @@ def port_of(opened: subprocess.Popen[str]) -> int:
     assert opened.stderr is not None
     line = opened.stderr.readline()
     found = re.fullmatch(
-        r"serving tiny at http://127\.0\.0\.1:(\d+)/v1 \(2 answers at a time, .*4096 positions\)\n", line
+        r"serving tiny at http://127\.0\.0\.1:(\d+)/v1 \(2 completions at a time, .*4096 positions\)\n", line
     )
     assert found, line
     return int(found[1])
