@@ -17,7 +17,6 @@ struct Kv {
   constexpr int element_bytes() const { return type == Type::bf16 ? 2 : 1; }
   constexpr int code_bytes() const { return block_size * head_dim_pad * element_bytes(); }
   constexpr int tile_bytes() const { return code_bytes() + (type == Type::bf16 ? 0 : block_size * 4); }
-  constexpr int64_t values_offset() const { return int64_t{heads} * tile_bytes(); }  // behind a layer's keys
 };
 
 // The tile of a block and a head, in `pool`: a layer's keys or values.

@@ -23,7 +23,6 @@ COLUMN_ALIGN = 64  # as plan.py has it
 GAP_BYTES = 64  # between buffers: nobody's memory, which `make sanitize` watches
 ITEM_BYTES = {"f32": 4, "bf16": 2, "i8": 1}
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "e2m1"}
-NO_ROWS = (0, 0, 0, 0, 0, 0)
 ONE_COLUMN = (1, 0, 0, 0, 0, 0)
 TOKENS = (0, 1, 0, 0, 0, 0)
 
