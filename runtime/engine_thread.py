@@ -88,8 +88,10 @@ class EngineThread:
                 self._step_began = None
                 self._send(outputs)
         except BaseException as error:
-            is_known = isinstance(error, EngineError)  # its sentences say it all
-            logger.error("the engine's thread has ended: %s", error, exc_info=not is_known)
+            if isinstance(error, EngineError):  # its sentences say it all
+                logger.error("the engine's thread has ended: %s", error)
+            else:
+                logger.exception("the engine's thread has ended")
             self._die(EngineDeadError.of(error))
 
     def _add(self, request: Request) -> None:
