@@ -37,6 +37,7 @@ from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.goldens import GOLDENS, last_logits_of, record, replay_config
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.quality import QUALITY, QualityReport
+from enginewright.runtime.supported import paged_caches
 from enginewright.targets import CPU, architectures, families_of
 
 
@@ -153,7 +154,7 @@ def _goldens(assembly: Assembly, path: Path) -> bytes:
 
         def last_logits(prompt: Sequence[int]) -> NDArray[np.float32]:
             dense, end = assembly.dense.clone(), len(prompt)
-            kv_dtype = engine.plan.caches[0].planes[0].dtype
+            kv_dtype = paged_caches(engine.plan)[0].planes[0].dtype
             streamed = simulate(dense, assembly.config.method, families[0], weights, [prompt], kv_dtype=kv_dtype)
             logits: NDArray[np.float32] = streamed.logits(0, end - 1, end)[0].numpy()
             return logits

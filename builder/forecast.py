@@ -20,7 +20,7 @@ from enginewright.passes.quant import W8A8
 from enginewright.passes.quant.auto import Mix
 from enginewright.passes.quant.choose import Choose
 from enginewright.passes.quant.method import Calibration
-from enginewright.plan import Sizes
+from enginewright.runtime.dims import StepCounter
 from enginewright.runtime.machine import free_memory
 
 EVIDENCE_SECTIONS = 2  # goldens, quality report
@@ -123,7 +123,7 @@ def _memory_bytes(assembly: Assembly, calibration_tokens: int) -> int:
     tokens = max(calibration_tokens, TOKENS if gate else 0)
     if tokens:
         plan = next(iter(assembly.plans.values()))
-        _, activations = plan.arena_offsets(Sizes(tokens, 1, 1, 1, 1))
+        _, activations = plan.arena_offsets(StepCounter(plan.dims, plan.caches).sizes(tokens, 1, 1, longest=1))
         total += COPIES * activations + largest
     return total + (4 * STEP_ELEMENTS if gate else 0)
 

@@ -291,11 +291,11 @@ def _partial(format: Format, node: ir.Node) -> tuple[str, Linear, int]:
     """Sums of each split, where there are several."""
     divided, columns = _divided(format, node)
     rows = divided.splits * format.small_tokens[-1] if divided.splits > 1 else 0
-    return "partial", Linear(constant=rows), columns
+    return "partial", Linear(rows), columns
 
 
 def _counters(format: Format, node: ir.Node) -> tuple[str, Linear, int]:
-    return "counters", Linear(constant=1), _divided(format, node)[0].features
+    return "counters", Linear(1), _divided(format, node)[0].features
 
 
 def _ceil(a: int, b: int) -> int:

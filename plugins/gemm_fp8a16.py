@@ -35,6 +35,7 @@ GEMM_FP8A16 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
     kernels={"cpu": KERNEL, "cuda": gemm_on_cuda(KERNEL, "fp8a16")},
 )

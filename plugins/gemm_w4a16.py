@@ -36,6 +36,7 @@ GEMM_W4A16 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
     kernels={"cuda": gemm_on_cuda(KERNEL, "w4a16")},
 )

@@ -28,6 +28,7 @@ GEMM_W8A8 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
     kernels={"cpu": KERNEL, "cuda": gemm_on_cuda(KERNEL, "w8a8")},
 )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from enginewright.plan import Linear
+from enginewright.plan import Cost, Linear, linear
 from enginewright.plugins.attention_cuda import attention_on_cuda
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.kv_write import as_stored, padded_head_dim
@@ -70,18 +70,23 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
     return [(dtype_attribute(node), dims_of(operand(node, 0)))]
 
 
+def _cost(node: ir.Node) -> Cost:
+    """Q Kᵀ and P V."""
+    return Cost(of_position=2 * 2 * int_of(node, "heads") * int_of(node, "head_dim"), window=int_of(node, "window"))
+
+
 def _partials(node: ir.Node) -> tuple[str, Linear, int]:
     """A row for each 256 positions of the longest sequence: what its blocks give, before they are combined."""
     return (
         "partials",
-        Linear(kv_splits=1),
+        linear(kv_splits=1),
         int_of(node, "heads") * (padded_head_dim(int_of(node, "head_dim")) + PARTIAL_STATE),
     )
 
 
 KERNEL = KernelBinding(
     "paged_attention@1",
-    ("q", "kv", "", "query_start", "kv_len", "block_table"),
+    ("q", "key", "value", "query_start", "kv_len", "block_table"),
     ("out",),
     ("heads", "kv_heads", "head_dim", "scale", "window", "softcap"),
     scratch=_partials,
@@ -105,5 +110,6 @@ PAGED_ATTENTION = Plugin(
     },
     reference=_reference,
     infer=_infer,
+    cost=_cost,
     kernels={"cpu": KERNEL, "cuda": attention_on_cuda(KERNEL)},
 )

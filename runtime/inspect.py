@@ -11,6 +11,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, envelope, sequence_bytes
 from enginewright.runtime.machine import free_memory
 from enginewright.runtime.quality import QUALITY, QualityReport, describe_quality
+from enginewright.runtime.supported import paged_caches
 from enginewright.targets import CPU, PTX, architectures, families_of
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -28,13 +29,13 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
     with EngineFile.open(path, check_sections=False) as file:
         family = next(iter(families_of(file.manifest.targets)), CPU)
     with Engine.open(path, family) as engine:
-        manifest, plan = engine.manifest, engine.plan
+        manifest, plan, caches = engine.manifest, engine.plan, paged_caches(engine.plan)
         config = RuntimeConfig(max_num_seqs=manifest.limits.max_batch_size, kv_cache_memory=1 << 60)
         sizes = envelope(plan, config)
         total = free_memory() if memory is None else memory
         left = total - engine.weight_bytes - sizes.arena_bytes
         lengths = [length for length in LENGTHS if length < plan.max_seq_len] + [plan.max_seq_len]
-        fits = {length: max(left // sequence_bytes(plan.caches, length, sizes.limits.tokens), 0) for length in lengths}
+        fits = {length: max(left // sequence_bytes(caches, length, sizes.limits.tokens), 0) for length in lengths}
         return {
             "path": str(path),
             "file_bytes": engine.file.file_bytes,
@@ -61,7 +62,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
                     "dtype": group.planes[0].dtype,
                     "bytes_per_token": group.bytes_per_token,
                 }
-                for group in plan.caches
+                for group in caches
             ],
             "memory": {
                 "given_bytes": total,

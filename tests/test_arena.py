@@ -4,9 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginewright.builder.lower.arena import assign_slots
-from enginewright.plan import Buffer, BufferOperand, Linear, Plan, Sizes, Step
+from enginewright.plan import COMMON_DIMS, Buffer, BufferOperand, Linear, Plan, Step, StepSizes, linear
 
-ROWS = st.sampled_from([Linear(tokens=1), Linear(logit_rows=1), Linear(sequences=1, constant=1), Linear(kv_splits=1)])
+DIMS = (*COMMON_DIMS, "kv_splits")
+ROWS = st.sampled_from([linear(tokens=1), linear(logit_rows=1), linear(1, sequences=1), linear(kv_splits=1)])
 BUFFERS = st.lists(st.tuples(st.sampled_from(["f32", "bf16"]), ROWS, st.integers(1, 700)), min_size=1, max_size=12)
 
 
@@ -20,9 +21,10 @@ def test_live_buffers_do_not_overlap(buffers: list[tuple[str, Linear, int]], dat
         for step in touched
     ]
     result = data.draw(st.integers(0, len(buffers) - 1))
-    slots = assign_slots(buffers, steps, result)
+    slots = assign_slots(buffers, steps, result, StepSizes(DIMS, (2048, 256, 256, 32)))
     plan = Plan(
         target="cpu",
+        dims=DIMS,
         inputs=(),
         caches=(),
         buffers=tuple(Buffer(*buffer, slot) for buffer, slot in zip(buffers, slots, strict=True)),
@@ -31,7 +33,7 @@ def test_live_buffers_do_not_overlap(buffers: list[tuple[str, Linear, int]], dat
         vocab_size=buffers[result][2],
         max_seq_len=1,
     )
-    limits = Sizes(*(data.draw(st.integers(1, 900)) for _ in range(5)))
+    limits = StepSizes(DIMS, tuple(data.draw(st.integers(1, 900)) for _ in DIMS))
     offsets, arena_bytes = plan.arena_offsets(limits)
     alive: list[tuple[int, int, int]] = []  # first step, last step, buffer
     for index in range(len(buffers)):

@@ -15,7 +15,7 @@ from enginewright.cli import main
 from enginewright.code import read_code
 from enginewright.engine_file import EngineFile
 from enginewright.errors import NoCodeForMachineError
-from enginewright.plan import Plan, Sizes
+from enginewright.plan import Plan, step_sizes
 from enginewright.plugins import hopper
 from enginewright.runtime.cuda.device import num_gpus
 from enginewright.runtime.devices import open_engine, open_executor
@@ -102,7 +102,8 @@ def test_wgmma_where_it_is_switched_on_is_for_hopper_alone(monkeypatch: pytest.M
             if not step.kernel.startswith("gemm"):
                 continue
             for tokens, expected in ((1, "gemm_small"), (64, "gemm_small"), (65, large), (5000, large)):
-                (one,) = (launch for launch in step.launches if launch.runs(Sizes(tokens, tokens, tokens, 1, 1)))
+                sizes = step_sizes(tokens=tokens, sequences=tokens, logit_rows=tokens)
+                (one,) = (launch for launch in step.launches if launch.runs(sizes))
                 assert one.kernel.startswith(expected)
     names = [
         next(name for name in assembly.kernels if name.startswith(start)) for start in ("gemm_l", "gemm_w", "embed")

@@ -15,7 +15,7 @@ from enginewright.builder.cuda import Instance, TritonInstance
 from enginewright.builder.cuda.triton_gemm import TILES, gemm_bf16
 from enginewright.builder.lower.pack import PackedForm
 from enginewright.errors import EngineError
-from enginewright.plan import Linear, Sizes
+from enginewright.plan import Linear, StepSizes, step_sizes
 from enginewright.plugins import gemm_cuda
 from enginewright.plugins.kernel import Call, Matrix
 from enginewright.plugins.quantize_rows import groups_of
@@ -84,7 +84,7 @@ class Format:
         to = "f32" if shape.name == "head" else "bf16"
         operands = {"x": buffer(self.x, shape.columns), "out": buffer(to, out)}
         for role, form in self.forms(shape).items():
-            rows, columns = Linear(constant=form.shape[0]), form.shape[-1]
+            rows, columns = Linear(form.shape[0]), form.shape[-1]
             operands[role] = Matrix(form.dtype, rows, columns, columns, columns, form.layout)
         attributes: dict[str, int | str] = {
             "epilogue": "swiglu" if shape.gated else "none",
@@ -116,8 +116,8 @@ FORMATS = (
 HOPPER = tuple(replace(format, name=f"{format.name} wgmma", beside=format.name) for format in FORMATS)
 
 
-def sizes_of(tokens: int) -> Sizes:
-    return Sizes(tokens, tokens, tokens, 1, 1)
+def sizes_of(tokens: int) -> StepSizes:
+    return step_sizes(tokens=tokens, sequences=tokens, logit_rows=tokens)
 
 
 def r16(weight: torch.Tensor, gated: bool) -> torch.Tensor:

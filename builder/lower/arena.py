@@ -3,10 +3,8 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from enginewright.plan import Buffer, BufferOperand, Linear, Sizes, Step
-
-# What slots are balanced for. Any choice is correct; this one resembles a server with chunked prefill.
-NOMINAL = Sizes(tokens=2048, sequences=256, logit_rows=256, kv_blocks=256, kv_splits=32)
+from enginewright.plan import Buffer, BufferOperand, CacheGroup, Linear, Step, StepSizes
+from enginewright.runtime.dims import StepCounter
 
 
 @dataclass
@@ -15,8 +13,17 @@ class _Slot:
     free_after: int  # the last step that reads it
 
 
+def nominal_sizes(dims: Sequence[str], caches: Sequence[CacheGroup]) -> StepSizes:
+    """What slots are balanced for. Any choice is correct; this one resembles a server with chunked prefill."""
+    return StepCounter(dims, caches).sizes(tokens=2048, sequences=256, logit_rows=256, longest=8192)
+
+
 def assign_slots(
-    buffers: Sequence[tuple[str, Linear, int]], steps: Sequence[Step], result: int, lasting: Collection[int] = ()
+    buffers: Sequence[tuple[str, Linear, int]],
+    steps: Sequence[Step],
+    result: int,
+    nominal: StepSizes,
+    lasting: Collection[int] = (),
 ) -> list[int]:
     """The slot of each buffer (dtype, rows, columns), best fit in order of first use.
 
@@ -35,7 +42,7 @@ def assign_slots(
     slots: list[_Slot] = []
     chosen = [0] * len(buffers)
     for buffer in sorted(range(len(buffers)), key=lambda index: (first[index], index)):
-        need = Buffer(*buffers[buffer], 0).bytes_at(NOMINAL)
+        need = Buffer(*buffers[buffer], 0).bytes_at(nominal)
         free = [index for index, slot in enumerate(slots) if slot.free_after < first[buffer]]
         # The tightest slot that holds it; if none does, the largest, which then grows the least.
         fits = [index for index in free if slots[index].nbytes >= need]

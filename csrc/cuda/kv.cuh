@@ -1,5 +1,5 @@
 // How KV lies in GPU memory. A block of the pool holds `block_size` tokens of all layers of its group,
-// `block_stride` bytes; a layer's keys and values are pointers to its part of block 0. There each head has a
+// `block_stride` bytes; a layer's keys, and its values, are pointers to their part of block 0. There each head has a
 // tile: [block_size] [head_dim_pad] elements, and behind them, where elements are codes, the f32 scale of
 // each token, [block_size]. A slot is block * block_size + position in the block. Elements behind head_dim
 // are zeros.
@@ -19,7 +19,6 @@ struct Kv {
   constexpr int element_bytes() const { return type == KvType::bf16 ? 2 : 1; }
   constexpr int code_bytes() const { return block_size * head_dim_pad * element_bytes(); }
   constexpr int tile_bytes() const { return code_bytes() + (type == KvType::bf16 ? 0 : block_size * 4); }
-  constexpr int64_t values_offset() const { return int64_t{heads} * tile_bytes(); }  // behind a layer's keys
 };
 
 // The tile of a block and a head, in `pool`: a layer's keys or values.

@@ -22,6 +22,7 @@ from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.kv_cache import KvCache
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
+from enginewright.runtime.supported import paged_caches
 
 ROUND_SECONDS, ROUND_STEPS = 0.25, 3  # of each point in a round, at least
 OPERANDS = ("int8", "bf16", "fp32")
@@ -248,14 +249,14 @@ def _limits(engine: Engine, config: ProfileConfig, threads: int | None) -> Runti
         max_model_len=length,
         max_num_seqs=sequences,
         max_num_batched_tokens=tokens,
-        kv_cache_memory=sequences * sequence_bytes(engine.plan.caches, length, tokens),
+        kv_cache_memory=sequences * sequence_bytes(paged_caches(engine.plan), length, tokens),
         threads=threads,
     )
 
 
 def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
     """A step of the scheduler's making, but for the prompts that come before it: their KV is zeros."""
-    groups, limits = executor.plan.caches, executor.envelope.limits
+    groups, limits = paged_caches(executor.plan), executor.envelope.limits
     cache = KvCache(groups, executor.envelope.num_blocks, limits.tokens)
     new_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
     length = point.depth + point.tokens
