@@ -85,7 +85,7 @@ def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress
         name=checkpoint.name,
         model_type=str(checkpoint.config["model_type"]),
         recipe=assembly.about(sources={}).recipe,
-        kernels={target: dict(Counter(step.kernel for step in plan.steps)) for target, plan in assembly.plans.items()},
+        kernels={target: dict(Counter(call.kernel for call in plan.calls)) for target, plan in assembly.plans.items()},
         rewrites={name: result.rewrites for name, result in assembly.results.items()},
         refusals={name: list(result.refusals) for name, result in assembly.results.items() if result.refusals},
         calibration=samples,

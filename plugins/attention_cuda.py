@@ -147,8 +147,8 @@ def _constants(call: Call) -> dict[str, int | float | str]:
         "softcap": float(call.attributes["softcap"]),
         "partials": shape.partials.constant,
         "partials_per_kv_split": KV_SPLIT // shape.split,
-        "table_width": call.dims.index("kv_blocks"),
-        "splits": call.dims.index("kv_splits"),
         "partial_stride": partials.stride,
         "counter_stride": counters.stride,
+        "table_width": call.dims.index("kv_blocks"),
+        "splits": call.dims.index("kv_splits"),
     }

@@ -51,9 +51,9 @@ class CpuExecutor:
                 for group, count in zip(paged_caches(self.plan), self.envelope.num_blocks, strict=True)
             ]
             self._executor = _cpu.Executor(self.isa, self.threads, self.envelope.limits.counts, inputs, arena_bytes)
-            for step in self.plan.steps:
-                operands = {name: self._operand(operand) for name, operand in step.operands.items()}
-                self._executor.add_kernel(step.kernel, operands, step.attributes)
+            for call in self.plan.calls:
+                operands = {name: self._operand(operand) for name, operand in call.operands.items()}
+                self._executor.add_kernel(call.kernel, operands, call.attributes)
             logits = self.plan.buffers[self.plan.logits]
             most, offset = self.envelope.limits.logit_rows, self._offsets[self.plan.logits]
             self._logits = self._executor.buffer(offset, most, logits.columns, logits.stride, logits.dtype)

@@ -50,8 +50,8 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
             "sources": manifest.sources,
             "vocab_size": plan.vocab_size,
             "max_seq_len": plan.max_seq_len,
-            "kernels": sorted({step.kernel for step in plan.steps}),
-            "steps": len(plan.steps),
+            "kernels": sorted({call.kernel for call in plan.calls}),
+            "steps": len(plan.calls),
             "code": _code(engine.file),
             "kv_groups": [
                 {

@@ -11,7 +11,7 @@ class PromptCost:
     """In tokens at position 0, from the operations of a plan."""
 
     def __init__(self, plan: Plan) -> None:
-        costs = [step.cost for step in plan.steps]
+        costs = [call.cost for call in plan.calls]
         of_token = max(sum(cost.of_token for cost in costs), 1)
         slopes: dict[int, float] = {}  # by window
         for cost in costs:

@@ -47,7 +47,7 @@ def test_it_has_each_weight_once_and_code_for_each_architecture(engine: Path) ->
     with EngineFile.open(engine) as file, Engine(file, "cpu") as on_cpu:
         on_gpu = Engine(file, "cuda")
         assert set(on_cpu.plan.weight_names()) == set(on_gpu.plan.weight_names())
-        called = {launch.kernel for step in on_gpu.plan.steps for launch in step.launches}
+        called = {launch.kernel for step in on_gpu.plan.calls for launch in step.launches}
         assert on_gpu.plan.sampling is not None
         for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
             archive = on_gpu.code(capability)
@@ -96,7 +96,7 @@ def test_wgmma_where_it_is_switched_on_is_for_hopper_alone(monkeypatch: pytest.M
         ("ptx", "gemm_large", "paged_prefill"),
         ("sm_90a", "gemm_wgmma", "paged_prefill_wgmma"),
     ):
-        for step in plan.for_code(architecture).steps:
+        for step in plan.for_code(architecture).calls:
             if step.kernel.startswith("paged_attention"):
                 assert [one.kernel.partition("-")[0] for one in step.launches] == [prefill, "paged_decode"]
             if not step.kernel.startswith("gemm"):

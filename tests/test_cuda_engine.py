@@ -358,10 +358,10 @@ def test_code_that_does_not_take_up_what_was_drawn_is_refused() -> None:
     path, _, kernels = built("llama", "bf16")
     with EngineFile.open(path) as file:
         engine = Engine(file, "cuda")
-        steps = tuple(
-            replaced(step, launches=tuple(replaced(one, arguments=one.arguments[2:]) for one in step.launches))
-            for step in engine.plan.steps
+        calls = tuple(
+            replaced(call, launches=tuple(replaced(one, arguments=one.arguments[2:]) for one in call.launches))
+            for call in engine.plan.calls
         )
-        engine.plan = replaced(engine.plan, steps=steps)
+        engine.plan = replaced(engine.plan, calls=calls)
         with pytest.raises(CorruptEngineError, match="Build it again"):
             CudaExecutor(engine, device_for(kernels), LIMITS)

@@ -89,7 +89,7 @@ def _set(*path: str | int, to: object) -> Callable[[dict[str, Any]], None]:
         ("no layer's cache", _set("caches", 0, "planes", 0, "name", to="keys")),
         ("no layer's cache", _set("caches", 0, "layers", to=[0, 1])),
         ("two caches", _set("caches", 0, "layers", to=[0, 1, 2, 2])),
-        ("no cost", _set("steps", 0, "cost", to={"of_token": -1})),
+        ("no cost", _set("calls", 0, "cost", to={"of_token": -1})),
         ("cannot be read", _set("caches", 0, "type", to="ring")),
         ("cannot be read", _set("buffers", 0, "rows", to={"tokens": 1})),
     ],
@@ -134,23 +134,23 @@ def test_a_layer_may_read_another_layers_cache(engine: Path, text: bytes, tmp_pa
     plan = Plan.from_json(text)
     buffers = tuple(msgspec.structs.replace(buffer, slot=index) for index, buffer in enumerate(plan.buffers))
     first, last = min(plan.caches[0].layers), max(plan.caches[0].layers)
-    shared, copies = list(plan.steps), list(plan.steps)
+    shared, copies = list(plan.calls), list(plan.calls)
     (source,) = (
-        step for step in plan.steps if step.operands.get("key") == CacheOperand(first, "key") and "k" in step.operands
+        call for call in plan.calls if call.operands.get("key") == CacheOperand(first, "key") and "k" in call.operands
     )
-    for index, step in enumerate(plan.steps):
-        if step.operands.get("key") != CacheOperand(last, "key"):
+    for index, call in enumerate(plan.calls):
+        if call.operands.get("key") != CacheOperand(last, "key"):
             continue
-        if "k" in step.operands:
-            operands = step.operands | {role: source.operands[role] for role in ("k", "v")}
-            copies[index] = msgspec.structs.replace(step, operands=operands)
+        if "k" in call.operands:
+            operands = call.operands | {role: source.operands[role] for role in ("k", "v")}
+            copies[index] = msgspec.structs.replace(call, operands=operands)
         else:
-            operands = step.operands | {part: CacheOperand(first, part) for part in ("key", "value")}
-            shared[index] = msgspec.structs.replace(step, operands=operands)
+            operands = call.operands | {part: CacheOperand(first, part) for part in ("key", "value")}
+            shared[index] = msgspec.structs.replace(call, operands=operands)
     texts = [[5, 9, 3, 70, 8] * 8, [4] * 33, [7]]
     found = []
-    for steps in (plan.steps, shared, copies):
-        changed = msgspec.structs.replace(plan, buffers=buffers, steps=tuple(steps))
+    for calls in (plan.calls, shared, copies):
+        changed = msgspec.structs.replace(plan, buffers=buffers, calls=tuple(calls))
         found.append(score(_open(engine, tmp_path, changed.to_json()), texts))
     for own, one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)

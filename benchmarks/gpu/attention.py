@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.bench import Bench, GpuBench, Replay, copies, interleaved, ratio
-from benchmarks.gpu.calls import KernelCall, Tensors, buffer, call_of, empty, random_bytes, random_rows, vector
+from benchmarks.gpu.calls import OpCall, Tensors, buffer, call_of, empty, random_bytes, random_rows, vector
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.roof import Roof, reported
 from enginewright.plan import COMMON_DIMS, Linear, StepSizes, linear, step_sizes
@@ -46,7 +46,7 @@ def pages_of(contestant: str) -> str:
     return contestant.removesuffix(" wgmma")
 
 
-def attention_call(contestant: str) -> KernelCall:
+def attention_call(contestant: str) -> OpCall:
     """contestant: a dtype of pages, or WGMMA."""
     kv = pages_of(contestant)
     width, dtypes = HEADS * HEAD_DIM, ir.DataType
@@ -110,7 +110,7 @@ class Problem:
 class Prepared:
     """A problem's memory: `sets` pools in turn, each with block tables in no order."""
 
-    def __init__(self, bench: Bench, call: KernelCall, problem: Problem, sets: int) -> None:
+    def __init__(self, bench: Bench, call: OpCall, problem: Problem, sets: int) -> None:
         at, sizes = bench.at, problem.sizes
         self.call, self.problem, self._bench = call, problem, bench
         blocks = problem.batch * sizes["kv_blocks"]
@@ -227,7 +227,7 @@ def error(prepared: Prepared) -> float:
 
 
 def measure(
-    bench: Bench, report: Report, roof: Roof, problem: Problem, calls: dict[str, KernelCall], only: str = ""
+    bench: Bench, report: Report, roof: Roof, problem: Problem, calls: dict[str, OpCall], only: str = ""
 ) -> None:
     """Of a batch and a context, by all calls; peers have pages of bf16. only: who is reported, beside the others."""
     kind = "decode" if problem.tokens == 1 else "prefill"

@@ -18,7 +18,7 @@ TOKENS = linear(tokens=1)
 
 
 @dataclass(frozen=True)
-class KernelCall:
+class OpCall:
     """matrices: operands by role, those that only the kernel uses among them. sources: function → its header."""
 
     matrices: Mapping[str, Matrix]
@@ -65,7 +65,7 @@ def call_of(
     kernel: CudaKernel | None = None,
     dims: Sequence[str] = COMMON_DIMS,
     **attributes: int | float | str,
-) -> KernelCall:
+) -> OpCall:
     """An op of the domain `enginewright`, as lowering has it.
 
     Args:
@@ -86,7 +86,7 @@ def call_of(
             role, rows, columns = extra(node)
             whole[role] = buffer(dtype, columns, rows)
     given = {name: attributes[name] for name in binding.attributes if name in attributes}
-    return KernelCall(whole, binding.launches(Call(whole, given, dims=dims)), binding.sources)
+    return OpCall(whole, binding.launches(Call(whole, given, dims=dims)), binding.sources)
 
 
 def buffer(dtype: str, columns: int, rows: Linear = TOKENS) -> Matrix:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.bench import Bench, GpuBench, Replay, interleaved
-from benchmarks.gpu.calls import KernelCall
+from benchmarks.gpu.calls import OpCall
 from benchmarks.gpu.report import Report
 from enginewright.plan import Extent, Launch, Linear, step_sizes
 from enginewright.plugins.kernel import ONE, expression
@@ -30,11 +30,11 @@ class Roof:
         return max(self.read_bytes_per_s, self.copy_bytes_per_s)
 
 
-def read_call(lines: int = LINES) -> KernelCall:
+def read_call(lines: int = LINES) -> OpCall:
     """Reads [tokens, lines · 16 bytes]."""
     extent = Extent(Linear(1 << 20), per_multiprocessor=BLOCKS)
     kernel = expression("read_rows", "ReadRows", lines=lines)
-    return KernelCall({}, (Launch(kernel, ("x", "out"), (extent, ONE, ONE), THREADS),), {"read_rows": "roof.cuh"})
+    return OpCall({}, (Launch(kernel, ("x", "out"), (extent, ONE, ONE), THREADS),), {"read_rows": "roof.cuh"})
 
 
 def read_work(bench: Bench, x: torch.Tensor, lines: int = LINES) -> Replay:

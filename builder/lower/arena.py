@@ -3,14 +3,14 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from enginewright.plan import Buffer, BufferOperand, CacheGroup, Linear, Step, StepSizes
+from enginewright.plan import Buffer, BufferOperand, CacheGroup, KernelCall, Linear, StepSizes
 from enginewright.runtime.dims import StepCounter
 
 
 @dataclass
 class _Slot:
     nbytes: int
-    free_after: int  # the last step that reads it
+    free_after: int  # the last call that reads it
 
 
 def nominal_sizes(dims: Sequence[str], caches: Sequence[CacheGroup]) -> StepSizes:
@@ -20,24 +20,24 @@ def nominal_sizes(dims: Sequence[str], caches: Sequence[CacheGroup]) -> StepSize
 
 def assign_slots(
     buffers: Sequence[tuple[str, Linear, int]],
-    steps: Sequence[Step],
+    calls: Sequence[KernelCall],
     result: int,
     nominal: StepSizes,
     lasting: Collection[int] = (),
 ) -> list[int]:
     """The slot of each buffer (dtype, rows, columns), best fit in order of first use.
 
-    A buffer lives from the first step that names it to the last; `result` lives to the end, `lasting` ones always.
+    A buffer lives from the first call that names it to the last; `result` lives to the end, `lasting` ones always.
     """
-    first, last = [len(steps)] * len(buffers), [-1] * len(buffers)
-    for index, step in enumerate(steps):
-        for operand in step.operands.values():
+    first, last = [len(calls)] * len(buffers), [-1] * len(buffers)
+    for index, call in enumerate(calls):
+        for operand in call.operands.values():
             if isinstance(operand, BufferOperand):
                 first[operand.index] = min(first[operand.index], index)
                 last[operand.index] = index
-    last[result] = len(steps)
+    last[result] = len(calls)
     for buffer in lasting:
-        first[buffer], last[buffer] = -1, len(steps)
+        first[buffer], last[buffer] = -1, len(calls)
 
     slots: list[_Slot] = []
     chosen = [0] * len(buffers)

@@ -25,13 +25,13 @@ from enginewright.plan import (
     Cost,
     Input,
     InputOperand,
+    KernelCall,
     Launch,
     Linear,
     Operand,
     PagedCache,
     Plan,
     Plane,
-    Step,
     WeightOperand,
     linear,
 )
@@ -136,7 +136,7 @@ class _Lowering:
         self.views: dict[ir.Value, _View] = {}
         self.buffers: list[tuple[str, Linear, int]] = []  # dtype, rows, columns
         self.lasting: list[int] = []  # buffers that keep their content from step to step
-        self.steps: list[Step] = []
+        self.calls: list[KernelCall] = []
         self.weights: dict[str, Weight] = {}
         self.kernels: dict[str, Specialization] = {}
         self.nodes = list(self.graph)
@@ -160,7 +160,7 @@ class _Lowering:
         (logits,) = (value for value in self.graph.outputs if value.name == "logits")
         view = self.views[logits]
         nominal = nominal_sizes(self.dims, self.groups)
-        slots = assign_slots(self.buffers, self.steps, view.buffer, nominal, self.lasting)
+        slots = assign_slots(self.buffers, self.calls, view.buffer, nominal, self.lasting)
         sampling = None
         if self.target == "cuda":
             matrix = self._matrix(BufferOperand(view.buffer, view.column, view.columns))
@@ -171,7 +171,7 @@ class _Lowering:
             inputs=tuple(inputs),
             caches=self.groups,
             buffers=tuple(Buffer(*entry, slot) for entry, slot in zip(self.buffers, slots, strict=True)),
-            steps=tuple(self.steps),
+            calls=tuple(self.calls),
             logits=view.buffer,
             vocab_size=view.columns,
             max_seq_len=max_seq_len,
@@ -223,7 +223,7 @@ class _Lowering:
             matrices = {role: self._matrix(operand) for role, operand in operands.items()}
             call = Call(matrices, attributes, self.batch_invariant, self.dims)
             launches = tuple(self._named(one, binding.sources) for one in binding.launches(call))
-        self.steps.append(Step(binding.kernel, operands, attributes, launches, self._cost(node)))
+        self.calls.append(KernelCall(binding.kernel, operands, attributes, launches, self._cost(node)))
 
     def _cost(self, node: ir.Node) -> Cost:
         """Nothing where rows are not tokens: a head that runs on rows of logits."""

@@ -24,9 +24,9 @@ from enginewright.plan import (
     CacheOperand,
     Input,
     InputOperand,
+    KernelCall,
     Launch,
     Operand,
-    Step,
     StepSizes,
     WeightOperand,
 )
@@ -72,7 +72,7 @@ class CudaExecutor:
         self.isa, self.threads = device.architecture, 0
         if self.plan.sampling is None:
             raise CorruptEngineError("the plan is damaged", "it does not say how tokens are drawn", "Build it again.")
-        if not any("drawn" in launch.arguments for step in self.plan.steps for launch in step.launches):
+        if not any("drawn" in launch.arguments for call in self.plan.calls for launch in call.launches):
             raise CorruptEngineError("the plan is damaged", "it does not take up what was drawn", "Build it again.")
         length, limits = limits_of(self.plan, config)
         sampler_limits = SamplerLimits.of(limits.sequences, length, self.plan.vocab_size, len(engine.eos_token_ids))
@@ -98,10 +98,10 @@ class CudaExecutor:
         # Layers repeat their launches: a grid is worked out once a step for all that have it.
         grids: dict[Launch, int] = {}
         self._launches = []
-        for step in self.plan.steps:
-            for launch in step.launches:
+        for call in self.plan.calls:
+            for launch in call.launches:
                 shape = msgspec.structs.replace(launch, kernel="", arguments=(), threads=0, shared_bytes=0)
-                self._launches.append((grids.setdefault(shape, len(grids)), self._launcher(step, launch)))
+                self._launches.append((grids.setdefault(shape, len(grids)), self._launcher(call, launch)))
         self._grids = tuple(grids)
         self._buckets = buckets_for(limits.sequences)
         self._graphs: dict[int, Callable[[], None]] = {}
@@ -168,10 +168,10 @@ class CudaExecutor:
         x, y, z = (extent.at(sizes, self._multiprocessors) for extent in launch.grid)
         return (x, y, z) if x * y * z else None
 
-    def _launcher(self, step: Step, launch: Launch) -> OnGrid:
+    def _launcher(self, call: KernelCall, launch: Launch) -> OnGrid:
         addresses = [self._inputs.sizes]
         for role in launch.arguments:
-            operand = step.operands.get(role)
+            operand = call.operands.get(role)
             addresses.append(self._of_steps.get(role, 0) if operand is None else self._address(operand))
         return self.device.launcher(launch.kernel, launch.threads, launch.shared_bytes, addresses)
 

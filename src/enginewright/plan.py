@@ -243,7 +243,7 @@ class Cost(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     window: int = 0  # positions that it sees at most, its own included; 0: all
 
 
-class Step(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class KernelCall(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One kernel call."""
 
     kernel: str  # versioned name, `gemm_bf16@1`
@@ -264,7 +264,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     inputs: tuple[Input, ...]
     caches: tuple[CacheGroup, ...]
     buffers: tuple[Buffer, ...]
-    steps: tuple[Step, ...]
+    calls: tuple[KernelCall, ...]
     logits: int
     vocab_size: int
     max_seq_len: int
@@ -319,27 +319,27 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         layers = [layer for group in self.caches for layer in group.layers]
         require(len(set(layers)) == len(layers), "two caches are of one layer")
         parts = {(layer, part) for group in self.caches for layer in group.layers for part in group.parts}
-        for step in self.steps:
-            cost = step.cost.of_token, step.cost.of_position, step.cost.window
-            require(min(cost) >= 0 and max(cost) < 2**53, f"{step.kernel} has no cost")
-            for name, operand in step.operands.items():
+        for call in self.calls:
+            cost = call.cost.of_token, call.cost.of_position, call.cost.window
+            require(min(cost) >= 0 and max(cost) < 2**53, f"{call.kernel} has no cost")
+            for name, operand in call.operands.items():
                 match operand:
                     case InputOperand():
-                        require(operand.name in inputs, f"{step.kernel} reads no such input {operand.name!r}")
+                        require(operand.name in inputs, f"{call.kernel} reads no such input {operand.name!r}")
                     case BufferOperand():
-                        require(0 <= operand.index < len(self.buffers), f"{step.kernel}.{name} is no buffer")
+                        require(0 <= operand.index < len(self.buffers), f"{call.kernel}.{name} is no buffer")
                         columns = self.buffers[operand.index].columns
                         inside = operand.column >= 0 and 0 < operand.columns <= columns - operand.column
-                        require(inside, f"{step.kernel}.{name} leaves its buffer")
+                        require(inside, f"{call.kernel}.{name} leaves its buffer")
                     case CacheOperand():
                         there = (operand.layer, operand.part) in parts
-                        require(there, f"{step.kernel}.{name} is in no layer's cache")
+                        require(there, f"{call.kernel}.{name} is in no layer's cache")
         for entry in self.inputs:
             for size in (entry.rows, entry.columns):
                 require_size(size, 0, f"input {entry.name!r} has a size")
-        launched = [bool(step.launches) for step in self.steps]
-        require(all(launched) or not any(launched), "some steps are launched and others are not")
-        for launch in (*(launch for step in self.steps for launch in step.launches), *filter(None, [self.sampling])):
+        launched = [bool(call.launches) for call in self.calls]
+        require(all(launched) or not any(launched), "some calls are launched and others are not")
+        for launch in (*(launch for call in self.calls for launch in call.launches), *filter(None, [self.sampling])):
             require(0 < launch.threads <= 1024 and launch.threads % 32 == 0, f"{launch.kernel} has no block of threads")
             require(0 <= launch.shared_bytes <= MOST_SHARED_BYTES, f"{launch.kernel} has no shared memory of its size")
             require_size(launch.rows, -(2**31), f"{launch.kernel} has rows")
@@ -362,23 +362,23 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
     def for_code(self, architecture: str) -> "Plan":
         """Without the launches that this architecture's code does not have."""
-        steps = tuple(
+        calls = tuple(
             msgspec.structs.replace(
-                step,
-                launches=tuple(one for one in step.launches if architecture in (one.architectures or (architecture,))),
+                call,
+                launches=tuple(one for one in call.launches if architecture in (one.architectures or (architecture,))),
             )
-            for step in self.steps
+            for call in self.calls
         )
-        return msgspec.structs.replace(self, steps=steps)
+        return msgspec.structs.replace(self, calls=calls)
 
     def launches(self) -> list[Launch]:
-        """Of all steps, in order, and what draws from their logits."""
-        launches = [launch for step in self.steps for launch in step.launches]
+        """Of all calls, in order, and what draws from their logits."""
+        launches = [launch for call in self.calls for launch in call.launches]
         return [*launches, self.sampling] if self.sampling else launches
 
     def weight_names(self) -> list[str]:
         """Of the weights that kernels read, each once, in the order of their first use."""
-        operands = (operand for step in self.steps for operand in step.operands.values())
+        operands = (operand for call in self.calls for operand in call.operands.values())
         return list(dict.fromkeys(operand.name for operand in operands if isinstance(operand, WeightOperand)))
 
     def kv_bytes_per_token(self) -> int:
