@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from enginewright.errors import UsageError
 from enginewright.manifest import WEIGHTS
-from enginewright.plan import BufferOperand, Step, WeightOperand
+from enginewright.plan import BufferOperand, KernelCall, WeightOperand
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, sequence_bytes
 from enginewright.runtime.kv_cache import KvCache
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
+from enginewright.runtime.supported import paged_caches
 from enginewright_bench.machine_facts import machine_facts
 from enginewright_bench.roof import Roof, measure_roof, read_buffer
 
@@ -248,14 +249,14 @@ def _limits(engine: Engine, config: ProfileConfig, threads: int | None) -> Runti
         max_model_len=length,
         max_num_seqs=sequences,
         max_num_batched_tokens=tokens,
-        kv_cache_memory=sequences * sequence_bytes(engine.plan.caches, length, tokens),
+        kv_cache_memory=sequences * sequence_bytes(paged_caches(engine.plan), length, tokens),
         threads=threads,
     )
 
 
 def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
     """A step of the scheduler's making, but for the prompts that come before it: their KV is zeros."""
-    groups, limits = executor.plan.caches, executor.envelope.limits
+    groups, limits = paged_caches(executor.plan), executor.envelope.limits
     cache = KvCache(groups, executor.envelope.num_blocks, limits.tokens)
     new_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
     length = point.depth + point.tokens
@@ -298,19 +299,19 @@ def _measure(executor: CpuExecutor, point: Point, plan: StepPlan, roof: Roof) ->
     faster = sorted(steps, key=itemgetter(0))[: (len(steps) + 1) // 2]
     seconds = np.mean([each for _, each in faster], axis=0) * 1e-9
     kernels = [
-        _kernel(step, executor.engine, roof, float(took), did)
-        for step, took, did in zip(executor.plan.steps, seconds, work, strict=True)
+        _kernel(call, executor.engine, roof, float(took), did)
+        for call, took, did in zip(executor.plan.calls, seconds, work, strict=True)
     ]
     step_s = statistics.mean(took for took, _ in faster)
     return StepProfile(point, roof, step_s, kernels, [sum(kernel.roof_s for kernel in kernels) / step_s])
 
 
-def _kernel(step: Step, engine: Engine, roof: Roof, seconds: float, work: np.void) -> KernelProfile:
+def _kernel(call: KernelCall, engine: Engine, roof: Roof, seconds: float, work: np.void) -> KernelProfile:
     ops = {name: int(work[f"{name}_ops"]) for name in OPERANDS}
     weight_bytes, kv_bytes = int(work["weight_bytes"]), int(work["kv_bytes"])
     return KernelProfile(
-        kernel=step.kernel,
-        shape=_shape(step, engine),
+        kernel=call.kernel,
+        shape=_shape(call, engine),
         calls=1,
         seconds=seconds,
         weight_bytes=weight_bytes,
@@ -321,17 +322,17 @@ def _kernel(step: Step, engine: Engine, roof: Roof, seconds: float, work: np.voi
     )
 
 
-def _shape(step: Step, engine: Engine) -> str:
+def _shape(call: KernelCall, engine: Engine) -> str:
     """What tells kernels of one name apart: its weight's rows x columns, its heads, or its widest operand."""
-    operands = step.operands.values()
+    operands = call.operands.values()
     forms = [engine.weight(operand.name)[1] for operand in operands if isinstance(operand, WeightOperand)]
     matrix = max((form.shape for form in forms if form.shape is not None and len(form.shape) == 2), default=None)
     if matrix is not None:
-        gated = str(step.attributes.get("epilogue", "none"))
+        gated = str(call.attributes.get("epilogue", "none"))
         return f"{matrix[0]} x {matrix[1]}" + ("" if gated == "none" else f" {gated}")
-    if "heads" in step.attributes:
-        window = step.attributes.get("window", 0)
-        heads, kv_heads, head_dim = (step.attributes[name] for name in ("heads", "kv_heads", "head_dim"))
+    if "heads" in call.attributes:
+        window = call.attributes.get("window", 0)
+        heads, kv_heads, head_dim = (call.attributes[name] for name in ("heads", "kv_heads", "head_dim"))
         return f"{heads}/{kv_heads} x {head_dim}" + (f" of {window}" if window else "")
     return str(max(operand.columns for operand in operands if isinstance(operand, BufferOperand)))
 

@@ -21,7 +21,7 @@ from enginewright.passes.quant import W8A8
 from enginewright.passes.quant.auto import Mix
 from enginewright.passes.quant.choose import Choose
 from enginewright.passes.quant.method import Calibration
-from enginewright.plan import Sizes
+from enginewright.runtime.dims import StepCounter
 from enginewright.runtime.machine import free_memory
 
 EVIDENCE_SECTIONS = 2  # goldens, quality report
@@ -80,7 +80,7 @@ def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress
         name=checkpoint.name,
         model_type=str(checkpoint.config["model_type"]),
         recipe=assembly.about(sources={}).recipe,
-        kernels={target: dict(Counter(step.kernel for step in plan.steps)) for target, plan in assembly.plans.items()},
+        kernels={target: dict(Counter(call.kernel for call in plan.calls)) for target, plan in assembly.plans.items()},
         rewrites={name: result.rewrites for name, result in assembly.results.items()},
         refusals={name: list(result.refusals) for name, result in assembly.results.items() if result.refusals},
         calibration=samples,
@@ -118,7 +118,7 @@ def _memory_bytes(assembly: Assembly, calibration_tokens: int) -> int:
     tokens = max(calibration_tokens, TOKENS if gate else 0)
     if tokens:
         plan = next(iter(assembly.plans.values()))
-        _, activations = plan.arena_offsets(Sizes(tokens, 1, 1, 1, 1))
+        _, activations = plan.arena_offsets(StepCounter(plan.dims, plan.caches).sizes(tokens, 1, 1, longest=1))
         total += COPIES * activations + largest
     return total + (4 * STEP_ELEMENTS if gate else 0)
 

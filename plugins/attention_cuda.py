@@ -8,7 +8,7 @@ there is nothing to do for the former, and it is not launched.
 from dataclasses import dataclass, replace
 
 from enginewright.dtypes import DTYPES
-from enginewright.plan import Extent, Launch, Linear
+from enginewright.plan import Extent, Launch, Linear, linear
 from enginewright.plugins.architectures import ArchSpec, by_architecture
 from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, cuda_type, expression
 from enginewright.plugins.kv_cuda import kv_constant
@@ -17,10 +17,10 @@ THREADS, WARPS = 128, 4
 TILE_ROWS = 16
 PREFILL_ROWS = WARPS * TILE_ROWS  # of a block
 WGMMA_ROWS, WGMMA_STAGES = 128, 3
-KV_SPLIT = 256  # positions that Sizes.kv_splits counts
+KV_SPLIT = 256  # positions of one of "kv_splits"
 PARTIALS = 2048  # splits of KV heads whose results have room beside each other, beyond the longest sequence's
-ARGUMENTS = ("q", "kv.keys", "kv.values", "query_start", "kv_len", "block_table", "out")
-ANY = Linear(constant=1 << 20)  # blocks; a grid is bounded by the multiprocessors
+ARGUMENTS = ("q", "key", "value", "query_start", "kv_len", "block_table", "out")
+ANY = Linear(1 << 20)  # blocks; a grid is bounded by the multiprocessors
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Shape:
 
     @property
     def partials(self) -> Linear:
-        return Linear(constant=PARTIALS // self.kv_heads, kv_splits=KV_SPLIT // self.split)
+        return linear(PARTIALS // self.kv_heads, kv_splits=KV_SPLIT // self.split)
 
     def kv_bytes(self, dtype: str) -> int:
         """A split's keys and values in shared memory, and their scales."""
@@ -78,12 +78,12 @@ def _partials(call: Call) -> tuple[str, Linear, int]:
 def _counters(call: Call) -> tuple[str, Linear, int]:
     """How many splits of a sequence are done, for each KV head and tile of its rows."""
     shape = _shape_of(call)
-    return "counters", Linear(sequences=1), shape.kv_heads * shape.head_rows // TILE_ROWS
+    return "counters", linear(sequences=1), shape.kv_heads * shape.head_rows // TILE_ROWS
 
 
 def _launches(call: Call) -> tuple[Launch, ...]:
-    shape, kv = _shape_of(call), call.operands["kv"]
-    kv_bytes = shape.kv_bytes(kv.dtype)
+    shape = _shape_of(call)
+    kv_bytes = shape.kv_bytes(call.operands["key"].dtype)
     prefill = _prefill("paged_prefill", call, PREFILL_ROWS, THREADS, kv_bytes + shape.prefill_bytes)
     decode = Launch(
         kernel=expression("paged_decode", "PagedAttention", **_constants(call)),
@@ -102,10 +102,10 @@ def _launches(call: Call) -> tuple[Launch, ...]:
 
 def wgmma_launches(call: Call) -> list[Launch]:
     """In place of paged_prefill's, where pages and heads are such as paged_prefill_wgmma takes."""
-    shape, kv = _shape_of(call), call.operands["kv"]
-    if kv.dtype != "bf16" or shape.pad not in (64, 128):
+    shape, dtype = _shape_of(call), call.operands["key"].dtype
+    if dtype != "bf16" or shape.pad not in (64, 128):
         return []
-    return [_prefill("paged_prefill_wgmma", call, WGMMA_ROWS, 2 * THREADS, WGMMA_STAGES * shape.kv_bytes(kv.dtype))]
+    return [_prefill("paged_prefill_wgmma", call, WGMMA_ROWS, 2 * THREADS, WGMMA_STAGES * shape.kv_bytes(dtype))]
 
 
 def _prefill(function: str, call: Call, rows: int, threads: int, shared_bytes: int) -> Launch:
@@ -115,25 +115,25 @@ def _prefill(function: str, call: Call, rows: int, threads: int, shared_bytes: i
         kernel=expression(function, "PagedAttention", **_constants(call)),
         arguments=ARGUMENTS,
         grid=(
-            blocks(Linear(tokens=shape.heads // shape.kv_heads, sequences=rows), rows),
+            blocks(linear(tokens=shape.heads // shape.kv_heads, sequences=rows), rows),
             blocks(shape.kv_heads),
             ONE,
         ),
         threads=threads,
         shared_bytes=shared_bytes,
-        rows=Linear(tokens=1, sequences=-1),
+        rows=linear(tokens=1, sequences=-1),
     )
 
 
 def _shape_of(call: Call) -> _Shape:
-    return _Shape(int(call.attributes["heads"]), int(call.attributes["kv_heads"]), call.operands["kv"].stride)
+    return _Shape(int(call.attributes["heads"]), int(call.attributes["kv_heads"]), call.operands["key"].stride)
 
 
 def _constants(call: Call) -> dict[str, int | float | str]:
-    q, kv, out, partials, counters = (call.operands[role] for role in ("q", "kv", "out", "partials", "counters"))
+    q, out, partials, counters = (call.operands[role] for role in ("q", "out", "partials", "counters"))
     shape = _shape_of(call)
     return {
-        "kv": kv_constant(kv, shape.kv_heads),
+        "kv": kv_constant(call.operands["key"], call.operands["value"], shape.kv_heads),
         "heads": shape.heads,
         "q_stride": q.stride,
         "out_stride": out.stride,
@@ -143,7 +143,9 @@ def _constants(call: Call) -> dict[str, int | float | str]:
         "scale": float(call.attributes["scale"]),
         "softcap": float(call.attributes["softcap"]),
         "partials": shape.partials.constant,
-        "partials_per_kv_split": shape.partials.kv_splits,
+        "partials_per_kv_split": KV_SPLIT // shape.split,
         "partial_stride": partials.stride,
         "counter_stride": counters.stride,
+        "table_width": call.dims.index("kv_blocks"),
+        "splits": call.dims.index("kv_splits"),
     }

@@ -15,6 +15,7 @@ GEMM_BF16 = Plugin(
     attributes=gemm.ATTRIBUTES,
     reference=lambda write, node: gemm.floats_reference(write, node, 2),
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
     kernels={CPU: KERNEL, CUDA: gemm_on_cuda(KERNEL, "bf16")},
 )

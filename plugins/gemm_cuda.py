@@ -102,4 +102,4 @@ def _partial(format: GemmFormat, tiles: Tiles, call: Call) -> tuple[str, Linear,
 
 
 def _counters(format: GemmFormat, tiles: Tiles, call: Call) -> tuple[str, Linear, int]:
-    return "counters", Linear(constant=1), feature_blocks(desc_of(call, format), tiles)
+    return "counters", Linear(1), feature_blocks(desc_of(call, format), tiles)

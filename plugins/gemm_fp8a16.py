@@ -36,6 +36,7 @@ GEMM_FP8A16 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
     kernels={CPU: KERNEL, CUDA: gemm_on_cuda(KERNEL, "fp8a16")},
 )

@@ -35,6 +35,7 @@ GEMM_FP8A8 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
     kernels={CUDA: gemm_on_cuda(KERNEL, "fp8a8")},
 )

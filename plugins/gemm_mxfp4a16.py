@@ -36,6 +36,7 @@ GEMM_MXFP4A16 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
     kernels={CUDA: gemm_on_cuda(KERNEL, "mxfp4a16")},
 )

@@ -40,6 +40,7 @@ GEMM_MXFP4A8 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
     kernels={
         CPU: KernelBinding(

@@ -37,6 +37,7 @@ GEMM_W4A16 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
     kernels={CUDA: gemm_on_cuda(KERNEL, "w4a16")},
 )

@@ -43,6 +43,7 @@ GEMM_W4A8 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
     kernels={
         CPU: KernelBinding(

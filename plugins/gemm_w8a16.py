@@ -18,6 +18,7 @@ GEMM_W8A16 = Plugin(
     attributes=gemm.ATTRIBUTES,
     reference=lambda write, node: gemm.floats_reference(write, node, 3, operand(node, 2)),
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
     kernels={CPU: KERNEL, CUDA: gemm_on_cuda(KERNEL, "w8a16")},
 )

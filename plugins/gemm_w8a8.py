@@ -29,6 +29,7 @@ GEMM_W8A8 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
     kernels={CPU: KERNEL, CUDA: gemm_on_cuda(KERNEL, "w8a8")},
 )

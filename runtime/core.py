@@ -35,6 +35,7 @@ from enginewright.runtime.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.stats import STEP_TOKENS, Stats
 from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.supported import paged_caches
 from enginewright.runtime.token_mask import Grammar
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class EngineCore:
         self.executor = open_executor(engine, config)
         self._sampler = Sampler(self.executor.draw)
         self._scheduler = Scheduler(
-            engine.plan.caches,
+            paged_caches(engine.plan),
             self.executor.envelope,
             prefix_caching=config.enable_prefix_caching,
             chunk=config.prefill_chunk_size,

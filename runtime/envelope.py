@@ -11,12 +11,13 @@ from numbers import Integral
 from typing import Any
 
 from enginewright.errors import NotEnoughMemoryError, UsageError, shorten
-from enginewright.plan import PagedCache, Plan, Sizes
+from enginewright.plan import PagedCache, Plan, StepSizes
 from enginewright.runtime.count import format_bytes, parse_bytes, parse_count
+from enginewright.runtime.dims import StepCounter
 from enginewright.runtime.machine import free_memory
+from enginewright.runtime.supported import paged_caches
 from enginewright.runtime.vllm_options import without_engine_options
 
-SPLIT_TOKENS = 256  # positions of one partial result of attention (DESIGN §7)
 FREE_SHARE = 0.5  # of the memory that weights and arena leave, for the KV cache where nobody says how much
 NAMES, FLAGS = ("isa", "device"), ("enable_prefix_caching", "mmap")  # limits that are no numbers
 
@@ -99,7 +100,7 @@ class Envelope:
     """limits: of a step. num_blocks: KV blocks, a group. All bytes are what will be allocated (KV as it is touched)."""
 
     max_model_len: int
-    limits: Sizes
+    limits: StepSizes
     num_blocks: tuple[int, ...]
     arena_bytes: int
     kv_bytes: int
@@ -120,11 +121,12 @@ def sequence_bytes(groups: Sequence[PagedCache], length: int, chunk: int) -> int
     return sum(blocks_of(group, length, chunk) * group.block_bytes for group in groups)
 
 
-def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, Sizes]:
+def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, StepSizes]:
     """The longest sequence, and the sizes of the largest step.
 
     Raises:
         UsageError: a limit is beyond what the engine was built for.
+        NoCodeForMachineError: the plan counts something that this release does not know, or has another kind of cache.
     """
     length = config.max_model_len or plan.max_seq_len
     if length > plan.max_seq_len:
@@ -133,16 +135,10 @@ def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, Sizes]:
             f"its limit is {plan.max_seq_len} positions",
             f"Use --max-model-len {plan.max_seq_len} or less.",
         )
-    block = min(group.block_size for group in plan.caches)  # of the widest block table
     tokens = min(config.max_num_batched_tokens, config.max_num_seqs * length)
     rows = max(config.max_logit_rows or 0, config.max_num_seqs)
-    return length, Sizes(
-        tokens=max(tokens, config.max_num_seqs),
-        sequences=config.max_num_seqs,
-        logit_rows=rows,
-        kv_blocks=-(-length // block),
-        kv_splits=-(-length // SPLIT_TOKENS),
-    )
+    counter = StepCounter(plan.dims, paged_caches(plan))
+    return length, counter.sizes(max(tokens, config.max_num_seqs), config.max_num_seqs, rows, length)
 
 
 def envelope(
@@ -169,15 +165,16 @@ def envelope(
     budget = config.kv_cache_memory
     if budget is None:
         budget = int(((free_memory() if free is None else free) - weight_bytes - arena_bytes) * share)
-    one = sequence_bytes(plan.caches, length, limits.tokens)
+    caches = paged_caches(plan)
+    one = sequence_bytes(caches, length, limits.tokens)
     if budget < one:
         raise NotEnoughMemoryError(
             f"the KV cache of one sequence of {length} positions takes {format_bytes(one)}",
             f"{format_bytes(max(budget, 0))} are there for it",
             "Use a smaller --max-model-len or --max-num-batched-tokens, or a larger --kv-cache-memory.",
         )
-    blocks = _share_out(plan.caches, budget, limits.sequences, length, limits.tokens)
-    kv_bytes = sum(count * group.block_bytes for count, group in zip(blocks, plan.caches, strict=True))
+    blocks = _share_out(caches, budget, limits.sequences, length, limits.tokens)
+    kv_bytes = sum(count * group.block_bytes for count, group in zip(blocks, caches, strict=True))
     return Envelope(length, limits, blocks, arena_bytes, kv_bytes)
 
 

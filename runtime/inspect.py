@@ -12,6 +12,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import FREE_SHARE, RuntimeConfig, envelope, sequence_bytes
 from enginewright.runtime.machine import free_memory
 from enginewright.runtime.quality import QUALITY, QualityReport, describe_quality
+from enginewright.runtime.supported import paged_caches
 from enginewright.targets import CPU, PTX, architectures, families_of
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -29,16 +30,14 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
     with EngineFile.open(path, check_sections=False) as file:
         target = next(iter(families_of(file.manifest.targets)), CPU)
     with Engine.open(path, target) as engine:
-        manifest, plan = engine.manifest, engine.plan
+        manifest, plan, caches = engine.manifest, engine.plan, paged_caches(engine.plan)
         config = RuntimeConfig(max_num_seqs=manifest.limits.max_batch_size, kv_cache_memory=1 << 60)
         sizes = envelope(plan, config)
         total = free_memory() if memory is None else memory
         share = FREE_SHARE if memory is None else 1.0
         kv_cache_bytes = max(int((total - engine.weight_bytes - sizes.arena_bytes) * share), 0)
         lengths = [length for length in LENGTHS if length < plan.max_seq_len] + [plan.max_seq_len]
-        fits = {
-            length: kv_cache_bytes // sequence_bytes(plan.caches, length, sizes.limits.tokens) for length in lengths
-        }
+        fits = {length: kv_cache_bytes // sequence_bytes(caches, length, sizes.limits.tokens) for length in lengths}
         return {
             "path": str(path),
             "file_bytes": engine.file.file_bytes,
@@ -53,8 +52,8 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
             "sources": manifest.sources,
             "vocab_size": plan.vocab_size,
             "max_seq_len": plan.max_seq_len,
-            "kernels": sorted({step.kernel for step in plan.steps}),
-            "steps": len(plan.steps),
+            "kernels": sorted({call.kernel for call in plan.calls}),
+            "steps": len(plan.calls),
             "code": _code(engine.file),
             "kv_groups": [
                 {
@@ -65,7 +64,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
                     "dtype": group.planes[0].dtype,
                     "bytes_per_token": group.bytes_per_token,
                 }
-                for group in plan.caches
+                for group in caches
             ],
             "memory": {
                 "given_bytes": total,

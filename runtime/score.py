@@ -9,6 +9,7 @@ from enginewright.errors import UsageError
 from enginewright.runtime.devices import Executor
 from enginewright.runtime.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.supported import paged_caches
 
 
 def forced(
@@ -30,7 +31,7 @@ def forced(
         TokenSequence(list(ids), num_prompt_tokens=len(ids), max_tokens=len(ids), every_logit=not last_only)
         for ids in token_ids
     ]
-    scheduler = Scheduler(executor.plan.caches, executor.envelope)
+    scheduler = Scheduler(paged_caches(executor.plan), executor.envelope)
     for text in texts:
         scheduler.add(text)
     index = {id(text): number for number, text in enumerate(texts)}

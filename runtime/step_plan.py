@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from enginewright.plan import PagedCache, Sizes
-from enginewright.runtime.envelope import SPLIT_TOKENS
+from enginewright.plan import PagedCache, StepSizes
+from enginewright.runtime.dims import StepCounter, widest_block_table
 from enginewright.runtime.sampling import RowRequest
 from enginewright.runtime.sequence import TokenSequence
 
@@ -31,7 +31,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     parts: tuple[Part, ...]
     num_decodes: int  # the first parts, that go on by one token; the others are read in
-    sizes: Sizes
+    sizes: StepSizes
     # int32 arrays by the names of the plan's inputs (enginewright/plan.py), valid until the next step is planned. A
     # token below 0 stands for one that the step before draws: -1 - n is that of its n-th row of logits.
     inputs: Inputs
@@ -64,19 +64,21 @@ class Packer:
         limits: of a step, which are those of all that runs.
     """
 
-    def __init__(self, groups: Sequence[PagedCache], limits: Sizes) -> None:
+    def __init__(self, groups: Sequence[PagedCache], limits: StepSizes) -> None:
         self._groups = tuple(groups)
-        self._tables = [np.zeros((limits.sequences, limits.kv_blocks), np.int32) for _ in groups]
+        self._tables = [np.zeros((limits.sequences, limits["kv_blocks"]), np.int32) for _ in groups]
+        self._counter = StepCounter(limits.dims, groups)
         self._free_rows = list(range(limits.sequences))
         self._rows = np.empty(0, np.intp)  # of the last step's sequences
         self._table_names = [f"block_table.{index}" for index in range(len(groups))]
         self._slot_names = [f"slots.{index}" for index in range(len(groups))]
-        self._block_size = min(group.block_size for group in groups)  # of the widest block table
+        self._block_size = widest_block_table(groups)
         self._inputs: Inputs = {}
         self._moving = np.empty((0, 0), np.int32)  # in a step of decodes: slots of each group, positions, kv_len
         self._being_drawn = False  # tokens of the last step: none of them was known
-        self._sizes = Sizes(0, 0, 0, 0, 0)
+        self._sizes = self._counter.sizes(0, 0, 0, 0)
         self._longest = 0  # positions of the longest sequence
+        self._unchanged_up_to = 0  # positions of the longest sequence, in steps of the same sizes
 
     def place(self, sequence: TokenSequence) -> None:
         """It runs from now on, with the blocks that it has."""
@@ -87,7 +89,7 @@ class Packer:
     def remove(self, sequence: TokenSequence) -> None:
         self._free_rows.append(sequence.row)
 
-    def pack(self, parts: Sequence[Part], num_decodes: int, growing: Sequence[Part]) -> tuple[Sizes, Inputs]:
+    def pack(self, parts: Sequence[Part], num_decodes: int, growing: Sequence[Part]) -> tuple[StepSizes, Inputs]:
         """Sizes and arrays for `parts`, whose block tables reach to the end of what is computed.
 
         Args:
@@ -114,7 +116,7 @@ class Packer:
             tokens[end - count : end] = part.sequence.token_ids[first : first + count]
             logit_rows += range(end - part.num_logit_rows, end)
         self._longest = int(kv_len.max())
-        self._sizes = Sizes(len(owners), len(parts), len(logit_rows), *self._widths())
+        self._count(len(owners), len(parts), len(logit_rows))
         self._rows = np.array([sequence.row for sequence in sequences], np.intp)
         self._being_drawn = False
         self._inputs = {
@@ -135,7 +137,7 @@ class Packer:
             self._inputs.update(zip(names, self._moving, strict=True))
         return self._sizes, self._inputs
 
-    def advance(self, sequences: Sequence[TokenSequence], growing: Sequence[int]) -> tuple[Sizes, Inputs]:
+    def advance(self, sequences: Sequence[TokenSequence], growing: Sequence[int]) -> tuple[StepSizes, Inputs]:
         """As `pack`, where the last step took one token of each of these sequences, and this one takes their next."""
         if sequences[0].token_ids[-1] >= 0:  # so all of them are known: a step is committed as a whole
             self._inputs["tokens"][:] = [sequence.token_ids[-1] for sequence in sequences]
@@ -145,9 +147,8 @@ class Packer:
             self._being_drawn = True
         self._moving += 1
         self._longest += 1
-        widths = self._widths()
-        if widths != (self._sizes.kv_blocks, self._sizes.kv_splits):
-            self._sizes = Sizes(len(sequences), len(sequences), len(sequences), *widths)
+        if self._longest > self._unchanged_up_to:
+            self._count(len(sequences), len(sequences), len(sequences))
         for row in growing:
             sequence = sequences[row]
             groups = zip(self._groups, self._tables, sequence.tables, self._moving, strict=False)
@@ -159,11 +160,12 @@ class Packer:
             self._gather()
         return self._sizes, self._inputs
 
-    def _widths(self) -> tuple[int, int]:
-        """KV blocks and splits of the longest sequence."""
-        return -(-self._longest // self._block_size), -(-self._longest // SPLIT_TOKENS)
+    def _count(self, tokens: int, sequences: int, logit_rows: int) -> None:
+        self._sizes = self._counter.sizes(tokens, sequences, logit_rows, self._longest)
+        self._unchanged_up_to = self._counter.unchanged_up_to(self._longest)
 
     def _gather(self) -> None:
         """New block tables, since whoever has the last ones may not be done with them."""
+        width = -(-self._longest // self._block_size)
         for name, whole in zip(self._table_names, self._tables, strict=True):
-            self._inputs[name] = whole[self._rows, : self._sizes.kv_blocks]
+            self._inputs[name] = whole[self._rows, :width]

@@ -16,7 +16,7 @@ from enginewright.cli import main
 from enginewright.code import read_code
 from enginewright.engine_file import EngineFile
 from enginewright.errors import NoCodeForMachineError
-from enginewright.plan import Plan, Sizes
+from enginewright.plan import Plan, step_sizes
 from enginewright.plugins.architectures import ARCHITECTURES
 from enginewright.runtime.cuda.device import num_gpus
 from enginewright.runtime.devices import open_engine, open_executor
@@ -48,7 +48,7 @@ def test_it_has_each_weight_once_and_code_for_each_architecture(engine: Path) ->
     with EngineFile.open(engine) as file, Engine(file, "cpu") as on_cpu:
         on_gpu = Engine(file, "cuda")
         assert set(on_cpu.plan.weight_names()) == set(on_gpu.plan.weight_names())
-        called = {launch.kernel for step in on_gpu.plan.steps for launch in step.launches}
+        called = {launch.kernel for step in on_gpu.plan.calls for launch in step.launches}
         assert on_gpu.plan.sampling is not None
         for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
             archive = on_gpu.code(capability)
@@ -97,13 +97,14 @@ def test_wgmma_where_it_is_switched_on_is_for_hopper_alone(monkeypatch: pytest.M
         ("ptx", "gemm_large", "paged_prefill"),
         ("sm_90a", "gemm_wgmma", "paged_prefill_wgmma"),
     ):
-        for step in plan.for_code(architecture).steps:
+        for step in plan.for_code(architecture).calls:
             if step.kernel.startswith("paged_attention"):
                 assert [one.kernel.partition("-")[0] for one in step.launches] == [prefill, "paged_decode"]
             if not step.kernel.startswith("gemm"):
                 continue
             for tokens, expected in ((1, "gemm_small"), (64, "gemm_small"), (65, large), (5000, large)):
-                (one,) = (launch for launch in step.launches if launch.runs(Sizes(tokens, tokens, tokens, 1, 1)))
+                sizes = step_sizes(tokens=tokens, sequences=tokens, logit_rows=tokens)
+                (one,) = (launch for launch in step.launches if launch.runs(sizes))
                 assert one.kernel.startswith(expected)
     names = [
         next(name for name in assembly.kernels if name.startswith(start)) for start in ("gemm_l", "gemm_w", "embed")
@@ -127,6 +128,7 @@ def test_each_architecture_has_the_kernels_of_its_launches(batch_invariant: bool
         plan = whole.for_code(name)
         for launch in plan.launches():
             assert name in (assembly.kernels[launch.kernel].architectures or names)
-        for step in plan.steps:
-            for tokens in (1, 8, 64, 65, 1000, 5000, 20000) if step.kernel.startswith("gemm") else ():
-                assert sum(launch.runs(Sizes(tokens, tokens, tokens, 1, 1)) for launch in step.launches) == 1
+        for call in plan.calls:
+            for tokens in (1, 8, 64, 65, 1000, 5000, 20000) if call.kernel.startswith("gemm") else ():
+                sizes = step_sizes(tokens=tokens, sequences=tokens, logit_rows=tokens)
+                assert sum(launch.runs(sizes) for launch in call.launches) == 1

@@ -22,7 +22,7 @@ from enginewright.builder.gate.simulate import simulate
 from enginewright.builder.progress import Silent
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, EngineError
-from enginewright.plan import Sizes
+from enginewright.plan import step_sizes
 from enginewright.plugins.kernel import Specialization
 from enginewright.plugins.target import CPU_TARGET, CudaTarget, Target
 from enginewright.runtime import core
@@ -250,9 +250,9 @@ def test_graphs_are_captured_before_they_are_needed() -> None:
 def test_steps_that_decode_take_the_next_larger_graph() -> None:
     assert buckets_for(3) == (1, 2, 3) and buckets_for(16) == (1, 2, 4, 8, 16) and buckets_for(1000) == BUCKETS
     for count, bucket in ((1, 1), (3, 4), (17, 24), (256, 256)):
-        assert bucket_of(Sizes(count, count, count, 9, 9), BUCKETS) == bucket
-    assert bucket_of(Sizes(513, 513, 513, 9, 9), BUCKETS) is None  # more than any graph has
-    assert bucket_of(Sizes(4, 3, 3, 9, 9), BUCKETS) is None  # a prompt is read
+        assert bucket_of(step_sizes(tokens=count, sequences=count, logit_rows=count), BUCKETS) == bucket
+    assert bucket_of(step_sizes(tokens=513, sequences=513, logit_rows=513), BUCKETS) is None  # more than any graph has
+    assert bucket_of(step_sizes(tokens=4, sequences=3, logit_rows=3), BUCKETS) is None  # a prompt is read
 
 
 class Deltas:
@@ -359,10 +359,10 @@ def test_code_that_does_not_take_up_what_was_drawn_is_refused() -> None:
     path, _, kernels = built("llama", "bf16")
     with EngineFile.open(path) as file:
         engine = Engine(file, "cuda")
-        steps = tuple(
-            replaced(step, launches=tuple(replaced(one, arguments=one.arguments[2:]) for one in step.launches))
-            for step in engine.plan.steps
+        calls = tuple(
+            replaced(call, launches=tuple(replaced(one, arguments=one.arguments[2:]) for one in call.launches))
+            for call in engine.plan.calls
         )
-        engine.plan = replaced(engine.plan, steps=steps)
+        engine.plan = replaced(engine.plan, calls=calls)
         with pytest.raises(CorruptEngineError, match="Build it again"):
             CudaExecutor(engine, device_for(kernels), LIMITS)

@@ -17,7 +17,7 @@ def _expression(to: str, group: int, add: bool) -> str:
     return expression(
         "rms_norm",
         "RmsNorm",
-        rows="Rows::tokens",
+        rows=0,
         columns=COLUMNS,
         x_stride=STRIDE,
         delta_stride=STRIDE,

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from enginewright import _cpu
-from enginewright.plan import Launch, Linear
+from enginewright.plan import Launch, linear
 from enginewright.plugins.kernel import Matrix, Specialization
 from enginewright.plugins.sampling_cuda import SAMPLING_SOURCES, THREADS, sampling_launch
 from enginewright.runtime.cuda.device import Bytes
@@ -47,7 +47,7 @@ SMALL, LARGE, TINY = (1003, 128), (5003, THREADS), (37, 32)
 
 
 def _launch(vocab: int, threads: int) -> Launch:
-    return sampling_launch(Matrix("f32", Linear(logit_rows=1), vocab, _stride(vocab), vocab), threads)
+    return sampling_launch(Matrix("f32", linear(logit_rows=1), vocab, _stride(vocab), vocab), threads)
 
 
 def _stride(vocab: int) -> int:

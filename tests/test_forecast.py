@@ -56,7 +56,7 @@ def test_a_build_does_what_was_said(family: str, quant: QuantConfig, tmp_path: P
     assert said.rewrites == {name: done.rewrites[name] for name in said.rewrites}
     assert set(done.rewrites) - set(said.rewrites) <= ({"smooth", "choose_codes"} if quant.calibrated else set())
     with EngineFile.open(tmp_path / "x.engine") as file:
-        steps = json.loads(file.read_section("plan/cpu"))["steps"]
+        steps = json.loads(file.read_section("plan/cpu"))["calls"]
         assert sum(said.kernels["cpu"].values()) == len(steps) and {step["kernel"] for step in steps} == set(
             said.kernels["cpu"]
         )

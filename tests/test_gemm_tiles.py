@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from enginewright.builder.cuda import Instance, compile_each
-from enginewright.plan import Launch, Linear
+from enginewright.plan import Launch, Linear, linear
 from enginewright.plugins.architectures import ARCHITECTURES, ArchSpec
 from enginewright.plugins.gemm_bf16 import GEMM_BF16
 from enginewright.plugins.gemm_format import FORMATS, GemmDesc
@@ -73,10 +73,10 @@ def tiles_of(desc: GemmDesc, config: GemmConfig, tokens: int) -> int:
 
 
 def call_on(*architectures: str) -> Call:
-    rows = Linear(tokens=1)
+    rows = linear(tokens=1)
     operands = {
         "x": Matrix("bf16", rows, 600, 704, 640),
-        "weight": Matrix("bf16", Linear(constant=6400), 600, 600, 600, "r16"),
+        "weight": Matrix("bf16", Linear(6400), 600, 600, 600, "r16"),
         "out": Matrix("f32", rows, 6400, 6464, 6400),
     }
     return Call(operands, {"epilogue": "none"}, architectures)

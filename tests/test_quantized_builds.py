@@ -83,7 +83,7 @@ def test_act_order_is_sorted_once_for_all_layers_of_an_input(mlp_bias: bool, tmp
     assert report.rewrites["fuse_qkv"] == report.rewrites["fuse_swiglu"] == 3
     assert error_of(tiny, path) < tolerances.STORED_LOGITS["int4"]
     with Engine.open(path) as engine:
-        kernels = [step.kernel for step in engine.plan.steps]
+        kernels = [step.kernel for step in engine.plan.calls]
     assert kernels.count("gather_columns@1") == 3 * 3
     assert kernels.count("gemm_w4a8@1") == 3 * 4
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from enginewright.plan import Sizes
+from enginewright.plan import step_sizes
 from enginewright.runtime.envelope import blocks_of
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import StepPlan
@@ -25,7 +25,7 @@ def whole(
     ahead: int = 0,
 ) -> Watch:
     """One group without a window."""
-    limits = Sizes(tokens, sequences, 4, WIDTH, 1)
+    limits = step_sizes(tokens=tokens, sequences=sequences, logit_rows=4, kv_blocks=WIDTH, kv_splits=1)
     return Watch((group(0),), limits, (num_blocks,), prefix_caching=prefix_caching, chunk=chunk, ahead=ahead)
 
 
@@ -59,7 +59,7 @@ class Traffic:
         rows = int(random.integers(sequences, 12))
         spare = int(random.integers(0, [3, 10, 30][random.integers(3)]))
         blocks = tuple(blocks_of(kv, LONGEST, tokens) + spare for kv in groups)
-        limits = Sizes(tokens, sequences, rows, WIDTH, 1)
+        limits = step_sizes(tokens=tokens, sequences=sequences, logit_rows=rows, kv_blocks=WIDTH, kv_splits=1)
         chunk = int(random.integers(1, 12)) if random.integers(2) else None
         caching = bool(random.integers(4))
         self.watch = Watch(groups, limits, blocks, prefix_caching=caching, chunk=chunk, ahead=ahead)
@@ -257,7 +257,8 @@ def test_the_least_recently_used_goes_first() -> None:
 def test_twins_share_the_prompt(length: int, windows: tuple[int, ...], prefix_caching: bool) -> None:
     """Each computes one token of it, and they part from there."""
     groups = tuple(group(window) for window in windows)
-    watch = Watch(groups, Sizes(16, 4, 4, WIDTH, 1), (40,) * len(groups), prefix_caching=prefix_caching)
+    limits = step_sizes(tokens=16, sequences=4, logit_rows=4, kv_blocks=WIDTH, kv_splits=1)
+    watch = Watch(groups, limits, (40,) * len(groups), prefix_caching=prefix_caching)
     first = sequence_of(range(length), length + 6)
     twins = [sequence_of(range(length), length + 6, twin_of=first) for _ in range(3)]
     for sequence in (first, *twins):

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu import gemm
 from benchmarks.gpu.bench import Bench, GpuBench, Replay, interleaved, ratio
-from benchmarks.gpu.calls import KernelCall
+from benchmarks.gpu.calls import OpCall
 from benchmarks.gpu.report import Report
 from enginewright.builder.cuda import Instance
 from enginewright.errors import EngineError
@@ -39,14 +39,14 @@ def variants(tiles: Tiles) -> Iterator[tuple[str, Tiles]]:
                 yield f"{name}={value}", replace(tiles, **{name: value})
 
 
-def calls_of(format: gemm.Format, shape: gemm.Shape, sm: str) -> dict[str, KernelCall]:
+def calls_of(format: gemm.Format, shape: gemm.Shape, sm: str) -> dict[str, OpCall]:
     """By variant; none whose stages do not fit, nor one that launches nothing else than the present tiles."""
     found = {name: format.call(shape, sm, tiles) for name, tiles in variants(format.tiles)}
     present = found[PRESENT].launches
     return {name: call for name, call in found.items() if name == PRESENT or call.launches != present}
 
 
-def compiled(bench: Bench, report: Report, shape: gemm.Shape, calls: dict[str, KernelCall]) -> dict[str, KernelCall]:
+def compiled(bench: Bench, report: Report, shape: gemm.Shape, calls: dict[str, OpCall]) -> dict[str, OpCall]:
     """Those that compile: not all numbers go together."""
     kernels = {name: gemm.kernels_of(shape, call) for name, call in calls.items()}
     try:
@@ -97,7 +97,7 @@ def measure(
     return ratios
 
 
-def differ(one: KernelCall, other: KernelCall, tokens: int) -> bool:
+def differ(one: OpCall, other: OpCall, tokens: int) -> bool:
     """In what they launch for so many tokens."""
     sizes = gemm.sizes_of(tokens)
     first, second = ([launch for launch in call.launches if launch.runs(sizes)] for call in (one, other))

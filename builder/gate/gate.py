@@ -32,6 +32,7 @@ from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.quality import SIMULATED, Check, LayerError, Measured, QualityReport, TextDistance, rounded
 from enginewright.runtime.score import forced
+from enginewright.runtime.supported import paged_caches
 
 TOKENS = 4096  # of held-out text
 BATCHES = LOOKS + 1  # that the texts are compared in
@@ -165,7 +166,7 @@ class _OnTarget:
         if self._executor is not None:
             produced = forced(self._executor, tokens)
         else:
-            dense, kv_dtype = self.subject.dense.clone(), plan.caches[0].planes[0].dtype
+            dense, kv_dtype = self.subject.dense.clone(), paged_caches(plan)[0].planes[0].dtype
             simulated = simulate(dense, self.subject.quant, self.target, self._weights, tokens, self.threads, kv_dtype)
             produced = blocks(simulated, tokens, plan.vocab_size)
         work = _Work.of(self.subject.source).of_position
@@ -206,7 +207,7 @@ class _OnTarget:
         """What the texts tell that were compared so far. more: other values, by the names of MEASURES."""
         found = self._found
         whole, formats = distance(found), [layer.method for layer in self.layers]
-        formats += [FP8_KV for group in self.engine.plan.caches if group.planes[0].dtype == "e4m3"]
+        formats += [FP8_KV for group in paged_caches(self.engine.plan) if group.planes[0].dtype == "e4m3"]
         values: dict[str, float | None] = {"kl": whole.kl, "top1": whole.top1, "layer": self.layers[0].error, **more}
         if whole.source_perplexity is not None:
             ratio = None if whole.perplexity is None else whole.perplexity / whole.source_perplexity

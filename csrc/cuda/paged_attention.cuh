@@ -36,6 +36,8 @@ struct PagedAttention {
   int window;
   float scale, softcap;
   int partials, partials_per_kv_split, partial_stride, counter_stride;
+  // Positions of dims: columns of the block table, and how often the longest sequence has 256 positions.
+  int table_width, splits;
 };
 
 constexpr int ATTENTION_THREADS = 128, ATTENTION_WARPS = ATTENTION_THREADS / WARP, TILE_ROWS = 16;

@@ -84,8 +84,8 @@ paged_prefill_wgmma(const Sizes* sizes, const bf16* q, const unsigned char* keys
                     typename Attention<S>::Out* out) {
   using A = Attention<S>;
   using W = PrefillWgmma<S>;
-  Step step{query_start, kv_len, block_table, sizes->kv_blocks};
-  const typename A::template Tile<W::ROWS> tile(step, sizes->sequences);
+  Step step{query_start, kv_len, block_table, (*sizes)[S.table_width]};
+  const typename A::template Tile<W::ROWS> tile(step, sizes->sequences());
   if (tile.sequence < 0) return;
   int first = tile.first, kv_head = block_y();
   Sequence sequence = step.sequence(tile.sequence);

@@ -90,7 +90,7 @@ rope_kv_write(const Sizes* sizes, const float* q, const float* k, const float* v
   using Head = RopeHead<S>;
   int64_t token = block_x();
   int head = block_y() * (ROPE_KV_WRITE_THREADS / WARP) + warp();
-  if (token >= sizes->tokens || head >= S.heads + 2 * S.kv.heads) return;
+  if (token >= sizes->tokens() || head >= S.heads + 2 * S.kv.heads) return;
   cos += token * S.table_stride;
   sin += token * S.table_stride;
   float x[Head::PAIRS][2];

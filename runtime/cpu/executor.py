@@ -8,7 +8,7 @@ from enginewright.dtypes import KV_CACHES
 from enginewright.engine_header import ALIGN
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
 from enginewright.manifest import SectionForm
-from enginewright.plan import Buffer, BufferOperand, InputOperand, KvOperand, Operand, PagedCache, WeightOperand
+from enginewright.plan import Buffer, BufferOperand, CacheOperand, InputOperand, Operand, PagedCache, WeightOperand
 from enginewright.runtime import env
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.engine import Engine
@@ -16,8 +16,9 @@ from enginewright.runtime.envelope import RuntimeConfig, envelope
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.sampling import Draw
 from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.supported import paged_caches
 
-KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())  # what pools hold
+KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())  # what planes hold
 
 
 class CpuExecutor:
@@ -38,23 +39,23 @@ class CpuExecutor:
         self.envelope = envelope(self.plan, config, engine.weight_bytes)
         self.isa = _choose_isa(config.isa or env.cpu_isa())
         self.threads = config.threads or env.num_threads() or num_cores()
-        _check_kv(engine)
+        _check_dtypes(engine)
         self._mmap = config.mmap
         self._read_weights: dict[str, NDArray[np.uint8]] = {}  # without mmap: by name, 64-byte aligned
         self._check_weights()
         self._offsets, arena_bytes = self.plan.arena_offsets(self.envelope.limits)
         self._inputs = [entry.name for entry in self.plan.inputs]
-        inputs = [(entry.name, entry.rows.as_tuple(), entry.columns.as_tuple()) for entry in self.plan.inputs]
-        limits = self.envelope.limits.as_tuple()
+        dims = self.plan.dims
+        inputs = [(one.name, one.rows.by_position(dims), one.columns.by_position(dims)) for one in self.plan.inputs]
         try:
             self.pools = [
-                _kv_pools(group, blocks)
-                for group, blocks in zip(self.plan.caches, self.envelope.num_blocks, strict=True)
+                _cache_blocks(group, count)
+                for group, count in zip(paged_caches(self.plan), self.envelope.num_blocks, strict=True)
             ]
-            self._executor = _cpu.Executor(self.isa, self.threads, limits, inputs, arena_bytes)
-            for step in self.plan.steps:
-                operands = {name: self._operand(operand) for name, operand in step.operands.items()}
-                self._executor.add_kernel(step.kernel, operands, step.attributes)
+            self._executor = _cpu.Executor(self.isa, self.threads, self.envelope.limits.counts, inputs, arena_bytes)
+            for call in self.plan.calls:
+                operands = {name: self._operand(operand) for name, operand in call.operands.items()}
+                self._executor.add_kernel(call.kernel, operands, call.attributes)
             logits = self.plan.buffers[self.plan.logits]
             most, offset = self.envelope.limits.logit_rows, self._offsets[self.plan.logits]
             self._logits = self._executor.buffer(offset, most, logits.columns, logits.stride, logits.dtype)
@@ -83,7 +84,7 @@ class CpuExecutor:
         Raises:
             CorruptEngineError: the mapped file has changed. Nothing that was computed with other bytes is returned.
         """
-        self._executor.run(self._prepare(plan), plan.sizes.as_tuple())
+        self._executor.run(self._prepare(plan), plan.sizes.counts)
         self._check_weights()
         return self._logits[: plan.sizes.logit_rows]
 
@@ -102,17 +103,17 @@ class CpuExecutor:
             Of each kernel of the engine's plan: nanoseconds; and its work, a struct of what it touches and computes
             (struct Work in csrc/cpu/kernel.h).
         """
-        profile = self._executor.profile(self._prepare(plan), plan.sizes.as_tuple())
+        profile = self._executor.profile(self._prepare(plan), plan.sizes.counts)
         self._check_weights()
         return profile
 
     def _prepare(self, plan: StepPlan) -> list[NDArray[np.int32]]:
         """Copy and zero KV blocks; the step's arrays, in order."""
-        for pool, copies, blocks in zip(self.pools, plan.copies, plan.new_blocks, strict=True):
+        for pool, copies, new in zip(self.pools, plan.copies, plan.new_blocks, strict=True):
             if copies:
                 pool.copy(copies)
-            if blocks:
-                pool.scrub(blocks)
+            if new:
+                pool.scrub(new)
         return [plan.inputs[name] for name in self._inputs]
 
     def _check_weights(self) -> None:
@@ -145,27 +146,26 @@ class CpuExecutor:
                 return _cpu.OperandSpec.arena(
                     self._offsets[operand.index],
                     buffer.dtype,
-                    buffer.rows.as_tuple(),
+                    buffer.rows.by_position(self.plan.dims),
                     operand.columns,
                     buffer.stride,
                     operand.column,
                     buffer.stride - buffer.columns if whole else 0,
                 )
-            case KvOperand():
-                for pool, group in zip(self.pools, self.plan.caches, strict=True):
-                    if operand.layer in group.layers:
-                        return _cpu.OperandSpec.kv(pool, group.layers.index(operand.layer))
-        raise CorruptEngineError("the plan is damaged", f"{operand} is nowhere")
+            case CacheOperand():
+                group = self.plan.cache_of(operand.layer)
+                blocks = self.pools[self.plan.caches.index(group)]
+                return _cpu.OperandSpec.cache(blocks, group.layers.index(operand.layer), operand.part)
 
 
-def _kv_pools(group: PagedCache, blocks: int) -> _cpu.KvPools:
-    plane = group.planes[0]
-    return _cpu.KvPools(len(group.layers), blocks, group.block_size, plane.heads, plane.dim, plane.dtype)
+def _cache_blocks(group: PagedCache, count: int) -> _cpu.CacheBlocks:
+    planes = [(plane.name, plane.heads, plane.dim, plane.dtype) for plane in group.planes]
+    return _cpu.CacheBlocks(len(group.layers), count, group.block_size, planes)
 
 
-def _check_kv(engine: Engine) -> None:
-    for group in engine.plan.caches:
-        if (dtype := group.planes[0].dtype) not in KV_DTYPES:
+def _check_dtypes(engine: Engine) -> None:
+    for dtype in (plane.dtype for group in paged_caches(engine.plan) for plane in group.planes):
+        if dtype not in KV_DTYPES:
             raise NoCodeForMachineError(
                 f"{engine.file.path} keeps its KV cache as {dtype}",
                 f"this release has {', '.join(KV_DTYPES)}",

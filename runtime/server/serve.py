@@ -24,6 +24,7 @@ from enginewright.runtime.server.connections import ACCEPTS_AT_ONCE, ConnectionL
 from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.wire import LimitedHttp
+from enginewright.runtime.supported import paged_caches
 
 BACKLOG = 2048  # connections that the system holds until they are taken
 # Back from a step, the engine's thread waits this long for whoever runs Python: a chat being rendered, mostly. With
@@ -236,7 +237,7 @@ def _ready(service: Service, listener: socket.socket) -> str:
     address = f"[{host}]" if ":" in host else host
     envelope, plan = service.llm.envelope, service.llm.engine.plan
     length, chunk = envelope.max_model_len, envelope.limits.tokens
-    blocks = zip(envelope.num_blocks, plan.caches, strict=True)
+    blocks = zip(envelope.num_blocks, paged_caches(plan), strict=True)
     whole = min(count // blocks_of(group, length, chunk) for count, group in blocks)
     most = envelope.limits.sequences
     fit = f"{most} completions at a time, {min(whole, most)} of them may have all {length} positions"

@@ -13,7 +13,7 @@ import msgspec
 
 from enginewright.dtypes import DTYPES
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # of the file and all that is in it, the plans too; it rises when a reader of the last one is wrong
 WEIGHTS = "weights/"  # sections of this prefix are weights: large, typed, and hashed only on demand
 
 MAX_BYTES = 2**53  # of a section or a file: whole numbers up to here survive every JSON reader
@@ -68,7 +68,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(About, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """sections: name → form. content_hash: SHA-256 over everything here but evidence, however it lies in the file."""
 
-    format_version: Annotated[int, msgspec.Meta(ge=1, le=FORMAT_VERSION)]
+    format_version: Annotated[int, msgspec.Meta(ge=FORMAT_VERSION, le=FORMAT_VERSION)]
     sections: dict[str, SectionForm]
     content_hash: Sha256
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
-from enginewright.plan import Launch, Linear, Sizes
+from enginewright.plan import Launch, Linear, StepSizes, linear, step_sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.attention_cuda import PARTIALS, wgmma_launches
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
@@ -20,7 +20,7 @@ from tests.tolerances import BF16_ROUNDING, CUDA_ATTENTION
 
 KERNEL = PLUGINS["PagedAttention"].kernels["cuda"]
 assert isinstance(KERNEL, CudaKernel)
-TOKENS = Linear(tokens=1)
+TOKENS = linear(tokens=1)
 STRIDE = 10304  # elements, of q and out
 
 
@@ -55,8 +55,9 @@ class Attention:
             "window": self.window,
             "softcap": self.softcap,
         }
-        matrices = {role: operand.matrix for role, operand in self.operands([decode(self.heads, 1)]).items()}
-        call = Call(matrices, attributes, ("sm_90a",))
+        chunks = [decode(self.heads, 1)]
+        matrices = {role: operand.matrix for role, operand in self.operands(chunks).items()}
+        call = Call(matrices, attributes, ("sm_90a",), dims=sizes_of(chunks).dims)
         launches = KERNEL.launches(call)
         if self.wgmma:
             launches = (*wgmma_launches(call), launches[-1])
@@ -75,7 +76,7 @@ class Attention:
         q = torch.cat([chunk.text.q[chunk.start : chunk.end] for chunk in chunks]).reshape(tokens, self.width)
         head_rows = -(-heads.heads // heads.kv_heads // 16) * 16
         partial, splits = heads.kv_heads * head_rows * (heads.head_dim_pad + 2), 4 if heads.head_dim_pad > 128 else 2
-        slots = (0 if self.crowded else PARTIALS // heads.kv_heads) + splits * sizes.kv_splits
+        slots = (0 if self.crowded else PARTIALS // heads.kv_heads) + splits * sizes["kv_splits"]
         return {
             "q": strided("bf16", TOKENS, as_bf16(q.float().numpy()), STRIDE),
             "query_start": vector("i32", np.cumsum([0, *(chunk.end - chunk.start for chunk in chunks)])),
@@ -139,9 +140,15 @@ def matrix(values: np.ndarray, dtype: str) -> Operand:
     return Operand(values, Matrix(dtype, Linear(), columns, columns, columns))
 
 
-def sizes_of(chunks: Sequence[Chunk]) -> Sizes:
+def sizes_of(chunks: Sequence[Chunk]) -> StepSizes:
     longest, tokens = max(chunk.end for chunk in chunks), sum(chunk.end - chunk.start for chunk in chunks)
-    return Sizes(tokens, len(chunks), len(chunks), -(-longest // 32), -(-longest // SPLIT))
+    return step_sizes(
+        tokens=tokens,
+        sequences=len(chunks),
+        logit_rows=len(chunks),
+        kv_blocks=-(-longest // 32),
+        kv_splits=-(-longest // SPLIT),
+    )
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from enginewright.plan import Launch, Linear, Sizes
+from enginewright.plan import Launch, Linear, StepSizes, linear
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
 from tests.emulator.kernels import SCHEDULES, Instance, Kernels
 
@@ -38,7 +38,7 @@ def empty(dtype: str, rows: Linear, count: int, columns: int, stride: int, padde
 
 
 def vector(dtype: str, values: np.ndarray) -> Operand:
-    rows = Linear(tokens=1) if dtype == "i32" else Linear(constant=1)
+    rows = linear(tokens=1) if dtype == "i32" else Linear(1)
     width = 1 if dtype == "i32" else values.size
     return Operand(np.ascontiguousarray(values, NUMPY[dtype]), Matrix(dtype, rows, width, width, width))
 
@@ -65,7 +65,7 @@ class CudaCall:
         self.launches = binding.launches(Call(operands, attributes, ("sm_90a",)))
         self.kernels = Kernels(instances(binding, self.launches))
 
-    def run(self, operands: Mapping[str, Operand], sizes: Sizes, schedule: str = SCHEDULES[0]) -> None:
+    def run(self, operands: Mapping[str, Operand], sizes: StepSizes, schedule: str = SCHEDULES[0]) -> None:
         """Results are in the operands afterwards."""
         run(self.kernels, self.launches, operands, sizes, schedule)
 
@@ -74,11 +74,11 @@ def run(
     kernels: Kernels,
     launches: Sequence[Launch],
     operands: Mapping[str, Operand],
-    sizes: Sizes,
+    sizes: StepSizes,
     schedule: str,
     seed: int = 0,
 ) -> None:
-    of_step = np.array(sizes.as_tuple(), np.int32)
+    of_step = np.array(sizes.counts, np.int32)
     for launch in launches:
         if not launch.runs(sizes):
             continue

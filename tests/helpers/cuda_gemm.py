@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from enginewright.builder.lower.pack import PackedForm, pack
-from enginewright.plan import Buffer, Launch, Linear, Sizes
+from enginewright.plan import Buffer, Launch, Linear, linear, step_sizes
 from enginewright.plugins.architectures import ARCHITECTURES, ArchSpec
 from enginewright.plugins.gemm_cuda import launches_on
 from enginewright.plugins.gemm_format import FORMATS
@@ -76,7 +76,7 @@ class Gemm:
     def launches(self) -> tuple[Launch, ...]:
         out = _buffer(self.to, self.outputs)
         operands = {"x": _buffer(self.x_type, self.columns), "out": out}
-        operands["weight"] = Matrix(WEIGHTS[self.format], Linear(constant=self.rows), self.columns, 0, 0, "r16")
+        operands["weight"] = Matrix(WEIGHTS[self.format], Linear(self.rows), self.columns, 0, 0, "r16")
         if self.x_type != "bf16":
             operands["x_scale"] = _buffer("f32", self.groups)
         roles = {"bias": self.bias, "zero": self.zeros, "scale": self.format != "bf16"}
@@ -180,7 +180,7 @@ class Problem:
         poison = torch.full((tokens + 1, out_buffer.stride), torch.nan, dtype=DTYPES[gemm.to])
         out = poison.view(torch.int32 if gemm.to == "f32" else torch.int16).numpy()
         out[:] = -77  # a NaN
-        counters = np.zeros(launch.grid[0].at(Sizes(tokens, 0, 0, 0, 0), 1), np.int32)
+        counters = np.zeros(launch.grid[0].at(step_sizes(tokens=tokens, sequences=0, logit_rows=0), 1), np.int32)
         arguments: dict[str, Argument] = {
             "x": _rows(self.x, 99 if gemm.x_type == "i8" else torch.nan),
             "out": out,
@@ -197,7 +197,7 @@ class Problem:
             arguments["partial"] = np.full((splits, rows, width), np.nan, np.float32)
         kernels.launch(
             launch.kernel,
-            [extent.at(Sizes(tokens, 0, 0, 0, 0), 1) for extent in launch.grid],
+            [extent.at(step_sizes(tokens=tokens, sequences=0, logit_rows=0), 1) for extent in launch.grid],
             launch.threads,
             launch.shared_bytes,
             np.array([tokens, 0, 0, 0, 0], np.int32),
@@ -224,8 +224,8 @@ class Problem:
 
 
 def _buffer(dtype: str, columns: int) -> Matrix:
-    stride = Buffer(dtype, Linear(tokens=1), columns, 0).stride
-    return Matrix(dtype, Linear(tokens=1), columns, stride, -(-columns // 64) * 64)
+    stride = Buffer(dtype, linear(tokens=1), columns, 0).stride
+    return Matrix(dtype, linear(tokens=1), columns, stride, -(-columns // 64) * 64)
 
 
 def _rows(values: torch.Tensor, poison: float) -> np.ndarray:

@@ -26,9 +26,8 @@ class Pools:
         flat = self.memory.reshape(-1)
         matrix = Matrix(dtype, Linear(), head_dim, self.pad, self.pad, block_stride=stride)
         self.operands = {
-            "kv": Operand(flat, matrix),
-            "kv.keys": Operand(flat, matrix),
-            "kv.values": Operand(flat[kv_heads * self.tile_bytes :], matrix),
+            "key": Operand(flat, matrix),
+            "value": Operand(flat[kv_heads * self.tile_bytes :], matrix),
         }
 
     def write(self, slots: np.ndarray, k: torch.Tensor, v: torch.Tensor) -> None:

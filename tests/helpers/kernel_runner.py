@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from enginewright import _cpu
 from enginewright.builder.lower.pack import TORCH_DTYPES, PackedForm, pack
 
-Linear = tuple[int, int, int, int, int, int]  # constant, tokens, sequences, logit_rows, kv_blocks, kv_splits
+Linear = tuple[int, ...]  # constant, and the factors of tokens, sequences, logit_rows, kv_blocks, kv_splits
 
 COLUMN_ALIGN = 64  # as plan.py has it
 GAP_BYTES = 64  # between buffers: nobody's memory, which `make sanitize` watches

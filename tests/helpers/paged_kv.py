@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from enginewright import _cpu
 
 BLOCK_SIZE = 32
+PLANES = ("key", "value")
 SPLIT = 256
 
 
@@ -79,6 +80,15 @@ def stored(rows: torch.Tensor, dtype: str) -> torch.Tensor:
     return codes.double() * scale.double()
 
 
+def kv_blocks(layers: int, num_blocks: int, kv_heads: int, head_dim: int, dtype: str = "bf16") -> _cpu.CacheBlocks:
+    planes = [(name, kv_heads, head_dim, dtype) for name in PLANES]
+    return _cpu.CacheBlocks(layers, num_blocks, BLOCK_SIZE, planes)
+
+
+def kv_operands(blocks: _cpu.CacheBlocks, layer: int) -> dict[str, _cpu.OperandSpec]:
+    return {name: _cpu.OperandSpec.cache(blocks, layer, name) for name in PLANES}
+
+
 class PoolViews:
     """K and V of one layer, as arrays that share the pools' memory: bits of bf16 or FP8, or int8 codes; and scales.
 
@@ -86,9 +96,9 @@ class PoolViews:
     bf16 and 4 of codes. key_scales, value_scales: float32 [blocks, kv_heads, tokens], empty with bf16.
     """
 
-    def __init__(self, heads: Heads, pools: _cpu.KvPools, layer: int) -> None:
+    def __init__(self, heads: Heads, pools: _cpu.CacheBlocks, layer: int) -> None:
         self.heads, count, width = heads, heads.kv_heads, heads.head_dim_pad
-        keys, values = pools.keys(layer), pools.values(layer)
+        keys, values = (pools.plane(layer, name) for name in PLANES)
         self.dtype, size = {"int8": "i8", "uint8": "e4m3", "uint16": "bf16"}[keys.dtype.name], BLOCK_SIZE * width
         self.depth = 2 if self.dtype == "bf16" else 4
         self.keys = keys[..., :size].reshape(-1, count, BLOCK_SIZE // 16, width // self.depth, 16, self.depth)
@@ -130,7 +140,7 @@ class PagedKv:
     def __init__(self, heads: Heads, chunks: Sequence[Chunk], window: int, dtype: str) -> None:
         counts = [-(-chunk.end // BLOCK_SIZE) for chunk in chunks]
         self.kv_blocks = max(counts)
-        self.pools = _cpu.KvPools(1, sum(counts) + 3, BLOCK_SIZE, heads.kv_heads, heads.head_dim, dtype)
+        self.pools = kv_blocks(1, sum(counts) + 3, heads.kv_heads, heads.head_dim, dtype)
         views = PoolViews(heads, self.pools, 0)
         random = np.random.default_rng(0)
         views.poison(random)

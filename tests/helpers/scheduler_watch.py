@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from enginewright.plan import PagedCache, Plane, Sizes
-from enginewright.runtime.envelope import SPLIT_TOKENS, Envelope, blocks_of
+from enginewright.plan import PagedCache, Plane, StepSizes
+from enginewright.runtime.dims import SPLIT_TOKENS
+from enginewright.runtime.envelope import Envelope, blocks_of
 from enginewright.runtime.sampling import PromptToken, SampledToken, SamplingParams, SamplingRequest
 from enginewright.runtime.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
@@ -71,7 +72,7 @@ class Watch:
     def __init__(
         self,
         groups: Sequence[PagedCache],
-        limits: Sizes,
+        limits: StepSizes,
         num_blocks: Sequence[int],
         *,
         prefix_caching: bool = False,
@@ -200,8 +201,9 @@ class Watch:
 
     def _check_tokens(self, plan: StepPlan) -> None:
         sizes, inputs = plan.sizes, plan.inputs
-        for name in ("tokens", "sequences", "logit_rows", "kv_blocks", "kv_splits"):
-            assert 0 <= getattr(sizes, name) <= getattr(self.limits, name), name
+        assert sizes.dims == self.limits.dims
+        for name, count, limit in zip(sizes.dims, sizes.counts, self.limits.counts, strict=True):
+            assert 0 <= count <= limit, name
         assert sizes.tokens == sum(part.num_tokens for part in plan.parts) == len(inputs["tokens"])
         assert sizes.sequences == len(plan.parts) == len({part.sequence for part in plan.parts})
         assert all(part.num_tokens > 0 for part in plan.parts)
@@ -225,7 +227,7 @@ class Watch:
             rows += range(end - wanted, end)
             self.rows.setdefault(sequence, set()).update(range(last - wanted, last))
         assert inputs["logit_rows"].tolist() == rows and sizes.logit_rows == len(rows)
-        assert inputs["kv_len"].tolist() == ends and sizes.kv_splits == -(-max(ends) // SPLIT_TOKENS)
+        assert inputs["kv_len"].tolist() == ends and sizes["kv_splits"] == -(-max(ends) // SPLIT_TOKENS)
 
     def _resolved(self, token: int, sequence: TokenSequence) -> int:
         """An input token, also if the step before has drawn it."""
@@ -244,7 +246,7 @@ class Watch:
             pool[block * kv.block_size :][: kv.block_size] = BLANK
         slots, table = inputs[f"slots.{index}"], inputs[f"block_table.{index}"]
         assert len(set(slots.tolist())) == len(slots) and slots.min() >= 0 and slots.max() < len(pool)
-        assert table.shape == (len(plan.parts), plan.sizes.kv_blocks)
+        assert table.shape == (len(plan.parts), plan.sizes["kv_blocks"])
         starts = inputs["query_start"].tolist()
         for part, start, end in zip(plan.parts, starts, starts[1:], strict=False):
             sequence, here = part.sequence, slots[start:end]
