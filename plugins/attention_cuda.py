@@ -1,5 +1,5 @@
 """What GPUs launch for paged attention: csrc/cuda/paged_prefill.cuh and paged_decode.cuh, one after the other. Where
-plugins/hopper.py says so, Hopper has paged_prefill_wgmma.cuh for the former.
+plugins/architectures.py says so, Hopper has paged_prefill_wgmma.cuh for the former.
 
 Each takes the sequences of its own kind, by their numbers of tokens in GPU memory. Where every sequence has one token,
 there is nothing to do for the former, and it is not launched.
@@ -7,14 +7,11 @@ there is nothing to do for the former, and it is not launched.
 
 from dataclasses import dataclass, replace
 
-import onnx_ir as ir
-
-from enginewright.plan import DTYPE_BYTES, Extent, Launch, Linear, linear
-from enginewright.plugins import hopper
-from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
+from enginewright.dtypes import DTYPES
+from enginewright.plan import Extent, Launch, Linear, linear
+from enginewright.plugins.architectures import ArchSpec, by_architecture
+from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, cuda_type, expression
 from enginewright.plugins.kv_cuda import kv_constant
-from enginewright.plugins.kv_write import padded_head_dim
-from enginewright.plugins.plugin import int_of
 
 THREADS, WARPS = 128, 4
 TILE_ROWS = 16
@@ -53,18 +50,17 @@ class _Shape:
 
     def kv_bytes(self, dtype: str) -> int:
         """A split's keys and values in shared memory, and their scales."""
-        scale_bytes = 0 if dtype == "bf16" else DTYPE_BYTES["f32"]
-        return 2 * self.split * (self.pad * DTYPE_BYTES[dtype] + scale_bytes)
+        return 2 * self.split * (self.pad * DTYPES[dtype].bytes + DTYPES[dtype].scale_bytes)
 
     @property
     def prefill_bytes(self) -> int:
         """Beside keys and values: queries."""
-        return PREFILL_ROWS * self.pad * DTYPE_BYTES["bf16"]
+        return PREFILL_ROWS * self.pad * DTYPES["bf16"].bytes
 
     @property
     def decode_bytes(self) -> int:
         """Beside keys and values: p, each warp's maxima and sums, and a flag."""
-        return TILE_ROWS * (self.split * DTYPE_BYTES["bf16"] + 2 * WARPS * DTYPE_BYTES["f32"]) + DTYPE_BYTES["i32"]
+        return TILE_ROWS * (self.split * DTYPES["bf16"].bytes + 2 * WARPS * DTYPES["f32"].bytes) + DTYPES["i32"].bytes
 
 
 def attention_on_cuda(binding: KernelBinding) -> CudaKernel:
@@ -73,19 +69,15 @@ def attention_on_cuda(binding: KernelBinding) -> CudaKernel:
     return replace(kernel, scratch=_partials, counters=_counters)
 
 
-def _shape(node: ir.Node) -> _Shape:
-    return _Shape(int_of(node, "heads"), int_of(node, "kv_heads"), padded_head_dim(int_of(node, "head_dim")))
-
-
-def _partials(node: ir.Node) -> tuple[str, Linear, int]:
+def _partials(call: Call) -> tuple[str, Linear, int]:
     """What splits give, before they are combined."""
-    shape = _shape(node)
+    shape = _shape_of(call)
     return "partials", shape.partials, shape.partial_columns
 
 
-def _counters(node: ir.Node) -> tuple[str, Linear, int]:
+def _counters(call: Call) -> tuple[str, Linear, int]:
     """How many splits of a sequence are done, for each KV head and tile of its rows."""
-    shape = _shape(node)
+    shape = _shape_of(call)
     return "counters", linear(sequences=1), shape.kv_heads * shape.head_rows // TILE_ROWS
 
 
@@ -100,7 +92,12 @@ def _launches(call: Call) -> tuple[Launch, ...]:
         threads=THREADS,
         shared_bytes=kv_bytes + shape.decode_bytes,
     )
-    return (*hopper.in_place_of([prefill], wgmma_launches(call), hopper.PREFILL_ON, call), decode)
+
+    def prefill_on(arch: ArchSpec) -> list[Launch]:
+        wgmma = wgmma_launches(call) if arch.wgmma_prefill and not call.batch_invariant else []
+        return wgmma or [prefill]
+
+    return (*by_architecture(call, prefill_on), decode)
 
 
 def wgmma_launches(call: Call) -> list[Launch]:
@@ -141,7 +138,7 @@ def _constants(call: Call) -> dict[str, int | float | str]:
         "q_stride": q.stride,
         "out_stride": out.stride,
         "padded": out.columns if out.dtype == "f32" else out.padded,
-        "out_type": TYPES[out.dtype],
+        "out_type": cuda_type(out.dtype),
         "window": int(call.attributes["window"]),
         "scale": float(call.attributes["scale"]),
         "softcap": float(call.attributes["softcap"]),

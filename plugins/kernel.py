@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import onnx_ir as ir
 
 from enginewright.plan import COMMON_DIMS, Extent, Launch, Linear, linear
 
@@ -22,8 +21,8 @@ class KernelBinding:
     attributes: tuple[str, ...] = ()  # those of the node that the kernel is given
     # role of an output → index of the input whose memory it may take
     in_place: Mapping[str, int] = field(default_factory=dict)
-    # node → (role, rows, columns) of an f32 buffer that only this call uses
-    scratch: Callable[[ir.Node], tuple[str, Linear, int]] | None = None
+    # call → (role, rows, columns) of an f32 buffer that only this call uses
+    scratch: "Callable[[Call], tuple[str, Linear, int]] | None" = None
     # role → dtype of a weight that has a byte for each number in the graph alone
     packed: Mapping[str, str] = field(default_factory=dict)
 
@@ -48,10 +47,11 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Call:
-    """A kernel call that is being lowered for GPUs."""
+    """A kernel call that is being lowered."""
 
     operands: Mapping[str, Matrix]  # by role, without optional ones that are absent
     attributes: Mapping[str, int | float | str]
+    architectures: tuple[str, ...] = ()  # of GPUs, those that it is to run on
     batch_invariant: bool = False  # a row of the result has the same bits, however many there are
     dims: Sequence[str] = COMMON_DIMS  # of the plan
 
@@ -74,21 +74,22 @@ class Specialization(NamedTuple):
     architectures: tuple[str, ...] = ()
 
 
-# As C++ has them.
-TYPES = {"f32": "Type::f32", "bf16": "Type::bf16", "i8": "Type::i8", "e4m3": "Type::e4m3"}
-
-
 @dataclass(frozen=True)
 class CudaKernel(KernelBinding):
     """A kernel for GPUs: also what is launched for a call.
 
-    sources: function → its header in csrc/cuda. counters: node → (operand, rows, columns) of an i32 buffer that only
+    sources: function → its header in csrc/cuda. counters: call → (operand, rows, columns) of an i32 buffer that only
     this call uses: zeros before the first step, and afterwards what the step before has left.
     """
 
     launches: Callable[[Call], tuple[Launch, ...]] = lambda _: ()
     sources: Mapping[str, str] = field(default_factory=dict)
-    counters: Callable[[ir.Node], tuple[str, Linear, int]] | None = None
+    counters: Callable[[Call], tuple[str, Linear, int]] | None = None
+
+
+def cuda_type(dtype: str) -> str:
+    """In C++: csrc/cuda/rows.cuh."""
+    return f"Type::{dtype}"
 
 
 def expression(function: str, struct: str, **fields: int | float | bool | str) -> str:
@@ -101,6 +102,10 @@ def _literal(value: int | float | bool | str) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return float(np.float32(value)).hex() + "f" if isinstance(value, float) else str(value)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def blocks(rows: Linear | int, per: int = 1) -> Extent:

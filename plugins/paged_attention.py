@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from enginewright.plan import Cost, Linear, linear
 from enginewright.plugins.attention_cuda import attention_on_cuda
-from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.kernel import Call, KernelBinding
 from enginewright.plugins.kv_write import as_stored, padded_head_dim
 from enginewright.plugins.masked_attention import in_window, masked_attention
 from enginewright.plugins.plugin import (
@@ -26,6 +26,7 @@ from enginewright.plugins.plugin import (
     operand,
 )
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 PARTIAL_STATE = 16  # floats beside a head's partial output: its maximum and its sum, and room to stay aligned
 
@@ -75,13 +76,10 @@ def _cost(node: ir.Node) -> Cost:
     return Cost(of_position=2 * 2 * int_of(node, "heads") * int_of(node, "head_dim"), window=int_of(node, "window"))
 
 
-def _partials(node: ir.Node) -> tuple[str, Linear, int]:
+def _partials(call: Call) -> tuple[str, Linear, int]:
     """A row for each 256 positions of the longest sequence: what its blocks give, before they are combined."""
-    return (
-        "partials",
-        linear(kv_splits=1),
-        int_of(node, "heads") * (padded_head_dim(int_of(node, "head_dim")) + PARTIAL_STATE),
-    )
+    heads, head_dim = int(call.attributes["heads"]), int(call.attributes["head_dim"])
+    return "partials", linear(kv_splits=1), heads * (padded_head_dim(head_dim) + PARTIAL_STATE)
 
 
 KERNEL = KernelBinding(
@@ -111,5 +109,5 @@ PAGED_ATTENTION = Plugin(
     reference=_reference,
     infer=_infer,
     cost=_cost,
-    kernels={"cpu": KERNEL, "cuda": attention_on_cuda(KERNEL)},
+    kernels={CPU: KERNEL, CUDA: attention_on_cuda(KERNEL)},
 )

@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from enginewright.dtypes import DTYPES
 from enginewright.errors import EngineError
 from enginewright.plan import Cost
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.writer import Writer
 
 DOMAIN = "enginewright"
-CODES = (ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN)  # of what mean nothing without their scale
+CODES = tuple(ir.DataType[dtype.onnx] for dtype in DTYPES.values() if dtype.scale_bytes)  # nothing without their scale
 Dims = tuple[int | ir.SymbolicDim, ...]
 TypeAndDims = tuple[ir.DataType, Dims]
 
@@ -30,7 +31,7 @@ class Plugin:
     # and attributes shape what is written.
     reference: Callable[[Writer, ir.Node], Sequence[ir.Value]]
     infer: Callable[[ir.Node], Sequence[TypeAndDims]]  # dtype and dimensions of the outputs
-    # By target. An op that no target runs (it stands in the graph for a while, until a pass replaces it) has none.
+    # By a target's name. An op that no target runs, which a pass replaces after a while, has none.
     kernels: Mapping[str, KernelBinding] = field(default_factory=dict)
     by_rows: bool = False  # a row of the outputs depends on that row of the inputs, on weights, and on nothing else
     cost: Callable[[ir.Node], Cost] | None = None  # of a row of the outputs; None where it is small

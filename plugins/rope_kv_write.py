@@ -15,6 +15,7 @@ from enginewright.plugins.kv_write import written
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, dtype_of, int_of, operand
 from enginewright.plugins.rope import rotated
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -70,5 +71,5 @@ ROPE_KV_WRITE = Plugin(
     attributes={"heads": int, "kv_heads": int, "head_dim": int, "stored": int},
     reference=_reference,
     infer=_infer,
-    kernels={"cpu": KERNEL, "cuda": KERNEL.on_cuda(_launches, rope_kv_write="rope_kv_write")},
+    kernels={CPU: KERNEL, CUDA: KERNEL.on_cuda(_launches, rope_kv_write="rope_kv_write")},
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from enginewright.errors import NotEnoughMemoryError, UsageError, shorten
 from enginewright.plan import PagedCache, Plan, StepSizes
-from enginewright.runtime.count import parse_count
+from enginewright.runtime.count import format_bytes, parse_bytes, parse_count
 from enginewright.runtime.dims import StepCounter
 from enginewright.runtime.machine import free_memory
 from enginewright.runtime.supported import paged_caches
@@ -82,15 +82,15 @@ def runtime_config(**limits: Any) -> RuntimeConfig:
         if name in NAMES or name in FLAGS:
             continue
         if isinstance(value, str):
-            given[name] = _count(name, value)
+            given[name] = _number(name, value)
         elif isinstance(value, Integral) and not isinstance(value, bool):
             given[name] = int(value)  # numpy's, too
     return RuntimeConfig(**given)
 
 
-def _count(name: str, text: str) -> int:
+def _number(name: str, text: str) -> int:
     try:
-        return parse_count(text)
+        return parse_bytes(text) if name == "kv_cache_memory" else parse_count(text)
     except UsageError as error:
         raise UsageError(name, str(error)) from error
 
@@ -158,8 +158,8 @@ def envelope(
     _, arena_bytes = plan.arena_offsets(limits)
     if not config.mmap and free is None and weight_bytes + arena_bytes > free_memory():
         raise NotEnoughMemoryError(
-            f"weights and activations take {(weight_bytes + arena_bytes) / 1e6:.0f} MB",
-            f"{free_memory() / 1e6:.0f} MB are free",
+            f"weights and activations take {format_bytes(weight_bytes + arena_bytes)}",
+            f"{format_bytes(free_memory())} are free",
             "Leave out --no-mmap: the weights are then mapped, and the system drops pages of them where it has to.",
         )
     budget = config.kv_cache_memory
@@ -169,8 +169,8 @@ def envelope(
     one = sequence_bytes(caches, length, limits.tokens)
     if budget < one:
         raise NotEnoughMemoryError(
-            f"the KV cache of one sequence of {length} positions takes {one / 1e6:.0f} MB",
-            f"{max(budget, 0) / 1e6:.0f} MB are there for it",
+            f"the KV cache of one sequence of {length} positions takes {format_bytes(one)}",
+            f"{format_bytes(max(budget, 0))} are there for it",
             "Use a smaller --max-model-len or --max-num-batched-tokens, or a larger --kv-cache-memory.",
         )
     blocks = _share_out(caches, budget, limits.sequences, length, limits.tokens)

@@ -14,8 +14,13 @@ from enginewright import _cpu
 from enginewright.cli import main
 from enginewright.manifest import WEIGHTS
 from enginewright.plan import WeightOperand
-from enginewright.runtime.bench import profile, roof
-from enginewright.runtime.bench.profile import (
+from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.scheduler import Scheduler
+from enginewright_bench import profile, roof
+from enginewright_bench.profile import (
     KernelProfile,
     Point,
     ProfileConfig,
@@ -23,16 +28,11 @@ from enginewright.runtime.bench.profile import (
     run_profile,
     step_plan,
 )
-from enginewright.runtime.bench.report import describe_profile
-from enginewright.runtime.bench.roof import read_buffer
-from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
-from enginewright.runtime.sampling import SampledToken
-from enginewright.runtime.scheduler import Scheduler
-from tests.engines import built
-from tests.scheduler_watch import sequence_of
-from tests.tiny import tiny_checkpoint
+from enginewright_bench.report import describe_profile
+from enginewright_bench.roof import read_buffer
+from tests.helpers.engines import built
+from tests.helpers.scheduler_watch import sequence_of
+from tests.helpers.tiny import tiny_checkpoint
 
 FEW = ProfileConfig(prefill=(33,), batch=(1, 3), depth=(0, 70), rounds=2)
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from enginewright import _cpu
-from tests.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, Operands, aligned, weight
+from tests.helpers.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, Operands, aligned, weight
 
 SEQUENCES = (0, 0, 1, 0, 0, 0)
 SEQUENCE_ENDS = (1, 0, 1, 0, 0, 0)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from tests.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, weight
-from tests.paged_kv import BLOCK_SIZE, Heads, PoolViews, kv_blocks, kv_operands
+from tests.helpers.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, weight
+from tests.helpers.paged_kv import BLOCK_SIZE, Heads, PoolViews, kv_blocks, kv_operands
 from tests.tolerances import ROPE_TABLE
 
 ISAS = _cpu.isa_names()

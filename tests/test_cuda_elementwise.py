@@ -10,14 +10,14 @@ from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import CudaKernel, Matrix
 from enginewright.plugins.registry import STANDARD_KERNELS
 from enginewright.runtime.cuda.sampling import DRAWN
-from tests.cuda_call import CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
+from tests.helpers.cuda_call import CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
 
 TOKENS, LOGIT_ROWS = linear(tokens=1), linear(logit_rows=1)
 SIZES = step_sizes(tokens=5, sequences=2, logit_rows=3)
 
 
 def kernel(op: str) -> CudaKernel:
-    binding = STANDARD_KERNELS["cuda"].get(op) or PLUGINS[op].kernels["cuda"]
+    binding = (STANDARD_KERNELS[op] if op in STANDARD_KERNELS else PLUGINS[op].kernels)["cuda"]
     assert isinstance(binding, CudaKernel)
     return binding
 

@@ -24,24 +24,25 @@ from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.plan import step_sizes
 from enginewright.plugins.kernel import Specialization
+from enginewright.plugins.target import CPU_TARGET, CudaTarget, Target
 from enginewright.runtime import core
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.cuda.executor import BUCKETS, CudaExecutor, DeviceLogits, bucket_of, buckets_for
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import Entries, Fields, SampledToken, SamplingParams
 from enginewright.runtime.score import score
 from enginewright.runtime.token_mask import Mask
 from tests import tolerances
-from tests.emulated import EmulatedKernels, Kernels
-from tests.emulated_device import EmulatedDevice, device_for
-from tests.graphs import checkpoint_of, random_tokens, relative_error
-from tests.ladder import Ladder
-from tests.ragged import RaggedRun
-from tests.sampling_reference import same_draws, with_newest
-from tests.tiny import wide_checkpoint
+from tests.emulator.device import EmulatedDevice, device_for
+from tests.emulator.kernels import EmulatedKernels, Kernels
+from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error
+from tests.helpers.ladder import Ladder
+from tests.helpers.ragged import RaggedRun
+from tests.helpers.sampling_reference import same_draws, with_newest
+from tests.helpers.tiny import wide_checkpoint
 
 TARGETS = ("cpu", "cuda:sm_80")
 Asked = tuple[list[int], SamplingParams]
@@ -66,13 +67,13 @@ def _folder() -> Path:
 def built(
     family: str, quant: str, kv: str = "bf16", batch_invariant: bool = False, **settings: str
 ) -> tuple[Path, ir.Model, dict[str, Specialization]]:
-    """An engine for both families (without cubins: nothing here runs them), the graph of GPUs, and their code."""
+    """An engine for both targets (without cubins: nothing here runs them), the graph of GPUs, and their code."""
     graphs: dict[str, ir.Model] = {}
     kernels: dict[str, Specialization] = {}
     lower = assembly.lower
 
-    def watched(model: ir.Model, target: str, *rest: int):  # type: ignore[no-untyped-def]
-        graphs[target] = model.clone()
+    def watched(model: ir.Model, target: Target, *rest: int):  # type: ignore[no-untyped-def]
+        graphs[target.name] = model.clone()
         lowered = lower(model, target, *rest)
         kernels.update(lowered.kernels)
         return lowered
@@ -122,8 +123,8 @@ def test_the_gate_simulates_fp8_activations(scales: str) -> None:
     with Engine.open(path, "cuda") as engine:
         weights = FileWeights(engine, made.section_names)
         errors = []
-        for family in ("cuda", "cpu"):
-            streamed = simulate(made.dense.clone(), config.method, family, weights, [tokens])
+        for target in (CudaTarget(), CPU_TARGET):
+            streamed = simulate(made.dense.clone(), config.method, target, weights, [tokens])
             errors.append(relative_error(streamed.logits(0, 0, len(tokens)).numpy(), expected))
     assert errors[0] < tolerances.ENGINE_GRAPH["fp8"] and errors[0] < 0.8 * errors[1], errors
 

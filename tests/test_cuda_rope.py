@@ -7,9 +7,9 @@ import torch
 from enginewright.plan import linear, step_sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import CudaKernel, Matrix
-from tests.cuda_call import CudaCall, Operand, as_bf16, empty, strided, vector
-from tests.cuda_kv import BLOCK_SIZE, Pools
-from tests.emulated import SCHEDULES
+from tests.emulator.kernels import SCHEDULES
+from tests.helpers.cuda_call import CudaCall, Operand, as_bf16, empty, strided, vector
+from tests.helpers.cuda_kv import BLOCK_SIZE, Pools
 
 TOKENS = linear(tokens=1)
 

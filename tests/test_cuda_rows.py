@@ -7,8 +7,8 @@ import pytest
 from enginewright.plan import Linear, linear, step_sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import CudaKernel, Matrix
-from tests.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, strided
-from tests.emulated import SCHEDULES
+from tests.emulator.kernels import SCHEDULES
+from tests.helpers.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, strided
 
 TOKENS, COLUMNS, STRIDE, PADDED = linear(tokens=1), 330, 448, 384
 SIZES = step_sizes(tokens=6, sequences=1, logit_rows=1)

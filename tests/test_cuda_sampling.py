@@ -27,9 +27,9 @@ from enginewright.runtime.sampling import (
     _Batch,
 )
 from enginewright.runtime.token_mask import Mask, num_words
-from tests.emulated import SCHEDULES, EmulationError, Kernels
-from tests.emulated_device import EmulatedDevice
-from tests.sampling_reference import (
+from tests.emulator.device import EmulatedDevice
+from tests.emulator.kernels import SCHEDULES, EmulationError, Kernels
+from tests.helpers.sampling_reference import (
     FILTERS,
     check_draw,
     chi_square,

@@ -18,8 +18,8 @@ from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.engine_header import MAX_HEADER_BYTES, header_end, parse_header
 from enginewright.errors import CorruptEngineError, EngineError, UsageError
 from enginewright.manifest import About, Manifest
-from tests.header_fuzz import mutants, read_all, signed
-from tests.small_engine_file import (
+from tests.helpers.header_fuzz import mutants, read_all, signed
+from tests.helpers.small_engine_file import (
     ABOUT,
     PLAN,
     add_content,
@@ -253,10 +253,10 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(CorruptEngineError, match="not a file"):
         EngineFile.open(tmp_path / "fifo")
-    for name in ("missing", "nul\0", "x" * 300):
+    for name, exit_code in (("missing", 2), ("fifo/inside", 2), ("nul\0", 1), ("x" * 300, 1)):
         with pytest.raises(EngineError, match="cannot be opened") as error:
             EngineFile.open(tmp_path / name)
-        assert error.value.exit_code == 1
+        assert error.value.exit_code == exit_code
 
 
 def test_a_newer_format_wants_an_upgrade(path: Path) -> None:

@@ -12,10 +12,10 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import NotEnoughMemoryError, UsageError
 from enginewright.plan import COMMON_DIMS, Buffer, PagedCache, Plan, Plane, StepSizes, linear
 from enginewright.runtime import envelope as module
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, blocks_of, envelope, sequence_bytes
-from enginewright.runtime.executor import CpuExecutor
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 DTYPE_BYTES = {"f32": 4, "bf16": 2}
 

@@ -20,8 +20,8 @@ from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, UsageError
 from enginewright.new_file import NewFile
 from enginewright.passes.quant import METHODS, W8A8, Auto, Fp8, Int4Gptq, Int4Rtn, Int8Sq, QuantConfig
-from tests import tiny_gguf
-from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers import tiny_gguf
+from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 
 def run(*arguments: object) -> Result:
@@ -72,7 +72,7 @@ def test_the_command_says_it_and_touches_nothing(folder: Path, tmp_path: Path, m
     before = contents(folder), contents(tmp_path)
     result = run(folder, "--quant", "w8a8", "--dry_run")
     assert result.exit_code == 0 and result.stdout == ""
-    for piece in ("tiny-llama-w8a8.engine", " gemm_w8a8@1", "MB i8", "on that disk", "in memory", "skipped  by"):
+    for piece in ("tiny-llama-w8a8.engine", " gemm_w8a8@1", "KiB i8", "on that disk", "in memory", "skipped  by"):
         assert piece in result.stderr
     report = json.loads(run(folder, "--quant", "w8a8", "--dry-run", "--json").stdout)
     assert report["targets"] == ["cpu"] and report["kernels"]["cpu"]["gemm_w8a8@1"] == 13

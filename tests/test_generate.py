@@ -10,15 +10,15 @@ import pytest
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import UsageError
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import CompletionOutput, to_dicts
 from enginewright.runtime.params import default_params
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.score import score
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 from tests.tolerances import LOGPROB
 
 FAMILIES = ["llama", "gemma3_text"]

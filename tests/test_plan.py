@@ -11,13 +11,13 @@ import pytest
 
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError
 from enginewright.plan import COMMON_DIMS, CacheOperand, Linear, PagedCache, Plan, RecurrentState, linear, step_sizes
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.dims import StepCounter
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
-from tests.engines import built, copied
-from tests.tiny import tiny_checkpoint
+from tests.helpers.engines import built, copied
+from tests.helpers.tiny import tiny_checkpoint
 
 CONFIG = RuntimeConfig(max_num_seqs=2, max_model_len=64, threads=1)
 STATE = {

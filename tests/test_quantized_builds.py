@@ -18,13 +18,13 @@ from enginewright.passes.pass_manager import run_passes
 from enginewright.passes.quant import act_order
 from enginewright.passes.quant.act_order import SortColumns
 from enginewright.plugins.softcap import SOFTCAP
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from tests import tolerances
-from tests.graphs import DenseRun, random_tokens, relative_error
-from tests.quantized import CASES, GPTQ, Tiny, fp8, gptq, mixed, pack_quantized, tiny_case, tiny_quantized
+from tests.helpers.graphs import DenseRun, random_tokens, relative_error
+from tests.helpers.quantized import CASES, GPTQ, Tiny, fp8, gptq, mixed, pack_quantized, tiny_case, tiny_quantized
 
 
 def build(tiny: Tiny, path: Path, gate: GateConfig | None = None) -> BuildReport:

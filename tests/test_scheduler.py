@@ -9,7 +9,7 @@ from enginewright.plan import step_sizes
 from enginewright.runtime.envelope import blocks_of
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import StepPlan
-from tests.scheduler_watch import BLOCK, LONGEST, STOP, VOCAB, Watch, group, sequence_of
+from tests.helpers.scheduler_watch import BLOCK, LONGEST, STOP, VOCAB, Watch, group, sequence_of
 
 WIDTH = -(-LONGEST // BLOCK)
 STEPS = 100_000

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import onnx_ir as ir
 import torch
 
 from enginewright.builder.cuda import Instance
-from enginewright.builder.lower.pack import DTYPES
+from enginewright.builder.lower.pack import TORCH_DTYPES
 from enginewright.plan import COLUMN_ALIGN, COMMON_DIMS, Buffer, Launch, Linear, StepSizes, linear
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
@@ -63,6 +62,7 @@ def call_of(
     op: str,
     matrices: Mapping[str, Matrix],
     kernel: CudaKernel | None = None,
+    sm: str = "sm_90a",
     dims: Sequence[str] = COMMON_DIMS,
     **attributes: int | float | str,
 ) -> OpCall:
@@ -71,22 +71,18 @@ def call_of(
     Args:
         matrices: of inputs and outputs, by role.
         kernel: in place of the op's own.
+        sm: the architecture that launches are chosen for.
         dims: of a step.
         attributes: all of the op's.
     """
     binding = kernel or kernel_of(op)
-    values = {
-        role: ir.Value(name=role, shape=ir.Shape([matrix.rows.constant, matrix.columns]))
-        for role, matrix in matrices.items()
-    }
-    node = PLUGINS[op].node([values.get(role) for role in binding.inputs], **attributes)
+    given = {name: attributes[name] for name in binding.attributes if name in attributes}
     whole = dict(matrices)
     for dtype, extra in (("f32", binding.scratch), ("i32", binding.counters)):
         if extra is not None:
-            role, rows, columns = extra(node)
+            role, rows, columns = extra(Call(whole, given, (sm,)))
             whole[role] = buffer(dtype, columns, rows)
-    given = {name: attributes[name] for name in binding.attributes if name in attributes}
-    return OpCall(whole, binding.launches(Call(whole, given, dims=dims)), binding.sources)
+    return OpCall(whole, binding.launches(Call(whole, given, (sm,), dims=dims)), binding.sources)
 
 
 def buffer(dtype: str, columns: int, rows: Linear = TOKENS) -> Matrix:
@@ -102,7 +98,7 @@ def vector(rows: Linear, columns: int = 1) -> Matrix:
 
 def empty(matrix: Matrix, sizes: StepSizes, at: str) -> torch.Tensor:
     """Memory of a buffer, [rows, stride]."""
-    return torch.empty((max(matrix.rows.at(sizes), 1), matrix.stride), dtype=DTYPES[matrix.dtype], device=at)
+    return torch.empty((max(matrix.rows.at(sizes), 1), matrix.stride), dtype=TORCH_DTYPES[matrix.dtype], device=at)
 
 
 def random_rows(matrix: Matrix, sizes: StepSizes, at: str) -> torch.Tensor:

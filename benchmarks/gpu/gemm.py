@@ -16,7 +16,8 @@ from enginewright.builder.cuda.triton_gemm import TILES, gemm_bf16
 from enginewright.builder.lower.pack import PackedForm
 from enginewright.errors import EngineError
 from enginewright.plan import Linear, StepSizes, step_sizes
-from enginewright.plugins import gemm_cuda
+from enginewright.plugins import gemm_cuda, gemm_format, gemm_tiles
+from enginewright.plugins.architectures import ARCHITECTURES
 from enginewright.plugins.kernel import Call, Matrix
 from enginewright.plugins.quantize_rows import groups_of
 
@@ -74,11 +75,15 @@ class Format:
         return forms
 
     @property
-    def tiles(self) -> gemm_cuda.Format:
-        """Of engines."""
-        return gemm_cuda.FORMATS[self.op.removeprefix("Gemm").lower()]
+    def facts(self) -> gemm_format.GemmFormat:
+        return gemm_format.FORMATS[self.op.removeprefix("Gemm").lower()]
 
-    def call(self, shape: Shape, tiles: gemm_cuda.Format | None = None) -> OpCall:
+    @property
+    def tiles(self) -> gemm_tiles.Tiles:
+        """Of engines."""
+        return gemm_tiles.TILES[self.facts.name]
+
+    def call(self, shape: Shape, sm: str, tiles: gemm_tiles.Tiles | None = None) -> OpCall:
         """tiles: others than those of engines."""
         out = shape.features // 2 if shape.gated else shape.features
         to = "f32" if shape.name == "head" else "bf16"
@@ -95,12 +100,14 @@ class Format:
         if self.op not in ("GemmBf16", "GemmW8A16"):
             attributes["group"] = self.group
         tiles = tiles or self.tiles
-        call = call_of(self.op, operands, gemm_cuda.tiled(kernel_of(self.op), tiles), **attributes)
+        kernel = gemm_cuda.tiled(kernel_of(self.op), self.facts, tiles)
+        call = call_of(self.op, operands, kernel, sm, **attributes)
+        arch = replace(ARCHITECTURES[sm], wgmma_gemm=bool(self.beside))
+        launches = gemm_cuda.launches_on(arch, Call(call.matrices, attributes), self.facts, tiles)
         if not self.beside:
-            others = [launch for launch in call.launches if not launch.kernel.startswith("gemm_wgmma")]
-            return replace(call, launches=tuple(others))
-        launches = gemm_cuda.wgmma_launches(tiles, Call(call.matrices, attributes))
-        return replace(call, launches=tuple(launches), sources={"gemm_wgmma": "gemm_wgmma.cuh"})
+            return replace(call, launches=tuple(launches))
+        wgmma = tuple(launch for launch in launches if launch.kernel.startswith("gemm_wgmma"))
+        return replace(call, launches=wgmma, sources={"gemm_wgmma": "gemm_wgmma.cuh"})
 
 
 FORMATS = (
@@ -274,7 +281,7 @@ def bytes_of(shape: Shape, format: Format | None, tokens: int) -> int:
 
 def prepared(bench: Bench, report: Report, formats: Sequence[Format]) -> Iterator[tuple[Shape, dict[Format, OpCall]]]:
     """Calls whose kernels compile, a shape; all of them are compiled at once if they do."""
-    calls = {(shape, format): format.call(shape) for shape in SHAPES for format in formats}
+    calls = {(shape, format): format.call(shape, bench.sm) for shape in SHAPES for format in formats}
     kernels = {place: kernels_of(place[0], call) for place, call in calls.items()}
     try:
         bench.compile(kernel for some in kernels.values() for kernel in some)

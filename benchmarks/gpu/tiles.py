@@ -1,6 +1,6 @@
-"""Tiles of matrix products: those that engines have (plugins/gemm_cuda.py), beside each choice made in another way.
+"""Tiles of matrix products: those that engines have (plugins/gemm_tiles.py), beside each choice made in another way.
 
-Runs where it is asked for by name. What it finds goes into FORMATS by hand.
+Runs where it is asked for by name. What it finds goes into TILES by hand.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from benchmarks.gpu.calls import OpCall
 from benchmarks.gpu.report import Report
 from enginewright.builder.cuda import Instance
 from enginewright.errors import EngineError
-from enginewright.plugins import gemm_cuda
+from enginewright.plugins.gemm_tiles import Tiles
 
 CHOICES: dict[str, tuple[float, ...]] = {
     "feature_warps": (1, 2, 4),
@@ -31,7 +31,7 @@ FEW = 64  # tokens, which gemm_small has, or some of them
 ROUNDS = 5
 
 
-def variants(tiles: gemm_cuda.Format) -> Iterator[tuple[str, gemm_cuda.Format]]:
+def variants(tiles: Tiles) -> Iterator[tuple[str, Tiles]]:
     yield PRESENT, tiles
     for name, values in CHOICES.items():
         for value in values:
@@ -39,9 +39,9 @@ def variants(tiles: gemm_cuda.Format) -> Iterator[tuple[str, gemm_cuda.Format]]:
                 yield f"{name}={value}", replace(tiles, **{name: value})
 
 
-def calls_of(format: gemm.Format, shape: gemm.Shape) -> dict[str, OpCall]:
+def calls_of(format: gemm.Format, shape: gemm.Shape, sm: str) -> dict[str, OpCall]:
     """By variant; none whose stages do not fit, nor one that launches nothing else than the present tiles."""
-    found = {name: format.call(shape, tiles) for name, tiles in variants(format.tiles)}
+    found = {name: format.call(shape, sm, tiles) for name, tiles in variants(format.tiles)}
     present = found[PRESENT].launches
     return {name: call for name, call in found.items() if name == PRESENT or call.launches != present}
 
@@ -69,7 +69,7 @@ def measure(
     bench: Bench, report: Report, format: gemm.Format, shape: gemm.Shape, weights: gemm.Weights
 ) -> dict[int, dict[str, float]]:
     """By tokens and variant: how many times as fast it is as the present tiles."""
-    calls, packed = compiled(bench, report, shape, calls_of(format, shape)), weights.packed(format)
+    calls, packed = compiled(bench, report, shape, calls_of(format, shape, bench.sm)), weights.packed(format)
     ratios: dict[int, dict[str, float]] = {}
     for tokens in (tokens for tokens in gemm.TOKENS if tokens <= shape.most):
         contestants, outs = dict[str, Replay](), dict[str, torch.Tensor]()

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from enginewright.builder.lower.arena import assign_slots, nominal_sizes
 from enginewright.builder.lower.pack import PackedForm
+from enginewright.dtypes import DTYPES
 from enginewright.errors import EngineError
 from enginewright.plan import (
     COLUMN_ALIGN,
@@ -39,19 +40,13 @@ from enginewright.plugins import binding_of, plugin_of
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix, Specialization
 from enginewright.plugins.kv_write import BLOCK_SIZE, kv_row_bytes, padded_head_dim
 from enginewright.plugins.plugin import dtype_attribute
-from enginewright.plugins.sampling_cuda import SAMPLING_SOURCES, sampling_launch
+from enginewright.plugins.target import Target
 
 # The name of a value that is a plane of a layer's cache, as it comes in or as a kernel has written to it.
 POOL_NAME = re.compile(r"(?P<part>\w+)_pool\.(?P<layer>\d+)(\..*)?")
 VIEW_OPS = ("Split", "Reshape")
 OF_GROUPS = ("scale", "zero")  # the roles of matrices with a column for each group of a weight's columns
-DTYPE_NAMES = {
-    ir.DataType.FLOAT: "f32",
-    ir.DataType.BFLOAT16: "bf16",
-    ir.DataType.INT8: "i8",
-    ir.DataType.FLOAT8E4M3FN: "e4m3",
-    ir.DataType.INT32: "i32",
-}
+DTYPE_NAMES = {ir.DataType[dtype.onnx]: name for name, dtype in DTYPES.items() if dtype.bytes}
 
 ROWS = {dim: linear(**{dim: 1}) for dim in COMMON_DIMS}
 # The rows and columns of the inputs whose graph shape says less than the plan must know.
@@ -116,8 +111,8 @@ def kv_groups_of(model: ir.Model) -> tuple[PagedCache, ...]:
     return tuple(groups)
 
 
-def lower(model: ir.Model, target: str, max_seq_len: int, batch_invariant: bool = False) -> Lowered:
-    """Lower a ragged graph for a family of targets (`cpu`, `cuda`). batch_invariant: for GPUs, as BuildConfig has it.
+def lower(model: ir.Model, target: Target, max_seq_len: int, batch_invariant: bool = False) -> Lowered:
+    """Lower a ragged graph for a target. batch_invariant: for GPUs, as BuildConfig has it.
 
     Raises:
         EngineError: a node has no kernel for the target; the message names it.
@@ -126,7 +121,7 @@ def lower(model: ir.Model, target: str, max_seq_len: int, batch_invariant: bool 
 
 
 class _Lowering:
-    def __init__(self, model: ir.Model, target: str, batch_invariant: bool) -> None:
+    def __init__(self, model: ir.Model, target: Target, batch_invariant: bool) -> None:
         self.model = model
         self.graph = model.graph
         self.target = target
@@ -161,12 +156,9 @@ class _Lowering:
         view = self.views[logits]
         nominal = nominal_sizes(self.dims, self.groups)
         slots = assign_slots(self.buffers, self.calls, view.buffer, nominal, self.lasting)
-        sampling = None
-        if self.target == "cuda":
-            matrix = self._matrix(BufferOperand(view.buffer, view.column, view.columns))
-            sampling = self._named(sampling_launch(matrix), SAMPLING_SOURCES)
+        sampling = self.target.sampling(self._matrix(BufferOperand(view.buffer, view.column, view.columns)))
         plan = Plan(
-            target=self.target,
+            target=self.target.name,
             dims=tuple(self.dims),
             inputs=tuple(inputs),
             caches=self.groups,
@@ -175,7 +167,7 @@ class _Lowering:
             logits=view.buffer,
             vocab_size=view.columns,
             max_seq_len=max_seq_len,
-            sampling=sampling,
+            sampling=self._named(*sampling) if sampling else None,
         )
         return Lowered(plan, self.weights, self.kernels)
 
@@ -210,18 +202,18 @@ class _Lowering:
             name: attribute.value for name, attribute in node.attributes.items() if name in binding.attributes
         }
         if binding.scratch is not None:
-            role, rows, columns = binding.scratch(node)
+            role, rows, columns = binding.scratch(self._call(operands, attributes))
             operands[role] = self._extra("f32", rows, columns)
         if isinstance(binding, CudaKernel) and binding.counters is not None:
-            role, rows, columns = binding.counters(node)
+            role, rows, columns = binding.counters(self._call(operands, attributes))
             counters = operands[role] = self._extra("i32", rows, columns)
             self.lasting.append(counters.index)
+        if "largest" in operands and not self.target.static_scales:
+            name = self.target.name
+            raise EngineError(f"{node.name} has static scales of activations, which no kernel for {name} takes")
         launches: tuple[Launch, ...] = ()
         if isinstance(binding, CudaKernel):
-            if "largest" in operands:
-                raise EngineError(f"{node.name} has static scales of activations, which no kernel for cuda takes")
-            matrices = {role: self._matrix(operand) for role, operand in operands.items()}
-            call = Call(matrices, attributes, self.batch_invariant, self.dims)
+            call = self._call(operands, attributes)
             launches = tuple(self._named(one, binding.sources) for one in binding.launches(call))
         self.calls.append(KernelCall(binding.kernel, operands, attributes, launches, self._cost(node)))
 
@@ -232,12 +224,20 @@ class _Lowering:
             return Cost()
         return plugin.cost(node)
 
+    def _call(self, operands: Mapping[str, Operand], attributes: Mapping[str, int | float | str]) -> Call:
+        matrices = {role: self._matrix(operand) for role, operand in operands.items()}
+        return Call(matrices, attributes, self.target.architectures, self.batch_invariant, self.dims)
+
     def _named(self, launch: Launch, sources: Mapping[str, str]) -> Launch:
         """The same launch by its kernel's name in the code: `rms_norm-`, and a hash of the specialization."""
         self._use_dims(launch.rows, *(extent.rows for extent in launch.grid))
         function = launch.kernel.partition("<")[0]
         name = f"{function}-{hashlib.sha256(launch.kernel.encode()).hexdigest()[:12]}"
-        self.kernels[name] = Specialization(sources[function], launch.kernel, launch.architectures)
+        architectures = launch.architectures
+        if name in self.kernels:  # another launch has it, too, perhaps on other architectures; () is all of them
+            before = self.kernels[name].architectures
+            architectures = tuple(dict.fromkeys((*before, *architectures))) if before and architectures else ()
+        self.kernels[name] = Specialization(sources[function], launch.kernel, architectures)
         return msgspec.structs.replace(launch, kernel=name)
 
     def _use_dims(self, *sizes: Linear) -> None:

@@ -23,10 +23,9 @@
 #include <variant>
 #include <vector>
 
-namespace enginewright {
+#include "dtype.h"
 
-// e4m3: FP8, see bf16_tables.h. u4 and e2m1: codes of 4 bits, integers or FP4.
-enum class DType : uint8_t { f32, bf16, i32, i8, e4m3, u4, e2m1 };
+namespace enginewright {
 
 // The sizes that every step has, by their positions (enginewright/plan.py: COMMON_DIMS). A plan may have
 // others behind them: a kernel finds these in the rows of its operands.
@@ -86,10 +85,9 @@ struct CachePlane {
   int64_t tile_bytes, block_stride;  // bytes
 
   bool scaled() const { return dtype != DType::bf16; }
-  int64_t code_bytes() const {
-    return block_size * dim_pad * (scaled() ? 1 : 2);
-  }                                                                        // of a tile, without scales
-  int64_t token_bytes() const { return heads * tile_bytes / block_size; }  // in all heads
+  // Of a tile, without scales; and of a token in all heads.
+  int64_t code_bytes() const { return block_size * dim_pad * (scaled() ? 1 : 2); }
+  int64_t token_bytes() const { return heads * tile_bytes / block_size; }
 };
 
 // A matrix with a fixed address. A row starts every `stride` elements; in arena buffers the stride is a

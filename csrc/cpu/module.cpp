@@ -32,11 +32,12 @@ Linear linear_of(const Numbers& numbers) {
 }
 
 DType dtype_of(const std::string& name) {
-  for (const DType dtype :
-       {DType::f32, DType::bf16, DType::i32, DType::i8, DType::e4m3, DType::u4, DType::e2m1}) {
-    if (name == name_of(dtype)) return dtype;
+  std::string known;
+  for (const DTypeFacts& facts : kDTypes) {
+    if (name == facts.name) return facts.dtype;
+    known += (known.empty() ? "" : ", ") + std::string(facts.name);
   }
-  throw std::invalid_argument("there is no dtype '" + name + "'; known: f32, bf16, i32, i8, e4m3, u4, e2m1");
+  throw std::invalid_argument("there is no dtype '" + name + "'; known: " + known);
 }
 
 Layout layout_of(const std::string& name) {
@@ -291,6 +292,12 @@ double read_rate_of(const std::vector<py::buffer>& buffers, int threads, double 
   return read_rate(memory, threads, seconds);
 }
 
+std::vector<std::pair<std::string, int>> dtypes() {
+  std::vector<std::pair<std::string, int>> found;
+  for (const DTypeFacts& facts : kDTypes) found.emplace_back(facts.name, facts.bits);
+  return found;
+}
+
 std::vector<std::string> kernel_names(const std::string& isa) {
   std::vector<std::string> names;
   for (const auto& [name, factory] : kernel_table(isa)) names.push_back(name);
@@ -303,6 +310,7 @@ std::vector<std::string> kernel_names(const std::string& isa) {
 PYBIND11_MODULE(_cpu, module) {
   module.doc() = "The CPU target: executor, kernels, caches, sampling.";
   module.def("isa_names", &enginewright::isa_names);
+  module.def("dtypes", &enginewright::dtypes);
   module.def("kernel_names", &enginewright::kernel_names, pybind11::arg("isa"));
   module.def("dot_rates", &enginewright::dot_rates, pybind11::arg("isa"), pybind11::arg("threads"),
              pybind11::arg("seconds"), pybind11::call_guard<pybind11::gil_scoped_release>());

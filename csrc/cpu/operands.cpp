@@ -8,41 +8,11 @@ void require(bool holds, const std::string& sentence) {
   if (!holds) throw std::invalid_argument(sentence);
 }
 
-const char* name_of(DType dtype) {
-  switch (dtype) {
-    case DType::f32:
-      return "f32";
-    case DType::bf16:
-      return "bf16";
-    case DType::i32:
-      return "i32";
-    case DType::e4m3:
-      return "e4m3";
-    case DType::u4:
-      return "u4";
-    case DType::e2m1:
-      return "e2m1";
-    default:
-      return "i8";
-  }
-}
+const char* name_of(DType dtype) { return facts_of(dtype).name; }
 
-bool four_bits(DType dtype) { return dtype == DType::u4 || dtype == DType::e2m1; }
+bool four_bits(DType dtype) { return facts_of(dtype).bits == 4; }
 
-int64_t bytes_of(DType dtype, int64_t elements) {
-  switch (dtype) {
-    case DType::f32:
-    case DType::i32:
-      return 4 * elements;
-    case DType::bf16:
-      return 2 * elements;
-    case DType::u4:
-    case DType::e2m1:
-      return elements / 2;
-    default:
-      return elements;
-  }
-}
+int64_t bytes_of(DType dtype, int64_t elements) { return elements * facts_of(dtype).bits / 8; }
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -79,17 +49,18 @@ const Operand& step_input(const Operands& operands, const std::string& name) {
   return m;
 }
 
-const CachePlane& cache_plane(const Operands& operands, const std::string& name, int64_t heads, int64_t dim) {
+const CachePlane& cache_plane(const Operands& operands, const std::string& name) {
   const Operand& m = operand(operands, name);
   require(m.kind == Operand::Kind::cache, "'" + name + "' must be a plane of a cache");
-  require(m.plane.heads == heads && m.plane.dim == dim, "'" + name + "' has heads of another shape");
   return m.plane;
 }
 
-void require_alike(const CachePlane& a, const CachePlane& b) {
-  require(a.dtype == b.dtype && a.num_blocks == b.num_blocks && a.block_size == b.block_size &&
-              a.heads == b.heads && a.dim == b.dim && a.block_stride == b.block_stride,
-          "the planes of keys and of values are not alike");
+void require_planes(const CachePlane& keys, const CachePlane& values, int64_t heads, int64_t dim) {
+  require(keys.heads == heads && keys.dim == dim, "'key' has heads of another shape");
+  require(keys.dtype == values.dtype && keys.num_blocks == values.num_blocks &&
+              keys.block_size == values.block_size && keys.heads == values.heads && keys.dim == values.dim &&
+              keys.block_stride == values.block_stride,
+          "'key' and 'value' are planes of different shapes");
 }
 
 void require_same_rows(const Operand& a, const Operand& b) {

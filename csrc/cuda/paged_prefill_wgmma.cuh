@@ -35,7 +35,7 @@ struct PrefillWgmma {
   static constexpr int POSITIONS = A::SPLIT, OWN = POSITIONS / WARPS;  // of a tile; that a warp copies
   static constexpr int SLAB_BYTES = POSITIONS * 128, TILE_BYTES = A::DIM / 64 * SLAB_BYTES;
   static constexpr int STAGES = 3, STAGE_BYTES = 2 * TILE_BYTES;  // keys, and behind them values
-  static_assert(S.kv.type == KvType::bf16 && (A::DIM == 64 || A::DIM == 128) && S.kv.block_size % OWN == 0);
+  static_assert(S.kv.type == Type::bf16 && (A::DIM == 64 || A::DIM == 128) && S.kv.block_size % OWN == 0);
 
   // A warp copies its positions of keys, or values: zeros for what no row sees.
   static DEVICE void copy(unsigned char* to, const unsigned char* pool, int block, int kv_head, int tile,

@@ -72,9 +72,9 @@ struct RopeHead {
   static DEVICE void write(unsigned char* tile, int at, const float (&x)[PAIRS][2]) {
     unsigned char* row = tile + at * PADDED * S.kv.element_bytes();
     float* scale = reinterpret_cast<float*>(tile + S.kv.code_bytes()) + at;
-    if constexpr (S.kv.type == KvType::bf16)
+    if constexpr (S.kv.type == Type::bf16)
       write_bf16(reinterpret_cast<bf16*>(row), x, PADDED);
-    else if constexpr (S.kv.type == KvType::i8)
+    else if constexpr (S.kv.type == Type::i8)
       write_codes(reinterpret_cast<int8_t*>(row), scale, x);
     else
       write_codes(reinterpret_cast<e4m3*>(row), scale, x);

@@ -5,7 +5,7 @@
 
 namespace enginewright {
 
-// What a number becomes where it is stored.
+// What a number becomes where it is stored. src/enginewright/dtypes.py says more of each.
 enum class Type { f32, bf16, i8, e4m3 };
 
 template <Type TYPE>

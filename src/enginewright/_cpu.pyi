@@ -12,6 +12,9 @@ _Linear = Sequence[int]  # the constant, then the factor of each dim
 def isa_names() -> list[str]:
     """Instruction sets of this machine, best first: of "amx", "avx512", "avx2", "portable"."""
 
+def dtypes() -> list[tuple[str, int]]:
+    """Names and bits of the types of numbers, as C++ has them."""
+
 def kernel_names(isa: str) -> list[str]: ...
 
 class CacheBlocks:
@@ -20,7 +23,7 @@ class CacheBlocks:
     def __init__(
         self, layers: int, num_blocks: int, block_size: int, planes: Sequence[tuple[str, int, int, str]]
     ) -> None:
-        """planes: name, heads, dim of a head, and dtype: "bf16", or "i8" or "e4m3" with a scale a row."""
+        """planes: name, heads, dim of a head, and dtype: "bf16", or "i8" or "e4m3" with one scale per row."""
     @property
     def nbytes(self) -> int: ...
     def scrub(self, blocks: Sequence[int]) -> None:

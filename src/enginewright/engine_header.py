@@ -46,11 +46,11 @@ _VERSION = msgspec.json.Decoder(_Version)
 
 @dataclass(frozen=True)
 class EngineHeader:
-    """A header that holds together. offsets: section → where it starts in the file."""
+    """A header that holds together."""
 
     manifest: Manifest
     manifest_hash: str  # SHA-256 of the manifest's text: the engine's identity
-    offsets: Mapping[str, int]
+    offsets: Mapping[str, int]  # section → where it starts in the file
 
 
 def padded(nbytes: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from enginewright.dtypes import DTYPES
 from enginewright.errors import CorruptEngineError
 
 ARENA_ALIGN_BYTES = 64
@@ -22,7 +23,6 @@ MOST_SHARED_BYTES = 227 << 10  # of a block, on the GPUs that have most
 # tokens whose logits are wanted.
 COMMON_DIMS = ("tokens", "sequences", "logit_rows")
 MOST_DIMS = 8  # of a plan (csrc/cpu/kernel.h and csrc/cuda/device.cuh have room for so many)
-DTYPE_BYTES = {"f32": 4, "bf16": 2, "i32": 4, "i8": 1, "e4m3": 1}
 
 
 class StepSizes(msgspec.Struct, frozen=True):
@@ -101,7 +101,7 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def element_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
+        return DTYPES[self.dtype].bytes
 
     def bytes_at(self, sizes: StepSizes) -> int:
         return self.rows.at(sizes) * self.stride * self.element_bytes
@@ -170,7 +170,7 @@ class RecurrentState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     @property
     def bytes_per_sequence(self) -> int:
         """Of all layers and tensors."""
-        one = sum(prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in self.tensors)
+        one = sum(prod(tensor.shape) * DTYPES[tensor.dtype].bytes for tensor in self.tensors)
         return len(self.layers) * one
 
 
@@ -300,7 +300,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         inputs = {entry.name for entry in self.inputs}
         require(len(inputs) == len(self.inputs), "two inputs have one name")
         for buffer in self.buffers:
-            require(buffer.dtype in DTYPE_BYTES, f"unknown dtype {buffer.dtype!r}")
+            require(buffer.dtype in DTYPES and buffer.element_bytes, f"unknown dtype {buffer.dtype!r}")
             require_size(buffer.rows, 0, "a buffer has a size")
             require(0 < buffer.columns < 2**31, "a buffer has no size")
             require(0 <= buffer.slot < len(self.buffers), "a buffer is out of range")
@@ -314,7 +314,8 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
                 case RecurrentState():
                     fields = [group.snapshot_tokens, *(size for tensor in group.tensors for size in tensor.shape)]
                     for tensor in group.tensors:
-                        require(tensor.dtype in DTYPE_BYTES, f"unknown dtype {tensor.dtype!r}")
+                        known = tensor.dtype in DTYPES and DTYPES[tensor.dtype].bytes
+                        require(known, f"unknown dtype {tensor.dtype!r}")
             require(min(fields) > 0 and max(fields) < 2**31, "a cache has no size")
         layers = [layer for group in self.caches for layer in group.layers]
         require(len(set(layers)) == len(layers), "two caches are of one layer")
