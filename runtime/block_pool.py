@@ -34,6 +34,9 @@ class BlockPool:
     def is_held(self, block: int) -> bool:
         return self._holders[block] > 0
 
+    def is_shared(self, block: int) -> bool:
+        return self._holders[block] > 1
+
     def take(self) -> int:
         """A block for new content, held once. What it kept is forgotten."""
         if self._blank:
@@ -88,6 +91,11 @@ class BlockPool:
         if block in self._kept:
             del self._kept[block]
             self._blank.append(block)
+
+    def overwrite(self, block: int) -> None:
+        """A block that is held will get other content, so it is not found any more."""
+        if block in self._tags:
+            self._untag(block)
 
     def _untag(self, block: int) -> None:
         tag = self._tags.pop(block)

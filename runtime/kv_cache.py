@@ -1,9 +1,9 @@
 """KV blocks, paged: who holds which, which are shared, and which are kept for prompts that begin alike.
 
 Sequences that begin with the same tokens hold the same full blocks, by reference counts; of a block that is not full,
-the twin of a sequence gets a copy, since it writes into it next (PagedAttention, Kwon et al. 2023, section 4.4). Full
-blocks are found again by a chained hash of all tokens up to their end (`BlockKeys`); those that nobody holds are kept
-until their place is needed, the least recently used first.
+a sibling gets a copy, since it writes into it next (PagedAttention, Kwon et al. 2023, section 4.4). Full blocks are
+found again by a chained hash of all tokens up to their end (`BlockKeys`); those that nobody holds are kept until their
+place is needed, the least recently used first.
 """
 
 from array import array
@@ -36,33 +36,28 @@ class BlockKeys:
         """
         while len(self._keys) < num_blocks:
             start = len(self._keys) * self._block_size
-            tokens = array("I", token_ids[start : start + self._block_size])  # not of those still being drawn, below 0
+            tokens = array("I", token_ids[start : start + self._block_size])
             self._keys.append(sha256((self._keys[-1] if self._keys else self._root) + tokens.tobytes()).digest())
         return self._keys if len(self._keys) == num_blocks else self._keys[:num_blocks]
 
 
 @dataclass
 class BlockTable:
-    """The blocks of one sequence in one group, by logical block; those that fell out of the window are 0.
+    """The blocks of one sequence in one group."""
 
-    dropped: logical blocks that it has given back. promised: in a group without a window, blocks that it may still
-    take; in one with a window, blocks that it may hold at once. num_tagged: logical blocks whose content has a key.
-    unproven: those with a key that nobody else may use yet.
-    """
-
-    promised: int
-    blocks: list[int] = field(default_factory=list)
-    dropped: int = 0
-    num_tagged: int = 0
-    unproven: list[tuple[int, Tag]] = field(default_factory=list)
+    reserved: int  # without a window: blocks that it may still take; with one: blocks that it may hold at once
+    blocks: list[int] = field(default_factory=list)  # by logical block; those that fell out of the window are 0
+    dropped: int = 0  # logical blocks that it has given back
+    num_tagged: int = 0  # logical blocks whose content has a key
+    pending: list[tuple[int, Tag]] = field(default_factory=list)  # those with a key that nobody else may use yet
 
 
 class KvCache:
-    """Blocks are promised before they are taken, so that a step, once planned, never lacks any.
+    """Blocks are reserved before they are taken, so that a step, once planned, never lacks any.
 
-    A promise in a group without a window counts what is still to be taken: blocks shared at the beginning are not paid
-    for twice. In a group with a window it counts all that a sequence may hold: a shared block that one gives back is
-    still held by another, so sharing saves nothing there that could be relied upon.
+    A reservation in a group without a window counts what is still to be taken: blocks shared at the beginning are not
+    paid for twice. In a group with a window it counts all that a sequence may hold: a shared block that one gives back
+    is still held by another, so sharing saves nothing there that could be relied upon.
 
     Args:
         groups, num_blocks: the plan's KV groups and how many blocks each has.
@@ -73,7 +68,7 @@ class KvCache:
         self._groups = tuple(groups)
         self._chunk = chunk
         self._pools = [BlockPool(count) for count in num_blocks]
-        self._promised = [0 for _ in groups]
+        self._reserved = [0 for _ in groups]
         self._share_prefixes = len({group.block_size for group in groups}) == 1
         self.stride = gcd(*(group.block_size for group in groups))  # blocks begin at multiples of it, in all groups
 
@@ -105,7 +100,7 @@ class KvCache:
     ) -> tuple[list[BlockTable], list[list[tuple[int, int]]]] | None:
         """Tables that share the first `computed` positions of another sequence.
 
-        None if there is no room now, or if the other has given back what its twin would see.
+        None if there is no room now, or if the other has given back what its sibling would see.
 
         Returns:
             The tables; and in each group the copies, (from, to), to make before anything else is written.
@@ -115,7 +110,7 @@ class KvCache:
         full, partial = divmod(computed, self.block_size)
         found = []
         for group, table in zip(self._groups, tables, strict=True):
-            first = max(computed - group.window + 1, 0) // group.block_size if group.window else 0
+            first = self._first_seen(group, computed)
             if first < table.dropped:
                 return None
             found.append(table.blocks[first:full])
@@ -124,23 +119,23 @@ class KvCache:
             return None
         copies: list[list[tuple[int, int]]] = [[] for _ in tables]
         if partial:
-            for index, (table, twin) in enumerate(zip(tables, opened, strict=True)):
-                twin.blocks.append(self._take(index, twin))
-                copies[index].append((table.blocks[full], twin.blocks[full]))
+            for index, (table, sibling) in enumerate(zip(tables, opened, strict=True)):
+                sibling.blocks.append(self._take(index, sibling))
+                copies[index].append((table.blocks[full], sibling.blocks[full]))
         return opened, copies
 
     def grow(self, tables: Sequence[BlockTable], length: int) -> bool:
-        """Promise what `length` positions take; False, and no more than before, if there is no room now."""
+        """Reserve what `length` positions take; False, and no more than before, if there is no room now."""
         mores = []
         for index, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
             held = 0 if group.window else len(table.blocks)
-            more = blocks_of(group, length, self._chunk) - held - table.promised
+            more = blocks_of(group, length, self._chunk) - held - table.reserved
             if more > 0 and more > self._room(index):
                 return False
             mores.append(max(more, 0))
         for index, more in enumerate(mores):
-            tables[index].promised += more
-            self._promised[index] += more
+            tables[index].reserved += more
+            self._reserved[index] += more
         return True
 
     def extend(self, tables: Sequence[BlockTable], computed: int, length: int, taken: Sequence[list[int]]) -> None:
@@ -156,30 +151,59 @@ class KvCache:
                 blocks.append(self._take(index, table))
                 table.blocks.append(blocks[-1])
 
+    def truncate(self, tables: Sequence[BlockTable], length: int) -> bool:
+        """Take back what positions from `length` on hold.
+
+        False, and nothing has changed, if what is left lacks a block that has fallen out of a window, or ends within a
+        block that others hold.
+        """
+        for group, pool, table in zip(self._groups, self._pools, tables, strict=True):
+            full, partial = divmod(length, group.block_size)
+            if self._first_seen(group, length) < table.dropped:
+                return False
+            if partial and full < len(table.blocks) and pool.is_shared(table.blocks[full]):
+                return False
+        for index, (group, pool, table) in enumerate(zip(self._groups, self._pools, tables, strict=True)):
+            full, partial = divmod(length, group.block_size)
+            for block, tag in table.pending:
+                if block in table.blocks[full:]:
+                    pool.forget(block, tag)
+            table.pending = [(block, tag) for block, tag in table.pending if block not in table.blocks[full:]]
+            table.num_tagged = min(table.num_tagged, full)
+            if partial and full < len(table.blocks):
+                pool.overwrite(table.blocks[full])
+            while len(table.blocks) > full + (partial > 0):
+                block = table.blocks.pop()
+                if not group.window and not pool.is_shared(block):
+                    table.reserved += 1
+                    self._reserved[index] += 1
+                pool.drop(block)
+        return True
+
     def tag(self, tables: Sequence[BlockTable], keys: Sequence[bytes]) -> None:
         """The steps planned so far write the blocks of `keys`, the sequence's first ones."""
         for pool, table in zip(self._pools, tables, strict=True):
             for place in range(max(table.num_tagged, table.dropped), len(keys)):
                 block = table.blocks[place]
-                table.unproven.append((block, pool.tag(block, keys[place])))
+                table.pending.append((block, pool.tag(block, keys[place])))
             table.num_tagged = max(table.num_tagged, len(keys))
 
     def publish(self, tables: Sequence[BlockTable]) -> None:
         """Numbers came out of all that has a key, so others may share it; until then it is nobody else's."""
         for pool, table in zip(self._pools, tables, strict=True):
-            for block, tag in table.unproven:
+            for block, tag in table.pending:
                 pool.publish(block, tag)
-            table.unproven.clear()
+            table.pending.clear()
 
     def release(self, tables: Sequence[BlockTable]) -> None:
         """Take everything back. The ends of sequences are forgotten before their beginnings."""
         for index, (pool, table) in enumerate(zip(self._pools, tables, strict=True)):
-            for block, tag in table.unproven:
+            for block, tag in table.pending:
                 pool.forget(block, tag)
             for block in reversed(table.blocks[table.dropped :]):
                 pool.drop(block)
-            self._promised[index] -= table.promised
-            table.promised, table.blocks, table.dropped, table.num_tagged, table.unproven = 0, [], 0, 0, []
+            self._reserved[index] -= table.reserved
+            table.reserved, table.blocks, table.dropped, table.num_tagged, table.pending = 0, [], 0, 0, []
 
     def num_shared(self, keys: Sequence[bytes]) -> int:
         """Blocks of the longest prefix that is there: all of it without a window, its last window otherwise."""
@@ -198,34 +222,38 @@ class KvCache:
     @staticmethod
     def _first_needed(group: PagedCache, shared: int) -> int:
         """The first logical block that the first position behind `shared` blocks sees."""
-        return max(shared * group.block_size - group.window + 1, 0) // group.block_size if group.window else 0
+        return KvCache._first_seen(group, shared * group.block_size)
+
+    @staticmethod
+    def _first_seen(group: PagedCache, position: int) -> int:
+        """The first logical block that a position sees."""
+        return max(position - group.window + 1, 0) // group.block_size if group.window else 0
 
     def _room(self, index: int) -> int:
-        """Blocks of a group that may still be promised."""
+        """Blocks of a group that may still be reserved."""
         pool = self._pools[index]
         free = pool.num_blocks if self._groups[index].window else pool.num_free
-        return free - self._promised[index]
+        return free - self._reserved[index]
 
     def _open(self, length: int, shared: int, found: Sequence[Sequence[int]], spare: int) -> list[BlockTable] | None:
         """Tables that begin with `found`, each group's last blocks before logical block `shared`."""
         tables = []
         for index, (group, pool, held) in enumerate(zip(self._groups, self._pools, found, strict=True)):
-            promised = blocks_of(group, length, self._chunk) - (0 if group.window else shared)
+            reserved = blocks_of(group, length, self._chunk) - (0 if group.window else shared)
             revived = 0 if group.window else sum(not pool.is_held(block) for block in held)
-            if promised + revived + spare > self._room(index):
+            if reserved + revived + spare > self._room(index):
                 return None
             first = shared - len(held)
-            tables.append(BlockTable(promised, [0] * first + list(held), first, shared))
+            tables.append(BlockTable(reserved, [0] * first + list(held), first, shared))
         for index, (pool, table) in enumerate(zip(self._pools, tables, strict=True)):
-            self._promised[index] += table.promised
+            self._reserved[index] += table.reserved
             for block in table.blocks[table.dropped :]:
                 pool.hold(block)
         return tables
 
     def _drop_unseen(self, index: int, table: BlockTable, computed: int) -> None:
         """Give back what fell out of the window of the first position that is not computed."""
-        group, pool = self._groups[index], self._pools[index]
-        first_seen = max(computed - group.window + 1, 0) // group.block_size
+        pool, first_seen = self._pools[index], self._first_seen(self._groups[index], computed)
         while table.dropped < min(first_seen, len(table.blocks)):
             pool.drop(table.blocks[table.dropped])
             table.blocks[table.dropped] = 0
@@ -233,6 +261,6 @@ class KvCache:
 
     def _take(self, index: int, table: BlockTable) -> int:
         if not self._groups[index].window:
-            table.promised -= 1
-            self._promised[index] -= 1
+            table.reserved -= 1
+            self._reserved[index] -= 1
         return self._pools[index].take()

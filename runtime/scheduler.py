@@ -2,12 +2,12 @@
 
 plan = scheduler.schedule()
 logits = executor.run(plan)
-scheduler.commit(plan, sampler.sample(logits, plan.requests))
+scheduler.commit(plan, [(token,) for token in sampler.sample(logits, plan.requests)])
 
 The next step may be planned before this one is committed, and no more than that. Its tokens are then those that this
-one draws, and all but the tokens themselves is known: what their keys and values take, and whether a sequence ends by
-its length. One that ends otherwise has computed a token for nothing. Steps are run in the order in which they are
-planned, so blocks may go to others at once: whoever had one before has written into it before.
+one samples, and all but the tokens themselves is known: what their keys and values take, and whether a sequence ends
+by its length. One that ends otherwise has computed a token for nothing. Blocks may be reused at once: steps execute in
+the order in which they are planned.
 """
 
 from bisect import insort
@@ -30,9 +30,9 @@ class _Decodes:
 
     def __init__(self, plan: StepPlan, stride: int) -> None:
         self.plan, self.stride, self.step = plan, stride, 0
-        self.last = min(sequence.max_tokens - len(sequence.token_ids) for sequence in plan.drawing)
+        self.last = min(sequence.max_tokens - sequence.num_tokens for sequence in plan.sampling)
         self._growing: dict[int, list[int]] = {}  # rows whose token is the first of a block, by step modulo the stride
-        for row, sequence in enumerate(plan.drawing):
+        for row, sequence in enumerate(plan.sampling):
             self._growing.setdefault((1 - sequence.num_computed_tokens) % stride, []).append(row)
 
     def growing_next(self) -> Sequence[int]:
@@ -41,10 +41,10 @@ class _Decodes:
 
 
 class Scheduler:
-    """First come, first served; when KV blocks run out, the latest arrival steps back and is computed anew later.
+    """First come, first served; when KV blocks run out, the latest arrival is preempted and computed anew later.
 
     A sequence is admitted when there is room for what it has so far, and for a block more of each that runs. Whoever
-    runs has arrived before whoever waits, so the oldest is never stepped over nor preempted, and it moves on in every
+    runs has arrived before whoever waits, so the oldest is never skipped nor preempted, and it moves on in every
     step: a sequence ends within as many steps as it and those before it have tokens, prompts and answers together.
 
     Args:
@@ -78,7 +78,7 @@ class Scheduler:
         self._copies = self._no_copies  # for the next step
         self._last: StepPlan | _Decodes | None = None  # if the next step may be the same, a position further
         self.num_preemptions = 0
-        self.num_prompt_tokens = 0  # of the sequences that were admitted, twins left out
+        self.num_prompt_tokens = 0  # of the sequences that were admitted, siblings left out
         self.num_cached_prompt_tokens = 0  # of these, what others had computed
 
     @property
@@ -88,7 +88,7 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens of those that wait, all to be computed."""
-        return sum(len(sequence.token_ids) for sequence in self._waiting)
+        return sum(sequence.num_tokens for sequence in self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -115,35 +115,72 @@ class Scheduler:
         self._admit()
         return self._same() or self._other()
 
-    def commit(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> list[TokenSequence]:
-        """Take up what a step drew, one token for each of `plan.drawing`; the sequences that ended with it."""
+    def propose(self, sequence: TokenSequence, guesses: Sequence[int]) -> None:
+        """The next step computes these tokens behind the last one too, as many as there is room for.
+
+        It has a row of logits for each, and one before them: `commit` says how many of them were right. A sequence has
+        to run, with all of its prompt computed and none of its tokens in flight.
+        """
+        sequence.guesses = list(guesses)
+        self._last = None
+
+    def commit(self, plan: StepPlan, accepted: Sequence[Sequence[SampledToken]]) -> list[TokenSequence]:
+        """Take up what a step sampled.
+
+        Args:
+            accepted: the tokens of each sequence of `plan.sampling`: one, or as many as there were right guesses, and
+                the one that was sampled behind them.
+
+        Returns:
+            The sequences that ended with it.
+        """
         ended, stride = [], self._cache.stride
-        for sequence, drawn in zip(plan.drawing, sampled, strict=True):
+        for sequence, tokens in zip(plan.sampling, accepted, strict=True):
             if sequence.finish_reason is not None:  # by finish(), or by the step before
                 continue
-            if drawn.is_nan:
-                ended.append((sequence, "error"))
-                continue
-            token, known = drawn.token, sequence.num_known_tokens
-            if known % stride == 0 or (plan.has_unproven and (tables := sequence.tables) and tables[0].unproven):
-                self._share(sequence)
-            sequence.token_ids[known] = token
-            sequence.num_known_tokens = known = known + 1
-            if token in sequence.stop_token_ids:
-                ended.append((sequence, "stop"))
-            elif known >= sequence.max_tokens:
-                ended.append((sequence, "length"))
+            for sampled in tokens:
+                if sampled.is_nan:
+                    ended.append((sequence, "error"))
+                    break
+                token, token_ids = sampled.token, sequence.token_ids
+                known = len(token_ids)
+                if known % stride == 0 or (
+                    plan.has_pending_blocks and (tables := sequence.tables) and tables[0].pending
+                ):
+                    self._share(sequence)
+                token_ids.append(token)
+                sequence.num_in_flight_tokens -= 1
+                if token in sequence.stop_token_ids:
+                    ended.append((sequence, "stop"))
+                    break
+                if known + 1 >= sequence.max_tokens:
+                    ended.append((sequence, "length"))
+                    break
         ended += [(sequence, "length") for sequence in plan.ending if sequence.finish_reason is None]
         for sequence, reason in ended:
             self.finish(sequence, reason)
+        for sequence in plan.verifying:
+            self._take_back(sequence)
         return [sequence for sequence, _ in ended]
+
+    def _take_back(self, sequence: TokenSequence) -> None:
+        """Take back the guesses that were wrong."""
+        if sequence.finish_reason is not None:
+            return
+        sequence.guesses, sequence.num_in_flight_tokens = [], 0
+        if sequence.is_running:
+            if self._cache.truncate(sequence.tables, len(sequence.token_ids) - 1):
+                sequence.num_computed_tokens = len(sequence.token_ids) - 1
+            else:
+                self._preempt(sequence)
 
     def finish(self, sequence: TokenSequence, reason: str) -> None:
         """End a sequence now, wherever it is; its blocks are free again. One that has ended stays as it is."""
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
-        del sequence.token_ids[sequence.num_known_tokens :], self._arrivals[sequence]
+        sequence.num_in_flight_tokens = 0
+        del self._arrivals[sequence]
         if sequence.is_running:
             self._running.remove(sequence)
             self._leave(sequence)
@@ -154,10 +191,10 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._limits.sequences and not self._no_room:
             sequence = self._waiting[0]
-            twin = sequence.twin_of
-            if twin is not None and twin.is_running and not self._has_begun(twin):
+            sibling = sequence.sibling_of
+            if sibling is not None and sibling.is_running and not self._has_begun(sibling):
                 return  # in a few steps, it takes nothing but the answer
-            keys = self._keys(sequence, len(sequence.token_ids) - 1)  # one token is left to give logits
+            keys = self._keys(sequence, sequence.num_tokens - 1)  # one token is left to give logits
             shared = self._cache.num_shared(keys)
             if shared < len(keys) and keys[shared] in self._being_written:
                 return  # likewise
@@ -170,15 +207,15 @@ class Scheduler:
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
                 sequence.admitted_at = perf_counter()
-                if twin is None:
+                if sibling is None:
                     self.num_prompt_tokens += sequence.num_prompt_tokens
                     self.num_cached_prompt_tokens += sequence.num_cached_tokens
-            sequence.announced = self._keys(sequence, len(sequence.token_ids))[shared:]
-            for key in sequence.announced:
+            sequence.keys_in_flight = self._keys(sequence, len(sequence.token_ids))[shared:]
+            for key in sequence.keys_in_flight:
                 self._being_written.setdefault(key, sequence)
 
     def _open(self, sequence: TokenSequence, keys: Sequence[bytes]) -> bool:
-        tables = self._cache.admit(len(sequence.token_ids), keys, spare=len(self._running))
+        tables = self._cache.admit(sequence.num_tokens, keys, spare=len(self._running))
         if tables is None:
             return False
         sequence.tables = tables
@@ -186,12 +223,12 @@ class Scheduler:
         return True
 
     def _fork(self, sequence: TokenSequence) -> bool:
-        """Begin where the prompt of a twin ends: its last token alone is computed again, and gives the logits."""
-        twin = sequence.twin_of
-        if twin is None or not twin.is_running or len(sequence.token_ids) > sequence.num_prompt_tokens:
+        """Begin where the prompt of a sibling ends: its last token alone is computed again, and gives the logits."""
+        sibling = sequence.sibling_of
+        if sibling is None or not sibling.is_running or sequence.num_tokens > sequence.num_prompt_tokens:
             return False
         computed = sequence.num_prompt_tokens - 1
-        forked = self._cache.fork(twin.tables, computed, sequence.num_prompt_tokens, spare=len(self._running))
+        forked = self._cache.fork(sibling.tables, computed, sequence.num_prompt_tokens, spare=len(self._running))
         if forked is None:
             return False
         sequence.tables, copies = forked
@@ -202,20 +239,26 @@ class Scheduler:
     @staticmethod
     def _has_begun(sequence: TokenSequence) -> bool:
         """Whether its prompt is computed, and numbers came out of it."""
-        return min(sequence.num_computed_tokens, sequence.num_known_tokens - 1) >= sequence.num_prompt_tokens
+        return min(sequence.num_computed_tokens, len(sequence.token_ids) - 1) >= sequence.num_prompt_tokens
 
     def _has_room(self, sequence: TokenSequence) -> bool:
-        """Whether a sequence that decodes can go on; the latest arrivals step back for it, itself perhaps."""
-        while not self._cache.grow(sequence.tables, len(sequence.token_ids)):
-            latest = self._running.pop()
-            self._leave(latest)
-            latest.num_computed_tokens = 0
-            latest.num_preemptions += 1
-            self.num_preemptions += 1
-            insort(self._waiting, latest, key=self._arrivals.__getitem__)
+        """Whether a sequence that decodes can go on; the latest arrivals are preempted for it, itself perhaps."""
+        while not self._cache.grow(sequence.tables, sequence.num_tokens):
+            latest = self._running[-1]
+            self._preempt(latest)
             if latest is sequence:
                 return False
         return True
+
+    def _preempt(self, sequence: TokenSequence) -> None:
+        """It waits again, and is computed anew."""
+        self._running.remove(sequence)
+        self._leave(sequence)
+        sequence.guesses = []
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self._waiting, sequence, key=self._arrivals.__getitem__)
 
     def _leave(self, sequence: TokenSequence) -> None:
         self._is_written(sequence)
@@ -232,17 +275,17 @@ class Scheduler:
         return sequence.keys.of(sequence.token_ids, num_tokens // self._cache.block_size)
 
     def _is_written(self, sequence: TokenSequence) -> None:
-        """What it has announced is there, or never comes."""
-        for key in sequence.announced:
+        """What it was to write is there, or never comes."""
+        for key in sequence.keys_in_flight:
             if self._being_written.get(key) is sequence:
                 del self._being_written[key]
-        sequence.announced = ()
+        sequence.keys_in_flight = ()
 
     def _share(self, sequence: TokenSequence) -> None:
         """Let others find the blocks that are full before the token that it gets. No later step has tagged any."""
         if sequence.keys is None or self._cache.block_size is None or not sequence.is_running:
             return
-        keys = self._keys(sequence, sequence.num_known_tokens)
+        keys = self._keys(sequence, len(sequence.token_ids))
         self._cache.tag(sequence.tables, keys)
         self._cache.publish(sequence.tables)
         self._is_written(sequence)
@@ -255,90 +298,135 @@ class Scheduler:
         if decodes is None or decodes.step == decodes.last:
             return None
         growing = decodes.growing_next()
-        parts, drawing = decodes.plan.parts, decodes.plan.drawing
+        first, sampling = decodes.plan, decodes.plan.sampling
         for row in growing:
-            if not self._has_room(drawing[row]) or self._last is None:  # somebody has stepped back
+            if not self._has_room(sampling[row]) or self._last is None:  # somebody was preempted
                 return None
-        new_blocks = self._extend([parts[row] for row in growing]) if growing else self._no_blocks
-        sizes, inputs = self._packer.advance(drawing, growing)
-        for sequence, token in zip(drawing, range(-1, -1 - len(drawing), -1), strict=True):
+        new_blocks = self._extend([first.parts[row] for row in growing]) if growing else self._no_blocks
+        sizes, inputs = self._packer.advance(sampling, growing)
+        for sequence in sampling:
             sequence.num_computed_tokens += 1
-            sequence.token_ids.append(token)
+            sequence.num_in_flight_tokens += 1
         decodes.step += 1
-        rest = drawing, decodes.plan.requests, decodes.plan.has_grammar
-        return StepPlan(parts, len(parts), sizes, inputs, self._no_copies, new_blocks, *rest)
+        return StepPlan(
+            first.first_parts,
+            first.num_decodes,
+            sizes,
+            inputs,
+            self._no_copies,
+            new_blocks,
+            sampling,
+            first.requests,
+            first.has_grammar,
+            num_steps_since=decodes.step,
+        )
 
     def _other(self) -> StepPlan | None:
         """A step of all that can be done; None if nothing can."""
         parts: list[Part] = []
         growing: list[Part] = []  # those whose block tables may have to
+        verifying: list[Part] = []
         reading, stride = [], self._cache.stride
+        spare = min(self._limits.tokens, self._limits.logit_rows) - len(self._running)  # for guesses: all may decode
         for sequence in self._running:
-            first, length = sequence.num_computed_tokens, len(sequence.token_ids)
+            first, in_flight = sequence.num_computed_tokens, sequence.num_in_flight_tokens
+            length = len(sequence.token_ids) + in_flight
             if length - first > 1:
                 reading.append(sequence)
-            elif length > first and not (length >= sequence.max_tokens and sequence.is_drawing_its_last):
-                part = Part(sequence, 1, 1)
-                # A decode takes a block where its token is the first of one. Who steps back for it comes behind it in
-                # this list, or is itself the last.
+            elif length > first and not (in_flight and (length >= sequence.max_tokens or sequence.guesses)):
+                # A decode takes a block where its token is the first of one. Who is preempted for it comes behind it
+                # in this list, or is itself the last.
+                if first % stride == 0 and not self._has_room(sequence):
+                    break
+                if sequence.guesses:
+                    spare -= self._fit_guesses(sequence, spare)
+                part = Part(sequence, first, 1 + len(sequence.guesses), 1 + len(sequence.guesses))
+                if sequence.guesses:
+                    verifying.append(part)
+                    continue
                 if first % stride == 0:
-                    if not self._has_room(sequence):
-                        break
                     growing.append(part)
                 parts.append(part)
         num_decodes = len(parts)
-        budget, rows = self._limits.tokens - num_decodes, self._limits.logit_rows - num_decodes
+        parts += verifying
+        budget = self._limits.tokens - sum(part.num_tokens for part in parts)
+        rows = self._limits.logit_rows - sum(part.num_logit_rows for part in parts)
         chunk: float | None = self._chunk if parts else None
+        least = 1
         for sequence in reading:
-            pending = sequence.num_pending_tokens
-            count = min(pending, budget, rows) if sequence.every_logit else min(pending, budget)
+            first = sequence.num_computed_tokens
+            uncomputed = sequence.num_tokens - first
+            count = min(uncomputed, budget, rows) if sequence.every_logit else min(uncomputed, budget)
             if chunk is not None:
-                cost = self._cost(sequence.num_computed_tokens)
-                least = 1 if len(parts) == num_decodes else 0
+                cost = self._cost(first)
                 count = min(count, max(int(chunk / cost), least))
                 chunk -= count * cost
-            wanted = count if sequence.every_logit else int(count == pending)
+            wanted = count if sequence.every_logit else int(count == uncomputed)
             if count == 0 or wanted > rows:
                 continue
-            parts.append(Part(sequence, count, wanted))
+            parts.append(Part(sequence, first, count, wanted))
             budget -= count
             rows -= wanted
+            least = 0
         return self._plan(parts, num_decodes, growing + parts[num_decodes:]) if parts else None
+
+    def _fit_guesses(self, sequence: TokenSequence, spare: int) -> int:
+        """Leave as many guesses as there is room for; how many that is."""
+        length = sequence.num_tokens
+        count = min(len(sequence.guesses), spare, sequence.max_tokens - length - 1)
+        if not self._cache.grow(sequence.tables, length + count):
+            count = 0
+        del sequence.guesses[count:]
+        return count
 
     def _plan(self, parts: list[Part], num_decodes: int, growing: list[Part]) -> StepPlan:
         new_blocks = self._extend(growing)
         sizes, inputs = self._packer.pack(parts, num_decodes, growing)
         copies, self._copies = self._copies, self._no_copies
-        drawing: list[TokenSequence] = []
+        sampling: list[TokenSequence] = []
         requests: list[RowRequest] = []
         prompt_rows: list[tuple[int, TokenSequence, int]] = []
         ending: list[TokenSequence] = []
         for part in parts:
             sequence = part.sequence
-            sequence.num_computed_tokens += part.num_tokens
+            sequence.num_computed_tokens = end = part.end
             if sequence.request is None:
-                if sequence.num_pending_tokens == 0:
+                if end == sequence.num_tokens:
                     ending.append(sequence)
                 continue
             if sequence.every_logit:  # a row scores the token after its own
-                end = min(sequence.num_computed_tokens + 1, len(sequence.token_ids))
-                for position in range(sequence.num_computed_tokens + 1 - part.num_logit_rows, end):
+                for position in range(end + 1 - part.num_logit_rows, min(end + 1, len(sequence.token_ids))):
                     prompt_rows.append((len(requests), sequence, position))
                     requests.append(sequence.request.prompt_token(sequence.token_ids[position]))
-                if sequence.num_pending_tokens:
+                if end < sequence.num_tokens:
                     continue
             if part.num_logit_rows:
-                sequence.token_ids.append(-1 - len(requests))
-                drawing.append(sequence)
-                requests.append(sequence.request)
+                count = 1 + len(sequence.guesses)
+                sequence.logits_row = len(requests)
+                sequence.num_in_flight_tokens += count
+                sampling.append(sequence)
+                requests += [sequence.request] * count
         for part in parts[num_decodes:]:  # later, they may have fallen out of a window
             sequence = part.sequence
-            self._cache.tag(sequence.tables, self._keys(sequence, sequence.num_computed_tokens))
-        has_grammar = any(request.grammar is not None for request in requests)
-        has_unproven = any(sequence.tables[0].unproven for sequence in drawing)  # a prompt's last token may be a decode
-        rest = tuple(drawing), tuple(requests), has_grammar, tuple(ending), has_unproven, tuple(prompt_rows)
-        plan = StepPlan(tuple(parts), num_decodes, sizes, inputs, copies, new_blocks, *rest)
-        self._last = plan if num_decodes == len(self._running) == len(drawing) else None
+            known = min(part.end, len(sequence.token_ids))
+            self._cache.tag(sequence.tables, self._keys(sequence, known))
+        plan = StepPlan(
+            tuple(parts),
+            num_decodes,
+            sizes,
+            inputs,
+            copies,
+            new_blocks,
+            tuple(sampling),
+            tuple(requests),
+            has_grammar=any(request.grammar is not None for request in requests),
+            ending=tuple(ending),
+            # Also of a decode: it may be a prompt's last token.
+            has_pending_blocks=any(sequence.tables[0].pending for sequence in sampling),
+            prompt_rows=tuple(prompt_rows),
+            verifying=tuple(sequence for sequence in sampling if sequence.guesses),
+        )
+        self._last = plan if num_decodes == len(self._running) == len(sampling) else None
         return plan
 
     def _extend(self, parts: Sequence[Part]) -> tuple[list[int], ...]:

@@ -38,8 +38,7 @@ def forced(
         logits, row = np.asarray(executor.run(plan)), 0
         for part in plan.parts:
             if count := part.num_logit_rows:
-                begin = part.sequence.num_computed_tokens - count
-                yield index[id(part.sequence)], begin, logits[row : row + count]
+                yield index[id(part.sequence)], part.end - count, logits[row : row + count]
             row += count
         scheduler.commit(plan, [])
 

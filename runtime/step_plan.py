@@ -16,37 +16,50 @@ Inputs = dict[str, NDArray[np.int32]]
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The tokens of one sequence that a step computes: those up to its num_computed_tokens, until another is planned.
-
-    num_logit_rows: how many of them, from the end, give logits.
-    """
+    """The tokens of one sequence that a step computes."""
 
     sequence: TokenSequence
+    first: int  # position
     num_tokens: int
-    num_logit_rows: int
+    num_logit_rows: int  # how many of them, from the end, give logits
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.first + self.num_tokens
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step. Steps that decode the same sequences share the tuples `drawing` and `requests`."""
+    """One step. Steps that decode the same sequences share `first_parts`, `sampling` and `requests`."""
 
-    parts: tuple[Part, ...]
+    first_parts: tuple[Part, ...]  # of the first of such steps; see `parts`
     num_decodes: int  # the first parts, that go on by one token; the others are read in
     sizes: Sizes
     # int32 arrays by the names of the plan's inputs (enginewright/plan.py), valid until the next step is planned. A
-    # token below 0 stands for one that the step before draws: -1 - n is that of its n-th row of logits.
+    # token below 0 stands for one that the step before samples: -1 - n is that of its n-th row of logits.
     inputs: Inputs
     copies: tuple[list[tuple[int, int]], ...]  # (from, to), KV blocks, a group, to copy before anything else happens
     # KV blocks, a group, that a sequence holds from this step on. They are zeroed next: kernels read whole blocks, and
     # whoever had one may have left NaN.
     new_blocks: tuple[list[int], ...]
-    drawing: tuple[TokenSequence, ...] = ()  # the sequences that get a token, in the order of their rows of logits
-    requests: tuple[RowRequest, ...] = ()  # what each row of logits is for: one of `drawing`, or a token of a prompt
+    sampling: tuple[TokenSequence, ...] = ()  # the sequences that get tokens, in the order of their rows of logits
+    requests: tuple[RowRequest, ...] = ()  # what each row of logits is for: one of `sampling`, or a token of a prompt
     has_grammar: bool = False  # one of the requests at least
-    ending: tuple[TokenSequence, ...] = ()  # sequences that draw nothing, and end with this step
-    # Blocks of its sequences may wait for what it draws before others may use them (BlockTable).
-    has_unproven: bool = False
+    ending: tuple[TokenSequence, ...] = ()  # sequences that sample nothing, and end with this step
+    has_pending_blocks: bool = False  # of `sampling`: others may use them once this step is known to hold no NaN
     # Rows for tokens of prompts whose log-probabilities were asked for: row, sequence, and the token's position.
     prompt_rows: tuple[tuple[int, TokenSequence, int], ...] = ()
+    verifying: tuple[TokenSequence, ...] = ()  # those of `sampling` with guesses: a row for each, and one before them
+    num_steps_since: int = 0  # the first of the steps that decode the same sequences
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What it computes of each sequence."""
+        if not self.num_steps_since:
+            return self.first_parts
+        return tuple(
+            msgspec.structs.replace(part, first=part.first + self.num_steps_since) for part in self.first_parts
+        )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -74,7 +87,7 @@ class Packer:
         self._block_size = min(group.block_size for group in groups)  # of the widest block table
         self._inputs: Inputs = {}
         self._moving = np.empty((0, 0), np.int32)  # in a step of decodes: slots of each group, positions, kv_len
-        self._being_drawn = False  # tokens of the last step: none of them was known
+        self._in_flight = False  # the tokens of the last step: none of them was known
         self._sizes = Sizes(0, 0, 0, 0, 0)
         self._longest = 0  # positions of the longest sequence
 
@@ -97,26 +110,28 @@ class Packer:
         for part in growing:
             sequence = part.sequence
             for group, whole, table in zip(self._groups, self._tables, sequence.tables, strict=True):
-                first = sequence.num_computed_tokens // group.block_size
+                first = part.first // group.block_size
                 whole[sequence.row, first : len(table.blocks)] = table.blocks[first:]
         sequences = [part.sequence for part in parts]
         counts = [part.num_tokens for part in parts]
         starts = np.array([0, *accumulate(counts)], np.int32)
-        kv_len = np.array([sequence.num_computed_tokens for sequence in sequences], np.int32)
+        kv_len = np.array([part.first for part in parts], np.int32)
         owners = np.repeat(np.arange(len(parts)), counts)  # a token's part
         positions = np.arange(len(owners), dtype=np.int32) + (kv_len - starts[:-1])[owners]
         kv_len += counts
         tokens = np.empty(len(owners), np.int32)
-        tokens[:num_decodes] = [sequence.token_ids[-1] for sequence in sequences[:num_decodes]]
+        tokens[:num_decodes] = [
+            -1 - sequence.logits_row if sequence.num_in_flight_tokens else sequence.token_ids[-1]
+            for sequence in sequences[:num_decodes]
+        ]
         logit_rows = list(range(num_decodes))
         for part, end in zip(parts[num_decodes:], starts[num_decodes + 1 :].tolist(), strict=True):
-            first, count = part.sequence.num_computed_tokens, part.num_tokens
-            tokens[end - count : end] = part.sequence.token_ids[first : first + count]
+            tokens[end - part.num_tokens : end] = _input_tokens(part)
             logit_rows += range(end - part.num_logit_rows, end)
         self._longest = int(kv_len.max())
         self._sizes = Sizes(len(owners), len(parts), len(logit_rows), *self._widths())
         self._rows = np.array([sequence.row for sequence in sequences], np.intp)
-        self._being_drawn = False
+        self._in_flight = False
         self._inputs = {
             "tokens": tokens,
             "positions": positions,
@@ -137,12 +152,12 @@ class Packer:
 
     def advance(self, sequences: Sequence[TokenSequence], growing: Sequence[int]) -> tuple[Sizes, Inputs]:
         """As `pack`, where the last step took one token of each of these sequences, and this one takes their next."""
-        if sequences[0].token_ids[-1] >= 0:  # so all of them are known: a step is committed as a whole
+        if not sequences[0].num_in_flight_tokens:  # so all of them are known: a step is committed as a whole
             self._inputs["tokens"][:] = [sequence.token_ids[-1] for sequence in sequences]
-            self._being_drawn = False
-        elif not self._being_drawn:
+            self._in_flight = False
+        elif not self._in_flight:  # row n is that of sequence n, as in the step before
             self._inputs["tokens"][:] = np.arange(-1, -1 - len(sequences), -1)
-            self._being_drawn = True
+            self._in_flight = True
         self._moving += 1
         self._longest += 1
         widths = self._widths()
@@ -167,3 +182,13 @@ class Packer:
         """New block tables, since whoever has the last ones may not be done with them."""
         for name, whole in zip(self._table_names, self._tables, strict=True):
             self._inputs[name] = whole[self._rows, : self._sizes.kv_blocks]
+
+
+def _input_tokens(part: Part) -> list[int]:
+    """Token ids of a part that is read in: those that are known, then one in flight or guesses."""
+    sequence = part.sequence
+    tokens = sequence.token_ids[part.first : part.end]
+    missing = part.num_tokens - len(tokens)
+    if not missing:
+        return tokens
+    return tokens + ([-1 - sequence.logits_row] if sequence.num_in_flight_tokens else sequence.guesses[:missing])

@@ -1,4 +1,4 @@
-"""Blocks of KV caches: promised before they are taken, shared, kept, given back, and never lost."""
+"""Blocks of KV caches: reserved before they are taken, shared, kept, given back, and never lost."""
 
 from hashlib import sha256
 
@@ -40,7 +40,7 @@ def opened(cache: KvCache, length: int, keys: list[bytes] | None = None) -> list
     spare=st.integers(0, 20),
     data=st.data(),
 )
-def test_what_is_promised_is_there(
+def test_what_is_reserved_is_there(
     windows: list[int], block_size: int, chunk: int, lengths: list[int], spare: int, data: st.DataObject
 ) -> None:
     """Sequences that grow in any order, admitted for a part of their length or for all of it."""
@@ -85,12 +85,12 @@ def test_what_is_promised_is_there(
             assert len(held) == len(set(held)) and cache.num_free[index] == count - len(held)
             assert all(0 <= block < count for block in held)
     assert cache.num_free == tuple(num_blocks)
-    assert cache.admit(max(lengths)) is not None, "promises are given back, too"
+    assert cache.admit(max(lengths)) is not None, "reservations are given back, too"
 
 
 @pytest.mark.parametrize(("window", "chunk", "block_size"), [(7, 1, 4), (7, 5, 4), (1, 3, 2), (8, 8, 4), (5, 2, 1)])
-def test_a_window_holds_no_more_than_is_promised(window: int, chunk: int, block_size: int) -> None:
-    """At any cut of the text, and the promise is not larger than some cut needs, by more than a block."""
+def test_a_window_holds_no_more_than_is_reserved(window: int, chunk: int, block_size: int) -> None:
+    """At any cut of the text, and the reservation is not larger than some cut needs, by more than a block."""
     kv, most = group(window, block_size), 0
     for first_chunk in range(1, chunk + 1):
         cache = KvCache([kv], [1000], chunk)
@@ -99,11 +99,11 @@ def test_a_window_holds_no_more_than_is_promised(window: int, chunk: int, block_
         for start in range(first_chunk, 200 - chunk, chunk):
             cache.extend(tables, start, start + chunk, [[]])
             most = max(most, len(tables[0].blocks) - tables[0].dropped)
-    promised = blocks_of(kv, 200, chunk)
-    assert promised - 1 <= most <= promised
+    reserved = blocks_of(kv, 200, chunk)
+    assert reserved - 1 <= most <= reserved
 
 
-def test_what_was_promised_to_one_is_not_promised_to_another() -> None:
+def test_what_was_reserved_to_one_is_not_reserved_to_another() -> None:
     cache = KvCache([group(0), group(6)], [10, 100], chunk=8)
     opened(cache, 30)
     assert cache.num_free == (10, 100), "nothing is taken yet"
@@ -120,13 +120,13 @@ def test_keys_are_chained_hashes() -> None:
     assert BlockKeys(4).of([1, 0, 0, 0, 1, 2, 3, 4], 2)[1] != BlockKeys(4).of([2, 0, 0, 0, 1, 2, 3, 4], 2)[1]
 
 
-def written(cache: KvCache, length: int, keys: list[bytes], *, proven: bool = True) -> list[BlockTable]:
+def written(cache: KvCache, length: int, keys: list[bytes], *, published: bool = True) -> list[BlockTable]:
     """A sequence whose blocks are full of what `keys` stand for."""
     tables = opened(cache, length)
     for start in range(0, length, 4):
         cache.extend(tables, start, min(start + 4, length), [[] for _ in tables])
         cache.tag(tables, keys[: (start + 4) // 4])
-        if proven:
+        if published:
             cache.publish(tables)
     return tables
 
@@ -147,16 +147,44 @@ def test_a_prefix_needs_all_blocks_without_a_window_and_the_last_window_with_one
     assert [cache.num_shared(keys[:n]) for n in range(1, 9)] == [1, 2, 2, 2, 5, 6, 7, 8]
 
 
-def test_unproven_blocks_are_nobody_elses() -> None:
+def test_pending_blocks_are_nobody_elses() -> None:
     keys = BlockKeys(4).of(range(40), 3)
     cache = KvCache([group(0), group(4)], [20, 20], chunk=4)
-    tables = written(cache, 12, keys, proven=False)
+    tables = written(cache, 12, keys, published=False)
     assert cache.num_shared(keys) == 0
     cache.release(tables)
     assert cache.num_shared(keys) == 0 and cache.num_free == (20, 20)
-    tables = written(cache, 12, keys, proven=False)
+    tables = written(cache, 12, keys, published=False)
     cache.publish(tables)
     assert cache.num_shared(keys) == 3, "also what has fallen out of the window meanwhile"
+
+
+def test_the_last_tokens_are_taken_back() -> None:
+    """Their blocks are free, and reserved for the same sequence; what is left is found, what will change is not."""
+    keys = BlockKeys(4).of(range(40), 3)
+    cache = KvCache([group(0)], [5], chunk=12)
+    (table,) = tables = written(cache, 12, keys)
+    assert cache.truncate(tables, 6)
+    assert (len(table.blocks), table.reserved, cache.num_free) == (2, 1, (3,))
+    assert cache.num_shared(keys) == 1, "the second block will be written into"
+    assert cache.admit(9) is None and cache.admit(8) is not None, "one is reserved"
+    cache = KvCache([group(0)], [5], chunk=12)
+    (table,) = tables = written(cache, 12, keys, published=False)
+    assert cache.truncate(tables, 8) and len(table.pending) == 2
+    cache.publish(tables)
+    assert cache.num_shared(keys) == 2
+
+
+def test_what_others_hold_or_a_window_has_dropped_is_not_taken_back() -> None:
+    keys = BlockKeys(4).of(range(40), 3)
+    cache = KvCache([group(0), group(5)], [9, 9], chunk=4)
+    tables = written(cache, 12, keys)
+    assert not cache.truncate(tables, 6), "the window has moved on"
+    cache = KvCache([group(0)], [9], chunk=12)
+    tables, others = written(cache, 12, keys), opened(cache, 13, keys)
+    before = list(tables[0].blocks)
+    assert not cache.truncate(tables, 6) and tables[0].blocks == before
+    assert cache.truncate(tables, 8) and others[0].blocks == before
 
 
 def test_what_has_fallen_out_of_a_window_untagged_is_not_found() -> None:

@@ -268,7 +268,7 @@ def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
         tokens = [(index * 997 + place * 7919) % executor.plan.vocab_size for place in range(length)]
         sequence = TokenSequence(tokens, length, length, num_computed_tokens=point.depth, tables=tables)
         packer.place(sequence)
-        parts.append(Part(sequence, point.tokens, 1))
+        parts.append(Part(sequence, point.depth, point.tokens, 1))
     num_decodes = len(parts) if point.is_decode else 0
     sizes, inputs = packer.pack(parts, num_decodes, ())
     for pool, blocks in zip(executor.pools, new_blocks, strict=True):
