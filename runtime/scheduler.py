@@ -14,9 +14,11 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from enginewright.plan import PagedCache
+from enginewright.plan import CacheGroup
+from enginewright.runtime.cache.cache import Cache
+from enginewright.runtime.cache.keys import PrefixKeys
+from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.envelope import Envelope
-from enginewright.runtime.kv_cache import BlockKeys, KvCache
 from enginewright.runtime.sampling import RowRequest, SampledToken
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
@@ -55,7 +57,7 @@ class Scheduler:
 
     def __init__(
         self,
-        groups: Sequence[PagedCache],
+        groups: Sequence[CacheGroup],
         envelope: Envelope,
         *,
         prefix_caching: bool = False,
@@ -63,7 +65,7 @@ class Scheduler:
         cost: Callable[[int], float] = lambda position: 1.0,
     ) -> None:
         self._limits = envelope.limits
-        self._cache = KvCache(groups, envelope.num_blocks, envelope.limits.tokens)
+        self._cache = Cache(groups, envelope.num_blocks, envelope.limits.tokens, envelope.limits.sequences)
         self._chunk, self._cost = chunk, cost
         self._prefix_caching = prefix_caching and self._cache.block_size is not None
         self._packer = Packer(groups, envelope.limits)
@@ -74,8 +76,8 @@ class Scheduler:
         self._being_written: dict[bytes, TokenSequence] = {}  # blocks by key that will be there soon, and from whom
         self._no_room = False  # for the first that waits, until a sequence leaves
         self._no_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
-        self._no_copies: tuple[list[tuple[int, int]], ...] = tuple([] for _ in groups)
-        self._copies = self._no_copies  # for the next step
+        self._no_copies: tuple[Copies, ...] = tuple([] for _ in groups)
+        self._copies: tuple[Copies, ...] = tuple([] for _ in groups)  # for the next step
         self._last: StepPlan | _Decodes | None = None  # if the next step may be the same, a position further
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of the sequences that were admitted, siblings left out
@@ -107,7 +109,7 @@ class Scheduler:
         self._arrivals[sequence] = self._num_arrivals
         self._num_arrivals += 1
         if self._prefix_caching and sequence.request is not None and not sequence.every_logit:
-            sequence.keys = BlockKeys(self._cache.block_size or 0, sequence.cache_salt)
+            sequence.keys = PrefixKeys(self._cache.block_size or 0, sequence.cache_salt)
         self._waiting.append(sequence)
 
     def schedule(self) -> StepPlan | None:
@@ -119,10 +121,12 @@ class Scheduler:
         """The next step computes these tokens behind the last one too, as many as there is room for.
 
         It has a row of logits for each, and one before them: `commit` says how many of them were right. A sequence has
-        to run, with all of its prompt computed and none of its tokens in flight.
+        to run, with all of its prompt computed and none of its tokens in flight. Where a recurrent state could not be
+        taken back, no guess is computed.
         """
-        sequence.guesses = list(guesses)
-        self._last = None
+        if self._cache.takes_back:
+            sequence.guesses = list(guesses)
+            self._last = None
 
     def commit(self, plan: StepPlan, accepted: Sequence[Sequence[SampledToken]]) -> list[TokenSequence]:
         """Take up what a step sampled.
@@ -144,9 +148,7 @@ class Scheduler:
                     break
                 token, token_ids = sampled.token, sequence.token_ids
                 known = len(token_ids)
-                if known % stride == 0 or (
-                    plan.has_pending_blocks and (tables := sequence.tables) and tables[0].pending
-                ):
+                if known % stride == 0 or (plan.has_pending and self._cache.is_pending(sequence.held)):
                     self._share(sequence)
                 token_ids.append(token)
                 sequence.num_in_flight_tokens -= 1
@@ -169,10 +171,10 @@ class Scheduler:
             return
         sequence.guesses, sequence.num_in_flight_tokens = [], 0
         if sequence.is_running:
-            if self._cache.truncate(sequence.tables, len(sequence.token_ids) - 1):
-                sequence.num_computed_tokens = len(sequence.token_ids) - 1
-            else:
-                self._preempt(sequence)
+            before, computed = sequence.num_computed_tokens, len(sequence.token_ids) - 1
+            taken_back = self._cache.truncate(sequence.held, before, computed, (), self._copies)
+            sequence.num_computed_tokens = computed
+            assert taken_back, "nobody else has blocks of a step that is not committed"
 
     def finish(self, sequence: TokenSequence, reason: str) -> None:
         """End a sequence now, wherever it is; its blocks are free again. One that has ended stays as it is."""
@@ -215,10 +217,11 @@ class Scheduler:
                 self._being_written.setdefault(key, sequence)
 
     def _open(self, sequence: TokenSequence, keys: Sequence[bytes]) -> bool:
-        tables = self._cache.admit(sequence.num_tokens, keys, spare=len(self._running))
-        if tables is None:
+        length, shares = sequence.num_tokens, sequence.keys is not None
+        held = self._cache.admit(length, keys, len(self._running), self._copies, shares=shares)
+        if held is None:
             return False
-        sequence.tables = tables
+        sequence.held = held
         sequence.num_computed_tokens = len(keys) * (self._cache.block_size or 0)
         return True
 
@@ -227,13 +230,12 @@ class Scheduler:
         sibling = sequence.sibling_of
         if sibling is None or not sibling.is_running or sequence.num_tokens > sequence.num_prompt_tokens:
             return False
-        computed = sequence.num_prompt_tokens - 1
-        forked = self._cache.fork(sibling.tables, computed, sequence.num_prompt_tokens, spare=len(self._running))
-        if forked is None:
+        length, spare = sequence.num_prompt_tokens, len(self._running)
+        held = self._cache.fork(sibling.held, sibling.num_computed_tokens, length - 1, length, spare, self._copies)
+        if held is None:
             return False
-        sequence.tables, copies = forked
-        self._copies = tuple([*waiting, *more] for waiting, more in zip(self._copies, copies, strict=True))
-        sequence.num_computed_tokens = computed
+        sequence.held = held
+        sequence.num_computed_tokens = length - 1
         return True
 
     @staticmethod
@@ -243,7 +245,7 @@ class Scheduler:
 
     def _has_room(self, sequence: TokenSequence) -> bool:
         """Whether a sequence that decodes can go on; the latest arrivals are preempted for it, itself perhaps."""
-        while not self._cache.grow(sequence.tables, sequence.num_tokens):
+        while not self._cache.grow(sequence.held, sequence.num_tokens):
             latest = self._running[-1]
             self._preempt(latest)
             if latest is sequence:
@@ -262,8 +264,8 @@ class Scheduler:
 
     def _leave(self, sequence: TokenSequence) -> None:
         self._is_written(sequence)
-        self._cache.release(sequence.tables)
-        sequence.tables = []
+        self._cache.release(sequence.held)
+        sequence.held = []
         self._no_room = False
         self._packer.remove(sequence)
         self._last = None
@@ -286,8 +288,8 @@ class Scheduler:
         if sequence.keys is None or self._cache.block_size is None or not sequence.is_running:
             return
         keys = self._keys(sequence, len(sequence.token_ids))
-        self._cache.tag(sequence.tables, keys)
-        self._cache.publish(sequence.tables)
+        self._cache.tag(sequence.held, keys)
+        self._cache.publish(sequence.held)
         self._is_written(sequence)
 
     def _same(self) -> StepPlan | None:
@@ -302,7 +304,9 @@ class Scheduler:
         for row in growing:
             if not self._has_room(sampling[row]) or self._last is None:  # somebody was preempted
                 return None
-        new_blocks = self._extend([first.parts[row] for row in growing]) if growing else self._no_blocks
+        new_blocks, copies = self._no_blocks, self._no_copies
+        if growing:
+            new_blocks, copies = self._extend([first.first_parts[row] for row in growing])
         sizes, inputs = self._packer.advance(sampling, growing)
         for sequence in sampling:
             sequence.num_computed_tokens += 1
@@ -313,7 +317,7 @@ class Scheduler:
             first.num_decodes,
             sizes,
             inputs,
-            self._no_copies,
+            copies,
             new_blocks,
             sampling,
             first.requests,
@@ -357,6 +361,8 @@ class Scheduler:
             first = sequence.num_computed_tokens
             uncomputed = sequence.num_tokens - first
             count = min(uncomputed, budget, rows) if sequence.every_logit else min(uncomputed, budget)
+            if self._cache.has_snapshots:
+                count = self._cache.chunk_end(sequence.held, first, first + count) - first
             if chunk is not None:
                 cost = self._cost(first)
                 count = min(count, max(int(chunk / cost), least))
@@ -374,15 +380,14 @@ class Scheduler:
         """Leave as many guesses as there is room for; how many that is."""
         length = sequence.num_tokens
         count = min(len(sequence.guesses), spare, sequence.max_tokens - length - 1)
-        if not self._cache.grow(sequence.tables, length + count):
+        if not self._cache.grow(sequence.held, length + count):
             count = 0
         del sequence.guesses[count:]
         return count
 
     def _plan(self, parts: list[Part], num_decodes: int, growing: list[Part]) -> StepPlan:
-        new_blocks = self._extend(growing)
+        new_blocks, copies = self._extend(growing)
         sizes, inputs = self._packer.pack(parts, num_decodes, growing)
-        copies, self._copies = self._copies, self._no_copies
         sampling: list[TokenSequence] = []
         requests: list[RowRequest] = []
         prompt_rows: list[tuple[int, TokenSequence, int]] = []
@@ -409,7 +414,7 @@ class Scheduler:
         for part in parts[num_decodes:]:  # later, they may have fallen out of a window
             sequence = part.sequence
             known = min(part.end, len(sequence.token_ids))
-            self._cache.tag(sequence.tables, self._keys(sequence, known))
+            self._cache.tag(sequence.held, self._keys(sequence, known))
         plan = StepPlan(
             tuple(parts),
             num_decodes,
@@ -422,17 +427,18 @@ class Scheduler:
             has_grammar=any(request.grammar is not None for request in requests),
             ending=tuple(ending),
             # Also of a decode: it may be a prompt's last token.
-            has_pending_blocks=any(sequence.tables[0].pending for sequence in sampling),
+            has_pending=any(self._cache.is_pending(sequence.held) for sequence in sampling),
             prompt_rows=tuple(prompt_rows),
             verifying=tuple(sequence for sequence in sampling if sequence.guesses),
         )
         self._last = plan if num_decodes == len(self._running) == len(sampling) else None
         return plan
 
-    def _extend(self, parts: Sequence[Part]) -> tuple[list[int], ...]:
-        """Blocks, a group, that these take to write what they compute."""
-        new_blocks: tuple[list[int], ...] = tuple([] for _ in self._no_blocks)
+    def _extend(self, parts: Sequence[Part]) -> tuple[tuple[list[int], ...], tuple[Copies, ...]]:
+        """Room for these to write what they compute: what is to be zeroed, and copied before, a group."""
+        new: tuple[list[int], ...] = tuple([] for _ in self._no_blocks)
         for part in parts:
             first = part.sequence.num_computed_tokens
-            self._cache.extend(part.sequence.tables, first, first + part.num_tokens, new_blocks)
-        return new_blocks
+            self._cache.extend(part.sequence.held, first, first + part.num_tokens, new, self._copies)
+        copies, self._copies = self._copies, tuple([] for _ in self._no_copies)
+        return new, copies

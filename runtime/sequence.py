@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from enginewright.runtime.kv_cache import BlockKeys, BlockTable
+from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.sampling import SamplingRequest
 
 
@@ -29,9 +30,9 @@ class TokenSequence:
     num_cached_tokens: int | None = None  # prompt tokens that were there when it was first admitted
     admitted_at: float | None = None  # by time.perf_counter
     num_preemptions: int = 0
-    tables: list[BlockTable] = field(default_factory=list)  # what it holds of each cache group
+    held: list[Any] = field(default_factory=list)  # of each cache group: a BlockTable or a StateSlot
     row: int = 0  # its place among those that run
-    keys: BlockKeys | None = None  # of its full blocks, if it shares them
+    keys: PrefixKeys | None = None  # of its full blocks, if it shares them
     keys_in_flight: Sequence[bytes] = ()  # of blocks that others wait for, since this one writes them soon
     finish_reason: str | None = None  # "stop", "length", "error" or "abort"
 
@@ -48,4 +49,4 @@ class TokenSequence:
     @property
     def is_running(self) -> bool:
         """Admitted, and neither preempted nor ended."""
-        return bool(self.tables)
+        return bool(self.held)

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from enginewright.plan import PagedCache, Sizes
+from enginewright.plan import CacheGroup, PagedCache, Sizes
 from enginewright.runtime.envelope import SPLIT_TOKENS
 from enginewright.runtime.sampling import RowRequest
 from enginewright.runtime.sequence import TokenSequence
@@ -38,15 +38,17 @@ class StepPlan(msgspec.Struct, frozen=True):
     # int32 arrays by the names of the plan's inputs (enginewright/plan.py), valid until the next step is planned. A
     # token below 0 stands for one that the step before samples: -1 - n is that of its n-th row of logits.
     inputs: Inputs
-    copies: tuple[list[tuple[int, int]], ...]  # (from, to), KV blocks, a group, to copy before anything else happens
-    # KV blocks, a group, that a sequence holds from this step on. They are zeroed next: kernels read whole blocks, and
-    # whoever had one may have left NaN.
+    # (from, to), blocks or slots, a group, to copy before anything else happens, in this order: one may be copied from,
+    # and then to.
+    copies: tuple[list[tuple[int, int]], ...]
+    # Blocks or slots, a group, that a sequence holds from this step on. They are zeroed next: a state begins so, and
+    # kernels read whole blocks, where the last sequence may have left NaN.
     new_blocks: tuple[list[int], ...]
     sampling: tuple[TokenSequence, ...] = ()  # the sequences that get tokens, in the order of their rows of logits
     requests: tuple[RowRequest, ...] = ()  # what each row of logits is for: one of `sampling`, or a token of a prompt
     has_grammar: bool = False  # one of the requests at least
     ending: tuple[TokenSequence, ...] = ()  # sequences that sample nothing, and end with this step
-    has_pending_blocks: bool = False  # of `sampling`: others may use them once this step is known to hold no NaN
+    has_pending: bool = False  # of `sampling`: others may use them once this step is known to hold no NaN
     # Rows for tokens of prompts whose log-probabilities were asked for: row, sequence, and the token's position.
     prompt_rows: tuple[tuple[int, TokenSequence, int], ...] = ()
     verifying: tuple[TokenSequence, ...] = ()  # those of `sampling` with guesses: a row for each, and one before them
@@ -67,24 +69,35 @@ class StepPlan(msgspec.Struct, frozen=True):
         return self.sizes.tokens - self.num_decodes
 
 
+class _PagedInputs:
+    """What a paged group adds to a step's arrays."""
+
+    def __init__(self, index: int, block_size: int, table: NDArray[np.int32]) -> None:
+        self.index, self.block_size = index, block_size
+        self.table = table  # of all sequences that run, [row, logical block]
+        self.table_name, self.slots_name = f"block_table.{index}", f"slots.{index}"
+
+
 class Packer:
     """Makes the arrays of a step; of one that decodes the same sequences as the last one, only what has changed.
 
     Sequences that run have a row each of tables that stay, and a step's are put together from these. In a row, what its
-    sequence does not see is of no meaning.
+    sequence does not see is of no meaning. Of a recurrent state, a sequence has one slot: `state_slots.{group}`.
 
     Args:
         limits: of a step, which are those of all that runs.
     """
 
-    def __init__(self, groups: Sequence[PagedCache], limits: Sizes) -> None:
-        self._groups = tuple(groups)
-        self._tables = [np.zeros((limits.sequences, limits.kv_blocks), np.int32) for _ in groups]
+    def __init__(self, groups: Sequence[CacheGroup], limits: Sizes) -> None:
+        self._paged = [
+            _PagedInputs(index, group.block_size, np.zeros((limits.sequences, limits.kv_blocks), np.int32))
+            for index, group in enumerate(groups)
+            if isinstance(group, PagedCache)
+        ]
+        self._states = [index for index, group in enumerate(groups) if not isinstance(group, PagedCache)]
         self._free_rows = list(range(limits.sequences))
         self._rows = np.empty(0, np.intp)  # of the last step's sequences
-        self._table_names = [f"block_table.{index}" for index in range(len(groups))]
-        self._slot_names = [f"slots.{index}" for index in range(len(groups))]
-        self._block_size = min(group.block_size for group in groups)  # of the widest block table
+        self._block_size = min((paged.block_size for paged in self._paged), default=0)  # of the widest block table
         self._inputs: Inputs = {}
         self._moving = np.empty((0, 0), np.int32)  # in a step of decodes: slots of each group, positions, kv_len
         self._in_flight = False  # the tokens of the last step: none of them was known
@@ -94,8 +107,9 @@ class Packer:
     def place(self, sequence: TokenSequence) -> None:
         """It runs from now on, with the blocks that it has."""
         sequence.row = self._free_rows.pop()
-        for whole, table in zip(self._tables, sequence.tables, strict=True):
-            whole[sequence.row, : len(table.blocks)] = table.blocks
+        for paged in self._paged:
+            blocks = sequence.held[paged.index].blocks
+            paged.table[sequence.row, : len(blocks)] = blocks
 
     def remove(self, sequence: TokenSequence) -> None:
         self._free_rows.append(sequence.row)
@@ -109,9 +123,9 @@ class Packer:
         """
         for part in growing:
             sequence = part.sequence
-            for group, whole, table in zip(self._groups, self._tables, sequence.tables, strict=True):
-                first = part.first // group.block_size
-                whole[sequence.row, first : len(table.blocks)] = table.blocks[first:]
+            for paged in self._paged:
+                first, blocks = part.first // paged.block_size, sequence.held[paged.index].blocks
+                paged.table[sequence.row, first : len(blocks)] = blocks[first:]
         sequences = [part.sequence for part in parts]
         counts = [part.num_tokens for part in parts]
         starts = np.array([0, *accumulate(counts)], np.int32)
@@ -140,12 +154,14 @@ class Packer:
             "logit_rows": np.array(logit_rows, np.int32),
         }
         self._gather()
-        for group, table_name, slot_name in zip(self._groups, self._table_names, self._slot_names, strict=True):
-            places, offsets = np.divmod(positions, group.block_size)
-            blocks = self._inputs[table_name][owners, places]
-            self._inputs[slot_name] = blocks * np.int32(group.block_size) + offsets
+        for paged in self._paged:
+            places, offsets = np.divmod(positions, paged.block_size)
+            blocks = self._inputs[paged.table_name][owners, places]
+            self._inputs[paged.slots_name] = blocks * np.int32(paged.block_size) + offsets
+        for index in self._states:
+            self._inputs[f"state_slots.{index}"] = np.array([one.held[index].slot for one in sequences], np.int32)
         if num_decodes == len(parts):
-            names = (*self._slot_names, "positions", "kv_len")
+            names = (*(paged.slots_name for paged in self._paged), "positions", "kv_len")
             self._moving = np.stack([self._inputs[name] for name in names])
             self._inputs.update(zip(names, self._moving, strict=True))
         return self._sizes, self._inputs
@@ -165,23 +181,22 @@ class Packer:
             self._sizes = Sizes(len(sequences), len(sequences), len(sequences), *widths)
         for row in growing:
             sequence = sequences[row]
-            groups = zip(self._groups, self._tables, sequence.tables, self._moving, strict=False)
-            for group, whole, table, slots in groups:
-                place, offset = divmod(sequence.num_computed_tokens, group.block_size)
-                whole[sequence.row, place] = block = table.blocks[place]
-                slots[row] = block * group.block_size + offset
+            for paged, slots in zip(self._paged, self._moving, strict=False):
+                place, offset = divmod(sequence.num_computed_tokens, paged.block_size)
+                paged.table[sequence.row, place] = block = sequence.held[paged.index].blocks[place]
+                slots[row] = block * paged.block_size + offset
         if growing:
             self._gather()
         return self._sizes, self._inputs
 
     def _widths(self) -> tuple[int, int]:
         """KV blocks and splits of the longest sequence."""
-        return -(-self._longest // self._block_size), -(-self._longest // SPLIT_TOKENS)
+        return -(-self._longest // self._block_size) if self._paged else 0, -(-self._longest // SPLIT_TOKENS)
 
     def _gather(self) -> None:
         """New block tables, since whoever has the last ones may not be done with them."""
-        for name, whole in zip(self._table_names, self._tables, strict=True):
-            self._inputs[name] = whole[self._rows, : self._sizes.kv_blocks]
+        for paged in self._paged:
+            self._inputs[paged.table_name] = paged.table[self._rows, : self._sizes.kv_blocks]
 
 
 def _input_tokens(part: Part) -> list[int]:

@@ -1,7 +1,8 @@
 """Drives a scheduler without any executor, and holds each of its steps against what it must be.
 
 In place of keys and values, a slot of the KV pools here holds a number that stands for the tokens up to its position:
-two sequences may share it exactly if they have the same tokens so far, and the same salt.
+two sequences may share it exactly if they have the same tokens so far, and the same salt. A recurrent state is such a
+number, too, of all tokens that it has seen.
 
 A step is computed, and its tokens are drawn, as soon as it is planned; the scheduler may hear of them a step later.
 """
@@ -11,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from enginewright.plan import PagedCache, Plane, Sizes
-from enginewright.runtime.envelope import SPLIT_TOKENS, Envelope, blocks_of
+from enginewright.plan import CacheGroup, PagedCache, Plane, RecurrentState, Sizes, StateTensor
+from enginewright.runtime.cache.paged import blocks_of
+from enginewright.runtime.envelope import SPLIT_TOKENS, Envelope
 from enginewright.runtime.sampling import PromptToken, SampledToken, SamplingParams, SamplingRequest
 from enginewright.runtime.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
@@ -25,8 +27,12 @@ BLANK = -1
 PLANES = (Plane("key", 1, 8, "bf16", 16), Plane("value", 1, 8, "bf16", 16))
 
 
-def group(window: int, block_size: int = BLOCK) -> PagedCache:
-    return PagedCache((0,), PLANES, block_size, window)
+def group(window: int, block_size: int = BLOCK, kept_tokens: int = 0) -> PagedCache:
+    return PagedCache((0,), PLANES, block_size, window, kept_tokens)
+
+
+def recurrent(snapshot_tokens: int = 2 * BLOCK) -> RecurrentState:
+    return RecurrentState((0,), (StateTensor("state", (4,), "f32"),), snapshot_tokens)
 
 
 def sequence_of(
@@ -65,7 +71,7 @@ class Watch:
 
     def __init__(
         self,
-        groups: Sequence[PagedCache],
+        groups: Sequence[CacheGroup],
         limits: Sizes,
         num_blocks: Sequence[int],
         *,
@@ -81,7 +87,10 @@ class Watch:
         self.chunk = chunk
         envelope = Envelope(LONGEST, limits, self.num_blocks, 0, 0)
         self.scheduler = Scheduler(groups, envelope, prefix_caching=prefix_caching, chunk=chunk, cost=cost_at)
-        self.pools = [np.full(count * kv.block_size, BLANK) for count, kv in zip(num_blocks, groups, strict=True)]
+        self.pools = [
+            np.full(count * (kv.block_size if isinstance(kv, PagedCache) else 1), BLANK)
+            for count, kv in zip(num_blocks, groups, strict=True)
+        ]
         self.alive: dict[TokenSequence, int] = {}  # and the step by which each must have ended
         self.poisoned: set[TokenSequence] = set()
         self.contents: dict[TokenSequence, list[int]] = {}
@@ -191,7 +200,7 @@ class Watch:
                 if sequence in plan.verifying and sequence.is_running:
                     self._check_taken_back(sequence)
         for sequence in ended:
-            assert sequence.finish_reason is not None and not sequence.tables
+            assert sequence.finish_reason is not None and not sequence.held
             if sequence.request is None and sequence.finish_reason == "length":
                 positions = range(len(sequence.token_ids))
                 assert self.rows[sequence] == set(positions if sequence.every_logit else positions[-1:])
@@ -216,7 +225,8 @@ class Watch:
     def _check_taken_back(self, sequence: TokenSequence) -> None:
         computed = len(sequence.token_ids) - 1
         assert sequence.num_computed_tokens == computed and not sequence.guesses and not sequence.num_in_flight_tokens
-        for kv, table in zip(self.groups, sequence.tables, strict=True):
+        for kv, table in zip(self.groups, sequence.held, strict=True):
+            assert isinstance(kv, PagedCache)
             assert len(table.blocks) == -(-computed // kv.block_size), "a block of wrong guesses is still held"
 
     def _check_tokens(self, plan: StepPlan) -> None:
@@ -264,8 +274,23 @@ class Watch:
         (sampled,) = accepted[plan.sampling.index(sequence)]
         return sampled.token
 
+    def _check_states(self, plan: StepPlan, index: int) -> None:
+        pool, slots = self.pools[index], plan.inputs[f"state_slots.{index}"].tolist()
+        holders = self._check_holders(index)
+        for source, target in plan.copies[index]:
+            pool[target] = pool[source]
+        pool[plan.new_blocks[index]] = 0
+        assert len(slots) == len(plan.parts) == len(set(slots))
+        for part, slot in zip(plan.parts, slots, strict=True):
+            expected = [0, *self.content(part.sequence, part.end)]
+            assert holders[slot] == {part.sequence}
+            assert pool[slot] == expected[part.first] or part.sequence in self.poisoned, "a state of other tokens"
+            pool[slot] = expected[part.end]
+
     def _check_blocks(self, plan: StepPlan, index: int) -> None:
         kv, pool, inputs = self.groups[index], self.pools[index], plan.inputs
+        if not isinstance(kv, PagedCache):
+            return self._check_states(plan, index)
         holders = self._check_holders(index)
         for source, target in plan.copies[index]:
             pool[target * kv.block_size :][: kv.block_size] = pool[source * kv.block_size :][: kv.block_size]
@@ -282,7 +307,8 @@ class Watch:
             pool[here] = self.content(sequence, part.end)[part.first :]
         for row, part in enumerate(plan.parts):
             first, end = part.first, part.end
-            seen = np.arange(max(0, first - kv.window + 1) if kv.window else 0, end)
+            lowest = max(0, first - kv.window + 1) if kv.window else 0
+            seen = np.array([*range(min(kv.kept_tokens, lowest)), *range(lowest, end)])
             read = pool[table[row, seen // kv.block_size] * kv.block_size + seen % kv.block_size]
             expected = self.content(part.sequence, end)
             right = read.tolist() == [expected[n] for n in seen]
@@ -293,14 +319,20 @@ class Watch:
         holders: dict[int, set[TokenSequence]] = {}
         running = [sequence for sequence in self.alive if sequence.is_running]
         for sequence in running:
-            table = sequence.tables[index]
-            held = table.blocks[table.dropped :]
-            assert len(held) == len(set(held)) and not any(table.blocks[: table.dropped])
-            most = blocks_of(self.groups[index], sequence.max_tokens, self.limits.tokens)
-            assert len(held) <= most
+            held = self._places(sequence, index)
+            assert len(held) == len(set(held))
             for block in held:
                 holders.setdefault(block, set()).add(sequence)
         self.num_shared += sum(len(owners) > 1 for owners in holders.values())
         assert len(holders) + self.scheduler.num_free_blocks[index] == self.num_blocks[index], "a block was lost"
         assert len(running) == self.scheduler.num_running <= self.limits.sequences
         return holders
+
+    def _places(self, sequence: TokenSequence, index: int) -> list[int]:
+        """Blocks or slots that a sequence holds."""
+        kv, mine = self.groups[index], sequence.held[index]
+        if not isinstance(kv, PagedCache):
+            return [mine.slot, *(snapshot.slot for snapshot in mine.pending)]
+        assert not any(mine.blocks[mine.num_kept : mine.dropped])
+        assert len(mine.held) <= blocks_of(kv, sequence.max_tokens, self.limits.tokens)
+        return list(mine.held)

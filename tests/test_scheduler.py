@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from enginewright.plan import Sizes
-from enginewright.runtime.envelope import blocks_of
+from enginewright.plan import CacheGroup, PagedCache, RecurrentState, Sizes
+from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import StepPlan
-from tests.scheduler_watch import BLOCK, LONGEST, STOP, VOCAB, Watch, group, sequence_of
+from tests.scheduler_watch import BLOCK, LONGEST, STOP, VOCAB, Watch, group, recurrent, sequence_of
 
 WIDTH = -(-LONGEST // BLOCK)
 STEPS = 100_000
@@ -47,18 +47,34 @@ def run(watch: Watch, *sequences: TokenSequence) -> int:
     return watch.num_computed - before
 
 
+MIXTURES: tuple[tuple[CacheGroup, ...], ...] = (
+    (group(0),),
+    (group(0),),
+    (group(3),),
+    (group(0), group(5)),
+    (group(1), group(9), group(0)),
+    (group(4), group(8)),
+    (group(3, kept_tokens=6), group(0)),
+    (group(0), recurrent()),
+    (recurrent(3 * BLOCK), group(0), group(5)),
+    (recurrent(),),
+)
+
+
 class Traffic:
     """Random sequences: some that begin alike, siblings, texts to be scored, salts, NaN; some are aborted."""
 
     def __init__(self, seed: int, ahead: int) -> None:
         self.random = random = np.random.default_rng(seed)
-        windows = [(0,), (0,), (3,), (0, 5), (1, 9, 0), (4, 8)][random.integers(6)]
-        groups = tuple(group(window) for window in windows)
+        groups = MIXTURES[random.integers(len(MIXTURES))]
         sequences = int(random.integers(1, 6))
         tokens = int(random.integers(sequences, 24))
         rows = int(random.integers(sequences, 12))
         spare = int(random.integers(0, [3, 10, 30][random.integers(3)]))
-        blocks = tuple(blocks_of(kv, LONGEST, tokens) + spare for kv in groups)
+        blocks = tuple(
+            (blocks_of(kv, LONGEST, tokens) if isinstance(kv, PagedCache) else int(random.integers(1, 9))) + spare
+            for kv in groups
+        )
         limits = Sizes(tokens, sequences, rows, WIDTH, 1)
         chunk = int(random.integers(1, 12)) if random.integers(2) else None
         caching = bool(random.integers(4))
@@ -129,7 +145,7 @@ class Traffic:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_hundred_thousand_steps(ahead: int) -> None:
     """No leak, no starvation, no step beyond its budget, no block that is not its sequence's; and all of it happens."""
-    steps = preemptions = shared = cached = wasted = guessed = right = seed = 0
+    steps = preemptions = shared = cached = wasted = guessed = right = states = seed = 0
     while steps < STEPS // 2:
         traffic = Traffic(seed, ahead)
         for _ in range(400):
@@ -142,8 +158,10 @@ def test_a_hundred_thousand_steps(ahead: int) -> None:
         wasted += traffic.watch.num_wasted
         guessed += traffic.watch.num_guessed
         right += traffic.watch.num_right
+        if any(isinstance(kv, RecurrentState) for kv in traffic.watch.groups):
+            states += traffic.watch.scheduler.num_cached_prompt_tokens
         seed += 1
-    counts = (preemptions, cached, shared, 5 * wasted, guessed - right, right)
+    counts = (preemptions, cached, shared, 5 * wasted, guessed - right, right, states)
     assert min(counts) > 200, counts
 
 
@@ -362,7 +380,7 @@ def test_right_guesses_are_several_tokens_of_one_step() -> None:
         (guessed, 6, 3, 3),
     ]
     assert plan.num_decodes == 1 and plan.verifying == (guessed,)
-    assert guessed.token_ids == [*range(5), 3, 3, 3, 3] and len(guessed.tables[0].blocks) == 2
+    assert guessed.token_ids == [*range(5), 3, 3, 3, 3] and len(guessed.held[0].blocks) == 2
     assert [part.num_tokens for part in step(watch).parts] == [1, 1], "and on as before"
     while watch.alive:
         step(watch)
@@ -386,6 +404,19 @@ def test_guesses_take_no_more_than_there_is() -> None:
     watch.scheduler.propose(ending, [3] * 9)
     assert [part.num_tokens for part in step(watch).parts] == [2]
     assert ending.finish_reason == "length" and len(ending.token_ids) == 9 and watch.all_back()
+
+
+def test_a_prompt_is_cut_where_a_snapshot_is_kept() -> None:
+    """At multiples of its interval, and before the last token; who begins alike begins there."""
+    limits = Sizes(40, 4, 4, WIDTH, 1)
+    watch = Watch((group(0), recurrent(3 * BLOCK)), limits, (40, 8), prefix_caching=True)
+    watch.add(first := sequence_of(range(30), 32))
+    assert [[part.num_tokens for part in step(watch).parts] for _ in range(4)] == [[12], [12], [4], [2]]
+    run(watch, again := sequence_of(range(30), 32), other := sequence_of([*range(20), 40], 22))
+    assert first.finish_reason == "length" and (again.num_cached_tokens, other.num_cached_tokens) == (28, 12)
+    watch = Watch((group(0), recurrent(3 * BLOCK)), limits, (40, 8))
+    watch.add(sequence_of(range(30), 32))
+    assert [part.num_tokens for part in step(watch).parts] == [30], "nobody will begin there"
 
 
 def test_nothing_to_do_is_no_step() -> None:
