@@ -31,7 +31,7 @@ from enginewright.runtime.sampling import (
     TokenRules,
     new_seed,
 )
-from enginewright.runtime.scheduler import Scheduler
+from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.stats import STEP_TOKENS, Stats
 from enginewright.runtime.step_plan import StepPlan

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from enginewright.errors import UsageError
 from enginewright.runtime.devices import Executor
-from enginewright.runtime.scheduler import Scheduler
+from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
 
 

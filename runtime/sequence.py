@@ -34,6 +34,7 @@ class TokenSequence:
     row: int = 0  # its place among those that run
     keys: PrefixKeys | None = None  # of its full blocks, if it shares them
     keys_in_flight: Sequence[bytes] = ()  # of blocks that others wait for, since this one writes them soon
+    has_pending: bool = False  # blocks with a key that nobody else may use before a token is sampled behind them
     finish_reason: str | None = None  # "stop", "length", "error" or "abort"
 
     @property

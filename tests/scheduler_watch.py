@@ -16,7 +16,7 @@ from enginewright.plan import CacheGroup, PagedCache, Plane, RecurrentState, Siz
 from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.envelope import SPLIT_TOKENS, Envelope
 from enginewright.runtime.sampling import PromptToken, SampledToken, SamplingParams, SamplingRequest
-from enginewright.runtime.scheduler import Scheduler
+from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import StepPlan
 

@@ -29,7 +29,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.sampling import SampledToken
-from enginewright.runtime.scheduler import Scheduler
+from enginewright.runtime.scheduler.scheduler import Scheduler
 from tests.engines import built
 from tests.scheduler_watch import sequence_of
 from tests.tiny import tiny_checkpoint

@@ -129,11 +129,6 @@ class Cache:
         for kind, mine in zip(self._kinds, held, strict=True):
             kind.publish(mine)
 
-    @staticmethod
-    def is_pending(held: Sequence[Any]) -> bool:
-        """Whether something waits for `publish`."""
-        return any(mine.pending for mine in held)
-
     def truncate(
         self, held: Sequence[Any], computed: int, length: int, keys: Sequence[bytes], copies: Sequence[Copies]
     ) -> bool:

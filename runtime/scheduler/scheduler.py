@@ -10,44 +10,27 @@ by its length. One that ends otherwise has computed a token for nothing. Blocks 
 the order in which they are planned.
 """
 
-from bisect import insort
 from collections.abc import Callable, Sequence
-from time import perf_counter
 
 from enginewright.plan import CacheGroup
 from enginewright.runtime.cache.cache import Cache
-from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.envelope import Envelope
 from enginewright.runtime.sampling import RowRequest, SampledToken
+from enginewright.runtime.scheduler.chunks import PromptChunks
+from enginewright.runtime.scheduler.decodes import RepeatedDecodes
+from enginewright.runtime.scheduler.prefixes import SharedPrefixes
+from enginewright.runtime.scheduler.waiting import WaitingSequences
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
-
-
-class _Decodes:
-    """A step that takes one token of each sequence that runs, and those after it that are the same, further on.
-
-    step: how many have been planned. last: how many there may be; then a sequence, or several, end by their length.
-    """
-
-    def __init__(self, plan: StepPlan, stride: int) -> None:
-        self.plan, self.stride, self.step = plan, stride, 0
-        self.last = min(sequence.max_tokens - sequence.num_tokens for sequence in plan.sampling)
-        self._growing: dict[int, list[int]] = {}  # rows whose token is the first of a block, by step modulo the stride
-        for row, sequence in enumerate(plan.sampling):
-            self._growing.setdefault((1 - sequence.num_computed_tokens) % stride, []).append(row)
-
-    def growing_next(self) -> Sequence[int]:
-        """Rows that begin a block in the next step."""
-        return self._growing.get((self.step + 1) % self.stride, ())
 
 
 class Scheduler:
     """First come, first served; when KV blocks run out, the latest arrival is preempted and computed anew later.
 
-    A sequence is admitted when there is room for what it has so far, and for a block more of each that runs. Whoever
-    runs has arrived before whoever waits, so the oldest is never skipped nor preempted, and it moves on in every
-    step: a sequence ends within as many steps as it and those before it have tokens, prompts and answers together.
+    Whoever runs has arrived before whoever waits, so the oldest is never skipped nor preempted, and it moves on in
+    every step: a sequence ends within as many steps as it and those before it have tokens, prompts and answers
+    together.
 
     Args:
         prefix_caching: sequences that begin with the same tokens share KV blocks, also with those that have ended.
@@ -66,22 +49,16 @@ class Scheduler:
     ) -> None:
         self._limits = envelope.limits
         self._cache = Cache(groups, envelope.num_blocks, envelope.limits.tokens, envelope.limits.sequences)
-        self._chunk, self._cost = chunk, cost
-        self._prefix_caching = prefix_caching and self._cache.block_size is not None
+        self._prefixes = SharedPrefixes(self._cache, enabled=prefix_caching)
+        self._waiting = WaitingSequences(self._cache, self._prefixes)
+        self._running: list[TokenSequence] = []  # in the order of arrival
+        self._chunks = PromptChunks(self._cache, chunk, cost)
         self._packer = Packer(groups, envelope.limits)
-        self._waiting: list[TokenSequence] = []  # both in the order of arrival
-        self._running: list[TokenSequence] = []
-        self._arrivals: dict[TokenSequence, int] = {}
-        self._num_arrivals = 0
-        self._being_written: dict[bytes, TokenSequence] = {}  # blocks by key that will be there soon, and from whom
-        self._no_room = False  # for the first that waits, until a sequence leaves
         self._no_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
         self._no_copies: tuple[Copies, ...] = tuple([] for _ in groups)
         self._copies: tuple[Copies, ...] = tuple([] for _ in groups)  # for the next step
-        self._last: StepPlan | _Decodes | None = None  # if the next step may be the same, a position further
+        self._last: StepPlan | RepeatedDecodes | None = None  # if the next step may be the same, a position further
         self.num_preemptions = 0
-        self.num_prompt_tokens = 0  # of the sequences that were admitted, siblings left out
-        self.num_cached_prompt_tokens = 0  # of these, what others had computed
 
     @property
     def num_waiting(self) -> int:
@@ -90,7 +67,7 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens of those that wait, all to be computed."""
-        return sum(sequence.num_tokens for sequence in self._waiting)
+        return self._waiting.num_tokens
 
     @property
     def num_running(self) -> int:
@@ -101,16 +78,22 @@ class Scheduler:
         return len(self._waiting) + len(self._running)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Of the sequences that were admitted, siblings left out."""
+        return self._waiting.num_prompt_tokens
+
+    @property
+    def num_cached_prompt_tokens(self) -> int:
+        """Of these, what others had computed."""
+        return self._waiting.num_cached_prompt_tokens
+
+    @property
     def num_free_blocks(self) -> tuple[int, ...]:
         """Blocks that no sequence holds, a group."""
         return self._cache.num_free
 
     def add(self, sequence: TokenSequence) -> None:
-        self._arrivals[sequence] = self._num_arrivals
-        self._num_arrivals += 1
-        if self._prefix_caching and sequence.request is not None and not sequence.every_logit:
-            sequence.keys = PrefixKeys(self._cache.block_size or 0, sequence.cache_salt)
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing waits or runs but what the step before ends."""
@@ -138,7 +121,7 @@ class Scheduler:
         Returns:
             The sequences that ended with it.
         """
-        ended, stride = [], self._cache.stride
+        ended, stride, has_pending = [], self._cache.stride, plan.has_pending
         for sequence, tokens in zip(plan.sampling, accepted, strict=True):
             if sequence.finish_reason is not None:  # by finish(), or by the step before
                 continue
@@ -148,8 +131,8 @@ class Scheduler:
                     break
                 token, token_ids = sampled.token, sequence.token_ids
                 known = len(token_ids)
-                if known % stride == 0 or (plan.has_pending and self._cache.is_pending(sequence.held)):
-                    self._share(sequence)
+                if known % stride == 0 or (has_pending and sequence.has_pending):
+                    self._prefixes.publish(sequence)
                 token_ids.append(token)
                 sequence.num_in_flight_tokens -= 1
                 if token in sequence.stop_token_ids:
@@ -182,66 +165,18 @@ class Scheduler:
             return
         sequence.finish_reason = reason
         sequence.num_in_flight_tokens = 0
-        del self._arrivals[sequence]
+        self._waiting.forget(sequence)
         if sequence.is_running:
-            self._running.remove(sequence)
             self._leave(sequence)
-        else:
-            self._waiting.remove(sequence)
-            self._no_room = False
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._limits.sequences and not self._no_room:
-            sequence = self._waiting[0]
-            sibling = sequence.sibling_of
-            if sibling is not None and sibling.is_running and not self._has_begun(sibling):
-                return  # in a few steps, it takes nothing but the answer
-            keys = self._keys(sequence, sequence.num_tokens - 1)  # one token is left to give logits
-            shared = self._cache.num_shared(keys)
-            if shared < len(keys) and keys[shared] in self._being_written:
-                return  # likewise
-            if not (self._fork(sequence) or self._open(sequence, keys[:shared])):
-                self._no_room = True
+        while len(self._running) < self._limits.sequences:
+            sequence = self._waiting.admit(len(self._running), self._copies)
+            if sequence is None:
                 return
-            self._running.append(self._waiting.pop(0))
+            self._running.append(sequence)
             self._packer.place(sequence)
             self._last = None
-            if sequence.num_cached_tokens is None:
-                sequence.num_cached_tokens = sequence.num_computed_tokens
-                sequence.admitted_at = perf_counter()
-                if sibling is None:
-                    self.num_prompt_tokens += sequence.num_prompt_tokens
-                    self.num_cached_prompt_tokens += sequence.num_cached_tokens
-            sequence.keys_in_flight = self._keys(sequence, len(sequence.token_ids))[shared:]
-            for key in sequence.keys_in_flight:
-                self._being_written.setdefault(key, sequence)
-
-    def _open(self, sequence: TokenSequence, keys: Sequence[bytes]) -> bool:
-        length, shares = sequence.num_tokens, sequence.keys is not None
-        held = self._cache.admit(length, keys, len(self._running), self._copies, shares=shares)
-        if held is None:
-            return False
-        sequence.held = held
-        sequence.num_computed_tokens = len(keys) * (self._cache.block_size or 0)
-        return True
-
-    def _fork(self, sequence: TokenSequence) -> bool:
-        """Begin where the prompt of a sibling ends: its last token alone is computed again, and gives the logits."""
-        sibling = sequence.sibling_of
-        if sibling is None or not sibling.is_running or sequence.num_tokens > sequence.num_prompt_tokens:
-            return False
-        length, spare = sequence.num_prompt_tokens, len(self._running)
-        held = self._cache.fork(sibling.held, sibling.num_computed_tokens, length - 1, length, spare, self._copies)
-        if held is None:
-            return False
-        sequence.held = held
-        sequence.num_computed_tokens = length - 1
-        return True
-
-    @staticmethod
-    def _has_begun(sequence: TokenSequence) -> bool:
-        """Whether its prompt is computed, and numbers came out of it."""
-        return min(sequence.num_computed_tokens, len(sequence.token_ids) - 1) >= sequence.num_prompt_tokens
 
     def _has_room(self, sequence: TokenSequence) -> bool:
         """Whether a sequence that decodes can go on; the latest arrivals are preempted for it, itself perhaps."""
@@ -254,76 +189,38 @@ class Scheduler:
 
     def _preempt(self, sequence: TokenSequence) -> None:
         """It waits again, and is computed anew."""
-        self._running.remove(sequence)
         self._leave(sequence)
         sequence.guesses = []
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        insort(self._waiting, sequence, key=self._arrivals.__getitem__)
+        self._waiting.put_back(sequence)
 
     def _leave(self, sequence: TokenSequence) -> None:
-        self._is_written(sequence)
+        """It runs no longer."""
+        self._running.remove(sequence)
+        self._prefixes.end(sequence)
         self._cache.release(sequence.held)
         sequence.held = []
-        self._no_room = False
         self._packer.remove(sequence)
+        self._waiting.try_again()
         self._last = None
-
-    def _keys(self, sequence: TokenSequence, num_tokens: int) -> Sequence[bytes]:
-        """Of the full blocks within a sequence's first tokens; none if it does not share."""
-        if sequence.keys is None or self._cache.block_size is None:
-            return ()
-        return sequence.keys.of(sequence.token_ids, num_tokens // self._cache.block_size)
-
-    def _is_written(self, sequence: TokenSequence) -> None:
-        """What it was to write is there, or never comes."""
-        for key in sequence.keys_in_flight:
-            if self._being_written.get(key) is sequence:
-                del self._being_written[key]
-        sequence.keys_in_flight = ()
-
-    def _share(self, sequence: TokenSequence) -> None:
-        """Let others find the blocks that are full before the token that it gets. No later step has tagged any."""
-        if sequence.keys is None or self._cache.block_size is None or not sequence.is_running:
-            return
-        keys = self._keys(sequence, len(sequence.token_ids))
-        self._cache.tag(sequence.held, keys)
-        self._cache.publish(sequence.held)
-        self._is_written(sequence)
 
     def _same(self) -> StepPlan | None:
         """The last step once more, a position further; None if there is more to it."""
         if isinstance(self._last, StepPlan):
-            self._last = _Decodes(self._last, self._cache.stride)
+            self._last = RepeatedDecodes(self._last, self._cache.stride)
         decodes = self._last
-        if decodes is None or decodes.step == decodes.last:
+        if decodes is None or decodes.are_over:
             return None
         growing = decodes.growing_next()
-        first, sampling = decodes.plan, decodes.plan.sampling
+        if not growing:
+            return decodes.plan_next(self._packer, growing, self._no_blocks, self._no_copies)
         for row in growing:
-            if not self._has_room(sampling[row]) or self._last is None:  # somebody was preempted
+            if not self._has_room(decodes.first.sampling[row]) or self._last is None:  # somebody was preempted
                 return None
-        new_blocks, copies = self._no_blocks, self._no_copies
-        if growing:
-            new_blocks, copies = self._extend([first.first_parts[row] for row in growing])
-        sizes, inputs = self._packer.advance(sampling, growing)
-        for sequence in sampling:
-            sequence.num_computed_tokens += 1
-            sequence.num_in_flight_tokens += 1
-        decodes.step += 1
-        return StepPlan(
-            first.first_parts,
-            first.num_decodes,
-            sizes,
-            inputs,
-            copies,
-            new_blocks,
-            sampling,
-            first.requests,
-            first.has_grammar,
-            num_steps_since=decodes.step,
-        )
+        new_blocks, copies = self._extend([decodes.first.first_parts[row] for row in growing])
+        return decodes.plan_next(self._packer, growing, new_blocks, copies)
 
     def _other(self) -> StepPlan | None:
         """A step of all that can be done; None if nothing can."""
@@ -342,38 +239,19 @@ class Scheduler:
                 # in this list, or is itself the last.
                 if first % stride == 0 and not self._has_room(sequence):
                     break
-                if sequence.guesses:
-                    spare -= self._fit_guesses(sequence, spare)
-                part = Part(sequence, first, 1 + len(sequence.guesses), 1 + len(sequence.guesses))
-                if sequence.guesses:
-                    verifying.append(part)
+                if sequence.guesses and (count := self._fit_guesses(sequence, spare)):
+                    verifying.append(Part(sequence, first, 1 + count, 1 + count))
+                    spare -= count
                     continue
+                part = Part(sequence, first, 1, 1)
                 if first % stride == 0:
                     growing.append(part)
                 parts.append(part)
         num_decodes = len(parts)
         parts += verifying
-        budget = self._limits.tokens - sum(part.num_tokens for part in parts)
-        rows = self._limits.logit_rows - sum(part.num_logit_rows for part in parts)
-        chunk: float | None = self._chunk if parts else None
-        least = 1
-        for sequence in reading:
-            first = sequence.num_computed_tokens
-            uncomputed = sequence.num_tokens - first
-            count = min(uncomputed, budget, rows) if sequence.every_logit else min(uncomputed, budget)
-            if self._cache.has_snapshots:
-                count = self._cache.chunk_end(sequence.held, first, first + count) - first
-            if chunk is not None:
-                cost = self._cost(first)
-                count = min(count, max(int(chunk / cost), least))
-                chunk -= count * cost
-            wanted = count if sequence.every_logit else int(count == uncomputed)
-            if count == 0 or wanted > rows:
-                continue
-            parts.append(Part(sequence, first, count, wanted))
-            budget -= count
-            rows -= wanted
-            least = 0
+        taken = num_decodes + sum(part.num_tokens for part in verifying)  # a row of logits each, too
+        tokens, rows = self._limits.tokens - taken, self._limits.logit_rows - taken
+        parts += self._chunks.cut(reading, tokens, rows, alone=not parts)
         return self._plan(parts, num_decodes, growing + parts[num_decodes:]) if parts else None
 
     def _fit_guesses(self, sequence: TokenSequence, spare: int) -> int:
@@ -386,6 +264,12 @@ class Scheduler:
         return count
 
     def _plan(self, parts: list[Part], num_decodes: int, growing: list[Part]) -> StepPlan:
+        """A step of these.
+
+        Args:
+            num_decodes: the first parts, of one token, behind which nothing is known.
+            growing: parts that may take blocks.
+        """
         new_blocks, copies = self._extend(growing)
         sizes, inputs = self._packer.pack(parts, num_decodes, growing)
         sampling: list[TokenSequence] = []
@@ -394,7 +278,7 @@ class Scheduler:
         ending: list[TokenSequence] = []
         for part in parts:
             sequence = part.sequence
-            sequence.num_computed_tokens = end = part.end
+            sequence.num_computed_tokens = end = part.first + part.num_tokens
             if sequence.request is None:
                 if end == sequence.num_tokens:
                     ending.append(sequence)
@@ -406,15 +290,20 @@ class Scheduler:
                 if end < sequence.num_tokens:
                     continue
             if part.num_logit_rows:
-                count = 1 + len(sequence.guesses)
                 sequence.logits_row = len(requests)
-                sequence.num_in_flight_tokens += count
+                sequence.num_in_flight_tokens += 1
                 sampling.append(sequence)
-                requests += [sequence.request] * count
-        for part in parts[num_decodes:]:  # later, they may have fallen out of a window
+                requests.append(sequence.request)
+                if sequence.guesses:
+                    sequence.num_in_flight_tokens += len(sequence.guesses)
+                    requests += [sequence.request] * len(sequence.guesses)
+        verifying: list[TokenSequence] = []
+        for part in parts[num_decodes:]:
             sequence = part.sequence
-            known = min(part.end, len(sequence.token_ids))
-            self._cache.tag(sequence.held, self._keys(sequence, known))
+            if sequence.guesses:
+                verifying.append(sequence)
+            # Later, its blocks may have fallen out of a window.
+            self._prefixes.tag(sequence, min(part.end, len(sequence.token_ids)))
         plan = StepPlan(
             tuple(parts),
             num_decodes,
@@ -427,9 +316,9 @@ class Scheduler:
             has_grammar=any(request.grammar is not None for request in requests),
             ending=tuple(ending),
             # Also of a decode: it may be a prompt's last token.
-            has_pending=any(self._cache.is_pending(sequence.held) for sequence in sampling),
+            has_pending=any(sequence.has_pending for sequence in sampling),
             prompt_rows=tuple(prompt_rows),
-            verifying=tuple(sequence for sequence in sampling if sequence.guesses),
+            verifying=tuple(verifying),
         )
         self._last = plan if num_decodes == len(self._running) == len(sampling) else None
         return plan
