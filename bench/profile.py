@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from enginewright.errors import UsageError
 from enginewright.manifest import WEIGHTS
 from enginewright.plan import BufferOperand, KernelCall, WeightOperand
+from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, sequence_bytes
-from enginewright.runtime.kv_cache import KvCache
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
 from enginewright.runtime.supported import paged_caches
@@ -257,24 +257,24 @@ def _limits(engine: Engine, config: ProfileConfig, threads: int | None) -> Runti
 def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
     """A step of the scheduler's making, but for the prompts that come before it: their KV is zeros."""
     groups, limits = paged_caches(executor.plan), executor.envelope.limits
-    cache = KvCache(groups, executor.envelope.num_blocks, limits.tokens)
+    cache = Cache(groups, executor.envelope.num_blocks, limits.tokens, limits.sequences)
     new_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
+    nothing: tuple[list[Any], ...] = tuple([] for _ in groups)
     length = point.depth + point.tokens
     packer, parts = Packer(groups, limits), []
     for index in range(point.sequences):
-        tables = cache.admit(length)
-        assert tables is not None, "_limits() makes room"
+        held = cache.admit(length)
+        assert held is not None, "_limits() makes room"
         for start in range(0, length, limits.tokens):  # as it would have been read, so that windows drop their blocks
-            cache.extend(tables, start, min(start + limits.tokens, length), new_blocks)
+            cache.extend(held, start, min(start + limits.tokens, length), new_blocks, nothing)
         tokens = [(index * 997 + place * 7919) % executor.plan.vocab_size for place in range(length)]
-        sequence = TokenSequence(tokens, length, length, num_computed_tokens=point.depth, tables=tables)
+        sequence = TokenSequence(tokens, length, length, num_computed_tokens=point.depth, held=held)
         packer.place(sequence)
-        parts.append(Part(sequence, point.tokens, 1))
+        parts.append(Part(sequence, point.depth, point.tokens, 1))
     num_decodes = len(parts) if point.is_decode else 0
     sizes, inputs = packer.pack(parts, num_decodes, ())
     for pool, blocks in zip(executor.pools, new_blocks, strict=True):
         pool.scrub(blocks)
-    nothing: tuple[list[Any], ...] = tuple([] for _ in groups)
     return StepPlan(tuple(parts), num_decodes, sizes, inputs, nothing, nothing)
 
 
@@ -283,8 +283,8 @@ def _kv_memory(executor: CpuExecutor, plan: StepPlan) -> list[NDArray[Any]]:
     return [
         pool.blocks()[block]
         for part in plan.parts
-        for pool, table in zip(executor.pools, part.sequence.tables, strict=True)
-        for block in table.blocks[table.dropped :]
+        for pool, table in zip(executor.pools, part.sequence.held, strict=True)
+        for block in table.held
     ]
 
 

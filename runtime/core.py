@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from enginewright.errors import EngineError
 from enginewright.runtime.detokenizer import Detokenizer, StopMatcher, StopStrings
@@ -31,11 +31,10 @@ from enginewright.runtime.sampling import (
     TokenRules,
     new_seed,
 )
-from enginewright.runtime.scheduler import Scheduler
+from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.stats import STEP_TOKENS, Stats
 from enginewright.runtime.step_plan import StepPlan
-from enginewright.runtime.supported import paged_caches
 from enginewright.runtime.token_mask import Grammar
 
 logger = logging.getLogger(__name__)
@@ -66,22 +65,22 @@ class Answer:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt and its n answers. Seconds count from when it was asked; None is not yet."""
+    """A prompt and its n answers."""
 
     params: SamplingParams
     reader: Reader
     num_prompt_tokens: int
-    asked: float
+    arrived_at: float  # by time.perf_counter
     answers: list[Answer] = field(default_factory=list)
-    first_token_s: float | None = None
-    total_s: float | None = None
+    first_token_s: float | None = None  # since it arrived; None: not yet
+    total_s: float | None = None  # likewise
     prompt_logprobs: list[SampledToken | None] = field(default_factory=list)  # by position, if they were asked for
 
     @property
     def queue_s(self) -> float | None:
         """Until its first answer left the queue for the first time."""
         admitted_at = self.answers[0].sequence.admitted_at
-        return None if admitted_at is None else admitted_at - self.asked
+        return None if admitted_at is None else admitted_at - self.arrived_at
 
     @property
     def num_cached_tokens(self) -> int:
@@ -91,6 +90,13 @@ class Request:
     @property
     def finished(self) -> bool:
         return all(answer.finished for answer in self.answers)
+
+
+class StepInFlight(NamedTuple):
+    """A step that has begun, and whose tokens have not been read."""
+
+    plan: StepPlan
+    drawing: Drawing
 
 
 class EngineCore:
@@ -106,14 +112,14 @@ class EngineCore:
         self.executor = open_executor(engine, config)
         self._sampler = Sampler(self.executor.draw)
         self._scheduler = Scheduler(
-            paged_caches(engine.plan),
+            engine.plan.caches,
             self.executor.envelope,
             prefix_caching=config.enable_prefix_caching,
             chunk=config.prefill_chunk_size,
             cost=PromptCost(engine.plan).at,
         )
         self._answers: dict[TokenSequence, Answer] = {}
-        self._under_way: deque[tuple[StepPlan, Drawing]] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._num_steps = self._num_computed = self._num_generated = 0
         self._step_sizes = [0] * (len(STEP_TOKENS) + 1)
 
@@ -127,7 +133,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.num_unfinished > 0 or len(self._under_way) > 0
+        return self._scheduler.num_unfinished > 0 or len(self._in_flight) > 0
 
     def stats(self) -> Stats:
         """What is going on; its numbers may be a step apart from each other."""
@@ -167,7 +173,7 @@ class EngineCore:
         plan, ends = self.engine.plan, () if params.ignore_eos else self._eos_token_ids
         check_prompt(prompt, plan.vocab_size, self.max_model_len)
         whole = self.max_model_len
-        if params.max_tokens is not None:  # where none is wanted, the one that is drawn is left out (_take)
+        if params.max_tokens is not None:  # where none is wanted, the one that is sampled is left out (_take)
             whole = min(whole, len(prompt) + max(params.max_tokens, 1))
         request = Request(params, reader, len(prompt), time.perf_counter())
         seed = new_seed()
@@ -184,7 +190,7 @@ class EngineCore:
                 request=SamplingRequest(params, prompt, plan.vocab_size, ends, index, seed, grammar, rules),
                 every_logit=params.prompt_logprobs is not None and index == 0,
                 cache_salt=cache_salt,
-                twin_of=request.answers[0].sequence if index else None,
+                sibling_of=request.answers[0].sequence if index else None,
             )
             detokenizer = Detokenizer(self.engine.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
             stops = StopStrings(matcher, include=params.include_stop_str_in_output) if matcher else None
@@ -198,66 +204,67 @@ class EngineCore:
 
     def abort(self, request: Request) -> list[tuple[Request, Delta]]:
         """End what goes on of a request; its blocks are free again."""
-        told = []
+        outputs = []
         for answer in request.answers:
             if self._answers.pop(answer.sequence, None) is not None:
                 self._scheduler.finish(answer.sequence, "abort")
-                told.append((request, Delta(answer.index, "", (), "abort")))
-        return told
+                outputs.append((request, Delta(answer.index, "", (), "abort")))
+        return outputs
 
     def step(self) -> list[tuple[Request, Delta]]:
-        """Begin one step of all that was asked, and end one; what that added.
+        """Begin one step of all that has arrived, and end one; what that added.
 
         A step ends at once, or, where the executor runs ahead, once the next one has begun; where a grammar says what
-        may come next, once its layers run, before it draws.
+        may come next, once its layers run, before it samples.
         """
-        plan, told = self._scheduler.schedule(), list[tuple[Request, Delta]]()
+        plan, outputs = self._scheduler.schedule(), list[tuple[Request, Delta]]()
         if plan is not None:
             logits = self.executor.run(plan)
-            if self._under_way and plan.has_grammar:
-                told = self._end(*self._under_way.popleft())
-            self._under_way.append((plan, self._sampler.begin(logits, plan.requests)))
-            if len(self._under_way) <= self.executor.steps_ahead:
-                return told
-        return told + self._end(*self._under_way.popleft()) if self._under_way else told
+            if self._in_flight and plan.has_grammar:
+                outputs = self._end(self._in_flight.popleft())
+            self._in_flight.append(StepInFlight(plan, self._sampler.begin(logits, plan.requests)))
+            if len(self._in_flight) <= self.executor.steps_ahead:
+                return outputs
+        return outputs + self._end(self._in_flight.popleft()) if self._in_flight else outputs
 
-    def _end(self, plan: StepPlan, drawing: Drawing) -> list[tuple[Request, Delta]]:
-        sampled = self._sampler.end(drawing)
+    def _end(self, step: StepInFlight) -> list[tuple[Request, Delta]]:
+        plan, sampled = step.plan, self._sampler.end(step.drawing)
         if plan.prompt_rows:
             sampled = self._take_prompt_rows(plan, sampled)
+        accepted = list(zip(sampled, strict=True))  # one token a sequence
         now = time.perf_counter()
-        self._scheduler.commit(plan, sampled)
+        self._scheduler.commit(plan, accepted)
         self._num_steps += 1
         self._num_computed += plan.sizes.tokens
         self._step_sizes[bisect_left(STEP_TOKENS, plan.sizes.tokens)] += 1
-        told = []
-        for sequence, token in zip(plan.drawing, sampled, strict=True):
+        outputs = []
+        for sequence, tokens in zip(plan.sampling, accepted, strict=True):
             answer = self._answers.get(sequence)
             if answer is None:  # it has ended meanwhile
                 continue
-            request = answer.request
+            request, (token,) = answer.request, tokens
             try:
                 if sequence.finish_reason is None and answer.stops is None:
-                    delta = Delta(answer.index, answer.detokenizer.push(token.token), (token,))
+                    delta = Delta(answer.index, answer.detokenizer.push(token.token), tokens)
                 else:
                     delta = self._take(answer, token)
             except Exception:
                 logger.exception("a token could not be turned into text; its request has failed, and no other")
                 self._scheduler.finish(sequence, "error")
                 sequence.finish_reason = "error"
-                delta = Delta(answer.index, "", () if token.is_nan else (token,), "error", DETOKENIZER)
+                delta = Delta(answer.index, "", () if token.is_nan else tokens, "error", DETOKENIZER)
             if request.first_token_s is None:
-                request.first_token_s = now - request.asked
+                request.first_token_s = now - request.arrived_at
             if delta.finish_reason is not None:
                 del self._answers[sequence]
                 if request.finished:
-                    request.total_s = now - request.asked
-            told.append((request, delta))
-        self._num_generated += len(told)
-        return told
+                    request.total_s = now - request.arrived_at
+            outputs.append((request, delta))
+        self._num_generated += len(outputs)
+        return outputs
 
     def _take_prompt_rows(self, plan: StepPlan, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Keep what a step says of the tokens of prompts; the rest, which is for `plan.drawing`.
+        """Keep what a step says of the tokens of prompts; the rest, which is for `plan.sampling`.
 
         An answer whose prompt has NaN log-probabilities fails with its first token.
         """
@@ -267,7 +274,7 @@ class EngineCore:
                 sequence.every_logit = position + 1 < sequence.num_prompt_tokens
         prompt_rows = {row for row, _, _ in plan.prompt_rows}
         rest = [token for row, token in enumerate(sampled) if row not in prompt_rows]
-        for index, sequence in enumerate(plan.drawing):
+        for index, sequence in enumerate(plan.sampling):
             answer = self._answers.get(sequence)
             scored = answer.request.prompt_logprobs if answer is not None and answer.index == 0 else ()
             if any(token is not None and token.is_nan for token in scored):
@@ -298,7 +305,7 @@ class EngineCore:
             text = answer.detokenizer.push(token.token)
         if reason is not None:
             text += answer.detokenizer.flush()
-        if stops is None or sequence.num_known_tokens - sequence.num_prompt_tokens <= answer.request.params.min_tokens:
+        if stops is None or len(sequence.token_ids) - sequence.num_prompt_tokens <= answer.request.params.min_tokens:
             return text
         text = stops.push(text)
         return text if reason is None or stops.found is not None else text + stops.flush()

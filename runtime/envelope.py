@@ -11,11 +11,12 @@ from numbers import Integral
 from typing import Any
 
 from enginewright.errors import NotEnoughMemoryError, UsageError, shorten
-from enginewright.plan import PagedCache, Plan, StepSizes
+from enginewright.plan import CacheGroup, PagedCache, Plan, StepSizes
+from enginewright.runtime.cache.paged import blocks_of
+from enginewright.runtime.cache.recurrent import slots_of
 from enginewright.runtime.count import format_bytes, parse_bytes, parse_count
 from enginewright.runtime.dims import StepCounter
 from enginewright.runtime.machine import free_memory
-from enginewright.runtime.supported import paged_caches
 from enginewright.runtime.vllm_options import without_engine_options
 
 FREE_SHARE = 0.5  # of the memory that weights and arena leave, for the KV cache where nobody says how much
@@ -97,28 +98,28 @@ def _number(name: str, text: str) -> int:
 
 @dataclass(frozen=True)
 class Envelope:
-    """limits: of a step. num_blocks: KV blocks, a group. All bytes are what will be allocated (KV as it is touched)."""
+    """All bytes are what will be allocated (KV as it is touched)."""
 
     max_model_len: int
-    limits: StepSizes
-    num_blocks: tuple[int, ...]
+    limits: StepSizes  # of a step
+    num_blocks: tuple[int, ...]  # a group; of a recurrent state, slots
     arena_bytes: int
-    kv_bytes: int
+    kv_bytes: int  # of all groups
 
 
-def blocks_of(group: PagedCache, length: int, chunk: int) -> int:
-    """Blocks of a group that a sequence of `length` positions holds at most, computed `chunk` tokens at a time."""
-    whole = -(-length // group.block_size)
-    if not group.window:
-        return whole
-    # A chunk sees the window before its first token; its positions may begin at the end of a block.
-    positions = group.window + chunk - 1
-    return min(whole, -(-(positions - 1) // group.block_size) + 1)
+def places_of(group: CacheGroup, length: int, chunk: int) -> int:
+    """Blocks or slots of a group for a sequence of `length` positions, computed `chunk` tokens at a time."""
+    return blocks_of(group, length, chunk) if isinstance(group, PagedCache) else slots_of(length)
 
 
-def sequence_bytes(groups: Sequence[PagedCache], length: int, chunk: int) -> int:
-    """KV bytes of one sequence."""
-    return sum(blocks_of(group, length, chunk) * group.block_bytes for group in groups)
+def place_bytes(group: CacheGroup) -> int:
+    """Of a block or a slot."""
+    return group.block_bytes if isinstance(group, PagedCache) else group.bytes_per_sequence
+
+
+def sequence_bytes(groups: Sequence[CacheGroup], length: int, chunk: int) -> int:
+    """What one sequence takes of the caches."""
+    return sum(places_of(group, length, chunk) * place_bytes(group) for group in groups)
 
 
 def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, StepSizes]:
@@ -137,7 +138,7 @@ def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, StepSizes]:
         )
     tokens = min(config.max_num_batched_tokens, config.max_num_seqs * length)
     rows = max(config.max_logit_rows or 0, config.max_num_seqs)
-    counter = StepCounter(plan.dims, paged_caches(plan))
+    counter = StepCounter(plan.dims, plan.caches)
     return length, counter.sizes(max(tokens, config.max_num_seqs), config.max_num_seqs, rows, length)
 
 
@@ -165,36 +166,35 @@ def envelope(
     budget = config.kv_cache_memory
     if budget is None:
         budget = int(((free_memory() if free is None else free) - weight_bytes - arena_bytes) * share)
-    caches = paged_caches(plan)
-    one = sequence_bytes(caches, length, limits.tokens)
+    one = sequence_bytes(plan.caches, length, limits.tokens)
     if budget < one:
         raise NotEnoughMemoryError(
             f"the KV cache of one sequence of {length} positions takes {format_bytes(one)}",
             f"{format_bytes(max(budget, 0))} are there for it",
             "Use a smaller --max-model-len or --max-num-batched-tokens, or a larger --kv-cache-memory.",
         )
-    blocks = _share_out(caches, budget, limits.sequences, length, limits.tokens)
-    kv_bytes = sum(count * group.block_bytes for count, group in zip(blocks, caches, strict=True))
+    blocks = _share_out(plan.caches, budget, limits.sequences, length, limits.tokens)
+    kv_bytes = sum(count * place_bytes(group) for count, group in zip(blocks, plan.caches, strict=True))
     return Envelope(length, limits, blocks, arena_bytes, kv_bytes)
 
 
-def _share_out(groups: Sequence[PagedCache], budget: int, sequences: int, length: int, chunk: int) -> tuple[int, ...]:
-    """Blocks of each group: for one sequence of `length` positions, and for others of the most that then fits.
+def _share_out(groups: Sequence[CacheGroup], budget: int, sequences: int, length: int, chunk: int) -> tuple[int, ...]:
+    """Blocks or slots of each group: for one sequence of `length` positions, and for others of the most that then fits.
 
     Windows take the same for a short sequence as for a long one, so to share by full lengths alone would leave many
     short sequences without window blocks.
     """
 
-    def blocks(common: int) -> list[int]:
-        return [blocks_of(group, length, chunk) + (sequences - 1) * blocks_of(group, common, chunk) for group in groups]
+    def places(common: int) -> list[int]:
+        return [places_of(group, length, chunk) + (sequences - 1) * places_of(group, common, chunk) for group in groups]
 
-    def bytes_of(common: int) -> int:
-        return sum(count * group.block_bytes for count, group in zip(blocks(common), groups, strict=True))
+    def bytes_of(counts: Sequence[int]) -> int:
+        return sum(count * place_bytes(group) for count, group in zip(counts, groups, strict=True))
 
-    given = blocks(bisect_right(range(length + 1), budget, key=bytes_of) - 1)
-    left = budget - sum(count * group.block_bytes for count, group in zip(given, groups, strict=True))
-    for index, (most, group) in enumerate(zip(blocks(length), groups, strict=True)):
-        more = min(most - given[index], left // group.block_bytes)
+    given = places(bisect_right(range(length + 1), budget, key=lambda common: bytes_of(places(common))) - 1)
+    left = budget - bytes_of(given)
+    for index, (most, group) in enumerate(zip(places(length), groups, strict=True)):
+        more = min(most - given[index], left // place_bytes(group))
         given[index] += more
-        left -= more * group.block_bytes
+        left -= more * place_bytes(group)
     return tuple(given)

@@ -7,9 +7,8 @@ from numpy.typing import NDArray
 
 from enginewright.errors import UsageError
 from enginewright.runtime.devices import Executor
-from enginewright.runtime.scheduler import Scheduler
+from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.supported import paged_caches
 
 
 def forced(
@@ -31,7 +30,7 @@ def forced(
         TokenSequence(list(ids), num_prompt_tokens=len(ids), max_tokens=len(ids), every_logit=not last_only)
         for ids in token_ids
     ]
-    scheduler = Scheduler(paged_caches(executor.plan), executor.envelope)
+    scheduler = Scheduler(executor.plan.caches, executor.envelope)
     for text in texts:
         scheduler.add(text)
     index = {id(text): number for number, text in enumerate(texts)}
@@ -39,8 +38,7 @@ def forced(
         logits, row = np.asarray(executor.run(plan)), 0
         for part in plan.parts:
             if count := part.num_logit_rows:
-                begin = part.sequence.num_computed_tokens - count
-                yield index[id(part.sequence)], begin, logits[row : row + count]
+                yield index[id(part.sequence)], part.end - count, logits[row : row + count]
             row += count
         scheduler.commit(plan, [])
 

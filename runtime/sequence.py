@@ -2,62 +2,52 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from enginewright.runtime.kv_cache import BlockKeys, BlockTable
+from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.sampling import SamplingRequest
 
 
 @dataclass(eq=False, slots=True)
 class TokenSequence:
-    """A prompt and what was drawn after it.
+    """A prompt and the tokens that were sampled after it."""
 
-    token_ids: prompt, then output; those below 0, at its end, are still being drawn: -1 - n is the n-th of a step's.
-    max_tokens: of the whole. stop_token_ids: tokens that end it. request: how its tokens are drawn; None draws none,
-    and the sequence ends with its prompt. every_logit: a step gives logits for each position, not for the last alone
-    (and once more after a preemption). cache_salt: it shares KV blocks with sequences of the same salt only. twin_of:
-    another answer to the same prompt, added before this one; both share what the prompt takes. announced: keys of
-    blocks that others wait for, since this one writes them soon.
-
-    num_known_tokens: all but those that are being drawn, one before another step is planned, and then two.
-    num_computed_tokens: those whose keys and values are in the KV cache, once the steps planned so far are done.
-    num_cached_tokens: prompt tokens that were there when it was first admitted. admitted_at: when that was, by
-    time.perf_counter. row: its place among those that run.
-    finish_reason: "stop", "length", "error" or "abort".
-    """
-
-    token_ids: list[int]
+    token_ids: list[int]  # prompt, then output: all that are known
     num_prompt_tokens: int
-    max_tokens: int
-    stop_token_ids: frozenset[int] = frozenset()
-    request: SamplingRequest | None = None
-    every_logit: bool = False
-    cache_salt: str = ""
-    twin_of: "TokenSequence | None" = None
-    num_known_tokens: int = field(init=False)
-    num_computed_tokens: int = 0
-    num_cached_tokens: int | None = None
-    admitted_at: float | None = None
+    max_tokens: int  # of the whole
+    stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
+    request: SamplingRequest | None = None  # how its tokens are sampled; None: none are, and it ends with its prompt
+    every_logit: bool = False  # a step gives logits for each position (once more after a preemption), not for the last
+    cache_salt: str = ""  # it shares KV blocks with sequences of the same salt only
+    sibling_of: "TokenSequence | None" = None  # another answer to the same prompt, added before; they share its KV
+    guesses: list[int] = field(default_factory=list)  # tokens that may come next (Scheduler.propose)
+
+    # Tokens that planned steps sample, and that are not committed: at most one when the next step is planned, or one
+    # more than there are guesses.
+    num_in_flight_tokens: int = 0
+    logits_row: int = 0  # of the step that was planned last for it: the row that its token in flight is sampled from
+    num_computed_tokens: int = 0  # those whose KV is in the cache once the steps planned so far are done
+    num_cached_tokens: int | None = None  # prompt tokens that were there when it was first admitted
+    admitted_at: float | None = None  # by time.perf_counter
     num_preemptions: int = 0
-    tables: list[BlockTable] = field(default_factory=list)
-    row: int = -1
-    keys: BlockKeys | None = None
-    announced: Sequence[bytes] = ()
-    finish_reason: str | None = None
-
-    def __post_init__(self) -> None:
-        self.num_known_tokens = len(self.token_ids)
+    held: list[Any] = field(default_factory=list)  # of each cache group: a BlockTable or a StateSlot
+    row: int = 0  # its place among those that run
+    keys: PrefixKeys | None = None  # of its full blocks, if it shares them
+    keys_in_flight: Sequence[bytes] = ()  # of blocks that others wait for, since this one writes them soon
+    has_pending: bool = False  # blocks with a key that nobody else may use before a token is sampled behind them
+    finish_reason: str | None = None  # "stop", "length", "error" or "abort"
 
     @property
-    def num_pending_tokens(self) -> int:
-        """Tokens whose keys and values are not in the cache yet."""
-        return len(self.token_ids) - self.num_computed_tokens
+    def num_tokens(self) -> int:
+        """Those in flight are among them."""
+        return len(self.token_ids) + self.num_in_flight_tokens
 
     @property
-    def is_drawing_its_last(self) -> bool:
-        """Whatever token is being drawn, the sequence ends with it."""
-        return len(self.token_ids) >= self.max_tokens and self.token_ids[-1] < 0
+    def last_token_is_in_flight(self) -> bool:
+        """Whatever token it is, the sequence ends with it."""
+        return self.num_in_flight_tokens > 0 and self.num_tokens >= self.max_tokens
 
     @property
     def is_running(self) -> bool:
         """Admitted, and neither preempted nor ended."""
-        return bool(self.tables)
+        return bool(self.held)

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from enginewright.plan import PagedCache, StepSizes
+from enginewright.plan import CacheGroup, PagedCache, StepSizes
 from enginewright.runtime.dims import StepCounter, widest_block_table
 from enginewright.runtime.sampling import RowRequest
 from enginewright.runtime.sequence import TokenSequence
@@ -16,37 +16,52 @@ Inputs = dict[str, NDArray[np.int32]]
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The tokens of one sequence that a step computes: those up to its num_computed_tokens, until another is planned.
-
-    num_logit_rows: how many of them, from the end, give logits.
-    """
+    """The tokens of one sequence that a step computes."""
 
     sequence: TokenSequence
+    first: int  # position
     num_tokens: int
-    num_logit_rows: int
+    num_logit_rows: int  # how many of them, from the end, give logits
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.first + self.num_tokens
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step. Steps that decode the same sequences share the tuples `drawing` and `requests`."""
+    """One step. Steps that decode the same sequences share `first_parts`, `sampling` and `requests`."""
 
-    parts: tuple[Part, ...]
+    first_parts: tuple[Part, ...]  # of the first of such steps; see `parts`
     num_decodes: int  # the first parts, that go on by one token; the others are read in
     sizes: StepSizes
     # int32 arrays by the names of the plan's inputs (enginewright/plan.py), valid until the next step is planned. A
-    # token below 0 stands for one that the step before draws: -1 - n is that of its n-th row of logits.
+    # token below 0 stands for one that the step before samples: -1 - n is that of its n-th row of logits.
     inputs: Inputs
-    copies: tuple[list[tuple[int, int]], ...]  # (from, to), KV blocks, a group, to copy before anything else happens
-    # KV blocks, a group, that a sequence holds from this step on. They are zeroed next: kernels read whole blocks, and
-    # whoever had one may have left NaN.
+    # (from, to), blocks or slots, a group, to copy before anything else happens, in this order: one may be copied from,
+    # and then to.
+    copies: tuple[list[tuple[int, int]], ...]
+    # Blocks or slots, a group, that a sequence holds from this step on. They are zeroed next: a state begins so, and
+    # kernels read whole blocks, where the last sequence may have left NaN.
     new_blocks: tuple[list[int], ...]
-    drawing: tuple[TokenSequence, ...] = ()  # the sequences that get a token, in the order of their rows of logits
-    requests: tuple[RowRequest, ...] = ()  # what each row of logits is for: one of `drawing`, or a token of a prompt
+    sampling: tuple[TokenSequence, ...] = ()  # the sequences that get tokens, in the order of their rows of logits
+    requests: tuple[RowRequest, ...] = ()  # what each row of logits is for: one of `sampling`, or a token of a prompt
     has_grammar: bool = False  # one of the requests at least
-    ending: tuple[TokenSequence, ...] = ()  # sequences that draw nothing, and end with this step
-    # Blocks of its sequences may wait for what it draws before others may use them (BlockTable).
-    has_unproven: bool = False
+    ending: tuple[TokenSequence, ...] = ()  # sequences that sample nothing, and end with this step
+    has_pending: bool = False  # of `sampling`: others may use them once this step is known to hold no NaN
     # Rows for tokens of prompts whose log-probabilities were asked for: row, sequence, and the token's position.
     prompt_rows: tuple[tuple[int, TokenSequence, int], ...] = ()
+    verifying: tuple[TokenSequence, ...] = ()  # those of `sampling` with guesses: a row for each, and one before them
+    num_steps_since: int = 0  # the first of the steps that decode the same sequences
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What it computes of each sequence."""
+        if not self.num_steps_since:
+            return self.first_parts
+        return tuple(
+            msgspec.structs.replace(part, first=part.first + self.num_steps_since) for part in self.first_parts
+        )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -54,28 +69,39 @@ class StepPlan(msgspec.Struct, frozen=True):
         return self.sizes.tokens - self.num_decodes
 
 
+class _PagedInputs:
+    """What a paged group adds to a step's arrays."""
+
+    def __init__(self, index: int, block_size: int, table: NDArray[np.int32]) -> None:
+        self.index, self.block_size = index, block_size
+        self.table = table  # of all sequences that run, [row, logical block]
+        self.table_name, self.slots_name = f"block_table.{index}", f"slots.{index}"
+
+
 class Packer:
     """Makes the arrays of a step; of one that decodes the same sequences as the last one, only what has changed.
 
     Sequences that run have a row each of tables that stay, and a step's are put together from these. In a row, what its
-    sequence does not see is of no meaning.
+    sequence does not see is of no meaning. Of a recurrent state, a sequence has one slot: `state_slots.{group}`.
 
     Args:
         limits: of a step, which are those of all that runs.
     """
 
-    def __init__(self, groups: Sequence[PagedCache], limits: StepSizes) -> None:
-        self._groups = tuple(groups)
-        self._tables = [np.zeros((limits.sequences, limits["kv_blocks"]), np.int32) for _ in groups]
+    def __init__(self, groups: Sequence[CacheGroup], limits: StepSizes) -> None:
+        self._paged = [
+            _PagedInputs(index, group.block_size, np.zeros((limits.sequences, limits["kv_blocks"]), np.int32))
+            for index, group in enumerate(groups)
+            if isinstance(group, PagedCache)
+        ]
+        self._states = [index for index, group in enumerate(groups) if not isinstance(group, PagedCache)]
         self._counter = StepCounter(limits.dims, groups)
         self._free_rows = list(range(limits.sequences))
         self._rows = np.empty(0, np.intp)  # of the last step's sequences
-        self._table_names = [f"block_table.{index}" for index in range(len(groups))]
-        self._slot_names = [f"slots.{index}" for index in range(len(groups))]
         self._block_size = widest_block_table(groups)
         self._inputs: Inputs = {}
         self._moving = np.empty((0, 0), np.int32)  # in a step of decodes: slots of each group, positions, kv_len
-        self._being_drawn = False  # tokens of the last step: none of them was known
+        self._in_flight = False  # the tokens of the last step: none of them was known
         self._sizes = self._counter.sizes(0, 0, 0, 0)
         self._longest = 0  # positions of the longest sequence
         self._unchanged_up_to = 0  # positions of the longest sequence, in steps of the same sizes
@@ -83,8 +109,9 @@ class Packer:
     def place(self, sequence: TokenSequence) -> None:
         """It runs from now on, with the blocks that it has."""
         sequence.row = self._free_rows.pop()
-        for whole, table in zip(self._tables, sequence.tables, strict=True):
-            whole[sequence.row, : len(table.blocks)] = table.blocks
+        for paged in self._paged:
+            blocks = sequence.held[paged.index].blocks
+            paged.table[sequence.row, : len(blocks)] = blocks
 
     def remove(self, sequence: TokenSequence) -> None:
         self._free_rows.append(sequence.row)
@@ -98,27 +125,29 @@ class Packer:
         """
         for part in growing:
             sequence = part.sequence
-            for group, whole, table in zip(self._groups, self._tables, sequence.tables, strict=True):
-                first = sequence.num_computed_tokens // group.block_size
-                whole[sequence.row, first : len(table.blocks)] = table.blocks[first:]
+            for paged in self._paged:
+                first, blocks = part.first // paged.block_size, sequence.held[paged.index].blocks
+                paged.table[sequence.row, first : len(blocks)] = blocks[first:]
         sequences = [part.sequence for part in parts]
         counts = [part.num_tokens for part in parts]
         starts = np.array([0, *accumulate(counts)], np.int32)
-        kv_len = np.array([sequence.num_computed_tokens for sequence in sequences], np.int32)
+        kv_len = np.array([part.first for part in parts], np.int32)
         owners = np.repeat(np.arange(len(parts)), counts)  # a token's part
         positions = np.arange(len(owners), dtype=np.int32) + (kv_len - starts[:-1])[owners]
         kv_len += counts
         tokens = np.empty(len(owners), np.int32)
-        tokens[:num_decodes] = [sequence.token_ids[-1] for sequence in sequences[:num_decodes]]
+        tokens[:num_decodes] = [
+            -1 - sequence.logits_row if sequence.num_in_flight_tokens else sequence.token_ids[-1]
+            for sequence in sequences[:num_decodes]
+        ]
         logit_rows = list(range(num_decodes))
         for part, end in zip(parts[num_decodes:], starts[num_decodes + 1 :].tolist(), strict=True):
-            first, count = part.sequence.num_computed_tokens, part.num_tokens
-            tokens[end - count : end] = part.sequence.token_ids[first : first + count]
+            tokens[end - part.num_tokens : end] = _input_tokens(part)
             logit_rows += range(end - part.num_logit_rows, end)
         self._longest = int(kv_len.max())
         self._count(len(owners), len(parts), len(logit_rows))
         self._rows = np.array([sequence.row for sequence in sequences], np.intp)
-        self._being_drawn = False
+        self._in_flight = False
         self._inputs = {
             "tokens": tokens,
             "positions": positions,
@@ -127,35 +156,36 @@ class Packer:
             "logit_rows": np.array(logit_rows, np.int32),
         }
         self._gather()
-        for group, table_name, slot_name in zip(self._groups, self._table_names, self._slot_names, strict=True):
-            places, offsets = np.divmod(positions, group.block_size)
-            blocks = self._inputs[table_name][owners, places]
-            self._inputs[slot_name] = blocks * np.int32(group.block_size) + offsets
+        for paged in self._paged:
+            places, offsets = np.divmod(positions, paged.block_size)
+            blocks = self._inputs[paged.table_name][owners, places]
+            self._inputs[paged.slots_name] = blocks * np.int32(paged.block_size) + offsets
+        for index in self._states:
+            self._inputs[f"state_slots.{index}"] = np.array([one.held[index].slot for one in sequences], np.int32)
         if num_decodes == len(parts):
-            names = (*self._slot_names, "positions", "kv_len")
+            names = (*(paged.slots_name for paged in self._paged), "positions", "kv_len")
             self._moving = np.stack([self._inputs[name] for name in names])
             self._inputs.update(zip(names, self._moving, strict=True))
         return self._sizes, self._inputs
 
     def advance(self, sequences: Sequence[TokenSequence], growing: Sequence[int]) -> tuple[StepSizes, Inputs]:
         """As `pack`, where the last step took one token of each of these sequences, and this one takes their next."""
-        if sequences[0].token_ids[-1] >= 0:  # so all of them are known: a step is committed as a whole
+        if not sequences[0].num_in_flight_tokens:  # so all of them are known: a step is committed as a whole
             self._inputs["tokens"][:] = [sequence.token_ids[-1] for sequence in sequences]
-            self._being_drawn = False
-        elif not self._being_drawn:
+            self._in_flight = False
+        elif not self._in_flight:  # row n is that of sequence n, as in the step before
             self._inputs["tokens"][:] = np.arange(-1, -1 - len(sequences), -1)
-            self._being_drawn = True
+            self._in_flight = True
         self._moving += 1
         self._longest += 1
         if self._longest > self._unchanged_up_to:
             self._count(len(sequences), len(sequences), len(sequences))
         for row in growing:
             sequence = sequences[row]
-            groups = zip(self._groups, self._tables, sequence.tables, self._moving, strict=False)
-            for group, whole, table, slots in groups:
-                place, offset = divmod(sequence.num_computed_tokens, group.block_size)
-                whole[sequence.row, place] = block = table.blocks[place]
-                slots[row] = block * group.block_size + offset
+            for paged, slots in zip(self._paged, self._moving, strict=False):
+                place, offset = divmod(sequence.num_computed_tokens, paged.block_size)
+                paged.table[sequence.row, place] = block = sequence.held[paged.index].blocks[place]
+                slots[row] = block * paged.block_size + offset
         if growing:
             self._gather()
         return self._sizes, self._inputs
@@ -167,5 +197,15 @@ class Packer:
     def _gather(self) -> None:
         """New block tables, since whoever has the last ones may not be done with them."""
         width = -(-self._longest // self._block_size)
-        for name, whole in zip(self._table_names, self._tables, strict=True):
-            self._inputs[name] = whole[self._rows, :width]
+        for paged in self._paged:
+            self._inputs[paged.table_name] = paged.table[self._rows, :width]
+
+
+def _input_tokens(part: Part) -> list[int]:
+    """Token ids of a part that is read in: those that are known, then one in flight or guesses."""
+    sequence = part.sequence
+    tokens = sequence.token_ids[part.first : part.end]
+    missing = part.num_tokens - len(tokens)
+    if not missing:
+        return tokens
+    return tokens + ([-1 - sequence.logits_row] if sequence.num_in_flight_tokens else sequence.guesses[:missing])

@@ -18,7 +18,7 @@ from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.sampling import SampledToken
-from enginewright.runtime.scheduler import Scheduler
+from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright_bench import profile, roof
 from enginewright_bench.profile import (
     KernelProfile,
@@ -166,7 +166,7 @@ def test_decodes_are_those_of_the_scheduler(engines: Mapping[str, Path], name: s
             scheduler.add(sequence_of([index, *range(1, depth)], length=100))
         prompts = scheduler.schedule()
         assert prompts is not None and prompts.sizes.tokens == 3 * depth
-        scheduler.commit(prompts, [SampledToken(5)] * 3)
+        scheduler.commit(prompts, [[SampledToken(5)]] * 3)
         decode = scheduler.schedule()
         ours = step_plan(executor, Point(3, 1, depth))
         assert decode is not None and (decode.sizes, decode.num_decodes) == (ours.sizes, ours.num_decodes)

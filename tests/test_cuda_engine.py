@@ -348,7 +348,7 @@ def test_running_ahead_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None
             while running.has_work:
                 for request, delta in running.step():
                     request.reader.put(delta)
-                under_way = max(under_way, len(running._under_way))
+                under_way = max(under_way, len(running._in_flight))
             assert under_way == ahead
             told.append([sorted(reader.whole, key=lambda delta: delta.index) for reader in readers])
             assert sorted(readers[-1].tokens) == sorted(ladders[0].taken + ladders[1].taken)

@@ -10,11 +10,22 @@ from hypothesis import strategies as st
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import NotEnoughMemoryError, UsageError
-from enginewright.plan import COMMON_DIMS, Buffer, PagedCache, Plan, Plane, StepSizes, linear
+from enginewright.plan import (
+    COMMON_DIMS,
+    Buffer,
+    PagedCache,
+    Plan,
+    Plane,
+    RecurrentState,
+    StateTensor,
+    StepSizes,
+    linear,
+)
 from enginewright.runtime import envelope as module
+from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig, blocks_of, envelope, sequence_bytes
+from enginewright.runtime.envelope import RuntimeConfig, envelope, sequence_bytes
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 DTYPE_BYTES = {"f32": 4, "bf16": 2}
@@ -52,18 +63,26 @@ def naive_blocks(kv: PagedCache, length: int, chunk: int) -> int:
     if not kv.window:
         return -(-length // kv.block_size)
     span = kv.window + chunk - 1
-    starts = range(min(length, kv.block_size))
-    return max(len({p // kv.block_size for p in range(start, min(start + span, length))}) for start in starts)
+    return max(
+        len({p // kv.block_size for p in (*range(kv.kept_tokens), *range(start, start + span)) if p < length})
+        for start in range(length)
+    )
 
 
 @settings(max_examples=200, deadline=None)
-@given(window=st.integers(0, 70), block_size=st.integers(1, 33), length=st.integers(1, 300), chunk=st.integers(1, 80))
-def test_blocks_of_a_sequence(window: int, block_size: int, length: int, chunk: int) -> None:
+@given(
+    window=st.integers(0, 70),
+    kept=st.integers(0, 40),
+    block_size=st.integers(1, 33),
+    length=st.integers(1, 300),
+    chunk=st.integers(1, 80),
+)
+def test_blocks_of_a_sequence(window: int, kept: int, block_size: int, length: int, chunk: int) -> None:
     """As many as some chunk needs at once: never fewer, and no more unless the text ends before."""
-    kv = PagedCache((0,), PLANES, block_size, window)
+    kv = PagedCache((0,), PLANES, block_size, window, kept)
     whole, needed = -(-length // block_size), naive_blocks(kv, length, chunk)
     assert needed <= blocks_of(kv, length, chunk) <= whole
-    if not window or length > 2 * block_size + window + chunk:
+    if not window or length > kept + 3 * block_size + window + chunk:
         assert blocks_of(kv, length, chunk) == needed
 
 
@@ -193,3 +212,19 @@ def test_the_executor_allocates_what_the_envelope_says(family: str, kv_cache_dty
             assert last[1] == promised.arena_bytes
             for offset, buffer in zip(last[0], plan.buffers, strict=True):
                 assert offset + buffer.bytes_at(promised.limits) <= promised.arena_bytes
+
+
+def test_a_recurrent_state_takes_a_slot_and_a_snapshot_a_sequence() -> None:
+    """As much for a short sequence as for a long one; blocks and slots are given out together."""
+    state = RecurrentState((0, 1), (StateTensor("state", (4, 8), "f32"), StateTensor("conv", (16,), "bf16")), 512)
+    assert state.bytes_per_sequence == 2 * (4 * 8 * 4 + 16 * 2)
+    plan = plan_of([KV, state], PLAN.buffers, 500)  # type: ignore[list-item]
+    one = 16 * 32 * 32 + 2 * 320
+    assert sequence_bytes([KV, state], 500, 100) == one and sequence_bytes([KV, state], 1, 100) == 32 * 32 + 2 * 320
+    config = RuntimeConfig(max_num_seqs=3, kv_cache_memory=one)
+    assert envelope(plan, config).num_blocks == (16, 2)
+    with pytest.raises(NotEnoughMemoryError):
+        envelope(plan, replace(config, kv_cache_memory=one - 1))
+    assert envelope(plan, replace(config, kv_cache_memory=one + 2 * (32 * 32 + 2 * 320))).num_blocks == (18, 6)
+    most = envelope(plan, replace(config, kv_cache_memory=1 << 30))
+    assert most.num_blocks == (48, 6) and most.kv_bytes == 3 * one

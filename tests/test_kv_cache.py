@@ -1,4 +1,4 @@
-"""Blocks of KV caches: promised before they are taken, shared, kept, given back, and never lost."""
+"""Blocks of KV caches: reserved before they are taken, shared, kept, given back, and never lost."""
 
 from hashlib import sha256
 
@@ -8,24 +8,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginewright.plan import PagedCache, Plane
-from enginewright.runtime.block_pool import BlockPool
-from enginewright.runtime.envelope import blocks_of
-from enginewright.runtime.kv_cache import BlockKeys, BlockTable, KvCache
+from enginewright.runtime.cache.cache import Cache
+from enginewright.runtime.cache.keys import PrefixKeys
+from enginewright.runtime.cache.paged import BlockTable, blocks_of
+from enginewright.runtime.cache.pool import Pool
 
 PLANES = (Plane("key", 1, 8, "bf16", 16), Plane("value", 1, 8, "bf16", 16))
 
 
-def group(window: int, block_size: int = 4) -> PagedCache:
-    return PagedCache((0,), PLANES, block_size, window)
+def group(window: int, block_size: int = 4, kept_tokens: int = 0) -> PagedCache:
+    return PagedCache((0,), PLANES, block_size, window, kept_tokens)
 
 
 def seen_blocks(kv: PagedCache, first: int, end: int) -> set[int]:
     """Logical blocks that queries at [first, end) read or write."""
     lowest = max(0, first - kv.window + 1) if kv.window else 0
-    return {position // kv.block_size for position in range(lowest, end)}
+    positions = [*range(min(kv.kept_tokens, end)), *range(lowest, end)]
+    return {position // kv.block_size for position in positions}
 
 
-def opened(cache: KvCache, length: int, keys: list[bytes] | None = None) -> list[BlockTable]:
+def extended(cache: Cache, held: list[BlockTable], computed: int, length: int) -> list[list[int]]:
+    """What is new, a group."""
+    new: list[list[int]] = [[] for _ in held]
+    cache.extend(held, computed, length, new, [[] for _ in held])
+    return new
+
+
+def truncated(cache: Cache, held: list[BlockTable], length: int) -> bool:
+    return cache.truncate(held, 12, length, (), [[] for _ in held])
+
+
+def opened(cache: Cache, length: int, keys: list[bytes] | None = None) -> list[BlockTable]:
     tables = cache.admit(length, keys or [])
     assert tables is not None
     return tables
@@ -33,20 +46,25 @@ def opened(cache: KvCache, length: int, keys: list[bytes] | None = None) -> list
 
 @settings(max_examples=200, deadline=None)
 @given(
-    windows=st.lists(st.integers(0, 20), min_size=1, max_size=3),
+    windows=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 13)), min_size=1, max_size=3),
     block_size=st.integers(1, 7),
     chunk=st.integers(1, 11),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6),
     spare=st.integers(0, 20),
     data=st.data(),
 )
-def test_what_is_promised_is_there(
-    windows: list[int], block_size: int, chunk: int, lengths: list[int], spare: int, data: st.DataObject
+def test_what_is_reserved_is_there(
+    windows: list[tuple[int, int]],
+    block_size: int,
+    chunk: int,
+    lengths: list[int],
+    spare: int,
+    data: st.DataObject,
 ) -> None:
     """Sequences that grow in any order, admitted for a part of their length or for all of it."""
-    groups = [group(window, block_size) for window in windows]
+    groups = [group(window, block_size, kept) for window, kept in windows]
     num_blocks = [blocks_of(kv, max(lengths), chunk) + spare for kv in groups]
-    cache = KvCache(groups, num_blocks, chunk)
+    cache = Cache(groups, num_blocks, chunk)
     waiting, running = list(lengths), list[tuple[int, int, int, list[BlockTable]]]()
     while waiting or running:
         if waiting:
@@ -64,15 +82,15 @@ def test_what_is_promised_is_there(
             known += 1
         end = min(known, computed + data.draw(st.integers(1, chunk)))
         before = [list(table.blocks) for table in tables]
-        taken: list[list[int]] = [[] for _ in groups]
-        cache.extend(tables, computed, end, taken)
+        taken = extended(cache, tables, computed, end)
         assert taken == [table.blocks[len(old) :] for table, old in zip(tables, before, strict=True)]
         for kv, table, old in zip(groups, tables, before, strict=True):
             wanted = seen_blocks(kv, computed, end)
-            assert wanted <= set(range(table.dropped, len(table.blocks)))
+            kept = range(min(table.num_kept, len(table.blocks)))
+            assert wanted <= {*kept, *range(table.dropped, len(table.blocks))}
             assert all(table.blocks[n] == old[n] for n in wanted if n < len(old)), "a block moved"
-            assert len(table.blocks) - table.dropped <= blocks_of(kv, known, chunk)
-            assert not any(table.blocks[: table.dropped])
+            assert len(table.held) <= blocks_of(kv, known, chunk)
+            assert not any(table.blocks[table.num_kept : table.dropped])
         if end < length:
             running.append((length, known, end, tables))
         else:
@@ -81,30 +99,30 @@ def test_what_is_promised_is_there(
             cache.release(tables)
             assert cache.num_free == free, "a second time gives nothing back"
         for index, count in enumerate(num_blocks):
-            held = [block for *_, each in running for block in each[index].blocks[each[index].dropped :]]
+            held = [block for *_, each in running for block in each[index].held]
             assert len(held) == len(set(held)) and cache.num_free[index] == count - len(held)
             assert all(0 <= block < count for block in held)
     assert cache.num_free == tuple(num_blocks)
-    assert cache.admit(max(lengths)) is not None, "promises are given back, too"
+    assert cache.admit(max(lengths)) is not None, "reservations are given back, too"
 
 
 @pytest.mark.parametrize(("window", "chunk", "block_size"), [(7, 1, 4), (7, 5, 4), (1, 3, 2), (8, 8, 4), (5, 2, 1)])
-def test_a_window_holds_no_more_than_is_promised(window: int, chunk: int, block_size: int) -> None:
-    """At any cut of the text, and the promise is not larger than some cut needs, by more than a block."""
+def test_a_window_holds_no_more_than_is_reserved(window: int, chunk: int, block_size: int) -> None:
+    """At any cut of the text, and the reservation is not larger than some cut needs, by more than a block."""
     kv, most = group(window, block_size), 0
     for first_chunk in range(1, chunk + 1):
-        cache = KvCache([kv], [1000], chunk)
+        cache = Cache([kv], [1000], chunk)
         tables = opened(cache, 200)
-        cache.extend(tables, 0, first_chunk, [[]])
+        extended(cache, tables, 0, first_chunk)
         for start in range(first_chunk, 200 - chunk, chunk):
-            cache.extend(tables, start, start + chunk, [[]])
-            most = max(most, len(tables[0].blocks) - tables[0].dropped)
-    promised = blocks_of(kv, 200, chunk)
-    assert promised - 1 <= most <= promised
+            extended(cache, tables, start, start + chunk)
+            most = max(most, len(tables[0].held))
+    reserved = blocks_of(kv, 200, chunk)
+    assert reserved - 1 <= most <= reserved
 
 
-def test_what_was_promised_to_one_is_not_promised_to_another() -> None:
-    cache = KvCache([group(0), group(6)], [10, 100], chunk=8)
+def test_what_was_reserved_to_one_is_not_reserved_to_another() -> None:
+    cache = Cache([group(0), group(6)], [10, 100], chunk=8)
     opened(cache, 30)
     assert cache.num_free == (10, 100), "nothing is taken yet"
     assert cache.admit(9) is None and cache.admit(8, spare=1) is None
@@ -113,27 +131,27 @@ def test_what_was_promised_to_one_is_not_promised_to_another() -> None:
 
 
 def test_keys_are_chained_hashes() -> None:
-    keys = BlockKeys(4, "salt").of(range(10), 2)
+    keys = PrefixKeys(4, "salt").of(range(10), 2)
     first = sha256(sha256(b"salt").digest() + np.arange(4, dtype=np.int32).tobytes()).digest()
     assert keys == [first, sha256(first + np.arange(4, 8, dtype=np.int32).tobytes()).digest()]
-    assert BlockKeys(4, "other").of(range(10), 1) != keys[:1]
-    assert BlockKeys(4).of([1, 0, 0, 0, 1, 2, 3, 4], 2)[1] != BlockKeys(4).of([2, 0, 0, 0, 1, 2, 3, 4], 2)[1]
+    assert PrefixKeys(4, "other").of(range(10), 1) != keys[:1]
+    assert PrefixKeys(4).of([1, 0, 0, 0, 1, 2, 3, 4], 2)[1] != PrefixKeys(4).of([2, 0, 0, 0, 1, 2, 3, 4], 2)[1]
 
 
-def written(cache: KvCache, length: int, keys: list[bytes], *, proven: bool = True) -> list[BlockTable]:
+def written(cache: Cache, length: int, keys: list[bytes], *, published: bool = True) -> list[BlockTable]:
     """A sequence whose blocks are full of what `keys` stand for."""
     tables = opened(cache, length)
     for start in range(0, length, 4):
-        cache.extend(tables, start, min(start + 4, length), [[] for _ in tables])
+        extended(cache, tables, start, min(start + 4, length))
         cache.tag(tables, keys[: (start + 4) // 4])
-        if proven:
+        if published:
             cache.publish(tables)
     return tables
 
 
 def test_a_prefix_needs_all_blocks_without_a_window_and_the_last_window_with_one() -> None:
-    keys = BlockKeys(4).of(range(40), 8)
-    cache = KvCache([group(0), group(5)], [20, 20], chunk=4)
+    keys = PrefixKeys(4).of(range(40), 8)
+    cache = Cache([group(0), group(5)], [20, 20], chunk=4)
     cache.release(written(cache, 32, keys))
     assert cache.num_shared(keys) == 8 and cache.num_shared(keys[:3]) == 3
     assert cache.num_shared([*keys[:5], b"another"]) == 5
@@ -141,39 +159,83 @@ def test_a_prefix_needs_all_blocks_without_a_window_and_the_last_window_with_one
     assert [len(table.blocks) for table in held] == [8, 8] and [table.dropped for table in held] == [0, 7]
     cache.release(held)
     # The window's blocks 2 and 3 are taken for something else: a prefix can end before them, or two blocks behind.
-    pool = cache._pools[1]
-    for block in (pool.block_of(keys[2]), pool.block_of(keys[3])):
+    pool = cache._kinds[1].pool
+    for block in (pool.place_of(keys[2]), pool.place_of(keys[3])):
         pool.forget(block, pool._tags[block])
     assert [cache.num_shared(keys[:n]) for n in range(1, 9)] == [1, 2, 2, 2, 5, 6, 7, 8]
 
 
-def test_unproven_blocks_are_nobody_elses() -> None:
-    keys = BlockKeys(4).of(range(40), 3)
-    cache = KvCache([group(0), group(4)], [20, 20], chunk=4)
-    tables = written(cache, 12, keys, proven=False)
+def test_a_prefix_needs_the_first_tokens_that_are_kept() -> None:
+    """The blocks of attention sinks are never given back, and a sequence that begins alike holds them, too."""
+    keys = PrefixKeys(4).of(range(40), 8)
+    cache = Cache([group(5, kept_tokens=6)], [20], chunk=4)
+    (table,) = tables = written(cache, 32, keys)
+    assert table.held == [table.blocks[place] for place in (0, 1, 6, 7)]
+    cache.release(tables)
+    assert cache.num_free == (20,)
+    (held,) = opened(cache, 33, keys)
+    pool = cache._kinds[0].pool
+    assert held.held == [pool.place_of(keys[place]) for place in (0, 1, 7)] and cache.num_free == (17,)
+    block = pool.place_of(keys[1])
+    pool.forget(block, pool._tags[block])
+    assert [cache.num_shared(keys[:n]) for n in range(1, 9)] == [1] * 8
+
+
+def test_pending_blocks_are_nobody_elses() -> None:
+    keys = PrefixKeys(4).of(range(40), 3)
+    cache = Cache([group(0), group(4)], [20, 20], chunk=4)
+    tables = written(cache, 12, keys, published=False)
     assert cache.num_shared(keys) == 0
     cache.release(tables)
     assert cache.num_shared(keys) == 0 and cache.num_free == (20, 20)
-    tables = written(cache, 12, keys, proven=False)
+    tables = written(cache, 12, keys, published=False)
     cache.publish(tables)
     assert cache.num_shared(keys) == 3, "also what has fallen out of the window meanwhile"
 
 
+def test_the_last_tokens_are_taken_back() -> None:
+    """Their blocks are free, and reserved for the same sequence; what is left is found, what will change is not."""
+    keys = PrefixKeys(4).of(range(40), 3)
+    cache = Cache([group(0)], [5], chunk=12)
+    (table,) = tables = written(cache, 12, keys)
+    assert truncated(cache, tables, 6)
+    assert (len(table.blocks), table.reserved, cache.num_free) == (2, 1, (3,))
+    assert cache.num_shared(keys) == 1, "the second block will be written into"
+    assert cache.admit(9) is None and cache.admit(8) is not None, "one is reserved"
+    cache = Cache([group(0)], [5], chunk=12)
+    (table,) = tables = written(cache, 12, keys, published=False)
+    assert truncated(cache, tables, 8) and len(table.pending) == 2
+    cache.publish(tables)
+    assert cache.num_shared(keys) == 2
+
+
+def test_what_others_hold_or_a_window_has_dropped_is_not_taken_back() -> None:
+    keys = PrefixKeys(4).of(range(40), 3)
+    cache = Cache([group(0), group(5)], [9, 9], chunk=4)
+    tables = written(cache, 12, keys)
+    assert not truncated(cache, tables, 6), "the window has moved on"
+    cache = Cache([group(0)], [9], chunk=12)
+    tables, others = written(cache, 12, keys), opened(cache, 13, keys)
+    before = list(tables[0].blocks)
+    assert not truncated(cache, tables, 6) and tables[0].blocks == before
+    assert truncated(cache, tables, 8) and others[0].blocks == before
+
+
 def test_what_has_fallen_out_of_a_window_untagged_is_not_found() -> None:
     """A step may be planned, and drop the block, before the tokens that fill it are known."""
-    keys = BlockKeys(4).of(range(40), 2)
-    cache = KvCache([group(1)], [20], chunk=4)
+    keys = PrefixKeys(4).of(range(40), 2)
+    cache = Cache([group(1)], [20], chunk=4)
     tables = opened(cache, 12)
     for start in (0, 4, 8):
-        cache.extend(tables, start, start + 4, [[]])
+        extended(cache, tables, start, start + 4)
     assert tables[0].dropped == 2
     cache.tag(tables, keys)
     cache.publish(tables)
-    assert not any(key in cache._pools[0] for key in keys) and not cache._pools[0]._tags
+    assert not any(key in cache._kinds[0].pool for key in keys) and not cache._kinds[0].pool._tags
 
 
 def test_a_pool_takes_the_least_recently_used() -> None:
-    pool = BlockPool(3)
+    pool = Pool(3)
     blocks = [pool.take() for _ in range(3)]
     for block in blocks:
         pool.publish(block, pool.tag(block, bytes([block])))
@@ -186,10 +248,10 @@ def test_a_pool_takes_the_least_recently_used() -> None:
 
 
 def test_the_same_tokens_written_twice_are_kept_once() -> None:
-    pool = BlockPool(2)
+    pool = Pool(2)
     for block in (pool.take(), pool.take()):
         pool.publish(block, pool.tag(block, b"same"))
-    assert pool.block_of(b"same") == 0
+    assert pool.place_of(b"same") == 0
     pool.drop(0)
     pool.drop(1)
-    assert pool.take() == 1 and pool.block_of(b"same") == 0
+    assert pool.take() == 1 and pool.place_of(b"same") == 0

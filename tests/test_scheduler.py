@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from enginewright.plan import step_sizes
-from enginewright.runtime.envelope import blocks_of
+from enginewright.plan import CacheGroup, PagedCache, RecurrentState, step_sizes
+from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import StepPlan
-from tests.helpers.scheduler_watch import BLOCK, LONGEST, STOP, VOCAB, Watch, group, sequence_of
+from tests.helpers.scheduler_watch import BLOCK, LONGEST, STOP, VOCAB, Watch, group, recurrent, sequence_of
 
 WIDTH = -(-LONGEST // BLOCK)
 STEPS = 100_000
@@ -47,23 +47,40 @@ def run(watch: Watch, *sequences: TokenSequence) -> int:
     return watch.num_computed - before
 
 
+MIXTURES: tuple[tuple[CacheGroup, ...], ...] = (
+    (group(0),),
+    (group(0),),
+    (group(3),),
+    (group(0), group(5)),
+    (group(1), group(9), group(0)),
+    (group(4), group(8)),
+    (group(3, kept_tokens=6), group(0)),
+    (group(0), recurrent()),
+    (recurrent(3 * BLOCK), group(0), group(5)),
+    (recurrent(),),
+)
+
+
 class Traffic:
-    """Random sequences: some that begin alike, twins, texts to be scored, salts, NaN; some are aborted."""
+    """Random sequences: some that begin alike, siblings, texts to be scored, salts, NaN; some are aborted."""
 
     def __init__(self, seed: int, ahead: int) -> None:
         self.random = random = np.random.default_rng(seed)
-        windows = [(0,), (0,), (3,), (0, 5), (1, 9, 0), (4, 8)][random.integers(6)]
-        groups = tuple(group(window) for window in windows)
+        groups = MIXTURES[random.integers(len(MIXTURES))]
         sequences = int(random.integers(1, 6))
         tokens = int(random.integers(sequences, 24))
         rows = int(random.integers(sequences, 12))
         spare = int(random.integers(0, [3, 10, 30][random.integers(3)]))
-        blocks = tuple(blocks_of(kv, LONGEST, tokens) + spare for kv in groups)
+        blocks = tuple(
+            (blocks_of(kv, LONGEST, tokens) if isinstance(kv, PagedCache) else int(random.integers(1, 9))) + spare
+            for kv in groups
+        )
         limits = step_sizes(tokens=tokens, sequences=sequences, logit_rows=rows, kv_blocks=WIDTH, kv_splits=1)
         chunk = int(random.integers(1, 12)) if random.integers(2) else None
         caching = bool(random.integers(4))
         self.watch = Watch(groups, limits, blocks, prefix_caching=caching, chunk=chunk, ahead=ahead)
         self.watch.draw = self.draw
+        self.guessing = bool(random.integers(2))
         self.beginnings = random.integers(0, VOCAB - 1, (3, LONGEST)).tolist()
 
     def arrive(self) -> None:
@@ -82,7 +99,7 @@ class Traffic:
             self.watch.poisoned.add(first)
         self.watch.add(first)
         for _ in range(int(random.integers(1, 4)) if kind > 0.8 else 0):
-            self.watch.add(sequence_of(prompt, int(random.integers(length, LONGEST + 1)), salt=salt, twin_of=first))
+            self.watch.add(sequence_of(prompt, int(random.integers(length, LONGEST + 1)), salt=salt, sibling_of=first))
 
     def draw(self, tokens: Sequence[int]) -> int:
         """The same after the same tokens, mostly, so that answers are alike, too."""
@@ -90,6 +107,18 @@ class Traffic:
             return int(self.random.integers(VOCAB))
         token = hash(tuple(tokens)) % (VOCAB + 10)
         return min(token, STOP - 1) if self.random.random() < 0.97 else STOP
+
+    def propose(self) -> None:
+        """Tokens that may come next, right ones mostly."""
+        for sequence in self.watch.alive:
+            decodes = sequence.is_running and sequence.num_computed_tokens == len(sequence.token_ids) - 1
+            ready = decodes and sequence.request is not None and not sequence.every_logit
+            if ready and not sequence.num_in_flight_tokens and self.random.random() < 0.3:
+                tokens = list(sequence.token_ids)
+                for _ in range(int(self.random.integers(1, 6))):
+                    tokens.append(hash(tuple(tokens)) % (VOCAB + 10))
+                    tokens[-1] = min(tokens[-1], STOP - 1)
+                self.watch.scheduler.propose(sequence, tokens[len(sequence.token_ids) :])
 
     def abort(self) -> None:
         if self.watch.alive and self.random.random() < 0.05:
@@ -100,6 +129,8 @@ class Traffic:
         self.abort()
         while len(self.watch.alive) < 20 and self.random.random() < 0.4:
             self.arrive()
+        if self.guessing:
+            self.propose()
         late = 0 if self.watch.schedule() is None or self.random.random() < 0.1 else self.watch.ahead
         while len(self.watch.under_way) > late:
             self.abort()  # while the step is computed
@@ -114,7 +145,7 @@ class Traffic:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_hundred_thousand_steps(ahead: int) -> None:
     """No leak, no starvation, no step beyond its budget, no block that is not its sequence's; and all of it happens."""
-    steps = preemptions = shared = cached = wasted = seed = 0
+    steps = preemptions = shared = cached = wasted = guessed = right = states = seed = 0
     while steps < STEPS // 2:
         traffic = Traffic(seed, ahead)
         for _ in range(400):
@@ -125,8 +156,13 @@ def test_a_hundred_thousand_steps(ahead: int) -> None:
         cached += traffic.watch.scheduler.num_cached_prompt_tokens
         shared += traffic.watch.num_shared
         wasted += traffic.watch.num_wasted
+        guessed += traffic.watch.num_guessed
+        right += traffic.watch.num_right
+        if any(isinstance(kv, RecurrentState) for kv in traffic.watch.groups):
+            states += traffic.watch.scheduler.num_cached_prompt_tokens
         seed += 1
-    assert min(preemptions, cached, shared, 5 * wasted) > 500, (preemptions, cached, shared, wasted)
+    counts = (preemptions, cached, shared, 5 * wasted, guessed - right, right, states)
+    assert min(counts) > 200, counts
 
 
 def test_decodes_are_in_every_step_and_prompts_take_the_rest() -> None:
@@ -176,8 +212,8 @@ def test_sequences_are_admitted_in_the_order_of_arrival() -> None:
     assert [part.sequence for part in step(watch).parts] == [longer, short]
 
 
-def test_the_latest_arrival_steps_back_and_is_computed_anew() -> None:
-    """Two that do not fit together: the first goes on to its end, the second begins again with what it had drawn."""
+def test_the_latest_arrival_is_preempted_and_computed_anew() -> None:
+    """Two that do not fit together: the first goes on to its end, the second begins again with what it had sampled."""
     watch = whole(10, tokens=40)
     first, second = sequence_of(range(16), 36), sequence_of(range(30, 46), 36)
     watch.add(first)
@@ -254,14 +290,14 @@ def test_the_least_recently_used_goes_first() -> None:
 @pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 15])
 @pytest.mark.parametrize("windows", [(0,), (3,), (4, 0), (6, 0)])
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_twins_share_the_prompt(length: int, windows: tuple[int, ...], prefix_caching: bool) -> None:
+def test_siblings_share_the_prompt(length: int, windows: tuple[int, ...], prefix_caching: bool) -> None:
     """Each computes one token of it, and they part from there."""
     groups = tuple(group(window) for window in windows)
     limits = step_sizes(tokens=16, sequences=4, logit_rows=4, kv_blocks=WIDTH, kv_splits=1)
     watch = Watch(groups, limits, (40,) * len(groups), prefix_caching=prefix_caching)
     first = sequence_of(range(length), length + 6)
-    twins = [sequence_of(range(length), length + 6, twin_of=first) for _ in range(3)]
-    for sequence in (first, *twins):
+    siblings = [sequence_of(range(length), length + 6, sibling_of=first) for _ in range(3)]
+    for sequence in (first, *siblings):
         watch.add(sequence)
     draws = iter(range(1000))
     watch.draw = lambda _: next(draws) % (VOCAB - 1)
@@ -272,17 +308,17 @@ def test_twins_share_the_prompt(length: int, windows: tuple[int, ...], prefix_ca
     assert watch.num_shared > 0 or length <= BLOCK or windows == (3,)
 
 
-def test_twins_of_one_that_is_gone_stand_alone() -> None:
+def test_siblings_of_one_that_is_gone_stand_alone() -> None:
     watch = whole(40)
     first = sequence_of(range(20), 30)
-    twin = sequence_of(range(20), 30, twin_of=first)
+    sibling = sequence_of(range(20), 30, sibling_of=first)
     watch.add(first)
-    watch.add(twin)
+    watch.add(sibling)
     step(watch)
     watch.finish(first)
     while watch.alive:
         step(watch)
-    assert len(twin.token_ids) == 30 and watch.all_back()
+    assert len(sibling.token_ids) == 30 and watch.all_back()
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -302,16 +338,16 @@ def test_a_prompt_is_shared_with_its_first_token(length: int, ahead: int) -> Non
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_twin_of_one_without_numbers_computes_the_prompt_itself(ahead: int) -> None:
+def test_a_sibling_of_one_without_numbers_computes_the_prompt_itself(ahead: int) -> None:
     watch = whole(40, ahead=ahead)
     first = sequence_of(range(20), 30)
-    twin = sequence_of(range(20), 30, twin_of=first)
+    sibling = sequence_of(range(20), 30, sibling_of=first)
     watch.poisoned.add(first)
-    for sequence in (first, twin):
+    for sequence in (first, sibling):
         watch.add(sequence)
     while watch.alive or watch.under_way:
         watch.step()
-    assert (first.finish_reason, twin.finish_reason) == ("error", "length") and watch.all_back()
+    assert (first.finish_reason, sibling.finish_reason) == ("error", "length") and watch.all_back()
 
 
 def test_the_next_step_does_without_the_tokens_of_this_one() -> None:
@@ -328,6 +364,60 @@ def test_the_next_step_does_without_the_tokens_of_this_one() -> None:
     assert plans == [[stops, goes_on, ends], [stops, goes_on, ends], [stops, goes_on], [goes_on], []]
     assert stops.token_ids == [5, 6, 3, STOP] and ends.token_ids == [9, 1, 3, 3] and len(goes_on.token_ids) == 6
     assert watch.num_wasted == 1 and watch.all_back()
+
+
+def test_right_guesses_are_several_tokens_of_one_step() -> None:
+    """A right one and a wrong one give two tokens; the wrong one's block is free again at once."""
+    watch = whole(40)
+    guessed, other = sequence_of(range(5), 30), sequence_of([8, 9], 30)
+    for sequence in (guessed, other):
+        watch.add(sequence)
+    step(watch)
+    assert [part.num_tokens for part in step(watch).parts] == [1, 1]
+    watch.scheduler.propose(guessed, [3, 7])
+    plan = step(watch)
+    assert [(part.sequence, part.first, part.num_tokens, part.num_logit_rows) for part in plan.parts] == [
+        (other, 3, 1, 1),
+        (guessed, 6, 3, 3),
+    ]
+    assert plan.num_decodes == 1 and plan.verifying == (guessed,)
+    assert guessed.token_ids == [*range(5), 3, 3, 3, 3] and len(guessed.held[0].blocks) == 2
+    assert [part.num_tokens for part in step(watch).parts] == [1, 1], "and on as before"
+    while watch.alive:
+        step(watch)
+    assert len(guessed.token_ids) == len(other.token_ids) == 30 and watch.all_back()
+
+
+def test_guesses_take_no_more_than_there_is() -> None:
+    """Of tokens, of rows, of blocks and of the answer; nobody is preempted for them."""
+    watch = whole(3, tokens=8, sequences=2)
+    first = sequence_of(range(6), 30)
+    watch.add(first)
+    step(watch)
+    watch.scheduler.propose(first, [3] * 9)
+    assert [part.num_tokens for part in step(watch).parts] == [4], "four rows of logits"
+    assert len(first.token_ids) == 11
+    watch.scheduler.propose(first, [3] * 3)
+    assert [part.num_tokens for part in step(watch).parts] == [1], "there is no fourth block"
+    watch = whole(40)
+    watch.add(ending := sequence_of(range(6), 9))
+    step(watch)
+    watch.scheduler.propose(ending, [3] * 9)
+    assert [part.num_tokens for part in step(watch).parts] == [2]
+    assert ending.finish_reason == "length" and len(ending.token_ids) == 9 and watch.all_back()
+
+
+def test_a_prompt_is_cut_where_a_snapshot_is_kept() -> None:
+    """At multiples of its interval, and before the last token; who begins alike begins there."""
+    limits = step_sizes(tokens=40, sequences=4, logit_rows=4, kv_blocks=WIDTH, kv_splits=1)
+    watch = Watch((group(0), recurrent(3 * BLOCK)), limits, (40, 8), prefix_caching=True)
+    watch.add(first := sequence_of(range(30), 32))
+    assert [[part.num_tokens for part in step(watch).parts] for _ in range(4)] == [[12], [12], [4], [2]]
+    run(watch, again := sequence_of(range(30), 32), other := sequence_of([*range(20), 40], 22))
+    assert first.finish_reason == "length" and (again.num_cached_tokens, other.num_cached_tokens) == (28, 12)
+    watch = Watch((group(0), recurrent(3 * BLOCK)), limits, (40, 8))
+    watch.add(sequence_of(range(30), 32))
+    assert [part.num_tokens for part in step(watch).parts] == [30], "nobody will begin there"
 
 
 def test_nothing_to_do_is_no_step() -> None:

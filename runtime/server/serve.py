@@ -16,8 +16,8 @@ import uvicorn
 
 from enginewright.errors import EngineError
 from enginewright.runtime.async_llm import AsyncLLM
+from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import blocks_of
 from enginewright.runtime.server.app import App
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.connections import ACCEPTS_AT_ONCE, ConnectionLimit

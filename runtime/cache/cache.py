@@ -1,0 +1,158 @@
+"""The caches of all sequences, in all groups of a plan: what the scheduler talks to."""
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+from enginewright.plan import CacheGroup, PagedCache
+from enginewright.runtime.cache.kind import CacheKind, Copies
+from enginewright.runtime.cache.paged import PagedBlocks
+from enginewright.runtime.cache.recurrent import StateSlots
+
+
+class Cache:
+    """Each method takes what one sequence holds, a group: a list that `admit` or `fork` made.
+
+    A beginning is shared where all groups have it. So it ends with a block, which is of one size in all paged groups,
+    and where there are recurrent groups, at one of their snapshots.
+
+    Args:
+        groups, num_places: the plan's cache groups, and how many blocks or slots each has.
+        chunk: tokens of a sequence that are computed at once, at most.
+        sequences: that run at once, at most.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], num_places: Sequence[int], chunk: int, sequences: int = 1) -> None:
+        paged = {group.block_size for group in groups if isinstance(group, PagedCache)}
+        snapshots = {group.snapshot_tokens for group in groups if not isinstance(group, PagedCache)}
+        self.stride = gcd(*paged, *snapshots)  # what a sequence holds changes at multiples of it alone
+        # Tokens of a block that can be shared, which has one key; None if groups do not fit together.
+        self.block_size: int | None = min(paged or snapshots)
+        if len(paged) > 1 or any(tokens % self.block_size for tokens in snapshots):
+            self.block_size = None
+        self.takes_back = not snapshots  # any of its last step's tokens: of a state, what was before is gone
+        self.has_snapshots = self.block_size is not None and len(snapshots) > 0
+        self._kinds: list[CacheKind[Any]] = [
+            PagedBlocks(group, count, chunk)
+            if isinstance(group, PagedCache)
+            else StateSlots(group, count, sequences, self.block_size)
+            for group, count in zip(groups, num_places, strict=True)
+        ]
+
+    @property
+    def num_free(self) -> tuple[int, ...]:
+        """Blocks or slots that nobody holds, a group."""
+        return tuple(kind.pool.num_free for kind in self._kinds)
+
+    def num_shared(self, keys: Sequence[bytes]) -> int:
+        """Blocks of the longest beginning that is there in all groups."""
+        shared = len(keys)
+        while shared:
+            shorter = shared
+            for kind in self._kinds:
+                shorter = kind.num_shared(keys, shorter)
+            if shorter == shared:
+                break
+            shared = shorter
+        return shared
+
+    def admit(
+        self,
+        length: int,
+        keys: Sequence[bytes] = (),
+        spare: int = 0,
+        copies: Sequence[Copies] | None = None,
+        *,
+        shares: bool = False,
+    ) -> list[Any] | None:
+        """What a sequence of `length` positions so far holds, or None if there is no room now.
+
+        Args:
+            keys: of the full blocks that it begins with and that are there (`num_shared`).
+            spare: blocks, a group, that must be left over.
+            copies: gets, a group, the copies to make before anything else is written.
+            shares: whether others may begin with what it computes.
+        """
+        if not all(kind.has_room(length, keys, spare) for kind in self._kinds):
+            return None
+        copies = copies or [[] for _ in self._kinds]
+        return [kind.open(length, keys, mine, shares=shares) for kind, mine in zip(self._kinds, copies, strict=True)]
+
+    def fork(
+        self, held: Sequence[Any], computed: int, shared: int, length: int, spare: int, copies: Sequence[Copies]
+    ) -> list[Any] | None:
+        """What a sibling holds that shares the first `shared` of the positions that are computed.
+
+        None if there is no room now, or if what the sibling would see has been given back.
+        """
+        if self.block_size is None:
+            return None
+        pairs = list(zip(self._kinds, held, strict=True))
+        if not all(kind.can_fork(mine, computed, shared, length, spare) for kind, mine in pairs):
+            return None
+        return [kind.fork(mine, shared, length, to_make) for (kind, mine), to_make in zip(pairs, copies, strict=True)]
+
+    def grow(self, held: Sequence[Any], length: int) -> bool:
+        """Reserve what `length` positions take; False, and no more than before, if there is no room now."""
+        missing = [kind.missing(mine, length) for kind, mine in zip(self._kinds, held, strict=True)]
+        if None in missing:
+            return False
+        for kind, mine, count in zip(self._kinds, held, missing, strict=True):
+            if count:
+                kind.reserve(mine, count)
+        return True
+
+    def extend(
+        self,
+        held: Sequence[Any],
+        computed: int,
+        length: int,
+        new: Sequence[list[int]],
+        copies: Sequence[Copies],
+    ) -> None:
+        """Make room to write positions from `computed` up to `length`; what lies before is there already.
+
+        Args:
+            new: gets, a group, what is to be zeroed.
+            copies: gets, a group, the copies to make before it.
+        """
+        for kind, mine, to_zero, to_copy in zip(self._kinds, held, new, copies, strict=True):
+            kind.extend(mine, computed, length, to_zero, to_copy)
+
+    def tag(self, held: Sequence[Any], keys: Sequence[bytes]) -> None:
+        """The steps planned so far write the blocks of `keys`, the sequence's first ones."""
+        for kind, mine in zip(self._kinds, held, strict=True):
+            kind.tag(mine, keys)
+
+    def publish(self, held: Sequence[Any]) -> None:
+        """No NaN came out of what has a key, so others may share it; until then it is nobody else's."""
+        for kind, mine in zip(self._kinds, held, strict=True):
+            kind.publish(mine)
+
+    def truncate(
+        self, held: Sequence[Any], computed: int, length: int, keys: Sequence[bytes], copies: Sequence[Copies]
+    ) -> bool:
+        """Of the positions that are computed, take back what those from `length` on have left.
+
+        False, and nothing has changed, if a group cannot: what it needs has been given back, or others hold it.
+
+        Args:
+            keys: of the full blocks that the sequence begins with.
+        """
+        pairs = list(zip(self._kinds, held, strict=True))
+        if not all(kind.can_truncate(mine, computed, length, keys) for kind, mine in pairs):
+            return False
+        for (kind, mine), to_make in zip(pairs, copies, strict=True):
+            kind.truncate(mine, computed, length, keys, to_make)
+        return True
+
+    def release(self, held: Sequence[Any]) -> None:
+        """Take everything back."""
+        for kind, mine in zip(self._kinds, held, strict=True):
+            kind.release(mine)
+
+    def chunk_end(self, held: Sequence[Any], first: int, end: int) -> int:
+        """Where a chunk of a prompt from `first` has to end, `end` at the latest: at the first snapshot to take."""
+        for kind, mine in zip(self._kinds, held, strict=True):
+            end = kind.chunk_end(mine, first, end)
+        return end

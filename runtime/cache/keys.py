@@ -1,0 +1,29 @@
+"""Keys of the beginnings of a sequence, under which others find what it has left in the caches."""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+
+
+class PrefixKeys:
+    """A key for each full block of one sequence: the SHA-256 of the key before it and the block's tokens.
+
+    Args:
+        salt: sequences of different salts share nothing, and cannot tell by their times what others have asked.
+    """
+
+    def __init__(self, block_size: int, salt: str = "") -> None:
+        self._block_size = block_size
+        self._root = sha256(salt.encode()).digest()
+        self._keys: list[bytes] = []
+
+    def of(self, token_ids: Sequence[int], num_blocks: int) -> Sequence[bytes]:
+        """Keys of the first `num_blocks` blocks, to be read before the next call.
+
+        Tokens only ever grow, so what was hashed once is kept.
+        """
+        while len(self._keys) < num_blocks:
+            start = len(self._keys) * self._block_size
+            tokens = array("I", token_ids[start : start + self._block_size])
+            self._keys.append(sha256((self._keys[-1] if self._keys else self._root) + tokens.tobytes()).digest())
+        return self._keys if len(self._keys) == num_blocks else self._keys[:num_blocks]

@@ -1,0 +1,201 @@
+"""Paged caches: a block for every few tokens, shared by reference counts (PagedAttention, Kwon et al. 2023).
+
+Sequences that begin with the same tokens hold the same full blocks. Of a block that is not full, a sibling gets a copy,
+since it writes into it next.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from enginewright.plan import PagedCache
+from enginewright.runtime.cache.kind import CacheKind, Copies
+from enginewright.runtime.cache.pool import Pool, Tag
+
+
+def blocks_of(group: PagedCache, length: int, chunk: int) -> int:
+    """Blocks of a group that a sequence of `length` positions holds at most, computed `chunk` tokens at a time."""
+    whole = -(-length // group.block_size)
+    if not group.window:
+        return whole
+    # A chunk sees the window before its first token; its positions may begin at the end of a block.
+    positions = group.window + chunk - 1
+    return min(whole, _num_kept(group) - (-(positions - 1) // group.block_size) + 1)
+
+
+def _num_kept(group: PagedCache) -> int:
+    """First blocks that a window never gives back."""
+    return -(-group.kept_tokens // group.block_size) if group.window else 0
+
+
+@dataclass
+class BlockTable:
+    """The blocks of one sequence in one group."""
+
+    reserved: int  # without a window: blocks that it may still take; with one: blocks that it may hold at once
+    num_kept: int  # first blocks that are never given back
+    blocks: list[int] = field(default_factory=list)  # by logical block; those that were given back are 0
+    dropped: int = 0  # logical blocks from num_kept up to here have been given back
+    num_tagged: int = 0  # logical blocks whose content has a key
+    pending: list[tuple[int, Tag]] = field(default_factory=list)  # those with a key that nobody else may use yet
+
+    @property
+    def held(self) -> list[int]:
+        return self.blocks[: min(self.num_kept, self.dropped)] + self.blocks[self.dropped :]
+
+
+class PagedBlocks(CacheKind[BlockTable]):
+    """Blocks are reserved before they are taken, so that a step, once planned, never lacks any.
+
+    A reservation in a group without a window counts what is still to be taken: blocks shared at the beginning are not
+    paid for twice. In a group with a window it counts all that a sequence may hold: a shared block that one gives back
+    is still held by another, so sharing saves nothing there that could be relied upon.
+
+    Args:
+        chunk: tokens of a sequence that are computed at once, at most.
+    """
+
+    def __init__(self, group: PagedCache, num_blocks: int, chunk: int) -> None:
+        self.pool = Pool(num_blocks)
+        self._group, self._chunk = group, chunk
+        self._block_size, self._window = group.block_size, group.window
+        self._num_kept = _num_kept(group)
+        self._reserved = 0
+
+    def num_shared(self, keys: Sequence[bytes], most: int) -> int:
+        pool = self.pool
+        if not self._window:
+            return next((place for place in range(most) if keys[place] not in pool), most)
+        while most and not all(keys[place] in pool for place in self._needed(most, most * self._block_size)):
+            most -= 1
+        return most
+
+    def has_room(self, length: int, keys: Sequence[bytes], spare: int) -> bool:
+        needed = self._needed(len(keys), len(keys) * self._block_size)
+        revived = 0 if self._window else sum(not self.pool.is_held(self.pool.place_of(keys[place])) for place in needed)
+        return self._to_reserve(length, len(keys)) + revived + spare <= self._room
+
+    def open(self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool) -> BlockTable:
+        blocks = [0] * len(keys)
+        for place in self._needed(len(keys), len(keys) * self._block_size):
+            blocks[place] = self.pool.place_of(keys[place])
+        return self._open(length, blocks, len(keys) * self._block_size)
+
+    def can_fork(self, held: BlockTable, computed: int, shared: int, length: int, spare: int) -> bool:
+        full = shared // self._block_size
+        return self._sees(held, shared) and self._to_reserve(length, full) + spare <= self._room
+
+    def fork(self, held: BlockTable, shared: int, length: int, copies: Copies) -> BlockTable:
+        full, partial = divmod(shared, self._block_size)
+        blocks = [0] * full
+        for place in self._needed(full, shared):
+            blocks[place] = held.blocks[place]
+        sibling = self._open(length, blocks, shared)
+        if partial:
+            sibling.blocks.append(self._take(sibling))
+            copies.append((held.blocks[full], sibling.blocks[full]))
+        return sibling
+
+    def missing(self, held: BlockTable, length: int) -> int | None:
+        taken = 0 if self._window else len(held.blocks)
+        more = blocks_of(self._group, length, self._chunk) - taken - held.reserved
+        return None if more > 0 and more > self._room else max(more, 0)
+
+    def reserve(self, held: BlockTable, count: int) -> None:
+        held.reserved += count
+        self._reserved += count
+
+    def extend(self, held: BlockTable, computed: int, length: int, new: list[int], copies: Copies) -> None:
+        if self._window:
+            self._drop_unseen(held, computed)
+        while len(held.blocks) * self._block_size < length:
+            block = self._take(held)
+            held.blocks.append(block)
+            new.append(block)
+
+    def tag(self, held: BlockTable, keys: Sequence[bytes]) -> None:
+        for place in range(held.num_tagged, len(keys)):
+            if not held.num_kept <= place < held.dropped:
+                block = held.blocks[place]
+                held.pending.append((block, self.pool.tag(block, keys[place])))
+        held.num_tagged = max(held.num_tagged, len(keys))
+
+    def publish(self, held: BlockTable) -> None:
+        for block, tag in held.pending:
+            self.pool.publish(block, tag)
+        held.pending.clear()
+
+    def can_truncate(self, held: BlockTable, computed: int, length: int, keys: Sequence[bytes]) -> bool:
+        """Not if what is left lacks a block that has fallen out of the window, or ends within one that others hold."""
+        full, partial = divmod(length, self._block_size)
+        rewrites_shared = partial and full < len(held.blocks) and self.pool.is_shared(held.blocks[full])
+        return self._sees(held, length) and not rewrites_shared
+
+    def truncate(self, held: BlockTable, computed: int, length: int, keys: Sequence[bytes], copies: Copies) -> None:
+        pool = self.pool
+        full, partial = divmod(length, self._block_size)
+        behind = set(held.blocks[full:])
+        for block, tag in held.pending:
+            if block in behind:
+                pool.forget(block, tag)
+        held.pending = [(block, tag) for block, tag in held.pending if block not in behind]
+        held.num_tagged = min(held.num_tagged, full)
+        if partial and full < len(held.blocks):
+            pool.overwrite(held.blocks[full])
+        while len(held.blocks) > full + (partial > 0):
+            block = held.blocks.pop()
+            if not self._window and not pool.is_shared(block):
+                self.reserve(held, 1)
+            pool.drop(block)
+        held.dropped = min(held.dropped, len(held.blocks))
+
+    def release(self, held: BlockTable) -> None:
+        """The ends of sequences are forgotten before their beginnings."""
+        for block, tag in held.pending:
+            self.pool.forget(block, tag)
+        for block in reversed(held.held):
+            self.pool.drop(block)
+        self._reserved -= held.reserved
+        held.reserved, held.blocks, held.dropped, held.num_tagged, held.pending = 0, [], 0, 0, []
+
+    @property
+    def _room(self) -> int:
+        """Blocks that may still be reserved."""
+        return (self.pool.num_places if self._window else self.pool.num_free) - self._reserved
+
+    def _to_reserve(self, length: int, shared: int) -> int:
+        return blocks_of(self._group, length, self._chunk) - (0 if self._window else shared)
+
+    def _first_seen(self, position: int) -> int:
+        """The first logical block of the window of a position."""
+        return max(position - self._window + 1, 0) // self._block_size if self._window else 0
+
+    def _needed(self, count: int, position: int) -> Sequence[int]:
+        """Of the first `count` logical blocks, those that a position behind them sees."""
+        kept = min(self._num_kept, count)
+        return [*range(kept), *range(max(self._first_seen(position), kept), count)]
+
+    def _sees(self, held: BlockTable, position: int) -> bool:
+        """Whether nothing has been given back that a position sees."""
+        return held.dropped <= max(self._first_seen(position), held.num_kept)
+
+    def _open(self, length: int, blocks: list[int], position: int) -> BlockTable:
+        shared = len(blocks)
+        table = BlockTable(0, self._num_kept, blocks, min(self._first_seen(position), shared), shared)
+        self.reserve(table, self._to_reserve(length, shared))
+        for block in table.held:
+            self.pool.hold(block)
+        return table
+
+    def _drop_unseen(self, held: BlockTable, computed: int) -> None:
+        """Give back what fell out of the window of the first position that is not computed."""
+        end = min(self._first_seen(computed), len(held.blocks))
+        for place in range(max(held.dropped, held.num_kept), end):
+            self.pool.drop(held.blocks[place])
+            held.blocks[place] = 0
+        held.dropped = max(held.dropped, end)
+
+    def _take(self, held: BlockTable) -> int:
+        if not self._window:
+            held.reserved -= 1
+            self._reserved -= 1
+        return self.pool.take()

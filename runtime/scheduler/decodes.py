@@ -1,0 +1,55 @@
+"""Steps that only decode: the same sequences as in the step before, each a position further."""
+
+from collections.abc import Sequence
+
+from enginewright.runtime.cache.kind import Copies
+from enginewright.runtime.step_plan import Packer, StepPlan
+
+
+class RepeatedDecodes:
+    """A step that takes one token of each sequence that runs, and those after it that are the same, further on."""
+
+    def __init__(self, first: StepPlan, stride: int) -> None:
+        self.first = first
+        self._stride = stride  # a sequence begins a block where its position is a multiple of it
+        self._num_planned = 0  # steps after the first
+        # Then a sequence, or several, end by their length.
+        self._most = min(sequence.max_tokens - sequence.num_tokens for sequence in first.sampling)
+        self._growing: dict[int, list[int]] = {}  # rows whose token is the first of a block, by step modulo the stride
+        for row, sequence in enumerate(first.sampling):
+            self._growing.setdefault((1 - sequence.num_computed_tokens) % stride, []).append(row)
+
+    @property
+    def are_over(self) -> bool:
+        return self._num_planned == self._most
+
+    def growing_next(self) -> Sequence[int]:
+        """Rows that begin a block in the next step."""
+        return self._growing.get((self._num_planned + 1) % self._stride, ())
+
+    def plan_next(
+        self,
+        packer: Packer,
+        growing: Sequence[int],
+        new_blocks: tuple[list[int], ...],
+        copies: tuple[Copies, ...],
+    ) -> StepPlan:
+        """The next step. There is room for what the growing rows write."""
+        first, sampling = self.first, self.first.sampling
+        sizes, inputs = packer.advance(sampling, growing)
+        for sequence in sampling:
+            sequence.num_computed_tokens += 1
+            sequence.num_in_flight_tokens += 1
+        self._num_planned += 1
+        return StepPlan(
+            first.first_parts,
+            first.num_decodes,
+            sizes,
+            inputs,
+            copies,
+            new_blocks,
+            sampling,
+            first.requests,
+            first.has_grammar,
+            num_steps_since=self._num_planned,
+        )

@@ -1,0 +1,62 @@
+"""Beginnings that sequences share: which are there, which are being written, and when others may use them."""
+
+from collections.abc import Sequence
+
+from enginewright.runtime.cache.cache import Cache
+from enginewright.runtime.cache.keys import PrefixKeys
+from enginewright.runtime.sequence import TokenSequence
+
+
+class SharedPrefixes:
+    """The keys of sequences that share what they compute; for the others, all of it does nothing.
+
+    Args:
+        enabled: sequences that begin with the same tokens share what they left, also with those that have ended.
+    """
+
+    def __init__(self, cache: Cache, *, enabled: bool) -> None:
+        self._cache = cache
+        self._block_size = cache.block_size or 1
+        self._enabled = enabled and cache.block_size is not None
+        self._being_written: dict[bytes, TokenSequence] = {}  # by keys that will be there soon, who writes them
+
+    def add(self, sequence: TokenSequence) -> None:
+        """A new sequence. One whose prompt is scored computes all of it, and others have to wait for nothing of it."""
+        if self._enabled and sequence.request is not None and not sequence.every_logit:
+            sequence.keys = PrefixKeys(self._block_size, sequence.cache_salt)
+
+    def find(self, sequence: TokenSequence) -> Sequence[bytes] | None:
+        """Keys of the longest beginning that is there; None if another sequence writes more of it soon."""
+        keys = self._keys(sequence, sequence.num_tokens - 1)  # one token is left to give logits
+        shared = self._cache.num_shared(keys)
+        return None if shared < len(keys) and keys[shared] in self._being_written else keys[:shared]
+
+    def begin(self, sequence: TokenSequence, shared: int) -> None:
+        """It runs now, and writes what comes behind its first `shared` blocks: others that want it may wait."""
+        sequence.keys_in_flight = self._keys(sequence, len(sequence.token_ids))[shared:]
+        for key in sequence.keys_in_flight:
+            self._being_written.setdefault(key, sequence)
+
+    def end(self, sequence: TokenSequence) -> None:
+        """What it was to write is there, or never comes."""
+        for key in sequence.keys_in_flight:
+            if self._being_written.get(key) is sequence:
+                del self._being_written[key]
+        sequence.keys_in_flight, sequence.has_pending = (), False
+
+    def tag(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """The steps planned so far compute these tokens."""
+        if keys := self._keys(sequence, num_tokens):
+            self._cache.tag(sequence.held, keys)
+            sequence.has_pending = True
+
+    def publish(self, sequence: TokenSequence) -> None:
+        """A token was sampled behind all that are known, and is no NaN: let others find their blocks."""
+        if sequence.keys is not None and sequence.is_running:
+            self.tag(sequence, len(sequence.token_ids))
+            self._cache.publish(sequence.held)
+            self.end(sequence)
+
+    def _keys(self, sequence: TokenSequence, num_tokens: int) -> Sequence[bytes]:
+        """Of the full blocks within a sequence's first tokens."""
+        return () if sequence.keys is None else sequence.keys.of(sequence.token_ids, num_tokens // self._block_size)
