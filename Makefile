@@ -38,7 +38,7 @@ PYTEST := OMP_NUM_THREADS=1 ENGINEWRIGHT_NUM_THREADS=1 $(BIN)/python -m pytest -
 # What `make sanitize` runs, and how. Python itself is not instrumented: a sanitizer's library has to be there before it
 # is, and C++'s, for exceptions. Python's leaks at exit are no finding; a refused allocation is an error that is tested;
 # libtsan knows where things lie without address randomization alone.
-SANITIZED_TESTS := $(wildcard tests/test_cpu_*.py) $(addprefix tests/test_,bench_roof.py company.py kv_cache.py sampling.py)
+SANITIZED_TESTS := $(wildcard tests/test_cpu_*.py) $(addprefix tests/test_,bench_roof.py batch_invariance.py kv_cache.py sampling.py)
 SANITIZER_ENV = PYTHONPATH=build/$*/lib LD_PRELOAD="$$(g++ -print-file-name=lib$*.so) $$(g++ -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:suppressions=tests/asan.supp \
   UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:suppressions=tests/tsan.supp
@@ -92,17 +92,18 @@ bench: $(BUILT) $(MODEL) ## measure the engine alone, in about 20 minutes (bench
 bench-peers: $(BUILT) $(MODEL) ## measure it beside its peers: gigabytes of them, and hours; ARGS=--quick is less
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
-dist: $(INSTALLED) ## wheel and source distribution in dist/
+dist: $(INSTALLED) ## wheels and source distributions in dist/
 	rm -rf dist
 	$(COMPILING) $(BIN)/python -m build --no-isolation
+	$(BIN)/python -m build --no-isolation --outdir dist bench
 
 clean: ## remove everything that make has made, downloads too
-	rm -rf .venv .cache build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .cache build dist src/*.egg-info bench/build bench/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f src/enginewright/_cpu*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Build tools come from constraints.txt too, so there is no build isolation; the extension is compiled anew.
-$(INSTALLED): pyproject.toml constraints.txt setup.py
+$(INSTALLED): pyproject.toml bench/pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is not Python 3.11 or newer; name one: make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || { echo "The headers of $(PYTHON) are missing; on Debian and Ubuntu: apt install python3-dev python3-venv" >&2; exit 1; }
 	@command -v "$${CXX:-c++}" >/dev/null || { echo "There is no C++ compiler: install g++ or clang, or name one with CXX=" >&2; exit 1; }
@@ -110,7 +111,7 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py
 	rm -rf src/enginewright/_cpu*.so $(OBJECTS)
 	@echo "Installing into .venv, and compiling; this takes some minutes."
 	$(PIP) install --quiet --no-compile $(PIP_ARGS) --constraint constraints.txt setuptools pybind11
-	$(COMPILING) $(PIP) install --quiet --no-compile $(PIP_ARGS) --constraint constraints.txt --no-build-isolation --editable '.[bench,build,cuda,cuda-build,cuda-triton,dev]'
+	$(COMPILING) $(PIP) install --quiet --no-compile $(PIP_ARGS) --constraint constraints.txt --no-build-isolation --editable '.[bench,build,cuda,cuda-build,cuda-triton,dev]' --editable ./bench
 	touch $@
 
 $(BUILT): $(INSTALLED) $(CPP_FILES)

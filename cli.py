@@ -18,19 +18,22 @@ from enginewright.cli_options import (
     WORKLOAD,
     WORKLOAD_OPTIONS,
     BenchCommands,
+    Bytes,
     Commands,
     Count,
+    EnginePath,
     JsonObject,
     Quant,
     Target,
     refuse_stray_question,
 )
 from enginewright.cli_recipes import recipe_option
+from enginewright.dtypes import KV_CACHES
 from enginewright.errors import UsageError
-from enginewright.targets import PTX, SMS, parse_targets
+from enginewright.targets import CPU, PTX, SMS, parse_targets
 
 QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto")
-KV_CACHE_DTYPES = {name: name for name in ("bf16", "int8", "fp8")}
+KV_CACHE_DTYPES = {name: name for name in KV_CACHES}
 KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # vLLM's names
 PROMPT_TOKENS = 256  # of an answer to --prompt without --max-tokens: a text that is continued may have no end
 
@@ -43,7 +46,7 @@ server, load, measurement = section("Server"), section("Load"), section("Measure
 
 MODELS_OWN = "the model's own (generation_config.json)"
 VERIFY_HELP = (
-    "Check the hashes of the weights before the start, which takes about a second for 2 GB. The hashes of all other "
+    "Check the hashes of the weights before the start, which takes about a second for 2 GiB. The hashes of all other "
     "parts of the file are always checked."
 )
 PLOT_OPTION = output_section(
@@ -71,10 +74,9 @@ def main() -> None:
     engine generate smollm2.engine --chat "What is the capital of France?"
     engine run smollm2.engine
 
-    `engine COMMAND --help` lists the options of a command. Options may be written with underscores, and numbers as
-    32k or
-    2g. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 model not supported, 4 not enough memory, 5 corrupt engine file,
-    6 no code for this machine, 7 quality gate failed.
+    `engine COMMAND --help` lists the options of a command. Options may be written with underscores, numbers as 32k, and
+    sizes as 2g, 2GiB or 2GB. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 model not supported, 4 not enough memory,
+    5 corrupt engine file, 6 no code for this machine, 7 quality gate failed.
     """
 
 
@@ -125,7 +127,7 @@ def main() -> None:
     "targets",
     type=Target(),
     multiple=True,
-    default=("cpu",),
+    default=(CPU,),
     help="Hardware that the engine holds code for: cpu, or cuda: and GPU architectures, such as sm_80 (A100), sm_86 "
     "(RTX 30), sm_89 (RTX 40), sm_90a (H100) and sm_100a (B200). All of them: "
     f"{', '.join((*SMS, PTX))}; ptx is compiled where it runs. Join several: cpu+cuda:sm_80,sm_90a. No GPU is "
@@ -224,12 +226,12 @@ def build(
 
 
 @main.command()
-@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("engine", type=EnginePath())
 @output_section(
     "--memory",
-    type=Count(),
+    type=Bytes(),
     show_default="what this machine has free",
-    help="Say how many sequences fit this much memory, weights included, in bytes: 8g is 8 GiB.",
+    help="Say how many sequences fit this much memory, weights included: 8GiB, 8g (the same) or 8GB.",
 )
 @output_section("--sections", is_flag=True, help="List every section of the file, with its size and format.")
 @JSON_OPTION
@@ -245,7 +247,7 @@ def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> 
 
 
 @main.command()
-@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("engine", type=EnginePath())
 @section("Checks")(
     "--goldens/--no-goldens",
     default=True,
@@ -268,8 +270,8 @@ def verify(engine: Path, goldens: bool, threads: int | None, isa: str | None, de
 
 
 @main.command()
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=EnginePath())
+@click.argument("b", type=EnginePath())
 @output_section("--all", "every_line", is_flag=True, help="List every difference; long lists are cut short otherwise.")
 @JSON_OPTION
 @click.pass_context
@@ -314,7 +316,7 @@ def export(model: str, path: Path, dtype: str) -> None:
 
 
 @main.command(context_settings={"allow_extra_args": True})  # to say what a stray question needs
-@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("engine", type=EnginePath())
 @prompt_section("-p", "--prompt", show_default="none", help="A text that the model continues, as it stands.")
 @prompt_section(
     "-c", "--chat", show_default="none", help="A message that the model answers, put into its chat template."
@@ -471,7 +473,7 @@ def generate(
 
 
 @main.command()
-@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("engine", type=EnginePath())
 @address("--host", default="127.0.0.1", help="Address to listen on. 0.0.0.0 takes connections from other machines.")
 @address("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0 takes one that is free.")
 @address(
@@ -512,10 +514,10 @@ def generate(
 )
 @overload(
     "--max-logprobs-memory",
-    type=Count(),
+    type=Bytes(),
     default="1g",
-    help="Maximum memory for the log-probabilities of all running requests, in bytes: 1g is 1 GiB. A request that "
-    "would exceed it gets status 429, and 400 if it could never fit.",
+    help="Maximum memory for the log-probabilities of all running requests: 1g is 1 GiB. A request that would "
+    "exceed it gets status 429, and 400 if it could never fit.",
 )
 @overload(
     "--max-connections",
@@ -576,13 +578,29 @@ def run(engine: Path, verify: bool, log_level: str, log_format: str, **options: 
         serve(opened, config, announce=announce, **limits)
 
 
+@main.command("help")
+@click.argument("words", nargs=-1, metavar="[COMMAND]...")
+@click.pass_context
+def show_help(context: click.Context, words: tuple[str, ...]) -> None:
+    """Show the help of a command, as `engine COMMAND --help` does."""
+    assert context.parent is not None
+    command, shown = context.parent.command, context.parent
+    for word in words:
+        if not isinstance(command, click.Group):
+            raise click.UsageError(f"{shown.command_path} has no commands of its own.", context)
+        name, found, _ = command.resolve_command(shown, [word])
+        assert found is not None
+        command, shown = found, click.Context(found, shown, name)
+    click.echo(command.get_help(shown))
+
+
 @main.group(cls=BenchCommands)
 def bench() -> None:
     """Measure the speed of an engine or a server."""
 
 
 @bench.command("offline")
-@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("engine", type=EnginePath())
 @WORKLOAD_OPTIONS
 @measurement("--rounds", type=int, default=3, help="How often the requests are run. Rates are medians over the rounds.")
 @measurement("--warm-up", type=int, default=1, help="Rounds that are run before these and do not count.")
@@ -591,10 +609,10 @@ def bench() -> None:
 @JSON_OPTION
 def bench_offline(engine: Path, rounds: int, warm_up: int, plot: Path | None, as_json: bool, **options: Any) -> None:
     """Measure the throughput of an engine that has all requests at once."""
-    from enginewright.runtime.bench.offline import OfflineConfig, run_offline
-    from enginewright.runtime.bench.plot import check_plot, draw_offline
-    from enginewright.runtime.bench.report import describe_offline
-    from enginewright.runtime.bench.workload import workload_config
+    from enginewright_bench.offline import OfflineConfig, run_offline
+    from enginewright_bench.plot import check_plot, draw_offline
+    from enginewright_bench.report import describe_offline
+    from enginewright_bench.workload import workload_config
 
     workload = workload_config(**{name: options.pop(name) for name in WORKLOAD})
     if plot is not None:
@@ -606,7 +624,7 @@ def bench_offline(engine: Path, rounds: int, warm_up: int, plot: Path | None, as
 
 
 @bench.command("profile")
-@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("engine", type=EnginePath())
 @section("Steps")(
     "--prefill",
     type=Count(),
@@ -646,11 +664,10 @@ def bench_profile(
     """Show which kernels the time of a step goes to, beside the machine's roofline.
 
     With --prefill alone only prompts are profiled, with --batch or --depth alone only decoding. Every --batch is
-    profiled
-    at every --depth.
+    profiled at every --depth.
     """
-    from enginewright.runtime.bench.profile import profile_config, run_profile
-    from enginewright.runtime.bench.report import describe_profile
+    from enginewright_bench.profile import profile_config, run_profile
+    from enginewright_bench.report import describe_profile
 
     report = run_profile(engine, profile_config(prefill, batch, depth, rounds), threads)
     if as_json:
@@ -705,11 +722,11 @@ def bench_serve(
     endpoint: str, vocab_size: int, goodput: str | None, plot: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Send requests to a server, and measure how fast it answers."""
-    from enginewright.runtime.bench.figures import Goodput
-    from enginewright.runtime.bench.plot import check_plot, draw
-    from enginewright.runtime.bench.report import describe_serve
-    from enginewright.runtime.bench.serving import Chat, Completions, ServeConfig, run_serve
-    from enginewright.runtime.bench.workload import workload_config
+    from enginewright_bench.figures import Goodput
+    from enginewright_bench.plot import check_plot, draw
+    from enginewright_bench.report import describe_serve
+    from enginewright_bench.serving import Chat, Completions, ServeConfig, run_serve
+    from enginewright_bench.workload import workload_config
 
     config = ServeConfig(
         workload=workload_config(**{name: options.pop(name) for name in WORKLOAD}),

@@ -19,24 +19,34 @@ from typing import Any
 
 from peers.worker import NotMeasured
 from protocol import models, points
-from protocol.contestants import AVX2, BF16_KV, BUILDS, CLASSES, NATIVE, PEERS, Contestant, Workshop, contestants
+from protocol.engines import (
+    AVX2,
+    BF16_KV,
+    BUILDS,
+    CLASSES,
+    NATIVE,
+    PEERS,
+    EngineUnderTest,
+    PeerEnvironment,
+    engines_under_test,
+)
+from protocol.idle_guard import IdleGuard
 from protocol.models import Model
 from protocol.points import Point
 from protocol.quality import held_out, judge
-from protocol.quiet import Quiet
 from protocol.results import Results
 from protocol.rounds import Measurement, prepare
 from protocol.start import first_tokens
 
 from enginewright import _cpu
-from enginewright.runtime.bench.machine_facts import machine_facts
-from enginewright.runtime.bench.roof import measure_dots
 from enginewright.runtime.machine import free_memory, num_cores
+from enginewright_bench.machine_facts import machine_facts
+from enginewright_bench.roof import measure_dots
 
 OUTPUT = Path("benchmarks/results/cpu")
 PARTS = ("build", "start", "speed", "quality")
 START_ROUNDS = 3
-MEMORY_SHARE = 0.85  # of what is free, that all contestants of a class together may take
+MEMORY_SHARE = 0.85  # of what is free, that all engines of a class together may take
 BYTES = {"BF16": 2.0, "8-bit": 1.1, "4-bit": 0.7}  # of a weight, to estimate that
 OVERHEAD = 1.5  # times its weights: what an engine takes beside KV
 
@@ -48,17 +58,17 @@ def main() -> None:
         results.render()
         return
     pin(arguments.cores, arguments.threads)
-    quiet = Quiet(noisy=arguments.noisy, wait_s=arguments.wait)
-    shop = Workshop(arguments.envs, arguments.pythons, arguments.threads, arguments.ik_llama)
+    idle_guard = IdleGuard(noisy=arguments.noisy, wait_s=arguments.wait)
+    environment = PeerEnvironment(arguments.envs, arguments.pythons, arguments.threads, arguments.ik_llama)
     arguments.envs.mkdir(parents=True, exist_ok=True)
-    taking_part = contestants(arguments.peers, arguments.builds, every_setting=not arguments.one_setting)
+    taking_part = engines_under_test(arguments.peers, arguments.builds, every_setting=not arguments.one_setting)
     wanted = [one for one in taking_part if one.kind in arguments.classes and one.isa in arguments.isas]
     results.about(settings_of(arguments), machine())
     try:
         for name in arguments.models:
-            model = models.model(name, shop.models, arguments.smollm2)
+            model = models.model(name, environment.models, arguments.smollm2)
             for part in arguments.parts:
-                PART[part](model, wanted, shop, quiet, arguments, results)
+                PART[part](model, wanted, environment, idle_guard, arguments, results)
     except NotMeasured as reason:
         raise SystemExit(f"stopped: {reason}") from None
     failed = [one.name for one in BUILDS if one.name in arguments.builds and results.failed(f"engine {one.name}")]
@@ -67,16 +77,21 @@ def main() -> None:
 
 
 def build_part(
-    model: Model, wanted: Sequence[Contestant], shop: Workshop, quiet: Quiet, arguments: Any, results: Results
+    model: Model,
+    wanted: Sequence[EngineUnderTest],
+    environment: PeerEnvironment,
+    idle_guard: IdleGuard,
+    arguments: Any,
+    results: Results,
 ) -> None:
     rows = []
     for one in BUILDS:
         if not any(entry.name == f"engine {one.name}" for entry in wanted) or not model.timed:
             continue
-        quiet.wait()
+        idle_guard.wait()
         row: dict[str, Any] = {"name": one.name, "checkpoint_bytes": model.checkpoint_bytes}
         try:
-            made = asdict(shop.build(one, model))
+            made = asdict(environment.build(one, model))
             row |= {name: value for name, value in made.items() if name != "path"}
         except NotMeasured as reason:
             row["not_measured"] = str(reason)
@@ -86,25 +101,42 @@ def build_part(
 
 
 def start_part(
-    model: Model, wanted: Sequence[Contestant], shop: Workshop, quiet: Quiet, arguments: Any, results: Results
+    model: Model,
+    wanted: Sequence[EngineUnderTest],
+    environment: PeerEnvironment,
+    idle_guard: IdleGuard,
+    arguments: Any,
+    results: Results,
 ) -> None:
     if model.timed:
-        entries = prepare(firsts(wanted), model, replace(shop, sequences=1, kv_tokens=1024))
-        results.put("start", model.name, first_tokens(entries, min(arguments.rounds, START_ROUNDS), quiet))
+        entries = prepare(firsts(wanted), model, replace(environment, sequences=1, kv_tokens=1024))
+        results.put("start", model.name, first_tokens(entries, min(arguments.rounds, START_ROUNDS), idle_guard))
 
 
 def quality_part(
-    model: Model, wanted: Sequence[Contestant], shop: Workshop, quiet: Quiet, arguments: Any, results: Results
+    model: Model,
+    wanted: Sequence[EngineUnderTest],
+    environment: PeerEnvironment,
+    idle_guard: IdleGuard,
+    arguments: Any,
+    results: Results,
 ) -> None:
     if model.judged:
         texts = held_out(model, 2 if arguments.quick else None)
         longest = max(map(len, texts))
-        entries = prepare(firsts(wanted), model, replace(shop, sequences=1, positions=longest + 64, kv_tokens=4096))
+        entries = prepare(
+            firsts(wanted), model, replace(environment, sequences=1, positions=longest + 64, kv_tokens=4096)
+        )
         results.put("quality", model.name, judge(entries, model, texts))
 
 
 def speed_part(
-    model: Model, wanted: Sequence[Contestant], shop: Workshop, quiet: Quiet, arguments: Any, results: Results
+    model: Model,
+    wanted: Sequence[EngineUnderTest],
+    environment: PeerEnvironment,
+    idle_guard: IdleGuard,
+    arguments: Any,
+    results: Results,
 ) -> None:
     if not model.timed:
         return
@@ -116,7 +148,7 @@ def speed_part(
         if not chosen:
             continue
         sized = replace(
-            shop,
+            environment,
             sequences=max(point.prompts for point in chosen),
             positions=max(point.positions(2 * arguments.rounds) for point in chosen),
             kv_tokens=max(point.prompts * point.positions(2 * arguments.rounds) for point in chosen),
@@ -127,7 +159,7 @@ def speed_part(
                 for entry in entries:
                     entry.start()
                 print(f"measuring {group}: {point.name}", file=sys.stderr, flush=True)
-                measurement = Measurement(entries, model, point, arguments.rounds, arguments.threads, quiet)
+                measurement = Measurement(entries, model, point, arguments.rounds, arguments.threads, idle_guard)
                 results.put("speed", group, {"class": kind, "isa": isa} | measurement.run(), point.name)
         finally:
             for entry in entries:
@@ -137,12 +169,12 @@ def speed_part(
 PART = {"build": build_part, "start": start_part, "speed": speed_part, "quality": quality_part}
 
 
-def firsts(wanted: Sequence[Contestant]) -> list[Contestant]:
+def firsts(wanted: Sequence[EngineUnderTest]) -> list[EngineUnderTest]:
     """Everybody once, on the machine's own instructions."""
     return [one for one in wanted if one.setting == "" and one.isa == NATIVE]
 
 
-def groups(wanted: Sequence[Contestant]) -> Iterator[tuple[str, str, list[Contestant]]]:
+def groups(wanted: Sequence[EngineUnderTest]) -> Iterator[tuple[str, str, list[EngineUnderTest]]]:
     """Who is measured together: one class, one kind of instructions."""
     for isa in (NATIVE, AVX2):
         for kind in CLASSES:

@@ -5,7 +5,7 @@
 A server in a process of its own serves an engine for GPUs on a device that does nothing but take its time, whose tokens
 are always the same; clients in this process ask for a stream each, all at once, and read. A server that keeps up sends
 an event for each token; one that does not sends several tokens in one. From the first event to the last answer's end:
-tokens a second beside what the device gives, events a token, and the CPU time of the server.
+tokens per second beside what the device gives, events per token, and the CPU time of the server.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from gpu_host import FREE_BYTES, SMOLLM2, IdleDevice
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.runtime import core
-from enginewright.runtime.bench.cpu_time import cpu_seconds
 from enginewright.runtime.cuda.executor import CudaExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.serve import serve
+from enginewright_bench.cpu_time import cpu_seconds
 
 START_S = 60.0
 POSITIONS = 64  # of a prompt, at most
@@ -61,9 +61,11 @@ class PacedDevice(IdleDevice):
 
 @dataclass(frozen=True)
 class Load:
-    streams: int
-    step_ms: float
-    tokens: int
+    """Streams against a server whose steps are paced."""
+
+    streams: int  # at once
+    step_ms: float  # milliseconds of a step
+    tokens: int  # of each stream
 
 
 def serve_paced(path: Path, load: Load, port: int) -> None:
@@ -129,9 +131,9 @@ def measure(load: Load, pid: int, port: int) -> str:
     taken, cpu = time.perf_counter() - start, cpu_seconds(pid) - cpu
     tokens = load.streams * load.tokens
     return (
-        f"{load.streams:>5} streams, {load.step_ms:g} ms a step: {tokens / taken:7.0f} of"
-        f" {load.streams / load.step_ms * 1e3:.0f} tokens/s, {events / tokens:.2f} events a token;"
-        f" the server: {cpu / taken:.2f} cores, {cpu / tokens * 1e6:.1f} us a token"
+        f"{load.streams:>5} streams, {load.step_ms:g} ms per step: {tokens / taken:7.0f} of"
+        f" {load.streams / load.step_ms * 1e3:.0f} tokens/s, {events / tokens:.2f} events per token;"
+        f" the server: {cpu / taken:.2f} cores, {cpu / tokens * 1e6:.1f} us per token"
     )
 
 

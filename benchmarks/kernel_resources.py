@@ -37,14 +37,12 @@ HOPPER = ("sm_90a",)  # kernels for it alone may take all that it has
 
 @dataclass(frozen=True)
 class Kernel:
-    """One specialization, and the most that its launches take: threads of a block, and dynamic shared memory.
-    architectures: that it is for; () is all.
-    """
+    """One specialization of a kernel, and the most that its launches take."""
 
     instance: Instance
-    threads: int
-    shared_bytes: int
-    architectures: tuple[str, ...] = ()
+    threads: int  # of a block
+    shared_bytes: int  # dynamic shared memory
+    architectures: tuple[str, ...] = ()  # that it is for; () is all
 
     @property
     def function(self) -> str:
@@ -118,7 +116,7 @@ def excesses(found: Sequence[Kernel], made: Made, local: Mapping[str, str] = LOC
             if code.local_bytes and kernel.function not in local:
                 wrong.append(f"{sm}: {code.local_bytes} bytes of local memory a thread: {kernel.instance.expression}")
             shared_bytes = kernel.shared_bytes + code.static_shared_bytes
-            if shared_bytes > (MOST_SHARED_BYTES if kernel.architectures == HOPPER else SHARED_BYTES):
+            if shared_bytes > (MOST_SHARED_BYTES if (kernel.architectures or tuple(made)) == HOPPER else SHARED_BYTES):
                 wrong.append(f"{sm}: {shared_bytes} bytes of shared memory: {kernel.instance.expression}")
     return wrong
 

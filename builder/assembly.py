@@ -20,23 +20,23 @@ from enginewright.builder.generation_config import check_generation_config
 from enginewright.builder.lower import Lowered, Weight, lower, pack_rows
 from enginewright.builder.models import build_graph
 from enginewright.builder.progress import Progress
+from enginewright.dtypes import KV_CACHES
 from enginewright.engine_file import EngineWriter
 from enginewright.errors import EngineError, UsageError
 from enginewright.manifest import WEIGHTS, About, Limits
 from enginewright.passes.pass_manager import PassResult
-from enginewright.passes.pipeline import run_for_family, run_pipeline
+from enginewright.passes.pipeline import run_for_target, run_pipeline
 from enginewright.passes.quant import Bf16, QuantConfig, quant_config
 from enginewright.passes.quant.method import Calibration
 from enginewright.passes.weights import open_rows
 from enginewright.plan import Plan
 from enginewright.plugins.kernel import Specialization
+from enginewright.plugins.target import targets_of
 from enginewright.runtime import env
 from enginewright.runtime.chat_template import ChatTemplate
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.tokenizer import SPECIAL_TOKENS
-from enginewright.targets import families_of
-
-KV_DTYPES = {"bf16": "bf16", "int8": "i8", "fp8": "e4m3"}  # as --kv-cache-dtype has it → as the plan has it
+from enginewright.targets import CPU
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class BuildConfig:
     """What a build is asked for.
 
     quant: None takes weights as the checkpoint has them, quantized or BF16. kv_cache_dtype: what the KV cache holds,
-    one of KV_DTYPES. max_seq_len: positions of the longest sequence; None takes the model's own. max_batch_size:
+    one of KV_CACHES. max_seq_len: positions of the longest sequence; None takes the model's own. max_batch_size:
     sequences in a step, recorded as the runtime's default and nothing more. batch_invariant: an answer has the
     same bits in any company, on GPUs, too. calib_data, calib_size: as `builder.calibration` has them; both None where
     the method needs no calibration. dump_graphs: folder for one ONNX file a pass. gate: None measures nothing. report:
@@ -52,7 +52,7 @@ class BuildConfig:
     """
 
     quant: QuantConfig | None = None
-    targets: tuple[str, ...] = ("cpu",)
+    targets: tuple[str, ...] = (CPU,)
     kv_cache_dtype: str = "bf16"
     max_seq_len: int | None = None
     max_batch_size: int = 32
@@ -71,7 +71,7 @@ class BuildConfig:
 
 @dataclass(frozen=True)
 class Assembly:
-    """imported, dense: the graph at first, and before it was quantized. plans: by family of targets. weights: name →
+    """imported, dense: the graph at first, and before it was quantized. plans: by their target's name. weights: name →
     where its bytes come from. kernels: the code that GPUs need, by name. files: the sections that are neither weights
     nor code. notes: what people should know of weights that the checkpoint has quantized, and of its chat template.
     """
@@ -151,20 +151,23 @@ def assemble(
     max_seq_len = _max_seq_len(config, int(model.metadata_props["enginewright.max_seq_len"]))
     imported, dense = model.clone(), list[ir.Model]()
     progress.phase("calibrate and run passes" if calibration else "run the passes")
-    kv_dtype = KV_DTYPES[config.kv_cache_dtype]
-    first, *others = families_of(config.targets)
+    kv_dtype = KV_CACHES[config.kv_cache_dtype].name
+    first, *others = targets_of(config.targets)
     ragged, results = run_pipeline(
-        model, config.method, config.dump_graphs, kv_dtype, calibration, dense.append, family=first
+        model, config.method, config.dump_graphs, kv_dtype, calibration, dense.append, target=first
     )
-    graphs = {first: ragged}
-    for family in others:
-        dump = config.dump_graphs / family if config.dump_graphs else None
-        graphs[family] = run_for_family(dense[0].clone(), config.method, family, dump, kv_dtype)
+    graphs = [ragged]
+    for target in others:
+        dump = config.dump_graphs / target.name if config.dump_graphs else None
+        graphs.append(run_for_target(dense[0].clone(), config.method, target, dump, kv_dtype))
     progress.phase("lower to a plan")
-    lowered = {family: lower(graph, family, max_seq_len, config.batch_invariant) for family, graph in graphs.items()}
-    plans = {family: entry.plan for family, entry in lowered.items()}
+    lowered = [
+        lower(graph, target, max_seq_len, config.batch_invariant)
+        for graph, target in zip(graphs, (first, *others), strict=True)
+    ]
+    plans = {entry.plan.target: entry.plan for entry in lowered}
     progress.phase("read the tokenizer")
-    check_generation_config(checkpoint.generation_config, plans[first].vocab_size)
+    check_generation_config(checkpoint.generation_config, plans[first.name].vocab_size)
     files = _files(checkpoint, plans)
     notes = Counter(json.loads(model.metadata_props["enginewright.notes"]))
     notes.update(note for result in results.values() for note in result.notes)
@@ -176,7 +179,7 @@ def assemble(
         dense=dense[0],
         plans=plans,
         weights=_merged(lowered),
-        kernels={name: kernel for entry in lowered.values() for name, kernel in entry.kernels.items()},
+        kernels={name: kernel for entry in lowered for name, kernel in entry.kernels.items()},
         files=files,
         results=results,
         notes=[
@@ -233,10 +236,10 @@ def _max_seq_len(config: BuildConfig, model_limit: int) -> int:
     return config.max_seq_len or model_limit
 
 
-def _merged(lowered: Mapping[str, Lowered]) -> dict[str, Weight]:
-    """The weights of all families; one that several read is stored once."""
+def _merged(lowered: Sequence[Lowered]) -> dict[str, Weight]:
+    """The weights of all targets; one that several read is stored once."""
     merged: dict[str, Weight] = {}
-    for entry in lowered.values():
+    for entry in lowered:
         for name, weight in entry.weights.items():
             if merged.setdefault(name, weight).form != weight.form:
                 raise AssertionError(f"{name} is packed as {merged[name].form} and as {weight.form}")

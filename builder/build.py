@@ -31,13 +31,15 @@ from enginewright.builder.progress import Progress, Silent
 from enginewright.manifest import About
 from enginewright.passes.quant import quant_config
 from enginewright.passes.quant.method import Calibration
+from enginewright.plugins.target import targets_of
 from enginewright.runtime import env
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.goldens import GOLDENS, last_logits_of, record, replay_config
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.quality import QUALITY, QualityReport
-from enginewright.targets import CPU, architectures, families_of
+from enginewright.runtime.supported import paged_caches
+from enginewright.targets import architectures
 
 
 @dataclass(frozen=True)
@@ -144,17 +146,17 @@ def _check_plan(checkpoint: Checkpoint, config: BuildConfig, output: Path) -> No
 
 def _goldens(assembly: Assembly, path: Path) -> bytes:
     """What the finished engine computes on this machine; without a plan for its CPU, what a GPU would."""
-    families = families_of(assembly.config.targets)
-    with Engine.open(path, families[0]) as engine:
+    target = targets_of(assembly.config.targets)[0]
+    with Engine.open(path, target.name) as engine:
         config = replay_config(engine.plan.max_seq_len)
-        if CPU in families:
+        if target.runs_in_builds:
             return record(last_logits_of(CpuExecutor(engine, config)), engine.plan).to_json()
         weights = FileWeights(engine, assembly.section_names)
 
         def last_logits(prompt: Sequence[int]) -> NDArray[np.float32]:
             dense, end = assembly.dense.clone(), len(prompt)
-            kv_dtype = engine.plan.caches[0].planes[0].dtype
-            streamed = simulate(dense, assembly.config.method, families[0], weights, [prompt], kv_dtype=kv_dtype)
+            kv_dtype = paged_caches(engine.plan)[0].planes[0].dtype
+            streamed = simulate(dense, assembly.config.method, target, weights, [prompt], kv_dtype=kv_dtype)
             logits: NDArray[np.float32] = streamed.logits(0, end - 1, end)[0].numpy()
             return logits
 
@@ -170,13 +172,14 @@ def _gate(assembly: Assembly, path: Path, about: About, progress: Progress) -> Q
     config = assembly.config
     if config.gate is None:
         return QualityReport("off")
-    families = families_of(config.targets)
-    subject = Subject(path, assembly.imported, assembly.dense, assembly.section_names, config.method, families)
+    targets = targets_of(config.targets)
+    subject = Subject(path, assembly.imported, assembly.dense, assembly.section_names, config.method, targets)
     report = measure(config.gate, subject, progress)
     if config.report is not None:
         write_report(report, about, config.report)
-    if report.failed is not None:
-        raise refusal(report.failed, config.method, config.kv_cache_dtype)
+    for target, measured in zip(targets, (report.measured, *report.also), strict=True):
+        if measured is not None and measured.failed:
+            raise refusal(measured, target, config.method, config.kv_cache_dtype)
     return report
 
 

@@ -4,60 +4,26 @@ A key with the value null counts as absent, as it does for transformers.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar, overload
 
+from enginewright.builder.harmless_keys import HARMLESS, Harmless
 from enginewright.errors import EngineError, UnsupportedModelError
 
 T = TypeVar("T")
 D = TypeVar("D")
 
 _REQUIRED: Any = object()
+NEAR = 0.85  # of 1: how alike two keys are where one may be meant for the other
 MOST = 2**31 - 1  # of what is counted: positions and token ids have 32 bits
 
-# Keys that change what some family computes, with the values under which they change nothing. A model that does
-# not read one of them does not implement it. Keys that are not listed (use_cache, initializer_range,
-# attention_dropout, pretraining_tp, …) cannot change a result, or mean nothing to transformers either.
-CHANGES_THE_RESULT: Mapping[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "alibi": (False,),
-    "attention_bias": (False,),
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (),
-    "clip_qkv": (),
-    "embedding_multiplier": (1.0,),
-    "final_logit_softcapping": (),
-    "hidden_act": (),
-    "hidden_activation": (),
-    "is_encoder_decoder": (False,),
-    "layer_types": (),
-    "logit_scale": (1.0,),
-    "logits_scaling": (1.0,),
-    "mlp_bias": (False,),
-    "no_rope_layers": (),
-    "num_experts": (0, 1),
-    "num_local_experts": (0, 1),
-    "original_max_position_embeddings": (),
-    "partial_rotary_factor": (1.0,),
-    "pruned_heads": ({}, []),
-    "qk_layernorm": (False,),
-    "query_pre_attn_scalar": (),
-    "quantization_config": (),
-    "residual_multiplier": (1.0,),
-    "rope_interleaved": (False,),
-    "rope_local_base_freq": (),
-    "rope_parameters": (),
-    "rope_scaling": (),
-    "rope_theta": (),
-    "rotary_pct": (1.0,),
-    "scale_embedding": (False,),
-    "sliding_window": (),
-    "sliding_window_pattern": (),
-    "tie_word_embeddings": (),
-    "use_bidirectional_attention": (False,),
-    "use_qk_norm": (False,),
-    "use_sliding_window": (False,),
-}
+# Far above any model that is known: what is larger is an error, which must not be allocated before it is noticed.
+MOST_TOKENS = 2**24
+MOST_LAYERS = 2**12
+MOST_HEADS = 2**14
+MOST_HEAD_DIM = 2**13
+MOST_COLUMNS = 2**22
 
 
 class ConfigReader:
@@ -137,22 +103,43 @@ class ConfigReader:
     def unsupported(self, why: str, fix: str = "") -> UnsupportedModelError:
         return UnsupportedModelError(f"{self._where} asks for what is not implemented", why, fix)
 
-    def refuse_unread(self) -> None:
-        """Refuse, by name, keys that change results and that nobody read.
+    def refuse_unread(self, harmless: Mapping[str, Harmless] | None = None) -> None:
+        """Refuse, by name, every key that was not read, unless it is known that it cannot change a result.
+
+        Args:
+            harmless: keys of the family's own, beside those of HARMLESS.
 
         Raises:
             UnsupportedModelError: naming all of them.
         """
-        self._refuse(key for key, harmless in CHANGES_THE_RESULT.items() if self._values.get(key) not in harmless)
+        allowed = {**HARMLESS, **(harmless or {})}
+        known = {*self._read, *allowed} - self._values.keys()
+        remarks = {}
+        for key in self.unread():
+            if key not in allowed:
+                near = get_close_matches(key, known, n=1, cutoff=NEAR)
+                remarks[key] = f" (did you mean {near[0]}?)" if near else ""
+            elif not allowed[key].at(self._values[key]):
+                remarks[key] = f" (only {' or '.join(map(str, allowed[key].values or ()))} can be built)"
+        self._refuse(
+            remarks,
+            "A model that is built without what a key asks for may give wrong answers. Where you know that a key "
+            "changes nothing, take it out of config.json.",
+        )
 
     def refuse_any_unread(self, harmless: Collection[str] = ()) -> None:
         """Refuse, by name, every key that nobody read: for objects in which every key counts."""
-        self._refuse(key for key in self._values if key not in harmless)
+        self._refuse({key: "" for key in self.unread() if key not in harmless})
 
-    def _refuse(self, keys: Iterable[str]) -> None:
-        found = [key for key in keys if key not in self._read and self._values.get(key) is not None]
-        if found:
-            raise self.unsupported(", ".join(f"{key} = {_short(self._values[key])}" for key in found))
+    def unread(self) -> list[str]:
+        """The keys that nobody read, but for those with the value null: where a key is known, null is its absence."""
+        return sorted(key for key, value in self._values.items() if value is not None and key not in self._read)
+
+    def _refuse(self, remarks: Mapping[str, str], fix: str = "") -> None:
+        """remarks: what is said of each key that is refused, behind its value."""
+        if remarks:
+            named = (f"{key} = {_short(self._values[key])}{remark}" for key, remark in remarks.items())
+            raise self.unsupported(", ".join(named), fix)
 
     def _find(self, keys: tuple[str, ...]) -> tuple[str, Any]:
         self._read.update(keys)

@@ -22,6 +22,7 @@ from rich.progress import (
 
 from enginewright.builder.build import BuildReport
 from enginewright.builder.forecast import Forecast
+from enginewright.runtime.count import format_bytes
 from enginewright.runtime.quality import describe_quality
 
 REFUSALS_SHOWN = 3  # of each pass
@@ -104,11 +105,11 @@ def describe(report: BuildReport | Forecast) -> str:
 
 def _built(report: BuildReport) -> Iterator[str]:
     yield f"engine   {report.path}"
-    yield f"size     {_size(report.size_bytes)}"
+    yield f"size     {format_bytes(report.size_bytes)}"
     yield f"content  sha256:{report.content_hash}"
     yield from _calibration(report.calibration)
     yield from _notes(report)
-    yield f"memory   {_size(report.weight_bytes)} of weights, {_kv(report)}"
+    yield f"memory   {format_bytes(report.weight_bytes)} of weights, {_kv(report)}"
     quality = describe_quality(report.quality)
     yield from (f"{name:<8} {line}" for name, line in zip_longest(["quality"], quality, fillvalue=""))
     yield ""
@@ -125,10 +126,10 @@ def _foreseen(report: Forecast) -> Iterator[str]:
         yield f"skipped  by {name}: {' '.join(sentences[:REFUSALS_SHOWN])}"
         if len(sentences) > REFUSALS_SHOWN:
             yield f"         and {len(sentences) - REFUSALS_SHOWN} more (--json lists them)"
-    yield f"size     {_size(report.file_bytes)}"
+    yield f"size     {format_bytes(report.file_bytes)}"
     yield from _calibration(report.calibration)
-    dtypes = ", ".join(f"{_size(count)} {dtype}" for dtype, count in sorted(report.weight_bytes.items()))
-    yield f"memory   {_size(sum(report.weight_bytes.values()))} of weights ({dtypes}), {_kv(report)}"
+    dtypes = ", ".join(f"{format_bytes(count)} {dtype}" for dtype, count in sorted(report.weight_bytes.items()))
+    yield f"memory   {format_bytes(sum(report.weight_bytes.values()))} of weights ({dtypes}), {_kv(report)}"
     yield from _notes(report)
     yield f"build    takes {_need(report.disk_bytes, report.free_disk_bytes, 'on that disk')}"
     yield f"         and {_need(report.memory_bytes, report.free_memory_bytes, 'in memory')}"
@@ -148,14 +149,9 @@ def _notes(report: BuildReport | Forecast) -> Iterator[str]:
 
 
 def _kv(report: BuildReport | Forecast) -> str:
-    context = _size(report.kv_bytes_per_token * report.max_seq_len, 0)
-    a_token = report.kv_bytes_per_token / 1e3
-    return f"{a_token:.1f} kB of KV a token ({context} for a sequence of {report.max_seq_len})"
+    per_token, whole = report.kv_bytes_per_token, report.kv_bytes_per_token * report.max_seq_len
+    return f"{format_bytes(per_token)} of KV per token ({format_bytes(whole)} for a sequence of {report.max_seq_len})"
 
 
 def _need(needed: int, free: int, where: str) -> str:
-    return f"{_size(needed)} {where}, where {'only ' if free < needed else ''}{_size(free)} are free"
-
-
-def _size(nbytes: int, decimals: int = 1) -> str:
-    return f"{nbytes / 1e6:.{decimals}f} MB" if nbytes < 1e10 else f"{nbytes / 1e9:.{decimals}f} GB"
+    return f"{format_bytes(needed)} {where}, where {'only ' if free < needed else ''}{format_bytes(free)} are free"

@@ -11,6 +11,7 @@ import torch
 from enginewright.builder.assembly import check_place
 from enginewright.errors import EngineError
 from enginewright.plugins import DOMAIN, expand_references
+from enginewright.runtime.count import format_bytes
 
 EMBED_LIMIT_BYTES = 1 << 30  # protobuf ends at 2 GiB
 DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}
@@ -47,7 +48,7 @@ def _check_space(path: Path, size_bytes: int) -> None:
     """Raise an EngineError where the disk has no space for a file of this size; an old file stays until the end."""
     free_bytes = shutil.disk_usage(path.absolute().parent).free
     if size_bytes > free_bytes:
-        why = f"it takes {size_bytes / 1e9:,.2f} GB, {free_bytes / 1e9:,.2f} GB are free"
+        why = f"it takes {format_bytes(size_bytes)}, {format_bytes(free_bytes)} are free"
         raise EngineError(f"the disk has no space for {path}", why, "Make room, or name another disk.")
 
 

@@ -12,6 +12,7 @@ from enginewright.builder.calibration import foresee_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
 from enginewright.builder.gate.gate import STEP_ELEMENTS, TOKENS
+from enginewright.builder.lower.pack import TORCH_DTYPES
 from enginewright.builder.progress import Progress, Silent
 from enginewright.engine_file import header_bytes
 from enginewright.engine_header import padded
@@ -20,11 +21,10 @@ from enginewright.passes.quant import W8A8
 from enginewright.passes.quant.auto import Mix
 from enginewright.passes.quant.choose import Choose
 from enginewright.passes.quant.method import Calibration
-from enginewright.plan import Sizes
+from enginewright.runtime.dims import StepCounter
 from enginewright.runtime.machine import free_memory
 
 EVIDENCE_SECTIONS = 2  # goldens, quality report
-CODE_BYTES = {"u4": 1, "e2m1": 1, "i8": 1, "e4m3": 1, "bf16": 2}  # by dtype, before they are packed
 # Python with torch and onnx takes 200 MB, the graph and pieces of weights the rest.
 BASE_BYTES = 300_000_000
 COPIES = 4  # of activations in the plan's precision, that calibration or the gate has at once: they are FLOAT there
@@ -32,30 +32,25 @@ COPIES = 4  # of activations in the plan's precision, that calibration or the ga
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a build would make and take.
+    """What a build would make, and what it would take."""
 
-    kernels: by target, how often each is called. refusals: by pass, what it leaves as it is and why, in sentences.
-    notes: as those of a BuildReport. weight_bytes: by dtype. file_bytes: without what a build measures (goldens: some
-    kilobytes). disk_bytes: at most, at any time of the build. memory_bytes: an estimate, without pages of files.
-    """
-
-    output: Path
+    output: Path  # the engine file
     name: str
     model_type: str
-    recipe: dict[str, Any]
-    kernels: dict[str, dict[str, int]]
-    rewrites: dict[str, int]
-    refusals: dict[str, list[str]]
-    calibration: dict[str, Any] | None
-    notes: list[str]
-    file_bytes: int
-    weight_bytes: dict[str, int]
+    recipe: dict[str, Any]  # as the manifest would have it
+    kernels: dict[str, dict[str, int]]  # by target, how often each kernel is called
+    rewrites: dict[str, int]  # by pass, how many it makes
+    refusals: dict[str, list[str]]  # by pass, what it leaves as it is and why, in sentences
+    calibration: dict[str, Any] | None  # what is known of the samples; None where none are needed
+    notes: list[str]  # as in a BuildReport
+    file_bytes: int  # without what a build measures (goldens, a report: some kilobytes)
+    weight_bytes: dict[str, int]  # by dtype
     kv_bytes_per_token: int
-    max_seq_len: int
-    disk_bytes: int
-    free_disk_bytes: int
-    memory_bytes: int
-    free_memory_bytes: int
+    max_seq_len: int  # positions
+    disk_bytes: int  # the most that is taken at any time of the build
+    free_disk_bytes: int  # where the engine file would be
+    memory_bytes: int  # an estimate, without pages of files
+    free_memory_bytes: int  # of this machine
 
     def to_dict(self) -> dict[str, Any]:
         return vars(self) | {"output": str(self.output), "targets": list(self.kernels)}
@@ -85,7 +80,7 @@ def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress
         name=checkpoint.name,
         model_type=str(checkpoint.config["model_type"]),
         recipe=assembly.about(sources={}).recipe,
-        kernels={target: dict(Counter(step.kernel for step in plan.steps)) for target, plan in assembly.plans.items()},
+        kernels={target: dict(Counter(call.kernel for call in plan.calls)) for target, plan in assembly.plans.items()},
         rewrites={name: result.rewrites for name, result in assembly.results.items()},
         refusals={name: list(result.refusals) for name, result in assembly.results.items() if result.refusals},
         calibration=samples,
@@ -95,7 +90,7 @@ def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress
         kv_bytes_per_token=assembly.kv_bytes_per_token,
         max_seq_len=assembly.max_seq_len,
         # The draft is gone before the engine is begun; codes go when it is written.
-        disk_bytes=max(file_bytes + _spooled_bytes(assembly), _file_bytes(draft) if draft else 0),
+        disk_bytes=max(file_bytes + _temporary_bytes(assembly), _file_bytes(draft) if draft else 0),
         free_disk_bytes=shutil.disk_usage(output.absolute().parent).free,
         memory_bytes=_memory_bytes(assembly, samples["tokens"] if samples else 0),
         free_memory_bytes=free_memory(),
@@ -107,12 +102,12 @@ def _file_bytes(assembly: Assembly) -> int:
     return header_bytes(len(sections) + EVIDENCE_SECTIONS) + sum(map(padded, sections))
 
 
-def _spooled_bytes(assembly: Assembly) -> int:
+def _temporary_bytes(assembly: Assembly) -> int:
     """Of a method that chooses codes beforehand: those wait on disk, with an eighth more for scales."""
     if not any(isinstance(each, Choose | Mix) for each in assembly.config.method.prepare(Calibration())):
         return 0
     forms = [weight.form for weight in assembly.weights.values() if weight.form.layout.startswith("r16")]
-    codes = [prod(form.shape) * CODE_BYTES[form.dtype] for form in forms if "columns" not in form.layout]
+    codes = [prod(form.shape) * TORCH_DTYPES[form.dtype].itemsize for form in forms if "columns" not in form.layout]
     return 9 * sum(codes) // 8
 
 
@@ -123,7 +118,7 @@ def _memory_bytes(assembly: Assembly, calibration_tokens: int) -> int:
     tokens = max(calibration_tokens, TOKENS if gate else 0)
     if tokens:
         plan = next(iter(assembly.plans.values()))
-        _, activations = plan.arena_offsets(Sizes(tokens, 1, 1, 1, 1))
+        _, activations = plan.arena_offsets(StepCounter(plan.dims, plan.caches).sizes(tokens, 1, 1, longest=1))
         total += COPIES * activations + largest
     return total + (4 * STEP_ELEMENTS if gate else 0)
 

@@ -23,12 +23,13 @@ from enginewright.passes.quant.quantize import Quantize
 from enginewright.passes.to_ragged import ToRagged
 from enginewright.plugins import plugin_of
 from enginewright.plugins.registry import STANDARD_KERNELS
+from enginewright.plugins.target import CPU_TARGET, Target
 
 VIEWS = ("Split", "Reshape")  # ops that a lowering makes no kernel of
 
 
 def pipeline(
-    quant: QuantConfig, kv_dtype: str = "bf16", calibration: Calibration | None = None, family: str = "cpu"
+    quant: QuantConfig, kv_dtype: str = "bf16", calibration: Calibration | None = None, target: Target = CPU_TARGET
 ) -> list[Pass]:
     return [
         # Standard ONNX, one dense sequence.
@@ -38,18 +39,18 @@ def pipeline(
         FuseGateUp(),
         # Formats of weights and activations. What sees activations does so in standard ops.
         *(quant.foresee() if quant.calibrated and calibration is None else quant.prepare(calibration or Calibration())),
-        *for_family(quant, kv_dtype, family),
+        *for_target(quant, kv_dtype, target),
     ]
 
 
-def for_family(quant: QuantConfig, kv_dtype: str, family: str) -> list[Pass]:
-    """The rest, which depends on the family of targets (`cpu`, `cuda`)."""
+def for_target(quant: QuantConfig, kv_dtype: str, target: Target) -> list[Pass]:
+    """The rest, which depends on the target."""
     return [
         FuseResidualNorm(),
-        Quantize(quant, family),
+        Quantize(quant, target),
         FuseSwiGlu(),
         # Packed tokens of many sequences, KV pools.
-        ToRagged(kv_dtype, family),
+        ToRagged(kv_dtype, target),
         FuseRopeKvWrite(),
         RoundInProducer(),
         GatherEarly(),
@@ -64,14 +65,14 @@ def run_pipeline(
     kv_dtype: str = "bf16",
     calibration: Calibration | None = None,
     keep: Callable[[ir.Model], None] | None = None,
-    family: str = "cpu",
+    target: Target = CPU_TARGET,
 ) -> tuple[ir.Model, dict[str, PassResult]]:
     """A dense graph to one that has only ops with kernels (and views); the model is changed in place.
 
     Args:
         calibration: texts, for methods that need them; without any, there is a plan of the same sizes and no more.
         keep: given a copy of the last graph that can be streamed; its linear layers are those that are quantized, and
-            `run_for_family` takes it.
+            `run_for_target` takes it.
 
     Raises:
         EngineError: an op is left that no target has a kernel for.
@@ -81,16 +82,16 @@ def run_pipeline(
         if keep is not None and isinstance(following, FuseResidualNorm):
             keep(model.clone())
 
-    results = run_passes(model, pipeline(quant, kv_dtype, calibration, family), dump_graphs, watch)
+    results = run_passes(model, pipeline(quant, kv_dtype, calibration, target), dump_graphs, watch)
     _check_kernels(model, results)
     return model, results
 
 
-def run_for_family(
-    dense: ir.Model, quant: QuantConfig, family: str, dump_graphs: Path | None = None, kv_dtype: str = "bf16"
+def run_for_target(
+    dense: ir.Model, quant: QuantConfig, target: Target, dump_graphs: Path | None = None, kv_dtype: str = "bf16"
 ) -> ir.Model:
-    """The same for another family of targets, from the dense graph on; that is changed in place."""
-    _check_kernels(dense, run_passes(dense, for_family(quant, kv_dtype, family), dump_graphs))
+    """The same for another target, from the dense graph on; that is changed in place."""
+    _check_kernels(dense, run_passes(dense, for_target(quant, kv_dtype, target), dump_graphs))
     return dense
 
 
@@ -111,4 +112,4 @@ def _has_kernel(node: ir.Node) -> bool:
         return False
     if node.op_type == "RMSNormalization" and not norms_rows(node):
         return False
-    return node.op_type in VIEWS or any(node.op_type in kernels for kernels in STANDARD_KERNELS.values())
+    return node.op_type in VIEWS or node.op_type in STANDARD_KERNELS

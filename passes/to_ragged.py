@@ -20,6 +20,7 @@ from enginewright.plugins import DOMAIN
 from enginewright.plugins.kv_write import BLOCK_SIZE, KV_WRITE, STORED, pool_dtype
 from enginewright.plugins.paged_attention import PAGED_ATTENTION
 from enginewright.plugins.rope import ROPE
+from enginewright.plugins.target import CPU_TARGET, Target
 
 QUERY_DTYPE = ir.DataType.BFLOAT16
 TOKENS, SEQUENCES, LOGIT_ROWS = (ir.SymbolicDim(name) for name in ("tokens", "sequences", "logit_rows"))
@@ -27,20 +28,13 @@ TOKENS, SEQUENCES, LOGIT_ROWS = (ir.SymbolicDim(name) for name in ("tokens", "se
 
 @dataclass(frozen=True)
 class ToRagged:
-    """kv_dtype: what the KV pools hold, one of `STORED`. family: of targets, which may round queries for such keys."""
-
-    kv_dtype: str = "bf16"
-    family: str = "cpu"
+    kv_dtype: str = "bf16"  # what the KV pools hold, one of `STORED`
+    target: Target = CPU_TARGET
     name: str = "to_ragged"
 
     def __call__(self, model: ir.Model) -> PassResult:
         stored = STORED[self.kv_dtype]
-        return PassResult(_Switch(model, stored, query_dtype(stored, self.family)).run())
-
-
-def query_dtype(stored: ir.DataType, family: str) -> ir.DataType:
-    """What a family of targets makes of queries, which are BFLOAT16, for keys that are stored so."""
-    return ir.DataType.INT8 if stored == ir.DataType.INT8 and family == "cpu" else QUERY_DTYPE
+        return PassResult(_Switch(model, stored, self.target.queries(stored)).run())
 
 
 @dataclass

@@ -3,17 +3,15 @@
 They are read by rows, so that no more of a weight is in memory than its reader asks for at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 import torch
 
-ONNX_DTYPES = {
-    torch.float32: ir.DataType.FLOAT,
-    torch.bfloat16: ir.DataType.BFLOAT16,
-    torch.int8: ir.DataType.INT8,
-    torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN,
-    torch.uint8: ir.DataType.UINT8,
+from enginewright.dtypes import DTYPES
+
+ONNX_DTYPES: Mapping[torch.dtype, ir.DataType] = {
+    getattr(torch, dtype.torch): ir.DataType[dtype.onnx] for dtype in DTYPES.values()
 }
 
 RowReader = Callable[[int, int], torch.Tensor]  # (begin, end) → these rows, along the first axis

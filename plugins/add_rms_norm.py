@@ -13,6 +13,7 @@ from enginewright.plugins.norm_cuda import norm_on_cuda
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, float_of, operand, optional
 from enginewright.plugins.quantize_rows import TO_ATTRIBUTES, types_as, written_as
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 KERNEL = KernelBinding(
     "add_rms_norm@1",
@@ -41,5 +42,5 @@ ADD_RMS_NORM = Plugin(
     reference=_reference,
     infer=_infer,
     by_rows=True,
-    kernels={"cpu": KERNEL, "cuda": norm_on_cuda(KERNEL, "normed")},
+    kernels={CPU: KERNEL, CUDA: norm_on_cuda(KERNEL, "normed")},
 )

@@ -1,5 +1,5 @@
 """What GPUs launch for paged attention: csrc/cuda/paged_prefill.cuh and paged_decode.cuh, one after the other. Where
-plugins/hopper.py says so, Hopper has paged_prefill_wgmma.cuh for the former.
+plugins/architectures.py says so, Hopper has paged_prefill_wgmma.cuh for the former.
 
 Each takes the sequences of its own kind, by their numbers of tokens in GPU memory. Where every sequence has one token,
 there is nothing to do for the former, and it is not launched.
@@ -7,23 +7,20 @@ there is nothing to do for the former, and it is not launched.
 
 from dataclasses import dataclass, replace
 
-import onnx_ir as ir
-
-from enginewright.plan import DTYPE_BYTES, Extent, Launch, Linear
-from enginewright.plugins import hopper
-from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
+from enginewright.dtypes import DTYPES
+from enginewright.plan import Extent, Launch, Linear, linear
+from enginewright.plugins.architectures import ArchSpec, by_architecture
+from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, cuda_type, expression
 from enginewright.plugins.kv_cuda import kv_constant
-from enginewright.plugins.kv_write import padded_head_dim
-from enginewright.plugins.plugin import int_of
 
 THREADS, WARPS = 128, 4
 TILE_ROWS = 16
 PREFILL_ROWS = WARPS * TILE_ROWS  # of a block
 WGMMA_ROWS, WGMMA_STAGES = 128, 3
-KV_SPLIT = 256  # positions that Sizes.kv_splits counts
+KV_SPLIT = 256  # positions of one of "kv_splits"
 PARTIALS = 2048  # splits of KV heads whose results have room beside each other, beyond the longest sequence's
-ARGUMENTS = ("q", "kv.keys", "kv.values", "query_start", "kv_len", "block_table", "out")
-ANY = Linear(constant=1 << 20)  # blocks; a grid is bounded by the multiprocessors
+ARGUMENTS = ("q", "key", "value", "query_start", "kv_len", "block_table", "out")
+ANY = Linear(1 << 20)  # blocks; a grid is bounded by the multiprocessors
 
 
 @dataclass(frozen=True)
@@ -49,22 +46,21 @@ class _Shape:
 
     @property
     def partials(self) -> Linear:
-        return Linear(constant=PARTIALS // self.kv_heads, kv_splits=KV_SPLIT // self.split)
+        return linear(PARTIALS // self.kv_heads, kv_splits=KV_SPLIT // self.split)
 
     def kv_bytes(self, dtype: str) -> int:
         """A split's keys and values in shared memory, and their scales."""
-        scale_bytes = 0 if dtype == "bf16" else DTYPE_BYTES["f32"]
-        return 2 * self.split * (self.pad * DTYPE_BYTES[dtype] + scale_bytes)
+        return 2 * self.split * (self.pad * DTYPES[dtype].bytes + DTYPES[dtype].scale_bytes)
 
     @property
     def prefill_bytes(self) -> int:
         """Beside keys and values: queries."""
-        return PREFILL_ROWS * self.pad * DTYPE_BYTES["bf16"]
+        return PREFILL_ROWS * self.pad * DTYPES["bf16"].bytes
 
     @property
     def decode_bytes(self) -> int:
         """Beside keys and values: p, each warp's maxima and sums, and a flag."""
-        return TILE_ROWS * (self.split * DTYPE_BYTES["bf16"] + 2 * WARPS * DTYPE_BYTES["f32"]) + DTYPE_BYTES["i32"]
+        return TILE_ROWS * (self.split * DTYPES["bf16"].bytes + 2 * WARPS * DTYPES["f32"].bytes) + DTYPES["i32"].bytes
 
 
 def attention_on_cuda(binding: KernelBinding) -> CudaKernel:
@@ -73,25 +69,21 @@ def attention_on_cuda(binding: KernelBinding) -> CudaKernel:
     return replace(kernel, scratch=_partials, counters=_counters)
 
 
-def _shape(node: ir.Node) -> _Shape:
-    return _Shape(int_of(node, "heads"), int_of(node, "kv_heads"), padded_head_dim(int_of(node, "head_dim")))
-
-
-def _partials(node: ir.Node) -> tuple[str, Linear, int]:
+def _partials(call: Call) -> tuple[str, Linear, int]:
     """What splits give, before they are combined."""
-    shape = _shape(node)
+    shape = _shape_of(call)
     return "partials", shape.partials, shape.partial_columns
 
 
-def _counters(node: ir.Node) -> tuple[str, Linear, int]:
+def _counters(call: Call) -> tuple[str, Linear, int]:
     """How many splits of a sequence are done, for each KV head and tile of its rows."""
-    shape = _shape(node)
-    return "counters", Linear(sequences=1), shape.kv_heads * shape.head_rows // TILE_ROWS
+    shape = _shape_of(call)
+    return "counters", linear(sequences=1), shape.kv_heads * shape.head_rows // TILE_ROWS
 
 
 def _launches(call: Call) -> tuple[Launch, ...]:
-    shape, kv = _shape_of(call), call.operands["kv"]
-    kv_bytes = shape.kv_bytes(kv.dtype)
+    shape = _shape_of(call)
+    kv_bytes = shape.kv_bytes(call.operands["key"].dtype)
     prefill = _prefill("paged_prefill", call, PREFILL_ROWS, THREADS, kv_bytes + shape.prefill_bytes)
     decode = Launch(
         kernel=expression("paged_decode", "PagedAttention", **_constants(call)),
@@ -100,15 +92,20 @@ def _launches(call: Call) -> tuple[Launch, ...]:
         threads=THREADS,
         shared_bytes=kv_bytes + shape.decode_bytes,
     )
-    return (*hopper.in_place_of([prefill], wgmma_launches(call), hopper.PREFILL_ON, call), decode)
+
+    def prefill_on(arch: ArchSpec) -> list[Launch]:
+        wgmma = wgmma_launches(call) if arch.wgmma_prefill and not call.batch_invariant else []
+        return wgmma or [prefill]
+
+    return (*by_architecture(call, prefill_on), decode)
 
 
 def wgmma_launches(call: Call) -> list[Launch]:
     """In place of paged_prefill's, where pages and heads are such as paged_prefill_wgmma takes."""
-    shape, kv = _shape_of(call), call.operands["kv"]
-    if kv.dtype != "bf16" or shape.pad not in (64, 128):
+    shape, dtype = _shape_of(call), call.operands["key"].dtype
+    if dtype != "bf16" or shape.pad not in (64, 128):
         return []
-    return [_prefill("paged_prefill_wgmma", call, WGMMA_ROWS, 2 * THREADS, WGMMA_STAGES * shape.kv_bytes(kv.dtype))]
+    return [_prefill("paged_prefill_wgmma", call, WGMMA_ROWS, 2 * THREADS, WGMMA_STAGES * shape.kv_bytes(dtype))]
 
 
 def _prefill(function: str, call: Call, rows: int, threads: int, shared_bytes: int) -> Launch:
@@ -118,35 +115,37 @@ def _prefill(function: str, call: Call, rows: int, threads: int, shared_bytes: i
         kernel=expression(function, "PagedAttention", **_constants(call)),
         arguments=ARGUMENTS,
         grid=(
-            blocks(Linear(tokens=shape.heads // shape.kv_heads, sequences=rows), rows),
+            blocks(linear(tokens=shape.heads // shape.kv_heads, sequences=rows), rows),
             blocks(shape.kv_heads),
             ONE,
         ),
         threads=threads,
         shared_bytes=shared_bytes,
-        rows=Linear(tokens=1, sequences=-1),
+        rows=linear(tokens=1, sequences=-1),
     )
 
 
 def _shape_of(call: Call) -> _Shape:
-    return _Shape(int(call.attributes["heads"]), int(call.attributes["kv_heads"]), call.operands["kv"].stride)
+    return _Shape(int(call.attributes["heads"]), int(call.attributes["kv_heads"]), call.operands["key"].stride)
 
 
 def _constants(call: Call) -> dict[str, int | float | str]:
-    q, kv, out, partials, counters = (call.operands[role] for role in ("q", "kv", "out", "partials", "counters"))
+    q, out, partials, counters = (call.operands[role] for role in ("q", "out", "partials", "counters"))
     shape = _shape_of(call)
     return {
-        "kv": kv_constant(kv, shape.kv_heads),
+        "kv": kv_constant(call.operands["key"], call.operands["value"], shape.kv_heads),
         "heads": shape.heads,
         "q_stride": q.stride,
         "out_stride": out.stride,
         "padded": out.columns if out.dtype == "f32" else out.padded,
-        "out_type": TYPES[out.dtype],
+        "out_type": cuda_type(out.dtype),
         "window": int(call.attributes["window"]),
         "scale": float(call.attributes["scale"]),
         "softcap": float(call.attributes["softcap"]),
         "partials": shape.partials.constant,
-        "partials_per_kv_split": shape.partials.kv_splits,
+        "partials_per_kv_split": KV_SPLIT // shape.split,
         "partial_stride": partials.stride,
         "counter_stride": counters.stride,
+        "table_width": call.dims.index("kv_blocks"),
+        "splits": call.dims.index("kv_splits"),
     }

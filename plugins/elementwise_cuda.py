@@ -1,7 +1,7 @@
 """What GPUs launch for ops that treat each element of a row alike: csrc/cuda/elementwise.cuh."""
 
 from enginewright.plan import Launch
-from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
+from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, cuda_type, expression
 
 THREADS = 256
 COLUMNS = 2048  # of a block
@@ -22,8 +22,8 @@ def by_element(binding: KernelBinding, operation: str, x: str = "x", other: str 
             x_stride=call.operands[x].stride,
             other_stride=call.operands[other].stride if other else 0,
             out_stride=out.stride,
-            x_type=TYPES[call.operands[x].dtype],
-            out_type=TYPES[out.dtype],
+            x_type=cuda_type(call.operands[x].dtype),
+            out_type=cuda_type(out.dtype),
             cap=float(call.attributes.get("cap", 0.0)),
         )
         grid = blocks(out.rows), blocks(out.padded, COLUMNS), ONE

@@ -11,6 +11,7 @@ from enginewright.plugins.embed_cuda import embed_on_cuda
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, float_of, operand, width_of
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 KERNEL = KernelBinding("embed_bf16@1", ("tokens", "table"), ("out",), ("scale",))
 
@@ -31,5 +32,5 @@ EMBED_BF16 = Plugin(
     attributes={"scale": float},
     reference=_reference,
     infer=_infer,
-    kernels={"cpu": KERNEL, "cuda": embed_on_cuda(KERNEL)},
+    kernels={CPU: KERNEL, CUDA: embed_on_cuda(KERNEL)},
 )

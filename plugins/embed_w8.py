@@ -11,6 +11,7 @@ from enginewright.plugins.embed_cuda import embed_on_cuda
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, float_of, operand, width_of
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 KERNEL = KernelBinding("embed_w8@1", ("tokens", "table", "table_scale"), ("out",), ("scale",))
 
@@ -33,5 +34,5 @@ EMBED_W8 = Plugin(
     attributes={"scale": float},
     reference=_reference,
     infer=_infer,
-    kernels={"cpu": KERNEL, "cuda": embed_on_cuda(KERNEL)},
+    kernels={CPU: KERNEL, CUDA: embed_on_cuda(KERNEL)},
 )

@@ -13,6 +13,7 @@ from enginewright.plugins.plugin import Plugin, operand, optional
 from enginewright.plugins.quantize_rows import TO_ATTRIBUTES, types_as, written_as
 from enginewright.plugins.rows_cuda import gather_columns_on_cuda
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -29,5 +30,5 @@ GATHER_COLUMNS = Plugin(
     reference=_reference,
     infer=types_as,
     by_rows=True,
-    kernels={"cpu": KERNEL, "cuda": gather_columns_on_cuda(KERNEL)},
+    kernels={CPU: KERNEL, CUDA: gather_columns_on_cuda(KERNEL)},
 )

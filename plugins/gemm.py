@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from enginewright.plugins.plugin import TypeAndDims, dims_of, dtype_attribute, int_of, operand, optional
+from enginewright.plan import Cost
+from enginewright.plugins.plugin import TypeAndDims, dims_of, dtype_attribute, int_of, operand, optional, width_of
 from enginewright.plugins.quantize_rows import dequantized
 from enginewright.plugins.writer import Writer
 
@@ -46,6 +47,12 @@ def infer(node: ir.Node) -> Sequence[TypeAndDims]:
     assert isinstance(rows, int)
     width = rows // 2 if node.attributes["epilogue"].as_string() in GATED else rows
     return [(dtype_attribute(node), (*dims_of(operand(node, 0))[:-1], width))]
+
+
+def cost(node: ir.Node) -> Cost:
+    rows = dims_of(operand(node, 1))[0]
+    assert isinstance(rows, int)
+    return Cost(of_token=2 * rows * width_of(operand(node, 0)))
 
 
 def floats_reference(

@@ -4,6 +4,7 @@ from enginewright.plugins import gemm
 from enginewright.plugins.gemm_cuda import gemm_on_cuda
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin
+from enginewright.targets import CPU, CUDA
 
 KERNEL = KernelBinding("gemm_bf16@1", ("x", "weight", "bias"), ("out",), ("epilogue",))
 
@@ -14,6 +15,7 @@ GEMM_BF16 = Plugin(
     attributes=gemm.ATTRIBUTES,
     reference=lambda write, node: gemm.floats_reference(write, node, 2),
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
-    kernels={"cpu": KERNEL, "cuda": gemm_on_cuda(KERNEL, "bf16")},
+    kernels={CPU: KERNEL, CUDA: gemm_on_cuda(KERNEL, "bf16")},
 )

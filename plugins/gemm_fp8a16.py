@@ -15,6 +15,7 @@ from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, int_of, operand, width_of
 from enginewright.plugins.quantize_rows import spread
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -35,6 +36,7 @@ GEMM_FP8A16 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
-    kernels={"cpu": KERNEL, "cuda": gemm_on_cuda(KERNEL, "fp8a16")},
+    kernels={CPU: KERNEL, CUDA: gemm_on_cuda(KERNEL, "fp8a16")},
 )

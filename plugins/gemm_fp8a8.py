@@ -14,6 +14,7 @@ from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, int_of, operand, width_of
 from enginewright.plugins.quantize_rows import spread
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CUDA
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -34,6 +35,7 @@ GEMM_FP8A8 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
-    kernels={"cuda": gemm_on_cuda(KERNEL, "fp8a8")},
+    kernels={CUDA: gemm_on_cuda(KERNEL, "fp8a8")},
 )

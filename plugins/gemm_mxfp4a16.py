@@ -13,6 +13,7 @@ from enginewright.plugins.gemm_mxfp4a8 import weight_of
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, operand
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CUDA
 
 KERNEL = KernelBinding(
     "gemm_mxfp4a16@1",
@@ -35,6 +36,7 @@ GEMM_MXFP4A16 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
-    kernels={"cuda": gemm_on_cuda(KERNEL, "mxfp4a16")},
+    kernels={CUDA: gemm_on_cuda(KERNEL, "mxfp4a16")},
 )

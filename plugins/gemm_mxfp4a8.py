@@ -15,6 +15,7 @@ from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, int_of, operand
 from enginewright.plugins.quantize_rows import dequantized
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU
 
 # Twice the numbers of E2M1, by code: integers, so that sums of their products with int8 are exact.
 DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -39,9 +40,10 @@ GEMM_MXFP4A8 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
     kernels={
-        "cpu": KernelBinding(
+        CPU: KernelBinding(
             "gemm_mxfp4a8@1",
             ("x", "weight", "x_scale", "scale", "bias"),
             ("out",),

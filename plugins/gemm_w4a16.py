@@ -13,6 +13,7 @@ from enginewright.plugins.gemm_w4a8 import weight_of
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, operand, optional
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CUDA
 
 KERNEL = KernelBinding(
     "gemm_w4a16@1",
@@ -36,6 +37,7 @@ GEMM_W4A16 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
-    kernels={"cuda": gemm_on_cuda(KERNEL, "w4a16")},
+    kernels={CUDA: gemm_on_cuda(KERNEL, "w4a16")},
 )

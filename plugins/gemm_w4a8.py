@@ -14,6 +14,7 @@ from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, dims_of, int_of, operand, optional
 from enginewright.plugins.quantize_rows import dequantized
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU
 
 MIDDLE = 8  # what a code of symmetric weights is larger than the number that it stands for
 
@@ -42,9 +43,10 @@ GEMM_W4A8 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
     kernels={
-        "cpu": KernelBinding(
+        CPU: KernelBinding(
             "gemm_w4a8@1",
             ("x", "weight", "x_scale", "scale", "zero", "bias"),
             ("out",),

@@ -7,6 +7,7 @@ from enginewright.plugins import gemm
 from enginewright.plugins.gemm_cuda import gemm_on_cuda
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, operand
+from enginewright.targets import CPU, CUDA
 
 KERNEL = KernelBinding("gemm_w8a16@1", ("x", "weight", "scale", "bias"), ("out",), ("epilogue",))
 
@@ -17,6 +18,7 @@ GEMM_W8A16 = Plugin(
     attributes=gemm.ATTRIBUTES,
     reference=lambda write, node: gemm.floats_reference(write, node, 3, operand(node, 2)),
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
-    kernels={"cpu": KERNEL, "cuda": gemm_on_cuda(KERNEL, "w8a16")},
+    kernels={CPU: KERNEL, CUDA: gemm_on_cuda(KERNEL, "w8a16")},
 )

@@ -12,6 +12,7 @@ from enginewright.plugins.gemm_cuda import gemm_on_cuda
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, operand
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 KERNEL = KernelBinding("gemm_w8a8@1", ("x", "weight", "x_scale", "scale", "bias"), ("out",), ("epilogue", "group"))
 
@@ -28,6 +29,7 @@ GEMM_W8A8 = Plugin(
     attributes=gemm.GROUP_ATTRIBUTES,
     reference=_reference,
     infer=gemm.infer,
+    cost=gemm.cost,
     by_rows=True,
-    kernels={"cpu": KERNEL, "cuda": gemm_on_cuda(KERNEL, "w8a8")},
+    kernels={CPU: KERNEL, CUDA: gemm_on_cuda(KERNEL, "w8a8")},
 )

@@ -1,32 +1,29 @@
 """How a node becomes a kernel call: which operand each of its inputs and outputs is, and what a GPU launches for it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import onnx_ir as ir
 
-from enginewright.plan import Extent, Launch, Linear
+from enginewright.plan import COMMON_DIMS, Extent, Launch, Linear, linear
 
 
 @dataclass(frozen=True)
 class KernelBinding:
-    """A kernel for one op on one target.
+    """A kernel for one op on one target."""
 
-    kernel: versioned name, `gemm_bf16@1`. inputs, outputs: the operand that each input and output of the
-    node is, in order; "" for one that the kernel does not take (the value pool, where the key pool's operand
-    stands for both). attributes: those of the node that the kernel is given. in_place: output operand → index
-    of the input whose memory it may take over. scratch: node → (operand, rows, columns) of an f32 buffer that
-    only this call uses. packed: operand → dtype of a weight whose numbers have a byte each in the graph alone.
-    """
-
-    kernel: str
+    kernel: str  # versioned name, `gemm_bf16@1`
+    # The role that each input and output of the node has, in order; "" for one that the kernel does not take (a cache
+    # that comes out changed is the one that went in).
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    attributes: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()  # those of the node that the kernel is given
+    # role of an output → index of the input whose memory it may take
     in_place: Mapping[str, int] = field(default_factory=dict)
-    scratch: Callable[[ir.Node], tuple[str, Linear, int]] | None = None
+    # call → (role, rows, columns) of an f32 buffer that only this call uses
+    scratch: "Callable[[Call], tuple[str, Linear, int]] | None" = None
+    # role → dtype of a weight that has a byte for each number in the graph alone
     packed: Mapping[str, str] = field(default_factory=dict)
 
     def on_cuda(self, launches: "Callable[[Call], tuple[Launch, ...]]", **sources: str) -> "CudaKernel":
@@ -37,38 +34,34 @@ class KernelBinding:
 
 @dataclass(frozen=True)
 class Matrix:
-    """An operand as kernels are specialized to it.
-
-    stride: elements from one row to the next. padded: columns that hold zeros behind the matrix's own, and its own. KV
-    pools are no matrices: `kv_dtype` and `block_stride` (bytes from one block to the next) belong to them alone.
-    """
+    """An operand as kernels are specialized to it."""
 
     dtype: str
     rows: Linear
-    columns: int
-    stride: int
-    padded: int
+    columns: int  # of a cache's plane: elements of a head
+    stride: int  # elements from one row to the next
+    padded: int  # columns: the matrix's own, and those behind them that hold zeros
     layout: str = "plain"
-    block_stride: int = 0
+    block_stride: int = 0  # of a cache's plane: bytes from one block to the next
 
 
 @dataclass(frozen=True)
 class Call:
-    """A kernel call that is being lowered for GPUs: operands by role (without optional ones that are absent).
-    batch_invariant: a row of the result has the same bits, however many there are.
-    """
+    """A kernel call that is being lowered."""
 
-    operands: Mapping[str, Matrix]
+    operands: Mapping[str, Matrix]  # by role, without optional ones that are absent
     attributes: Mapping[str, int | float | str]
-    batch_invariant: bool = False
+    architectures: tuple[str, ...] = ()  # of GPUs, those that it is to run on
+    batch_invariant: bool = False  # a row of the result has the same bits, however many there are
+    dims: Sequence[str] = COMMON_DIMS  # of the plan
 
-    def rows(self, role: str) -> str:
-        """Which size of the step an operand has as its number of rows, in C++."""
-        linear = self.operands[role].rows
-        for name in ("tokens", "sequences", "logit_rows"):
-            if linear == Linear(**{name: 1}):
-                return f"Rows::{name}"
-        raise AssertionError(f"{role} has rows {linear}, which kernels do not count")
+    def rows(self, role: str) -> int:
+        """The dim that an operand has as its number of rows, by its position."""
+        rows = self.operands[role].rows
+        for position, dim in enumerate(self.dims):
+            if rows == linear(**{dim: 1}):
+                return position
+        raise AssertionError(f"{role} has rows {rows}, which kernels do not count")
 
 
 class Specialization(NamedTuple):
@@ -81,21 +74,22 @@ class Specialization(NamedTuple):
     architectures: tuple[str, ...] = ()
 
 
-# As C++ has them.
-TYPES = {"f32": "Type::f32", "bf16": "Type::bf16", "i8": "Type::i8", "e4m3": "Type::e4m3"}
-
-
 @dataclass(frozen=True)
 class CudaKernel(KernelBinding):
     """A kernel for GPUs: also what is launched for a call.
 
-    sources: function → its header in csrc/cuda. counters: node → (operand, rows, columns) of an i32 buffer that only
+    sources: function → its header in csrc/cuda. counters: call → (operand, rows, columns) of an i32 buffer that only
     this call uses: zeros before the first step, and afterwards what the step before has left.
     """
 
     launches: Callable[[Call], tuple[Launch, ...]] = lambda _: ()
     sources: Mapping[str, str] = field(default_factory=dict)
-    counters: Callable[[ir.Node], tuple[str, Linear, int]] | None = None
+    counters: Callable[[Call], tuple[str, Linear, int]] | None = None
+
+
+def cuda_type(dtype: str) -> str:
+    """In C++: csrc/cuda/rows.cuh."""
+    return f"Type::{dtype}"
 
 
 def expression(function: str, struct: str, **fields: int | float | bool | str) -> str:
@@ -110,9 +104,13 @@ def _literal(value: int | float | bool | str) -> str:
     return float(np.float32(value)).hex() + "f" if isinstance(value, float) else str(value)
 
 
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 def blocks(rows: Linear | int, per: int = 1) -> Extent:
     """Blocks in one dimension of a grid: one for each `per` rows."""
-    return Extent(rows if isinstance(rows, Linear) else Linear(constant=rows), per)
+    return Extent(rows if isinstance(rows, Linear) else Linear(rows), per)
 
 
 ONE = Extent()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from enginewright.plan import DTYPE_BYTES
+from enginewright.dtypes import DTYPES, KV_CACHES
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, dtype_attribute, dtype_of, int_of, operand
 from enginewright.plugins.quantize_rows import quantized
 from enginewright.plugins.writer import Writer
@@ -18,11 +18,7 @@ BLOCK_SIZE = 32  # tokens a KV block
 HEAD_DIM_ALIGN = 32  # elements; a head in a KV pool is padded to this (csrc/cpu/kernel.h)
 
 # What KV is stored as, by Plane.dtype: numbers, or codes with a scale a row.
-STORED: Mapping[str, ir.DataType] = {
-    "bf16": ir.DataType.BFLOAT16,
-    "i8": ir.DataType.INT8,
-    "e4m3": ir.DataType.FLOAT8E4M3FN,
-}
+STORED: Mapping[str, ir.DataType] = {dtype.name: ir.DataType[dtype.onnx] for dtype in KV_CACHES.values()}
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -32,8 +28,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 def kv_row_bytes(head_dim: int, dtype: str) -> int:
     """Bytes that a token's K, or V, of one head takes in a pool."""
-    scale_bytes = 0 if dtype == "bf16" else DTYPE_BYTES["f32"]
-    return padded_head_dim(head_dim) * DTYPE_BYTES[dtype] + scale_bytes
+    return padded_head_dim(head_dim) * DTYPES[dtype].bytes + DTYPES[dtype].scale_bytes
 
 
 def pool_dtype(stored: ir.DataType) -> ir.DataType:

@@ -1,8 +1,9 @@
 """What GPUs launch for RMS norms, with or without a residual before them: csrc/cuda/rms_norm.cuh."""
 
+from enginewright.dtypes import DTYPES
 from enginewright.errors import EngineError
-from enginewright.plan import DTYPE_BYTES, Launch
-from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
+from enginewright.plan import Launch
+from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, cuda_type, expression
 
 THREADS = 256
 WARPS = THREADS // 32
@@ -28,11 +29,11 @@ def norm_on_cuda(binding: KernelBinding, out: str) -> CudaKernel:
             padded=y.columns if y.dtype == "f32" else y.padded,
             group=int(call.attributes.get("group", 0)),
             scale_stride=scale.stride if scale else 0,
-            type=TYPES[y.dtype],
+            type=cuda_type(y.dtype),
             add=total is not None,
             epsilon=float(call.attributes["epsilon"]),
         )
-        shared_bytes = (y.columns + 3 * WARPS) * DTYPE_BYTES["f32"]
+        shared_bytes = (y.columns + 3 * WARPS) * DTYPES["f32"].bytes
         arguments = ("x", "delta", "weight", "sum", out, "scale")
         return (Launch(kernel, arguments, (blocks(y.rows), ONE, ONE), THREADS, shared_bytes),)
 
@@ -53,7 +54,7 @@ def _runs(call: Call, out: str) -> Launch:
         x_stride=call.operands["x"].stride,
         y_stride=y.stride,
         padded=y.columns if y.dtype == "f32" else y.padded,
-        type=TYPES[y.dtype],
+        type=cuda_type(y.dtype),
         epsilon=float(call.attributes["epsilon"]),
     )
     grid = blocks(y.rows), blocks(y.columns // width, WARPS), ONE

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from enginewright.plan import Linear
+from enginewright.plan import Cost, Linear, linear
 from enginewright.plugins.attention_cuda import attention_on_cuda
-from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.kernel import Call, KernelBinding
 from enginewright.plugins.kv_write import as_stored, padded_head_dim
 from enginewright.plugins.masked_attention import in_window, masked_attention
 from enginewright.plugins.plugin import (
@@ -26,6 +26,7 @@ from enginewright.plugins.plugin import (
     operand,
 )
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 PARTIAL_STATE = 16  # floats beside a head's partial output: its maximum and its sum, and room to stay aligned
 
@@ -70,18 +71,20 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
     return [(dtype_attribute(node), dims_of(operand(node, 0)))]
 
 
-def _partials(node: ir.Node) -> tuple[str, Linear, int]:
+def _cost(node: ir.Node) -> Cost:
+    """Q Kᵀ and P V."""
+    return Cost(of_position=2 * 2 * int_of(node, "heads") * int_of(node, "head_dim"), window=int_of(node, "window"))
+
+
+def _partials(call: Call) -> tuple[str, Linear, int]:
     """A row for each 256 positions of the longest sequence: what its blocks give, before they are combined."""
-    return (
-        "partials",
-        Linear(kv_splits=1),
-        int_of(node, "heads") * (padded_head_dim(int_of(node, "head_dim")) + PARTIAL_STATE),
-    )
+    heads, head_dim = int(call.attributes["heads"]), int(call.attributes["head_dim"])
+    return "partials", linear(kv_splits=1), heads * (padded_head_dim(head_dim) + PARTIAL_STATE)
 
 
 KERNEL = KernelBinding(
     "paged_attention@1",
-    ("q", "kv", "", "query_start", "kv_len", "block_table"),
+    ("q", "key", "value", "query_start", "kv_len", "block_table"),
     ("out",),
     ("heads", "kv_heads", "head_dim", "scale", "window", "softcap"),
     scratch=_partials,
@@ -105,5 +108,6 @@ PAGED_ATTENTION = Plugin(
     },
     reference=_reference,
     infer=_infer,
-    kernels={"cpu": KERNEL, "cuda": attention_on_cuda(KERNEL)},
+    cost=_cost,
+    kernels={CPU: KERNEL, CUDA: attention_on_cuda(KERNEL)},
 )

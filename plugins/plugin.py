@@ -5,37 +5,36 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from enginewright.dtypes import DTYPES
 from enginewright.errors import EngineError
+from enginewright.plan import Cost
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.writer import Writer
 
 DOMAIN = "enginewright"
-CODES = (ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN)  # of what mean nothing without their scale
+CODES = tuple(ir.DataType[dtype.onnx] for dtype in DTYPES.values() if dtype.scale_bytes)  # nothing without their scale
 Dims = tuple[int | ir.SymbolicDim, ...]
 TypeAndDims = tuple[ir.DataType, Dims]
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """An op.
-
-    inputs, outputs: names in order; an input whose name ends in "?" may be absent, and an output whose name ends so
-    is there if the attribute `to` is one of CODES: their scale. attributes: name → type; every attribute is
-    always written. reference: writes the node in standard ops and gives what takes the
-    place of its outputs; a function, so that optional inputs and attributes shape what is written. infer: dtype
-    and dimensions of the outputs. by_rows: a row of the outputs depends on that row of the inputs, on weights, and on
-    nothing else. kernels: target → kernel; an op that no target runs (it stands in the graph for
-    a while, until a pass replaces it) has none.
-    """
+    """An op."""
 
     name: str
+    # Names in order. An input whose name ends in "?" may be absent, and an output whose name ends so is there if the
+    # attribute `to` is one of CODES: their scale.
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    attributes: Mapping[str, type]
+    attributes: Mapping[str, type]  # by name; every attribute is always written
+    # Writes the node in standard ops and gives what takes the place of its outputs: a function, so that optional inputs
+    # and attributes shape what is written.
     reference: Callable[[Writer, ir.Node], Sequence[ir.Value]]
-    infer: Callable[[ir.Node], Sequence[TypeAndDims]]
+    infer: Callable[[ir.Node], Sequence[TypeAndDims]]  # dtype and dimensions of the outputs
+    # By target. An op that no target runs (it stands in the graph for a while, until a pass replaces it) has none.
     kernels: Mapping[str, KernelBinding] = field(default_factory=dict)
-    by_rows: bool = False
+    by_rows: bool = False  # a row of the outputs depends on that row of the inputs, on weights, and on nothing else
+    cost: Callable[[ir.Node], Cost] | None = None  # of a row of the outputs; None where it is small
 
     def check(self, node: ir.Node) -> None:
         """Inputs, outputs and attributes of a node are those of the schema.

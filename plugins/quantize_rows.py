@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
+from enginewright.dtypes import DTYPES
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import (
     CODES,
@@ -27,9 +28,11 @@ from enginewright.plugins.plugin import (
 )
 from enginewright.plugins.rows_cuda import quantize_rows_on_cuda
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
-LARGEST_CODE: Mapping[ir.DataType, float] = {ir.DataType.INT8: 127.0, ir.DataType.FLOAT8E4M3FN: 448.0}
-TINY = {ir.DataType.INT8: 2.0**-120, ir.DataType.FLOAT8E4M3FN: 2.0**-118}  # below half of it, the factor is infinite
+_CODES = {ir.DataType[dtype.onnx]: dtype for dtype in DTYPES.values() if dtype.scale_bytes}
+LARGEST_CODE: Mapping[ir.DataType, float] = {code: dtype.largest for code, dtype in _CODES.items()}
+TINY: Mapping[ir.DataType, float] = {code: dtype.tiny for code, dtype in _CODES.items()}
 
 
 def groups_of(width: int, group: int) -> int:
@@ -119,6 +122,6 @@ QUANTIZE_ROWS = Plugin(
     attributes=TO_ATTRIBUTES,
     reference=_reference,
     infer=types_as,
-    kernels={"cpu": KERNEL, "cuda": quantize_rows_on_cuda(KERNEL)},
+    kernels={CPU: KERNEL, CUDA: quantize_rows_on_cuda(KERNEL)},
     by_rows=True,
 )

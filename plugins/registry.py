@@ -30,6 +30,8 @@ from enginewright.plugins.rope import ROPE
 from enginewright.plugins.rope_kv_write import ROPE_KV_WRITE
 from enginewright.plugins.rope_table import ROPE_TABLE
 from enginewright.plugins.softcap import SOFTCAP
+from enginewright.plugins.target import Target
+from enginewright.targets import CPU, CUDA
 
 PLUGINS: Mapping[str, Plugin] = {
     plugin.name: plugin
@@ -76,29 +78,26 @@ def plugin_of(node: ir.Node) -> Plugin | None:
     return plugin
 
 
-# Standard ops that a lowered graph may still hold.
+# Standard ops that a lowered graph may still hold, with their kernels by target.
 ADD = KernelBinding("add@1", ("a", "b"), ("out",), in_place={"out": 0})
 CAST = KernelBinding("cast@1", ("x",), ("out",))
 GATHER_ROWS = KernelBinding("gather_rows@1", ("x", "rows"), ("out",))
 STANDARD_KERNELS: Mapping[str, Mapping[str, KernelBinding]] = {
-    "cpu": {"Add": ADD, "Cast": CAST, "Gather": GATHER_ROWS, "RMSNormalization": RMS_NORM.kernels["cpu"]},
-    "cuda": {
-        "Add": by_element(ADD, "add", "a", "b"),
-        "Cast": by_element(CAST, "cast"),
-        "Gather": by_element(GATHER_ROWS, "gather", source="rows"),
-        "RMSNormalization": RMS_NORM.kernels["cuda"],
-    },
+    "Add": {CPU: ADD, CUDA: by_element(ADD, "add", "a", "b")},
+    "Cast": {CPU: CAST, CUDA: by_element(CAST, "cast")},
+    "Gather": {CPU: GATHER_ROWS, CUDA: by_element(GATHER_ROWS, "gather", source="rows")},
+    "RMSNormalization": RMS_NORM.kernels,
 }
 
 
-def binding_of(node: ir.Node, target: str) -> KernelBinding:
+def binding_of(node: ir.Node, target: Target) -> KernelBinding:
     """The kernel that runs a node on a target.
 
     Raises:
         EngineError: there is none; the message names the node.
     """
     plugin = plugin_of(node)
-    kernels = STANDARD_KERNELS[target].get(node.op_type) if plugin is None else plugin.kernels.get(target)
-    if kernels is None:
-        raise EngineError(f"node {node.name} ({node.op_type}) has no kernel for {target}", "no pass took it up")
-    return kernels
+    kernels = plugin.kernels if plugin else STANDARD_KERNELS.get(node.op_type, {})
+    if target.name not in kernels:
+        raise EngineError(f"node {node.name} ({node.op_type}) has no kernel for {target.name}", "no pass took it up")
+    return kernels[target.name]

@@ -13,6 +13,7 @@ from enginewright.plugins.norm_cuda import norm_on_cuda
 from enginewright.plugins.plugin import Plugin, float_of, operand, optional
 from enginewright.plugins.quantize_rows import TO_ATTRIBUTES, types_as, written_as
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 KERNEL = KernelBinding(
     "rms_norm@1", ("x", "weight", "largest"), ("out", "scale"), ("epsilon", "group"), in_place={"out": 0}
@@ -33,5 +34,5 @@ RMS_NORM = Plugin(
     reference=_reference,
     infer=types_as,
     by_rows=True,
-    kernels={"cpu": KERNEL, "cuda": norm_on_cuda(KERNEL, "out")},
+    kernels={CPU: KERNEL, CUDA: norm_on_cuda(KERNEL, "out")},
 )

@@ -15,6 +15,7 @@ from enginewright.plugins.kv_write import written
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, dtype_of, int_of, operand
 from enginewright.plugins.rope import rotated
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -34,7 +35,7 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
 
 KERNEL = KernelBinding(
     "rope_kv_write@1",
-    ("q", "k", "v", "cos", "sin", "kv", "", "slots"),
+    ("q", "k", "v", "cos", "sin", "key", "value", "slots"),
     ("q_out", "", ""),
     ("heads", "kv_heads", "head_dim"),
 )
@@ -48,7 +49,7 @@ def _launches(call: Call) -> tuple[Launch, ...]:
     kernel = expression(
         "rope_kv_write",
         "RopeKvWrite",
-        kv=kv_constant(operands["kv"], kv_heads),
+        kv=kv_constant(operands["key"], operands["value"], kv_heads),
         heads=heads,
         half=operands["cos"].columns,
         q_stride=operands["q"].stride,
@@ -58,7 +59,7 @@ def _launches(call: Call) -> tuple[Launch, ...]:
         out_stride=operands["q_out"].stride,
         padded=operands["q_out"].padded,
     )
-    arguments = ("q", "k", "v", "cos", "sin", "slots", "kv.keys", "kv.values", "q_out")
+    arguments = ("q", "k", "v", "cos", "sin", "slots", "key", "value", "q_out")
     grid = blocks(operands["q"].rows), blocks(heads + 2 * kv_heads, WARPS), ONE
     return (Launch(kernel, arguments, grid, THREADS),)
 
@@ -70,5 +71,5 @@ ROPE_KV_WRITE = Plugin(
     attributes={"heads": int, "kv_heads": int, "head_dim": int, "stored": int},
     reference=_reference,
     infer=_infer,
-    kernels={"cpu": KERNEL, "cuda": KERNEL.on_cuda(_launches, rope_kv_write="rope_kv_write")},
+    kernels={CPU: KERNEL, CUDA: KERNEL.on_cuda(_launches, rope_kv_write="rope_kv_write")},
 )

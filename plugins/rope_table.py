@@ -12,6 +12,7 @@ from enginewright.plan import Launch
 from enginewright.plugins.kernel import ONE, Call, KernelBinding, blocks, expression
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, float_of, operand, width_of
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 KERNEL = KernelBinding("rope_table@1", ("positions", "inv_freq"), ("cos", "sin"), ("scale",))
 
@@ -43,5 +44,5 @@ ROPE_TABLE = Plugin(
     attributes={"scale": float},
     reference=_reference,
     infer=_infer,
-    kernels={"cpu": KERNEL, "cuda": KERNEL.on_cuda(_launches, rope_table="rope_table")},
+    kernels={CPU: KERNEL, CUDA: KERNEL.on_cuda(_launches, rope_table="rope_table")},
 )

@@ -1,10 +1,11 @@
 """What GPUs launch where a block has a row: csrc/cuda/quantize_rows.cuh and gather_columns.cuh."""
 
-from enginewright.plan import DTYPE_BYTES, Launch
-from enginewright.plugins.kernel import ONE, TYPES, Call, CudaKernel, KernelBinding, blocks, expression
+from enginewright.dtypes import DTYPES
+from enginewright.plan import Launch
+from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, cuda_type, expression
 
 THREADS = 256
-SHARED_BYTES = 2 * THREADS // 32 * DTYPE_BYTES["f32"]
+SHARED_BYTES = 2 * THREADS // 32 * DTYPES["f32"].bytes
 
 
 def quantize_rows_on_cuda(binding: KernelBinding) -> CudaKernel:
@@ -14,8 +15,8 @@ def quantize_rows_on_cuda(binding: KernelBinding) -> CudaKernel:
             "quantize_rows",
             "QuantizeRows",
             rows=call.rows("q"),
-            x_type=TYPES[x.dtype],
-            type=TYPES[q.dtype],
+            x_type=cuda_type(x.dtype),
+            type=cuda_type(q.dtype),
             columns=q.columns,
             padded=q.padded,
             x_stride=x.stride,
@@ -35,7 +36,7 @@ def gather_columns_on_cuda(binding: KernelBinding) -> CudaKernel:
             "gather_columns",
             "GatherColumns",
             rows=call.rows("out"),
-            type=TYPES[out.dtype],
+            type=cuda_type(out.dtype),
             columns=out.columns,
             padded=out.columns if out.dtype == "f32" else out.padded,
             x_stride=call.operands["x"].stride,

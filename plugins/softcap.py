@@ -11,6 +11,7 @@ from enginewright.plugins.elementwise_cuda import by_element
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, dtype_of, float_of, operand
 from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
 
 KERNEL = KernelBinding("softcap@1", ("x",), ("out",), ("cap",))
 
@@ -32,5 +33,5 @@ SOFTCAP = Plugin(
     reference=_reference,
     infer=_infer,
     by_rows=True,
-    kernels={"cpu": KERNEL, "cuda": by_element(KERNEL, "softcap")},
+    kernels={CPU: KERNEL, CUDA: by_element(KERNEL, "softcap")},
 )

@@ -170,12 +170,12 @@ class AsyncLLM:
         """
         check_call_options(vllm_options)
         params = params_of(sampling_params, self.engine).clone()  # as it is now, before others have their turn
-        asked = await self.prepare(prompt, params, cache_salt=salt_of(prompt, cache_salt))
-        self.start(asked)
+        prepared = await self.prepare(prompt, params, cache_salt=salt_of(prompt, cache_salt))
+        self.start(prepared)
         name = request_id or str(next(self._request_ids))
-        collector = Collector(name, text_of(prompt), asked.token_ids, asked.request, self.engine.tokenizer)
+        collector = Collector(name, text_of(prompt), prepared.token_ids, prepared.request, self.engine.tokenizer)
         try:
-            async for deltas in asked:
+            async for deltas in prepared:
                 for delta in deltas:
                     collector.add(delta)
                 if params.output_kind is RequestOutputKind.DELTA:
@@ -183,7 +183,7 @@ class AsyncLLM:
                 elif params.output_kind is RequestOutputKind.CUMULATIVE or collector.finished:
                     yield collector.output()
         finally:
-            asked.abort()
+            prepared.abort()
 
     def stats(self) -> Stats:
         return self._thread.stats()

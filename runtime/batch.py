@@ -43,7 +43,7 @@ _FORMS: Mapping[str, Any] = {
 }
 
 
-class Request(msgspec.Struct, frozen=True):
+class BatchRequest(msgspec.Struct, frozen=True):
     """A line of our own form."""
 
     line: int  # its number in the file
@@ -52,7 +52,7 @@ class Request(msgspec.Struct, frozen=True):
     id: Any = None  # what the answer carries
 
 
-class OpenAIRequest(msgspec.Struct, frozen=True):
+class OpenAIBatchRequest(msgspec.Struct, frozen=True):
     """A line of OpenAI's batch form."""
 
     line: int  # its number in the file
@@ -71,7 +71,7 @@ class _OpenAILine(msgspec.Struct, forbid_unknown_fields=True):
 class _Work(msgspec.Struct):
     """What one line asks of the engine, and how its answers become lines of the output."""
 
-    request: Request | OpenAIRequest
+    request: BatchRequest | OpenAIBatchRequest
     prompts: list[list[int]]  # token ids; empty if it was refused
     params: SamplingParams | None = None  # of all its prompts
     form: Form | None = None  # of a request of OpenAI's form
@@ -79,20 +79,20 @@ class _Work(msgspec.Struct):
     given: list[Prompt] = []  # prompts of OpenAI's form, as the body has them
 
 
-def read_requests(path: Path) -> list[Request | OpenAIRequest]:
+def read_requests(path: Path) -> list[BatchRequest | OpenAIBatchRequest]:
     """Raises UsageError, with the number of the line, for what is no request."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UsageError(f"{path} cannot be read", error.strerror or str(error)) from error
-    requests: list[Request | OpenAIRequest] = []
+    requests: list[BatchRequest | OpenAIBatchRequest] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         with _naming(path, number):
             requests.append(_request(line, number))
     if not requests:
-        raise UsageError(f"{path} has no request", fix='Write one a line: {"prompt": "…"}.')
+        raise UsageError(f"{path} has no request", fix='Write one per line: {"prompt": "…"}.')
     return requests
 
 
@@ -104,7 +104,7 @@ def _naming(path: Path, number: int) -> Iterator[None]:
         raise UsageError(f"{path}, line {number}", str(error)) from error
 
 
-def _request(line: bytes, number: int) -> Request | OpenAIRequest:
+def _request(line: bytes, number: int) -> BatchRequest | OpenAIBatchRequest:
     if len(line) > MAX_LINE_BYTES:
         raise UsageError(f"longer than {MAX_LINE_BYTES} bytes")
     fields = msgspec.json.decode(line, type=dict[str, Any])
@@ -126,16 +126,16 @@ def _request(line: bytes, number: int) -> Request | OpenAIRequest:
         if name in options:
             value = [options[name]] if name == "stop" and isinstance(options[name], str) else options[name]
             options[name] = msgspec.convert(value, type=form, str_keys=True)
-    return Request(number, given, options, key)
+    return BatchRequest(number, given, options, key)
 
 
-def _openai_request(line: bytes, number: int) -> OpenAIRequest:
+def _openai_request(line: bytes, number: int) -> OpenAIBatchRequest:
     fields = msgspec.json.decode(line, type=_OpenAILine)
     if fields.method != "POST":
         raise UsageError(f'"method" is {fields.method!r}', "requests of a batch are sent with POST")
     if fields.url not in URLS:
         raise UsageError(f'"url" is {fields.url!r}', f"a batch can ask {' and '.join(URLS)}")
-    return OpenAIRequest(number, fields.custom_id, fields.url, bytes(fields.body))
+    return OpenAIBatchRequest(number, fields.custom_id, fields.url, bytes(fields.body))
 
 
 def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, Any]) -> None:
@@ -157,7 +157,7 @@ def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, 
     work = []
     for request in requests:
         with _naming(source, request.line):
-            if isinstance(request, OpenAIRequest):
+            if isinstance(request, OpenAIBatchRequest):
                 work.append(_prepare_openai(llm, request, common))
             else:
                 work.append(_prepare(llm, request, common))
@@ -167,7 +167,7 @@ def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, 
     lines, failed = [], 0
     for one in work:
         results = [next(answers) for _ in one.prompts]
-        if isinstance(one.request, OpenAIRequest):
+        if isinstance(one.request, OpenAIBatchRequest):
             status, body = _openai_answer(llm, one, results)
             failed += status != 200
             lines.append(_openai_line(one.request, status, body))
@@ -180,14 +180,14 @@ def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, 
         print(f"[{failed} of {len(work)} requests failed; their lines say why]", file=sys.stderr)
 
 
-def _prepare(llm: LLM, request: Request, common: Mapping[str, Any]) -> _Work:
+def _prepare(llm: LLM, request: BatchRequest, common: Mapping[str, Any]) -> _Work:
     params = default_params(llm.engine, **{**common, **request.options})
     ids = llm.encode(request.prompt)
     llm.check(ids, params)
     return _Work(request, [ids], params)
 
 
-def _prepare_openai(llm: LLM, request: OpenAIRequest, common: Mapping[str, Any]) -> _Work:
+def _prepare_openai(llm: LLM, request: OpenAIBatchRequest, common: Mapping[str, Any]) -> _Work:
     """Read a body as the server does; options of the command line stand for what it leaves out."""
     body_type, form_type = URLS[request.url]
     try:
@@ -272,17 +272,17 @@ def _sampled(token: int, named: Mapping[int, Logprob]) -> SampledToken:
     return SampledToken(token, named[token].logprob, top)
 
 
-def _openai_line(request: OpenAIRequest, status: int, body: bytes) -> bytes:
+def _openai_line(request: OpenAIBatchRequest, status: int, body: bytes) -> bytes:
     number = f"{request.line:06d}"
     response = {"status_code": status, "request_id": f"req_{number}", "body": msgspec.Raw(body)}
     line = {"id": f"batch_req_{number}", "custom_id": request.custom_id, "response": response, "error": None}
     return msgspec.json.encode(line)
 
 
-def _repeated(request: Request) -> dict[str, Any]:
+def _repeated(request: BatchRequest) -> dict[str, Any]:
     """What an answer repeats of its request."""
-    asked = {"prompt" if isinstance(request.prompt, str) else "messages": request.prompt}
-    return asked if request.id is None else {"id": request.id, **asked}
+    echoed = {"prompt" if isinstance(request.prompt, str) else "messages": request.prompt}
+    return echoed if request.id is None else {"id": request.id, **echoed}
 
 
 def _write(data: bytes, output: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Gathers the deltas of a request into an answer."""
+"""Gathers the deltas of a request into its output."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,11 @@ from enginewright.runtime.tokenizer import Tokenizer
 
 
 class Collector:
-    """prompt: the text of the prompt, if it was one."""
+    """Gathers the deltas of one request.
+
+    Args:
+        prompt: the text of the prompt, if it was given as text.
+    """
 
     def __init__(
         self, request_id: str, prompt: str | None, prompt_ids: list[int], request: Request, tokenizer: Tokenizer

@@ -1,8 +1,15 @@
-"""Whole numbers as people write them: 512, 32k, 2g."""
+"""Numbers of tokens and sizes in bytes, as people write and read them: 512, 32k; 2g, 8GiB, 8GB, 1.5g.
+
+What people read is in binary units (KiB, MiB, GiB), as `2g` is. Only rates are decimal: GB/s, as memory is sold.
+"""
+
+import re
+from fractions import Fraction
 
 from enginewright.errors import UsageError
 
-_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_FACTORS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}  # exponents of 1024, or of 1000
+_SIZE = re.compile(r"(?P<number>[0-9]{1,19}(\.[0-9]{1,19})?)\s?(?P<unit>[kmgt]?)(?P<bytes>i?b)?", re.IGNORECASE)
 
 
 def parse_count(text: str, least: int = 1) -> int:
@@ -16,8 +23,36 @@ def parse_count(text: str, least: int = 1) -> int:
         UsageError: it is no such text, or the number is too small.
     """
     plain = text.strip().lower()
-    unit = _UNITS.get(plain[-1:], 1)
-    digits = plain[:-1] if unit > 1 else plain
+    unit = plain[-1:] if plain[-1:] in ("k", "m", "g") else ""
+    digits = plain.removesuffix(unit)
     if not (digits.isascii() and digits.isdigit() and len(digits) < 20) or int(digits) < least:
         raise UsageError(f"{text[:40]!r} is not a whole number of at least {least}; 32k and 2g are understood")
-    return int(digits) * unit
+    return int(digits) << 10 * _FACTORS[unit]
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes that a size such as `8GiB`, `8g` (the same), `8GB` (decimal), `1.5g` or `4096` stands for.
+
+    Raises:
+        UsageError: it is no such text, or less than one byte.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    size = 0
+    if match:
+        base = 1000 if match["unit"] and (match["bytes"] or "").lower() == "b" else 1024
+        factor: int = base ** _FACTORS[match["unit"].lower()]
+        size = int(Fraction(match["number"]) * factor)
+    if size < 1:
+        raise UsageError(f"{text[:40]!r} is no size in bytes; 2g, 2GiB (the same), 2GB and 1.5g are understood")
+    return size
+
+
+def format_bytes(size: int) -> str:
+    """A size for people: `512 bytes`, `22.5 KiB`, `130.9 MiB`, `2.25 GiB`."""
+    if abs(size) >= 1 << 30:
+        return f"{size / (1 << 30):,.2f} GiB"
+    if abs(size) >= 1 << 20:
+        return f"{size / (1 << 20):.1f} MiB"
+    if abs(size) >= 1 << 10:
+        return f"{size / (1 << 10):.1f} KiB"
+    return f"{size} {'byte' if size == 1 else 'bytes'}"

@@ -84,7 +84,7 @@ class StopMatcher:
     """Finds where the first of some stop strings ends, in one step for each character of a text on average.
 
     The automaton of Aho and Corasick (1975). A node stands for the beginning of a stop string; node 0 is the empty one.
-    It is made once for all answers to a request.
+    It is made once for all completions of a request.
 
     Args:
         stops: one at least, none of them empty.

@@ -1,7 +1,7 @@
 """What an engine runs on here: a GPU that its code is for, or this machine's CPU."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Protocol
@@ -9,9 +9,9 @@ from typing import Protocol
 from enginewright.engine_file import EngineFile
 from enginewright.errors import NoCodeForMachineError, UsageError, shorten
 from enginewright.plan import Plan
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import Envelope, RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.sampling import Draw, Logits
 from enginewright.runtime.step_plan import StepPlan
@@ -59,21 +59,21 @@ def open_engine(path: str | Path, device: str = AUTO, *, verify: bool = False) -
     """
     if not isinstance(path, str | PathLike) or "\0" in str(path):
         raise UsageError(f"the model is {shorten(path)}", "it must be the path of an engine file")
-    family, _, index = device.partition(":")
-    if family not in (AUTO, CPU, CUDA) or (index and (family != CUDA or not index.isdecimal())):
+    target, _, index = device.partition(":")
+    if target not in (AUTO, *_OPENERS) or (index and (target != CUDA or not index.isdecimal())):
         raise UsageError(f"{device!r} is no device", fix="There are auto, cpu, cuda, and cuda:1 for the second GPU.")
-    if family == AUTO:
+    if target == AUTO:
         with EngineFile.open(path, check_sections=False) as file:
             families = families_of(file.manifest.targets)
             able = architectures(file.manifest.targets)
-        family = CUDA if _gpu_runs(able) else CPU
-        if family not in families:
+        target = CUDA if _gpu_runs(able) else CPU
+        if target not in families:
             raise NoCodeForMachineError(
                 f"{path} has code for GPUs alone, {', '.join(f'{CUDA}:{name}' for name in able)}",
                 "there is none here that runs it, or no driver, or cuda-bindings is not installed",
                 "Install 'enginewright[cuda]' where such a GPU is, or build the engine again with --target cpu.",
             )
-    return Engine.open(path, family, verify=verify)
+    return Engine.open(path, target, verify=verify)
 
 
 def open_executor(engine: Engine, config: RuntimeConfig) -> Executor:
@@ -82,10 +82,16 @@ def open_executor(engine: Engine, config: RuntimeConfig) -> Executor:
     Raises:
         NoCodeForMachineError, NotEnoughMemoryError, CorruptEngineError: it cannot run here.
     """
-    if engine.family == CPU:
-        on_cpu = CpuExecutor(engine, config)
-        _warn_of_threads(on_cpu.threads)
-        return on_cpu
+    return _OPENERS[engine.target](engine, config)
+
+
+def _open_on_cpu(engine: Engine, config: RuntimeConfig) -> Executor:
+    executor = CpuExecutor(engine, config)
+    _warn_of_threads(executor.threads)
+    return executor
+
+
+def _open_on_gpu(engine: Engine, config: RuntimeConfig) -> Executor:
     from enginewright.runtime.cuda.device import CudaDevice
     from enginewright.runtime.cuda.executor import CudaExecutor
 
@@ -101,6 +107,9 @@ def open_executor(engine: Engine, config: RuntimeConfig) -> Executor:
         device.close()  # whoever asks again, with other limits, finds the memory free
         raise
     return executor
+
+
+_OPENERS: Mapping[str, Callable[[Engine, RuntimeConfig], Executor]] = {CPU: _open_on_cpu, CUDA: _open_on_gpu}
 
 
 def _warn_of_threads(threads: int) -> None:

@@ -100,7 +100,7 @@ def _sizes(file: EngineFile) -> dict[str, Any]:
 
 
 def _kernels(file: EngineFile) -> dict[str, Any]:
-    return {target: dict(Counter(step.kernel for step in plan.steps)) for target, plan in _plans(file)}
+    return {target: dict(Counter(call.kernel for call in plan.calls)) for target, plan in _plans(file)}
 
 
 def _sections(a: Mapping[str, SectionForm], b: Mapping[str, SectionForm]) -> dict[str, Any]:

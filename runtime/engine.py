@@ -30,36 +30,36 @@ class Engine:
     alone; everything else was checked.
     """
 
-    def __init__(self, file: EngineFile, family: str) -> None:
-        self.file, self.family = file, family
+    def __init__(self, file: EngineFile, target: str) -> None:
+        self.file, self.target = file, target
         self._mapped: _cpu.MappedFile | None = None
-        self.plan = Plan.from_json(bytes(file.section(f"plan/{family}")))
+        self.plan = Plan.from_json(bytes(file.section(f"plan/{target}")))
 
     @classmethod
-    def open(cls, path: str | Path, family: str = CPU, *, verify: bool = False) -> "Engine":
+    def open(cls, path: str | Path, target: str = CPU, *, verify: bool = False) -> "Engine":
         """Open an engine.
 
         Args:
-            family: of targets, to run on: `cpu` or `cuda`.
+            target: what to run on, a family of targets: `cpu` or `cuda`.
             verify: hash the weights, too.
 
         Raises:
             CorruptEngineError: the file is damaged.
-            NoCodeForMachineError: the engine was not built for the family.
+            NoCodeForMachineError: the engine was not built for it.
         """
         file = EngineFile.open(path)
         try:
-            if family not in families_of(file.manifest.targets):
-                able = [target for target in TARGETS if family in families_of([target])]
+            if target not in families_of(file.manifest.targets):
+                able = [name for name in TARGETS if target in families_of([name])]
                 raise NoCodeForMachineError(
-                    f"{path} has no code for {family}",
+                    f"{path} has no code for {target}",
                     f"it was built for {', '.join(file.manifest.targets)}",
                     f"Build it again with --target {' or '.join(able)}.",
                 )
             damaged = file.verify_sections(name for name in file.sections if name.startswith(WEIGHTS)) if verify else []
             if damaged:
                 raise CorruptEngineError(f"{path} is damaged", f"section {', '.join(damaged)}", "Build it again.")
-            engine = cls(file, family)
+            engine = cls(file, target)
             engine._check_texts()
             return engine
         except BaseException:
@@ -120,6 +120,11 @@ class Engine:
         if self._mapped.faulted:
             why = "its disk failed, or it was cut short for a moment (the system raised SIGBUS)"
             raise CorruptEngineError(f"{self.file.path} could not be read while it is in use", why, "Start again.")
+
+    def check_in_use(self) -> None:
+        """As `check_mapped_weights`, if the weights are used where they are mapped; else the file does not matter."""
+        if self._mapped is not None:
+            self.check_mapped_weights()
 
     def _check_texts(self) -> None:
         """What requests will read, before the first of them: the hashes tell damage, not what a builder took over."""

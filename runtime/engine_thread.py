@@ -1,4 +1,4 @@
-"""One thread that steps an engine: requests in through a queue, deltas out to their readers."""
+"""One thread that steps an engine: requests in through a queue, deltas out to those who wait for them."""
 
 import logging
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
 
-from enginewright.errors import EngineDeadError
+from enginewright.errors import EngineDeadError, EngineError
 from enginewright.runtime.core import EngineCore, Request
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.outputs import Delta
@@ -15,7 +15,7 @@ from enginewright.runtime.stats import Stats
 
 logger = logging.getLogger(__name__)
 
-Told = list[tuple[Request, Delta]]
+StepOutputs = list[tuple[Request, Delta]]  # of one step of the core
 
 
 class EngineThread:
@@ -24,7 +24,7 @@ class EngineThread:
     Args:
         core: belongs to the thread from now on.
         post: how a call reaches the thread of the readers: `loop.call_soon_threadsafe`, or None to call them from the
-            engine's thread. One call a step, however many answers go on.
+            engine's thread. There is one call per step, however many requests run.
     """
 
     def __init__(self, core: EngineCore, post: Callable[..., object] | None = None) -> None:
@@ -84,28 +84,31 @@ class EngineThread:
                     act, request = message
                     act(request)
                 self._step_began = time.monotonic()
-                told = self._core.step()
+                outputs = self._core.step()
                 self._step_began = None
-                self._tell(told)
+                self._send(outputs)
         except BaseException as error:
-            logger.exception("the engine's thread has ended")
-            self._die(EngineDeadError("the engine has failed", type(error).__name__, "Start it again."))
+            if isinstance(error, EngineError):  # its sentences say it all
+                logger.error("the engine's thread has ended: %s", error)
+            else:
+                logger.exception("the engine's thread has ended")
+            self._die(EngineDeadError.of(error))
 
     def _add(self, request: Request) -> None:
         self._open.add(request)
         self._core.add(request)
 
     def _abort(self, request: Request) -> None:
-        self._tell(self._core.abort(request))
+        self._send(self._core.abort(request))
 
-    def _tell(self, told: Told) -> None:
-        if not told:
+    def _send(self, outputs: StepOutputs) -> None:
+        if not outputs:
             return
-        self._open.difference_update(request for request, delta in told if delta.finish_reason and request.finished)
+        self._open.difference_update(request for request, delta in outputs if delta.finish_reason and request.finished)
         if self._post is None:
-            _deliver(told)
+            _deliver(outputs)
         else:
-            self._post(_deliver, told)
+            self._post(_deliver, outputs)
 
     def _die(self, error: EngineDeadError) -> None:
         self._step_began = None
@@ -122,8 +125,8 @@ class EngineThread:
                 self._post(request.reader.fail, error)
 
 
-def _deliver(told: Told) -> None:
-    for request, delta in told:
+def _deliver(outputs: StepOutputs) -> None:
+    for request, delta in outputs:
         request.reader.put(delta)
 
 

@@ -11,14 +11,14 @@ from numbers import Integral
 from typing import Any
 
 from enginewright.errors import NotEnoughMemoryError, UsageError, shorten
-from enginewright.plan import CacheGroup, PagedCache, Plan, Sizes
+from enginewright.plan import CacheGroup, PagedCache, Plan, StepSizes
 from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.cache.recurrent import slots_of
-from enginewright.runtime.count import parse_count
+from enginewright.runtime.count import format_bytes, parse_bytes, parse_count
+from enginewright.runtime.dims import StepCounter
 from enginewright.runtime.machine import free_memory
 from enginewright.runtime.vllm_options import without_engine_options
 
-SPLIT_TOKENS = 256  # positions of one partial result of attention (DESIGN §7)
 FREE_SHARE = 0.5  # of the memory that weights and arena leave, for the KV cache where nobody says how much
 NAMES, FLAGS = ("isa", "device"), ("enable_prefix_caching", "mmap")  # limits that are no numbers
 
@@ -83,15 +83,15 @@ def runtime_config(**limits: Any) -> RuntimeConfig:
         if name in NAMES or name in FLAGS:
             continue
         if isinstance(value, str):
-            given[name] = _count(name, value)
+            given[name] = _number(name, value)
         elif isinstance(value, Integral) and not isinstance(value, bool):
             given[name] = int(value)  # numpy's, too
     return RuntimeConfig(**given)
 
 
-def _count(name: str, text: str) -> int:
+def _number(name: str, text: str) -> int:
     try:
-        return parse_count(text)
+        return parse_bytes(text) if name == "kv_cache_memory" else parse_count(text)
     except UsageError as error:
         raise UsageError(name, str(error)) from error
 
@@ -101,7 +101,7 @@ class Envelope:
     """All bytes are what will be allocated (KV as it is touched)."""
 
     max_model_len: int
-    limits: Sizes  # of a step
+    limits: StepSizes  # of a step
     num_blocks: tuple[int, ...]  # a group; of a recurrent state, slots
     arena_bytes: int
     kv_bytes: int  # of all groups
@@ -122,11 +122,12 @@ def sequence_bytes(groups: Sequence[CacheGroup], length: int, chunk: int) -> int
     return sum(places_of(group, length, chunk) * place_bytes(group) for group in groups)
 
 
-def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, Sizes]:
+def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, StepSizes]:
     """The longest sequence, and the sizes of the largest step.
 
     Raises:
         UsageError: a limit is beyond what the engine was built for.
+        NoCodeForMachineError: the plan counts something that this release does not know.
     """
     length = config.max_model_len or plan.max_seq_len
     if length > plan.max_seq_len:
@@ -135,16 +136,10 @@ def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, Sizes]:
             f"its limit is {plan.max_seq_len} positions",
             f"Use --max-model-len {plan.max_seq_len} or less.",
         )
-    paged = [group.block_size for group in plan.caches if isinstance(group, PagedCache)]
     tokens = min(config.max_num_batched_tokens, config.max_num_seqs * length)
     rows = max(config.max_logit_rows or 0, config.max_num_seqs)
-    return length, Sizes(
-        tokens=max(tokens, config.max_num_seqs),
-        sequences=config.max_num_seqs,
-        logit_rows=rows,
-        kv_blocks=-(-length // min(paged)) if paged else 0,  # of the widest block table
-        kv_splits=-(-length // SPLIT_TOKENS),
-    )
+    counter = StepCounter(plan.dims, plan.caches)
+    return length, counter.sizes(max(tokens, config.max_num_seqs), config.max_num_seqs, rows, length)
 
 
 def envelope(
@@ -164,8 +159,8 @@ def envelope(
     _, arena_bytes = plan.arena_offsets(limits)
     if not config.mmap and free is None and weight_bytes + arena_bytes > free_memory():
         raise NotEnoughMemoryError(
-            f"weights and activations take {(weight_bytes + arena_bytes) / 1e6:.0f} MB",
-            f"{free_memory() / 1e6:.0f} MB are free",
+            f"weights and activations take {format_bytes(weight_bytes + arena_bytes)}",
+            f"{format_bytes(free_memory())} are free",
             "Leave out --no-mmap: the weights are then mapped, and the system drops pages of them where it has to.",
         )
     budget = config.kv_cache_memory
@@ -174,8 +169,8 @@ def envelope(
     one = sequence_bytes(plan.caches, length, limits.tokens)
     if budget < one:
         raise NotEnoughMemoryError(
-            f"the KV cache of one sequence of {length} positions takes {one / 1e6:.0f} MB",
-            f"{max(budget, 0) / 1e6:.0f} MB are there for it",
+            f"the KV cache of one sequence of {length} positions takes {format_bytes(one)}",
+            f"{format_bytes(max(budget, 0))} are there for it",
             "Use a smaller --max-model-len or --max-num-batched-tokens, or a larger --kv-cache-memory.",
         )
     blocks = _share_out(plan.caches, budget, limits.sequences, length, limits.tokens)

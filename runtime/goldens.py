@@ -29,14 +29,16 @@ MOST_TOLERANCE = 10.0  # beyond it, nothing would be tested
 
 
 class Golden(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """prompt: token ids. top: token id → log-probability after the prompt, likeliest first."""
+    """A prompt, and what the engine computed for it where it was built."""
 
-    prompt: tuple[int, ...]
-    top: tuple[tuple[int, float], ...]
+    prompt: tuple[int, ...]  # token ids
+    top: tuple[tuple[int, float], ...]  # token id and log-probability of the likeliest next tokens, in order
 
 
 class Goldens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tolerance: float
+    """All goldens of an engine."""
+
+    tolerance: float  # how far a log-probability may be off on another machine
     entries: tuple[Golden, ...]
 
     def to_json(self) -> bytes:

@@ -7,10 +7,12 @@ from typing import Any
 from enginewright.code import CODE, read_code
 from enginewright.engine_file import EngineFile
 from enginewright.manifest import WEIGHTS
+from enginewright.runtime.count import format_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig, envelope, sequence_bytes
+from enginewright.runtime.envelope import FREE_SHARE, RuntimeConfig, envelope, sequence_bytes
 from enginewright.runtime.machine import free_memory
 from enginewright.runtime.quality import QUALITY, QualityReport, describe_quality
+from enginewright.runtime.supported import paged_caches
 from enginewright.targets import CPU, PTX, architectures, families_of
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -20,21 +22,22 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
     """Everything `inspect` shows, as JSON would hold it.
 
     Args:
-        memory: bytes for weights, arena and KV together; None takes what is free on this machine.
+        memory: bytes for weights, arena and KV cache together; None is what `engine run` would take of this machine.
 
     Raises:
         CorruptEngineError: the file is damaged.
     """
     with EngineFile.open(path, check_sections=False) as file:
-        family = next(iter(families_of(file.manifest.targets)), CPU)
-    with Engine.open(path, family) as engine:
-        manifest, plan = engine.manifest, engine.plan
+        target = next(iter(families_of(file.manifest.targets)), CPU)
+    with Engine.open(path, target) as engine:
+        manifest, plan, caches = engine.manifest, engine.plan, paged_caches(engine.plan)
         config = RuntimeConfig(max_num_seqs=manifest.limits.max_batch_size, kv_cache_memory=1 << 60)
         sizes = envelope(plan, config)
         total = free_memory() if memory is None else memory
-        left = total - engine.weight_bytes - sizes.arena_bytes
+        share = FREE_SHARE if memory is None else 1.0
+        kv_cache_bytes = max(int((total - engine.weight_bytes - sizes.arena_bytes) * share), 0)
         lengths = [length for length in LENGTHS if length < plan.max_seq_len] + [plan.max_seq_len]
-        fits = {length: max(left // sequence_bytes(plan.caches, length, sizes.limits.tokens), 0) for length in lengths}
+        fits = {length: kv_cache_bytes // sequence_bytes(caches, length, sizes.limits.tokens) for length in lengths}
         return {
             "path": str(path),
             "file_bytes": engine.file.file_bytes,
@@ -49,8 +52,8 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
             "sources": manifest.sources,
             "vocab_size": plan.vocab_size,
             "max_seq_len": plan.max_seq_len,
-            "kernels": sorted({step.kernel for step in plan.steps}),
-            "steps": len(plan.steps),
+            "kernels": sorted({call.kernel for call in plan.calls}),
+            "steps": len(plan.calls),
             "code": _code(engine.file),
             "kv_groups": [
                 {
@@ -61,12 +64,14 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
                     "dtype": group.planes[0].dtype,
                     "bytes_per_token": group.bytes_per_token,
                 }
-                for group in plan.caches
+                for group in caches
             ],
             "memory": {
                 "given_bytes": total,
                 "weight_bytes": engine.weight_bytes,
                 "arena_bytes": sizes.arena_bytes,
+                "kv_cache_bytes": kv_cache_bytes,
+                "kv_cache_share": share,  # of what weights and arena leave of given_bytes
                 "kv_bytes_per_token": plan.kv_bytes_per_token(),
                 "sequences_by_length": fits,
             },
@@ -99,7 +104,7 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
     memory, recipe, report = summary["memory"], summary["recipe"], summary["quality"]
     quality = ["not known"] if report is None else describe_quality(QualityReport.from_dict(report))
     lines = [
-        f"{summary['path']}: {summary['name']} ({summary['model_type']}), {summary['file_bytes'] / 1e6:.1f} MB",
+        f"{summary['path']}: {summary['name']} ({summary['model_type']}), {format_bytes(summary['file_bytes'])}",
         f"  recipe     {_listed(recipe)}",
         f"  targets    {', '.join(summary['targets'])}; built by enginewright {summary['builder_version']}",
         f"  content    sha256:{summary['content_hash']}",
@@ -109,16 +114,23 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
     for architecture, code in summary["code"].items():
         just_in_time = ", compiled where it is loaded" if architecture == PTX else ""
         count = f"{code['kernels']} {'kernel' if code['kernels'] == 1 else 'kernels'}"
-        lines.append(f"  code       {architecture}: {count}, {code['bytes'] / 1e6:.1f} MB{just_in_time}")
+        lines.append(f"  code       {architecture}: {count}, {format_bytes(code['bytes'])}{just_in_time}")
     for group in summary["kv_groups"]:
         window = f"window {group['window']}" if group["window"] else "all positions"
         heads = f"{group['kv_heads']} heads of {group['head_dim']} as {group['dtype']}"
-        a_token = f"{group['bytes_per_token'] / 1e3:.1f} kB a token"
-        lines.append(f"  KV         {group['layers']} layers of {heads}, {window}: {a_token}")
+        per_token = f"{format_bytes(group['bytes_per_token'])} per token"
+        lines.append(f"  KV         {group['layers']} layers of {heads}, {window}: {per_token}")
     lines.append(
-        f"  memory     {memory['weight_bytes'] / 1e6:.1f} MB weights, {memory['arena_bytes'] / 1e6:.1f} MB arena; "
-        f"in {memory['given_bytes'] / 1e9:.1f} GB fit"
+        f"  memory     {format_bytes(memory['weight_bytes'])} weights, {format_bytes(memory['arena_bytes'])} arena"
     )
+    given, kv_cache = format_bytes(memory["given_bytes"]), format_bytes(memory["kv_cache_bytes"])
+    if memory["kv_cache_share"] < 1:
+        lines.append(
+            f"{'':13}of the {given} that are free, `engine run` takes {kv_cache} for the KV cache, which holds"
+        )
+    else:
+        option = f"--kv-cache-memory {memory['kv_cache_bytes'] >> 20}m"
+        lines.append(f"{'':13}in {given}, {kv_cache} are left for the KV cache (`engine run {option}`), which holds")
     for length, count in memory["sequences_by_length"].items():
         lines.append(f"{count:>16,} sequences of {length:,} positions")
     lines.append("  sections")

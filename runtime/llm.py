@@ -18,7 +18,6 @@ from typing import Any
 from weakref import finalize
 
 from enginewright.errors import EngineError, UsageError, shorten
-from enginewright.runtime.answer_bar import AnswerBar
 from enginewright.runtime.collector import Collector
 from enginewright.runtime.core import EngineCore
 from enginewright.runtime.devices import open_engine
@@ -27,6 +26,7 @@ from enginewright.runtime.engine_thread import EngineThread, close_all
 from enginewright.runtime.envelope import Envelope, runtime_config
 from enginewright.runtime.outputs import Delta, RequestOutput
 from enginewright.runtime.params import default_params, params_of
+from enginewright.runtime.progress_bar import ProgressBar
 from enginewright.runtime.prompts import (
     Conversation,
     Prompt,
@@ -107,7 +107,7 @@ class LLM:
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Raises UsageError for what `generate` would refuse."""
-        self._core.request(prompt, params_of(params, self.engine), _Inbox().reader(0))
+        self._core.request(prompt, params_of(params, self.engine), _Inbox().sink(0))
 
     def generate(
         self,
@@ -119,13 +119,13 @@ class LLM:
         cache_salt: str = "",
         **vllm_options: Any,
     ) -> list[RequestOutput]:
-        """Answers to all prompts, computed together, in the prompts' order.
+        """Completions of all prompts, computed together, in the prompts' order.
 
         Args:
             prompts: one or many: a text, token ids, a TextPrompt or a TokensPrompt.
             sampling_params: for all, or one for each; None is the model's own.
             use_tqdm: show a bar on a terminal.
-            on_progress: called as tokens come with (answers done, tokens written).
+            on_progress: called as tokens come with (requests done, tokens written).
             cache_salt: prompts share the KV cache only with those of the same salt; a prompt may have its own.
             vllm_options: arguments of vLLM's, such as lora_request, at values that ask for nothing.
 
@@ -133,7 +133,7 @@ class LLM:
             UsageError: a prompt or its parameters ask for what cannot be done; nothing has been computed then.
         """
         check_call_options(vllm_options)
-        return self._answer(_each(prompts), sampling_params, use_tqdm, on_progress, cache_salt)
+        return self._complete(_each(prompts), sampling_params, use_tqdm, on_progress, cache_salt)
 
     def chat(
         self,
@@ -147,7 +147,7 @@ class LLM:
         cache_salt: str = "",
         **vllm_options: Any,
     ) -> list[RequestOutput]:
-        """Answers to conversations, through the model's chat template; otherwise as `generate`.
+        """Completions of conversations, through the model's chat template; otherwise as `generate`.
 
         Args:
             messages: one conversation, a list of messages with role and content; or several. A content is a text, or
@@ -158,20 +158,20 @@ class LLM:
         check_call_options(vllm_options)
         names = {} if chat_template_kwargs is None else chat_template_kwargs
         conversations = [Conversation(one, add_generation_prompt, names) for one in conversations_of(messages)]
-        return self._answer(conversations, sampling_params, use_tqdm, on_progress, cache_salt)
+        return self._complete(conversations, sampling_params, use_tqdm, on_progress, cache_salt)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
-    ) -> "AnswerStream":
-        """One answer as it is written (n of them, if asked for). What is wrong with the request is said at once.
+    ) -> "DeltaStream":
+        """One completion as it is written (n of them, if asked for). What is wrong with the request is said at once.
 
         A stream that nobody reads goes on; one that is dropped ends.
         """
         params = params_of(sampling_params, self.engine)
         inbox = _Inbox()
-        request = self._core.request(self.encode(prompt), params, inbox.reader(0), salt_of(prompt, cache_salt))
+        request = self._core.request(self.encode(prompt), params, inbox.sink(0), salt_of(prompt, cache_salt))
         self._thread.submit(request)
-        return AnswerStream(inbox, len(request.answers), lambda: self._thread.abort(request))
+        return DeltaStream(inbox, len(request.answers), lambda: self._thread.abort(request))
 
     def stats(self) -> Stats:
         return self._thread.stats()
@@ -188,7 +188,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _answer(
+    def _complete(
         self,
         prompts: Sequence[Prompt],
         sampling_params: Params,
@@ -202,11 +202,11 @@ class LLM:
         inbox, collectors = _Inbox(), []
         for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
             ids = self.encode(prompt)
-            request = self._core.request(ids, params, inbox.reader(index), salt_of(prompt, cache_salt))
+            request = self._core.request(ids, params, inbox.sink(index), salt_of(prompt, cache_salt))
             name = str(next(self._request_ids))
             collectors.append(Collector(name, text_of(prompt), ids, request, self.engine.tokenizer))
         left, done, written = sum(len(collector.request.answers) for collector in collectors), 0, 0
-        with AnswerBar(len(prompts)) if use_tqdm else nullcontext() as bar:
+        with ProgressBar(len(prompts)) if use_tqdm else nullcontext() as bar:
             try:
                 for collector in collectors:
                     self._thread.submit(collector.request)
@@ -235,13 +235,13 @@ class LLM:
         return [params_of(one, self.engine) for one in given]
 
 
-class AnswerStream:
+class DeltaStream:
     """Deltas of one request, as they come. Dropped or closed before its end, it aborts the request."""
 
     def __init__(self, inbox: "_Inbox", num_choices: int, abort: Callable[[], None]) -> None:
         self._inbox, self._left, self._abort = inbox, num_choices, abort
 
-    def __iter__(self) -> "AnswerStream":
+    def __iter__(self) -> "DeltaStream":
         return self
 
     def __next__(self) -> Delta:
@@ -266,8 +266,8 @@ class _Inbox:
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int, Delta | EngineError]] = SimpleQueue()
 
-    def reader(self, index: int) -> "_Reader":
-        return _Reader(self._queue, index)
+    def sink(self, index: int) -> "_OutputSink":
+        return _OutputSink(self._queue, index)
 
     def get(self) -> tuple[int, Delta]:
         """The next delta and the index of its request. Raises EngineDeadError if none will come."""
@@ -277,7 +277,9 @@ class _Inbox:
         return index, item
 
 
-class _Reader:
+class _OutputSink:
+    """Where the engine's thread puts the deltas of one request."""
+
     def __init__(self, queue: "SimpleQueue[tuple[int, Delta | EngineError]]", index: int) -> None:
         self._queue, self._index = queue, index
 

@@ -13,22 +13,18 @@ DETOKENIZER = "detokenizer"  # a token could not be turned into text; the log sa
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """What came to one choice of a request.
+    """What came to one choice of a request."""
 
-    index: which of the n choices. tokens: the drawn ones, a stop token included. finish_reason: "stop", "length",
-    "error" or "abort" with the last delta of a choice. stop_reason: the stop string or the named stop token that ended
-    it; of an error, NAN_LOGITS or DETOKENIZER.
-    """
-
-    index: int
-    text: str
-    tokens: tuple[SampledToken, ...]
-    finish_reason: str | None = None
+    index: int  # which of the n choices
+    text: str  # what the tokens add to the text
+    tokens: tuple[SampledToken, ...]  # the sampled ones, a stop token included
+    finish_reason: str | None = None  # "stop", "length", "error" or "abort" with the last delta; else None
+    # the stop string or token that ended it; of an error, NAN_LOGITS or DETOKENIZER
     stop_reason: int | str | None = None
 
 
 def merge(deltas: Iterable[Delta]) -> list[Delta]:
-    """One delta a choice, in the order of choices."""
+    """One delta per choice, in the order of choices."""
     by_index: dict[int, list[Delta]] = {}
     for delta in deltas:
         by_index.setdefault(delta.index, []).append(delta)
@@ -46,24 +42,25 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of one token. rank: among all, 1 is the likeliest; None if it is not among those that were asked for."""
+    """The log-probability of one token."""
 
     logprob: float
-    rank: int | None
-    decoded_token: str
+    rank: int | None  # among all tokens, 1 is the likeliest; None: it is not among those asked for
+    decoded_token: str  # its text
 
 
 @dataclass
 class CompletionOutput:
-    """One choice. logprobs: for each token, by token id, the drawn one and the likeliest; None if not asked for."""
+    """One choice of a request: a completion."""
 
-    index: int
-    text: str = ""
+    index: int  # which of the n choices
+    text: str = ""  # without the stop string, unless that is asked for
     token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
+    cumulative_logprob: float | None = None  # of all tokens; None if not asked for
+    # for each token, by token id, the sampled one and the likeliest; None if not asked for
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    finish_reason: str | None = None  # "stop", "length", "error" or "abort"
+    stop_reason: int | str | None = None  # the stop string or token that ended it
 
     def finished(self) -> bool:
         """Whether this choice is whole; a method, as in vLLM, where `finished` of a RequestOutput is an attribute."""
@@ -72,32 +69,29 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Seconds since the request was asked."""
+    """Times of a request, in seconds since it was submitted."""
 
-    first_token_s: float
-    total_s: float
+    first_token_s: float  # until the first token of any choice
+    total_s: float  # until the last token
 
 
 @dataclass
 class RequestOutput:
-    """The answer to one request. prompt: its text, if it was given as text.
-
-    num_cached_tokens: prompt tokens that the prefix cache had. prompt_logprobs: for each token of the prompt, as
-    CompletionOutput.logprobs, but None for the first; None if not asked for.
-    """
+    """What came of one request."""
 
     request_id: str
-    prompt: str | None
+    prompt: str | None  # its text, if it was given as text
     prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
+    outputs: list[CompletionOutput]  # one for each of the n choices
     finished: bool
-    num_cached_tokens: int
+    num_cached_tokens: int  # prompt tokens that the prefix cache had
     metrics: RequestMetrics
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # of each prompt token; None if not asked for
+    # for each prompt token as in CompletionOutput, None for the first; None if not asked for
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 def to_dicts(output: RequestOutput) -> list[dict[str, Any]]:
-    """As JSON would hold it, one dict a choice; log-probabilities only where they were asked for."""
+    """An output as JSON would hold it, one dict per choice; log-probabilities only where they were asked for."""
     return [_to_dict(output, choice) for choice in output.outputs]
 
 

@@ -14,17 +14,13 @@ SIMULATED = "simulated"  # ends the `isa` of targets that were not at hand
 
 
 class Check(msgspec.Struct, frozen=True):
-    """A measured value beside its limit.
+    """A measured value beside its limit."""
 
-    value: None is not a number. limit: None where there is none. least: whether the limit is the least that passes; if
-    not, it is the most.
-    """
-
-    name: str
-    what: str
-    value: float | None
-    limit: float | None
-    least: bool
+    name: str  # of the limit, in `--gate`
+    what: str  # in words, for messages
+    value: float | None  # None: not a number
+    limit: float | None  # None: there is none
+    least: bool  # the limit is the least that passes; otherwise the most
     interval: tuple[float, float] | None = None  # that has the value of all texts like these; None: not of a sample
 
     @property
@@ -45,75 +41,59 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Distance(msgspec.Struct, frozen=True):
-    """Next-token distributions of the engine beside the source's, over some positions.
+    """Next-token distributions of the engine beside the source's, over some positions. None: nothing to measure."""
 
-    broken: positions where the engine's logits are not finite; the others alone are counted below. kl: KL(source ||
-    engine), nats, mean; its standard error is that of independent positions, which those of a text are not (the
-    intervals of `Check` heed that). top1: share of positions where both have the same likeliest token. perplexities: of
-    the tokens that follow. None where there was nothing to measure.
-    """
-
-    positions: int
-    broken: int
-    kl: float | None
-    kl_standard_error: float | None
-    top1: float | None
+    positions: int  # all that were compared
+    broken: int  # positions where the engine's logits are not finite; they are not counted below
+    kl: float | None  # KL(source || engine), nats, mean
+    kl_standard_error: float | None  # as if positions were independent; the intervals of `Check` know that they are not
+    top1: float | None  # share of positions where both have the same likeliest token
     source_perplexity: float | None
     perplexity: float | None
 
 
 class TextDistance(msgspec.Struct, frozen=True):
-    """Of one text."""
+    """The distance on one text."""
 
     name: str
     distance: Distance
 
 
 class PositionRange(msgspec.Struct, frozen=True):
-    """Positions of all texts from begin to end, end not included. kl: mean, nats."""
+    """A range of positions of all texts."""
 
     begin: int
-    end: int
-    kl: float | None
+    end: int  # not included
+    kl: float | None  # nats, mean
 
 
 class LayerError(msgspec.Struct, frozen=True):
-    """A linear layer, or a table (embedding, head), as the file holds it.
-
-    method: what `--quant` calls its format. nbytes: in the file, with scales. error: |y - x Wᵀ| / |x Wᵀ|, mean over
-    tokens, where x is the source's and y has x and W as the engine has them; of a table the same of its rows. None is
-    not a number.
-    """
+    """A linear layer, or an embedding or head, as the file holds it."""
 
     name: str
-    method: str
-    nbytes: int
+    method: str  # what `--quant` calls its format
+    nbytes: int  # in the file, with scales
+    # |y - x Wᵀ| / |x Wᵀ|, mean over tokens: x is the source's, and y has x and W as the engine has them. Of an
+    # embedding or head the same of its rows. None: not a number.
     error: float | None
 
 
 class Needle(msgspec.Struct, frozen=True):
-    """Whether a number that is told once in a text is repeated where the text asks for it, by source and engine.
+    """Whether a number that stands once in a text is repeated where the text asks for it."""
 
-    length: tokens of the text. depth: where in it the number is told, a share of the length.
-    """
-
-    length: int
-    depth: float
-    source: bool
-    engine: bool
+    length: int  # tokens of the text
+    depth: float  # where in it the number stands, a share of the length
+    source: bool  # whether the source repeats it
+    engine: bool  # whether the engine does
 
 
 class Writing(msgspec.Struct, frozen=True):
-    """What the engine writes after a prompt, greedily.
-
-    tokens: how many. agreed: of these, how many the source would have written as well, before it had gone another way.
-    valid_json: None where JSON was not asked for.
-    """
+    """What the engine writes after a prompt, greedily."""
 
     prompt: str
-    tokens: int
-    agreed: int
-    valid_json: bool | None
+    tokens: int  # how many it writes
+    agreed: int  # how many of these the source would have written as well, before another one
+    valid_json: bool | None  # None: JSON was not asked for
 
 
 class Full(msgspec.Struct, frozen=True):
@@ -124,16 +104,16 @@ class Full(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """isa: the instruction set that the engine was run on; "cuda, simulated" of what GPUs would compute."""
+    """What the gate measured of one family of targets."""
 
-    isa: str
+    isa: str  # instruction set that ran the engine; "cuda, simulated": what GPUs would compute
     checks: tuple[Check, ...]
     whole: Distance
     texts: tuple[TextDistance, ...]
     ranges: tuple[PositionRange, ...]
     layers: tuple[LayerError, ...]  # the worst first
     full: Full | None = None
-    all_positions: int | None = None  # of the held-out text, of which some may have told enough; None: not recorded
+    all_positions: int | None = None  # of the held-out text, of which some may have been enough; None: not recorded
 
     @property
     def failed(self) -> tuple[Check, ...]:
@@ -141,11 +121,11 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class QualityReport(msgspec.Struct, frozen=True):
-    """gate: "quick", "full", or "off"; nothing is measured then. also: on other families of targets."""
+    """What the quality gate of a build found."""
 
-    gate: str
+    gate: str  # "quick", "full", or "off", where nothing is measured
     measured: Measured | None = None
-    also: tuple[Measured, ...] = ()
+    also: tuple[Measured, ...] = ()  # what was measured for other families of targets
 
     @property
     def failed(self) -> Measured | None:

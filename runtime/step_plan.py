@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from enginewright.plan import CacheGroup, PagedCache, Sizes
-from enginewright.runtime.envelope import SPLIT_TOKENS
+from enginewright.plan import CacheGroup, PagedCache, StepSizes
+from enginewright.runtime.dims import StepCounter, widest_block_table
 from enginewright.runtime.sampling import RowRequest
 from enginewright.runtime.sequence import TokenSequence
 
@@ -34,7 +34,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     first_parts: tuple[Part, ...]  # of the first of such steps; see `parts`
     num_decodes: int  # the first parts, that go on by one token; the others are read in
-    sizes: Sizes
+    sizes: StepSizes
     # int32 arrays by the names of the plan's inputs (enginewright/plan.py), valid until the next step is planned. A
     # token below 0 stands for one that the step before samples: -1 - n is that of its n-th row of logits.
     inputs: Inputs
@@ -88,21 +88,23 @@ class Packer:
         limits: of a step, which are those of all that runs.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], limits: Sizes) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], limits: StepSizes) -> None:
         self._paged = [
-            _PagedInputs(index, group.block_size, np.zeros((limits.sequences, limits.kv_blocks), np.int32))
+            _PagedInputs(index, group.block_size, np.zeros((limits.sequences, limits["kv_blocks"]), np.int32))
             for index, group in enumerate(groups)
             if isinstance(group, PagedCache)
         ]
         self._states = [index for index, group in enumerate(groups) if not isinstance(group, PagedCache)]
+        self._counter = StepCounter(limits.dims, groups)
         self._free_rows = list(range(limits.sequences))
         self._rows = np.empty(0, np.intp)  # of the last step's sequences
-        self._block_size = min((paged.block_size for paged in self._paged), default=0)  # of the widest block table
+        self._block_size = widest_block_table(groups) if self._paged else 1
         self._inputs: Inputs = {}
         self._moving = np.empty((0, 0), np.int32)  # in a step of decodes: slots of each group, positions, kv_len
         self._in_flight = False  # the tokens of the last step: none of them was known
-        self._sizes = Sizes(0, 0, 0, 0, 0)
+        self._sizes = self._counter.sizes(0, 0, 0, 0)
         self._longest = 0  # positions of the longest sequence
+        self._unchanged_up_to = 0  # positions of the longest sequence, in steps of the same sizes
 
     def place(self, sequence: TokenSequence) -> None:
         """It runs from now on, with the blocks that it has."""
@@ -114,7 +116,7 @@ class Packer:
     def remove(self, sequence: TokenSequence) -> None:
         self._free_rows.append(sequence.row)
 
-    def pack(self, parts: Sequence[Part], num_decodes: int, growing: Sequence[Part]) -> tuple[Sizes, Inputs]:
+    def pack(self, parts: Sequence[Part], num_decodes: int, growing: Sequence[Part]) -> tuple[StepSizes, Inputs]:
         """Sizes and arrays for `parts`, whose block tables reach to the end of what is computed.
 
         Args:
@@ -143,7 +145,7 @@ class Packer:
             tokens[end - part.num_tokens : end] = _input_tokens(part)
             logit_rows += range(end - part.num_logit_rows, end)
         self._longest = int(kv_len.max())
-        self._sizes = Sizes(len(owners), len(parts), len(logit_rows), *self._widths())
+        self._count(len(owners), len(parts), len(logit_rows))
         self._rows = np.array([sequence.row for sequence in sequences], np.intp)
         self._in_flight = False
         self._inputs = {
@@ -166,7 +168,7 @@ class Packer:
             self._inputs.update(zip(names, self._moving, strict=True))
         return self._sizes, self._inputs
 
-    def advance(self, sequences: Sequence[TokenSequence], growing: Sequence[int]) -> tuple[Sizes, Inputs]:
+    def advance(self, sequences: Sequence[TokenSequence], growing: Sequence[int]) -> tuple[StepSizes, Inputs]:
         """As `pack`, where the last step took one token of each of these sequences, and this one takes their next."""
         if not sequences[0].num_in_flight_tokens:  # so all of them are known: a step is committed as a whole
             self._inputs["tokens"][:] = [sequence.token_ids[-1] for sequence in sequences]
@@ -176,9 +178,8 @@ class Packer:
             self._in_flight = True
         self._moving += 1
         self._longest += 1
-        widths = self._widths()
-        if widths != (self._sizes.kv_blocks, self._sizes.kv_splits):
-            self._sizes = Sizes(len(sequences), len(sequences), len(sequences), *widths)
+        if self._longest > self._unchanged_up_to:
+            self._count(len(sequences), len(sequences), len(sequences))
         for row in growing:
             sequence = sequences[row]
             for paged, slots in zip(self._paged, self._moving, strict=False):
@@ -189,14 +190,15 @@ class Packer:
             self._gather()
         return self._sizes, self._inputs
 
-    def _widths(self) -> tuple[int, int]:
-        """KV blocks and splits of the longest sequence."""
-        return -(-self._longest // self._block_size) if self._paged else 0, -(-self._longest // SPLIT_TOKENS)
+    def _count(self, tokens: int, sequences: int, logit_rows: int) -> None:
+        self._sizes = self._counter.sizes(tokens, sequences, logit_rows, self._longest)
+        self._unchanged_up_to = self._counter.unchanged_up_to(self._longest)
 
     def _gather(self) -> None:
         """New block tables, since whoever has the last ones may not be done with them."""
+        width = -(-self._longest // self._block_size)
         for paged in self._paged:
-            self._inputs[paged.table_name] = paged.table[self._rows, : self._sizes.kv_blocks]
+            self._inputs[paged.table_name] = paged.table[self._rows, :width]
 
 
 def _input_tokens(part: Part) -> list[int]:

@@ -132,7 +132,7 @@ def _answer(frames: Iterator[Any], template: Template | None) -> tuple[Template 
     except TooLong:
         return template, {"too_long": f"it prints more than {MAX_OUTPUT_CHARS} characters"}
     except MemoryError:
-        return template, {"too_long": f"it takes more than {MAX_MEMORY_BYTES >> 20} MB of memory"}
+        return template, {"too_long": f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"}
     except FAILURES as error:
         return template, {"failed": str(error) or type(error).__name__}
     finally:

@@ -4,9 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginewright.builder.lower.arena import assign_slots
-from enginewright.plan import Buffer, BufferOperand, Linear, Plan, Sizes, Step
+from enginewright.plan import COMMON_DIMS, Buffer, BufferOperand, KernelCall, Linear, Plan, StepSizes, linear
 
-ROWS = st.sampled_from([Linear(tokens=1), Linear(logit_rows=1), Linear(sequences=1, constant=1), Linear(kv_splits=1)])
+DIMS = (*COMMON_DIMS, "kv_splits")
+ROWS = st.sampled_from([linear(tokens=1), linear(logit_rows=1), linear(1, sequences=1), linear(kv_splits=1)])
 BUFFERS = st.lists(st.tuples(st.sampled_from(["f32", "bf16"]), ROWS, st.integers(1, 700)), min_size=1, max_size=12)
 
 
@@ -15,28 +16,29 @@ BUFFERS = st.lists(st.tuples(st.sampled_from(["f32", "bf16"]), ROWS, st.integers
 def test_live_buffers_do_not_overlap(buffers: list[tuple[str, Linear, int]], data: st.DataObject) -> None:
     touched = data.draw(st.lists(st.sets(st.integers(0, len(buffers) - 1), max_size=4), min_size=1, max_size=20))
     touched.append(set(range(len(buffers))) - set().union(*touched))  # every buffer is used at least once
-    steps = [
-        Step("k@1", {f"o{index}": BufferOperand(index, 0, buffers[index][2]) for index in sorted(step)}, {})
-        for step in touched
+    calls = [
+        KernelCall("k@1", {f"o{index}": BufferOperand(index, 0, buffers[index][2]) for index in sorted(call)}, {})
+        for call in touched
     ]
     result = data.draw(st.integers(0, len(buffers) - 1))
-    slots = assign_slots(buffers, steps, result)
+    slots = assign_slots(buffers, calls, result, StepSizes(DIMS, (2048, 256, 256, 32)))
     plan = Plan(
         target="cpu",
+        dims=DIMS,
         inputs=(),
         caches=(),
         buffers=tuple(Buffer(*buffer, slot) for buffer, slot in zip(buffers, slots, strict=True)),
-        steps=tuple(steps),
+        calls=tuple(calls),
         logits=result,
         vocab_size=buffers[result][2],
         max_seq_len=1,
     )
-    limits = Sizes(*(data.draw(st.integers(1, 900)) for _ in range(5)))
+    limits = StepSizes(DIMS, tuple(data.draw(st.integers(1, 900)) for _ in DIMS))
     offsets, arena_bytes = plan.arena_offsets(limits)
     alive: list[tuple[int, int, int]] = []  # first step, last step, buffer
     for index in range(len(buffers)):
         at = [step for step, names in enumerate(touched) if index in names]
-        alive.append((at[0], len(steps) if index == result else at[-1], index))
+        alive.append((at[0], len(calls) if index == result else at[-1], index))
     for first, last, index in alive:
         start, end = offsets[index], offsets[index] + plan.buffers[index].bytes_at(limits)
         assert end <= arena_bytes and start % 64 == 0

@@ -13,7 +13,7 @@ from enginewright.runtime import batch
 from enginewright.runtime.batch import read_requests, run_batch
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.sampling import SamplingParams
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from enginewright.cli import main
-from tests.bench_server import BenchServer, Say
-from tests.engines import built
-from tests.tiny import tiny_checkpoint
+from tests.helpers.bench_server import BenchServer, Say
+from tests.helpers.engines import built
+from tests.helpers.tiny import tiny_checkpoint
 
 SMALL = ("--num-prompts", 3, "--input-len", "4:6", "--output-len", 5)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from enginewright.errors import UsageError
-from enginewright.runtime.bench.cpu_time import CLOCK_TICKS, cpu_seconds
-from enginewright.runtime.bench.figures import (
+from enginewright_bench.cpu_time import CLOCK_TICKS, cpu_seconds
+from enginewright_bench.figures import (
     Answer,
     Distribution,
     Failure,

@@ -8,11 +8,11 @@ import pytest
 
 from enginewright import _cpu
 from enginewright.errors import UsageError
-from enginewright.runtime.bench.offline import OfflineConfig, OfflineReport, Round, run_offline
-from enginewright.runtime.bench.report import describe_offline
-from enginewright.runtime.bench.workload import Lengths, WorkloadConfig
-from tests.engines import built
-from tests.tiny import tiny_checkpoint
+from enginewright_bench.offline import OfflineConfig, OfflineReport, Round, run_offline
+from enginewright_bench.report import describe_offline
+from enginewright_bench.workload import Lengths, WorkloadConfig
+from tests.helpers.engines import built
+from tests.helpers.tiny import tiny_checkpoint
 
 LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "threads": 1, "kv_cache_memory": 8 << 20}
 WORK = WorkloadConfig(num_prompts=7, input_len=Lengths(3, 20), output_len=Lengths(2, 9))

@@ -14,8 +14,13 @@ from enginewright import _cpu
 from enginewright.cli import main
 from enginewright.manifest import WEIGHTS
 from enginewright.plan import WeightOperand
-from enginewright.runtime.bench import profile, roof
-from enginewright.runtime.bench.profile import (
+from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.scheduler.scheduler import Scheduler
+from enginewright_bench import profile, roof
+from enginewright_bench.profile import (
     KernelProfile,
     Point,
     ProfileConfig,
@@ -23,16 +28,11 @@ from enginewright.runtime.bench.profile import (
     run_profile,
     step_plan,
 )
-from enginewright.runtime.bench.report import describe_profile
-from enginewright.runtime.bench.roof import read_buffer
-from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
-from enginewright.runtime.sampling import SampledToken
-from enginewright.runtime.scheduler.scheduler import Scheduler
-from tests.engines import built
-from tests.scheduler_watch import sequence_of
-from tests.tiny import tiny_checkpoint
+from enginewright_bench.report import describe_profile
+from enginewright_bench.roof import read_buffer
+from tests.helpers.engines import built
+from tests.helpers.scheduler_watch import sequence_of
+from tests.helpers.tiny import tiny_checkpoint
 
 FEW = ProfileConfig(prefill=(33,), batch=(1, 3), depth=(0, 70), rounds=2)
 
@@ -73,7 +73,7 @@ def test_a_decode_touches_the_weights_of_the_file_once(engines: Mapping[str, Pat
         for batch in (1, 3):
             work = work_of(executor, Point(batch, 1, 40))
             touched, expected = {}, 0
-            for step in engine.plan.steps:
+            for step in engine.plan.calls:
                 forms = {
                     role: engine.weight(operand.name)[1]
                     for role, operand in step.operands.items()
@@ -102,7 +102,7 @@ def test_operations_of_gemms_are_those_of_the_product(engines: Mapping[str, Path
         for point in (Point(1, 33, 0), Point(2, 1, 5)):
             work = work_of(executor, point)
             gemms = 0
-            for step, did in zip(engine.plan.steps, work, strict=True):
+            for step, did in zip(engine.plan.calls, work, strict=True):
                 if not step.kernel.startswith("gemm"):
                     continue
                 operand = step.operands["weight"]
@@ -125,7 +125,7 @@ def test_attention_counts_what_queries_see(engines: Mapping[str, Path], name: st
     with Engine.open(engines[name]) as engine:
         work = work_of(executor_of(engine), point)
         written = 0
-        for step, did in zip(engine.plan.steps, work, strict=True):
+        for step, did in zip(engine.plan.calls, work, strict=True):
             attributes = step.attributes
             if step.kernel.startswith("rope_kv_write"):
                 written += int(did["kv_bytes"])
@@ -153,7 +153,7 @@ def test_profiling_computes_what_a_run_computes(engines: Mapping[str, Path]) -> 
         executor.run(step_plan(executor, Point(1, 1, 90)))
         nanoseconds, work = executor.profile(plan)
         assert np.array_equal(executor.run(plan), expected) and np.isfinite(expected).all() and expected.any()
-        assert nanoseconds.shape == work.shape == (len(engine.plan.steps),) and (nanoseconds >= 0).all()
+        assert nanoseconds.shape == work.shape == (len(engine.plan.calls),) and (nanoseconds >= 0).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -184,7 +184,7 @@ def test_kernels_add_up_to_the_step(engines: Mapping[str, Path], name: str) -> N
     report = run_profile(engines[name], FEW, threads=2)
     assert [step.point for step in report.steps] == FEW.points and len(FEW.points) == 5
     with Engine.open(engines[name]) as engine:
-        kernels = [step.kernel for step in engine.plan.steps]
+        kernels = [step.kernel for step in engine.plan.calls]
     for step in report.steps:
         assert [kernel.kernel for kernel in step.kernels] == kernels
         whole = KernelProfile.sum(step.kernels)

@@ -2,19 +2,20 @@
 
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from enginewright.cli import main
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.bench import serving
-from enginewright.runtime.bench.client import checked_url
-from enginewright.runtime.bench.plot import check_plot
-from enginewright.runtime.bench.serving import OTHER_FILES, ServeConfig, ServeReport, run_serve
-from enginewright.runtime.bench.workload import Lengths, WorkloadConfig
-from tests.bench_server import BenchServer, Say
+from enginewright_bench import serving
+from enginewright_bench.client import checked_url
+from enginewright_bench.plot import check_plot
+from enginewright_bench.serving import OTHER_FILES, ServeConfig, ServeReport, run_serve
+from enginewright_bench.workload import Lengths, WorkloadConfig
+from tests.helpers.bench_server import BenchServer, Say
 
 WORK = WorkloadConfig(num_prompts=6, input_len=Lengths(5, 5), output_len=Lengths(4, 4))
 
@@ -112,18 +113,15 @@ def test_more_connections_than_the_process_may_open(monkeypatch: pytest.MonkeyPa
         assert run(server, max_concurrency=5).figures.done == 6
 
 
-@pytest.mark.parametrize(("package", "call"), [("aiohttp", "run"), ("matplotlib", "plot")])
-def test_the_extra_is_asked_for_when_it_is_missing(
-    package: str, call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    calls: dict[str, Callable[[], object]] = {
-        "run": lambda: run_serve(ServeConfig("http://127.0.0.1:1", WORK)),
-        "plot": lambda: check_plot(tmp_path / "x.svg"),
-    }
-    with pytest.raises(UsageError, match=package) as caught:
-        calls[call]()
-    assert "pip install 'enginewright[bench]'" in caught.value.fix and caught.value.exit_code == 2
+@pytest.mark.parametrize("arguments", [("offline", "x.engine"), ("profile", "x.engine"), ("serve",)])
+def test_the_extra_is_asked_for_when_it_is_missing(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(sys.modules):
+        if name.startswith("enginewright_bench."):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "enginewright_bench", None)
+    result = CliRunner().invoke(main, ["bench", *arguments])
+    assert result.exit_code == 2 and "needs enginewright_bench, which is not installed" in result.stderr
+    assert "pip install 'enginewright[bench]'" in result.stderr
 
 
 def test_a_picture_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:

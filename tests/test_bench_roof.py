@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from enginewright import _cpu
-from enginewright.runtime.bench import roof
-from enginewright.runtime.bench.roof import Rate, Roof, measure_roof, read_buffer
+from enginewright_bench import roof
+from enginewright_bench.roof import Rate, Roof, measure_roof, read_buffer
 
 KNOWN = Roof("avx512", 1, {"int8": Rate("a", 8e9), "fp32": Rate("b", 2e9)}, 1 << 20, 4e9)
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.bench import serving
-from enginewright.runtime.bench.client import AnswerReader
-from enginewright.runtime.bench.figures import Answer, Goodput
-from enginewright.runtime.bench.plot import check_plot, draw
-from enginewright.runtime.bench.report import describe_serve
-from enginewright.runtime.bench.serving import (
+from enginewright_bench import serving
+from enginewright_bench.client import AnswerReader
+from enginewright_bench.figures import Answer, Goodput
+from enginewright_bench.plot import check_plot, draw
+from enginewright_bench.report import describe_serve
+from enginewright_bench.serving import (
     Chat,
     Completions,
     ServeConfig,
@@ -25,8 +25,8 @@ from enginewright.runtime.bench.serving import (
     arrivals,
     run_serve,
 )
-from enginewright.runtime.bench.workload import Lengths, WorkloadConfig
-from tests.bench_server import BenchServer, Say
+from enginewright_bench.workload import Lengths, WorkloadConfig
+from tests.helpers.bench_server import BenchServer, Say
 
 WORK = WorkloadConfig(num_prompts=6, input_len=Lengths(5, 5), output_len=Lengths(4, 4))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from enginewright.errors import UsageError
-from enginewright.runtime.bench.workload import (
+from enginewright_bench.workload import (
     WARM_UP,
     WORDS,
     Item,

@@ -18,8 +18,8 @@ from benchmarks.gpu.page import AIMS, all_done, page
 from benchmarks.gpu.parts import DONE, FAILED, PARTS, ROOT, STOPPED, Result, environment, run_part
 from benchmarks.gpu.report import Report, read_report
 from enginewright.builder.cuda import compile_each
-from tests.emulated_bench import ROOF, EmulatedBench
-from tests.gpu_report import reported
+from tests.emulator.bench import ROOF, EmulatedBench
+from tests.helpers.gpu_report import reported
 
 RESULTS = ROOT / "benchmarks/results"
 SIZES = {
@@ -298,7 +298,7 @@ def test_a_wrong_product_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     shape = gemm.Shape("gate_up", 64, 128, gated=True, most=9)
     monkeypatch.setattr(gemm, "TOKENS", (7,))
     monkeypatch.setattr(gemm, "r16", lambda weight, gated: weight.view(torch.uint8).flatten())
-    bench, call = EmulatedBench(), gemm.FORMATS[0].call(shape)
+    bench, call = EmulatedBench(), gemm.FORMATS[0].call(shape, "sm_90a")
     bench.compile(gemm.kernels_of(shape, call))
     found = reported(tmp_path, lambda report: gemm.measure(bench, report, ROOF, shape, {gemm.FORMATS[0]: call}))
     assert "it is off by" in str(found["gemm/gate_up/7/bf16"]["error"])
@@ -324,7 +324,7 @@ def test_attention_is_called_as_engines_call_it(tokens: int, tmp_path: Path) -> 
 
 def test_all_calls_are_there_and_compile_for_an_h200() -> None:
     """One of each kernel; the rest differ in numbers."""
-    calls = {(shape, format): format.call(shape) for shape in gemm.SHAPES for format in gemm.FORMATS}
+    calls = {(shape, format): format.call(shape, "sm_90a") for shape in gemm.SHAPES for format in gemm.FORMATS}
     some = [call.instances(gemm.sizes_of(4096))[0] for (shape, _), call in calls.items() if shape.name == "qkv"][:1]
     for format in gemm.FORMATS:
         if format.name in ("int4", "fp8a8"):

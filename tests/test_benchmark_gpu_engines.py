@@ -10,14 +10,14 @@ from msgspec.structs import replace
 from benchmarks.gpu import answers, engines
 from enginewright.builder import build
 from enginewright.runtime import core
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.step_plan import StepPlan
-from tests.gpu_report import reported
-from tests.ladder import Ladder
-from tests.late_executor import LateExecutor
-from tests.tiny import VOCAB_SIZE
+from tests.helpers.gpu_report import reported
+from tests.helpers.ladder import Ladder
+from tests.helpers.late_executor import LateExecutor
+from tests.helpers.tiny import VOCAB_SIZE
 
 
 def steps_of(patch: pytest.MonkeyPatch) -> list[int]:

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.gpu import gemm, tiles
 from benchmarks.gpu.report import Report
-from tests.emulated_bench import EmulatedBench
-from tests.gpu_report import reported
+from tests.emulator.bench import EmulatedBench
+from tests.helpers.gpu_report import reported
 
 SHAPE = gemm.Shape("down", 32, 1024, most=9)
 INT4 = next(format for format in gemm.FORMATS if format.name == "int4")

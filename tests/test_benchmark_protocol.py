@@ -1,5 +1,6 @@
 """What benchmarks compute: checkpoints that are made for them, and figures out of times. No time is measured here."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +9,20 @@ import pytest
 import torch
 from peers.gguf_file import write_gguf
 from protocol.figures import best_peer, ratios, shown
+from protocol.idle_guard import Snapshot
 from protocol.models import Model
 from protocol.points import point
-from protocol.quiet import Snapshot
 from protocol.results import Results
+from protocol.rows import in_rows
 from rescale import rescale
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from enginewright.runtime.bench.roof import Rate, Roof
+from enginewright_bench.roof import Rate, Roof
 from tests import tolerances
-from tests.tiny_gguf import interleave
+from tests.helpers.tiny_gguf import interleave
 
+RESULTS = Path(__file__).parent.parent / "benchmarks/results"
 SIZES = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -174,3 +177,32 @@ def test_results_are_written_with_their_losses_and_without_folders(tmp_path: Pat
 def test_work_of_others_is_what_neither_we_nor_our_workers_did() -> None:
     before, after = Snapshot(wall=10.0, busy=100.0, own=40.0), Snapshot(wall=12.0, busy=103.0, own=42.0)
     assert after.elsewhere(before) == pytest.approx(0.5)
+
+
+VALUES = ({"a": {"b": [{"c": [1, 2.5e-7]}, {}], "d": []}, "é": {}}, [[1, 2], "x"], [], None, [1, {"a": [{"b": 2}]}])
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_file_of_rows_is_the_same_value(value: object) -> None:
+    assert json.loads(in_rows(value)) == value
+
+
+def test_a_row_has_a_line() -> None:
+    text = in_rows({"speed": {"rows": [{"name": "x", "seconds": [1, 2]}, {"name": "y"}]}, "format": 1})
+    assert [line.strip() for line in text.splitlines()] == [
+        "{",
+        '"speed": {',
+        '"rows": [',
+        '{"name": "x", "seconds": [1, 2]},',
+        '{"name": "y"}',
+        "]",
+        "},",
+        '"format": 1',
+        "}",
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_results_are_as_the_scripts_write_them(path: Path) -> None:
+    text = path.read_text()
+    assert text == in_rows(json.loads(text)) + "\n"

@@ -21,14 +21,14 @@ from enginewright.builder.checkpoint.base import TokenizerFiles
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, NotEnoughMemoryError, UnsupportedModelError, UsageError
 from enginewright.passes.quant import QuantConfig
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from enginewright.runtime.verify import verify
 from tests import tolerances
-from tests.graphs import QUANTS, relative_error
-from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers.graphs import QUANTS, relative_error
+from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 
 def content_of(path: Path) -> tuple[str, dict[str, bytes]]:

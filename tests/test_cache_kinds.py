@@ -12,7 +12,7 @@ from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.cache.paged import BlockTable
 from enginewright.runtime.cache.recurrent import StateSlot
-from tests.scheduler_watch import BLOCK, group, recurrent
+from tests.helpers.scheduler_watch import BLOCK, group, recurrent
 
 CHUNK, LONGEST, SEQUENCES = 9, 40, 4
 BLANK = -1

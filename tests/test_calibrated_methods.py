@@ -12,7 +12,7 @@ import torch
 from enginewright.errors import EngineError, UsageError
 from enginewright.passes.graph import Linear, nodes_of
 from enginewright.passes.pass_manager import run_passes
-from enginewright.passes.pipeline import run_for_family, run_pipeline
+from enginewright.passes.pipeline import run_for_target, run_pipeline
 from enginewright.passes.quant import W8A8, Int4Awq, Int4Gptq, Int4Rtn, Int8Sq, Int8Wo, QuantConfig, quant_config
 from enginewright.passes.quant.auto import FORMATS, Auto, Mix, assigned, bits_of, free_weights, measured
 from enginewright.passes.quant.int4_awq import by_importance
@@ -22,8 +22,9 @@ from enginewright.passes.quant.smoothing_sites import sites
 from enginewright.passes.spool import Spool
 from enginewright.passes.streaming import stream
 from enginewright.passes.weights import open_rows, read
+from enginewright.plugins.target import CudaTarget
 from tests import tolerances
-from tests.graphs import CASES, DenseRun, dense_graph, graph_before, random_tokens, relative_error
+from tests.helpers.graphs import CASES, DenseRun, dense_graph, graph_before, random_tokens, relative_error
 
 TEXTS = [random_tokens(length, seed).tolist() for seed, length in enumerate((40, 1, 61))]
 CALIBRATED: list[QuantConfig] = [
@@ -188,7 +189,7 @@ def test_an_engine_of_a_calibrated_method_is_its_formats() -> None:
 def test_codes_that_were_chosen_are_in_the_graphs_of_all_targets(quant: QuantConfig) -> None:
     dense: list[ir.Model] = []
     model, _ = run_pipeline(dense_graph("llama"), quant, calibration=Calibration(TEXTS), keep=dense.append)
-    other = run_for_family(dense[0].clone(), quant, "cuda")
+    other = run_for_target(dense[0].clone(), quant, CudaTarget())
     for name in ("model.layers.0.self_attn.qkv_proj.weight", "model.layers.2.mlp.down_proj.weight.scale"):
         here, there = (graph.graph.initializers[name] for graph in (model, other))
         assert here is not there and torch.equal(read(here), read(there))
@@ -221,11 +222,12 @@ def test_static_scales_are_of_what_was_seen() -> None:
 def test_settings() -> None:
     with pytest.raises(UsageError, match="--activation-scheme both is not known: there are dynamic, static"):
         quant_config("int8-sq", activation_scheme="both")
-    assert quant_config("int4-gptq", group_size=64, damping=5) == Int4Gptq(64, damping=5)
-    with pytest.raises(UsageError, match="--damping 0 is not possible"):
-        Int4Gptq(damping=0)
+    assert quant_config("int4-gptq", group_size=64, damping="0.05") == Int4Gptq(64, damping="0.05")
+    for damping in ("0", "1", "5", "-0.1", "nan", "much"):  # 1 and 5 were percents once
+        with pytest.raises(UsageError, match=f"--damping {damping} is not possible: it is a fraction"):
+            Int4Gptq(damping=damping)
     with pytest.raises(UsageError, match="--damping means nothing to --quant int8-wo: it is a setting of int4-gptq"):
-        quant_config(Int8Wo.name, damping=1)
+        quant_config(Int8Wo.name, damping="0.01")
 
 
 def test_a_spool_without_room_says_where(tmp_path: Path) -> None:

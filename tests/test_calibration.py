@@ -18,7 +18,7 @@ from enginewright.errors import EngineError, UsageError
 from enginewright.passes.quant import W8A8, Int4Gptq, Int8Sq, QuantConfig
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.tokenizer import Tokenizer
-from tests.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from enginewright.builder.calibration import data
 from enginewright.builder.calibration.data import read_texts
 from enginewright.builder.checkpoint import hub
 from enginewright.errors import EngineError, UsageError
-from tests.hub_server import Hub, serving
+from tests.helpers.hub_server import Hub, serving
 
 FILES = {
     "README.md": b"# Texts",

@@ -14,7 +14,7 @@ import torch
 from enginewright.builder.checkpoint import gguf_header, open_checkpoint
 from enginewright.builder.checkpoint.gguf_header import read_header
 from enginewright.errors import EngineError
-from tests.tiny_gguf import TinyGguf, state_of, tiny_model
+from tests.helpers.tiny_gguf import TinyGguf, state_of, tiny_model
 
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 F32 = U32.pack(0)

@@ -13,7 +13,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from enginewright.builder.checkpoint import TokenizerFiles, open_checkpoint
 from enginewright.errors import EngineError, UnsupportedModelError
-from tests.tiny_gguf import TinyGguf, state_of, tiny_model
+from tests.helpers.tiny_gguf import TinyGguf, state_of, tiny_model
 
 TEXTS = [
     "",

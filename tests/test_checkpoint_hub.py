@@ -16,8 +16,8 @@ from enginewright.builder.checkpoint import Checkpoint, hub, open_checkpoint, op
 from enginewright.builder.models import build_graph, check_config
 from enginewright.cli import main
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
-from tests.hub_server import Hub, serving
-from tests.tiny import FAMILIES, tiny_checkpoint, tiny_config
+from tests.helpers.hub_server import Hub, serving
+from tests.helpers.tiny import FAMILIES, tiny_checkpoint, tiny_config
 
 TEXTS = {
     "config.json": b'{"model_type": "llama"}',

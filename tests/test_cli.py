@@ -1,6 +1,7 @@
 """The `engine` command as people meet it: what it prints, where, and its exit codes."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -14,18 +15,21 @@ import onnx
 import pytest
 from click.testing import CliRunner, Result
 
-from enginewright import _cpu
+from enginewright import _cpu, cli_hints
 from enginewright.cli import QUANTS, main
-from enginewright.cli_help import SectionCommand, SectionOption
+from enginewright.cli_help import SectionCommand, SectionOption, first_sentence
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.passes.quant import METHODS, quant_config
-from enginewright.runtime import envelope
+from enginewright.runtime import envelope, inspect
+from enginewright.runtime.count import format_bytes
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.machine import num_cores
-from tests.engines import copied
-from tests.serving import tiny_engine
-from tests.tiny import tiny_checkpoint
+from enginewright.runtime.step_plan import StepPlan
+from tests.helpers.engines import copied
+from tests.helpers.serving import tiny_engine
+from tests.helpers.tiny import tiny_checkpoint
 
 
 def run(*arguments: object, **environment: str) -> Result:
@@ -49,7 +53,7 @@ def test_build_reports_phases_and_the_next_command(checkpoint: Path, tmp_path: P
     path = tmp_path / "x.engine"
     result = run("build", checkpoint, "--quant", "int8_wo", "--max_seq_len", "512", "--output", path)
     assert result.exit_code == 0 and result.stdout == ""
-    for piece in ("pack the weights", "sha256:", "MB of weights", f"next     engine generate {path}"):
+    for piece in ("pack the weights", "sha256:", "KiB of weights", f"next     engine generate {path}"):
         assert piece in result.stderr
 
 
@@ -113,10 +117,27 @@ def test_inspect_and_verify(engine: Path) -> None:
     fits = summary["memory"]["sequences_by_length"]["512"]
     kv = fits * 512 * summary["memory"]["kv_bytes_per_token"]
     assert 0.9 * 2**30 < kv + summary["memory"]["weight_bytes"] + summary["memory"]["arena_bytes"] <= 2**30
+    assert summary["memory"]["kv_cache_bytes"] >= kv
     text = run("inspect", engine, "--sections").stdout
     assert "weights/model.norm.weight" in text and "sequences of 512 positions" in text
     report = json.loads(run("verify", engine, "--json").stdout)
     assert report["hashes"] == report["goldens"] == "right"
+
+
+def test_inspect_says_what_run_would_take(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what is left, without --memory; with it all, and the option that makes `run` take as much."""
+    whole = json.loads(run("inspect", engine, "--json").stdout)["memory"]
+    free = whole["weight_bytes"] + whole["arena_bytes"] + (16 << 20)  # too little for all sequences of a batch
+    for module in (envelope, inspect):
+        monkeypatch.setattr(module, "free_memory", lambda: free)
+    shown = run("inspect", engine).stdout
+    assert f"of the {format_bytes(free)} that are free, `engine run` takes 8.0 MiB for the KV cache" in shown
+    given = run("inspect", engine, "--memory", free).stdout
+    assert "16.0 MiB are left for the KV cache (`engine run --kv-cache-memory 16m`)" in given
+    block_bytes = 32 * whole["kv_bytes_per_token"]
+    for limits, kv_cache_bytes in (({}, 8 << 20), ({"kv_cache_memory": "16m"}, 16 << 20)):
+        with LLM(engine, **limits) as llm:
+            assert 0 <= kv_cache_bytes - llm.envelope.kv_bytes < block_bytes
 
 
 @pytest.mark.parametrize("isa", _cpu.isa_names())
@@ -243,8 +264,16 @@ def test_a_checkpoint_is_said_to_be_built_first(checkpoint: Path, tmp_path: Path
         assert f"Run: {command}\n" in refused(2, "generate", given, "-p", "x")
         with pytest.raises(UsageError, match=r"build it first|has to be built first"):
             LLM(given)
-    for path in ("nothing.engine", tmp_path / "x" / "y", "owner/tiny.engine"):
-        assert "cannot be opened" in refused(1, "run", path)
+
+
+@pytest.mark.parametrize("words", ["run", "inspect", "verify", "generate -p x", "bench offline", "bench profile"])
+def test_an_engine_that_is_not_there_is_2(words: str, tmp_path: Path) -> None:
+    """What begins like a path is one, and never taken for a model of the hub."""
+    for path in ("nothing.engine", tmp_path / "x" / "y", "owner/tiny.engine", "./x/y", "../x/y", "~/x/y"):
+        assert refused(2, *words.split(), path) == f"engine: {path} cannot be opened: there is no such file\n"
+    for path in ("nothing.engine", "./x/y"):
+        with pytest.raises(UsageError, match="there is no such file"):
+            LLM(path)
 
 
 @pytest.mark.parametrize(
@@ -292,6 +321,56 @@ def test_no_command_that_is_near() -> None:
 )
 def test_formats_of_other_programs_are_answered_with_ours(typed: str, meant: str) -> None:
     assert f"Did you mean {meant}?\n" in refused(2, "build", "x", "--quant", typed)
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("run x --tensor-parallel-size 2", "An engine runs on one device: leave it out."),
+        ("run x --tensor_parallel_size=2", "An engine runs on one device: leave it out."),
+        ("run x --tensor-paralel-size 2", "An engine runs on one device: leave it out."),
+        ("run x -tp 2", "An engine runs on one device: leave it out."),
+        ("generate x -ngl 99 -p x", "An engine runs on one device as a whole: --device cuda."),
+        ("run x --gpu-memory-utilization 0.9", "Say what the KV cache may take: --kv-cache-memory 8GiB."),
+        ("run x --dtype auto", "Formats are chosen when the engine is built: engine build MODEL --quant METHOD."),
+        ("build x --max-num-seqs 3", "The batch size is an option of engine run: --max-num-seqs."),
+        ("build x --max-model-len 3", "The longest sequence of an engine is set by engine build --max-seq-len."),
+        ("generate x --temp 1", "Write --temperature."),
+        ("bench offline x --speculative-config {}", "That is not implemented."),
+        ("run x --max-num-seq 3", "(Did you mean one of: '--max-num-seqs', '--max-num-waiting'?)"),
+    ],
+)
+def test_options_of_other_programs_are_answered_with_what_to_do(typed: str, answer: str) -> None:
+    assert refused(2, *typed.split()).endswith(f" {answer}\n")
+
+
+def test_hints_name_options_that_exist() -> None:
+    known = {option for _, command in commands() for parameter in command.params for option in parameter.opts}
+    for name, hint in cli_hints.OPTIONS.items():
+        for option in re.findall(r"--[a-z-]+", hint):
+            assert option in known, (name, option)
+
+
+@pytest.mark.parametrize("target", ["gpu", "GPU", "cuda", "cuda:", "cpu+gpu", "nvidia"])
+def test_a_gpu_without_its_architecture(target: str) -> None:
+    text = " ".join(refused(2, "build", "x", "--target", target).split())
+    assert "Name the GPU's architecture: cuda:sm_80 (A100)" in text and "mean" not in text
+
+
+def test_help_is_a_command() -> None:
+    for words in ((), ("build",), ("bench",), ("bench", "serve")):
+        assert run("help", *words).stdout == run(*words, "--help").stdout
+    assert "Did you mean 'build'?" in refused(2, "help", "biuld")
+    assert "run has no commands of its own" in refused(2, "help", "run", "x")
+
+
+@pytest.mark.parametrize("group", [(), ("bench",)])
+def test_lists_of_commands_are_not_cut_short(group: tuple[str, ...]) -> None:
+    text = run(*group, "--help").stdout
+    listed = " ".join(text.partition("Commands:")[2].split())
+    for words, command in commands():
+        if words[:-1] == group:
+            assert first_sentence(command.help or "") in listed and "..." not in listed
 
 
 def test_a_format_that_nothing_is_like() -> None:
@@ -371,6 +450,27 @@ def test_damaged_engines_are_5(engine: Path, tmp_path: Path) -> None:
         at = file.offsets["weights/model.norm.weight"]
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     assert "weights/model.norm.weight" in refused(5, "verify", path)
+
+
+@pytest.mark.parametrize("output", [["--json"], []], ids=["json", "text"])
+def test_an_engine_that_is_changed_under_a_running_answer_is_5(
+    engine: Path, tmp_path: Path, output: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = copied(engine, tmp_path / "changed.engine", {})
+    step, left = CpuExecutor.run, 3
+
+    def run_and_change(executor: CpuExecutor, plan: StepPlan) -> np.ndarray:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.truncate(path, path.stat().st_size - 64)
+        return step(executor, plan)
+
+    monkeypatch.setattr(CpuExecutor, "run", run_and_change)
+    result = run("generate", path, "-p", "x", "--ignore-eos", "--max-tokens", "20", *output)
+    assert result.exit_code == 5, result.output
+    assert f"engine: the engine has failed: {path} was changed while it is in use: it was cut short" in result.stderr
+    assert "--no-mmap" in result.stderr and "Traceback" not in result.output + caplog.text
 
 
 def test_weights_are_hashed_before_they_are_used_if_asked_for(engine: Path, tmp_path: Path) -> None:

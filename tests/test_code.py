@@ -7,7 +7,7 @@ import pytest
 
 from enginewright.code import CodeArchive, Launch, read_code, write_code
 from enginewright.errors import CorruptEngineError
-from tests.header_fuzz import damaged
+from tests.helpers.header_fuzz import damaged
 
 KERNELS = {
     "add_rms_norm@1<576, 1, 32>": (Launch("_ZN12enginewright3addE"), b"\x7fELF" + bytes(range(97))),

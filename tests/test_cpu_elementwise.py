@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from tests.kernel_runner import TOKENS, KernelRunner, Operands, weight
+from tests.helpers.kernel_runner import TOKENS, KernelRunner, Operands, weight
 from tests.tolerances import BF16_ROUNDING, NORM_F32, SOFTCAP_F32, TANH_GELU_SILU
 
 ISAS = _cpu.isa_names()

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from enginewright import _cpu
-from tests.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, Operands, aligned, weight
+from tests.helpers.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, Operands, aligned, weight
 
 SEQUENCES = (0, 0, 1, 0, 0, 0)
 SEQUENCE_ENDS = (1, 0, 1, 0, 0, 0)
@@ -257,54 +257,75 @@ def test_weights_live_as_long_as_the_executor() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "row", "row_bytes"), [("bf16", 64, 128), ("i8", 68, 68), ("e4m3", 68, 68)])
-def test_kv_pools(dtype: str, row: int, row_bytes: int) -> None:
-    pools = _cpu.KvPools(layers=2, num_blocks=5, block_size=32, kv_heads=3, head_dim=40, dtype=dtype)
-    assert pools.nbytes == 2 * 2 * 5 * 3 * 32 * row_bytes
-    for array in (pools.keys(0), pools.values(0), pools.keys(1), pools.values(1)):
+def test_cache_blocks(dtype: str, row: int, row_bytes: int) -> None:
+    blocks = _cpu.CacheBlocks(
+        layers=2, num_blocks=5, block_size=32, planes=[("key", 3, 40, dtype), ("value", 3, 40, dtype)]
+    )
+    assert blocks.nbytes == 2 * 2 * 5 * 3 * 32 * row_bytes
+    planes = [blocks.plane(layer, name) for layer in (0, 1) for name in ("key", "value")]
+    for array in planes:
         assert array.shape == (5, 3, 32 * row) and not array.any() and array.ctypes.data % 64 == 0
         array[:] = 1
-    pools.scrub([4, 1])
-    for array in (pools.keys(0), pools.values(0), pools.keys(1), pools.values(1)):
+    blocks.scrub([4, 1])
+    for array in planes:
         assert not array[[1, 4]].any() and array[[0, 2, 3]].all()
-    for blocks in ([5], [-1], [0, 5]):
+    for some in ([5], [-1], [0, 5]):
         with pytest.raises(ValueError, match="no block"):
-            pools.scrub(blocks)
-    assert pools.keys(0)[0].all(), "nothing is scrubbed where one block is refused"
-    for value, array in enumerate((pools.keys(0), pools.values(0), pools.keys(1), pools.values(1))):
+            blocks.scrub(some)
+    assert planes[0][0].all(), "nothing is scrubbed where one block is refused"
+    for value, array in enumerate(planes):
         array[:] = np.arange(5)[:, None, None] + 10 * value
-    pools.copy([(0, 3), (3, 1)])
-    for value, array in enumerate((pools.keys(0), pools.values(0), pools.keys(1), pools.values(1))):
+    blocks.copy([(0, 3), (3, 1)])
+    for value, array in enumerate(planes):
         assert (array == np.array([0, 0, 2, 0, 4])[:, None, None] + 10 * value).all(), "pair by pair"
     for pairs in ([(0, 5)], [(-1, 0)], [(2, 2)]):
         with pytest.raises(ValueError, match=r"no block|onto itself"):
-            pools.copy(pairs)
-    for layer in (-1, 2):
-        with pytest.raises(ValueError, match="no layer"):
-            pools.keys(layer)
-        with pytest.raises(ValueError, match="no layer"):
-            spec.kv(pools, layer)
+            blocks.copy(pairs)
+    for layer, name, message in ((-1, "key", "no layer"), (2, "key", "no layer"), (0, "keys", "no plane")):
+        with pytest.raises(ValueError, match=message):
+            blocks.plane(layer, name)
+        with pytest.raises(ValueError, match=message):
+            spec.cache(blocks, layer, name)
 
 
-@pytest.mark.parametrize(
-    "shape", [(0, 1, 32, 1, 64), (1, 0, 32, 1, 64), (1, 1, 24, 1, 64), (1, 1, 0, 1, 64), (1, 1, 32, 0, 64)]
-)
-def test_kv_pools_without_a_size_are_refused(shape: tuple[int, int, int, int, int]) -> None:
+def test_planes_of_different_shapes_share_blocks() -> None:
+    """[layers][planes][heads][tile] in a block, whatever each plane's shape."""
+    blocks = _cpu.CacheBlocks(2, 3, 16, [("latent", 1, 96, "bf16"), ("index_key", 2, 40, "i8")])
+    latent_bytes, index_bytes = 16 * 96 * 2, 2 * 16 * (64 + 4)
+    assert blocks.nbytes == 3 * 2 * (latent_bytes + index_bytes)
+    whole = blocks.blocks()
+    for layer in (0, 1):
+        latent, index = blocks.plane(layer, "latent"), blocks.plane(layer, "index_key")
+        assert latent.shape == (3, 1, 16 * 96) and index.shape == (3, 2, 16 * 68)
+        latent[1], index[1] = 0x0101 + layer, 3 + layer
+        start = layer * (latent_bytes + index_bytes)
+        assert not whole[[0, 2]].any()
+        assert set(whole[1, start + 1 : start + latent_bytes : 2]) == {1}
+        assert (whole[1, start + latent_bytes : start + latent_bytes + index_bytes] == 3 + layer).all()
+
+
+NO_SIZE = [(0, 1, 32, 1, 64), (1, 0, 32, 1, 64), (1, 1, 24, 1, 64), (1, 1, 0, 1, 64), (1, 1, 32, 0, 64)]
+OVERFLOWS = [(2**40, 2**40, 32, 1, 64), (1, 2**62, 32, 1, 64), (1, 1, 32, 1, 2**62)]
+
+
+@pytest.mark.parametrize("shape", [*NO_SIZE, *OVERFLOWS])
+def test_cache_blocks_of_impossible_sizes_are_refused(shape: tuple[int, int, int, int, int]) -> None:
+    layers, num_blocks, block_size, heads, dim = shape
     with pytest.raises(ValueError):
-        _cpu.KvPools(*shape)
+        _cpu.CacheBlocks(layers, num_blocks, block_size, [("key", heads, dim, "bf16")])
+
+
+def test_a_cache_without_planes_is_refused() -> None:
+    with pytest.raises(ValueError, match="no size"):
+        _cpu.CacheBlocks(1, 1, 32, [])
 
 
 @pytest.mark.parametrize("dtype", ["f32", "u4"])
-def test_kv_pools_of_other_dtypes_are_refused(dtype: str) -> None:
-    with pytest.raises(ValueError, match=f"a KV pool holds bf16, i8 or e4m3, not {dtype}"):
-        _cpu.KvPools(1, 1, 32, 1, 64, dtype)
+def test_planes_of_other_dtypes_are_refused(dtype: str) -> None:
+    with pytest.raises(ValueError, match=f"the plane 'key' holds bf16, i8 or e4m3, not {dtype}"):
+        _cpu.CacheBlocks(1, 1, 32, [("key", 1, 64, dtype)])
     with pytest.raises(ValueError, match="there is no dtype 'int8'"):
-        _cpu.KvPools(1, 1, 32, 1, 64, "int8")
-
-
-@pytest.mark.parametrize("shape", [(2**40, 2**40, 32, 1, 64), (1, 2**62, 32, 1, 64), (1, 1, 32, 1, 2**62)])
-def test_kv_pools_whose_size_overflows_are_refused(shape: tuple[int, int, int, int, int]) -> None:
-    with pytest.raises(ValueError):
-        _cpu.KvPools(*shape)
+        _cpu.CacheBlocks(1, 1, 32, [("key", 1, 64, "int8")])
 
 
 def slow_runner(threads: int) -> KernelRunner:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from tests.gemm_problem import (
+from tests.helpers.gemm_problem import (
     BF16_KERNELS,
     INT8_KERNELS,
     KERNELS,
@@ -18,7 +18,7 @@ from tests.gemm_problem import (
     generator,
     relative_error,
 )
-from tests.kernel_runner import KernelRunner, Operands, weight
+from tests.helpers.kernel_runner import KernelRunner, Operands, weight
 from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 ISAS = _cpu.isa_names()

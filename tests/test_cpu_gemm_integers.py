@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from tests.gemm_problem import FOUR_BIT_KERNELS, INT8_KERNELS, Problem, relative_error, scales_of
-from tests.kernel_runner import KernelRunner, Operands, weight
+from tests.helpers.gemm_problem import FOUR_BIT_KERNELS, INT8_KERNELS, Problem, relative_error, scales_of
+from tests.helpers.kernel_runner import KernelRunner, Operands, weight
 from tests.tolerances import GEMM_F32
 
 ISAS = _cpu.isa_names()

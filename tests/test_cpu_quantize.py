@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from tests.gemm_problem import runs_of
-from tests.kernel_runner import Buffer, KernelRunner, Operands, weight
+from tests.helpers.gemm_problem import runs_of
+from tests.helpers.kernel_runner import Buffer, KernelRunner, Operands, weight
 
 ISAS = _cpu.isa_names()
 COLUMNS = [1, 15, 64, 100, 577]

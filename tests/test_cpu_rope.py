@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from tests.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, weight
-from tests.paged_kv import BLOCK_SIZE, Heads, PoolViews
+from tests.helpers.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, weight
+from tests.helpers.paged_kv import BLOCK_SIZE, Heads, PoolViews, kv_blocks, kv_operands
 from tests.tolerances import ROPE_TABLE
 
 ISAS = _cpu.isa_names()
@@ -48,11 +48,11 @@ class Write:
         self.slots = torch.randperm(blocks * BLOCK_SIZE, generator=generator)[:tokens].int().numpy()
         self.pools = self.poisoned_pools(blocks)
 
-    def poisoned_pools(self, blocks: int) -> _cpu.KvPools:
-        pools = _cpu.KvPools(2, blocks, BLOCK_SIZE, self.heads.kv_heads, self.heads.head_dim, self.kv)
+    def poisoned_pools(self, blocks: int) -> _cpu.CacheBlocks:
+        pools = kv_blocks(2, blocks, self.heads.kv_heads, self.heads.head_dim, self.kv)
         for layer in (0, 1):
-            pools.keys(layer)[:] = POISON[self.kv]
-            pools.values(layer)[:] = POISON[self.kv]
+            pools.plane(layer, "key")[:] = POISON[self.kv]
+            pools.plane(layer, "value")[:] = POISON[self.kv]
         return pools
 
     def run(self, isa: str, threads: int = 1) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Write:
             "cos": runner.filled(self.cos),
             "sin": runner.filled(self.sin),
             "slots": _cpu.OperandSpec.step("slots.0"),
-            "kv": _cpu.OperandSpec.kv(self.pools, 1),
+            **kv_operands(self.pools, 1),
             "q_out": out,
         }
         attributes = {"heads": heads.heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
@@ -97,11 +97,11 @@ class Write:
 
     def check(self, isa: str, threads: int = 1) -> None:
         assert torch.equal(self.run(isa, threads), self.turned(self.q).bfloat16().float())
-        expected = self.poisoned_pools(len(self.pools.keys(0)))
+        expected = self.poisoned_pools(len(self.pools.plane(0, "key")))
         PoolViews(self.heads, expected, 1).write(self.slots, self.turned(self.k), self.v)
         for layer in (0, 1):  # other slots and layers are as they were
-            assert np.array_equal(self.pools.keys(layer), expected.keys(layer))
-            assert np.array_equal(self.pools.values(layer), expected.values(layer))
+            assert np.array_equal(self.pools.plane(layer, "key"), expected.plane(layer, "key"))
+            assert np.array_equal(self.pools.plane(layer, "value"), expected.plane(layer, "value"))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -156,7 +156,7 @@ def test_a_slot_outside_of_the_pool_is_refused() -> None:
         write.slots[1] = slot
         with pytest.raises(ValueError, match=r"slots\.0\[1\] is"):
             write.run("portable")
-        assert (write.pools.keys(1) == POISON["bf16"]).all()
+        assert (write.pools.plane(1, "key") == POISON["bf16"]).all()
 
 
 @pytest.mark.parametrize(
@@ -169,6 +169,6 @@ def test_a_slot_outside_of_the_pool_is_refused() -> None:
 )
 def test_malformed_operands_are_refused(message: str, heads: Heads, rotated: int, pool_heads: Heads) -> None:
     write = Write(heads, 2, rotated)
-    write.pools = _cpu.KvPools(2, 3, BLOCK_SIZE, pool_heads.kv_heads, pool_heads.head_dim)
+    write.pools = kv_blocks(2, 3, pool_heads.kv_heads, pool_heads.head_dim)
     with pytest.raises(ValueError, match=message):
         write.run("portable")

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.cuda_attention import (
+from tests.emulator.kernels import SCHEDULES, Kernels
+from tests.helpers.cuda_attention import (
     Attention,
     assert_a_page_table_that_is_off_is_noticed,
     assert_each_site_is_missed,
@@ -16,8 +17,7 @@ from tests.cuda_attention import (
     part,
     whole,
 )
-from tests.emulated import SCHEDULES, Kernels
-from tests.paged_kv import Heads
+from tests.helpers.paged_kv import Heads
 
 SMALL = Heads(6, 2, 24)
 BY_KV = [Attention(SMALL, kv, out="f32") for kv in ("bf16", "i8", "e4m3")]

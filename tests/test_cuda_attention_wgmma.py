@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.cuda_attention import (
+from tests.emulator.kernels import SCHEDULES, EmulatedKernels, Kernels
+from tests.helpers.cuda_attention import (
     Attention,
     assert_a_page_table_that_is_off_is_noticed,
     assert_each_site_is_missed,
@@ -12,8 +13,7 @@ from tests.cuda_attention import (
     part,
     whole,
 )
-from tests.emulated import SCHEDULES, EmulatedKernels, Kernels
-from tests.paged_kv import Heads
+from tests.helpers.paged_kv import Heads
 
 PLAIN = Attention(Heads(6, 2, 50), out="f32", wgmma=True)
 ATTENTIONS = [

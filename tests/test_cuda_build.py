@@ -1,6 +1,7 @@
 """One file for CPUs and GPUs, built without a GPU: what is in it, that it is the same twice, and who refuses it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from enginewright.cli import main
 from enginewright.code import read_code
 from enginewright.engine_file import EngineFile
 from enginewright.errors import NoCodeForMachineError
-from enginewright.plan import Plan, Sizes
-from enginewright.plugins import hopper
+from enginewright.plan import Plan, step_sizes
+from enginewright.plugins.architectures import ARCHITECTURES
 from enginewright.runtime.cuda.device import num_gpus
 from enginewright.runtime.devices import open_engine, open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from tests.graphs import checkpoint_of
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.graphs import checkpoint_of
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 TARGETS = ("cpu", "cuda:sm_80", "cuda:sm_90a", "cuda:sm_100a")
 
@@ -47,7 +48,7 @@ def test_it_has_each_weight_once_and_code_for_each_architecture(engine: Path) ->
     with EngineFile.open(engine) as file, Engine(file, "cpu") as on_cpu:
         on_gpu = Engine(file, "cuda")
         assert set(on_cpu.plan.weight_names()) == set(on_gpu.plan.weight_names())
-        called = {launch.kernel for step in on_gpu.plan.steps for launch in step.launches}
+        called = {launch.kernel for step in on_gpu.plan.calls for launch in step.launches}
         assert on_gpu.plan.sampling is not None
         for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
             archive = on_gpu.code(capability)
@@ -67,7 +68,7 @@ def test_inspect_says_what_code_there_is(engine: Path) -> None:
 @pytest.mark.skipif(num_gpus() > 0, reason="there is a GPU")
 def test_without_a_gpu_it_runs_on_the_cpu_and_nowhere_else(engine: Path) -> None:
     with open_engine(engine) as opened:
-        assert opened.family == "cpu"
+        assert opened.target == "cpu"
     refused = CliRunner().invoke(main, ["generate", str(engine), "--prompt", "a", "--device", "cuda"])
     assert refused.exit_code == NoCodeForMachineError.exit_code
     assert "there is no GPU 0 here" in refused.output and "--device cpu" in refused.output
@@ -78,7 +79,7 @@ def test_without_a_gpu_it_runs_on_the_cpu_and_nowhere_else(engine: Path) -> None
 
 
 def test_wgmma_where_it_is_switched_on_is_for_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    targets = ("cuda:sm_80", "cuda:sm_90a")
+    targets = ("cuda:sm_80", "cuda:sm_90a", "cuda:ptx")
     model = tiny_config("llama", head_dim=64)
     checkpoint = MemoryCheckpoint.of(tiny_model(model), model)
 
@@ -86,9 +87,9 @@ def test_wgmma_where_it_is_switched_on_is_for_hopper_alone(monkeypatch: pytest.M
         return assemble(checkpoint, BuildConfig(targets=targets, **options), Silent())
 
     before = assembled().plans["cuda"]
-    assert not any(launch.architectures for launch in before.launches())  # no engine has it until then
-    monkeypatch.setattr(hopper, "GEMM_ON", ("sm_90a",))
-    monkeypatch.setattr(hopper, "PREFILL_ON", ("sm_90a",))
+    assert not any("wgmma" in launch.kernel for launch in before.launches())  # no engine has it until then
+    switched_on = replace(ARCHITECTURES["sm_90a"], wgmma_gemm=True, wgmma_prefill=True)
+    monkeypatch.setitem(ARCHITECTURES, "sm_90a", switched_on)
     assembly = assembled()
     plan = Plan.from_json(assembly.plans["cuda"].to_json())
     for architecture, large, prefill in (
@@ -96,19 +97,38 @@ def test_wgmma_where_it_is_switched_on_is_for_hopper_alone(monkeypatch: pytest.M
         ("ptx", "gemm_large", "paged_prefill"),
         ("sm_90a", "gemm_wgmma", "paged_prefill_wgmma"),
     ):
-        for step in plan.for_code(architecture).steps:
+        for step in plan.for_code(architecture).calls:
             if step.kernel.startswith("paged_attention"):
                 assert [one.kernel.partition("-")[0] for one in step.launches] == [prefill, "paged_decode"]
             if not step.kernel.startswith("gemm"):
                 continue
             for tokens, expected in ((1, "gemm_small"), (64, "gemm_small"), (65, large), (5000, large)):
-                (one,) = (launch for launch in step.launches if launch.runs(Sizes(tokens, tokens, tokens, 1, 1)))
+                sizes = step_sizes(tokens=tokens, sequences=tokens, logit_rows=tokens)
+                (one,) = (launch for launch in step.launches if launch.runs(sizes))
                 assert one.kernel.startswith(expected)
     names = [
         next(name for name in assembly.kernels if name.startswith(start)) for start in ("gemm_l", "gemm_w", "embed")
     ]
-    sections = code_sections({name: assembly.kernels[name] for name in names}, targets)
+    sections = code_sections({name: assembly.kernels[name] for name in names}, targets[:2])
     held = {section: set(read_code(memoryview(data), section).launches) for section, data in sections.items()}
     assert held == {"code/sm_80": {names[0], names[2]}, "code/sm_90a": {names[1], names[2]}}
     assert not any("wgmma" in name for name in assembled(batch_invariant=True).kernels)
     assert not any("prefill_wgmma" in name for name in assembled(kv_cache_dtype="int8").kernels)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_each_architecture_has_the_kernels_of_its_launches(batch_invariant: bool) -> None:
+    names = ("sm_80", "sm_90a", "sm_120")
+    model = tiny_config("llama")
+    config = BuildConfig(targets=tuple(f"cuda:{name}" for name in names), batch_invariant=batch_invariant)
+    assembly = assemble(MemoryCheckpoint.of(tiny_model(model), model), config, Silent())
+    whole = assembly.plans["cuda"]
+    assert any(launch.architectures for launch in whole.launches())  # tiles grow at another number of tokens
+    for name in names:
+        plan = whole.for_code(name)
+        for launch in plan.launches():
+            assert name in (assembly.kernels[launch.kernel].architectures or names)
+        for call in plan.calls:
+            for tokens in (1, 8, 64, 65, 1000, 5000, 20000) if call.kernel.startswith("gemm") else ():
+                sizes = step_sizes(tokens=tokens, sequences=tokens, logit_rows=tokens)
+                assert sum(launch.runs(sizes) for launch in call.launches) == 1

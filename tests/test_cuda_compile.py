@@ -17,12 +17,12 @@ from enginewright.builder.cuda.kernel import Failed, Job
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.env import compiler_environment
 from enginewright.targets import SMS
-from tests.assembler import assembler_log
-from tests.compiled import compile_kernels
-from tests.cuda_attention import Attention
-from tests.cuda_gemm import Gemm
-from tests.paged_kv import Heads
-from tests.tiny import tiny_checkpoint
+from tests.helpers.assembler import assembler_log
+from tests.helpers.compiled import compile_kernels
+from tests.helpers.cuda_attention import Attention
+from tests.helpers.cuda_gemm import Gemm
+from tests.helpers.paged_kv import Heads
+from tests.helpers.tiny import tiny_checkpoint
 
 # What makes compilers write differently: names local to a file, and a header.
 KERNEL = r"""

@@ -17,8 +17,8 @@ from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.cuda import Instance, compile_each
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime.engine import Engine
-from tests.emulated import compiled_library
-from tests.graphs import checkpoint_of, random_tokens
+from tests.emulator.kernels import compiled_library
+from tests.helpers.graphs import checkpoint_of, random_tokens
 
 ROOT = Path(__file__).parent.parent
 TOKENS = 4  # of an answer
@@ -31,7 +31,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, compiler = tmp_path_factory.mktemp("driver"), shutil.which("g++")
     assert compiler is not None, "g++ compiles the driver; there is none"
     options = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([compiler, *options, "-o", folder / "libcuda.so.1", ROOT / "tests/driver.cpp"], check=True)
+    subprocess.run([compiler, *options, "-o", folder / "libcuda.so.1", ROOT / "tests/emulator/driver.cpp"], check=True)
     return folder
 
 
@@ -58,7 +58,9 @@ def test_tests_of_kernels_launch_them_on_a_gpu(driver: Path, tmp_path: Path) -> 
     symbol = compile_each([("sm_90a", instance)])["sm_90a", instance].symbol  # from now on it is in the cache
     (tmp_path / "kernels").write_text(f"{symbol} {compiled_library(((source, expression),), 80)} 3\n")
     on_gpu = {"ENGINEWRIGHT_TEST_DEVICE": "cuda"}
-    found = said("tests.kernel_on_driver", driver, tmp_path / "kernels", [source, expression, threads], **on_gpu)
+    found = said(
+        "tests.emulator.kernel_on_driver", driver, tmp_path / "kernels", [source, expression, threads], **on_gpu
+    )
     lines = np.arange(4 * threads, 8 * threads).reshape(threads, 4)
     assert found == {"by": "GpuKernels", "sums": [*lines.sum(1).tolist(), 77]}
 
@@ -80,7 +82,7 @@ def test_an_engine_asks_the_driver_for_what_it_may(
             library = compiled_library((kernels[launch.kernel][:2],), 80) if runs else "none"
             lines.write(f"{symbols[launch.kernel]} {library} {1 + len(launch.arguments)}\n")
     prompts = [random_tokens(count, seed=count).tolist() for count in (18, 3, 1, 9)]
-    found = said("tests.on_driver", driver, emulated, [str(path), prompts, TOKENS, LIMITS])
+    found = said("tests.emulator.engine_on_driver", driver, emulated, [str(path), prompts, TOKENS, LIMITS])
     with LLM(path, device="cpu", **LIMITS) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
     expected = [output.outputs[0].token_ids for output in outputs]

@@ -5,19 +5,19 @@ import pytest
 import torch
 
 from enginewright.builder.lower import PackedForm, pack
-from enginewright.plan import Linear, Sizes
+from enginewright.plan import Linear, linear, step_sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import CudaKernel, Matrix
 from enginewright.plugins.registry import STANDARD_KERNELS
 from enginewright.runtime.cuda.sampling import DRAWN
-from tests.cuda_call import CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
+from tests.helpers.cuda_call import CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
 
-TOKENS, LOGIT_ROWS = Linear(tokens=1), Linear(logit_rows=1)
-SIZES = Sizes(tokens=5, sequences=2, logit_rows=3, kv_blocks=1, kv_splits=1)
+TOKENS, LOGIT_ROWS = linear(tokens=1), linear(logit_rows=1)
+SIZES = step_sizes(tokens=5, sequences=2, logit_rows=3)
 
 
 def kernel(op: str) -> CudaKernel:
-    binding = STANDARD_KERNELS["cuda"].get(op) or PLUGINS[op].kernels["cuda"]
+    binding = (STANDARD_KERNELS[op] if op in STANDARD_KERNELS else PLUGINS[op].kernels)["cuda"]
     assert isinstance(binding, CudaKernel)
     return binding
 
@@ -101,7 +101,7 @@ def test_embeddings_read_the_table_as_the_file_has_it(op: str, dtype: str) -> No
         "tokens": vector("i32", np.array([0, 36, -1, 16, -3])),
         "drawn": vector("i32", drawn.view(np.int32)),
         "known": empty("i32", TOKENS, 5, 1, 1),
-        "table": Operand(packed, Matrix(dtype, Linear(constant=rows), columns, columns, columns, "r16")),
+        "table": Operand(packed, Matrix(dtype, Linear(rows), columns, columns, columns, "r16")),
         "out": empty("f32", TOKENS, 5, columns, 77),
     }
     if dtype == "i8":

@@ -22,26 +22,27 @@ from enginewright.builder.gate.simulate import simulate
 from enginewright.builder.progress import Silent
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, EngineError
-from enginewright.plan import Sizes
+from enginewright.plan import step_sizes
 from enginewright.plugins.kernel import Specialization
+from enginewright.plugins.target import CPU_TARGET, CudaTarget, Target
 from enginewright.runtime import core
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.cuda.executor import BUCKETS, CudaExecutor, DeviceLogits, bucket_of, buckets_for
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import Entries, Fields, SampledToken, SamplingParams
 from enginewright.runtime.score import score
 from enginewright.runtime.token_mask import Mask
 from tests import tolerances
-from tests.emulated import EmulatedKernels, Kernels
-from tests.emulated_device import EmulatedDevice, device_for
-from tests.graphs import checkpoint_of, random_tokens, relative_error
-from tests.ladder import Ladder
-from tests.ragged import RaggedRun
-from tests.sampling_reference import same_draws, with_newest
-from tests.tiny import wide_checkpoint
+from tests.emulator.device import EmulatedDevice, device_for
+from tests.emulator.kernels import EmulatedKernels, Kernels
+from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error
+from tests.helpers.ladder import Ladder
+from tests.helpers.ragged import RaggedRun
+from tests.helpers.sampling_reference import same_draws, with_newest
+from tests.helpers.tiny import wide_checkpoint
 
 TARGETS = ("cpu", "cuda:sm_80")
 Asked = tuple[list[int], SamplingParams]
@@ -66,13 +67,13 @@ def _folder() -> Path:
 def built(
     family: str, quant: str, kv: str = "bf16", batch_invariant: bool = False, **settings: str
 ) -> tuple[Path, ir.Model, dict[str, Specialization]]:
-    """An engine for both families (without cubins: nothing here runs them), the graph of GPUs, and their code."""
+    """An engine for both targets (without cubins: nothing here runs them), the graph of GPUs, and their code."""
     graphs: dict[str, ir.Model] = {}
     kernels: dict[str, Specialization] = {}
     lower = assembly.lower
 
-    def watched(model: ir.Model, target: str, *rest: int):  # type: ignore[no-untyped-def]
-        graphs[target] = model.clone()
+    def watched(model: ir.Model, target: Target, *rest: int):  # type: ignore[no-untyped-def]
+        graphs[target.name] = model.clone()
         lowered = lower(model, target, *rest)
         kernels.update(lowered.kernels)
         return lowered
@@ -122,8 +123,8 @@ def test_the_gate_simulates_fp8_activations(scales: str) -> None:
     with Engine.open(path, "cuda") as engine:
         weights = FileWeights(engine, made.section_names)
         errors = []
-        for family in ("cuda", "cpu"):
-            streamed = simulate(made.dense.clone(), config.method, family, weights, [tokens])
+        for target in (CudaTarget(), CPU_TARGET):
+            streamed = simulate(made.dense.clone(), config.method, target, weights, [tokens])
             errors.append(relative_error(streamed.logits(0, 0, len(tokens)).numpy(), expected))
     assert errors[0] < tolerances.ENGINE_GRAPH["fp8"] and errors[0] < 0.8 * errors[1], errors
 
@@ -249,9 +250,9 @@ def test_graphs_are_captured_before_they_are_needed() -> None:
 def test_steps_that_decode_take_the_next_larger_graph() -> None:
     assert buckets_for(3) == (1, 2, 3) and buckets_for(16) == (1, 2, 4, 8, 16) and buckets_for(1000) == BUCKETS
     for count, bucket in ((1, 1), (3, 4), (17, 24), (256, 256)):
-        assert bucket_of(Sizes(count, count, count, 9, 9), BUCKETS) == bucket
-    assert bucket_of(Sizes(513, 513, 513, 9, 9), BUCKETS) is None  # more than any graph has
-    assert bucket_of(Sizes(4, 3, 3, 9, 9), BUCKETS) is None  # a prompt is read
+        assert bucket_of(step_sizes(tokens=count, sequences=count, logit_rows=count), BUCKETS) == bucket
+    assert bucket_of(step_sizes(tokens=513, sequences=513, logit_rows=513), BUCKETS) is None  # more than any graph has
+    assert bucket_of(step_sizes(tokens=4, sequences=3, logit_rows=3), BUCKETS) is None  # a prompt is read
 
 
 class Deltas:
@@ -358,10 +359,10 @@ def test_code_that_does_not_take_up_what_was_drawn_is_refused() -> None:
     path, _, kernels = built("llama", "bf16")
     with EngineFile.open(path) as file:
         engine = Engine(file, "cuda")
-        steps = tuple(
-            replaced(step, launches=tuple(replaced(one, arguments=one.arguments[2:]) for one in step.launches))
-            for step in engine.plan.steps
+        calls = tuple(
+            replaced(call, launches=tuple(replaced(one, arguments=one.arguments[2:]) for one in call.launches))
+            for call in engine.plan.calls
         )
-        engine.plan = replaced(engine.plan, steps=steps)
+        engine.plan = replaced(engine.plan, calls=calls)
         with pytest.raises(CorruptEngineError, match="Build it again"):
             CudaExecutor(engine, device_for(kernels), LIMITS)

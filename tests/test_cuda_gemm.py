@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.cuda_gemm import Gemm, Problem, assert_each_site_is_missed, compiled, error
-from tests.emulated import SCHEDULES, EmulatedKernels, Kernels
+from tests.emulator.kernels import SCHEDULES, EmulatedKernels, Kernels
+from tests.helpers.cuda_gemm import Gemm, Problem, assert_each_site_is_missed, compiled, error
 from tests.tolerances import GEMM_F32
 
 # Rows and columns of no round number, with one split of K and with two; a last group that is not whole.

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.cuda_gemm import Gemm, Problem, assert_each_site_is_missed, compiled, error
-from tests.emulated import SCHEDULES, EmulatedKernels, Kernels
+from tests.emulator.kernels import SCHEDULES, EmulatedKernels, Kernels
+from tests.helpers.cuda_gemm import Gemm, Problem, assert_each_site_is_missed, compiled, error
 from tests.tolerances import GEMM_E4M3_POSITIVE, GEMM_F32
 
 # Of all formats and epilogues, with one and two warpgroups; one chunk of K, and more than there are stages.

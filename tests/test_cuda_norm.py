@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from enginewright.plugins.kernel import expression
-from tests.emulated import SCHEDULES, Kernels
+from tests.emulator.kernels import SCHEDULES, Kernels
 
 ROWS, STRIDE, COLUMNS, EPSILON = 5, 192, 70, 1e-5
 TYPES = {"f32": ("Type::f32", np.float32), "i8": ("Type::i8", np.int8), "e4m3": ("Type::e4m3", np.uint8)}
@@ -17,7 +17,7 @@ def _expression(to: str, group: int, add: bool) -> str:
     return expression(
         "rms_norm",
         "RmsNorm",
-        rows="Rows::tokens",
+        rows=0,
         columns=COLUMNS,
         x_stride=STRIDE,
         delta_stride=STRIDE,

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from enginewright.plan import Linear, Sizes
+from enginewright.plan import linear, step_sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import CudaKernel, Matrix
-from tests.cuda_call import CudaCall, Operand, as_bf16, empty, strided, vector
-from tests.cuda_kv import BLOCK_SIZE, Pools
-from tests.emulated import SCHEDULES
+from tests.emulator.kernels import SCHEDULES
+from tests.helpers.cuda_call import CudaCall, Operand, as_bf16, empty, strided, vector
+from tests.helpers.cuda_kv import BLOCK_SIZE, Pools
 
-TOKENS = Linear(tokens=1)
+TOKENS = linear(tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_rope_and_write(kv: str, heads: int, kv_heads: int, head_dim: int, rotat
         assert isinstance(kernel, CudaKernel)
         matrices = {role: operand.matrix for role, operand in operands.items()}
         call = CudaCall(kernel, matrices, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-        call.run(operands, Sizes(5, 1, 1, 1, 1), schedule)
+        call.run(operands, step_sizes(tokens=5, sequences=1, logit_rows=1), schedule)
         return pools, out.values
 
     def turned(x: np.ndarray) -> np.ndarray:

@@ -4,14 +4,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from enginewright.plan import Linear, Sizes
+from enginewright.plan import Linear, linear, step_sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import CudaKernel, Matrix
-from tests.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, strided
-from tests.emulated import SCHEDULES
+from tests.emulator.kernels import SCHEDULES
+from tests.helpers.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, strided
 
-TOKENS, COLUMNS, STRIDE, PADDED = Linear(tokens=1), 330, 448, 384
-SIZES = Sizes(tokens=6, sequences=1, logit_rows=1, kv_blocks=1, kv_splits=1)
+TOKENS, COLUMNS, STRIDE, PADDED = linear(tokens=1), 330, 448, 384
+SIZES = step_sizes(tokens=6, sequences=1, logit_rows=1)
 
 
 def rows() -> np.ndarray:
@@ -106,7 +106,7 @@ def test_columns_are_gathered(to: str, group: int) -> None:
     padded = COLUMNS if to == "f32" else PADDED
     operands = {
         "x": strided("f32", TOKENS, x, STRIDE),
-        "columns": Operand(order, Matrix("i32", Linear(constant=1), COLUMNS, COLUMNS, COLUMNS)),
+        "columns": Operand(order, Matrix("i32", Linear(1), COLUMNS, COLUMNS, COLUMNS)),
         "out": empty(to, TOKENS, 6, COLUMNS, STRIDE, padded),
     }
     if to in ("i8", "e4m3"):

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from enginewright import _cpu
-from enginewright.plan import Launch, Linear
+from enginewright.plan import Launch, linear
 from enginewright.plugins.kernel import Matrix, Specialization
 from enginewright.plugins.sampling_cuda import SAMPLING_SOURCES, THREADS, sampling_launch
 from enginewright.runtime.cuda.device import Bytes
@@ -27,9 +27,9 @@ from enginewright.runtime.sampling import (
     _Batch,
 )
 from enginewright.runtime.token_mask import Mask, num_words
-from tests.emulated import SCHEDULES, EmulationError, Kernels
-from tests.emulated_device import EmulatedDevice
-from tests.sampling_reference import (
+from tests.emulator.device import EmulatedDevice
+from tests.emulator.kernels import SCHEDULES, EmulationError, Kernels
+from tests.helpers.sampling_reference import (
     FILTERS,
     check_draw,
     chi_square,
@@ -47,7 +47,7 @@ SMALL, LARGE, TINY = (1003, 128), (5003, THREADS), (37, 32)
 
 
 def _launch(vocab: int, threads: int) -> Launch:
-    return sampling_launch(Matrix("f32", Linear(logit_rows=1), vocab, _stride(vocab), vocab), threads)
+    return sampling_launch(Matrix("f32", linear(logit_rows=1), vocab, _stride(vocab), vocab), threads)
 
 
 def _stride(vocab: int) -> int:

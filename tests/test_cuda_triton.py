@@ -12,8 +12,8 @@ from enginewright.builder.cuda import Compiled, compile_each
 from enginewright.builder.cuda.kernel import TritonInstance
 from enginewright.builder.cuda.triton_gemm import TILES, gemm_bf16
 from enginewright.errors import EngineError
+from tests.helpers.triton_gemm_run import PROBLEMS
 from tests.tolerances import TRITON_GEMM_BF16, TRITON_GEMM_F32
-from tests.triton_gemm_run import PROBLEMS
 
 SHARED_BYTES = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_120": 99}  # KiB of a block
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +36,7 @@ def made(cache: Path) -> dict[str, Compiled]:
 
 def test_values_in_the_interpreter() -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "tests.triton_gemm_run"],
+        [sys.executable, "-m", "tests.helpers.triton_gemm_run"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

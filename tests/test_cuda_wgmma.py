@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.emulated import SCHEDULES, EmulatedKernels, EmulationError, Kernels
+from tests.emulator.kernels import SCHEDULES, EmulatedKernels, EmulationError, Kernels
 
-SOURCE = str(Path(__file__).parent / "wgmma_product.cuh")
+SOURCE = str(Path(__file__).parent / "helpers/wgmma_product.cuh")
 KINDS = {"bf16": torch.bfloat16, "bf16_transposed": torch.bfloat16, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 SHAPES = [(kind, tiles, row_bytes) for kind in KINDS for tiles in (8, 16) for row_bytes in (64, 128)]
 FAULTS = {

@@ -15,8 +15,8 @@ from enginewright.passes.quant import W8A8, Bf16
 from enginewright.runtime.diff import compare
 from enginewright.runtime.goldens import GOLDENS, Golden, Goldens
 from enginewright.runtime.quality import QUALITY, QualityReport
-from tests.engines import copied
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.engines import copied
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 PARTS = ("about", "recipe", "sources", "sizes", "kernels", "sections", "evidence")
 

@@ -18,8 +18,8 @@ from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.engine_header import MAX_HEADER_BYTES, header_end, parse_header
 from enginewright.errors import CorruptEngineError, EngineError, UsageError
 from enginewright.manifest import About, Manifest
-from tests.header_fuzz import mutants, read_all, signed
-from tests.small_engine_file import (
+from tests.helpers.header_fuzz import mutants, read_all, signed
+from tests.helpers.small_engine_file import (
     ABOUT,
     PLAN,
     add_content,
@@ -253,18 +253,27 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(CorruptEngineError, match="not a file"):
         EngineFile.open(tmp_path / "fifo")
-    for name in ("missing", "nul\0", "x" * 300):
+    for name, exit_code in (("missing", 2), ("fifo/inside", 2), ("nul\0", 1), ("x" * 300, 1)):
         with pytest.raises(EngineError, match="cannot be opened") as error:
             EngineFile.open(tmp_path / name)
-        assert error.value.exit_code == 1
+        assert error.value.exit_code == exit_code
 
 
 def test_a_newer_format_wants_an_upgrade(path: Path) -> None:
     """Whatever else a newer release changes, the version is read first."""
     data = path.read_bytes()
-    text = header_text(data).replace(rb"\"format_version\":1", rb"\"format_version\":2,\"new\":[]")
+    text = header_text(data).replace(rb"\"format_version\":2", rb"\"format_version\":3,\"new\":[]")
     path.write_bytes(with_header(text, data))
-    with pytest.raises(EngineError, match=r"newer release.* format version 2[^$]*[Uu]pgrade") as error:
+    with pytest.raises(EngineError, match=r"newer release.* format version 3[^$]*[Uu]pgrade") as error:
+        EngineFile.open(path)
+    assert error.value.exit_code == 1
+
+
+def test_an_older_format_wants_another_build(path: Path) -> None:
+    data = path.read_bytes()
+    text = header_text(data).replace(rb"\"format_version\":2", rb"\"format_version\":1,\"old\":[]")
+    path.write_bytes(with_header(text, data))
+    with pytest.raises(EngineError, match=rf"{path}.* older release.* format version 1[^$]*Build it again") as error:
         EngineFile.open(path)
     assert error.value.exit_code == 1
 
@@ -300,7 +309,7 @@ def test_a_header_read_in_part(path: Path) -> None:
         (b'"nbytes":8,', b'"nbytes":8,"nbytes":8,', "canonical"),
         (b'"nbytes":8,', b'"nbytes":8.0,', "Expected `int`"),
         (b'"model_type":', b'"model":"","model_type":', "unknown field"),
-        (b'"format_version":1', b'"format_version":0', "Expected `int` >= 1"),
+        (b'"format_version":2', b'"format_version":0', "Expected `int` >= 2"),
         (b'"name":', b'"Name":', "missing required field `name`|unknown field `Name`"),
     ],
 )

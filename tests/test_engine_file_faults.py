@@ -21,7 +21,7 @@ import pytest
 from enginewright import new_file
 from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.errors import EngineError
-from tests.small_engine_file import ABOUT, add_content, replaced, write_engine
+from tests.helpers.small_engine_file import ABOUT, add_content, replaced, write_engine
 
 CALLS = ("open", "pwrite", "fsync", "link", "replace", "unlink", "close", "fstat", "fstatvfs", "listdir")
 FORGIVEN = {"unlink", "close", "flock"}  # what a build can do without: removing, letting go, locking

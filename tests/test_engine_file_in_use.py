@@ -13,11 +13,11 @@ import pytest
 
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, EngineError
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
-from tests.serving import COMPLETIONS, LIMITS, Running, running, tiny_engine, wait_until
-from tests.small_engine_file import write_engine
+from tests.helpers.serving import COMPLETIONS, LIMITS, Running, running, tiny_engine, wait_until
+from tests.helpers.small_engine_file import write_engine
 
 ANSWER = {"prompt": "a", "max_tokens": 8, "ignore_eos": True}
 
@@ -68,6 +68,19 @@ def check_failed(server: Running, path: Path, why: str, log: str) -> None:
     health = server.ask("GET", "/health")
     assert (health.status, health.json["status"]) == (503, "engine_dead")
     assert f"{path} was changed while it is in use: {why}" in log and "--no-mmap" in log
+
+
+@pytest.mark.parametrize("change", [change for change, _ in CHANGES])
+@pytest.mark.parametrize("warm", [True, False])
+def test_health_sees_a_changed_file_before_a_step_does(path: Path, change: Callable[[Path], None], warm: bool) -> None:
+    with running(engine=path) as server:
+        if warm:
+            assert text_of(server)
+        assert server.ask("GET", "/health").status == 200
+        change(path)
+        health = server.ask("GET", "/health")
+        assert (health.status, health.json["status"]) == (503, "engine_dead")
+        assert health.json["reason"] == "the engine's file was changed while it is in use"
 
 
 @pytest.mark.parametrize(("change", "why"), CHANGES)

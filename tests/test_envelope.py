@@ -10,19 +10,29 @@ from hypothesis import strategies as st
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import NotEnoughMemoryError, UsageError
-from enginewright.plan import Buffer, Linear, PagedCache, Plan, Plane, RecurrentState, Sizes, StateTensor
+from enginewright.plan import (
+    COMMON_DIMS,
+    Buffer,
+    PagedCache,
+    Plan,
+    Plane,
+    RecurrentState,
+    StateTensor,
+    StepSizes,
+    linear,
+)
 from enginewright.runtime import envelope as module
 from enginewright.runtime.cache.paged import blocks_of
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, envelope, sequence_bytes
-from enginewright.runtime.executor import CpuExecutor
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 DTYPE_BYTES = {"f32": 4, "bf16": 2}
 
 
 def plan_of(groups: Sequence[PagedCache], buffers: Sequence[Buffer], longest: int) -> Plan:
-    return Plan("cpu", (), tuple(groups), tuple(buffers), (), 0, buffers[0].columns, longest)
+    return Plan("cpu", DIMS, (), tuple(groups), tuple(buffers), (), 0, buffers[0].columns, longest)
 
 
 PLANES = (Plane("key", 1, 8, "bf16", 16), Plane("value", 1, 8, "bf16", 16))
@@ -33,8 +43,9 @@ GROUPS = st.builds(
     block_size=st.sampled_from([16, 32]),
     window=st.sampled_from([0, 0, 7, 512, 4096]),
 )
+DIMS = (*COMMON_DIMS, "kv_blocks", "kv_splits")
 ROWS = st.builds(
-    Linear,
+    linear,
     constant=st.integers(0, 3),
     tokens=st.integers(0, 2),
     sequences=st.integers(0, 2),
@@ -111,8 +122,8 @@ def test_the_arithmetic(
     limits = result.limits
     assert result.max_model_len == longest
     assert (limits.tokens, limits.sequences, limits.logit_rows) == (chunk, sequences, max(rows or 0, sequences))
-    assert limits.kv_blocks == max(-(-longest // kv.block_size) for kv in groups), "as wide as the widest table"
-    assert limits.kv_splits == -(-longest // 256)
+    assert limits["kv_blocks"] == max(-(-longest // kv.block_size) for kv in groups), "as wide as the widest table"
+    assert limits["kv_splits"] == -(-longest // 256)
     assert result.kv_bytes == sum(count * block[kv] for count, kv in zip(result.num_blocks, groups, strict=True))
     assert one <= result.kv_bytes <= memory + 1
     for kv, count in zip(groups, result.num_blocks, strict=True):
@@ -123,14 +134,14 @@ def test_the_arithmetic(
     assert result.arena_bytes == naive_arena(buffers, limits)
 
 
-def naive_arena(buffers: Sequence[Buffer], limits: Sizes) -> int:
+def naive_arena(buffers: Sequence[Buffer], limits: StepSizes) -> int:
     total = 0
     for slot in range(max(buffer.slot for buffer in buffers) + 1):
         sizes = [0]
         for buffer in buffers:
             if buffer.slot == slot:
-                counts = (1, *limits.as_tuple())
-                rows = sum(factor * count for factor, count in zip(buffer.rows.as_tuple(), counts, strict=True))
+                counts = (1, *limits.counts)
+                rows = sum(factor * count for factor, count in zip(buffer.rows.by_position(DIMS), counts, strict=True))
                 lines = (buffer.columns + 63) // 64
                 stride = 64 * (lines if lines % 2 else lines + 1)
                 sizes.append(rows * stride * DTYPE_BYTES[buffer.dtype])
@@ -139,7 +150,7 @@ def naive_arena(buffers: Sequence[Buffer], limits: Sizes) -> int:
 
 
 KV = PagedCache((0,), PLANES, 32)
-PLAN = plan_of([KV], [Buffer("f32", Linear(logit_rows=1), 100, 0)], 500)
+PLAN = plan_of([KV], [Buffer("f32", linear(logit_rows=1), 100, 0)], 500)
 
 
 def test_a_length_beyond_the_engine_is_refused_with_both_numbers() -> None:

@@ -13,8 +13,8 @@ from enginewright.builder.export import export_onnx
 from enginewright.builder.models import build_graph
 from enginewright.errors import EngineError, UsageError
 from tests import tolerances
-from tests.onnx_run import run
-from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.onnx_run import run
+from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_config, tiny_model
 
 TOKENS = np.arange(3, 20)[None] * 7
 
@@ -115,7 +115,7 @@ def test_a_disk_without_space_is_said_before_weights_are_read(tmp_path: Path, dt
         raise AssertionError("a weight was read")
 
     head.const_value = ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape([tokens, 48]), name=head.name)
-    needed = f"it takes {tokens * 48 * element_bytes / 1e9:,.0f}.\\d\\d GB, [\\d,.]+ GB are free"
+    needed = f"it takes {tokens * 48 * element_bytes / 2**30:,.2f} GiB, [\\d,.]+ GiB are free"
     with pytest.raises(EngineError, match=f"the disk has no space for .*: {needed}") as caught:
         export_onnx(graph, tmp_path / "model.onnx", dtype)
     assert caught.value.exit_code == 1 and list(tmp_path.iterdir()) == []

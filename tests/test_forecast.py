@@ -20,8 +20,8 @@ from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, UsageError
 from enginewright.new_file import NewFile
 from enginewright.passes.quant import METHODS, W8A8, Auto, Fp8, Int4Gptq, Int4Rtn, Int8Sq, QuantConfig
-from tests import tiny_gguf
-from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers import tiny_gguf
+from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 
 def run(*arguments: object) -> Result:
@@ -56,7 +56,7 @@ def test_a_build_does_what_was_said(family: str, quant: QuantConfig, tmp_path: P
     assert said.rewrites == {name: done.rewrites[name] for name in said.rewrites}
     assert set(done.rewrites) - set(said.rewrites) <= ({"smooth", "choose_codes"} if quant.calibrated else set())
     with EngineFile.open(tmp_path / "x.engine") as file:
-        steps = json.loads(file.read_section("plan/cpu"))["steps"]
+        steps = json.loads(file.read_section("plan/cpu"))["calls"]
         assert sum(said.kernels["cpu"].values()) == len(steps) and {step["kernel"] for step in steps} == set(
             said.kernels["cpu"]
         )
@@ -72,7 +72,7 @@ def test_the_command_says_it_and_touches_nothing(folder: Path, tmp_path: Path, m
     before = contents(folder), contents(tmp_path)
     result = run(folder, "--quant", "w8a8", "--dry_run")
     assert result.exit_code == 0 and result.stdout == ""
-    for piece in ("tiny-llama-w8a8.engine", " gemm_w8a8@1", "MB i8", "on that disk", "in memory", "skipped  by"):
+    for piece in ("tiny-llama-w8a8.engine", " gemm_w8a8@1", "KiB i8", "on that disk", "in memory", "skipped  by"):
         assert piece in result.stderr
     report = json.loads(run(folder, "--quant", "w8a8", "--dry-run", "--json").stdout)
     assert report["targets"] == ["cpu"] and report["kernels"]["cpu"]["gemm_w8a8@1"] == 13

@@ -20,7 +20,7 @@ from enginewright.errors import CorruptEngineError, QualityGateError
 from enginewright.manifest import About
 from enginewright.passes.quant import W8A8, Int4Rtn, Int8Sq, Int8Wo
 from enginewright.runtime.quality import QUALITY, QualityReport
-from tests.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 
 def run(*arguments: object) -> Result:

@@ -14,12 +14,12 @@ from enginewright.builder.models import build_graph
 from enginewright.errors import QualityGateError, UnsupportedModelError
 from enginewright.passes.quant import Int8Wo
 from enginewright.passes.streaming import stream
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import forced, score
 from tests import tolerances
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 VOCAB = 307
 

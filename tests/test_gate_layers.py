@@ -22,7 +22,7 @@ from enginewright.passes.quant.method import Calibration, StoredTensor
 from enginewright.passes.weights import RowReader, RowsTensor, read
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.quality import Measured
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 LOOSE = GateConfig(limits={"kl": 1e9, "top1": 0, "ppl": 1e9, "layer": 1e9})
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

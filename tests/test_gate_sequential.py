@@ -16,7 +16,7 @@ from enginewright.builder.progress import Silent
 from enginewright.errors import QualityGateError
 from enginewright.passes.quant import Int4Rtn, Int8Wo
 from enginewright.runtime.quality import Check, Measured, QualityReport, describe_quality
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 
 @pytest.fixture(scope="module")

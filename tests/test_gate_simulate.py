@@ -17,10 +17,11 @@ from enginewright.builder.progress import Silent
 from enginewright.manifest import About, Limits
 from enginewright.passes.streaming import Streamed
 from enginewright.plugins.kv_write import STORED
+from enginewright.plugins.target import CPU_TARGET, CudaTarget, Target
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.cuda.executor import CudaExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.goldens import GOLDENS, Goldens
 from enginewright.runtime.quality import (
     QUALITY,
@@ -33,10 +34,10 @@ from enginewright.runtime.quality import (
     describe_quality,
 )
 from enginewright.runtime.score import score
-from tests.emulated_device import device_for
-from tests.graphs import checkpoint_of, random_tokens, relative_error
-from tests.onnx_run import Array
-from tests.paged_kv import codes_of
+from tests.emulator.device import device_for
+from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error
+from tests.helpers.onnx_run import Array
+from tests.helpers.paged_kv import codes_of
 from tests.test_cuda_engine import built
 
 VOCAB = 307
@@ -60,7 +61,7 @@ def test_the_simulation_is_what_the_cpu_computes(quant: str, tmp_path: Path) -> 
     with Engine.open(tmp_path / "x.engine") as engine:
         actual = score(CpuExecutor(engine, RuntimeConfig(max_num_seqs=2)), texts)
         weights = FileWeights(engine, assembly.section_names)
-        streamed = simulate(assembly.dense.clone(), config.method, "cpu", weights, texts)
+        streamed = simulate(assembly.dense.clone(), config.method, CPU_TARGET, weights, texts)
     assert difference(streamed, texts, actual) < 2e-3
 
 
@@ -75,15 +76,15 @@ def test_the_simulation_has_the_kv_cache_of_gpus(kv: str) -> None:
         weights = FileWeights(engine, assembly.section_names)
         actual = score(CudaExecutor(engine, device_for(kernels), RuntimeConfig(max_num_seqs=2)), texts)
 
-        def away(family: str, dtype: str) -> float:
+        def away(target: Target, dtype: str) -> float:
             dense = assembly.dense.clone()
-            return difference(simulate(dense, config.method, family, weights, texts, kv_dtype=dtype), texts, actual)
+            return difference(simulate(dense, config.method, target, weights, texts, kv_dtype=dtype), texts, actual)
 
         own = engine.plan.caches[0].planes[0].dtype
-        nearest = away("cuda", own)
-        others = [away("cuda", dtype) for dtype in STORED if dtype != own]
+        nearest = away(CudaTarget(), own)
+        others = [away(CudaTarget(), dtype) for dtype in STORED if dtype != own]
         if own == "i8":
-            others.append(away("cpu", own))
+            others.append(away(CPU_TARGET, own))
     assert nearest < 3e-4 and 1.4 * nearest < min(others)
 
 

@@ -10,15 +10,15 @@ import pytest
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import UsageError
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import CompletionOutput, to_dicts
 from enginewright.runtime.params import default_params
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.score import score
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 from tests.tolerances import LOGPROB
 
 FAMILIES = ["llama", "gemma3_text"]
@@ -252,7 +252,7 @@ def test_a_block_is_zero_before_it_is_used_again(broken: Engine) -> None:
     with LLM(broken, **LIMITS | {"max_num_seqs": 1, "kv_cache_memory": 270_000}) as llm:
         pools = llm._core.executor.pools
         llm.generate([[BROKEN_TOKEN] * 40], GREEDY)
-        assert all(((pool.keys(0) & 0x7F80) == 0x7F80).any() for pool in pools), "NaN was written"
+        assert all(((pool.plane(0, "key") & 0x7F80) == 0x7F80).any() for pool in pools), "NaN was written"
         llm.generate([[5] * 100], GREEDY)
         for pool in pools:
-            assert not ((pool.keys(0)[:2] & 0x7F80) == 0x7F80).any() and pool.keys(0)[:2].any()
+            assert not ((pool.plane(0, "key")[:2] & 0x7F80) == 0x7F80).any() and pool.plane(0, "key")[:2].any()

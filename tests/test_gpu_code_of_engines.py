@@ -10,9 +10,10 @@ from enginewright.cli import main
 from enginewright.code import Launch, write_code
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError
+from enginewright.runtime.count import format_bytes
 from enginewright.runtime.engine import Engine
-from tests.engines import built, copied
-from tests.tiny import tiny_checkpoint
+from tests.helpers.engines import built, copied
+from tests.helpers.tiny import tiny_checkpoint
 
 CODE = {
     "code/sm_80": write_code({"rope@1": (Launch("_Zrope"), b"for 8.0")}),
@@ -87,8 +88,9 @@ def test_inspect_shows_code(cpu: Path, both: Path, with_cpu: bool, tmp_path: Pat
     assert {name: code["kernels"] for name, code in summary["code"].items()} == kernels
     assert all(code["bytes"] == len(CODE[f"code/{name}"]) for name, code in summary["code"].items())
     text = CliRunner().invoke(main, ["inspect", str(path)]).stdout
-    assert "  code       sm_90a: 2 kernels, 0.0 MB\n" in text
-    assert "  code       ptx: 1 kernel, 0.0 MB, compiled where it is loaded\n" in text
+    sizes = {name: format_bytes(code["bytes"]) for name, code in summary["code"].items()}
+    assert f"  code       sm_90a: 2 kernels, {sizes['sm_90a']}\n" in text
+    assert f"  code       ptx: 1 kernel, {sizes['ptx']}, compiled where it is loaded\n" in text
 
 
 def test_inspect_of_an_engine_without_targets(cpu: Path, tmp_path: Path) -> None:

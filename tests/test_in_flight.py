@@ -15,8 +15,8 @@ from enginewright.runtime.envelope import limits_of, runtime_config, sequence_by
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import RequestOutput
 from enginewright.runtime.sampling import SamplingParams
-from tests.engines import built
-from tests.tiny import tiny_checkpoint
+from tests.helpers.engines import built
+from tests.helpers.tiny import tiny_checkpoint
 
 # A tied tiny model repeats itself whatever it sees.
 LONG = {"max_position_embeddings": 2048, "tie_word_embeddings": False}

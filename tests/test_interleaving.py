@@ -14,7 +14,7 @@ from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.params import default_params
 from enginewright.runtime.sampling import SamplingParams
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 LIMITS = {"max_model_len": 200, "max_num_seqs": 3, "max_num_batched_tokens": 24, "threads": 1}
 LIMITS["kv_cache_memory"] = 1 << 20

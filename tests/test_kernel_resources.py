@@ -5,7 +5,7 @@ from pathlib import Path
 from kernel_resources import Kernel, compiled_for, excesses, kernels, table
 
 from enginewright.builder.cuda import Compiled, Instance
-from tests.tiny import tiny_checkpoint
+from tests.helpers.tiny import tiny_checkpoint
 
 NARROW = Kernel(Instance("gemm.cuh", "gemm<Gemm{.columns = 64}>"), 128, 0)
 WIDE = Kernel(Instance("gemm.cuh", "gemm<Gemm{.columns = 576}>"), 256, 101_376)

@@ -18,7 +18,7 @@ from enginewright.runtime.envelope import runtime_config
 from enginewright.runtime.outputs import Delta, RequestOutput
 from enginewright.runtime.prompts import Conversation
 from enginewright.runtime.tokenizer import Tokenizer
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 LIMITS = {"max_model_len": 200, "max_num_seqs": 6, "max_num_batched_tokens": 24, "threads": 1}
 LIMITS["kv_cache_memory"] = 1 << 20
@@ -158,7 +158,7 @@ def test_limits_that_are_none(engine: Engine) -> None:
     assert "at least 1" in refused(max_num_seqs=0)
     assert "max_num_seqs is 2.5" in refused(max_num_seqs=2.5)
     assert "max_model_len is True" in refused(max_model_len=True)
-    assert "kv_cache_memory: '1 GB' is not a whole number of at least 1" in refused(kv_cache_memory="1 GB")
+    assert "kv_cache_memory: 'much' is no size in bytes" in refused(kv_cache_memory="much")
     assert "enable_prefix_caching is 'no'" in refused(enable_prefix_caching="no")
     assert "device is 0" in refused(device=0)
     assert "isa is 2" in refused(isa=2)

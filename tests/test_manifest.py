@@ -9,7 +9,7 @@ import pytest
 from enginewright.engine_file import EngineWriter
 from enginewright.errors import EngineError
 from enginewright.manifest import packed_bytes
-from tests.small_engine_file import ABOUT, replaced
+from tests.helpers.small_engine_file import ABOUT, replaced
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,15 @@ from enginewright.builder.checkpoint import Checkpoint
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.passes.quant import METHODS, Bf16, Fp8, Int4Rtn, Int8Sq, Mxfp4, QuantConfig, quant_config
+from enginewright.plugins.target import CPU_TARGET
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from tests import tolerances
-from tests.graphs import checkpoint_of, random_tokens, relative_error
-from tests.ragged import RaggedRun
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error
+from tests.helpers.ragged import RaggedRun
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 CALIBRATION = "The quick brown fox jumps over the lazy dog, and what is the capital of France? Paris, it answers.\n" * 8
 
@@ -48,7 +49,7 @@ def difference(
 
 
 def activations_of(method: type[QuantConfig]) -> str:
-    return "int8" if method.activations == ir.DataType.INT8 else "bf16"
+    return "int8" if method().precision(CPU_TARGET).dtype == ir.DataType.INT8 else "bf16"
 
 
 def bound(method: type[QuantConfig]) -> float:

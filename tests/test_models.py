@@ -17,15 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.models import build_graph, model_types
-from enginewright.builder.models.common.rope import read_rope
-from enginewright.builder.models.common.sizes import Sizes
-from enginewright.builder.tensors import Tensors
+from enginewright.builder.models.blocks import Attention, Embedding, GraphWriter, Head, Heads
+from enginewright.builder.models.blocks.rope import Rope, read_rope
+from enginewright.builder.tensors import AssumedTensors, Tensors
 from enginewright.builder.weights import Weights
 from enginewright.errors import EngineError
 from enginewright.plugins import expand_references
 from tests import tolerances
-from tests.onnx_run import Oracle
-from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers.onnx_run import Oracle
+from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 Logits = npt.NDArray[np.float32]
 STEPS = (17, 5, 1)  # tokens: a prefill, a chunk that follows it, a decode
@@ -152,7 +152,7 @@ def test_frequencies_are_transformers_bits(scaling: dict[str, Any] | None, head_
     config = AutoConfig.for_model("llama", **json.loads(json.dumps(settings)))
     embedding = AutoModelForCausalLM.from_config(config).model.rotary_emb
     reader = ConfigReader(values)
-    rope = read_rope(reader, Sizes.read(reader))
+    rope = read_rope(reader, Heads.read(reader).dim)
     np.testing.assert_array_equal(rope.inv_freq, embedding.inv_freq.numpy())
     assert rope.scale == embedding.attention_scaling
 
@@ -193,6 +193,27 @@ def test_kv_groups_follow_the_windows() -> None:
         {"layers": [1], "kv_heads": 3, "head_dim": 10, "window": 0},
     ]
     assert metadata["enginewright.max_seq_len"] == "512"
+
+
+def test_a_block_says_whose_cache_it_is() -> None:
+    """Layers without attention leave none; what is unlike another layer's is a group of its own."""
+    graph, heads = GraphWriter(Weights(AssumedTensors()), 512), Heads(4, 2, 8)
+    table = Rope(np.ones(4, np.float32)).write(graph)
+    x = Embedding(vocab=307, hidden=48).write(graph, "model.embed_tokens")
+    blocks = {3: Attention(heads), 1: Attention(Heads(6, 3, 8)), 7: Attention(heads, window=5), 8: Attention(heads)}
+    for layer, attention in blocks.items():
+        x = graph.add(x, attention.write(graph, x, f"model.layers.{layer}.self_attn", layer, table))
+    with pytest.raises(AssertionError, match="layer 7 has a cache already"):
+        blocks[7].write(graph, x, "model.layers.9.self_attn", 7, table)
+    model = graph.finish(Head(vocab=307, tied=False).write(graph, x, "model.embed_tokens"))
+    assert json.loads(model.metadata_props["enginewright.kv_groups"]) == [
+        {"layers": [3, 8], "kv_heads": 2, "head_dim": 8, "window": 0},
+        {"layers": [1], "kv_heads": 3, "head_dim": 8, "window": 0},
+        {"layers": [7], "kv_heads": 2, "head_dim": 8, "window": 5},
+    ]
+    pairs = [f"{kind}.{layer}" for layer in blocks for kind in ("key", "value")]
+    assert [value.name for value in model.graph.inputs[2:]] == [f"past_{pair}" for pair in pairs]
+    assert [value.name for value in model.graph.outputs[1:]] == [f"present_{pair}" for pair in pairs]
 
 
 def large_checkpoint(layers: int) -> MemoryCheckpoint:
@@ -293,7 +314,7 @@ REFUSED: list[tuple[str, Mapping[str, Any], str, int]] = [
     ("gemma3", {}, "'gemma3' are not implemented.*Did you mean gemma3_text", 3),
     ("qwen4", {}, "known are gemma3_text, llama, qwen2, qwen3.*Did you mean qwen", 3),
     ("../llama", {}, "are not implemented", 3),
-    ("common", {}, "are not implemented", 3),
+    ("blocks", {}, "are not implemented", 3),
     ("bert", {}, "'bert' are not implemented", 3),
 ]
 

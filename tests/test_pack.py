@@ -5,8 +5,10 @@ import sys
 import pytest
 import torch
 
-from enginewright.builder.lower.pack import DTYPES, PackedForm, pack, pack_rows, unpack_rows
-from enginewright.manifest import FOUR_BITS
+from enginewright.builder.lower.pack import TORCH_DTYPES, PackedForm, pack, pack_rows, unpack_rows
+from enginewright.dtypes import DTYPES
+
+FOUR_BITS = [name for name, dtype in DTYPES.items() if dtype.bits == 4]
 
 FORMS = [(torch.bfloat16, "bf16", 2), (torch.int8, "i8", 4), (torch.float8_e4m3fn, "e4m3", 4)]
 SHAPES = [(1, 1), (16, 64), (17, 65), (37, 577), (48, 130)]
@@ -137,7 +139,7 @@ LAYOUTS = [("f32", "plain"), *((name, "r16") for name in ("bf16", "i8", "e4m3", 
 @pytest.mark.parametrize(("name", "layout"), [*LAYOUTS, *((name, f"{layout}_pairs") for name, layout in LAYOUTS[1:])])
 def test_what_was_packed_is_unpacked(shape: tuple[int, int], name: str, layout: str) -> None:
     rows, columns = (2 * shape[0], shape[1]) if layout.endswith("_pairs") else shape
-    dtype = DTYPES[name]
+    dtype = TORCH_DTYPES[name]
     weight = random_weight(rows, columns, torch.int32)
     weight = (weight % 16 if name in FOUR_BITS else weight).to(dtype)
     form = PackedForm(name, (rows, columns), layout)

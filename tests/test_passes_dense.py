@@ -15,8 +15,9 @@ from enginewright.passes.quant import Bf16, Fp8, Int4Rtn, Int8Wo, Mxfp4, QuantCo
 from enginewright.passes.quant.int8_wo import quantize_rows
 from enginewright.passes.quant.quantize import Quantize
 from enginewright.passes.weights import read
+from enginewright.plugins.target import CPU_TARGET, CudaTarget
 from tests import tolerances
-from tests.graphs import (
+from tests.helpers.graphs import (
     CASES,
     QUANTS,
     DenseRun,
@@ -26,7 +27,7 @@ from tests.graphs import (
     random_tokens,
     relative_error,
 )
-from tests.onnx_run import Array, run
+from tests.helpers.onnx_run import Array, run
 
 STEPS = (11, 1, 4)  # tokens
 bfloat16 = ml_dtypes.bfloat16
@@ -350,7 +351,7 @@ def test_quantized_arithmetic_is_numpys(quant: QuantConfig) -> None:
 
     def rounded(x: Array) -> tuple[Array, Array | np.float32]:
         """As activations are: values, and their scale."""
-        if quant.activations == ir.DataType.BFLOAT16:
+        if quant.precision(CPU_TARGET).dtype == ir.DataType.BFLOAT16:
             return x.astype(bfloat16).astype(np.float32), np.float32(1)
         largest = np.abs(x).max(axis=1, keepdims=True)
         return np.rint(x * (np.float32(127) / largest)), largest / np.float32(127)
@@ -371,12 +372,12 @@ def test_quantized_arithmetic_is_numpys(quant: QuantConfig) -> None:
 def test_gpus_have_activations_in_fp8(scales: str, group: int) -> None:
     """But for tables; bf16 on the CPU, and where that is asked for."""
     quant = Fp8(fp8_scales=scales)
-    for family, other in (("cpu", quant), ("cuda", Fp8(fp8_scales=scales, fp8_activations="bf16"))):
+    for target, other in ((CPU_TARGET, quant), (CudaTarget(), Fp8(fp8_scales=scales, fp8_activations="bf16"))):
         model, _ = small_graph(scale=1.0)
-        Quantize(other, family)(model)
+        Quantize(other, target)(model)
         assert [node.op_type for node in model.graph if node.domain] == ["EmbedW8", "GemmFp8A16", "GemmW8A16"]
     model, _ = small_graph(scale=1.0)
-    Quantize(quant, "cuda")(model)
+    Quantize(quant, CudaTarget())(model)
     nodes = {node.op_type: node for node in model.graph if node.domain}
     assert [*nodes] == ["EmbedW8", "QuantizeRows", "GemmFp8A8", "GemmW8A16"]
     assert nodes["QuantizeRows"].attributes["group"].as_int() == group

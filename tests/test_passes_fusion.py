@@ -14,7 +14,7 @@ from enginewright.plugins.gemm_bf16 import GEMM_BF16
 from enginewright.plugins.gemm_w8a8 import GEMM_W8A8
 from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
 from enginewright.plugins.rms_norm import RMS_NORM
-from tests.onnx_run import Array, run
+from tests.helpers.onnx_run import Array, run
 
 FLOAT, BFLOAT16, INT8 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.INT8
 DTYPES = {FLOAT: np.float32, BFLOAT16: ml_dtypes.bfloat16, INT8: np.int8}

@@ -22,14 +22,14 @@ from enginewright.passes.quant import METHODS, Bf16, Int8Wo, QuantConfig, quant_
 from enginewright.passes.quant.int8_wo import quantize_rows
 from enginewright.passes.weights import open_rows, read
 from enginewright.plugins.softcap import SOFTCAP
-from tests.golden_rewrites import TABLE, rewrites
-from tests.graphs import QUANTS, checkpoint_of, dense_graph
+from tests.golden.rewrites import TABLE, rewrites
+from tests.helpers.graphs import QUANTS, checkpoint_of, dense_graph
+from tests.helpers.tiny import MemoryCheckpoint
 from tests.test_models import large_checkpoint
-from tests.tiny import MemoryCheckpoint
 
 
 def test_rewrites_are_those_of_the_golden_table() -> None:
-    assert rewrites() == json.loads(TABLE.read_text()), "if this is meant: python -m tests.golden_rewrites"
+    assert rewrites() == json.loads(TABLE.read_text()), "if this is meant: python -m tests.golden.rewrites"
 
 
 @pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)

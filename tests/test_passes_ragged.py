@@ -14,10 +14,11 @@ from enginewright.passes.pass_manager import run_passes
 from enginewright.passes.pipeline import run_pipeline
 from enginewright.passes.quant import Bf16, QuantConfig
 from enginewright.plugins.kv_write import STORED, pool_dtype
+from enginewright.plugins.target import CPU_TARGET
 from tests import tolerances
-from tests.graphs import CASES, QUANTS, DenseRun, dense_graph, graph_before, random_tokens, relative_error
-from tests.onnx_run import Array
-from tests.ragged import GARBAGE, RaggedRun
+from tests.helpers.graphs import CASES, QUANTS, DenseRun, dense_graph, graph_before, random_tokens, relative_error
+from tests.helpers.onnx_run import Array
+from tests.helpers.ragged import GARBAGE, RaggedRun
 
 LENGTHS = {"long": 75, "short": 3, "middle": 41}
 # New tokens of each sequence, in the order in which they are packed: a prefill in chunks (one ends inside a block, one
@@ -86,7 +87,7 @@ def test_packed_sequences_are_as_each_by_itself(case: str, quant: QuantConfig) -
     assert result.rewrites == 3
     round_what_attention_reads(dense)
     expected, (actual, _) = dense_logits(dense), ragged_logits(ragged)
-    int8 = quant.activations == ir.DataType.INT8
+    int8 = quant.precision(CPU_TARGET).dtype == ir.DataType.INT8
     bound = tolerances.RAGGED_INT8_LOGITS if int8 else tolerances.RAGGED_LOGITS
     for name, rows in expected.items():
         assert relative_error(actual[name], rows) < bound, name

@@ -10,9 +10,9 @@ from enginewright.passes.graph import standard, typed
 from enginewright.passes.pass_manager import check_graph
 from enginewright.plugins.softcap import SOFTCAP
 from tests import tolerances
-from tests.graphs import DenseRun, graph_before, random_tokens, relative_error
-from tests.onnx_run import Array
-from tests.ragged import RaggedRun
+from tests.helpers.graphs import DenseRun, graph_before, random_tokens, relative_error
+from tests.helpers.onnx_run import Array
+from tests.helpers.ragged import RaggedRun
 
 Spoil = Callable[[ir.Model], None]
 

@@ -11,9 +11,11 @@ import pytest
 from enginewright import _cpu
 from enginewright.errors import EngineError
 from enginewright.plugins import DOMAIN, PLUGINS, Plugin, binding_of, expand_references, plugin_of
+from enginewright.plugins.kernel import Call
 from enginewright.plugins.registry import STANDARD_KERNELS
-from tests.onnx_run import run
-from tests.plugin_cases import (
+from enginewright.plugins.target import CPU_TARGET, CudaTarget, Target
+from tests.helpers.onnx_run import run
+from tests.helpers.plugin_cases import (
     BFLOAT16,
     CASES,
     FIRST,
@@ -140,13 +142,14 @@ def test_expanding_gives_a_copy_in_standard_ops_and_leaves_the_graph() -> None:
     assert [value.name for value in expanded.graph.outputs] == ["out.0"]
 
 
+TARGETS = (CPU_TARGET, CudaTarget())
 BOUND = {name: plugin for name, plugin in PLUGINS.items() if plugin.kernels}
 
 
 @pytest.mark.parametrize("isa", _cpu.isa_names())
 def test_every_kernel_that_an_op_names_is_there_and_serves_an_op(isa: str) -> None:
     named = {plugin.kernels["cpu"].kernel for plugin in BOUND.values() if "cpu" in plugin.kernels}
-    named |= {binding.kernel for binding in STANDARD_KERNELS["cpu"].values()}
+    named |= {kernels["cpu"].kernel for kernels in STANDARD_KERNELS.values()}
     assert named == set(_cpu.kernel_names(isa))
 
 
@@ -154,20 +157,20 @@ def test_ops_without_a_kernel_are_those_that_a_pass_replaces() -> None:
     assert set(PLUGINS) - set(BOUND) == {"CausalWindow", "KvWrite", "Rope"}
     for name in ("CausalWindow", "KvWrite", "Rope"):
         with pytest.raises(EngineError, match=rf"node it \({name}\) has no kernel for cpu"):
-            binding_of(FIRST[name].node(), "cpu")
+            binding_of(FIRST[name].node(), CPU_TARGET)
     with pytest.raises(EngineError, match=r"node it \(Exp\) has no kernel for cpu"):
-        binding_of(ir.Node("", "Exp", [], name="it"), "cpu")
+        binding_of(ir.Node("", "Exp", [], name="it"), CPU_TARGET)
 
 
 @pytest.mark.parametrize(
-    ("plugin", "family"),
-    [(plugin, family) for plugin in BOUND.values() for family in plugin.kernels],
-    ids=lambda value: value if isinstance(value, str) else value.name,
+    ("plugin", "target"),
+    [(plugin, target) for plugin in BOUND.values() for target in TARGETS if target.name in plugin.kernels],
+    ids=lambda value: value.name,
 )
-def test_a_binding_speaks_of_the_op_it_stands_at(plugin: Plugin, family: str) -> None:
+def test_a_binding_speaks_of_the_op_it_stands_at(plugin: Plugin, target: Target) -> None:
     node = FIRST[plugin.name].node()
-    binding = binding_of(node, family)
-    assert binding is plugin.kernels[family]
+    binding = binding_of(node, target)
+    assert binding is plugin.kernels[target.name]
     assert len(binding.inputs) == len(plugin.inputs)
     assert len(binding.outputs) == len(plugin.outputs)
     operands = [name for name in (*binding.inputs, *binding.outputs) if name]
@@ -178,11 +181,11 @@ def test_a_binding_speaks_of_the_op_it_stands_at(plugin: Plugin, family: str) ->
     for output, index in binding.in_place.items():
         before, after = node.inputs[index], node.outputs[binding.outputs.index(output)]
         assert before is not None and before.shape == after.shape
-    if binding.scratch is not None:
-        name, _, columns = binding.scratch(node)
+    if binding.scratch is not None and target is CPU_TARGET:  # of attention alone
+        attributes = {name: node.attributes[name].value for name in binding.attributes}
+        name, _, columns = binding.scratch(Call({}, attributes))
         assert name not in operands
-        if family == "cpu":  # of attention alone
-            assert columns == 6 * (32 + 16)  # head_dim 10 padded, and the state of each head
+        assert columns == 6 * (32 + 16)  # head_dim 10 padded, and the state of each head
 
 
 def test_standard_ops_are_bound_too() -> None:
@@ -192,8 +195,8 @@ def test_standard_ops_are_bound_too() -> None:
         "Gather": lambda: ir.Node("", "Gather", [None, None], name="it"),
         "RMSNormalization": lambda: ir.Node("", "RMSNormalization", [None, None], name="it"),
     }
-    assert set(signatures) == set(STANDARD_KERNELS["cpu"])
+    assert set(signatures) == set(STANDARD_KERNELS)
     for make in signatures.values():
         node = make()
-        bound = [name for name in binding_of(node, "cpu").inputs if name != "largest"]  # which INT8 alone has
+        bound = [name for name in binding_of(node, CPU_TARGET).inputs if name != "largest"]  # which INT8 alone has
         assert len(bound) == len(node.inputs)

@@ -12,8 +12,8 @@ import pytest
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.plugin import CODES
 from tests import tolerances
-from tests.onnx_run import Array, run
-from tests.plugin_cases import CASES, INDICES, ROWS, SIZES, Case, feed, model_of, name_of
+from tests.helpers.onnx_run import Array, run
+from tests.helpers.plugin_cases import CASES, INDICES, ROWS, SIZES, Case, feed, model_of, name_of
 
 Doubles = npt.NDArray[np.float64]
 Inputs = Mapping[str, Doubles]

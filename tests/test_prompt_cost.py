@@ -7,8 +7,8 @@ from torch import nn
 
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.prompt_cost import ATTENTION_FACTOR, PromptCost
-from tests.engines import built
-from tests.tiny import tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers.engines import built
+from tests.helpers.tiny import tiny_checkpoint, tiny_config, tiny_model
 
 
 @pytest.mark.parametrize(("family", "windows"), [("llama", (0, 0, 0)), ("gemma3_text", (7, 0, 7))])

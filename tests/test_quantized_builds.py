@@ -18,13 +18,13 @@ from enginewright.passes.pass_manager import run_passes
 from enginewright.passes.quant import act_order
 from enginewright.passes.quant.act_order import SortColumns
 from enginewright.plugins.softcap import SOFTCAP
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from tests import tolerances
-from tests.graphs import DenseRun, random_tokens, relative_error
-from tests.quantized import CASES, GPTQ, Tiny, fp8, gptq, mixed, pack_quantized, tiny_case, tiny_quantized
+from tests.helpers.graphs import DenseRun, random_tokens, relative_error
+from tests.helpers.quantized import CASES, GPTQ, Tiny, fp8, gptq, mixed, pack_quantized, tiny_case, tiny_quantized
 
 
 def build(tiny: Tiny, path: Path, gate: GateConfig | None = None) -> BuildReport:
@@ -83,7 +83,7 @@ def test_act_order_is_sorted_once_for_all_layers_of_an_input(mlp_bias: bool, tmp
     assert report.rewrites["fuse_qkv"] == report.rewrites["fuse_swiglu"] == 3
     assert error_of(tiny, path) < tolerances.STORED_LOGITS["int4"]
     with Engine.open(path) as engine:
-        kernels = [step.kernel for step in engine.plan.steps]
+        kernels = [step.kernel for step in engine.plan.calls]
     assert kernels.count("gather_columns@1") == 3 * 3
     assert kernels.count("gemm_w4a8@1") == 3 * 4
 

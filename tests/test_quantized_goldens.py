@@ -20,10 +20,10 @@ from enginewright.passes.quant.act_order import ActOrdered
 from enginewright.passes.quant.method import StoredTensor
 from enginewright.passes.weights import RowsTensor
 from tests import tolerances
-from tests.quantized import awq, fp4, fp8, gptq, pack_quantized
-from tests.tiny import MemoryCheckpoint
+from tests.helpers.quantized import awq, fp4, fp8, gptq, pack_quantized
+from tests.helpers.tiny import MemoryCheckpoint
 
-PATH = Path(__file__).with_name("golden_quantized.safetensors")
+PATH = Path(__file__).with_name("golden") / "quantized.safetensors"
 
 
 def golden_names() -> list[str]:

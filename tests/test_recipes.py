@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from enginewright.cli import main
-from enginewright.cli_recipes import SHIPPED
+from enginewright.cli_recipes import SHIPPED, purpose_of
 from enginewright.engine_file import EngineFile
-from tests.tiny import tiny_checkpoint
+from tests.helpers.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,6 +34,8 @@ def test_a_shipped_recipe_builds_what_it_says(name: str, folder: Path, tmp_path:
     assert result.exit_code == 0, result.output
     text = SHIPPED[name].read_text()
     assert text.startswith("# "), "a recipe says what it is for"
+    shown = " ".join(run("--help").stdout.replace("cpu-\n", "cpu-").split())
+    assert purpose_of(SHIPPED[name]) in shown and str(tomllib.loads(text)["quant"]) in purpose_of(SHIPPED[name])
     with EngineFile.open(tmp_path / "x.engine") as file:
         recipe = file.manifest.recipe
         settings = tomllib.loads(text)

@@ -6,16 +6,18 @@ import sys
 import tomllib
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.source_rules import violations
+from enginewright import __version__
+from tests.helpers.source_rules import violations
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("builder", "cli.py", "configs", "csrc", "passes", "plugins", "runtime")
-PRODUCT = (*LINKS, "src", "benchmarks", "setup.py")
+PRODUCT = (*LINKS, "bench", "src", "benchmarks", "setup.py")
 
 
 def files(*roots: str, suffixes: tuple[str, ...] = (".py",)) -> list[Path]:
@@ -28,8 +30,9 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def read_toml(name: str) -> dict[str, dict[str, dict[str, list[str]]]]:
-    return tomllib.loads((ROOT / name).read_text())
+def read_project(name: str) -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((ROOT / name).read_text())["project"]
+    return project
 
 
 def test_no_source_runs_what_it_reads() -> None:
@@ -75,16 +78,19 @@ def test_the_source_check_leaves_alone(source: str) -> None:
     assert list(violations(source)) == []
 
 
-@pytest.mark.parametrize("name", LINKS)
-def test_the_package_is_links_to_the_root(name: str) -> None:
-    link = ROOT / "src/enginewright" / name
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [*((f"enginewright/{name}", f"../../{name}") for name in LINKS), ("enginewright_bench", "../bench")],
+)
+def test_the_packages_are_links_to_the_root(name: str, target: str) -> None:
+    link = ROOT / "src" / name
     assert link.is_symlink()
-    assert link.readlink() == Path("../..") / name
-    assert link.resolve(strict=True) == ROOT / name
+    assert link.readlink() == Path(target)
+    assert link.resolve(strict=True) == ROOT / Path(target).name
 
 
 def test_every_folder_of_python_is_a_package() -> None:
-    folders = {path.parent for path in files("builder", "passes", "plugins", "runtime", "src/enginewright")}
+    folders = {path.parent for path in files("bench", "builder", "passes", "plugins", "runtime", "src/enginewright")}
     assert [relative(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
 
 
@@ -106,9 +112,11 @@ def test_every_requirement_is_locked() -> None:
     versions = {canonicalize_name(pin.name): str(pin.specifier)[2:] for pin in pins}
     assert len(versions) == len(pins)
 
-    project = read_toml("pyproject.toml")["project"]
+    project, bench = read_project("pyproject.toml"), read_project("bench/pyproject.toml")
+    versions |= {"enginewright": __version__, bench["name"]: __version__}  # what we make is released together
+    assert bench["version"] == __version__
     wanted = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
-    for requirement in map(Requirement, wanted):
+    for requirement in map(Requirement, [*wanted, *bench["dependencies"]]):
         locked = versions.get(canonicalize_name(requirement.name))
         assert locked and requirement.specifier.contains(locked), f"{requirement} is not met by constraints.txt"
 
@@ -120,6 +128,7 @@ def test_a_second_direction_of_imports_is_refused(tmp_path: Path) -> None:
     for entry in (ROOT / "src/enginewright").iterdir():
         if entry.name != "__pycache__" and entry.suffix != ".so":
             (package / entry.name).symlink_to(entry.resolve())
+    (tmp_path / "enginewright_bench").symlink_to(ROOT / "bench")
     (package / "runtime").unlink()
     (package / "runtime").mkdir()
     (package / "runtime/__init__.py").write_text("import torch\nfrom enginewright.plugins import plugin\n")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from enginewright.builder.build import BuildConfig, build_engine
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 BUILDER = (
     "torch",

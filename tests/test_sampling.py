@@ -12,8 +12,8 @@ import pytest
 from enginewright import _cpu
 from enginewright.errors import UsageError
 from enginewright.runtime.sampling import BEING_DRAWN, SampledToken, Sampler, SamplingParams, SamplingRequest
-from tests.ladder import Ladder
-from tests.sampling_reference import (
+from tests.helpers.ladder import Ladder
+from tests.helpers.sampling_reference import (
     FILTERS,
     adjusted,
     check_draw,

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from enginewright.plan import CacheGroup, PagedCache, RecurrentState, Sizes
+from enginewright.plan import CacheGroup, PagedCache, RecurrentState, step_sizes
 from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import StepPlan
-from tests.scheduler_watch import BLOCK, LONGEST, STOP, VOCAB, Watch, group, recurrent, sequence_of
+from tests.helpers.scheduler_watch import BLOCK, LONGEST, STOP, VOCAB, Watch, group, recurrent, sequence_of
 
 WIDTH = -(-LONGEST // BLOCK)
 STEPS = 100_000
@@ -25,7 +25,7 @@ def whole(
     ahead: int = 0,
 ) -> Watch:
     """One group without a window."""
-    limits = Sizes(tokens, sequences, 4, WIDTH, 1)
+    limits = step_sizes(tokens=tokens, sequences=sequences, logit_rows=4, kv_blocks=WIDTH, kv_splits=1)
     return Watch((group(0),), limits, (num_blocks,), prefix_caching=prefix_caching, chunk=chunk, ahead=ahead)
 
 
@@ -75,7 +75,8 @@ class Traffic:
             (blocks_of(kv, LONGEST, tokens) if isinstance(kv, PagedCache) else int(random.integers(1, 9))) + spare
             for kv in groups
         )
-        limits = Sizes(tokens, sequences, rows, WIDTH, 1)
+        others = {"kv_blocks": WIDTH, "kv_splits": 1} if any(isinstance(kv, PagedCache) for kv in groups) else {}
+        limits = step_sizes(tokens=tokens, sequences=sequences, logit_rows=rows, **others)
         chunk = int(random.integers(1, 12)) if random.integers(2) else None
         caching = bool(random.integers(4))
         self.watch = Watch(groups, limits, blocks, prefix_caching=caching, chunk=chunk, ahead=ahead)
@@ -293,7 +294,8 @@ def test_the_least_recently_used_goes_first() -> None:
 def test_siblings_share_the_prompt(length: int, windows: tuple[int, ...], prefix_caching: bool) -> None:
     """Each computes one token of it, and they part from there."""
     groups = tuple(group(window) for window in windows)
-    watch = Watch(groups, Sizes(16, 4, 4, WIDTH, 1), (40,) * len(groups), prefix_caching=prefix_caching)
+    limits = step_sizes(tokens=16, sequences=4, logit_rows=4, kv_blocks=WIDTH, kv_splits=1)
+    watch = Watch(groups, limits, (40,) * len(groups), prefix_caching=prefix_caching)
     first = sequence_of(range(length), length + 6)
     siblings = [sequence_of(range(length), length + 6, sibling_of=first) for _ in range(3)]
     for sequence in (first, *siblings):
@@ -408,7 +410,7 @@ def test_guesses_take_no_more_than_there_is() -> None:
 
 def test_a_prompt_is_cut_where_a_snapshot_is_kept() -> None:
     """At multiples of its interval, and before the last token; who begins alike begins there."""
-    limits = Sizes(40, 4, 4, WIDTH, 1)
+    limits = step_sizes(tokens=40, sequences=4, logit_rows=4, kv_blocks=WIDTH, kv_splits=1)
     watch = Watch((group(0), recurrent(3 * BLOCK)), limits, (40, 8), prefix_caching=True)
     watch.add(first := sequence_of(range(30), 32))
     assert [[part.num_tokens for part in step(watch).parts] for _ in range(4)] == [[12], [12], [4], [2]]

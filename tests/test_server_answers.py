@@ -9,7 +9,7 @@ import pytest
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import CompletionOutput
 from enginewright.runtime.params import default_params
-from tests.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
 
 PROMPT = "The capital of France is"
 

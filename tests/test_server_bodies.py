@@ -10,7 +10,7 @@ from enginewright.runtime import sampling
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.protocol import IGNORED, MAX_CONTAINERS, OFF, SAMPLING
-from tests.serving import CHAT, COMPLETIONS, LIMITS, Answer, Running, running, tiny_engine
+from tests.helpers.serving import CHAT, COMPLETIONS, LIMITS, Answer, Running, running, tiny_engine
 
 # What no key may hold: numbers out of range, halves of surrogate pairs, bytes that are no UTF-8, what is no JSON.
 NO_VALUES = [b"1e999", b"-1e999", b"9" * 5000, b'"\\ud800"', b'"\\udc00x"', b'"\xff"', b'"\xc3"', b"[" * 3000, b"nul"]

@@ -14,8 +14,8 @@ import pytest
 
 from enginewright.errors import EngineError
 from enginewright.runtime.server import wire
-from enginewright.runtime.server.connections import MAX_REFUSALS_AT_ONCE, ConnectionLimit
-from tests.serving import COMPLETIONS, Running, head_of, port_of, process, read_all, running, wait_until
+from enginewright.runtime.server.connections import MAX_SURPLUS, ConnectionLimit
+from tests.helpers.serving import COMPLETIONS, Running, head_of, port_of, process, read_all, running, wait_until
 
 JSON = "Content-Type: application/json"
 LONG = {"ignore_eos": True, "max_tokens": 4000}  # takes seconds, if it is not aborted
@@ -58,7 +58,7 @@ def read_to_end(connection: socket.socket) -> bytes:
 def is_served(port: int) -> bool:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         with suppress(ConnectionError):
-            connection.sendall(head_of("GET /health", "Connection: close"))
+            connection.sendall(head_of("GET /v1/models", "Connection: close"))
         return b" 200 " in read_all(connection)[:20]
 
 
@@ -238,14 +238,19 @@ def test_beyond_the_limit_connections_are_refused(caplog: pytest.LogCaptureFixtu
         for connection in held:
             connection.sendall(HEALTH)
             assert b" 200 " in read_answer(connection).splitlines()[0]
-        for _ in range(3):
+        for data in (post_of({"prompt": "x"}), head_of("GET /v1/models"), head_of("POST /health"), b"no HTTP\r\n\r\n"):
             with server.connect() as connection:
-                connection.sendall(HEALTH)
+                connection.sendall(data)
                 said = read_to_end(connection)
                 assert b" 503 " in said.splitlines()[0] and b"retry-after: 1\r\n" in said and b"close" in said
                 assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
-        crowd = [stack.enter_context(server.connect()) for _ in range(3 * MAX_REFUSALS_AT_ONCE)]
-        wait_until(lambda: server.service.metrics.rejected[503] == 3 + len(crowd))
+        for path in ("/health", "/health?x=1", "/metrics"):  # who watches the server is told that it lives
+            with server.connect() as connection:
+                connection.sendall(head_of(f"GET {path}"))
+                said = read_to_end(connection)
+                assert b" 200 " in said.splitlines()[0] and b"connection: close" in said
+        crowd = [stack.enter_context(server.connect()) for _ in range(3 * MAX_SURPLUS)]
+        wait_until(lambda: server.service.metrics.rejected[503] == 4 + len(crowd))
         for connection in crowd:
             assert b" 200 " not in read_to_end(connection)
         for connection in held:  # those who were there are served as before

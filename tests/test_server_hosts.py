@@ -9,7 +9,7 @@ from enginewright.errors import UsageError
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.hosts import HostCheck
-from tests.serving import CHAT, HELLO, Answer, Running, read_all, running
+from tests.helpers.serving import CHAT, HELLO, Answer, Running, read_all, running
 
 OWN = ("localhost", "LocalHost:1", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:65535", "localhost:")
 OTHERS = (

@@ -11,7 +11,7 @@ import pytest
 from enginewright.errors import UsageError
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.wire import MAX_HEAD_BYTES
-from tests.serving import CHAT, COMPLETIONS, Running, head_of, read_all, running
+from tests.helpers.serving import CHAT, COMPLETIONS, Running, head_of, read_all, running
 
 MAX_BODY = 200_000
 JSON = "Content-Type: application/json"

@@ -19,8 +19,8 @@ import pytest
 from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.runtime.server import wire
 from enginewright.runtime.server.config import ServerConfig
-from enginewright.runtime.server.serve import Stop, bind, host, serve
-from tests.serving import (
+from enginewright.runtime.server.serve import Shutdown, bind, host, serve
+from tests.helpers.serving import (
     CHAT,
     COMPLETIONS,
     HELLO,
@@ -340,4 +340,4 @@ def test_an_address_that_another_takes_meanwhile() -> None:
         with bind("127.0.0.1", port) as second:
             first.listen()
             with pytest.raises(EngineError, match="in use"):
-                asyncio.run(host(None, second, Stop(), lambda: None))  # type: ignore[arg-type]
+                asyncio.run(host(None, second, Shutdown(), lambda: None))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import pairwise
 from queue import Queue
@@ -21,7 +21,7 @@ import pytest
 from enginewright.runtime.server import log
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.log import LineHandler, RequestLog, Throughput, as_json, log_to
-from tests.serving import CHAT, COMPLETIONS, HELLO, NAN_TOKEN, read_all, running, tiny_engine, wait_until
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, NAN_TOKEN, read_all, running, tiny_engine, wait_until
 
 LONG = {"ignore_eos": True, "max_tokens": 4000}
 COMMON = ["ts", "level", "event", "request_id", "client_request_id", "status", "code"]
@@ -428,3 +428,17 @@ def test_the_command(form: str) -> None:
         assert json.loads(ready)["event"] == "ready" and json.loads(rest[0])["event"] == "request"
     else:
         assert " info request request_id=cmpl-" in rest[0]
+
+
+def test_bytes_that_are_no_request_are_logged_and_counted() -> None:
+    with logged() as lines, running() as server:
+        for data in (b"no HTTP at all\r\n\r\n", b"GET / HTTP/1.1\r\nA: " + b"x" * (1 << 20)):
+            with server.connect() as connection:
+                with suppress(ConnectionError):
+                    connection.sendall(data)
+                read_all(connection)
+        rejected = dict(server.service.metrics.rejected)
+    assert rejected == {400: 1, 431: 1}
+    found = events(lines, "refused")
+    assert [line["status"] for line in found] == [400, 431]
+    assert all(list(line) == [*COMMON, "method", "path"] and line["path"] is None for line in found)

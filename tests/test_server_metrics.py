@@ -14,7 +14,7 @@ from enginewright.runtime.envelope import runtime_config
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.metrics import Histogram, token_bounds
-from tests.serving import COMPLETIONS, LENGTH, LIMITS, Running, running, tiny_engine, wait_until
+from tests.helpers.serving import COMPLETIONS, LENGTH, LIMITS, Running, running, tiny_engine, wait_until
 
 P = "enginewright_"
 REQUEST_TIMES = [f"request_{phase}_time_seconds" for phase in ("queue", "prefill", "decode", "inference")]

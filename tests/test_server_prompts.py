@@ -12,7 +12,7 @@ from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.score import score
-from tests.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
 
 PROMPT = [5, 77, 300, 2, 9, 11, 250, 43, 8, 8, 101]
 
@@ -195,7 +195,7 @@ def test_memory_for_log_probabilities() -> None:
     with running(max_logprobs_memory=8 << 20) as server:
         body = {"prompt": "x", "max_tokens": 1000, "logprobs": 20, "n": 8}
         answer = server.post(COMPLETIONS, body)
-        assert answer.status == 400 and answer.error["param"] == "logprobs" and "8 MB" in answer.error["message"]
+        assert answer.status == 400 and answer.error["param"] == "logprobs" and "8.0 MiB" in answer.error["message"]
         answer = server.post(COMPLETIONS, {"prompt": [5] * 2000, "prompt_logprobs": 20})
         assert answer.status == 400 and answer.error["param"] == "prompt_logprobs"
         server.service.admission.logprob_bytes += 8 << 20  # others are being answered

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from enginewright.errors import EngineError
 from enginewright.runtime.server.protocol import IGNORED, OFF, SAMPLING
 from enginewright.runtime.tokenizer import Tokenizer
-from tests.serving import CHAT, COMPLETIONS, HELLO, Running, running, tiny_engine, wait_until
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, Running, running, tiny_engine, wait_until
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving import CHAT, COMPLETIONS, HELLO, Running, head_of, port_of, process, running, wait_until
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, Running, head_of, port_of, process, running, wait_until
 
 PROMPT = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
 

@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from enginewright.passes.quant import Fp8
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from tests import tolerances
-from tests.engines import built
-from tests.prompts import PROMPTS
+from tests.helpers.engines import built
+from tests.helpers.prompts import PROMPTS
 
 NEW_TOKENS = 64
 FORMS = {"fp8 block": Fp8(fp8_scales="block")}

@@ -10,15 +10,15 @@ import pytest
 from enginewright.errors import EngineError
 from enginewright.runtime import core
 from enginewright.runtime.core import EngineCore, Request
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, limits_of, sequence_bytes
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SampledToken, SamplingParams
-from tests.engines import built
-from tests.ladder import Ladder
-from tests.late_executor import LateExecutor
-from tests.tiny import tiny_checkpoint
+from tests.helpers.engines import built
+from tests.helpers.ladder import Ladder
+from tests.helpers.late_executor import LateExecutor
+from tests.helpers.tiny import tiny_checkpoint
 
 LIMITS = RuntimeConfig(max_model_len=160, max_num_seqs=8, max_num_batched_tokens=40, threads=1)
 KINDS: list[dict[str, Any]] = [

@@ -16,7 +16,7 @@ from enginewright.passes.quant.quantize import Quantize
 from enginewright.passes.streaming import stream
 from enginewright.passes.weights import as_torch, read
 from tests import tolerances
-from tests.graphs import CASES, QUANTS, DenseRun, dense_graph, graph_before, passes_before, random_tokens
+from tests.helpers.graphs import CASES, QUANTS, DenseRun, dense_graph, graph_before, passes_before, random_tokens
 
 LENGTHS = (11, 1, 23)
 

@@ -26,7 +26,7 @@ from enginewright.runtime.chat_template import ChatTemplate
 from enginewright.runtime.detokenizer import Detokenizer, StopMatcher, StopStrings
 from enginewright.runtime.prompts import PromptTooLongError, encode_prompt
 from enginewright.runtime.tokenizer import Tokenizer
-from tests.tiny import BEGIN, END, MemoryCheckpoint
+from tests.helpers.tiny import BEGIN, END, MemoryCheckpoint
 
 BROKEN = "\ufffd"
 TEXTS = ["Größe, naïve", "東京タワー", "🙂🇫🇷👩‍👩‍👧", "a b  c\n\td", " The quick", "מזל טוב", "x" * 40, "é" * 9, "𝔘𝔫"]  # noqa: RUF001

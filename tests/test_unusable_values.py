@@ -19,8 +19,8 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.generation_config import fault_of
 from enginewright.runtime.goldens import GOLDENS, Golden, Goldens, replay
 from enginewright.runtime.params import default_params
-from tests.engines import built, copied
-from tests.tiny import VOCAB_SIZE, tiny_checkpoint
+from tests.helpers.engines import built, copied
+from tests.helpers.tiny import VOCAB_SIZE, tiny_checkpoint
 
 BAD_GENERATION: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "0.7"}, "temperature must be a number, not '0.7'"),

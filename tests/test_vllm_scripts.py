@@ -10,7 +10,7 @@ import pytest
 
 from enginewright import LLM, AsyncEngineArgs, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams, TokensPrompt
 from enginewright.builder.build import BuildConfig, build_engine
-from tests.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 PROMPTS = ["The lazy dog", "The capital of France is", "user: Hello", "An engine"]
 

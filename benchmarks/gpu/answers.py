@@ -14,8 +14,8 @@ from enginewright.runtime.devices import open_engine
 from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SampledToken
-from tests.ladder import Ladder
-from tests.tiny import VOCAB_SIZE
+from tests.helpers.ladder import Ladder
+from tests.helpers.tiny import VOCAB_SIZE
 
 Limits = Mapping[str, int]
 # Steps of so few tokens that an answer's bits do not hang on its company; and such as take kernels for many tokens.

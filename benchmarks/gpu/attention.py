@@ -9,14 +9,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.bench import Bench, GpuBench, Replay, copies, interleaved, ratio
-from benchmarks.gpu.calls import KernelCall, Tensors, buffer, call_of, empty, random_bytes, random_rows, vector
+from benchmarks.gpu.calls import OpCall, Tensors, buffer, call_of, empty, random_bytes, random_rows, vector
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.roof import Roof, reported
-from enginewright.plan import Linear, Sizes
+from enginewright.plan import COMMON_DIMS, Linear, StepSizes, linear, step_sizes
 from enginewright.plugins import attention_cuda
 from enginewright.plugins.kernel import Call, Matrix
 from enginewright.plugins.kv_write import BLOCK_SIZE, kv_row_bytes
-from enginewright.runtime.envelope import SPLIT_TOKENS
+from enginewright.runtime.dims import SPLIT_TOKENS
 
 Dense = tuple[torch.Tensor, torch.Tensor]  # keys and values
 Attend = Callable[[int], object]  # with a set of them
@@ -39,21 +39,25 @@ def tile_bytes(kv: str) -> int:
     return BLOCK_SIZE * kv_row_bytes(HEAD_DIM, kv)
 
 
+DIMS = (*COMMON_DIMS, "kv_blocks", "kv_splits")
+
+
 def pages_of(contestant: str) -> str:
     return contestant.removesuffix(" wgmma")
 
 
-def attention_call(contestant: str) -> KernelCall:
+def attention_call(contestant: str) -> OpCall:
     """contestant: a dtype of pages, or WGMMA."""
     kv = pages_of(contestant)
     width, dtypes = HEADS * HEAD_DIM, ir.DataType
     pool = Matrix(kv, Linear(), HEAD_DIM, HEAD_DIM, HEAD_DIM, block_stride=2 * KV_HEADS * tile_bytes(kv))
     matrices = {
         "q": buffer("bf16", width),
-        "kv": pool,
-        "query_start": vector(Linear(constant=1, sequences=1)),
-        "kv_len": vector(Linear(sequences=1)),
-        "block_table": vector(Linear(sequences=1)),
+        "key": pool,
+        "value": pool,
+        "query_start": vector(linear(1, sequences=1)),
+        "kv_len": vector(linear(sequences=1)),
+        "block_table": vector(linear(sequences=1)),
         "out": buffer("bf16", width),
     }
     attributes: dict[str, int | float | str] = {
@@ -68,10 +72,10 @@ def attention_call(contestant: str) -> KernelCall:
         "queries": int(dtypes.BFLOAT16),
         "to": int(dtypes.BFLOAT16),
     }
-    call = call_of("PagedAttention", matrices, **attributes)
+    call = call_of("PagedAttention", matrices, dims=DIMS, **attributes)
     launches = {launch.kernel.partition("<")[0]: launch for launch in call.launches}
     (prefill,) = (
-        attention_cuda.wgmma_launches(Call(call.matrices, attributes))
+        attention_cuda.wgmma_launches(Call(call.matrices, attributes, dims=DIMS))
         if contestant == WGMMA
         else [launches["paged_prefill"]]
     )
@@ -88,30 +92,36 @@ class Problem:
     tokens: int = 1
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> StepSizes:
         blocks, splits = -(-self.context // BLOCK_SIZE), -(-self.context // SPLIT_TOKENS)
-        return Sizes(self.batch * self.tokens, self.batch, self.batch, blocks, splits)
+        return step_sizes(
+            tokens=self.batch * self.tokens,
+            sequences=self.batch,
+            logit_rows=self.batch,
+            kv_blocks=blocks,
+            kv_splits=splits,
+        )
 
     @property
     def kv_bytes(self) -> int:
-        return self.batch * self.sizes.kv_blocks * 2 * KV_HEADS * tile_bytes(self.kv)
+        return self.batch * self.sizes["kv_blocks"] * 2 * KV_HEADS * tile_bytes(self.kv)
 
 
 class Prepared:
     """A problem's memory: `sets` pools in turn, each with block tables in no order."""
 
-    def __init__(self, bench: Bench, call: KernelCall, problem: Problem, sets: int) -> None:
+    def __init__(self, bench: Bench, call: OpCall, problem: Problem, sets: int) -> None:
         at, sizes = bench.at, problem.sizes
         self.call, self.problem, self._bench = call, problem, bench
-        blocks = problem.batch * sizes.kv_blocks
+        blocks = problem.batch * sizes["kv_blocks"]
         self.pool = random_pool(problem.kv, sets * blocks, at)
         order = torch.randperm(sets * blocks, device=at).to(torch.int32)
-        self.tables = order.view(sets, problem.batch, sizes.kv_blocks)
+        self.tables = order.view(sets, problem.batch, sizes["kv_blocks"])
         ends = torch.arange(problem.batch + 1, dtype=torch.int32, device=at)
         self.operands: dict[str, torch.Tensor] = {
             "q": random_rows(call.matrices["q"], sizes, at),
-            "kv.keys": self.pool,
-            "kv.values": self.pool.view(-1)[KV_HEADS * tile_bytes(problem.kv) :],
+            "key": self.pool,
+            "value": self.pool.view(-1)[KV_HEADS * tile_bytes(problem.kv) :],
             "query_start": ends * problem.tokens,
             "kv_len": torch.full((problem.batch,), problem.context, dtype=torch.int32, device=at),
             "out": empty(call.matrices["out"], sizes, at),
@@ -176,7 +186,7 @@ def flashinfer(prepared: Prepared) -> Attend:
 
     problem, pool = prepared.problem, prepared.pool
     cache = pool.view(torch.bfloat16).view(-1, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    count, wrappers = problem.sizes.kv_blocks, []
+    count, wrappers = problem.sizes["kv_blocks"], []
     starts = torch.arange(problem.batch + 1, dtype=torch.int32, device="cuda") * count
     last = torch.full((problem.batch,), (problem.context - 1) % BLOCK_SIZE + 1, dtype=torch.int32, device="cuda")
     q = prepared.q[:, :, 0].contiguous()
@@ -217,7 +227,7 @@ def error(prepared: Prepared) -> float:
 
 
 def measure(
-    bench: Bench, report: Report, roof: Roof, problem: Problem, calls: dict[str, KernelCall], only: str = ""
+    bench: Bench, report: Report, roof: Roof, problem: Problem, calls: dict[str, OpCall], only: str = ""
 ) -> None:
     """Of a batch and a context, by all calls; peers have pages of bf16. only: who is reported, beside the others."""
     kind = "decode" if problem.tokens == 1 else "prefill"

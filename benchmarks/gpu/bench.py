@@ -26,11 +26,13 @@ class Replay:
 
 
 class Bench(Protocol):
-    """at: torch's name of the device. l2_bytes: of its cache."""
+    """at: torch's name of the device. l2_bytes: of its cache. sm: whose code it runs."""
 
     at: str
     l2_bytes: int
 
+    @property
+    def sm(self) -> str: ...
     @property
     def device(self) -> Device: ...
     def compile(self, kernels: Iterable[Instance]) -> None:

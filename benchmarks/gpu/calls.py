@@ -1,43 +1,42 @@
 """Kernel calls outside a model: one op, launched from the same plan objects as an engine's, at sizes of one's own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import onnx_ir as ir
 import torch
 
 from enginewright.builder.cuda import Instance
-from enginewright.builder.lower.pack import DTYPES
-from enginewright.plan import COLUMN_ALIGN, Buffer, Launch, Linear, Sizes
+from enginewright.builder.lower.pack import TORCH_DTYPES
+from enginewright.plan import COLUMN_ALIGN, COMMON_DIMS, Buffer, Launch, Linear, StepSizes, linear
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
 from enginewright.runtime.cuda.device import Device
 
 Tensors = Mapping[str, torch.Tensor]
-TOKENS = Linear(tokens=1)
+TOKENS = linear(tokens=1)
 
 
 @dataclass(frozen=True)
-class KernelCall:
+class OpCall:
     """matrices: operands by role, those that only the kernel uses among them. sources: function → its header."""
 
     matrices: Mapping[str, Matrix]
     launches: tuple[Launch, ...]
     sources: Mapping[str, str]
 
-    def instances(self, sizes: Sizes) -> list[Instance]:
+    def instances(self, sizes: StepSizes) -> list[Instance]:
         """The kernels of a step of these sizes."""
         kernels = [launch.kernel for launch in self.launches if launch.runs(sizes)]
         return [Instance(self.sources[kernel.partition("<")[0]], kernel) for kernel in kernels]
 
-    def scratch(self, sizes: Sizes, at: str) -> dict[str, torch.Tensor]:
+    def scratch(self, sizes: StepSizes, at: str) -> dict[str, torch.Tensor]:
         """Memory of the operands that only the kernel uses, on a device of torch's: zeros, which counters begin as."""
         own = {role: self.matrices[role] for role in ("partial", "partials", "counters") if role in self.matrices}
         return {role: empty(matrix, sizes, at).zero_() for role, matrix in own.items()}
 
-    def bind(self, device: Device, operands: Tensors, sizes: Sizes) -> Callable[[], None]:
-        """What launches it with operands in these tensors; of a KV operand, there are "kv.keys" and "kv.values"."""
-        tensors = {"": torch.tensor(sizes.as_tuple(), dtype=torch.int32, device=operands["out"].device), **operands}
+    def bind(self, device: Device, operands: Tensors, sizes: StepSizes) -> Callable[[], None]:
+        """What launches it with operands in these tensors."""
+        tensors = {"": torch.tensor(sizes.counts, dtype=torch.int32, device=operands["out"].device), **operands}
         runs = []
         for launch in self.launches:
             if launch.runs(sizes):
@@ -60,29 +59,30 @@ def kernel_of(op: str) -> CudaKernel:
 
 
 def call_of(
-    op: str, matrices: Mapping[str, Matrix], kernel: CudaKernel | None = None, **attributes: int | float | str
-) -> KernelCall:
+    op: str,
+    matrices: Mapping[str, Matrix],
+    kernel: CudaKernel | None = None,
+    sm: str = "sm_90a",
+    dims: Sequence[str] = COMMON_DIMS,
+    **attributes: int | float | str,
+) -> OpCall:
     """An op of the domain `enginewright`, as lowering has it.
 
     Args:
         matrices: of inputs and outputs, by role.
         kernel: in place of the op's own.
+        sm: the architecture that launches are chosen for.
+        dims: of a step.
         attributes: all of the op's.
     """
     binding = kernel or kernel_of(op)
-    values = {
-        role: ir.Value(name=role, shape=ir.Shape([matrix.rows.constant, matrix.columns]))
-        for role, matrix in matrices.items()
-    }
-    values[""] = ir.Value(name="with the operand before it", shape=ir.Shape([0, 0]))
-    node = PLUGINS[op].node([values.get(role) for role in binding.inputs], **attributes)
+    given = {name: attributes[name] for name in binding.attributes if name in attributes}
     whole = dict(matrices)
     for dtype, extra in (("f32", binding.scratch), ("i32", binding.counters)):
         if extra is not None:
-            role, rows, columns = extra(node)
+            role, rows, columns = extra(Call(whole, given, (sm,)))
             whole[role] = buffer(dtype, columns, rows)
-    given = {name: attributes[name] for name in binding.attributes if name in attributes}
-    return KernelCall(whole, binding.launches(Call(whole, given)), binding.sources)
+    return OpCall(whole, binding.launches(Call(whole, given, (sm,), dims=dims)), binding.sources)
 
 
 def buffer(dtype: str, columns: int, rows: Linear = TOKENS) -> Matrix:
@@ -96,12 +96,12 @@ def vector(rows: Linear, columns: int = 1) -> Matrix:
     return Matrix("i32", rows, columns, columns, columns)
 
 
-def empty(matrix: Matrix, sizes: Sizes, at: str) -> torch.Tensor:
+def empty(matrix: Matrix, sizes: StepSizes, at: str) -> torch.Tensor:
     """Memory of a buffer, [rows, stride]."""
-    return torch.empty((max(matrix.rows.at(sizes), 1), matrix.stride), dtype=DTYPES[matrix.dtype], device=at)
+    return torch.empty((max(matrix.rows.at(sizes), 1), matrix.stride), dtype=TORCH_DTYPES[matrix.dtype], device=at)
 
 
-def random_rows(matrix: Matrix, sizes: Sizes, at: str) -> torch.Tensor:
+def random_rows(matrix: Matrix, sizes: StepSizes, at: str) -> torch.Tensor:
     """The same with numbers in its columns, and zeros behind them."""
     rows = empty(matrix, sizes, at).zero_()
     shape = (len(rows), matrix.columns)

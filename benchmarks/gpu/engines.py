@@ -18,18 +18,19 @@ from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.errors import EngineError
 from enginewright.passes.quant import METHODS
+from enginewright.plugins.target import CudaTarget, Target
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.cuda.device import CudaDevice
 from enginewright.runtime.devices import open_engine, open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, sequence_bytes
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.score import score
 from enginewright.runtime.verify import verify
-from enginewright.targets import CUDA, SMS, choose_code
+from enginewright.targets import SMS, choose_code
 from tests import tolerances
-from tests.graphs import checkpoint_of, random_tokens, relative_error
-from tests.ragged import RaggedRun
-from tests.tiny import FAMILIES, wide_checkpoint
+from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error
+from tests.helpers.ragged import RaggedRun
+from tests.helpers.tiny import FAMILIES, wide_checkpoint
 
 CALIBRATION = "The quick brown fox jumps over the lazy dog, and what is the capital of France? Paris, it answers.\n" * 8
 LENGTHS = (70, 1, 33, 64)
@@ -65,7 +66,7 @@ class Case:
         """To its own graph."""
         if self.kv != "bf16":
             return tolerances.ENGINE_GRAPH[f"{self.kv} KV"]
-        return tolerances.ENGINE_GRAPH[ACTIVATIONS[quant_config(self.quant).precision(CUDA)[0]]]
+        return tolerances.ENGINE_GRAPH[ACTIVATIONS[quant_config(self.quant).precision(CudaTarget()).dtype]]
 
 
 def cases() -> list[Case]:
@@ -95,8 +96,8 @@ def build(case: Case, folder: Path, sm: str) -> Built:
     graphs: dict[str, ir.Model] = {}
     lower = assembly.lower
 
-    def watched(model: ir.Model, target: str, *rest: int):
-        graphs[target] = model.clone()
+    def watched(model: ir.Model, target: Target, *rest: int):
+        graphs[target.name] = model.clone()
         return lower(model, target, *rest)
 
     path = folder / f"{case.name.replace('/', '-').replace(' ', '-')}.engine"

@@ -8,15 +8,16 @@ import torch
 from torch.nn.functional import silu
 
 from benchmarks.gpu.bench import Bench, GpuBench, Replay, Work, copies, interleaved, ratio
-from benchmarks.gpu.calls import KernelCall, Tensors, buffer, call_of, empty, kernel_of, random_bytes, random_rows
+from benchmarks.gpu.calls import OpCall, Tensors, buffer, call_of, empty, kernel_of, random_bytes, random_rows
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.roof import Roof, reported
 from enginewright.builder.cuda import Instance, TritonInstance
 from enginewright.builder.cuda.triton_gemm import TILES, gemm_bf16
 from enginewright.builder.lower.pack import PackedForm
 from enginewright.errors import EngineError
-from enginewright.plan import Linear, Sizes
-from enginewright.plugins import gemm_cuda
+from enginewright.plan import Linear, StepSizes, step_sizes
+from enginewright.plugins import gemm_cuda, gemm_format, gemm_tiles
+from enginewright.plugins.architectures import ARCHITECTURES
 from enginewright.plugins.kernel import Call, Matrix
 from enginewright.plugins.quantize_rows import groups_of
 
@@ -74,17 +75,21 @@ class Format:
         return forms
 
     @property
-    def tiles(self) -> gemm_cuda.Format:
-        """Of engines."""
-        return gemm_cuda.FORMATS[self.op.removeprefix("Gemm").lower()]
+    def facts(self) -> gemm_format.GemmFormat:
+        return gemm_format.FORMATS[self.op.removeprefix("Gemm").lower()]
 
-    def call(self, shape: Shape, tiles: gemm_cuda.Format | None = None) -> KernelCall:
+    @property
+    def tiles(self) -> gemm_tiles.Tiles:
+        """Of engines."""
+        return gemm_tiles.TILES[self.facts.name]
+
+    def call(self, shape: Shape, sm: str, tiles: gemm_tiles.Tiles | None = None) -> OpCall:
         """tiles: others than those of engines."""
         out = shape.features // 2 if shape.gated else shape.features
         to = "f32" if shape.name == "head" else "bf16"
         operands = {"x": buffer(self.x, shape.columns), "out": buffer(to, out)}
         for role, form in self.forms(shape).items():
-            rows, columns = Linear(constant=form.shape[0]), form.shape[-1]
+            rows, columns = Linear(form.shape[0]), form.shape[-1]
             operands[role] = Matrix(form.dtype, rows, columns, columns, columns, form.layout)
         attributes: dict[str, int | str] = {
             "epilogue": "swiglu" if shape.gated else "none",
@@ -95,12 +100,14 @@ class Format:
         if self.op not in ("GemmBf16", "GemmW8A16"):
             attributes["group"] = self.group
         tiles = tiles or self.tiles
-        call = call_of(self.op, operands, gemm_cuda.tiled(kernel_of(self.op), tiles), **attributes)
+        kernel = gemm_cuda.tiled(kernel_of(self.op), self.facts, tiles)
+        call = call_of(self.op, operands, kernel, sm, **attributes)
+        arch = replace(ARCHITECTURES[sm], wgmma_gemm=bool(self.beside))
+        launches = gemm_cuda.launches_on(arch, Call(call.matrices, attributes), self.facts, tiles)
         if not self.beside:
-            others = [launch for launch in call.launches if not launch.kernel.startswith("gemm_wgmma")]
-            return replace(call, launches=tuple(others))
-        launches = gemm_cuda.wgmma_launches(tiles, Call(call.matrices, attributes))
-        return replace(call, launches=tuple(launches), sources={"gemm_wgmma": "gemm_wgmma.cuh"})
+            return replace(call, launches=tuple(launches))
+        wgmma = tuple(launch for launch in launches if launch.kernel.startswith("gemm_wgmma"))
+        return replace(call, launches=wgmma, sources={"gemm_wgmma": "gemm_wgmma.cuh"})
 
 
 FORMATS = (
@@ -116,8 +123,8 @@ FORMATS = (
 HOPPER = tuple(replace(format, name=f"{format.name} wgmma", beside=format.name) for format in FORMATS)
 
 
-def sizes_of(tokens: int) -> Sizes:
-    return Sizes(tokens, tokens, tokens, 1, 1)
+def sizes_of(tokens: int) -> StepSizes:
+    return step_sizes(tokens=tokens, sequences=tokens, logit_rows=tokens)
 
 
 def r16(weight: torch.Tensor, gated: bool) -> torch.Tensor:
@@ -147,9 +154,7 @@ class Weights:
         return [{role: random_bytes(form.dtype, form.nbytes, at) for role, form in forms.items()} for _ in range(count)]
 
 
-def works(
-    bench: Bench, call: KernelCall, weights: list[Tensors], x: Tensors, tokens: int
-) -> tuple[list[Work], Tensors]:
+def works(bench: Bench, call: OpCall, weights: list[Tensors], x: Tensors, tokens: int) -> tuple[list[Work], Tensors]:
     """A call with each set of weights; and the operands that all have."""
     sizes = sizes_of(tokens)
     out = empty(call.matrices["out"], sizes, bench.at)
@@ -157,12 +162,12 @@ def works(
     return [call.bind(bench.device, {**shared, **one}, sizes) for one in weights], shared
 
 
-def activations(call: KernelCall, tokens: int, at: str) -> Tensors:
+def activations(call: OpCall, tokens: int, at: str) -> Tensors:
     operands = {role: call.matrices[role] for role in ("x", "x_scale") if role in call.matrices}
     return {role: random_rows(matrix, sizes_of(tokens), at) for role, matrix in operands.items()}
 
 
-def error(call: KernelCall, shape: Shape, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> float:
+def error(call: OpCall, shape: Shape, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> float:
     """Of what a bf16 call gave, over the largest number."""
     expected = x[:, : shape.columns].float() @ weight.float().T
     if shape.gated:
@@ -207,7 +212,7 @@ def of_triton(bench: GpuBench, shape: Shape, plain: list[torch.Tensor], x: torch
     return bench.ours(works)
 
 
-def measure(bench: Bench, report: Report, roof: Roof, shape: Shape, calls: dict[Format, KernelCall]) -> None:
+def measure(bench: Bench, report: Report, roof: Roof, shape: Shape, calls: dict[Format, OpCall]) -> None:
     weights = Weights(bench, shape)
     packed = {name: weights.packed(format) for name, format in {format.weights: format for format in calls}.items()}
     first: dict[str, torch.Tensor] = {}  # token 0 of each format, from the fewest tokens
@@ -274,11 +279,9 @@ def bytes_of(shape: Shape, format: Format | None, tokens: int) -> int:
     return weight + 2 * tokens * (shape.columns + out)
 
 
-def prepared(
-    bench: Bench, report: Report, formats: Sequence[Format]
-) -> Iterator[tuple[Shape, dict[Format, KernelCall]]]:
+def prepared(bench: Bench, report: Report, formats: Sequence[Format]) -> Iterator[tuple[Shape, dict[Format, OpCall]]]:
     """Calls whose kernels compile, a shape; all of them are compiled at once if they do."""
-    calls = {(shape, format): format.call(shape) for shape in SHAPES for format in formats}
+    calls = {(shape, format): format.call(shape, bench.sm) for shape in SHAPES for format in formats}
     kernels = {place: kernels_of(place[0], call) for place, call in calls.items()}
     try:
         bench.compile(kernel for some in kernels.values() for kernel in some)
@@ -293,7 +296,7 @@ def prepared(
         yield shape, {format: calls[shape, format] for format in formats if (shape, format) in calls}
 
 
-def kernels_of(shape: Shape, call: KernelCall) -> list[Instance]:
+def kernels_of(shape: Shape, call: OpCall) -> list[Instance]:
     return [kernel for tokens in TOKENS if tokens <= shape.most for kernel in call.instances(sizes_of(tokens))]
 
 

@@ -22,7 +22,7 @@ from benchmarks.gpu.roof import Roof, reported
 from enginewright import LLM, SamplingParams
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.runtime.cuda import device as cuda_device
-from tests.tiny import MemoryCheckpoint
+from tests.helpers.tiny import MemoryCheckpoint
 
 # Each by what --quant says; and those that are built with --batch-invariant, too, for its price.
 QUANTS, INVARIANT = ("bf16", "int4-rtn", "fp8"), ("bf16", "int4-rtn")

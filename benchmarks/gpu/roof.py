@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.bench import Bench, GpuBench, Replay, interleaved
-from benchmarks.gpu.calls import KernelCall
+from benchmarks.gpu.calls import OpCall
 from benchmarks.gpu.report import Report
-from enginewright.plan import Extent, Launch, Linear, Sizes
+from enginewright.plan import Extent, Launch, Linear, step_sizes
 from enginewright.plugins.kernel import ONE, expression
 
 LINES = 4096  # of 16 bytes, in a row that read_rows counts
@@ -30,16 +30,16 @@ class Roof:
         return max(self.read_bytes_per_s, self.copy_bytes_per_s)
 
 
-def read_call(lines: int = LINES) -> KernelCall:
+def read_call(lines: int = LINES) -> OpCall:
     """Reads [tokens, lines · 16 bytes]."""
-    extent = Extent(Linear(constant=1 << 20), per_multiprocessor=BLOCKS)
+    extent = Extent(Linear(1 << 20), per_multiprocessor=BLOCKS)
     kernel = expression("read_rows", "ReadRows", lines=lines)
-    return KernelCall({}, (Launch(kernel, ("x", "out"), (extent, ONE, ONE), THREADS),), {"read_rows": "roof.cuh"})
+    return OpCall({}, (Launch(kernel, ("x", "out"), (extent, ONE, ONE), THREADS),), {"read_rows": "roof.cuh"})
 
 
 def read_work(bench: Bench, x: torch.Tensor, lines: int = LINES) -> Replay:
     """x: UINT8, whole rows."""
-    call, sizes = read_call(lines), Sizes(x.numel() // (16 * lines), 1, 1, 1, 1)
+    call, sizes = read_call(lines), step_sizes(tokens=x.numel() // (16 * lines), sequences=1, logit_rows=1)
     bench.compile(call.instances(sizes))
     out = torch.empty(bench.device.multiprocessors * BLOCKS * THREADS, dtype=torch.int32, device=bench.at)
     return bench.ours([call.bind(bench.device, {"x": x, "out": out}, sizes)])

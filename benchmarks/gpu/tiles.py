@@ -1,6 +1,6 @@
-"""Tiles of matrix products: those that engines have (plugins/gemm_cuda.py), beside each choice made in another way.
+"""Tiles of matrix products: those that engines have (plugins/gemm_tiles.py), beside each choice made in another way.
 
-Runs where it is asked for by name. What it finds goes into FORMATS by hand.
+Runs where it is asked for by name. What it finds goes into TILES by hand.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,11 +11,11 @@ import torch
 
 from benchmarks.gpu import gemm
 from benchmarks.gpu.bench import Bench, GpuBench, Replay, interleaved, ratio
-from benchmarks.gpu.calls import KernelCall
+from benchmarks.gpu.calls import OpCall
 from benchmarks.gpu.report import Report
 from enginewright.builder.cuda import Instance
 from enginewright.errors import EngineError
-from enginewright.plugins import gemm_cuda
+from enginewright.plugins.gemm_tiles import Tiles
 
 CHOICES: dict[str, tuple[float, ...]] = {
     "feature_warps": (1, 2, 4),
@@ -31,7 +31,7 @@ FEW = 64  # tokens, which gemm_small has, or some of them
 ROUNDS = 5
 
 
-def variants(tiles: gemm_cuda.Format) -> Iterator[tuple[str, gemm_cuda.Format]]:
+def variants(tiles: Tiles) -> Iterator[tuple[str, Tiles]]:
     yield PRESENT, tiles
     for name, values in CHOICES.items():
         for value in values:
@@ -39,14 +39,14 @@ def variants(tiles: gemm_cuda.Format) -> Iterator[tuple[str, gemm_cuda.Format]]:
                 yield f"{name}={value}", replace(tiles, **{name: value})
 
 
-def calls_of(format: gemm.Format, shape: gemm.Shape) -> dict[str, KernelCall]:
+def calls_of(format: gemm.Format, shape: gemm.Shape, sm: str) -> dict[str, OpCall]:
     """By variant; none whose stages do not fit, nor one that launches nothing else than the present tiles."""
-    found = {name: format.call(shape, tiles) for name, tiles in variants(format.tiles)}
+    found = {name: format.call(shape, sm, tiles) for name, tiles in variants(format.tiles)}
     present = found[PRESENT].launches
     return {name: call for name, call in found.items() if name == PRESENT or call.launches != present}
 
 
-def compiled(bench: Bench, report: Report, shape: gemm.Shape, calls: dict[str, KernelCall]) -> dict[str, KernelCall]:
+def compiled(bench: Bench, report: Report, shape: gemm.Shape, calls: dict[str, OpCall]) -> dict[str, OpCall]:
     """Those that compile: not all numbers go together."""
     kernels = {name: gemm.kernels_of(shape, call) for name, call in calls.items()}
     try:
@@ -69,7 +69,7 @@ def measure(
     bench: Bench, report: Report, format: gemm.Format, shape: gemm.Shape, weights: gemm.Weights
 ) -> dict[int, dict[str, float]]:
     """By tokens and variant: how many times as fast it is as the present tiles."""
-    calls, packed = compiled(bench, report, shape, calls_of(format, shape)), weights.packed(format)
+    calls, packed = compiled(bench, report, shape, calls_of(format, shape, bench.sm)), weights.packed(format)
     ratios: dict[int, dict[str, float]] = {}
     for tokens in (tokens for tokens in gemm.TOKENS if tokens <= shape.most):
         contestants, outs = dict[str, Replay](), dict[str, torch.Tensor]()
@@ -97,7 +97,7 @@ def measure(
     return ratios
 
 
-def differ(one: KernelCall, other: KernelCall, tokens: int) -> bool:
+def differ(one: OpCall, other: OpCall, tokens: int) -> bool:
     """In what they launch for so many tokens."""
     sizes = gemm.sizes_of(tokens)
     first, second = ([launch for launch in call.launches if launch.runs(sizes)] for call in (one, other))

@@ -14,9 +14,9 @@ from exchange import Prompts, Tokens, private_stdout, serve
 from enginewright import __version__
 from enginewright.errors import EngineError
 from enginewright.runtime.core import EngineCore, Request
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, runtime_config
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SamplingParams

@@ -10,25 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from peers.worker import NotMeasured
+from protocol.idle_guard import snapshot
 from protocol.models import Model
-from protocol.quiet import snapshot
 
 SAMPLE_S = 0.005
 
 
 @dataclass(frozen=True)
 class Built:
-    """seconds: of the whole command. rss_anon_bytes: the most that was seen. weight_bytes: as stored. kv_bytes: of a
-    position. quality: what its gate has measured, as JSON. cores_taken_by_others: meanwhile.
-    """
+    """An engine that `engine build` has made, and what the build took."""
 
     path: Path
-    seconds: float
-    rss_anon_bytes: int
-    weight_bytes: int
-    kv_bytes: float
-    quality: dict[str, Any]
-    cores_taken_by_others: float
+    seconds: float  # of the whole command
+    rss_anon_bytes: int  # the most that was seen
+    weight_bytes: int  # as stored
+    kv_bytes: float  # of one position
+    quality: dict[str, Any]  # what the gate has measured, as JSON
+    cores_taken_by_others: float  # on average, during the build
 
 
 def build(model: Model, name: str, options: tuple[str, ...], folder: Path, gate: str = "off") -> Built:

@@ -1,4 +1,4 @@
-"""What results say: rates, shares of the roof, and ratios within rounds, each a median with its range."""
+"""What results say: rates, shares of the roofline, and ratios within rounds, each a median with its range."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spread:
-    """Of rounds."""
+    """What the rounds of one figure gave."""
 
     median: float
     least: float
@@ -22,27 +22,27 @@ def spread(values: Iterable[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Shown:
-    """A contestant at a point, at the best of its settings. roof_share: of the least time that the roof allows."""
+    """An engine at a point, at the best of its settings."""
 
     name: str
-    peer: str | None
-    setting: str
-    seconds: Sequence[float]
-    rate: Spread  # tokens a second
-    roof_share: Spread
+    peer: str | None  # None for ours
+    setting: str  # the best one
+    seconds: Sequence[float]  # of each round
+    rate: Spread  # tokens per second
+    roof_share: Spread  # the least time that the roofline allows, divided by the time it took
 
 
 @dataclass(frozen=True)
 class Ratio:
     """How many times as fast ours is as the fastest peer, within each round."""
 
-    ours: str
-    peer: str
+    ours: str  # name of our engine
+    peer: str  # name of the fastest peer
     value: Spread
 
 
 def shown(value: dict[str, Any]) -> dict[str, Shown]:
-    """The contestants of a point that were measured, by name."""
+    """The engines of a point that were measured, by name."""
     found: dict[str, Shown] = {}
     for row in value.get("contestants", []):
         if "not_measured" in row:

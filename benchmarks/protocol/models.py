@@ -1,4 +1,4 @@
-"""The models that are measured: checkpoints made on the spot, and the sizes that a roof is computed from."""
+"""The models that are measured: checkpoints made on the spot, and the sizes that a roofline is computed from."""
 
 import json
 import shutil
@@ -31,12 +31,12 @@ LLAMA_1B = {
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama checkpoint with a tied head. timed, judged: whether speed or quality on it says anything."""
+    """A Llama checkpoint with a tied head."""
 
     name: str
     folder: Path
-    timed: bool
-    judged: bool
+    timed: bool  # whether its speed says anything
+    judged: bool  # whether its quality says anything
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Results as a picture: every contestant of a class beside its fastest peer, at each point."""
+"""Results as a picture: every engine of a class beside its fastest peer, at each point."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

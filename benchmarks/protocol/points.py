@@ -1,4 +1,4 @@
-"""What is measured, by name, and what the roof allows for it.
+"""What is measured, by name, and what the roofline allows for it.
 
 prefill-512            a prompt of 512 tokens, to its first new token; shorter ones repeated, to 512 tokens a round
 decode-4096x8          8 sequences that 4096 positions have been read of, so many steps a round
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from protocol.models import Model
 
 if TYPE_CHECKING:
-    from enginewright.runtime.bench.roof import Roof
+    from enginewright_bench.roof import Roof
 
 FULL = (
     *(f"prefill-{length}" for length in (32, 128, 512, 2048)),
@@ -27,13 +27,13 @@ READ_TOKENS = 512  # of prompts in a round, at least: a machine that was idle is
 
 @dataclass(frozen=True)
 class Point:
-    """prompts: sequences at once. length: tokens of each that are read. tokens: new ones of each in a round."""
+    """A load that engines are measured at."""
 
     name: str
-    kind: str
-    prompts: int
-    length: int
-    tokens: int
+    kind: str  # "prefill" reads prompts; others decode
+    prompts: int  # sequences at once
+    length: int  # tokens of each prompt
+    tokens: int  # new tokens of each sequence in a round
 
     @property
     def repeats(self) -> int:
@@ -57,11 +57,11 @@ class Point:
         """The least time of a round: each step takes as long as it takes to read what it touches, or to multiply.
 
         Counted are the products with weights (2 operations each) and, in bytes, weights and K and V. Reading prompts
-        multiplies by the head once a prompt.
+        multiplies by the head once per prompt.
 
         Args:
             operands: "int8" or "bf16", whose dot products the class allows.
-            weight_bytes: of all that is read once a step.
+            weight_bytes: of all that is read once per step.
             kv_bytes: of a position.
         """
         reading = self.length if self.kind != "decode" else 0

@@ -30,11 +30,11 @@ def held_out(model: Model, passages: int | None = None) -> list[list[int]]:
 
 
 def judge(entries: Sequence[Entry], model: Model, texts: list[list[int]]) -> list[dict[str, Any]]:
-    """Each contestant's distance from the reference; workers are started and ended one after another."""
+    """Each engine's distance from the reference; workers are started and ended one after another."""
     reference, found = _reference(model, texts), []
     for entry in entries:
-        row: dict[str, Any] = {"name": entry.contestant.name, "class": entry.contestant.kind}
-        row["precision"] = entry.contestant.precision
+        row: dict[str, Any] = {"name": entry.engine.name, "class": entry.engine.kind}
+        row["precision"] = entry.engine.precision
         try:
             row |= _compare(reference, _logits(entry, texts)) | {"positions": len(reference)}
         except NotMeasured as reason:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.plot import draw
+from protocol.rows import in_rows
 from protocol.table import table
 
 FORMAT = 1
@@ -41,7 +42,7 @@ class Results:
             groups[group] = entry
         else:
             groups.setdefault(group, {})[point] = entry
-        text = json.dumps(self.found, indent=1).replace(self.hidden, "WORK")
+        text = in_rows(self.found).replace(self.hidden, "WORK")
         self.found = json.loads(text)
         self._write(".json", text + "\n")
         self.render()

@@ -1,4 +1,4 @@
-"""Rounds: in each, the roof and then every contestant in turn, so that what the machine does meanwhile hits all."""
+"""Rounds: in each, the roofline and then every engine in turn, so that what the machine does meanwhile hits all."""
 
 import sys
 import time
@@ -8,26 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from peers.worker import NotMeasured, Run, Worker, synthetic_prompts
-from protocol.contestants import CLASSES, NATIVE, Contestant, Ready, Workshop
+from protocol.engines import CLASSES, NATIVE, EngineUnderTest, PeerEnvironment, Ready
+from protocol.idle_guard import IdleGuard, snapshot
 from protocol.models import Model
 from protocol.points import Point
-from protocol.quiet import Quiet, snapshot
 
 from enginewright import _cpu
-from enginewright.runtime.bench.roof import Roof, measure_roof, read_buffer
+from enginewright_bench.roof import Roof, measure_roof, read_buffer
 
-SETTLE_S = 0.3  # before each run: threads of the contestant before it stop spinning
+SETTLE_S = 0.3  # before each run: threads of the engine before it stop spinning
 
 
 @dataclass
 class Entry:
-    """A contestant that takes part. cannot: why it was not made, or did not start."""
+    """An engine that takes part."""
 
-    contestant: Contestant
-    ready: Ready | None = None
-    worker: Worker | None = None
-    cannot: str | None = None
-    log: Path | None = None
+    engine: EngineUnderTest
+    ready: Ready | None = None  # None until it is made
+    worker: Worker | None = None  # None while it does not run
+    cannot: str | None = None  # why it was not made, or did not start
+    log: Path | None = None  # of the worker
 
     def start(self) -> None:
         """Its worker, unless it runs or has failed to start."""
@@ -47,17 +47,17 @@ class Entry:
 
 @dataclass
 class Figures:
-    """Of one contestant at one point, a value a round. idle_share: of a core, while others ran."""
+    """What was measured of one engine at one point."""
 
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    idle_cpu_s: float = 0.0
-    idle_s: float = 0.0
-    not_measured: str | None = None
+    seconds: list[float] = field(default_factory=list)  # of each round
+    cpu_seconds: list[float] = field(default_factory=list)  # of each round
+    idle_cpu_s: float = 0.0  # CPU time that it took while other engines ran
+    idle_s: float = 0.0  # how long they did
+    not_measured: str | None = None  # why it was not, if so
 
     def to_dict(self, entry: Entry) -> dict[str, Any]:
-        found: dict[str, Any] = {"precision": entry.contestant.precision, "peer": entry.contestant.peer}
-        found |= {"name": entry.contestant.name, "setting": entry.contestant.setting}
+        found: dict[str, Any] = {"precision": entry.engine.precision, "peer": entry.engine.peer}
+        found |= {"name": entry.engine.name, "setting": entry.engine.setting}
         if self.not_measured is not None:
             return found | {"not_measured": self.not_measured}
         assert entry.ready is not None
@@ -71,14 +71,14 @@ class Figures:
         }
 
 
-def prepare(contestants: Sequence[Contestant], model: Model, shop: Workshop) -> list[Entry]:
+def prepare(engines: Sequence[EngineUnderTest], model: Model, environment: PeerEnvironment) -> list[Entry]:
     """Makes what everybody needs: environments, files, engines."""
     found = []
-    for one in contestants:
-        entry = Entry(one, log=shop.envs / f"{one.label.replace(' ', '-').replace(',', '')}.log")
+    for one in engines:
+        entry = Entry(one, log=environment.envs / f"{one.label.replace(' ', '-').replace(',', '')}.log")
         print(f"preparing {one.label} for {model.name}", file=sys.stderr, flush=True)
         try:
-            entry.ready = one.prepare(model, shop)
+            entry.ready = one.prepare(model, environment)
         except NotMeasured as reason:
             entry.cannot = str(reason)
         found.append(entry)
@@ -86,13 +86,13 @@ def prepare(contestants: Sequence[Contestant], model: Model, shop: Workshop) -> 
 
 
 class Measurement:
-    """One point, on one model, for the contestants of one class."""
+    """One point, on one model, for the engines of one class."""
 
     def __init__(
-        self, entries: Sequence[Entry], model: Model, point: Point, rounds: int, threads: int, quiet: Quiet
+        self, entries: Sequence[Entry], model: Model, point: Point, rounds: int, threads: int, idle_guard: IdleGuard
     ) -> None:
         self.entries, self.model, self.point, self.rounds = entries, model, point, rounds
-        self.threads, self.quiet = threads, quiet
+        self.threads, self.idle_guard = threads, idle_guard
         self.figures = [Figures(not_measured=entry.cannot) for entry in entries]
         self.roofs: list[Roof] = []
         self.elsewhere: list[float] = []  # cores that others took, of each round
@@ -104,21 +104,21 @@ class Measurement:
         Raises:
             NotMeasured: something else runs on the machine, and goes on.
         """
-        first = self.entries[0].contestant
+        first = self.entries[0].engine
         isa = _cpu.isa_names()[0] if first.isa == NATIVE else first.isa
         sizes = [entry.ready.weight_bytes for entry in self.entries if entry.ready is not None]
         self._memory = read_buffer(int(min(sizes)))  # at the size of the weights: caches hold as much of it
-        self.quiet.wait(self._workers())
+        self.idle_guard.wait(self._workers())
         self._each(self._open)
         self._round(isa, count=False)
         while len(self.roofs) < self.rounds:
             before = snapshot(self._workers())
             self._round(isa, count=True)
             elsewhere = snapshot(self._workers()).elsewhere(before)
-            if self.quiet.disturbed(elsewhere) and self.disturbed < self.rounds:
+            if self.idle_guard.disturbed(elsewhere) and self.disturbed < self.rounds:
                 self.disturbed += 1
                 self._forget()
-                self.quiet.wait(self._workers())
+                self.idle_guard.wait(self._workers())
             else:
                 self.elsewhere.append(elsewhere)
         self._each(self._close)
@@ -128,7 +128,7 @@ class Measurement:
         return [entry.worker for entry in self.entries if entry.worker is not None]
 
     def _each(self, do: Any, *arguments: Any) -> None:
-        """For every contestant that still takes part; one that fails is out of this point."""
+        """For every engine that still takes part; one that fails is out of this point."""
         for entry, figures in zip(self.entries, self.figures, strict=True):
             if figures.not_measured is not None or entry.worker is None:
                 continue
@@ -194,7 +194,7 @@ class Measurement:
                 figures.cpu_seconds.pop()
 
     def _report(self, isa: str) -> dict[str, Any]:
-        operands = CLASSES[self.entries[0].contestant.kind]
+        operands = CLASSES[self.entries[0].engine.kind]
         found = []
         for entry, figures in zip(self.entries, self.figures, strict=True):
             row = figures.to_dict(entry)

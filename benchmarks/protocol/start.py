@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from peers.worker import NotMeasured, synthetic_prompts
-from protocol.quiet import Quiet, snapshot
+from protocol.idle_guard import IdleGuard, snapshot
 from protocol.rounds import Entry
 
 PROMPT = 32  # tokens
 
 
-def first_tokens(entries: Sequence[Entry], rounds: int, quiet: Quiet) -> dict[str, Any]:
+def first_tokens(entries: Sequence[Entry], rounds: int, idle_guard: IdleGuard) -> dict[str, Any]:
     """Seconds of every start, in turn in each round; a round before them brings files into the page cache."""
     prompts = synthetic_prompts(1, PROMPT)
-    seconds: dict[str, list[float]] = {entry.contestant.name: [] for entry in entries}
-    reasons = {entry.contestant.name: entry.cannot for entry in entries if entry.cannot is not None}
+    seconds: dict[str, list[float]] = {entry.engine.name: [] for entry in entries}
+    reasons = {entry.engine.name: entry.cannot for entry in entries if entry.cannot is not None}
     elsewhere = []
-    quiet.wait()
+    idle_guard.wait()
     for number in range(rounds + 1):
         before = snapshot()
         for entry in entries:
-            name = entry.contestant.name
+            name = entry.engine.name
             if name in reasons or entry.ready is None or entry.log is None:
                 continue
             print(f"starting {name}", file=sys.stderr, flush=True)
@@ -41,8 +41,8 @@ def first_tokens(entries: Sequence[Entry], rounds: int, quiet: Quiet) -> dict[st
             elsewhere.append(snapshot().elsewhere(before))
     found: dict[str, Any] = {"cores_taken_by_others": elsewhere, "contestants": []}
     for entry in entries:
-        name, contestant = entry.contestant.name, entry.contestant
-        row: dict[str, Any] = {"name": name, "peer": contestant.peer, "class": contestant.kind}
+        name, engine = entry.engine.name, entry.engine
+        row: dict[str, Any] = {"name": name, "peer": engine.peer, "class": engine.kind}
         row |= {"not_measured": reasons[name]} if name in reasons else {"seconds": seconds[name]}
         found["contestants"].append(row)
     return found

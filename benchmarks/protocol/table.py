@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from protocol.figures import Shown, Spread, ratios, shown, spread
-from protocol.quiet import DISTURBED_CORES
+from protocol.idle_guard import DISTURBED_CORES
 
 
 def table(found: dict[str, Any]) -> str:
@@ -76,7 +76,7 @@ def _speed(group: str, points: dict[str, Any], found: dict[str, Any]) -> Iterato
     header = ["", *(f"KL (same first choice), {model}" for model in found.get("quality", {})), "precision", "version"]
     about = {name: [rows[name]["precision"], rows[name].get("about", {}).get("version", "")] for name in names}
     yield from _rows(header, [[name, *_costs(name, found), *about[name]] for name in names])
-    yield "Tokens/s (range), share of the roof:"
+    yield "Tokens/s (range), share of the roofline:"
     yield ""
     cells = []
     for name, there in measured.items():

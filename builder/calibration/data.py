@@ -30,10 +30,10 @@ FORMS = 'JSON lines (.jsonl: {"text": …}, {"prompt": …, "completion": …} o
 
 @dataclass(frozen=True)
 class Text:
-    """content: a text, or messages with role and content. where: file, and line or piece."""
+    """One text of the calibration data."""
 
-    content: str | list[dict[str, Any]]
-    where: str
+    content: str | list[dict[str, Any]]  # a text, or messages with role and content
+    where: str  # file, and line or piece, for messages
 
 
 class _Line(msgspec.Struct):

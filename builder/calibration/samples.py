@@ -17,7 +17,7 @@ import numpy as np
 
 from enginewright.builder.assembly import BuildConfig
 from enginewright.builder.calibration.data import Text, is_remote, read_texts
-from enginewright.builder.calibration.written import write_samples
+from enginewright.builder.calibration.synthetic import generate_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.progress import Progress
 from enginewright.errors import EngineError, UsageError
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Samples:
-    """texts: token ids of each sample. source: where they come from, None if the model wrote them."""
+    """The texts that a build calibrates on."""
 
-    texts: tuple[tuple[int, ...], ...]
-    source: str | None
+    texts: tuple[tuple[int, ...], ...]  # token ids of each sample
+    source: str | None  # where they come from; None: the model wrote them
 
     @property
     def sha256(self) -> str:
@@ -72,7 +72,7 @@ def calibrate(checkpoint: Checkpoint, config: BuildConfig, output: Path, progres
     if config.calib_data is not None:
         progress.phase("read the calibration data")
         return _read_samples(config.calib_data, checkpoint, _count(config))
-    texts = write_samples(checkpoint, _tokenizer(checkpoint), _count(config), SAMPLE_TOKENS, output, progress)
+    texts = generate_samples(checkpoint, _tokenizer(checkpoint), _count(config), SAMPLE_TOKENS, output, progress)
     return Samples(texts, None)
 
 

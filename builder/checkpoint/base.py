@@ -17,15 +17,11 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The tokenizer as the engine stores it.
+    """The tokenizer as the engine stores it."""
 
-    tokenizer_json: tokenizers' own JSON. config: bos_token, eos_token, add_bos_token and such, with the keys
-    of tokenizer_config.json. chat_template: a Jinja template, or None.
-    """
-
-    tokenizer_json: bytes
-    config: Mapping[str, Any]
-    chat_template: str | None
+    tokenizer_json: bytes  # tokenizers' own JSON
+    config: Mapping[str, Any]  # bos_token, add_bos_token, …: keys of tokenizer_config.json
+    chat_template: str | None  # a Jinja template; None: there is none
 
 
 class Checkpoint(Protocol):

@@ -51,8 +51,7 @@ class GgufCheckpoint:
         for tensor in {source.tensor.type: source.tensor for source in self._sources.values()}.values():
             _check_type(tensor)
         self.generation_config: Mapping[str, Any] = generation_config(self._vocabulary)
-        ids = {key: id for key, id in self.generation_config.items() if key.endswith("_token_id")}
-        self.config: Mapping[str, Any] = config | ids
+        self.config: Mapping[str, Any] = config
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(torch.float32, source.tensor.shape) for name, source in self._sources.items()
         }

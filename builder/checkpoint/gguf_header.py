@@ -38,19 +38,21 @@ ARRAY = 9
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies. shape: outermost dimension first, as in torch; offset_bytes: from the file's start."""
+    """Where a tensor lies in the file, and its form."""
 
     name: str
     type: GGMLQuantizationType
-    shape: tuple[int, ...]
-    offset_bytes: int
+    shape: tuple[int, ...]  # outermost dimension first, as in torch
+    offset_bytes: int  # from the file's start
     nbytes: int
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    metadata: Mapping[str, Value]
-    tensors: Mapping[str, GgufTensor]
+    """All that stands before the tensors."""
+
+    metadata: Mapping[str, Value]  # by key, such as general.architecture
+    tensors: Mapping[str, GgufTensor]  # by GGUF's names
 
 
 class _Malformed(Exception):

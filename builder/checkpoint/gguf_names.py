@@ -40,16 +40,12 @@ HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_nor
 
 @dataclass(frozen=True)
 class Architecture:
-    """What one `general.architecture` stands for.
+    """What one `general.architecture` stands for."""
 
-    layer: GGUF stem -> Hugging Face stem, within a layer. paired_rope: the rows of Q and K are reordered.
-    shifted_norms: norms hold 1 + w.
-    """
-
-    model_type: str
-    layer: Mapping[str, str]
-    paired_rope: bool = False
-    shifted_norms: bool = False
+    model_type: str  # of the Hugging Face config
+    layer: Mapping[str, str]  # GGUF stem → Hugging Face stem, within a layer
+    paired_rope: bool = False  # the rows of Q and K are reordered
+    shifted_norms: bool = False  # norms hold 1 + w
 
 
 ARCHITECTURES = {
@@ -65,7 +61,7 @@ class Source:
     """A tensor in the file, and what brings its values back to the Hugging Face model's."""
 
     tensor: GgufTensor
-    restore: Callable[[torch.Tensor], torch.Tensor]
+    restore: Callable[[torch.Tensor], torch.Tensor]  # from the file's values to the model's
 
 
 def find_architecture(header: GgufHeader) -> Architecture:

@@ -31,14 +31,11 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class Splitting:
-    """How a byte-level BPE cuts a text into words, and what else comes with it.
+    """How a byte-level BPE cuts a text into words, and what else comes with it."""
 
-    pattern: of a word; None: GPT-2's, which tokenizers has built in. digits: each digit is a word.
-    """
-
-    pattern: str | None = None
-    digits: bool = False
-    nfc: bool = False
+    pattern: str | None = None  # of a word; None: GPT-2's, which tokenizers has built in
+    digits: bool = False  # each digit is a word of its own
+    nfc: bool = False  # texts are normalized to NFC first
     whole_words: bool = False  # a word that is a token is that token, whatever the merges say
     add_bos: bool = False  # where the file does not say
 

@@ -47,12 +47,12 @@ UNREACHABLE = (HfHubHTTPError, TransportError, OfflineModeIsEnabled, LocalEntryN
 
 @dataclass(frozen=True)
 class HubId:
-    """kind: "model" or "dataset". revision: a branch, tag or commit; None: the default branch."""
+    """The name of a repository on the Hugging Face hub, at a revision."""
 
     owner: str
     name: str
-    revision: str | None
-    kind: str = "model"
+    revision: str | None  # a branch, tag or commit; None: the default branch
+    kind: str = "model"  # "model" or "dataset"
 
     @property
     def repository(self) -> str:
@@ -68,7 +68,9 @@ class HubId:
 
 @dataclass(frozen=True)
 class Snapshot:
-    path: Path
+    """What was downloaded of a repository."""
+
+    path: Path  # the folder of its files
     root: Path  # the cache's folder of this repository; the snapshot's files may be links into it
 
 

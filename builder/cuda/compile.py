@@ -21,7 +21,7 @@ from enginewright.runtime.machine import num_cores
 from enginewright.targets import CUDA, parse_targets
 
 Kernel = Instance | TritonInstance
-SOURCES = Path(enginewright.__file__).parent / "csrc" / "cuda"
+SOURCES = Path(enginewright.__file__).parent / "csrc" / CUDA
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -41,7 +41,7 @@ def compile_each(
         EngineError: a kernel does not compile.
     """
     parse_targets(f"{CUDA}:{sm}" for sm, _ in wanted)
-    store = CompileCache(cache or env.cache_folder() / "cuda")
+    store = CompileCache(cache or env.cache_folder() / CUDA)
     texts = {source: _texts(source, sources) for source in {kernel.source for _, kernel in wanted}}
     todo = {(sm, kernel): Job(kernel, sm, texts[kernel.source]) for sm, kernel in wanted}
     keys = {place: _key(job) for place, job in todo.items()}

@@ -11,12 +11,12 @@ from enginewright.runtime.quality import Check
 
 @dataclass(frozen=True)
 class Measure:
-    """Something with a limit. least: whether the limit is the least that passes; if not, it is the most."""
+    """Something that is measured, and may have a limit."""
 
-    name: str
-    what: str
-    least: bool = False
-    highest: float = math.inf
+    name: str  # of the limit, in `--gate`
+    what: str  # in words, for messages
+    least: bool = False  # the limit is the least that passes; otherwise the most
+    highest: float = math.inf  # possible value of the limit
     full: bool = False  # measured by `--gate full` alone
 
 
@@ -34,7 +34,7 @@ _BY_NAME = {measure.name: measure for measure in MEASURES}
 
 FP8_KV = "fp8 KV"
 
-# What a sound build of a small model may lose, a row a format: small models lose most, and the gate refuses what is
+# What a sound build of a small model may lose, one row per format: small models lose most, and the gate refuses what is
 # broken, not what is coarse. Above each row is what SmolLM2-135M loses on the held-out text, its weights moved off the
 # grid of 4 bits that they were published on. A layer whose scales are wrong is off by 1; int8 activations may leave the
 # most extreme layer off by 0.2. Tiny models of random weights, whose distributions are flat, agree in 4 bits at 0.6,
@@ -44,7 +44,7 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
     "bf16": {"kl": 0.005, "top1": 0.96, "ppl": 1.02, "layer": 0.02},
     # 0.0068, 0.945, 1.002, 0.014
     "int8-wo": {"kl": 0.03, "top1": 0.90, "ppl": 1.05, "layer": 0.10},
-    # 0.0110, 0.931, 1.007, 0.019; with one scale a token, which does not pass, 0.059, 0.860, 1.054, 0.067
+    # 0.0110, 0.931, 1.007, 0.019; with one scale per token, which does not pass, 0.059, 0.860, 1.054, 0.067
     "w8a8": {"kl": 0.05, "top1": 0.88, "ppl": 1.06, "layer": 0.40},
     # 0.0097, 0.941, 0.999, 0.166
     "int8-sq": {"kl": 0.05, "top1": 0.88, "ppl": 1.06, "layer": 0.40},
@@ -79,10 +79,10 @@ def limits_of(formats: Iterable[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class GateConfig:
-    """full: more than the distance on held-out text. limits: by the names of MEASURES, in place of the formats'."""
+    """How much the gate measures, and its limits."""
 
-    full: bool = False
-    limits: Mapping[str, float] = field(default_factory=dict)
+    full: bool = False  # more than the distance on held-out text
+    limits: Mapping[str, float] = field(default_factory=dict)  # by the names of MEASURES, in place of the formats'
 
     @property
     def name(self) -> str:

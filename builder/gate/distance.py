@@ -29,14 +29,12 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of a text. kl: DOUBLE [T], nats; not finite where the engine's logits are not. same: BOOL [T],
-    whether the same token is the likeliest. source_loss, loss: DOUBLE [T - 1], nats that the next token costs.
-    """
+    """How the engine's predictions differ from the source's at each position of a text of T tokens."""
 
-    kl: torch.Tensor
-    same: torch.Tensor
-    source_loss: torch.Tensor
-    loss: torch.Tensor
+    kl: torch.Tensor  # DOUBLE [T], nats; not finite where the engine's logits are not
+    same: torch.Tensor  # BOOL [T], whether the same token is the likeliest
+    source_loss: torch.Tensor  # DOUBLE [T - 1], nats that the next token costs the source
+    loss: torch.Tensor  # DOUBLE [T - 1], the same of the engine
 
 
 def compare(

@@ -45,15 +45,12 @@ JSON_LINES = (
 
 @dataclass(frozen=True)
 class _Question:
-    """A prompt, how many tokens answer it at most, and the string that ends the answer, if one does.
+    """A prompt whose completions by the engine and by the source are compared."""
 
-    answer: tokens that are expected; None where the engine may write what it likes.
-    """
-
-    prompt: Sequence[int]
-    most: int
-    stop: tuple[str, ...] = ()
-    answer: Sequence[int] | None = None
+    prompt: Sequence[int]  # token ids
+    most: int  # tokens of the completion, at most
+    stop: tuple[str, ...] = ()  # strings that end the completion
+    answer: Sequence[int] | None = None  # tokens that are expected; None: the engine may write what it likes
 
 
 def measure_full(source: ir.Model, engine: Engine, threads: int) -> Full:
@@ -111,9 +108,9 @@ def _needle(engine: Engine, index: int, length: int, depth: float) -> _Question:
 def _prompts(engine: Engine) -> Iterator[tuple[str, _Question]]:
     for text in held_out(engine.tokenizer, engine.plan.vocab_size, longest=PROMPT_TOKENS):
         yield text.name, _Question(text.tokens, WRITTEN_TOKENS)
-    told = "".join(f"Line: {line}\nJSON: {json.dumps(answer)}\n" for line, answer in JSON_EXAMPLES)
+    examples = "".join(f"Line: {line}\nJSON: {json.dumps(answer)}\n" for line, answer in JSON_EXAMPLES)
     for line in JSON_LINES:
-        prompt = engine.tokenizer.encode(f"Each line as JSON.\n{told}Line: {line}\nJSON:")
+        prompt = engine.tokenizer.encode(f"Each line as JSON.\n{examples}Line: {line}\nJSON:")
         yield f"JSON: {line}", _Question(prompt, WRITTEN_TOKENS, ("\n",))
 
 

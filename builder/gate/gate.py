@@ -24,14 +24,15 @@ from enginewright.passes.graph import Linear, head_of, linear_of, nodes_of
 from enginewright.passes.quant import QuantConfig
 from enginewright.passes.streaming import Streamed, Visit, stream
 from enginewright.passes.weights import shape_of
+from enginewright.plugins.target import CPU_TARGET, Target
 from enginewright.runtime import env
+from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig
-from enginewright.runtime.executor import CpuExecutor
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.quality import SIMULATED, Check, LayerError, Measured, QualityReport, TextDistance, rounded
 from enginewright.runtime.score import forced
-from enginewright.targets import CPU
+from enginewright.runtime.supported import paged_caches
 
 TOKENS = 4096  # of held-out text
 BATCHES = LOOKS + 1  # that the texts are compared in
@@ -43,19 +44,14 @@ FINITE = "share of positions with finite logits"
 
 @dataclass(frozen=True)
 class Subject:
-    """What is judged.
+    """What is judged."""
 
-    engine: the finished file, under a temporary name. source: the graph as imported. dense: the graph before it was
-    quantized (`keep` of run_pipeline). sections: names of the graph's weights → names of the plan's. families: of the
-    targets that it was built for.
-    """
-
-    engine: Path
-    source: ir.Model
-    dense: ir.Model
-    sections: Mapping[str, str]
-    quant: QuantConfig
-    families: Sequence[str] = (CPU,)
+    engine: Path  # the finished file, under a temporary name
+    source: ir.Model  # the graph as imported
+    dense: ir.Model  # the graph before it was quantized (`keep` of run_pipeline)
+    sections: Mapping[str, str]  # names of the graph's weights → names of the plan's
+    quant: QuantConfig  # the method that it was quantized with
+    targets: Sequence[Target] = (CPU_TARGET,)  # that it was built for
 
 
 def measure(config: GateConfig, subject: Subject, progress: Progress) -> QualityReport:
@@ -66,26 +62,28 @@ def measure(config: GateConfig, subject: Subject, progress: Progress) -> Quality
         UnsupportedModelError: the tokenizer does not belong to the model.
     """
     threads = env.num_threads() or num_cores()
-    with Engine.open(subject.engine, subject.families[0]) as engine:
+    with Engine.open(subject.engine, subject.targets[0].name) as engine:
         plan = engine.plan
         texts = held_out(engine.tokenizer, plan.vocab_size, TOKENS, plan.max_seq_len)
         short = held_out(engine.tokenizer, plan.vocab_size, LAYER_TOKENS, plan.max_seq_len)
         work = _Work.of(subject.source)
         progress.phase(
             f"quality gate ({config.name})",
-            work.total([len(text.tokens) for text in texts], [len(text.tokens) for text in short], subject.families),
+            work.total(
+                [len(text.tokens) for text in texts], [len(text.tokens) for text in short], len(subject.targets)
+            ),
         )
-        families = [_Family(config, subject, name, engine, texts, threads, progress) for name in subject.families]
-        for family in families:
-            family.measure_layers([text.tokens for text in short])
+        subjects = [_OnTarget(config, subject, target, engine, texts, threads, progress) for target in subject.targets]
+        for each in subjects:
+            each.measure_layers([text.tokens for text in short])
         for batch in batches(len(texts)) if not config.full else [range(len(texts))]:
             tokens = [texts[index].tokens for index in batch]
             source = stream(subject.source, tokens, work.watch(progress), threads)
-            for family in families:
-                family.compare(source, batch)
-            if not config.full and all(family.is_decided for family in families):
+            for each in subjects:
+                each.compare(source, batch)
+            if not config.full and all(each.is_decided for each in subjects):
                 break
-        measured = [family.measured() for family in families]
+        measured = [each.measured() for each in subjects]
     return QualityReport(config.name, measured[0], tuple(measured[1:]))
 
 
@@ -110,10 +108,10 @@ class _Work:
         every = [linear.weight for linear in linears if linear is not None and linear.weight is not head]
         return _Work(sum(math.prod(shape_of(weight)) for weight in every), math.prod(shape_of(head)))
 
-    def total(self, lengths: Sequence[int], short: Sequence[int], families: Sequence[str]) -> int:
+    def total(self, lengths: Sequence[int], short: Sequence[int], targets: int) -> int:
         """Of texts of these lengths, and of the layers' errors on the short ones."""
-        position = self.layers + len(families) * self.of_position
-        return sum(lengths) * position + len(families) * LAYER_PRODUCTS * sum(short) * self.layers
+        position = self.layers + targets * self.of_position
+        return sum(lengths) * position + targets * LAYER_PRODUCTS * sum(short) * self.layers
 
     @property
     def of_position(self) -> int:
@@ -131,12 +129,12 @@ class _Work:
 
 
 @dataclass
-class _Family:
-    """A family of targets, as it is measured: on the CPU the engine itself, for others what they would compute."""
+class _OnTarget:
+    """An engine as it is measured on a target: the engine itself where a build can run it, or what it would compute."""
 
     config: GateConfig
     subject: Subject
-    name: str
+    target: Target
     engine: Engine
     texts: Sequence[Text]
     threads: int
@@ -147,7 +145,7 @@ class _Family:
     def __post_init__(self) -> None:
         self._weights = FileWeights(self.engine, self.subject.sections)
         self._executor: CpuExecutor | None = None
-        if self.name == CPU:
+        if self.target.runs_in_builds:
             longest, vocab_size = max(len(text.tokens) for text in self.texts), self.engine.plan.vocab_size
             rows = max(min(STEP_ELEMENTS // vocab_size, longest), 1)
             limits = RuntimeConfig(longest, 1, max_num_batched_tokens=rows, max_logit_rows=rows, threads=self.threads)
@@ -160,7 +158,7 @@ class _Family:
             self.progress.advance(LAYER_PRODUCTS * tokens * elements)
 
         dense, quant = self.subject.dense.clone(), self.subject.quant
-        self.layers = layer_errors(dense, quant, self._weights, texts, self.threads, self.name, done)
+        self.layers = layer_errors(dense, quant, self._weights, texts, self.threads, self.target, done)
 
     def compare(self, source: Streamed, batch: Sequence[int]) -> None:
         """source: of the texts of the batch."""
@@ -168,8 +166,8 @@ class _Family:
         if self._executor is not None:
             produced = forced(self._executor, tokens)
         else:
-            dense, kv_dtype = self.subject.dense.clone(), plan.caches[0].planes[0].dtype
-            simulated = simulate(dense, self.subject.quant, self.name, self._weights, tokens, self.threads, kv_dtype)
+            dense, kv_dtype = self.subject.dense.clone(), paged_caches(plan)[0].planes[0].dtype
+            simulated = simulate(dense, self.subject.quant, self.target, self._weights, tokens, self.threads, kv_dtype)
             produced = blocks(simulated, tokens, plan.vocab_size)
         work = _Work.of(self.subject.source).of_position
         found = compare(
@@ -185,12 +183,12 @@ class _Family:
 
     def measured(self) -> Measured:
         full = None
-        if self.config.full and self.name == CPU:
+        if self.config.full and self.target.runs_in_builds:
             full = measure_full(self.subject.source, self.engine, self.threads)
         found = self._found
         names = [self.texts[index].name for index in sorted(self.compared)]
         return Measured(
-            isa=self._executor.isa if self._executor is not None else f"{self.name}, {SIMULATED}",
+            isa=self._executor.isa if self._executor is not None else f"{self.target.name}, {SIMULATED}",
             checks=self._checks({} if full is None else full_values(full)),
             whole=distance(found),
             texts=tuple(TextDistance(name, distance([one])) for name, one in zip(names, found, strict=True)),
@@ -209,7 +207,7 @@ class _Family:
         """What the texts tell that were compared so far. more: other values, by the names of MEASURES."""
         found = self._found
         whole, formats = distance(found), [layer.method for layer in self.layers]
-        formats += [FP8_KV for group in self.engine.plan.caches if group.planes[0].dtype == "e4m3"]
+        formats += [FP8_KV for group in paged_caches(self.engine.plan) if group.planes[0].dtype == "e4m3"]
         values: dict[str, float | None] = {"kl": whole.kl, "top1": whole.top1, "layer": self.layers[0].error, **more}
         if whole.source_perplexity is not None:
             ratio = None if whole.perplexity is None else whole.perplexity / whole.source_perplexity

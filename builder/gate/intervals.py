@@ -37,26 +37,26 @@ def intervals(found: Sequence[Positions]) -> Mapping[str, Interval]:
         found: a text each.
 
     Returns:
-        What can be told: nothing of fewer than two texts.
+        The intervals that are known: none from fewer than two texts.
     """
     every = {
         "kl": _mean([one.kl for one in found]),
         "top1": _mean([one.same[one.kl.isfinite()].double() for one in found]),
         "ppl": _mean([one.loss - one.source_loss for one in found]),  # its logarithm
     }
-    told = {name: (mean - error, mean + error) for name, (mean, error) in every.items() if error is not None}
-    if "kl" in told:
-        low, high = told["kl"]
-        told["kl"] = max(low, 0.0), high
-    if "top1" in told:
-        low, high = told["top1"]
+    bounds = {name: (mean - error, mean + error) for name, (mean, error) in every.items() if error is not None}
+    if "kl" in bounds:
+        low, high = bounds["kl"]
+        bounds["kl"] = max(low, 0.0), high
+    if "top1" in bounds:
+        low, high = bounds["top1"]
         unseen = UNSEEN / sum(len(one.same) for one in found)
         mean = (low + high) / 2
-        told["top1"] = max(min(low, mean - unseen), 0.0), min(max(high, mean + unseen), 1.0)
-    if "ppl" in told:
-        low, high = told["ppl"]
-        told["ppl"] = math.exp(low), math.exp(min(high, 700.0))  # more is no finite number
-    return {name: (_rounded(low), _rounded(high)) for name, (low, high) in told.items()}
+        bounds["top1"] = max(min(low, mean - unseen), 0.0), min(max(high, mean + unseen), 1.0)
+    if "ppl" in bounds:
+        low, high = bounds["ppl"]
+        bounds["ppl"] = math.exp(low), math.exp(min(high, 700.0))  # more is no finite number
+    return {name: (_rounded(low), _rounded(high)) for name, (low, high) in bounds.items()}
 
 
 def _mean(texts: Sequence[torch.Tensor]) -> tuple[float, float | None]:
@@ -74,6 +74,6 @@ def _mean(texts: Sequence[torch.Tensor]) -> tuple[float, float | None]:
 
 
 def _rounded(value: float) -> float:
-    told = rounded(value, 4)
-    assert told is not None
-    return told
+    number = rounded(value, 4)
+    assert number is not None
+    return number

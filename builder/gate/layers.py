@@ -16,6 +16,7 @@ from enginewright.passes.quant.method import stored
 from enginewright.passes.quant.quantize import table_methods
 from enginewright.passes.streaming import stream
 from enginewright.passes.weights import RowReader, open_rows, shape_of
+from enginewright.plugins.target import CPU_TARGET, Target
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.quality import LayerError, rounded
 
@@ -58,7 +59,7 @@ def layer_errors(
     weights: FileWeights,
     texts: Sequence[Sequence[int]],
     threads: int = 1,
-    family: str = "cpu",
+    target: Target = CPU_TARGET,
     done: Callable[[int], None] = lambda elements: None,
 ) -> tuple[LayerError, ...]:
     """All linear layers, and the tables; the worst first. The same by whatever number of threads.
@@ -73,7 +74,7 @@ def layer_errors(
         if already is not None and already.origin is not None:
             weight.const_value = already.origin
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        found = _Errors(weights, quant, formats, family, pool, done)
+        found = _Errors(weights, quant, formats, target, pool, done)
         stream(dense, texts, found.of_linear, threads)
         for table, method in table_methods(dense, quant).items():
             found.of_table(table, formats.get(table, method))
@@ -90,19 +91,19 @@ class _Errors:
         weights: FileWeights,
         quant: QuantConfig,
         formats: Mapping[ir.Value, QuantConfig],
-        family: str,
+        target: Target,
         pool: ThreadPoolExecutor,
         done: Callable[[int], None],
     ) -> None:
         """formats: of weights that have one of their own."""
         self.layers: list[LayerError] = []
         self._done = done
-        self._weights, self._quant, self._formats, self._family, self._pool = weights, quant, formats, family, pool
+        self._weights, self._quant, self._formats, self._target, self._pool = weights, quant, formats, target, pool
 
     def of_linear(self, linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
         weight, x = linear.weight, torch.cat(list(inputs))
         method = self._formats.get(weight, self._quant)
-        read = method.round_activations(x, self._family)
+        read = method.round_activations(x, self._target)
         compare = partial(_compare_products, x, read, open_rows(weight), self._weights.rows(weight, method))
         errors, sizes = zip(*self._pool.map(compare, *_pieces(weight)), strict=True)
         self._add(weight, method, torch.stack(errors).sum(0), torch.stack(sizes).sum(0))

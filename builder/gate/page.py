@@ -8,6 +8,7 @@ from enginewright.builder.gate.plots import bars, lines
 from enginewright.manifest import About
 from enginewright.runtime.quality import Distance, Full, LayerError, Measured, QualityReport, positions_compared
 
+MIB = 1 << 20
 _OF_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --dim: #62676e; --page: #fff; --rule: #d9dce0; --bad: #b3261e;
@@ -92,19 +93,19 @@ def _by_layer(layers: Sequence[LayerError]) -> Iterator[str]:
     tables: list[str] = []
     placed = [(match, layer) for layer in layers for match in [_OF_LAYER.fullmatch(layer.name)]]
     for match, layer in sorted(placed, key=lambda entry: (int(entry[0][1]), entry[1].name) if entry[0] else (-1, "")):
-        size = f"{layer.nbytes / 1e6:.2f} MB as {layer.method}"
+        size = f"{layer.nbytes / MIB:.2f} MiB as {layer.method}"
         if match is None:
             tables.append(f"{layer.name} {size}")
             continue
         number, kind = int(match[1]), match[2]
-        told = f"{layer.name}: {_number(layer.error)}"
-        errors.setdefault(kind, []).append((number, 100 * (layer.error or 0.0), told))
-        sizes.setdefault(number, {})[kind] = (layer.nbytes / 1e6, f"{layer.name}: {size}")
+        label = f"{layer.name}: {_number(layer.error)}"
+        errors.setdefault(kind, []).append((number, 100 * (layer.error or 0.0), label))
+        sizes.setdefault(number, {})[kind] = (layer.nbytes / MIB, f"{layer.name}: {size}")
     yield "<h2>Error by layer</h2><p>Of each linear layer's output on the source's activations, relative to it.</p>"
     yield lines(errors, "layer", "error, %")
     yield "<h2>Size by layer</h2><p>Weights with their scales, as the file holds them. "
     yield f"Beside them: {escape(', '.join(tables))}.</p>"
-    yield bars([*sizes.values()], [*map(str, sizes)], "layer", "MB")
+    yield bars([*sizes.values()], [*map(str, sizes)], "layer", "MiB")
 
 
 def _texts(measured: Measured) -> Iterator[str]:
@@ -137,8 +138,8 @@ def _full(full: Full) -> Iterator[str]:
 def _layers(layers: Sequence[LayerError]) -> Iterator[str]:
     yield f"<h2>Layers</h2><details><summary>All {len(layers)}, the worst first</summary>"
     yield from _table(
-        ("layer", "format", "error", "MB"),
-        ((one.name, one.method, _number(one.error), f"{one.nbytes / 1e6:.2f}") for one in layers),
+        ("layer", "format", "error", "MiB"),
+        ((one.name, one.method, _number(one.error), f"{one.nbytes / MIB:.2f}") for one in layers),
     )
     yield "</details>"
 

@@ -12,7 +12,7 @@ LEGEND_LINE = 20
 
 
 def lines(series: Mapping[str, Sequence[tuple[float, float, str]]], x_label: str, y_label: str) -> str:
-    """series: name → points (x, y, what a pointer over it is told)."""
+    """series: name → points (x, y, its tooltip)."""
     points = [point for own in series.values() for point in own]
     axes = _Axes([x for x, _, _ in points], [y for _, y, _ in points], x_label, y_label)
     body = []
@@ -22,25 +22,25 @@ def lines(series: Mapping[str, Sequence[tuple[float, float, str]]], x_label: str
         body.append(f'<polyline class="line {colour}" points="{path}"/>')
         body += [
             f'<circle class="dot {colour}" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3">'
-            f"<title>{escape(told)}</title></circle>"
-            for x, y, told in own
+            f"<title>{escape(tooltip)}</title></circle>"
+            for x, y, tooltip in own
         ]
     return axes.drawn(body, list(series))
 
 
 def bars(heights: Sequence[Mapping[str, tuple[float, str]]], labels: Sequence[str], x_label: str, y_label: str) -> str:
-    """heights: of each bar, name of a part → (its height, what a pointer over it is told)."""
+    """heights: of each bar, name of a part → (its height, its tooltip)."""
     names = list(dict.fromkeys(name for parts in heights for name in parts))
     totals = [sum(height for height, _ in parts.values()) for parts in heights]
     axes = _Axes([-0.5, len(heights) - 0.5], totals, x_label, y_label, labels)
     body, wide = [], 0.8 * (axes.x(1) - axes.x(0))
     for index, parts in enumerate(heights):
         below = 0.0
-        for name, (height, told) in parts.items():
+        for name, (height, tooltip) in parts.items():
             top, bottom = axes.y(below + height), axes.y(below)
             body.append(
                 f'<rect class="bar c{names.index(name) % COLOURS}" x="{axes.x(index) - wide / 2:.1f}" y="{top:.1f}" '
-                f'width="{wide:.1f}" height="{max(bottom - top, 0):.1f}"><title>{escape(told)}</title></rect>'
+                f'width="{wide:.1f}" height="{max(bottom - top, 0):.1f}"><title>{escape(tooltip)}</title></rect>'
             )
             below += height
     return axes.drawn(body, names if len(names) > 1 else [])

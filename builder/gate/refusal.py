@@ -5,12 +5,13 @@ from dataclasses import fields
 
 from enginewright.errors import QualityGateError
 from enginewright.passes.quant import METHODS, QuantConfig
+from enginewright.plugins.plugin import CODES
+from enginewright.plugins.target import Target
 from enginewright.runtime.quality import Check, LayerError, Measured
-from enginewright.targets import CUDA
 
 LAYERS_SHOWN = 8
 SMALLEST_GROUP = 32
-GENTLER = {  # method → others, as far as there are any, that lose less
+FALLBACKS = {  # method → others that lose less, the nearest in size first
     "int4-rtn": ("int4-awq", "int4-gptq", "fp8", "int8-wo"),
     "mxfp4": ("int4-awq", "int4-gptq", "fp8", "int8-wo"),
     "int4-awq": ("int4-gptq", "fp8", "int8-wo"),
@@ -22,10 +23,10 @@ GENTLER = {  # method → others, as far as there are any, that lose less
 }
 
 
-def refusal(measured: Measured, quant: QuantConfig, kv_cache_dtype: str) -> QualityGateError:
+def refusal(measured: Measured, target: Target, quant: QuantConfig, kv_cache_dtype: str) -> QualityGateError:
     """Why these figures did not pass."""
     why = "; ".join(map(_said, measured.failed))
-    tries = list(_tries(quant, measured.isa, kv_cache_dtype))
+    tries = list(_tries(quant, target, kv_cache_dtype))
     loosened = [f"{check.name}={_passing_limit(check):g}" for check in measured.failed if _may_pass(check)]
     if loosened:
         tries.append(f"other limits, --gate {','.join(loosened if measured.full is None else ['full', *loosened])}")
@@ -61,13 +62,13 @@ def _passing_limit(check: Check) -> float:
 
 def _table(layers: Sequence[LayerError]) -> Iterator[str]:
     width = max(len(layer.name) for layer in layers)
-    yield f"  {'layers that are off most':<{width}}  {'format':<9} {'error':>8} {'MB':>9}"
+    yield f"  {'layers that are off most':<{width}}  {'format':<9} {'error':>8} {'MiB':>9}"
     for layer in layers:
         error = "NaN" if layer.error is None else f"{layer.error:.2%}"
-        yield f"  {layer.name:<{width}}  {layer.method:<9} {error:>8} {layer.nbytes / 1e6:>9.2f}"
+        yield f"  {layer.name:<{width}}  {layer.method:<9} {error:>8} {layer.nbytes / 2**20:>9.2f}"
 
 
-def _tries(quant: QuantConfig, isa: str, kv_cache_dtype: str) -> Iterator[str]:
+def _tries(quant: QuantConfig, target: Target, kv_cache_dtype: str) -> Iterator[str]:
     settings = {field.name: getattr(quant, field.name) for field in fields(quant)}
     group = settings.get("group_size")
     if group is not None and not 0 < group <= SMALLEST_GROUP:
@@ -78,11 +79,11 @@ def _tries(quant: QuantConfig, isa: str, kv_cache_dtype: str) -> Iterator[str]:
         yield "--activation-scheme dynamic"
     if settings.get("fp8_scales") == "tensor":
         yield "--fp8-scales block"
-    if settings.get("fp8_activations") == "fp8" and isa.startswith(CUDA):
+    if settings.get("fp8_activations") == "fp8" and quant.precision(target).dtype in CODES:
         yield "--fp8-activations bf16"
     if "bits" in settings:
         yield f"more than --bits {settings['bits']}"
     known = [method.name for method in METHODS]
-    yield from (f"--quant {name}" for name in GENTLER.get(quant.name, ()) if name in known)
+    yield from (f"--quant {name}" for name in FALLBACKS.get(quant.name, ()) if name in known)
     if kv_cache_dtype != "bf16":
         yield "--kv-cache-dtype bf16"

@@ -8,7 +8,7 @@ from enginewright.builder.gate.config import GateConfig
 from enginewright.builder.gate.page import page
 from enginewright.errors import EngineError, UsageError
 from enginewright.manifest import About
-from enginewright.runtime.bench.machine_facts import require_writable
+from enginewright.new_file import require_writable
 from enginewright.runtime.quality import QualityReport
 
 
@@ -28,7 +28,7 @@ def write_report(report: QualityReport, about: About, path: Path) -> None:
     Raises:
         EngineError: a file cannot be written.
     """
-    told = {
+    content = {
         "name": about.name,
         "model_type": about.model_type,
         "builder_version": about.builder_version,
@@ -37,7 +37,7 @@ def write_report(report: QualityReport, about: About, path: Path) -> None:
     }
     for file in _files(path):
         if file.suffix.lower() == ".json":
-            data = msgspec.json.format(msgspec.json.encode(told, order="sorted"), indent=1) + b"\n"
+            data = msgspec.json.format(msgspec.json.encode(content, order="sorted"), indent=1) + b"\n"
         else:
             assert report.measured is not None
             data = page(report, report.measured, about).encode()

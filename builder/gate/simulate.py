@@ -17,12 +17,12 @@ from enginewright.passes.quant import QuantConfig
 from enginewright.passes.quant.method import stored
 from enginewright.passes.quant.quantize import table_methods
 from enginewright.passes.streaming import Instead, Streamed, stream
-from enginewright.passes.to_ragged import query_dtype
 from enginewright.passes.torch_ops import Compute, compute_of
 from enginewright.passes.weights import RowReader, RowsTensor, read, shape_of
 from enginewright.plugins.kv_write import STORED
 from enginewright.plugins.plugin import int_of
 from enginewright.plugins.quantize_rows import LARGEST_CODE, TINY
+from enginewright.plugins.target import Target
 
 BLOCK_ELEMENTS = 1 << 22  # of logits that are computed at once
 
@@ -30,13 +30,13 @@ BLOCK_ELEMENTS = 1 << 22  # of logits that are computed at once
 def simulate(
     dense: ir.Model,
     quant: QuantConfig,
-    family: str,
+    target: Target,
     weights: FileWeights,
     texts: Sequence[Sequence[int]],
     threads: int = 1,
     kv_dtype: str = "bf16",
 ) -> Streamed:
-    """Texts as a family of targets computes them; the same by whatever number of threads.
+    """Texts as a target computes them; the same by whatever number of threads.
 
     Args:
         dense: the graph that was quantized, as it was before. It is changed.
@@ -49,12 +49,12 @@ def simulate(
         weight.const_value = RowsTensor(str(weight.name), torch.float32, shape_of(weight), _again(rows))
 
     def rounding(linear: Linear, inputs: Sequence[torch.Tensor]) -> Instead:
-        multiply = _product(methods[linear.weight], family, read(linear.weight))
+        multiply = _product(methods[linear.weight], target, read(linear.weight))
         return dict.fromkeys(range(len(inputs)), multiply)
 
     head = methods[head_of(dense).weight]
-    compute = _attending(STORED[kv_dtype], query_dtype(STORED[kv_dtype], family))
-    return stream(dense, texts, rounding, threads, lambda x: head.round_activations(x, family), compute)
+    compute = _attending(STORED[kv_dtype], target.queries(STORED[kv_dtype]))
+    return stream(dense, texts, rounding, threads, lambda x: head.round_activations(x, target), compute)
 
 
 def blocks(streamed: Streamed, texts: Sequence[Sequence[int]], vocab_size: int) -> Iterator[tuple[int, int, NDArray]]:  # type: ignore[type-arg]
@@ -77,8 +77,8 @@ def _again(rows: RowReader) -> Callable[[], RowReader]:
     return lambda: rows
 
 
-def _product(method: QuantConfig, family: str, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: F.linear(method.round_activations(x, family), weight)
+def _product(method: QuantConfig, target: Target, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: F.linear(method.round_activations(x, target), weight)
 
 
 def _attending(stored: ir.DataType, queries: ir.DataType) -> Callable[[ir.Node], Compute]:

@@ -13,8 +13,10 @@ _MARK = "===== "  # and the name of the text that follows
 
 @dataclass(frozen=True)
 class Text:
-    name: str
-    tokens: Sequence[int]
+    """A text of the held-out file."""
+
+    name: str  # what the report calls it
+    tokens: Sequence[int]  # in the model's vocabulary
 
 
 def held_out(

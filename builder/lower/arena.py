@@ -3,39 +3,46 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from enginewright.plan import Buffer, BufferOperand, Linear, Sizes, Step
-
-# What slots are balanced for. Any choice is correct; this one resembles a server with chunked prefill.
-NOMINAL = Sizes(tokens=2048, sequences=256, logit_rows=256, kv_blocks=256, kv_splits=32)
+from enginewright.plan import Buffer, BufferOperand, CacheGroup, KernelCall, Linear, StepSizes
+from enginewright.runtime.dims import StepCounter
 
 
 @dataclass
 class _Slot:
     nbytes: int
-    free_after: int  # the last step that reads it
+    free_after: int  # the last call that reads it
+
+
+def nominal_sizes(dims: Sequence[str], caches: Sequence[CacheGroup]) -> StepSizes:
+    """What slots are balanced for. Any choice is correct; this one resembles a server with chunked prefill."""
+    return StepCounter(dims, caches).sizes(tokens=2048, sequences=256, logit_rows=256, longest=8192)
 
 
 def assign_slots(
-    buffers: Sequence[tuple[str, Linear, int]], steps: Sequence[Step], result: int, lasting: Collection[int] = ()
+    buffers: Sequence[tuple[str, Linear, int]],
+    calls: Sequence[KernelCall],
+    result: int,
+    nominal: StepSizes,
+    lasting: Collection[int] = (),
 ) -> list[int]:
     """The slot of each buffer (dtype, rows, columns), best fit in order of first use.
 
-    A buffer lives from the first step that names it to the last; `result` lives to the end, `lasting` ones always.
+    A buffer lives from the first call that names it to the last; `result` lives to the end, `lasting` ones always.
     """
-    first, last = [len(steps)] * len(buffers), [-1] * len(buffers)
-    for index, step in enumerate(steps):
-        for operand in step.operands.values():
+    first, last = [len(calls)] * len(buffers), [-1] * len(buffers)
+    for index, call in enumerate(calls):
+        for operand in call.operands.values():
             if isinstance(operand, BufferOperand):
                 first[operand.index] = min(first[operand.index], index)
                 last[operand.index] = index
-    last[result] = len(steps)
+    last[result] = len(calls)
     for buffer in lasting:
-        first[buffer], last[buffer] = -1, len(steps)
+        first[buffer], last[buffer] = -1, len(calls)
 
     slots: list[_Slot] = []
     chosen = [0] * len(buffers)
     for buffer in sorted(range(len(buffers)), key=lambda index: (first[index], index)):
-        need = Buffer(*buffers[buffer], 0).bytes_at(NOMINAL)
+        need = Buffer(*buffers[buffer], 0).bytes_at(nominal)
         free = [index for index, slot in enumerate(slots) if slot.free_after < first[buffer]]
         # The tightest slot that holds it; if none does, the largest, which then grows the least.
         fits = [index for index in free if slots[index].nbytes >= need]

@@ -1,4 +1,4 @@
-"""Graph → plan: kernels in order, each with its operands as views into weights, KV pools, or one arena.
+"""Graph → plan: kernels in order, each with its operands as views into weights, caches, or one arena.
 
 The graph that comes in has only ops with a kernel for the target (and Split and Reshape, which become views).
 Nothing is decided here that a pass could decide; what is laid out here is memory.
@@ -6,61 +6,58 @@ Nothing is decided here that a pass could decide; what is laid out here is memor
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 import onnx_ir as ir
 
-from enginewright.builder.lower.arena import assign_slots
+from enginewright.builder.lower.arena import assign_slots, nominal_sizes
 from enginewright.builder.lower.pack import PackedForm
+from enginewright.dtypes import DTYPES
 from enginewright.errors import EngineError
 from enginewright.plan import (
     COLUMN_ALIGN,
+    COMMON_DIMS,
     Buffer,
     BufferOperand,
+    CacheOperand,
+    Cost,
     Input,
     InputOperand,
-    KvOperand,
+    KernelCall,
     Launch,
     Linear,
     Operand,
     PagedCache,
     Plan,
     Plane,
-    Step,
     WeightOperand,
+    linear,
 )
-from enginewright.plugins import binding_of
+from enginewright.plugins import binding_of, plugin_of
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix, Specialization
 from enginewright.plugins.kv_write import BLOCK_SIZE, kv_row_bytes, padded_head_dim
 from enginewright.plugins.plugin import dtype_attribute
-from enginewright.plugins.sampling_cuda import SAMPLING_SOURCES, sampling_launch
+from enginewright.plugins.target import Target
 
+# The name of a value that is a plane of a layer's cache, as it comes in or as a kernel has written to it.
+POOL_NAME = re.compile(r"(?P<part>\w+)_pool\.(?P<layer>\d+)(\..*)?")
 VIEW_OPS = ("Split", "Reshape")
 OF_GROUPS = ("scale", "zero")  # the roles of matrices with a column for each group of a weight's columns
-DTYPE_NAMES = {
-    ir.DataType.FLOAT: "f32",
-    ir.DataType.BFLOAT16: "bf16",
-    ir.DataType.INT8: "i8",
-    ir.DataType.FLOAT8E4M3FN: "e4m3",
-    ir.DataType.INT32: "i32",
-}
+DTYPE_NAMES = {ir.DataType[dtype.onnx]: name for name, dtype in DTYPES.items() if dtype.bytes}
 
-ROWS = {
-    "tokens": Linear(tokens=1),
-    "sequences": Linear(sequences=1),
-    "logit_rows": Linear(logit_rows=1),
-}
+ROWS = {dim: linear(**{dim: 1}) for dim in COMMON_DIMS}
 # The rows and columns of the inputs whose graph shape says less than the plan must know.
 INPUT_SHAPES = {
-    "tokens": (Linear(tokens=1), Linear(constant=1)),
-    "positions": (Linear(tokens=1), Linear(constant=1)),
-    "slots": (Linear(tokens=1), Linear(constant=1)),
-    "query_start": (Linear(constant=1, sequences=1), Linear(constant=1)),
-    "kv_len": (Linear(sequences=1), Linear(constant=1)),
-    "block_table": (Linear(sequences=1), Linear(kv_blocks=1)),
-    "logit_rows": (Linear(logit_rows=1), Linear(constant=1)),
+    "tokens": (linear(tokens=1), Linear(1)),
+    "positions": (linear(tokens=1), Linear(1)),
+    "slots": (linear(tokens=1), Linear(1)),
+    "query_start": (linear(1, sequences=1), Linear(1)),
+    "kv_len": (linear(sequences=1), Linear(1)),
+    "block_table": (linear(sequences=1), linear(kv_blocks=1)),
+    "logit_rows": (linear(logit_rows=1), Linear(1)),
 }
 
 
@@ -114,8 +111,8 @@ def kv_groups_of(model: ir.Model) -> tuple[PagedCache, ...]:
     return tuple(groups)
 
 
-def lower(model: ir.Model, target: str, max_seq_len: int, batch_invariant: bool = False) -> Lowered:
-    """Lower a ragged graph for a family of targets (`cpu`, `cuda`). batch_invariant: for GPUs, as BuildConfig has it.
+def lower(model: ir.Model, target: Target, max_seq_len: int, batch_invariant: bool = False) -> Lowered:
+    """Lower a ragged graph for a target. batch_invariant: for GPUs, as BuildConfig has it.
 
     Raises:
         EngineError: a node has no kernel for the target; the message names it.
@@ -124,16 +121,17 @@ def lower(model: ir.Model, target: str, max_seq_len: int, batch_invariant: bool 
 
 
 class _Lowering:
-    def __init__(self, model: ir.Model, target: str, batch_invariant: bool) -> None:
+    def __init__(self, model: ir.Model, target: Target, batch_invariant: bool) -> None:
         self.model = model
         self.graph = model.graph
         self.target = target
         self.batch_invariant = batch_invariant
         self.groups = kv_groups_of(model)
+        self.dims = list(COMMON_DIMS)  # and others, in the order of their first use
         self.views: dict[ir.Value, _View] = {}
         self.buffers: list[tuple[str, Linear, int]] = []  # dtype, rows, columns
         self.lasting: list[int] = []  # buffers that keep their content from step to step
-        self.steps: list[Step] = []
+        self.calls: list[KernelCall] = []
         self.weights: dict[str, Weight] = {}
         self.kernels: dict[str, Specialization] = {}
         self.nodes = list(self.graph)
@@ -143,9 +141,10 @@ class _Lowering:
         inputs = []
         for value in self.graph.inputs:
             name = _name(value)
-            if not name.startswith(("key_pool.", "value_pool.")):
+            if POOL_NAME.fullmatch(name) is None:
                 rows, columns = INPUT_SHAPES[name.partition(".")[0]]
                 inputs.append(Input(name, rows, columns))
+                self._use_dims(rows, columns)
         for node in self.nodes:
             if node.op_type == "Split":
                 self._split(node)
@@ -155,21 +154,20 @@ class _Lowering:
                 self._step(node)
         (logits,) = (value for value in self.graph.outputs if value.name == "logits")
         view = self.views[logits]
-        slots = assign_slots([entry[:3] for entry in self.buffers], self.steps, view.buffer, self.lasting)
-        sampling = None
-        if self.target == "cuda":
-            matrix = self._matrix(BufferOperand(view.buffer, view.column, view.columns))
-            sampling = self._named(sampling_launch(matrix), SAMPLING_SOURCES)
+        nominal = nominal_sizes(self.dims, self.groups)
+        slots = assign_slots(self.buffers, self.calls, view.buffer, nominal, self.lasting)
+        sampling = self.target.sampling(self._matrix(BufferOperand(view.buffer, view.column, view.columns)))
         plan = Plan(
-            target=self.target,
+            target=self.target.name,
+            dims=tuple(self.dims),
             inputs=tuple(inputs),
             caches=self.groups,
             buffers=tuple(Buffer(*entry, slot) for entry, slot in zip(self.buffers, slots, strict=True)),
-            steps=tuple(self.steps),
+            calls=tuple(self.calls),
             logits=view.buffer,
             vocab_size=view.columns,
             max_seq_len=max_seq_len,
-            sampling=sampling,
+            sampling=self._named(*sampling) if sampling else None,
         )
         return Lowered(plan, self.weights, self.kernels)
 
@@ -204,29 +202,51 @@ class _Lowering:
             name: attribute.value for name, attribute in node.attributes.items() if name in binding.attributes
         }
         if binding.scratch is not None:
-            role, rows, columns = binding.scratch(node)
+            role, rows, columns = binding.scratch(self._call(operands, attributes))
             operands[role] = self._extra("f32", rows, columns)
         if isinstance(binding, CudaKernel) and binding.counters is not None:
-            role, rows, columns = binding.counters(node)
+            role, rows, columns = binding.counters(self._call(operands, attributes))
             counters = operands[role] = self._extra("i32", rows, columns)
             self.lasting.append(counters.index)
+        if "largest" in operands and not self.target.static_scales:
+            name = self.target.name
+            raise EngineError(f"{node.name} has static scales of activations, which no kernel for {name} takes")
         launches: tuple[Launch, ...] = ()
         if isinstance(binding, CudaKernel):
-            if "largest" in operands:
-                raise EngineError(f"{node.name} has static scales of activations, which no kernel for cuda takes")
-            matrices = {role: self._matrix(operand) for role, operand in operands.items()}
-            call = Call(matrices, attributes, self.batch_invariant)
+            call = self._call(operands, attributes)
             launches = tuple(self._named(one, binding.sources) for one in binding.launches(call))
-        self.steps.append(Step(binding.kernel, operands, attributes, launches))
+        self.calls.append(KernelCall(binding.kernel, operands, attributes, launches, self._cost(node)))
+
+    def _cost(self, node: ir.Node) -> Cost:
+        """Nothing where rows are not tokens: a head that runs on rows of logits."""
+        plugin = plugin_of(node)
+        if plugin is None or plugin.cost is None or _rows(node.outputs[0]) != ROWS["tokens"]:
+            return Cost()
+        return plugin.cost(node)
+
+    def _call(self, operands: Mapping[str, Operand], attributes: Mapping[str, int | float | str]) -> Call:
+        matrices = {role: self._matrix(operand) for role, operand in operands.items()}
+        return Call(matrices, attributes, self.target.architectures, self.batch_invariant)
 
     def _named(self, launch: Launch, sources: Mapping[str, str]) -> Launch:
         """The same launch by its kernel's name in the code: `rms_norm-`, and a hash of the specialization."""
+        self._use_dims(launch.rows, *(extent.rows for extent in launch.grid))
         function = launch.kernel.partition("<")[0]
         name = f"{function}-{hashlib.sha256(launch.kernel.encode()).hexdigest()[:12]}"
-        self.kernels[name] = Specialization(sources[function], launch.kernel, launch.architectures)
+        architectures = launch.architectures
+        if name in self.kernels:  # another launch has it, too, perhaps on other architectures; () is all of them
+            before = self.kernels[name].architectures
+            architectures = tuple(dict.fromkeys((*before, *architectures))) if before and architectures else ()
+        self.kernels[name] = Specialization(sources[function], launch.kernel, architectures)
         return msgspec.structs.replace(launch, kernel=name)
 
+    def _use_dims(self, *sizes: Linear) -> None:
+        for dim in (dim for size in sizes for dim, _ in size.terms):
+            if dim not in self.dims:
+                self.dims.append(dim)
+
     def _extra(self, dtype: str, rows: Linear, columns: int) -> BufferOperand:
+        self._use_dims(rows)
         self.buffers.append((dtype, rows, columns))
         return BufferOperand(len(self.buffers) - 1, 0, columns)
 
@@ -237,16 +257,16 @@ class _Lowering:
                 return Matrix("i32", rows, width.constant, width.constant, width.constant)
             case WeightOperand():
                 form = self.weights[operand.name].form
-                count, columns = Linear(constant=form.shape[0]), form.shape[-1]
+                count, columns = Linear(form.shape[0]), form.shape[-1]
                 return Matrix(form.dtype, count, columns, columns, columns, form.layout)
             case BufferOperand():
                 dtype, rows, columns = self.buffers[operand.index]
                 whole = operand.columns == columns
                 padded = -(-columns // COLUMN_ALIGN) * COLUMN_ALIGN if whole else operand.columns
                 return Matrix(dtype, rows, operand.columns, Buffer(dtype, rows, columns, 0).stride, padded)
-            case KvOperand():
+            case CacheOperand():
                 (group,) = (group for group in self.groups if operand.layer in group.layers)
-                plane = group.planes[0]
+                (plane,) = (plane for plane in group.planes if plane.name == operand.part)
                 padded = padded_head_dim(plane.dim)
                 return Matrix(plane.dtype, Linear(), plane.dim, padded, padded, block_stride=group.block_bytes)
 
@@ -254,8 +274,8 @@ class _Lowering:
         name = _name(value)
         if value.is_initializer():
             return WeightOperand(self._weight(value, role, node))
-        if name.startswith(("key_pool.", "value_pool.")):
-            return KvOperand(int(name.split(".")[1]))
+        if (cache := POOL_NAME.fullmatch(name)) is not None:
+            return CacheOperand(int(cache["layer"]), cache["part"])
         if value.is_graph_input():
             return InputOperand(name)
         view = self.views[value]

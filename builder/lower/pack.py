@@ -1,7 +1,7 @@
 """Weights as the CPU kernels read them: the layouts of csrc/cpu/kernel.h, from torch tensors to bytes and back."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,18 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from enginewright.manifest import FOUR_BITS, K_ALIGN, ROWS, packed_bytes
+from enginewright.dtypes import DTYPES
+from enginewright.manifest import K_ALIGN, ROWS, packed_bytes
 from enginewright.passes.weights import RowReader
 
 PIECE_ELEMENTS = 1 << 18  # of a weight, in memory at once (twice that of pairs); a cache holds them
-DTYPES = {
-    "f32": torch.float32,
-    "bf16": torch.bfloat16,
-    "i8": torch.int8,
-    "e4m3": torch.float8_e4m3fn,
-    "i32": torch.int32,
-    **dict.fromkeys(FOUR_BITS, torch.uint8),  # a code each
-}
+TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, dtype.torch) for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -55,13 +49,13 @@ def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[Callable[[], memory
 
     def read(begin: int, end: int) -> torch.Tensor:
         values = rows(begin, end)
-        if values.dtype != DTYPES[form.dtype]:
+        if values.dtype != TORCH_DTYPES[form.dtype]:
             raise ValueError(f"a {values.dtype} tensor is packed as {form}")
         if form.dtype == "e4m3":
             values = values.view(torch.uint8)  # as such it can be padded
             if ((values & 0x7F) == 0x7F).any():
                 raise ValueError(f"a weight packed as {form} holds NaN")
-        if form.dtype in FOUR_BITS and (values > 15).any():
+        if DTYPES[form.dtype].bits == 4 and (values > 15).any():
             raise ValueError(f"a weight packed as {form} holds codes above 15")
         return values
 
@@ -74,7 +68,8 @@ def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[Callable[[], memory
     layout, in_pairs = form.layout.removesuffix("_pairs"), form.layout.endswith("_pairs")
     if layout not in ("r16", "r16_columns"):
         raise ValueError(f"unknown layout {form.layout!r}")
-    blocks = _columns if layout == "r16_columns" else _four_bit_blocks if form.dtype in FOUR_BITS else _r16_blocks
+    words = _four_bit_blocks if DTYPES[form.dtype].bits == 4 else _r16_blocks
+    blocks = _columns if layout == "r16_columns" else words
     parts = 2 if in_pairs else 1
     for begin in range(0, count // parts, step):
         yield partial(_blocks, read, blocks, begin, min(begin + step, count // parts), range(0, count, count // parts))
@@ -115,14 +110,14 @@ def unpack_rows(data: memoryview, form: PackedForm) -> RowReader:
 
 def _unpacked(blocks: torch.Tensor, form: PackedForm, layout: str) -> torch.Tensor:
     """UINT8 [blocks, bytes] → [rows, columns], with the rows that fill the last block."""
-    dtype = DTYPES[form.dtype]
+    dtype = TORCH_DTYPES[form.dtype]
     if layout == "plain":
         return blocks.view(dtype)
     columns = form.shape[1]
     if layout == "r16_columns":
         return blocks.view(dtype).view(-1, columns, ROWS).transpose(1, 2).reshape(-1, columns)
     words = blocks.view(len(blocks), -1, ROWS, 4).transpose(1, 2)  # [blocks, 16, lines, 4]
-    if form.dtype in FOUR_BITS:
+    if DTYPES[form.dtype].bits == 4:
         words = torch.stack((words & 15, words >> 4), dim=3)
     return words.reshape(len(blocks) * ROWS, -1).view(dtype)[:, :columns]
 

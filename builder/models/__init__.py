@@ -1,5 +1,73 @@
-"""The families of models that can be built: each a file named after its `model_type`."""
+"""The families of models that can be built: each a file, found by the `model_type` that it is named after."""
 
-from enginewright.builder.models.common.find import build_graph, check_config, model_types
+import difflib
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
-__all__ = ["build_graph", "check_config", "model_types"]
+import onnx_ir as ir
+
+from enginewright.builder.checkpoint.base import Checkpoint
+from enginewright.builder.checkpoint.quantized import read_format
+from enginewright.builder.config import ConfigReader
+from enginewright.builder.tensors import AssumedTensors, Tensors
+from enginewright.builder.weights import Weights
+from enginewright.errors import UnsupportedModelError
+
+Build = Callable[[ConfigReader, Weights], ir.Model]
+
+
+def model_types() -> list[str]:
+    """Every `model_type` that can be built."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
+
+
+def build_graph(checkpoint: Checkpoint) -> ir.Model:
+    """The dense graph of a checkpoint, in standard ONNX and a few ops of ours. Reads no tensor.
+
+    Inputs: tokens, positions INT64 [1, T]; past_key.<i>, past_value.<i> FLOAT [1, kv_heads, P, head_dim].
+    Outputs: logits FLOAT [1, T, vocab]; present_key.<i>, present_value.<i> FLOAT [1, kv_heads, P + T, head_dim].
+
+    Raises:
+        UnsupportedModelError: the model is of an unknown type, or has a feature that is not implemented.
+        EngineError: config and tensors do not fit together.
+    """
+    return _build(checkpoint.config, Tensors(checkpoint))
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Refuse, by its config alone, a model that cannot be built; its weights need not be there.
+
+    Args:
+        config: what config.json holds.
+
+    Raises:
+        UnsupportedModelError: the type of the model, its rope, its quantization or another feature is not implemented.
+        EngineError: the config cannot be used.
+    """
+    _build(config, AssumedTensors())
+
+
+def _build(values: Mapping[str, Any], tensors: Tensors) -> ir.Model:
+    config = ConfigReader(values)
+    format = read_format(config, tensors)
+    weights = Weights(tensors, format)
+    model = _find(config.read(str, "model_type"))(config, weights)
+    weights.refuse_left_over()
+    weights.note_none_quantized()
+    model.metadata_props["enginewright.notes"] = json.dumps(format.notes if format else {})
+    return model
+
+
+def _find(model_type: str) -> Build:
+    known = model_types()
+    if model_type not in known:
+        nearest = difflib.get_close_matches(model_type, known, n=1)
+        raise UnsupportedModelError(
+            f"models of type {model_type!r} are not implemented",
+            f"known are {', '.join(known)}",
+            f"Did you mean {nearest[0]}?" if nearest else "",
+        )
+    return cast(Build, importlib.import_module(f"{__name__}.{model_type}").build)

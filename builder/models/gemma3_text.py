@@ -1,61 +1,71 @@
 """Gemma 3, text: local and global layers with a rope each, norms around both parts of a layer, scaled embeddings.
 https://arxiv.org/abs/2503.19786"""
 
+from dataclasses import replace
+
 import onnx_ir as ir
 import torch
 
 from enginewright.builder.config import ConfigReader
-from enginewright.builder.models.common.rope import Rope, rope_from
-from enginewright.builder.models.common.sizes import Sizes, read_activation, read_windows
-from enginewright.builder.models.common.writer import GraphWriter
+from enginewright.builder.harmless_keys import Harmless
+from enginewright.builder.models.blocks import Attention, Embedding, GatedMlp, GraphWriter, Head, Heads, RmsNorm
+from enginewright.builder.models.blocks.layers import read_layer_count, read_windows
+from enginewright.builder.models.blocks.rope import Rope, rope_from
 from enginewright.builder.weights import Weights
+
+HARMLESS = {"use_bidirectional_attention": Harmless("Every token attends to those before it alone.", (False,))}
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
-    sizes = Sizes.read(config, default_head_dim=256)
-    attention_bias = config.read(bool, "attention_bias", default=False)
-    activation = read_activation(config, "hidden_activation", "hidden_act", default="gelu_pytorch_tanh")
-    tied = config.read(bool, "tie_word_embeddings", default=True)
-    scale = config.read_positive("query_pre_attn_scalar", default=256.0) ** -0.5
-    attention_cap = config.read(float, "attn_logit_softcapping", default=0.0)
-    logits_cap = config.read(float, "final_logit_softcapping", default=0.0)
-    local, everywhere = _ropes(config, sizes)
-
-    write = GraphWriter(weights, sizes)
-    local_table, global_table = write.rope_table(local, "rope.local"), write.rope_table(everywhere, "rope.global")
+    embedding, norm = Embedding.read(config), RmsNorm.read(config, offset=1.0)
     # The scale is a weight's neighbour: in the reference it has the precision of the table.
-    x = write.embedding("model.embed_tokens", scale=torch.tensor(sizes.hidden**0.5, dtype=torch.bfloat16).item())
-    for layer, window in enumerate(_windows(config, sizes)):
+    embedding = replace(embedding, scale=torch.tensor(embedding.hidden**0.5, dtype=torch.bfloat16).item())
+    head = Head.read(config, tied=True, softcap=config.read(float, "final_logit_softcapping", default=0.0))
+    mlp = GatedMlp.read(config, "hidden_activation", "hidden_act", activation="gelu_pytorch_tanh")
+    bias = config.read(bool, "attention_bias", default=False)
+    attention = Attention(
+        Heads.read(config, default_dim=256),
+        scale=config.read_positive("query_pre_attn_scalar", default=256.0) ** -0.5,
+        bias=bias,
+        output_bias=bias,
+        head_norm=norm,
+        softcap=config.read(float, "attn_logit_softcapping", default=0.0),
+    )
+    windows = _windows(config)
+    max_positions = config.read_size("max_position_embeddings")
+    local, everywhere = _ropes(config, attention.heads.dim, max_positions)
+    config.refuse_unread(HARMLESS)
+
+    graph = GraphWriter(weights, max_positions)
+    local_table, global_table = local.write(graph, "rope.local"), everywhere.write(graph, "rope.global")
+    x = embedding.write(graph, "model.embed_tokens")
+    for layer, window in enumerate(windows):
         name, table = f"model.layers.{layer}", local_table if window else global_table
-        h = write.rms_norm(x, f"{name}.input_layernorm", offset=1.0)
-        q, k, v = write.qkv(h, f"{name}.self_attn", attention_bias)
-        q = write.rotate(write.head_norm(q, f"{name}.self_attn.q_norm", offset=1.0), table)
-        k = write.rotate(write.head_norm(k, f"{name}.self_attn.k_norm", offset=1.0), table)
-        h = write.attention(q, k, v, scale=scale, softcap=attention_cap, window=window)
-        h = write.linear(h, f"{name}.self_attn.o_proj", sizes.hidden, attention_bias)
-        x = write.add(x, write.rms_norm(h, f"{name}.post_attention_layernorm", offset=1.0))
-        h = write.rms_norm(x, f"{name}.pre_feedforward_layernorm", offset=1.0)
-        h = write.gated_mlp(h, f"{name}.mlp", activation)
-        x = write.add(x, write.rms_norm(h, f"{name}.post_feedforward_layernorm", offset=1.0))
-    h = write.rms_norm(x, "model.norm", offset=1.0)
-    return write.finish(write.head(h, tied_to="model.embed_tokens" if tied else None, softcap=logits_cap))
+        h = norm.write(graph, x, f"{name}.input_layernorm")
+        h = replace(attention, window=window).write(graph, h, f"{name}.self_attn", layer, table)
+        x = graph.add(x, norm.write(graph, h, f"{name}.post_attention_layernorm"))
+        h = norm.write(graph, x, f"{name}.pre_feedforward_layernorm")
+        h = mlp.write(graph, h, f"{name}.mlp")
+        x = graph.add(x, norm.write(graph, h, f"{name}.post_feedforward_layernorm"))
+    h = norm.write(graph, x, "model.norm")
+    return graph.finish(head.write(graph, h, "model.embed_tokens"))
 
 
-def _windows(config: ConfigReader, sizes: Sizes) -> list[int]:
+def _windows(config: ConfigReader) -> list[int]:
     """Every so many layers (`sliding_window_pattern`), one that sees everything."""
     every = config.read_size("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    slides = [bool((layer + 1) % every) for layer in range(sizes.layers)]
+    slides = [bool((layer + 1) % every) for layer in range(read_layer_count(config))]
     return read_windows(config, slides, config.read(int, "sliding_window", default=4096))
 
 
-def _ropes(config: ConfigReader, sizes: Sizes) -> tuple[Rope, Rope]:
+def _ropes(config: ConfigReader, head_dim: int, max_positions: int) -> tuple[Rope, Rope]:
     """Of the local layers, and of the global ones. Old configs scale only the global one, by `rope_scaling`."""
     local_theta = config.read_positive("rope_local_base_freq", default=10_000.0)
     global_theta = config.read_positive("rope_theta", default=1_000_000.0)
     parameters = config.section("rope_parameters") or ConfigReader({})
-    local = rope_from(parameters.section("sliding_attention"), local_theta, sizes)
+    local = rope_from(parameters.section("sliding_attention"), local_theta, head_dim, max_positions)
     scaling, newer = config.section("rope_scaling"), parameters.section("full_attention")
     if scaling is not None and newer is not None:
         raise config.unsupported("both rope_scaling and rope_parameters are given", "Leave one of them.")
     parameters.refuse_any_unread()
-    return local, rope_from(scaling or newer, global_theta, sizes)
+    return local, rope_from(scaling or newer, global_theta, head_dim, max_positions)

@@ -4,29 +4,31 @@ https://arxiv.org/abs/2407.10671"""
 import onnx_ir as ir
 
 from enginewright.builder.config import ConfigReader
-from enginewright.builder.models.common.rope import read_rope
-from enginewright.builder.models.common.sizes import Sizes, read_activation, read_optional_windows
-from enginewright.builder.models.common.writer import GraphWriter
+from enginewright.builder.harmless_keys import Harmless
+from enginewright.builder.models.blocks import Attention, Embedding, GatedMlp, GraphWriter, Head, Heads, RmsNorm
+from enginewright.builder.models.blocks.layers import read_upper_windows
+from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
+
+HARMLESS = {"use_mrope": Harmless("Positions are numbers, not times, rows and columns of pictures.", (False,))}
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
-    sizes = Sizes.read(config)
-    activation = read_activation(config, "hidden_act", default="silu")
-    tied = config.read(bool, "tie_word_embeddings", default=False)
+    embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
+    heads, mlp = Heads.read(config), GatedMlp.read(config)
+    attentions = [Attention(heads, bias=True, window=window) for window in read_upper_windows(config)]
+    rope, max_positions = read_rope(config, heads.dim), config.read_size("max_position_embeddings")
+    config.refuse_unread(HARMLESS)
     weights.ignore("rotary_emb.inv_freq")
 
-    write = GraphWriter(weights, sizes)
-    table = write.rope_table(read_rope(config, sizes))
-    x = write.embedding("model.embed_tokens")
-    for layer, window in enumerate(read_optional_windows(config, sizes.layers)):
+    graph = GraphWriter(weights, max_positions)
+    table = rope.write(graph)
+    x = embedding.write(graph, "model.embed_tokens")
+    for layer, attention in enumerate(attentions):
         name = f"model.layers.{layer}"
-        h = write.rms_norm(x, f"{name}.input_layernorm")
-        q, k, v = write.qkv(h, f"{name}.self_attn", bias=True)
-        q, k = write.rotate(q, table), write.rotate(k, table)
-        h = write.attention(q, k, v, scale=sizes.head_dim**-0.5, window=window)
-        x = write.add(x, write.linear(h, f"{name}.self_attn.o_proj", sizes.hidden))
-        h = write.rms_norm(x, f"{name}.post_attention_layernorm")
-        x = write.add(x, write.gated_mlp(h, f"{name}.mlp", activation))
-    h = write.rms_norm(x, "model.norm")
-    return write.finish(write.head(h, tied_to="model.embed_tokens" if tied else None))
+        h = norm.write(graph, x, f"{name}.input_layernorm")
+        x = graph.add(x, attention.write(graph, h, f"{name}.self_attn", layer, table))
+        h = norm.write(graph, x, f"{name}.post_attention_layernorm")
+        x = graph.add(x, mlp.write(graph, h, f"{name}.mlp"))
+    h = norm.write(graph, x, "model.norm")
+    return graph.finish(head.write(graph, h, "model.embed_tokens"))

@@ -1,9 +1,10 @@
 // paged_attention@1: causal attention of a ragged batch over paged KV (attention_split.h has the arithmetic).
 //
-// q: bf16 [tokens, heads * head_dim]; kv: the pools (kernel.h); query_start: i32 [sequences +
-// 1]; kv_len: i32 [sequences]; block_table: i32 [sequences, kv_blocks]; out: f32 or bf16 [tokens, heads *
-// head_dim]; partials: f32 [kv_splits, heads * (head_dim_pad + 16)], this kernel's own memory. The query at
-// position p sees max(0, p - window + 1) … p; window 0 is all.
+// q: bf16 [tokens, heads * head_dim]; key, value: planes (kernel.h); query_start: i32
+// [sequences + 1]; kv_len: i32 [sequences]; block_table: i32 [sequences, blocks]; out: f32 or bf16 [tokens,
+// heads * head_dim]; partials: f32 [splits, heads * (dim_pad + 16)], this kernel's own memory, with a row for
+// each split of the longest sequence. The query at position p sees max(0, p - window + 1) … p; window 0 is
+// all.
 //
 // Two schedules with the same bits. As a rule an item is a tile of a sequence, rows of its queries that share
 // a KV head, with all splits; threads take the next item when they are done with one. Where a sequence with
@@ -21,7 +22,7 @@
 namespace enginewright {
 namespace {
 
-// Split: SplitAttention<S>, or another with the same members; its Element says what the pools hold.
+// Split: SplitAttention<S>, or another with the same members; its Element says what the planes hold.
 template <class S, class Split>
 class PagedAttention final : public Kernel {
   using Query = typename Split::Query;
@@ -36,36 +37,36 @@ class PagedAttention final : public Kernel {
         query_start_(step_input(operands, "query_start")),
         kv_len_(step_input(operands, "kv_len")),
         block_table_(step_input(operands, "block_table")),
-        pool_(kv_pool(operands, "kv")),
         heads_(integer(attributes, "heads", 1, 1 << 16)),
         kv_heads_(integer(attributes, "kv_heads", 1, 1 << 16)),
         head_dim_(integer(attributes, "head_dim", 1, 1 << 16)),
+        keys_(cache_plane(operands, "key", kv_heads_, head_dim_)),
+        values_(cache_plane(operands, "value", kv_heads_, head_dim_)),
         window_(integer(attributes, "window", 0, int64_t{1} << 31)),
         group_(heads_ / kv_heads_),
-        code_bytes_(pool_.code_bytes()),
-        split_(head_dim_, pool_.head_dim_pad, static_cast<float>(number(attributes, "scale")),
+        code_bytes_(keys_.code_bytes()),
+        split_(head_dim_, keys_.dim_pad, static_cast<float>(number(attributes, "scale")),
                static_cast<float>(number(attributes, "softcap"))) {
     require_known(operands, attributes,
-                  {"q", "kv", "query_start", "kv_len", "block_table", "partials", "out"},
+                  {"q", "key", "value", "query_start", "kv_len", "block_table", "partials", "out"},
                   {"heads", "kv_heads", "head_dim", "scale", "window", "softcap"});
     require(heads_ % kv_heads_ == 0, "'kv_heads' does not divide 'heads'");
     require(head_dim_ % 2 == 0, "attention needs an even 'head_dim'");
     require(number(attributes, "softcap") >= 0, "the attribute 'softcap' must not be negative");
-    require(pool_.kv_heads == kv_heads_ && pool_.head_dim == head_dim_, "'kv' has heads of another shape");
+    require_alike(keys_, values_);
     require(number(attributes, "scale") > 0, "the attribute 'scale' must be positive");
-    require(pool_.block_size % kStepPositions == 0 && kSplitPositions % pool_.block_size == 0,
+    require(keys_.block_size % kStepPositions == 0 && kSplitPositions % keys_.block_size == 0,
             "KV blocks must hold 32, 64, 128 or 256 positions");
-    while (int64_t{1} << block_shift_ < pool_.block_size) ++block_shift_;
+    while (int64_t{1} << block_shift_ < keys_.block_size) ++block_shift_;
     require_same_rows(q_, out_);
     require_columns(q_, heads_ * head_dim_);
     require_columns(out_, heads_ * head_dim_);
     require_columns(partials_, heads_ * row_floats());
-    require(partials_.rows == Linear{0, 0, 0, 0, 0, 1}, "'partials' must have a row for each split");
   }
 
   void add_checks(StepChecks& checks) const override {
     checks.block_tables.push_back(
-        {query_start_, kv_len_, block_table_, pool_.block_size, pool_.num_blocks, window_});
+        {query_start_, kv_len_, block_table_, partials_, keys_.block_size, keys_.num_blocks, window_});
   }
 
   int64_t scratch_bytes() const override {
@@ -77,9 +78,9 @@ class PagedAttention final : public Kernel {
   Work work(const Sizes& sizes) const override {
     Work work = touched({&q_, &out_}, sizes);
     int64_t seen = 0;  // positions, by all queries
-    for (int64_t s = 0; s < sizes.sequences; ++s) {
+    for (int64_t s = 0; s < sizes[kSequences]; ++s) {
       for (int64_t p = kv_len(s) - tokens(s); p < kv_len(s); ++p) seen += p + 1 - first_seen(p);
-      work.kv_bytes += positions_seen(s) * pool_.token_bytes();
+      work.kv_bytes += positions_seen(s) * (keys_.token_bytes() + values_.token_bytes());
     }
     (sizeof(Query) == 1 ? work.int8_ops : work.bf16_ops) = 4 * seen * heads_ * head_dim_;
     work.fp32_ops = 5 * seen * heads_;  // the softmax: scale, maximum, difference, power, sum
@@ -88,9 +89,9 @@ class PagedAttention final : public Kernel {
 
   void run(const Sizes& sizes, Worker& worker) const override {
     int64_t work = 0;
-    for (int64_t s = 0; s < sizes.sequences; ++s) work += kv_heads_ * tiles(s) * positions_seen(s);
+    for (int64_t s = 0; s < sizes[kSequences]; ++s) work += kv_heads_ * tiles(s) * positions_seen(s);
     bool first = true;
-    for (int64_t s = 0; s < sizes.sequences; ++s) {
+    for (int64_t s = 0; s < sizes[kSequences]; ++s) {
       if (!is_shared(s, work, worker)) continue;
       if (!first) worker.sync();  // partials are free again
       first = false;
@@ -123,8 +124,8 @@ class PagedAttention final : public Kernel {
   }
 
   int64_t q_rows() const { return heads_ < Split::tile_rows ? Split::tile_rows : heads_; }
-  int64_t q_bytes() const { return 2 * pool_.head_dim_pad; }  // int8 has zeros in the second half
-  int64_t row_floats() const { return partial_floats(pool_.head_dim_pad); }
+  int64_t q_bytes() const { return 2 * keys_.dim_pad; }  // int8 has zeros in the second half
+  int64_t row_floats() const { return partial_floats(keys_.dim_pad); }
   int64_t first_token(int64_t s) const { return query_start_.as<const int32_t>()[s * query_start_.stride]; }
   int64_t tokens(int64_t s) const { return first_token(s + 1) - first_token(s); }
   int64_t kv_len(int64_t s) const { return kv_len_.as<const int32_t>()[s * kv_len_.stride]; }
@@ -198,12 +199,12 @@ class PagedAttention final : public Kernel {
     int64_t s = 0, begin = 0;  // item number of the sequence's first
     const auto take = [&]() -> std::optional<Item> {
       const int64_t number = __atomic_fetch_add(&next_item_, 1, __ATOMIC_RELAXED);
-      for (; s < sizes.sequences; ++s) {
+      for (; s < sizes[kSequences]; ++s) {
         const int64_t count = is_shared(s, work, worker) ? 0 : kv_heads_ * tiles(s);
         if (number < begin + count) break;
         begin += count;
       }
-      if (s == sizes.sequences) return std::nullopt;
+      if (s == sizes[kSequences]) return std::nullopt;
       // The last queries see the most: first.
       return Item{s, (number - begin) / tiles(s), tiles(s) - 1 - (number - begin) % tiles(s)};
     };
@@ -291,11 +292,11 @@ class PagedAttention final : public Kernel {
     if (kv.begin < low) kv.begin = low / kStepPositions * kStepPositions;
     const int64_t split_end = (split + 1) * kSplitPositions;
     const int64_t end = high < split_end ? (high / kStepPositions + 1) * kStepPositions : split_end;
-    const int64_t mask = pool_.block_size - 1;  // a power of two, which divides a split
+    const int64_t mask = keys_.block_size - 1;  // a power of two, which divides a split
     for (int64_t at = kv.begin; at < end; at += kGroup) {
-      const int64_t start = blocks[at >> block_shift_] * pool_.block_stride + kv_head * pool_.tile_bytes;
-      const std::byte *keys = pool_.keys + start, *values = pool_.values + start;
-      const int64_t row = at & mask, row_start = row * pool_.head_dim_pad;
+      const int64_t start = blocks[at >> block_shift_] * keys_.block_stride + kv_head * keys_.tile_bytes;
+      const std::byte *keys = keys_.data + start, *values = values_.data + start;
+      const int64_t row = at & mask, row_start = row * keys_.dim_pad;
       kv.keys[kv.groups] = reinterpret_cast<const Element*>(keys) + row_start;
       kv.values[kv.groups] = reinterpret_cast<const Element*>(values) + row_start;
       if constexpr (scaled) {
@@ -313,12 +314,12 @@ class PagedAttention final : public Kernel {
     const int32_t* blocks = block_table_.as<const int32_t>() + s * block_table_.stride;
     const int64_t start = split * kSplitPositions, split_end = start + kSplitPositions;
     const int64_t begin = start < low ? low : start, end = high < split_end ? high + 1 : split_end;
-    ahead.start(heads * pool_.tile_bytes);
+    ahead.start(heads * keys_.tile_bytes);
     if (heads < 1 || begin >= end) return;
     for (int64_t block = begin >> block_shift_; block << block_shift_ < end; ++block) {
-      const int64_t at = blocks[block] * pool_.block_stride + kv_head * pool_.tile_bytes;
-      ahead.add(pool_.keys + at);
-      ahead.add(pool_.values + at);
+      const int64_t at = blocks[block] * keys_.block_stride + kv_head * keys_.tile_bytes;
+      ahead.add(keys_.data + at);
+      ahead.add(values_.data + at);
     }
   }
 
@@ -326,7 +327,7 @@ class PagedAttention final : public Kernel {
   // behind a query could change.
   void write(int64_t token, int64_t head, const float* partial) const {
     const RowWriter<S> row(out_, token);
-    const auto inverse = S::set1(1.0f / partial[pool_.head_dim_pad + 1]);
+    const auto inverse = S::set1(1.0f / partial[keys_.dim_pad + 1]);
     const auto value = [&](int64_t i) { return S::fma(S::load(partial + i), inverse, S::zero()); };
     int64_t i = 0;
     for (; i + 16 <= head_dim_; i += 16) row.put(head * head_dim_ + i, value(i));
@@ -335,17 +336,18 @@ class PagedAttention final : public Kernel {
   }
 
   const Operand q_, out_, partials_, query_start_, kv_len_, block_table_;
-  const KvPool pool_;
-  const int64_t heads_, kv_heads_, head_dim_, window_, group_, code_bytes_;
+  const int64_t heads_, kv_heads_, head_dim_;
+  const CachePlane keys_, values_;
+  const int64_t window_, group_, code_bytes_;
   int block_shift_ = 0;  // log2 of the block size
   const Split split_;
   mutable int64_t next_item_ = 0, threads_done_ = 0;  // of the step in progress
 };
 
-// The kernel for what the pools hold.
+// The kernel for what the planes hold.
 template <class S, class Bf16Split = SplitAttention<S>, class E4m3Split = SplitAttention<S, E4m3Lines<S>>>
 std::unique_ptr<Kernel> make_attention(const Operands& operands, const Attributes& attributes) {
-  switch (operand(operands, "kv").dtype) {
+  switch (operand(operands, "key").dtype) {
     case DType::i8:
       return make_kernel<PagedAttention<S, SplitAttentionI8<S>>>(operands, attributes);
     case DType::e4m3:

@@ -49,8 +49,6 @@ class AmxSplitAttention : public SplitSoftmax<Avx512> {
   }
 
  private:
-  static constexpr int64_t kScoreBytes = kSplitPositions * 4, kWeightBytes = kSplitPositions * 2;
-
   // 2 x 2 tiles: C 0 1 / 2 3, A 4 / 5, B 6 7.
   static ENGINEWRIGHT_INLINE void zero_tiles() {
     Amx::zero<0>();

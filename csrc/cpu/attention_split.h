@@ -39,7 +39,7 @@ struct TileQueries {
 };
 
 // The part of a split that a tile sees: whole steps of positions from `begin` on, by groups as they lie in
-// the pools (kernel.h: KvPool).
+// the planes (kernel.h: CachePlane).
 template <class Element>
 struct SplitKv {
   const Element *keys[kSplitGroups], *values[kSplitGroups];

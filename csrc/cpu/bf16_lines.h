@@ -1,4 +1,4 @@
-// A line in memory (kernel.h: Layout, KvPool), of bf16 or of codes of 8 bits, as lines of bf16 pairs.
+// A line in memory (kernel.h: Layout, CachePlane), of bf16 or of codes of 8 bits, as lines of bf16 pairs.
 #pragma once
 
 #include "kernel.h"

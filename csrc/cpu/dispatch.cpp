@@ -2,6 +2,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace enginewright {
@@ -14,6 +18,16 @@ struct Machine {
   bool avx2 = false, avx2_vnni = false, avx512_vnni = false, avx512 = false, amx = false;
   bool slow_bf16 = false;  // VDPBF16PS
 };
+
+// Linux gives a process its tile registers on request (Documentation/arch/x86/xstate.rst).
+bool amx_allowed() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 // Intel SDM vol. 2, CPUID leaves 1 and 7; vol. 1, 13.3 (XCR0: the system saves these registers).
 Machine detect() {

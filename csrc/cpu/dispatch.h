@@ -23,7 +23,6 @@ KernelTable avx2_vnni_table();
 KernelTable avx512_vnni_table();
 KernelTable avx512_table();
 KernelTable amx_table();
-bool amx_allowed();  // asks the system for leave to use tiles, once a process
 #endif
 
 }  // namespace enginewright

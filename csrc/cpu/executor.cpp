@@ -23,20 +23,19 @@ int64_t checked_threads(int64_t threads) {
 
 // linear.at(sizes), refusing negative terms and overflow.
 int64_t checked_at(const Linear& linear, const Sizes& sizes) {
-  int64_t sum = checked_add(linear.constant, checked_mul(linear.tokens, sizes.tokens));
-  sum = checked_add(sum, checked_mul(linear.sequences, sizes.sequences));
-  sum = checked_add(sum, checked_mul(linear.logit_rows, sizes.logit_rows));
-  sum = checked_add(sum, checked_mul(linear.kv_blocks, sizes.kv_blocks));
-  return checked_add(sum, checked_mul(linear.kv_splits, sizes.kv_splits));
+  int64_t sum = checked_add(linear.constant, 0);
+  for (size_t dim = 0; dim < kMostDims; ++dim) {
+    sum = checked_add(sum, checked_mul(linear.factors[dim], sizes[dim]));
+  }
+  return sum;
 }
 
 const Sizes& checked_limits(const Sizes& s) {
-  require(s.tokens > 0 && s.sequences > 0 && s.logit_rows > 0 && s.kv_blocks >= 0 && s.kv_splits >= 0,
+  require(s[kTokens] > 0 && s[kSequences] > 0 && s[kLogitRows] > 0,
           "the limits must allow a token, a sequence and a row of logits");
-  const int64_t most = int64_t{1} << 31;  // indices are int32
-  require(s.tokens < most && s.sequences < most && s.logit_rows < most && s.kv_blocks < most &&
-              s.kv_splits < most,
-          "the limits must be below 2^31");
+  for (const int64_t limit : s) {  // indices are int32
+    require(0 <= limit && limit < int64_t{1} << 31, "the limits must be below 2^31");
+  }
   return s;
 }
 
@@ -167,7 +166,7 @@ Operand Executor::bind(const std::string& label, const WeightSpec& spec) const {
   operand.bytes = bytes;
   operand.dtype = spec.dtype;
   operand.layout = spec.layout;
-  operand.rows = {spec.rows, 0, 0, 0, 0, 0};
+  operand.rows = {spec.rows, {}};
   operand.columns = spec.columns;
   operand.stride = columns;
   operand.max_rows = spec.rows;
@@ -183,6 +182,7 @@ Operand Executor::bind_step(const std::string& name) const {
     operand.data = staging_->data() + input.offset * 4;
     operand.dtype = DType::i32;
     operand.rows = input.spec.rows;
+    operand.width = input.spec.columns;
     operand.columns = operand.stride = input.stride;
     operand.max_rows = input.max_rows;
     operand.kind = Operand::Kind::step;
@@ -193,11 +193,11 @@ Operand Executor::bind_step(const std::string& name) const {
   throw std::invalid_argument("a step has no input '" + name + "'");
 }
 
-Operand Executor::bind_kv(const std::string& label, const KvPool& pool) const {
+Operand Executor::bind(const std::string& label, const CachePlane& plane) const {
   Operand operand;
-  operand.dtype = pool.dtype;
-  operand.kv = pool;
-  operand.kind = Operand::Kind::kv;
+  operand.dtype = plane.dtype;
+  operand.plane = plane;
+  operand.kind = Operand::Kind::cache;
   operand.label = label;
   return operand;
 }
@@ -239,11 +239,11 @@ std::vector<KernelProfile> Executor::profile(const std::vector<InputArray>& arra
 }
 
 void Executor::prepare(const std::vector<InputArray>& arrays, const Sizes& sizes) {
-  const auto within = [](int64_t value, int64_t limit) { return 0 <= value && value <= limit; };
-  require(within(sizes.tokens, limits_.tokens) && within(sizes.sequences, limits_.sequences) &&
-              within(sizes.logit_rows, limits_.logit_rows) && within(sizes.kv_blocks, limits_.kv_blocks) &&
-              within(sizes.kv_splits, limits_.kv_splits),
-          "the step is larger than the limits");
+  for (size_t dim = 0; dim < kMostDims; ++dim) {
+    if (sizes[dim] < 0 || sizes[dim] > limits_[dim]) {
+      throw std::invalid_argument("the step is larger than the limits");
+    }
+  }
   require(arrays.size() == inputs_.size(),
           "a step takes " + std::to_string(inputs_.size()) + " inputs, not " + std::to_string(arrays.size()));
   for (size_t i = 0; i < arrays.size(); ++i) stage(inputs_[i], arrays[i], sizes);

@@ -56,8 +56,8 @@ class Executor {
 
   Operand bind(const std::string& label, const ArenaSpec& spec) const;
   Operand bind(const std::string& label, const WeightSpec& spec) const;
+  Operand bind(const std::string& label, const CachePlane& plane) const;
   Operand bind_step(const std::string& name) const;
-  Operand bind_kv(const std::string& label, const KvPool& pool) const;
 
   bool has_kernel(const std::string& name) const { return table_.count(name) != 0; }
   void add_kernel(const std::string& name, const Operands& operands, const Attributes& attributes);

@@ -1,31 +1,8 @@
-// The kernels for AVX2. Std headers first: see isa_avx512.cpp.
+// The kernels for AVX2.
 #if defined(__x86_64__)
 
-#include <immintrin.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <limits>
-#include <map>
-#include <memory>
-#include <optional>
-#include <stdexcept>
-#include <string>
-#include <variant>
-#include <vector>
-
-#include "dispatch.h"
-#include "gemm_operands.h"
-#include "operands.h"
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
-
+#define ENGINEWRIGHT_TARGET "avx2,fma,f16c"
+#include "isa_begin.h"
 #include "simd_avx2.h"
 #include "table.h"
 
@@ -35,10 +12,6 @@ KernelTable avx2_table() { return make_table<Avx2>(fma_table<Avx2>()); }
 
 }  // namespace enginewright
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "isa_end.h"
 
 #endif

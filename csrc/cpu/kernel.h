@@ -13,6 +13,7 @@
 // there.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -22,27 +23,28 @@
 #include <variant>
 #include <vector>
 
+#include "dtype.h"
+
 namespace enginewright {
 
-// e4m3: FP8, see bf16_tables.h. u4 and e2m1: codes of 4 bits, integers or FP4.
-enum class DType : uint8_t { f32, bf16, i32, i8, e4m3, u4, e2m1 };
+// The sizes that every step has, by their positions (enginewright/plan.py: COMMON_DIMS). A plan may have
+// others behind them: a kernel finds these in the rows of its operands.
+constexpr size_t kTokens = 0, kSequences = 1, kLogitRows = 2, kMostDims = 8;
 
-// Sizes of one step; see enginewright/plan.py.
-struct Sizes {
-  int64_t tokens, sequences, logit_rows, kv_blocks, kv_splits;
-};
+// Sizes of one step, or their limits, by the positions of the plan's dims; 0 behind the last one.
+using Sizes = std::array<int64_t, kMostDims>;
 
-// constant + sum of coefficient * size.
+// constant + sum of factor * size.
 struct Linear {
-  int64_t constant, tokens, sequences, logit_rows, kv_blocks, kv_splits;
-  int64_t at(const Sizes& s) const {
-    return constant + tokens * s.tokens + sequences * s.sequences + logit_rows * s.logit_rows +
-           kv_blocks * s.kv_blocks + kv_splits * s.kv_splits;
+  int64_t constant = 0;
+  std::array<int64_t, kMostDims> factors{};
+
+  int64_t at(const Sizes& sizes) const {
+    int64_t sum = constant;
+    for (size_t dim = 0; dim < kMostDims; ++dim) sum += factors[dim] * sizes[dim];
+    return sum;
   }
-  bool operator==(const Linear& o) const {
-    return constant == o.constant && tokens == o.tokens && sequences == o.sequences &&
-           logit_rows == o.logit_rows && kv_blocks == o.kv_blocks && kv_splits == o.kv_splits;
-  }
+  bool operator==(const Linear& o) const { return constant == o.constant && factors == o.factors; }
 };
 
 // How a weight lies in the engine file. K is padded with zeros to a multiple of 64 elements (K_pad).
@@ -65,28 +67,28 @@ inline bool by_columns(Layout layout) {
   return layout == Layout::r16_columns || layout == Layout::r16_columns_pairs;
 }
 
-// The KV pools of one layer: blocks of the layout above in the other direction. head_dim is padded with zeros
-// to a multiple of 32 (head_dim_pad). For block b and kv head h both pools have a tile of tile_bytes,
-// b * block_stride + h * tile_bytes bytes behind their start:
-//   bf16  K  [block_size / 16][head_dim_pad / 2][16 tokens][2]   r16 blocks of 16 tokens x head_dim
-//         V  [block_size / 2][head_dim_pad][2 tokens]
-//   i8    K  [block_size / 16][head_dim_pad / 4][16 tokens][4]   codes in [-127, 127]
-//         V  [block_size / 4][head_dim_pad][4 tokens]
-//         and behind either, f32 [block_size]: the scale of a token's codes
-//   e4m3  as i8, codes without NaN
-// A slot is block * block_size + position in the block. Both pools are 64-byte aligned, and a block of zero
-// bytes holds zeros.
-struct KvPool {
-  std::byte* keys;
-  std::byte* values;
+// A plane of a paged cache in one layer. dim is padded with zeros to a multiple of 32 (dim_pad). Block b and
+// head h have a tile of tile_bytes, b * block_stride + h * tile_bytes bytes behind `data`; behind its
+// numbers, where these are codes, there is f32 [block_size]: the scale of a token's codes. How the numbers
+// lie is what the kernel says that writes them. Of attention's planes (rope.h):
+//   key    bf16  [block_size / 16][dim_pad / 2][16 tokens][2]   r16 blocks of 16 tokens x dim
+//          i8    [block_size / 16][dim_pad / 4][16 tokens][4]   codes in [-127, 127]
+//   value  bf16  [block_size / 2][dim_pad][2 tokens]
+//          i8    [block_size / 4][dim_pad][4 tokens]
+//          e4m3  as i8, codes without NaN
+// A slot is block * block_size + position in the block. A plane is 64-byte aligned, and a block of zero bytes
+// holds zeros.
+struct CachePlane {
+  std::byte* data;
   DType dtype;
-  int64_t num_blocks, block_size, kv_heads, head_dim, head_dim_pad;
+  int64_t num_blocks, block_size, heads, dim, dim_pad;
   int64_t tile_bytes, block_stride;  // bytes
 
   bool scaled() const { return dtype != DType::bf16; }
-  // Of a tile, without scales; and of a token's K and V in all heads.
-  int64_t code_bytes() const { return block_size * head_dim_pad * (scaled() ? 1 : 2); }
-  int64_t token_bytes() const { return 2 * kv_heads * tile_bytes / block_size; }
+  int64_t code_bytes() const {
+    return block_size * dim_pad * (scaled() ? 1 : 2);
+  }                                                                        // of a tile, without scales
+  int64_t token_bytes() const { return heads * tile_bytes / block_size; }  // in all heads
 };
 
 // A matrix with a fixed address. A row starts every `stride` elements; in arena buffers the stride is a
@@ -104,8 +106,9 @@ struct Operand {
   int64_t pad = 0;
   int64_t max_rows = 0;  // rows at the limits
   int64_t bytes = 0;     // of a weight, as it is stored
-  KvPool kv{};           // set for KV operands alone
-  enum class Kind : uint8_t { weight, arena, step, kv } kind = Kind::arena;
+  Linear width{};        // of a step input alone: its columns in a step
+  CachePlane plane{};    // of a cache operand alone
+  enum class Kind : uint8_t { weight, arena, step, cache } kind = Kind::arena;
   std::string label;  // for messages: the operand's name, or the step input's
 
   template <class T>
@@ -126,6 +129,7 @@ struct IndexCheck {  // every value of `values` (an i32 step input) is in [0, li
 };
 struct BlockTableCheck {  // blocks that hold a position some query of the step sees are in [0, num_blocks)
   Operand query_start, kv_len, block_table;
+  Operand partials;  // has a row for each split of the longest sequence
   int64_t block_size, num_blocks, window;
 };
 struct StepChecks {

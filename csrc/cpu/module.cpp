@@ -3,9 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "cache_blocks.h"
 #include "dispatch.h"
 #include "executor.h"
-#include "kv_pools.h"
 #include "mapped_file.h"
 #include "operands.h"
 #include "roof.h"
@@ -15,25 +15,29 @@ namespace enginewright {
 
 namespace {
 
-using LinearTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
-using SizesTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
+using Numbers = std::vector<int64_t>;
 
-Linear linear_of(const LinearTuple& tuple) {
-  const auto [constant, tokens, sequences, logit_rows, kv_blocks, kv_splits] = tuple;
-  return {constant, tokens, sequences, logit_rows, kv_blocks, kv_splits};
+// By the positions of the plan's dims.
+Sizes sizes_of(const Numbers& numbers) {
+  require(numbers.size() <= kMostDims, "a plan has no more than " + std::to_string(kMostDims) + " dims");
+  Sizes sizes{};
+  std::copy(numbers.begin(), numbers.end(), sizes.begin());
+  return sizes;
 }
 
-Sizes sizes_of(const SizesTuple& tuple) {
-  const auto [tokens, sequences, logit_rows, kv_blocks, kv_splits] = tuple;
-  return {tokens, sequences, logit_rows, kv_blocks, kv_splits};
+// The constant, then the factors.
+Linear linear_of(const Numbers& numbers) {
+  require(!numbers.empty(), "a number of rows or columns is missing");
+  return {numbers[0], sizes_of({numbers.begin() + 1, numbers.end()})};
 }
 
 DType dtype_of(const std::string& name) {
-  for (const DType dtype :
-       {DType::f32, DType::bf16, DType::i32, DType::i8, DType::e4m3, DType::u4, DType::e2m1}) {
-    if (name == name_of(dtype)) return dtype;
+  std::string known;
+  for (const DTypeFacts& facts : kDTypes) {
+    if (name == facts.name) return facts.dtype;
+    known += (known.empty() ? "" : ", ") + std::string(facts.name);
   }
-  throw std::invalid_argument("there is no dtype '" + name + "'; known: f32, bf16, i32, i8, e4m3, u4, e2m1");
+  throw std::invalid_argument("there is no dtype '" + name + "'; known: " + known);
 }
 
 Layout layout_of(const std::string& name) {
@@ -51,7 +55,7 @@ struct StepSpec {
 };
 
 struct OperandSpec {
-  std::variant<WeightSpec, ArenaSpec, StepSpec, KvPool> where;
+  std::variant<WeightSpec, ArenaSpec, StepSpec, CachePlane> where;
   py::object owner;  // of the memory that `where` points to, if that is not the executor
 };
 
@@ -65,8 +69,8 @@ OperandSpec weight_spec(const py::buffer& buffer, const std::string& dtype, cons
   return {WeightSpec{data, bytes, dtype_of(dtype), layout_of(layout), rows, columns}, owner};
 }
 
-OperandSpec arena_spec(int64_t offset_bytes, const std::string& dtype, const LinearTuple& rows,
-                       int64_t columns, int64_t stride, int64_t column_offset, int64_t pad) {
+OperandSpec arena_spec(int64_t offset_bytes, const std::string& dtype, const Numbers& rows, int64_t columns,
+                       int64_t stride, int64_t column_offset, int64_t pad) {
   return {ArenaSpec{offset_bytes, dtype_of(dtype), linear_of(rows), columns, stride, column_offset, pad},
           py::none()};
 }
@@ -78,26 +82,25 @@ py::array view(std::byte* data, const std::vector<py::ssize_t>& shape,
   return py::array(py::dtype::of<T>(), shape, strides, reinterpret_cast<T*>(data), owner);
 }
 
-py::array kv_view(std::byte* data, const KvPool& pool, const py::object& owner) {
-  const py::ssize_t item = bytes_of(pool.dtype), tile = pool.tile_bytes;
-  const std::vector<py::ssize_t> shape{pool.num_blocks, pool.kv_heads, tile / item};
-  const std::vector<py::ssize_t> strides{pool.block_stride, tile, item};
-  switch (pool.dtype) {
+py::array plane_view(const CachePlane& plane, const py::object& owner) {
+  const py::ssize_t item = bytes_of(plane.dtype), tile = plane.tile_bytes;
+  const std::vector<py::ssize_t> shape{plane.num_blocks, plane.heads, tile / item};
+  const std::vector<py::ssize_t> strides{plane.block_stride, tile, item};
+  switch (plane.dtype) {
     case DType::i8:
-      return view<int8_t>(data, shape, strides, owner);
+      return view<int8_t>(plane.data, shape, strides, owner);
     case DType::e4m3:
-      return view<uint8_t>(data, shape, strides, owner);
+      return view<uint8_t>(plane.data, shape, strides, owner);
     default:
-      return view<uint16_t>(data, shape, strides, owner);
+      return view<uint16_t>(plane.data, shape, strides, owner);
   }
 }
 
 // The executor, and the Python objects whose memory it uses.
 class PyExecutor {
  public:
-  PyExecutor(const std::string& isa, int threads, const SizesTuple& limits,
-             const std::vector<std::tuple<std::string, LinearTuple, LinearTuple>>& inputs,
-             int64_t arena_bytes)
+  PyExecutor(const std::string& isa, int threads, const Numbers& limits,
+             const std::vector<std::tuple<std::string, Numbers, Numbers>>& inputs, int64_t arena_bytes)
       : executor_(isa, threads, sizes_of(limits), input_specs(inputs), arena_bytes),
         sampling_memory_(executor_.threads()) {}
 
@@ -110,14 +113,14 @@ class PyExecutor {
     for (const auto& [label, spec] : specs) owners_.push_back(spec.owner);
   }
 
-  void run(const std::vector<py::array>& arrays, const SizesTuple& sizes) {
+  void run(const std::vector<py::array>& arrays, const Numbers& sizes) {
     const std::vector<InputArray> inputs = input_arrays(arrays);
     const py::gil_scoped_release release;
     executor_.run(inputs, sizes_of(sizes));
   }
 
   std::pair<py::array_t<int64_t>, py::array_t<Work>> profile(const std::vector<py::array>& arrays,
-                                                             const SizesTuple& sizes) {
+                                                             const Numbers& sizes) {
     const std::vector<InputArray> inputs = input_arrays(arrays);
     std::vector<KernelProfile> profile;
     {
@@ -177,7 +180,7 @@ class PyExecutor {
   }
 
   static std::vector<InputSpec> input_specs(
-      const std::vector<std::tuple<std::string, LinearTuple, LinearTuple>>& inputs) {
+      const std::vector<std::tuple<std::string, Numbers, Numbers>>& inputs) {
     std::vector<InputSpec> specs;
     for (const auto& [name, rows, columns] : inputs)
       specs.push_back({name, linear_of(rows), linear_of(columns)});
@@ -188,7 +191,7 @@ class PyExecutor {
     if (const auto* weight = std::get_if<WeightSpec>(&spec.where)) return executor_.bind(label, *weight);
     if (const auto* arena = std::get_if<ArenaSpec>(&spec.where)) return executor_.bind(label, *arena);
     if (const auto* step = std::get_if<StepSpec>(&spec.where)) return executor_.bind_step(step->name);
-    return executor_.bind_kv(label, std::get<KvPool>(spec.where));
+    return executor_.bind(label, std::get<CachePlane>(spec.where));
   }
 
   Executor executor_;
@@ -196,35 +199,30 @@ class PyExecutor {
   std::vector<py::object> owners_;
 };
 
-void bind_kv_pools(py::module_& module) {
-  py::class_<KvPools>(module, "KvPools")
-      .def(py::init([](int64_t layers, int64_t num_blocks, int64_t block_size, int64_t kv_heads,
-                       int64_t head_dim, const std::string& dtype) {
-             return std::make_unique<KvPools>(layers, num_blocks, block_size, kv_heads, head_dim,
-                                              dtype_of(dtype));
+void bind_cache_blocks(py::module_& module) {
+  using Planes = std::vector<std::tuple<std::string, int64_t, int64_t, std::string>>;
+  py::class_<CacheBlocks>(module, "CacheBlocks")
+      .def(py::init([](int64_t layers, int64_t num_blocks, int64_t block_size, const Planes& planes) {
+             std::vector<PlaneSpec> specs;
+             for (const auto& [name, heads, dim, dtype] : planes) {
+               specs.push_back({name, heads, dim, dtype_of(dtype)});
+             }
+             return std::make_unique<CacheBlocks>(layers, num_blocks, block_size, specs);
            }),
-           py::arg("layers"), py::arg("num_blocks"), py::arg("block_size"), py::arg("kv_heads"),
-           py::arg("head_dim"), py::arg("dtype") = "bf16")
-      .def_property_readonly("nbytes", &KvPools::bytes)
-      .def("scrub", &KvPools::scrub, py::arg("blocks"), py::call_guard<py::gil_scoped_release>())
-      .def("copy", &KvPools::copy, py::arg("blocks"), py::call_guard<py::gil_scoped_release>())
+           py::arg("layers"), py::arg("num_blocks"), py::arg("block_size"), py::arg("planes"))
+      .def_property_readonly("nbytes", &CacheBlocks::bytes)
+      .def("scrub", &CacheBlocks::scrub, py::arg("blocks"), py::call_guard<py::gil_scoped_release>())
+      .def("copy", &CacheBlocks::copy, py::arg("blocks"), py::call_guard<py::gil_scoped_release>())
       .def(
-          "keys",
-          [](const py::object& self, int64_t layer) {
-            const KvPool pool = self.cast<KvPools&>().pool(layer);
-            return kv_view(pool.keys, pool, self);
+          "plane",
+          [](const py::object& self, int64_t layer, const std::string& name) {
+            return plane_view(self.cast<CacheBlocks&>().plane(layer, name), self);
           },
-          py::arg("layer"))
-      .def(
-          "values",
-          [](const py::object& self, int64_t layer) {
-            const KvPool pool = self.cast<KvPools&>().pool(layer);
-            return kv_view(pool.values, pool, self);
-          },
-          py::arg("layer"))
+          py::arg("layer"), py::arg("name"))
       .def("blocks", [](const py::object& self) {
-        const KvPool pool = self.cast<KvPools&>().pool(0);
-        return view<uint8_t>(pool.keys, {pool.num_blocks, pool.block_stride}, {pool.block_stride, 1}, self);
+        const auto& blocks = self.cast<CacheBlocks&>();
+        return view<uint8_t>(blocks.data(), {blocks.num_blocks(), blocks.block_bytes()},
+                             {blocks.block_bytes(), 1}, self);
       });
 }
 
@@ -239,14 +237,14 @@ void bind_executor(py::module_& module) {
           "step", [](const std::string& name) { return OperandSpec{StepSpec{name}, py::none()}; },
           py::arg("name"))
       .def_static(
-          "kv",
-          [](const py::object& pools, int64_t layer) {
-            return OperandSpec{pools.cast<KvPools&>().pool(layer), pools};
+          "cache",
+          [](const py::object& blocks, int64_t layer, const std::string& plane) {
+            return OperandSpec{blocks.cast<CacheBlocks&>().plane(layer, plane), blocks};
           },
-          py::arg("pools"), py::arg("layer"));
+          py::arg("blocks"), py::arg("layer"), py::arg("plane"));
   py::class_<PyExecutor>(module, "Executor")
-      .def(py::init<const std::string&, int, const SizesTuple&,
-                    const std::vector<std::tuple<std::string, LinearTuple, LinearTuple>>&, int64_t>(),
+      .def(py::init<const std::string&, int, const Numbers&,
+                    const std::vector<std::tuple<std::string, Numbers, Numbers>>&, int64_t>(),
            py::arg("isa"), py::arg("threads"), py::arg("limits"), py::arg("inputs"), py::arg("arena_bytes"))
       .def("add_kernel", &PyExecutor::add_kernel, py::arg("name"), py::arg("operands"), py::arg("attributes"))
       .def("run", &PyExecutor::run, py::arg("arrays"), py::arg("sizes"))
@@ -294,6 +292,12 @@ double read_rate_of(const std::vector<py::buffer>& buffers, int threads, double 
   return read_rate(memory, threads, seconds);
 }
 
+std::vector<std::pair<std::string, int>> dtypes() {
+  std::vector<std::pair<std::string, int>> found;
+  for (const DTypeFacts& facts : kDTypes) found.emplace_back(facts.name, facts.bits);
+  return found;
+}
+
 std::vector<std::string> kernel_names(const std::string& isa) {
   std::vector<std::string> names;
   for (const auto& [name, factory] : kernel_table(isa)) names.push_back(name);
@@ -304,8 +308,9 @@ std::vector<std::string> kernel_names(const std::string& isa) {
 }  // namespace enginewright
 
 PYBIND11_MODULE(_cpu, module) {
-  module.doc() = "The CPU target: executor, kernels, KV pools, sampling.";
+  module.doc() = "The CPU target: executor, kernels, caches, sampling.";
   module.def("isa_names", &enginewright::isa_names);
+  module.def("dtypes", &enginewright::dtypes);
   module.def("kernel_names", &enginewright::kernel_names, pybind11::arg("isa"));
   module.def("dot_rates", &enginewright::dot_rates, pybind11::arg("isa"), pybind11::arg("threads"),
              pybind11::arg("seconds"), pybind11::call_guard<pybind11::gil_scoped_release>());
@@ -314,7 +319,7 @@ PYBIND11_MODULE(_cpu, module) {
   pybind11::class_<enginewright::PyMappedFile>(module, "MappedFile")
       .def(pybind11::init<const pybind11::buffer&>(), pybind11::arg("mapping"))
       .def_property_readonly("faulted", &enginewright::PyMappedFile::faulted);
-  enginewright::bind_kv_pools(module);
+  enginewright::bind_cache_blocks(module);
   enginewright::bind_executor(module);
   enginewright::bind_sampling(module);
 }

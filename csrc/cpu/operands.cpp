@@ -8,41 +8,11 @@ void require(bool holds, const std::string& sentence) {
   if (!holds) throw std::invalid_argument(sentence);
 }
 
-const char* name_of(DType dtype) {
-  switch (dtype) {
-    case DType::f32:
-      return "f32";
-    case DType::bf16:
-      return "bf16";
-    case DType::i32:
-      return "i32";
-    case DType::e4m3:
-      return "e4m3";
-    case DType::u4:
-      return "u4";
-    case DType::e2m1:
-      return "e2m1";
-    default:
-      return "i8";
-  }
-}
+const char* name_of(DType dtype) { return facts_of(dtype).name; }
 
-bool four_bits(DType dtype) { return dtype == DType::u4 || dtype == DType::e2m1; }
+bool four_bits(DType dtype) { return facts_of(dtype).bits == 4; }
 
-int64_t bytes_of(DType dtype, int64_t elements) {
-  switch (dtype) {
-    case DType::f32:
-    case DType::i32:
-      return 4 * elements;
-    case DType::bf16:
-      return 2 * elements;
-    case DType::u4:
-    case DType::e2m1:
-      return elements / 2;
-    default:
-      return elements;
-  }
-}
+int64_t bytes_of(DType dtype, int64_t elements) { return elements * facts_of(dtype).bits / 8; }
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -54,7 +24,7 @@ const Operand& operand(const Operands& operands, const std::string& name) {
 
 const Operand& matrix(const Operands& operands, const std::string& name, DType dtype) {
   const Operand& m = operand(operands, name);
-  require(m.kind != Operand::Kind::kv, "'" + name + "' must be a matrix, not a KV pool");
+  require(m.kind != Operand::Kind::cache, "'" + name + "' must be a matrix, not a plane of a cache");
   require(m.dtype == dtype, "'" + name + "' must be " + name_of(dtype) + ", not " + name_of(m.dtype));
   require(m.layout == Layout::plain, "'" + name + "' must have plain layout");
   return m;
@@ -79,10 +49,17 @@ const Operand& step_input(const Operands& operands, const std::string& name) {
   return m;
 }
 
-const KvPool& kv_pool(const Operands& operands, const std::string& name) {
+const CachePlane& cache_plane(const Operands& operands, const std::string& name, int64_t heads, int64_t dim) {
   const Operand& m = operand(operands, name);
-  require(m.kind == Operand::Kind::kv, "'" + name + "' must be a KV pool");
-  return m.kv;
+  require(m.kind == Operand::Kind::cache, "'" + name + "' must be a plane of a cache");
+  require(m.plane.heads == heads && m.plane.dim == dim, "'" + name + "' has heads of another shape");
+  return m.plane;
+}
+
+void require_alike(const CachePlane& a, const CachePlane& b) {
+  require(a.dtype == b.dtype && a.num_blocks == b.num_blocks && a.block_size == b.block_size &&
+              a.heads == b.heads && a.dim == b.dim && a.block_stride == b.block_stride,
+          "the planes of keys and of values are not alike");
 }
 
 void require_same_rows(const Operand& a, const Operand& b) {

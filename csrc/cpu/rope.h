@@ -2,12 +2,12 @@
 //
 //   rope_table@1     cos, sin [tokens, R/2] = cos, sin(position * inv_freq) * scale. The product is fp32, as
 //                    models were trained with it; its cosine is exact to the last bit or so.
-//   rope_kv_write@1  bf16(rope(q)) to q_out, rope(k) and v to the pools at `slots`, as bf16, or as int8 or
+//   rope_kv_write@1  bf16(rope(q)) to q_out, rope(k) and v to the planes at `slots`, as bf16, or as int8 or
 //                    e4m3 with a scale a row of head_dim (quantize.h has the rule).
 //                    (x[i], x[i + R/2]) turns by angle i for i < R/2; dims from R on pass unchanged.
 //
 // q: f32 [tokens, heads * D]; k, v: f32 [tokens, kv_heads * D]; cos, sin: f32 [tokens, R/2], R <= D;
-// slots: i32 step input [tokens]; kv: the pools (kernel.h); q_out: bf16 [tokens, heads * D].
+// slots: i32 step input [tokens]; key, value: planes (kernel.h); q_out: bf16 [tokens, heads * D].
 // Threads share heads of tokens. Tokens of one V or K line may be different threads' work: they write
 // different bytes.
 #pragma once
@@ -70,12 +70,13 @@ class RopeKvWrite final : public Kernel {
         sin_(matrix(operands, "sin", DType::f32)),
         q_out_(matrix(operands, "q_out", DType::bf16)),
         slots_(step_input(operands, "slots")),
-        pool_(kv_pool(operands, "kv")),
         heads_(integer(attributes, "heads", 1, 1 << 16)),
         kv_heads_(integer(attributes, "kv_heads", 1, 1 << 16)),
         head_dim_(integer(attributes, "head_dim", 1, 1 << 16)),
+        keys_(cache_plane(operands, "key", kv_heads_, head_dim_)),
+        values_(cache_plane(operands, "value", kv_heads_, head_dim_)),
         half_(cos_.columns) {
-    require_known(operands, attributes, {"q", "k", "v", "cos", "sin", "slots", "kv", "q_out"},
+    require_known(operands, attributes, {"q", "k", "v", "cos", "sin", "slots", "key", "value", "q_out"},
                   {"heads", "kv_heads", "head_dim"});
     for (const Operand* other : {&k_, &v_, &cos_, &sin_, &q_out_, &slots_}) require_same_rows(q_, *other);
     require_columns(q_, heads_ * head_dim_);
@@ -85,20 +86,20 @@ class RopeKvWrite final : public Kernel {
     require_columns(sin_, half_);
     require_columns(slots_, 1);
     require(2 * half_ <= head_dim_, "the rotation is wider than a head");
-    require(pool_.kv_heads == kv_heads_ && pool_.head_dim == head_dim_, "'kv' has heads of another shape");
+    require_alike(keys_, values_);
   }
 
-  int64_t scratch_bytes() const override { return pool_.head_dim_pad * 8; }  // a head in f32, two in bf16
+  int64_t scratch_bytes() const override { return keys_.dim_pad * 8; }  // a head in f32, two in bf16
 
   void add_checks(StepChecks& checks) const override {
-    checks.indices.push_back({slots_, Linear{pool_.num_blocks * pool_.block_size, 0, 0, 0, 0, 0}});
+    checks.indices.push_back({slots_, Linear{keys_.num_blocks * keys_.block_size, {}}});
   }
 
   Work work(const Sizes& sizes) const override {
     Work work = touched({&q_, &k_, &v_, &cos_, &sin_, &q_out_}, sizes);
-    work.kv_bytes = q_.rows.at(sizes) * pool_.token_bytes();
+    work.kv_bytes = q_.rows.at(sizes) * (keys_.token_bytes() + values_.token_bytes());
     work.fp32_ops = 6 * q_.rows.at(sizes) * (heads_ + kv_heads_) * half_;
-    if (pool_.scaled()) work.fp32_ops += 4 * q_.rows.at(sizes) * 2 * kv_heads_ * head_dim_;
+    if (keys_.scaled()) work.fp32_ops += 4 * q_.rows.at(sizes) * 2 * kv_heads_ * head_dim_;
     return work;
   }
 
@@ -155,12 +156,12 @@ class RopeKvWrite final : public Kernel {
     rotate(row(k_, token, head * head_dim_), token, turned);
     const float* value = row(v_, token, head * head_dim_);
     const int64_t slot = slots_.as<const int32_t>()[token * slots_.stride];
-    const int64_t at = slot % pool_.block_size;
-    const int64_t tile = slot / pool_.block_size * pool_.block_stride + head * pool_.tile_bytes;
-    std::byte* rounded = scratch + pool_.head_dim_pad * 4;
-    if (pool_.dtype == DType::i8) {
+    const int64_t at = slot % keys_.block_size;
+    const int64_t tile = slot / keys_.block_size * keys_.block_stride + head * keys_.tile_bytes;
+    std::byte* rounded = scratch + keys_.dim_pad * 4;
+    if (keys_.dtype == DType::i8) {
       write_codes<I8Rounding>(turned, value, at, tile, reinterpret_cast<int8_t*>(rounded));
-    } else if (pool_.dtype == DType::e4m3) {
+    } else if (keys_.dtype == DType::e4m3) {
       write_codes<E4m3Rounding>(turned, value, at, tile, reinterpret_cast<uint8_t*>(rounded));
     } else {
       write_bf16(turned, value, at, tile, reinterpret_cast<uint16_t*>(rounded));
@@ -169,27 +170,27 @@ class RopeKvWrite final : public Kernel {
 
   // Position `at` of a tile, (head_dim) each. rounded: room for two heads.
   void write_bf16(const float* k, const float* v, int64_t at, int64_t tile, uint16_t* key) const {
-    const int64_t width = pool_.head_dim_pad;
+    const int64_t width = keys_.dim_pad;
     uint16_t* value = key + width;
     round(k, head_dim_, key);
     round(v, head_dim_, value);
     for (int64_t i = head_dim_; i < width; ++i) key[i] = value[i] = 0;
-    auto* keys = reinterpret_cast<uint16_t*>(pool_.keys + tile) + at / 16 * 16 * width + at % 16 * 2;
+    auto* keys = reinterpret_cast<uint16_t*>(keys_.data + tile) + at / 16 * 16 * width + at % 16 * 2;
     for (int64_t i = 0; i < width; i += 2) std::memcpy(keys + i * 16, key + i, 4);
-    auto* values = reinterpret_cast<uint16_t*>(pool_.values + tile) + at / 2 * 2 * width + at % 2;
+    auto* values = reinterpret_cast<uint16_t*>(values_.data + tile) + at / 2 * 2 * width + at % 2;
     for (int64_t i = 0; i < width; ++i) values[2 * i] = value[i];
   }
   template <class Rounding, class Code>
   void write_codes(const float* k, const float* v, int64_t at, int64_t tile, Code* key) const {
-    const int64_t width = pool_.head_dim_pad;
+    const int64_t width = keys_.dim_pad;
     Code* value = key + width;
     const float k_scale = quantize_run<S, Rounding>(RowReader<S>(k), 0, head_dim_, key),
                 v_scale = quantize_run<S, Rounding>(RowReader<S>(v), 0, head_dim_, value);
     for (int64_t i = head_dim_; i < width; ++i) key[i] = value[i] = 0;
-    auto *keys = reinterpret_cast<Code*>(pool_.keys + tile),
-         *values = reinterpret_cast<Code*>(pool_.values + tile);
-    reinterpret_cast<float*>(keys + pool_.code_bytes())[at] = k_scale;
-    reinterpret_cast<float*>(values + pool_.code_bytes())[at] = v_scale;
+    auto *keys = reinterpret_cast<Code*>(keys_.data + tile),
+         *values = reinterpret_cast<Code*>(values_.data + tile);
+    reinterpret_cast<float*>(keys + keys_.code_bytes())[at] = k_scale;
+    reinterpret_cast<float*>(values + keys_.code_bytes())[at] = v_scale;
     keys += at / 16 * 16 * width + at % 16 * 4;
     for (int64_t i = 0; i < width; i += 4) std::memcpy(keys + i * 16, key + i, 4);
     values += at / 4 * 4 * width + at % 4;
@@ -197,8 +198,9 @@ class RopeKvWrite final : public Kernel {
   }
 
   const Operand q_, k_, v_, cos_, sin_, q_out_, slots_;
-  const KvPool pool_;
-  const int64_t heads_, kv_heads_, head_dim_, half_;
+  const int64_t heads_, kv_heads_, head_dim_;
+  const CachePlane keys_, values_;
+  const int64_t half_;
 };
 
 }  // namespace

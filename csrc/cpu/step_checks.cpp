@@ -8,7 +8,8 @@ namespace enginewright {
 
 namespace {
 
-constexpr Linear kTokens{0, 1, 0, 0, 0, 0}, kSequences{0, 0, 1, 0, 0, 0}, kSequenceEnds{1, 0, 1, 0, 0, 0};
+constexpr Linear kTokenRows{0, {1}}, kSequenceRows{0, {0, 1}}, kSequenceEnds{1, {0, 1}};
+static_assert(kTokens == 0 && kSequences == 1);
 
 const int32_t* find(const Operands& inputs, const std::string& name, const Linear& rows) {
   const auto found = inputs.find(name);
@@ -27,8 +28,8 @@ std::string text(int64_t value) { return std::to_string(value); }
 
 InputChecks::InputChecks(const Operands& inputs)
     : query_start_(find(inputs, "query_start", kSequenceEnds)),
-      kv_len_(find(inputs, "kv_len", kSequences)),
-      positions_(find(inputs, "positions", kTokens)) {}
+      kv_len_(find(inputs, "kv_len", kSequenceRows)),
+      positions_(find(inputs, "positions", kTokenRows)) {}
 
 void InputChecks::add(const Kernel& kernel) {
   StepChecks wanted;
@@ -46,11 +47,12 @@ void InputChecks::add(const Kernel& kernel) {
     require(query_start_ != nullptr && check.query_start.as<int32_t>() == query_start_ &&
                 kv_len_ != nullptr && check.kv_len.as<int32_t>() == kv_len_,
             "attention needs the inputs 'query_start' and 'kv_len'");
-    require(check.block_table.kind == Operand::Kind::step && check.block_table.rows == kSequences,
+    require(check.block_table.kind == Operand::Kind::step && check.block_table.rows == kSequenceRows,
             "'" + check.block_table.label + "' must be an input with a row for each sequence");
     const auto same = [&](const BlockTableCheck& other) {
       return other.block_table.data == check.block_table.data && other.block_size == check.block_size &&
-             other.num_blocks == check.num_blocks && other.window == check.window;
+             other.num_blocks == check.num_blocks && other.window == check.window &&
+             other.partials.rows == check.partials.rows;
     };
     const auto& known = checks_.block_tables;
     if (std::none_of(known.begin(), known.end(), same)) checks_.block_tables.push_back(check);
@@ -66,24 +68,25 @@ void InputChecks::check(const Sizes& sizes) const {
 void InputChecks::check_sequences(const Sizes& sizes) const {
   if (query_start_ != nullptr) {
     if (query_start_[0] != 0) refuse("query_start begins with " + text(query_start_[0]) + ", not 0");
-    for (int64_t s = 0; s < sizes.sequences; ++s) {
+    for (int64_t s = 0; s < sizes[kSequences]; ++s) {
       const int64_t tokens = int64_t{query_start_[s + 1]} - query_start_[s];
       if (tokens <= 0) refuse("query_start does not rise at sequence " + text(s));
       if (kv_len_ != nullptr && kv_len_[s] < tokens) {
         refuse("kv_len of sequence " + text(s) + " is less than its " + text(tokens) + " new tokens");
       }
     }
-    const int32_t end = query_start_[sizes.sequences];
-    if (end != sizes.tokens) refuse("query_start ends with " + text(end) + ", not with the number of tokens");
+    const int32_t end = query_start_[sizes[kSequences]];
+    if (end != sizes[kTokens])
+      refuse("query_start ends with " + text(end) + ", not with the number of tokens");
   }
   if (positions_ == nullptr) return;
   if (query_start_ == nullptr || kv_len_ == nullptr) {
-    for (int64_t t = 0; t < sizes.tokens; ++t) {
+    for (int64_t t = 0; t < sizes[kTokens]; ++t) {
       if (positions_[t] < 0) refuse("the position of token " + text(t) + " is negative");
     }
     return;
   }
-  for (int64_t s = 0; s < sizes.sequences; ++s) {
+  for (int64_t s = 0; s < sizes[kSequences]; ++s) {
     for (int32_t t = query_start_[s]; t < query_start_[s + 1]; ++t) {
       if (positions_[t] != kv_len_[s] - (query_start_[s + 1] - t)) {
         refuse("token " + text(t) + " is not at the position that follows from kv_len");
@@ -103,13 +106,13 @@ void InputChecks::check_index(const IndexCheck& check, const Sizes& sizes) const
 }
 
 void InputChecks::check_block_table(const BlockTableCheck& check, const Sizes& sizes) const {
-  for (int64_t s = 0; s < sizes.sequences; ++s) {
+  for (int64_t s = 0; s < sizes[kSequences]; ++s) {
     const int64_t kv_len = kv_len_[s], tokens = query_start_[s + 1] - query_start_[s];
-    if (kv_len > sizes.kv_blocks * check.block_size) {
+    if (kv_len > check.block_table.width.at(sizes) * check.block_size) {
       refuse("sequence " + text(s) + " is longer than its block table");
     }
-    if (kv_len > sizes.kv_splits * kSplitPositions) {
-      refuse("sequence " + text(s) + " has more splits than kv_splits");
+    if (kv_len > check.partials.rows.at(sizes) * kSplitPositions) {
+      refuse("sequence " + text(s) + " has more splits than '" + check.partials.label + "' has rows");
     }
     const int64_t oldest = check.window > 0 ? std::max<int64_t>(0, kv_len - tokens - check.window + 1) : 0;
     const int32_t* blocks = check.block_table.as<int32_t>() + s * check.block_table.stride;

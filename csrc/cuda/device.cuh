@@ -250,9 +250,16 @@ DEVICE void fence() { __threadfence(); }
 
 namespace enginewright {
 
-// enginewright/plan.py has what they count.
+// The sizes of a step, by the positions of the plan's dims (enginewright/plan.py). Every plan has the first
+// three; a kernel is specialized to the positions of others.
 struct Sizes {
-  int32_t tokens, sequences, logit_rows, kv_blocks, kv_splits;
+  static constexpr int MOST_DIMS = 8;
+  int32_t counts[MOST_DIMS];
+
+  DEVICE int operator[](int dim) const { return counts[dim]; }
+  DEVICE int tokens() const { return counts[0]; }
+  DEVICE int sequences() const { return counts[1]; }
+  DEVICE int logit_rows() const { return counts[2]; }
 };
 
 struct bf16 {

@@ -11,7 +11,7 @@ enum class Operation { add, cast, softcap, gather };
 // Strides are elements from one row to the next. `padded`: columns that are written, zeros behind `columns`.
 struct Elementwise {
   Operation operation;
-  Rows rows;
+  int rows;  // of the matrix, in a step: the position of their dim
   int columns, padded, x_stride, other_stride, out_stride;
   Type x_type, out_type;
   float cap;
@@ -26,7 +26,7 @@ KERNEL(ELEMENTWISE_THREADS)
 elementwise(const Sizes* sizes, const stored_t<S.x_type>* x, const float* other, const int32_t* source,
             stored_t<S.out_type>* out) {
   int row = block_x(), begin = block_y() * ELEMENTWISE_COLUMNS;
-  if (row >= count_of(S.rows, *sizes)) return;
+  if (row >= (*sizes)[S.rows]) return;
   int end = begin + ELEMENTWISE_COLUMNS < S.padded ? begin + ELEMENTWISE_COLUMNS : S.padded;
   const auto* from = x + int64_t{S.operation == Operation::gather ? source[row] : row} * S.x_stride;
   auto* to = out + int64_t{row} * S.out_stride;

@@ -22,7 +22,7 @@ KERNEL(EMBED_THREADS)
 embed(const Sizes* sizes, const int32_t* tokens, const SampledRow* drawn, const uint8_t* table,
       const float* row_scale, float* out, int32_t* known) {
   int row = block_x();
-  if (row >= sizes->tokens) return;
+  if (row >= sizes->tokens()) return;
   constexpr int IN_WORD = S.int8 ? 4 : 2;
   int token = known_token(tokens[row], drawn);
   if (thread_index() == 0) known[row] = token;

@@ -8,7 +8,7 @@ namespace enginewright {
 
 // Strides are elements from one row to the next; the rest is RowOut's.
 struct GatherColumns {
-  Rows rows;
+  int rows;  // of the matrix, in a step: the position of their dim
   Type type;
   int columns, padded, x_stride, out_stride, group, scale_stride;
 };
@@ -21,7 +21,7 @@ KERNEL(GATHER_COLUMNS_THREADS)
 gather_columns(const Sizes* sizes, const float* x, const int32_t* columns, stored_t<S.type>* out,
                float* scale) {
   int row = block_x();
-  if (row >= count_of(S.rows, *sizes)) return;
+  if (row >= (*sizes)[S.rows]) return;
   constexpr RowOut OUT{S.type, S.columns, S.padded, S.out_stride, S.group, S.scale_stride};
   auto value = [&](int c) { return x[int64_t{row} * S.x_stride + columns[c]]; };
   write_row<OUT, GATHER_COLUMNS_THREADS>(row, value, out, scale, shared_memory<float>());

@@ -28,7 +28,7 @@ constexpr bool E4M3_CORES = SM == 89 || SM == 120;
 struct Gemm {
   Format format;
   Epilogue epilogue;
-  Rows rows;
+  int rows;  // of the matrix, in a step: the position of their dim
   Type type;
   int features, columns, x_stride, x_scale_stride, out_stride, padded, group;
   bool zeros, bias;

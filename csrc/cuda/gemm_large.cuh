@@ -219,7 +219,7 @@ gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const fl
   using K = GemmLarge<S>;
   static_assert(S.shared_bytes == S.stages * K::STAGE_BYTES);
   uint8_t* shared = shared_memory<uint8_t>();
-  int tokens = count_of(S.rows, *sizes);
+  int tokens = (*sizes)[S.rows];
   auto [first_token, first_feature] = Tile<S>::of_block();
   if (first_token >= tokens) return;
   int token_warp = warp() % S.token_warps * S.tiles * 8, unit_warp = warp() / S.token_warps * S.units;

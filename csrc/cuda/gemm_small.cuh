@@ -143,7 +143,7 @@ gemm_small(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const fl
   using K = GemmSmall<S>;
   using Sum = sum_t<S>;
   uint8_t* shared = shared_memory<uint8_t>();
-  int tokens = count_of(S.rows, *sizes);
+  int tokens = (*sizes)[S.rows];
   int feature_warp = warp() / S.k_warps, k_warp = warp() % S.k_warps;
   int begin = block_y() * K::SPLIT_STEPS;
   int end = begin + K::SPLIT_STEPS < K::STEPS ? begin + K::SPLIT_STEPS : K::STEPS;

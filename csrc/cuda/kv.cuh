@@ -1,25 +1,22 @@
 // How KV lies in GPU memory. A block of the pool holds `block_size` tokens of all layers of its group,
-// `block_stride` bytes; a layer's keys and values are pointers to its part of block 0. There each head has a
+// `block_stride` bytes; a layer's keys, and its values, are pointers to their part of block 0. There each head has a
 // tile: [block_size] [head_dim_pad] elements, and behind them, where elements are codes, the f32 scale of
 // each token, [block_size]. A slot is block * block_size + position in the block. Elements behind head_dim
 // are zeros.
 #pragma once
 
-#include "device.cuh"
+#include "rows.cuh"
 
 namespace enginewright {
 
-enum class KvType { bf16, i8, e4m3 };
-
 struct Kv {
-  KvType type;
+  Type type;
   int block_size, heads, head_dim, head_dim_pad;
   int64_t block_stride;
 
-  constexpr int element_bytes() const { return type == KvType::bf16 ? 2 : 1; }
+  constexpr int element_bytes() const { return type == Type::bf16 ? 2 : 1; }
   constexpr int code_bytes() const { return block_size * head_dim_pad * element_bytes(); }
-  constexpr int tile_bytes() const { return code_bytes() + (type == KvType::bf16 ? 0 : block_size * 4); }
-  constexpr int64_t values_offset() const { return int64_t{heads} * tile_bytes(); }  // behind a layer's keys
+  constexpr int tile_bytes() const { return code_bytes() + (type == Type::bf16 ? 0 : block_size * 4); }
 };
 
 // The tile of a block and a head, in `pool`: a layer's keys or values.

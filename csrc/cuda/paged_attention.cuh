@@ -36,6 +36,8 @@ struct PagedAttention {
   int window;
   float scale, softcap;
   int partials, partials_per_kv_split, partial_stride, counter_stride;
+  // Positions of dims: columns of the block table, and how often the longest sequence has 256 positions.
+  int table_width, splits;
 };
 
 constexpr int ATTENTION_THREADS = 128, ATTENTION_WARPS = ATTENTION_THREADS / WARP, TILE_ROWS = 16;
@@ -55,9 +57,9 @@ DEVICE int chunk_at(int row, int chunk) {
 }
 
 // Two of four codes as bf16, exactly.
-template <KvType TYPE, int LOW, int HIGH>
+template <Type TYPE, int LOW, int HIGH>
 DEVICE uint32_t widened(uint32_t codes) {
-  if constexpr (TYPE == KvType::i8) {  // 128 + its low seven bits, less 128, or 256 of negative ones
+  if constexpr (TYPE == Type::i8) {  // 128 + its low seven bits, less 128, or 256 of negative ones
     uint32_t spread = pick_bytes(codes, 0, 0x4040 | LOW | HIGH << 8);
     return fma_bf16((spread & 0x00800080) | 0x43004300, 0xbf80bf80, (spread & 0x007f007f) | 0x43004300);
   } else {  // e4m3's bits where bf16's are give 2^-120 of the number
@@ -81,7 +83,7 @@ DEVICE float folded(float total, float next, const Fold& fold) {
 // Lanes have elements of 16 rows as the fragments of device.cuh: rows g and g + 8. Maxima are of s * log2(e).
 template <PagedAttention S>
 struct Attention {
-  static constexpr bool CODES = S.kv.type != KvType::bf16;
+  static constexpr bool CODES = S.kv.type != Type::bf16;
   static constexpr int GROUP = S.heads / S.kv.heads, DIM = S.kv.head_dim_pad;
   static constexpr int SPLIT = DIM > 128 ? 64 : 128, QUARTER = SPLIT / 4, TILES = QUARTER / 8;
   static constexpr int CHUNKS = DIM * S.kv.element_bytes() / 16, ROW_BYTES = CHUNKS * 16,

@@ -66,10 +66,10 @@ struct Decode : Attention<S> {
 
   // warp: the fewest splits that a sequence is not taken apart for.
   static DEVICE int bound_of(const Step& step, const Sizes& sizes) {
-    int room = S.partials + S.partials_per_kv_split * sizes.kv_splits;
+    int room = S.partials + S.partials_per_kv_split * sizes[S.splits];
     for (int bound = 1;; bound *= 2) {
       int splits = 0;
-      for (int i = lane(); i < sizes.sequences; i += WARP)
+      for (int i = lane(); i < sizes.sequences(); i += WARP)
         if (int count = splits_of(step, i); count > bound) splits += count;
       for (int mask = WARP / 2; mask > 0; mask /= 2) splits += shuffle_xor(splits, mask);
       if (splits <= room) return bound;
@@ -214,7 +214,7 @@ paged_decode(const Sizes* sizes, const bf16* q, const unsigned char* keys, const
              typename Attention<S>::Out* out, float* partials, int32_t* counters) {
   using D = Decode<S>;
   constexpr int ITEMS = S.kv.heads * D::ROW_TILES;  // of a sequence, or a split
-  Step step{query_start, kv_len, block_table, sizes->kv_blocks};
+  Step step{query_start, kv_len, block_table, (*sizes)[S.table_width]};
   int bound = D::bound_of(step, *sizes);
   auto items_in_whole = [&](int i) {
     int splits = D::splits_of(step, i);
@@ -226,10 +226,10 @@ paged_decode(const Sizes* sizes, const bf16* q, const unsigned char* keys, const
   };
   for (int item = block_x();; item += grid_x()) {
     // Sequences in whole come first: what is short fills up the end.
-    int index = item, found = find_sequence(index, sizes->sequences, items_in_whole);
+    int index = item, found = find_sequence(index, sizes->sequences(), items_in_whole);
     bool apart = found < 0;
     int before = index;  // items of those that are taken apart
-    if (apart) found = find_sequence(index, sizes->sequences, items_apart);
+    if (apart) found = find_sequence(index, sizes->sequences(), items_apart);
     if (found < 0) return;
     int slot = (before - index) / ITEMS, kv_head = index % S.kv.heads,
         row_tile = index / S.kv.heads % D::ROW_TILES;

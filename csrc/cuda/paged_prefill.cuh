@@ -25,8 +25,8 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
               typename Attention<S>::Out* out) {
   using A = Attention<S>;
   constexpr int AT_ONCE = A::DIM > 128 ? 1 : 2;  // groups of columns of values
-  Step step{query_start, kv_len, block_table, sizes->kv_blocks};
-  const typename A::template Tile<PREFILL_ROWS> tile(step, sizes->sequences);
+  Step step{query_start, kv_len, block_table, (*sizes)[S.table_width]};
+  const typename A::template Tile<PREFILL_ROWS> tile(step, sizes->sequences());
   if (tile.sequence < 0) return;
   int first = tile.first, kv_head = block_y();
   Sequence sequence = step.sequence(tile.sequence);

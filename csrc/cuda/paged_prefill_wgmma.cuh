@@ -35,7 +35,7 @@ struct PrefillWgmma {
   static constexpr int POSITIONS = A::SPLIT, OWN = POSITIONS / WARPS;  // of a tile; that a warp copies
   static constexpr int SLAB_BYTES = POSITIONS * 128, TILE_BYTES = A::DIM / 64 * SLAB_BYTES;
   static constexpr int STAGES = 3, STAGE_BYTES = 2 * TILE_BYTES;  // keys, and behind them values
-  static_assert(S.kv.type == KvType::bf16 && (A::DIM == 64 || A::DIM == 128) && S.kv.block_size % OWN == 0);
+  static_assert(S.kv.type == Type::bf16 && (A::DIM == 64 || A::DIM == 128) && S.kv.block_size % OWN == 0);
 
   // A warp copies its positions of keys, or values: zeros for what no row sees.
   static DEVICE void copy(unsigned char* to, const unsigned char* pool, int block, int kv_head, int tile,
@@ -84,8 +84,8 @@ paged_prefill_wgmma(const Sizes* sizes, const bf16* q, const unsigned char* keys
                     typename Attention<S>::Out* out) {
   using A = Attention<S>;
   using W = PrefillWgmma<S>;
-  Step step{query_start, kv_len, block_table, sizes->kv_blocks};
-  const typename A::template Tile<W::ROWS> tile(step, sizes->sequences);
+  Step step{query_start, kv_len, block_table, (*sizes)[S.table_width]};
+  const typename A::template Tile<W::ROWS> tile(step, sizes->sequences());
   if (tile.sequence < 0) return;
   int first = tile.first, kv_head = block_y();
   Sequence sequence = step.sequence(tile.sequence);

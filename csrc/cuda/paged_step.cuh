@@ -15,11 +15,11 @@ struct Sequence {
 // Where the sequences of a step are.
 struct Step {
   const int32_t *query_start, *kv_len, *block_table;
-  int kv_blocks;
+  int table_width;
 
   DEVICE int tokens(int i) const { return query_start[i + 1] - query_start[i]; }
   DEVICE Sequence sequence(int i) const {
-    return {block_table + int64_t{i} * kv_blocks, query_start[i], tokens(i), kv_len[i]};
+    return {block_table + int64_t{i} * table_width, query_start[i], tokens(i), kv_len[i]};
   }
 };
 

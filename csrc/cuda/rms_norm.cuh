@@ -11,7 +11,7 @@ namespace enginewright {
 // Strides are elements from one row to the next. `padded`: columns of y that are written, zeros behind
 // `columns`.
 struct RmsNorm {
-  Rows rows;
+  int rows;  // of the matrix, in a step: the position of their dim
   int columns, x_stride, delta_stride, sum_stride, y_stride, padded, group, scale_stride;
   Type type;
   bool add;
@@ -27,7 +27,7 @@ rms_norm(const Sizes* sizes, const float* x, const float* delta, const float* we
          stored_t<S.type>* y, float* scale) {
   constexpr int THREADS = RMS_NORM_THREADS;
   int row = block_x();
-  if (row >= count_of(S.rows, *sizes)) return;
+  if (row >= (*sizes)[S.rows]) return;
   float* values = shared_memory<float>();  // [columns]
   float* partial = values + S.columns;     // [warps]
   float squares = 0.0f;
@@ -49,7 +49,7 @@ rms_norm(const Sizes* sizes, const float* x, const float* delta, const float* we
 
 // Runs of `width` columns, each normalized by itself with the same weight: heads. y is f32 or bf16.
 struct RmsNormRuns {
-  Rows rows;
+  int rows;  // of the matrix, in a step: the position of their dim
   int width, runs, x_stride, y_stride, padded;
   Type type;
   float epsilon;
@@ -61,7 +61,7 @@ KERNEL(RMS_NORM_THREADS)
 rms_norm_runs(const Sizes* sizes, const float* x, const float* weight, stored_t<S.type>* y) {
   constexpr int PER_LANE = ceil_div(S.width, WARP);
   int row = block_x(), run = block_y() * (RMS_NORM_THREADS / WARP) + warp();
-  if (row >= count_of(S.rows, *sizes) || run >= S.runs) return;
+  if (row >= (*sizes)[S.rows] || run >= S.runs) return;
   const float* from = x + int64_t{row} * S.x_stride + run * S.width;
   stored_t<S.type>* to = y + int64_t{row} * S.y_stride + run * S.width;
   float values[PER_LANE], squares = 0.0f;

@@ -16,7 +16,7 @@ constexpr int READ_LOADS = 8;  // in flight, a thread
 template <ReadRows S>
 KERNEL(READ_THREADS)
 read_rows(const Sizes* sizes, const uint8_t* x, uint32_t* sums) {
-  int64_t lines = int64_t{sizes->tokens} * S.lines, stride = int64_t{grid_x()} * READ_THREADS;
+  int64_t lines = int64_t{sizes->tokens()} * S.lines, stride = int64_t{grid_x()} * READ_THREADS;
   int first = block_x() * READ_THREADS + thread_index();
   int64_t at = first;
   uint32_t sum = 0;

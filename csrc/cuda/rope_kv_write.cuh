@@ -72,9 +72,9 @@ struct RopeHead {
   static DEVICE void write(unsigned char* tile, int at, const float (&x)[PAIRS][2]) {
     unsigned char* row = tile + at * PADDED * S.kv.element_bytes();
     float* scale = reinterpret_cast<float*>(tile + S.kv.code_bytes()) + at;
-    if constexpr (S.kv.type == KvType::bf16)
+    if constexpr (S.kv.type == Type::bf16)
       write_bf16(reinterpret_cast<bf16*>(row), x, PADDED);
-    else if constexpr (S.kv.type == KvType::i8)
+    else if constexpr (S.kv.type == Type::i8)
       write_codes(reinterpret_cast<int8_t*>(row), scale, x);
     else
       write_codes(reinterpret_cast<e4m3*>(row), scale, x);
@@ -90,7 +90,7 @@ rope_kv_write(const Sizes* sizes, const float* q, const float* k, const float* v
   using Head = RopeHead<S>;
   int64_t token = block_x();
   int head = block_y() * (ROPE_KV_WRITE_THREADS / WARP) + warp();
-  if (token >= sizes->tokens || head >= S.heads + 2 * S.kv.heads) return;
+  if (token >= sizes->tokens() || head >= S.heads + 2 * S.kv.heads) return;
   cos += token * S.table_stride;
   sin += token * S.table_stride;
   float x[Head::PAIRS][2];

@@ -19,7 +19,7 @@ KERNEL(ROPE_TABLE_THREADS)
 rope_table(const Sizes* sizes, const int32_t* positions, const float* inverse_frequencies, float* cos,
            float* sin) {
   int row = block_x();
-  if (row >= sizes->tokens) return;
+  if (row >= sizes->tokens()) return;
   float position = static_cast<float>(positions[row]);
   for (int c = thread_index(); c < S.columns; c += ROPE_TABLE_THREADS) {
     float angle = position * inverse_frequencies[c];

@@ -5,14 +5,7 @@
 
 namespace enginewright {
 
-// Which size of the step a matrix has as its number of rows.
-enum class Rows { tokens, sequences, logit_rows };
-
-DEVICE int count_of(Rows rows, const Sizes& sizes) {
-  return rows == Rows::tokens ? sizes.tokens : rows == Rows::sequences ? sizes.sequences : sizes.logit_rows;
-}
-
-// What a number becomes where it is stored.
+// What a number becomes where it is stored. src/enginewright/dtypes.py says more of each.
 enum class Type { f32, bf16, i8, e4m3 };
 
 template <Type TYPE>

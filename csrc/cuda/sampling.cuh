@@ -288,7 +288,7 @@ sample_rows(const Sizes* sizes, const SamplingRow* rows, const TokenCount* entri
             const uint32_t* allowed, const int32_t* known, const int32_t* logit_rows, float* logits,
             SampledRow* drawn, TopLogprobs* tops) {
   static_assert(S.vocab <= 1 << (63 - MASS_BITS), "sums of weights need more than 64 bits");
-  int index = block_x(), count = sizes->logit_rows;
+  int index = block_x(), count = sizes->logit_rows();
   if (index >= count) return;
   auto& m = *shared_memory<SamplingMemory<S.threads>>();
   const SamplingRow& row = rows[index];

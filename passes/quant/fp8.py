@@ -23,6 +23,7 @@ from enginewright.passes.weights import Output, converted, open_rows, shape_of
 from enginewright.plugins.gemm_fp8a8 import GEMM_FP8A8
 from enginewright.plugins.gemm_fp8a16 import GEMM_FP8A16
 from enginewright.plugins.quantize_rows import groups_of
+from enginewright.plugins.target import Activations, Target
 
 LARGEST = 448  # of E4M3FN, which has no infinity
 BLOCK = 128  # rows and columns
@@ -53,10 +54,8 @@ class Fp8(OfLayers):
     def tables(self) -> QuantConfig:
         return Int8Wo()
 
-    def precision(self, family: str) -> tuple[ir.DataType, int]:
-        if family == "cpu" or self.fp8_activations == "bf16":
-            return super().precision(family)
-        return ir.DataType.FLOAT8E4M3FN, self._group
+    def precision(self, target: Target) -> Activations:
+        return target.beside_fp8(self._group) if self.fp8_activations == "fp8" else super().precision(target)
 
     @property
     def _group(self) -> int:

@@ -4,6 +4,7 @@ columns that are not rounded yet (GPTQ, https://arxiv.org/abs/2210.17323).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from typing import ClassVar
 
 import torch
@@ -23,19 +24,26 @@ BLOCK = 128  # columns whose effect on all later ones is taken together
 class Int4Gptq(Int4Rtn):
     """act_order: columns with the largest activations come first. Groups stay where they are in memory, with scales
     that were chosen beforehand ("static groups"), so that nothing is permuted when the engine runs.
-    damping: of the mean of the Hessian's diagonal, in hundredths, added to it.
+    damping: what is added to the Hessian's diagonal, as a fraction of the diagonal's mean (`damp_percent` of AutoGPTQ
+    and GPTQModel). A text, since recipes hold no fractions.
     """
 
     name: ClassVar[str] = "int4-gptq"
     calibrated: ClassVar[bool] = True
     act_order: bool = True
-    damping: int = 1
+    damping: str = "0.01"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.damping <= 100:
+        try:
+            usable = 0 < Decimal(self.damping) < 1
+        except InvalidOperation:
+            usable = False
+        if not usable:
             raise UsageError(
-                f"--damping {self.damping} is not possible", "it is in hundredths of the mean", "Use 1 to 100."
+                f"--damping {self.damping} is not possible",
+                "it is a fraction of the mean of the Hessian's diagonal, between 0 and 1",
+                "Use 0.01 for one percent.",
             )
 
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
@@ -45,7 +53,7 @@ class Int4Gptq(Int4Rtn):
         hessian = _hessian(inputs, threads)
         diagonal = hessian.diagonal().clone()
         order = diagonal.argsort(descending=True, stable=True) if self.act_order else torch.arange(len(diagonal))
-        factor = _inverse_factor(hessian[order][:, order], self.damping / 100)
+        factor = _inverse_factor(hessian[order][:, order], float(self.damping))
 
         def choose(config: QuantConfig, rows: torch.Tensor) -> Parts:
             group = self.group_of(rows)

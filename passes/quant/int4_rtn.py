@@ -18,6 +18,7 @@ from enginewright.passes.weights import Output
 from enginewright.plugins.gemm_w4a8 import GEMM_W4A8, MIDDLE
 from enginewright.plugins.gemm_w4a16 import GEMM_W4A16
 from enginewright.plugins.quantize_rows import groups_of
+from enginewright.plugins.target import Activations, Target
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,6 @@ class Int4Rtn(OfLayers):
     """
 
     name: ClassVar[str] = "int4-rtn"
-    activations: ClassVar[ir.DataType] = ir.DataType.INT8
     group_size: int = 32
     zero_points: bool = False
 
@@ -39,8 +39,8 @@ class Int4Rtn(OfLayers):
     def tables(self) -> QuantConfig:
         return W8Table(self.group_size)
 
-    def precision(self, family: str) -> tuple[ir.DataType, int]:
-        return super().precision(family) if family == "cpu" else (ir.DataType.BFLOAT16, 0)
+    def precision(self, target: Target) -> Activations:
+        return target.beside_four_bits(self.activation_group)
 
     def outputs(self, name: str, rows: int, columns: int) -> Sequence[Output]:
         groups = groups_of(columns, self.group_size)

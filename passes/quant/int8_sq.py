@@ -12,6 +12,7 @@ from enginewright.passes.quant.method import Calibration
 from enginewright.passes.quant.smooth import Smooth
 from enginewright.passes.quant.static_scales import FixScales, largest_seen
 from enginewright.passes.quant.w8a8 import W8A8
+from enginewright.plugins.target import Target
 
 SCHEMES = ("dynamic", "static")
 
@@ -42,5 +43,5 @@ class Int8Sq(W8A8):
     def foresee(self) -> Sequence[Pass]:
         return [FixScales(self.group_size, None)] if self._static else []
 
-    def largest_of(self, runs: torch.Tensor, family: str) -> torch.Tensor:
-        return largest_seen(runs) if self._static and family == "cpu" else super().largest_of(runs, family)
+    def largest_of(self, runs: torch.Tensor, target: Target) -> torch.Tensor:
+        return largest_seen(runs) if self._static and target.static_scales else super().largest_of(runs, target)

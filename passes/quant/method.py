@@ -17,6 +17,7 @@ from enginewright.passes.pass_manager import Pass
 from enginewright.passes.weights import Output, RowReader, RowsTensor, converted, open_rows, shape_of, stacked
 from enginewright.plugins.plugin import CODES
 from enginewright.plugins.quantize_rows import LARGEST_CODE
+from enginewright.plugins.target import CPU_TARGET, Activations, Target
 
 LONGEST_GROUP = 512  # columns of one of several runs
 
@@ -53,15 +54,10 @@ def check_finite(weight: torch.Tensor, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class QuantConfig(ABC):
-    """A method and its settings.
+    """A method and its settings."""
 
-    name: what `--quant` calls it. activations: what a GEMM reads on the CPU, BFLOAT16, or INT8 with scales. calibrated:
-    whether `prepare` has to see texts.
-    """
-
-    name: ClassVar[str]
-    calibrated: ClassVar[bool] = False
-    activations: ClassVar[ir.DataType] = ir.DataType.BFLOAT16
+    name: ClassVar[str]  # what `--quant` calls it
+    calibrated: ClassVar[bool] = False  # whether `prepare` has to see texts
 
     @property
     def tables(self) -> "QuantConfig":
@@ -87,11 +83,11 @@ class QuantConfig(ABC):
         """Columns of INT8 activations that share a scale; 0 where all of a row do."""
         return 0
 
-    def precision(self, family: str) -> tuple[ir.DataType, int]:
-        """What a GEMM reads on a family of targets (`cpu`, `cuda`): the dtype, and the columns that share a scale."""
-        return self.activations, self.activation_group
+    def precision(self, target: Target) -> Activations:
+        """What a GEMM reads on a target."""
+        return Activations()
 
-    def activation_largest(self, family: str) -> tuple[float, ...]:
+    def activation_largest(self, target: Target) -> tuple[float, ...]:
         """Of each run of INT8 activations, the number that its scale is made of; () where that is each token's own."""
         return ()
 
@@ -111,18 +107,18 @@ class QuantConfig(ABC):
     def restore(self, *parts: torch.Tensor) -> torch.Tensor:
         """The other way: FLOAT [n, K], what these rows of `outputs` stand for."""
 
-    def round_activations(self, x: torch.Tensor, family: str = "cpu") -> torch.Tensor:
+    def round_activations(self, x: torch.Tensor, target: Target = CPU_TARGET) -> torch.Tensor:
         """What a GEMM multiplies in the place of x: FLOAT [..., K]."""
-        dtype, group = self.precision(family)
+        dtype, group = self.precision(target)
         if dtype not in CODES:
             return x.to(torch.bfloat16).float()
         runs, most = in_runs(x, group), LARGEST_CODE[dtype]
-        scale = self.largest_of(runs, family) / most
+        scale = self.largest_of(runs, target) / most
         codes = (runs / torch.where(scale > 0, scale, 1.0)).clamp_(-most, most)
         codes = codes.round_() if dtype == ir.DataType.INT8 else codes.to(torch.float8_e4m3fn).float()
         return codes.mul_(scale).flatten(-2)[..., : x.shape[-1]]
 
-    def largest_of(self, runs: torch.Tensor, family: str) -> torch.Tensor:
+    def largest_of(self, runs: torch.Tensor, target: Target) -> torch.Tensor:
         """What scales of activations are made of: runs [..., G, group] → what can be divided by, of each run."""
         return runs.abs().amax(-1, keepdim=True)
 
@@ -141,7 +137,7 @@ class QuantConfig(ABC):
 
     @abstractmethod
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
-        """x: [..., K] in some family's precision, and its scales [..., G] if those are codes. Gives FLOAT [..., N]."""
+        """x: [..., K] in some target's precision, and its scales [..., G] if those are codes. Gives FLOAT [..., N]."""
 
     @abstractmethod
     def embed(self, tokens: ir.Value, weights: Sequence[ir.Value], scale: float) -> ir.Node:

@@ -18,6 +18,7 @@ from enginewright.passes.weights import Output
 from enginewright.plugins.gemm_mxfp4a8 import DOUBLED, GEMM_MXFP4A8
 from enginewright.plugins.gemm_mxfp4a16 import GEMM_MXFP4A16
 from enginewright.plugins.quantize_rows import groups_of
+from enginewright.plugins.target import Activations, Target
 
 RUN = 32  # columns that share a scale
 LEAST = 2.0**-123  # of a run's largest number, or as if: half of its power is then bfloat16's smallest normal number
@@ -28,14 +29,13 @@ HALFWAYS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)
 @dataclass(frozen=True)
 class Mxfp4(OfLayers):
     name: ClassVar[str] = "mxfp4"
-    activations: ClassVar[ir.DataType] = ir.DataType.INT8
 
     @property
     def activation_group(self) -> int:
         return RUN
 
-    def precision(self, family: str) -> tuple[ir.DataType, int]:
-        return super().precision(family) if family == "cpu" else (ir.DataType.BFLOAT16, 0)
+    def precision(self, target: Target) -> Activations:
+        return target.beside_four_bits(self.activation_group)
 
     @property
     def tables(self) -> QuantConfig:

@@ -13,21 +13,22 @@ from enginewright.passes.quant.method import QuantConfig, stored
 from enginewright.passes.weights import RowsTensor, read
 from enginewright.plugins.plugin import CODES
 from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
+from enginewright.plugins.target import CPU_TARGET, Target
 
 
 @dataclass(frozen=True)
 class Quantize:
-    """Applies a method to a dense graph, for a family of targets."""
+    """Applies a method to a dense graph, for a target."""
 
     config: QuantConfig
-    family: str = "cpu"
+    target: Target = CPU_TARGET
 
     @property
     def name(self) -> str:
         return f"quantize_{self.config.name.replace('-', '_')}"
 
     def __call__(self, model: ir.Model) -> PassResult:
-        run = _Run(model, self.config, self.family)
+        run = _Run(model, self.config, self.target)
         for node in nodes_of(model, "MatMul"):
             run.linear(node)
         for node in nodes_of(model, "Gather"):
@@ -55,8 +56,8 @@ def table_methods(model: ir.Model, config: QuantConfig) -> dict[ir.Value, QuantC
 
 
 class _Run:
-    def __init__(self, model: ir.Model, config: QuantConfig, family: str) -> None:
-        self.model, self.config, self.family = model, config, family
+    def __init__(self, model: ir.Model, config: QuantConfig, target: Target) -> None:
+        self.model, self.config, self.target = model, config, target
         self.rewrites = 0
         self.refusals: list[str] = []
         self._tables = table_methods(model, config)
@@ -123,7 +124,7 @@ class _Run:
 
     def _round(self, x: ir.Value, method: QuantConfig) -> tuple[Sequence[ir.Value], list[ir.Node]]:
         """x in the precision of activations; layers with one input share it."""
-        (to, group), largest = method.precision(self.family), method.activation_largest(self.family)
+        (to, group), largest = method.precision(self.target), method.activation_largest(self.target)
         if (x, to, group, largest) in self._rounded:
             return self._rounded[x, to, group, largest], []
         if to in CODES:
@@ -148,5 +149,5 @@ class _Run:
 
 
 def _alike(part: ir.Value) -> ir.Value:
-    """For this graph: there is one for each family of targets, and a value belongs to one graph."""
+    """For this graph: there is one for each target, and a value belongs to one graph."""
     return ir.Value(name=part.name, type=part.type, shape=part.shape, const_value=part.const_value)

@@ -19,23 +19,24 @@ from enginewright.passes.quant.w8a8 import W8A8
 from enginewright.passes.streaming import stream
 from enginewright.passes.weights import shape_of
 from enginewright.plugins.quantize_rows import groups_of
+from enginewright.plugins.target import Target
 
 LEAST = 2.0**-60  # of a run that was 0 wherever it was seen
 
 
 @dataclass(frozen=True)
 class StaticInt8(W8A8):
-    """The format of one layer. largest: of each run of its input. GPUs take each token's own."""
+    """The format of one layer."""
 
     name: ClassVar[str] = "int8-sq"
-    largest: tuple[float, ...] = ()
+    largest: tuple[float, ...] = ()  # of each run of its input, where a target takes static scales
 
-    def activation_largest(self, family: str) -> tuple[float, ...]:
-        return self.largest if family == "cpu" else ()
+    def activation_largest(self, target: Target) -> tuple[float, ...]:
+        return self.largest if target.static_scales else ()
 
-    def largest_of(self, runs: torch.Tensor, family: str) -> torch.Tensor:
-        given = self.activation_largest(family)
-        return torch.tensor(given).unsqueeze(1) if given else super().largest_of(runs, family)
+    def largest_of(self, runs: torch.Tensor, target: Target) -> torch.Tensor:
+        given = self.activation_largest(target)
+        return torch.tensor(given).unsqueeze(1) if given else super().largest_of(runs, target)
 
 
 def largest_seen(runs: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from enginewright.passes.quant.int8_wo import Int8Wo
 from enginewright.plugins.gemm_w8a8 import GEMM_W8A8
 from enginewright.plugins.plugin import width_of
+from enginewright.plugins.target import Activations, Target
 
 
 @dataclass(frozen=True)
@@ -21,16 +22,14 @@ class W8A8(Int8Wo):
     """group_size: columns of activations that share a scale, a multiple of 32 up to 512; 0 is all of a token."""
 
     name: ClassVar[str] = "w8a8"
-    activations: ClassVar[ir.DataType] = ir.DataType.INT8
     group_size: int = 32
 
     @property
     def activation_group(self) -> int:
         return self.group_size
 
-    def precision(self, family: str) -> tuple[ir.DataType, int]:
-        """A GPU's tensor cores would lose most of their speed to a scale for each run."""
-        return self.activations, self.activation_group if family == "cpu" else 0
+    def precision(self, target: Target) -> Activations:
+        return target.beside_int8(self.activation_group)
 
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
         (q, q_scale), (weight, scale) = x, weights
@@ -41,10 +40,10 @@ class W8A8(Int8Wo):
 
 @dataclass(frozen=True)
 class W8Table(W8A8):
-    """Of tables beside weights whose activations are int8 on the CPU and bfloat16 on GPUs."""
+    """Of tables beside weights of 4 bits, whose activations they read."""
 
-    def precision(self, family: str) -> tuple[ir.DataType, int]:
-        return super().precision(family) if family == "cpu" else (ir.DataType.BFLOAT16, 0)
+    def precision(self, target: Target) -> Activations:
+        return target.beside_four_bits(self.activation_group)
 
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
         return super().gemm(x, weights, bias) if len(x) > 1 else Int8Wo.gemm(self, x, weights, bias)

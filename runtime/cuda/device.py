@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright.errors import EngineError, NoCodeForMachineError, NotEnoughMemoryError
+from enginewright.runtime.count import format_bytes
 
 Bytes = NDArray[np.uint8]
 Grid = tuple[int, int, int]
@@ -167,7 +168,7 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> int:
         if nbytes > self.free_bytes:
             raise NotEnoughMemoryError(
-                f"{nbytes / 1e6:.0f} MB do not fit on the GPU", f"{self.free_bytes / 1e6:.0f} MB are free"
+                f"{format_bytes(nbytes)} do not fit on the GPU", f"{format_bytes(self.free_bytes)} are free"
             )
         address: int = self._own("cuMemFree", int(self._call("cuMemAlloc", max(nbytes, 1))))
         self._call("cuMemsetD8Async", address, 0, max(nbytes, 1), self._stream)

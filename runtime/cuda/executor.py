@@ -18,7 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright.errors import CorruptEngineError
-from enginewright.plan import BufferOperand, Input, InputOperand, KvOperand, Launch, Operand, Sizes, Step, WeightOperand
+from enginewright.plan import (
+    MOST_DIMS,
+    BufferOperand,
+    CacheOperand,
+    Input,
+    InputOperand,
+    KernelCall,
+    Launch,
+    Operand,
+    StepSizes,
+    WeightOperand,
+)
 from enginewright.runtime.cuda.device import Device, Grid, OnGrid
 from enginewright.runtime.cuda.sampling import TURNS, DeviceSampler, SamplerLimits
 from enginewright.runtime.cuda.upload import upload_weights
@@ -26,13 +37,13 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.envelope import RuntimeConfig, envelope, limits_of
 from enginewright.runtime.sampling import Draw, Entries, Fields
 from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.supported import paged_caches
 from enginewright.runtime.token_mask import Mask
 
 RESERVED_BYTES = 256 << 20  # of the GPU's memory, for code, graphs and what the driver takes
 FREE_SHARE = 0.9  # of the GPU's memory that weights and arena leave, for the KV cache
 ALIGN = 256  # bytes; of weights and inputs
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # sequences of a graph, up to a step's limit
-SIZES_BYTES = 32
 
 
 class DeviceLogits:
@@ -61,7 +72,7 @@ class CudaExecutor:
         self.isa, self.threads = device.architecture, 0
         if self.plan.sampling is None:
             raise CorruptEngineError("the plan is damaged", "it does not say how tokens are drawn", "Build it again.")
-        if not any("drawn" in launch.arguments for step in self.plan.steps for launch in step.launches):
+        if not any("drawn" in launch.arguments for call in self.plan.calls for launch in call.launches):
             raise CorruptEngineError("the plan is damaged", "it does not take up what was drawn", "Build it again.")
         length, limits = limits_of(self.plan, config)
         sampler_limits = SamplerLimits.of(limits.sequences, length, self.plan.vocab_size, len(engine.eos_token_ids))
@@ -72,7 +83,7 @@ class CudaExecutor:
         offsets, arena_bytes = self.plan.arena_offsets(limits)
         arena = device.allocate(arena_bytes)
         self._buffers = [arena + offset for offset in offsets]
-        self._block_bytes = [group.block_bytes for group in self.plan.caches]
+        self._block_bytes = [group.block_bytes for group in paged_caches(self.plan)]
         self._pools = [
             device.allocate(count * nbytes)
             for count, nbytes in zip(self.envelope.num_blocks, self._block_bytes, strict=True)
@@ -87,10 +98,10 @@ class CudaExecutor:
         # Layers repeat their launches: a grid is worked out once a step for all that have it.
         grids: dict[Launch, int] = {}
         self._launches = []
-        for step in self.plan.steps:
-            for launch in step.launches:
+        for call in self.plan.calls:
+            for launch in call.launches:
                 shape = msgspec.structs.replace(launch, kernel="", arguments=(), threads=0, shared_bytes=0)
-                self._launches.append((grids.setdefault(shape, len(grids)), self._launcher(step, launch)))
+                self._launches.append((grids.setdefault(shape, len(grids)), self._launcher(call, launch)))
         self._grids = tuple(grids)
         self._buckets = buckets_for(limits.sequences)
         self._graphs: dict[int, Callable[[], None]] = {}
@@ -140,32 +151,31 @@ class CudaExecutor:
     def _graph(self, count: int) -> Callable[[], None]:
         if count not in self._graphs:
             limits = self.envelope.limits
-            sizes = Sizes(count, count, count, limits.kv_blocks, limits.kv_splits)
+            sizes = StepSizes(limits.dims, (count, count, count, *limits.counts[3:]))
             self._graphs[count] = self.device.capture(lambda: self._launch(sizes))
         return self._graphs[count]
 
-    def _launch(self, sizes: Sizes) -> None:
+    def _launch(self, sizes: StepSizes) -> None:
         grids = [self._grid(launch, sizes) for launch in self._grids]
         for index, run in self._launches:
             if (grid := grids[index]) is not None:
                 run(grid)
 
-    def _grid(self, launch: Launch, sizes: Sizes) -> Grid | None:
+    def _grid(self, launch: Launch, sizes: StepSizes) -> Grid | None:
         """None if it does not run."""
         if not launch.runs(sizes):
             return None
         x, y, z = (extent.at(sizes, self._multiprocessors) for extent in launch.grid)
         return (x, y, z) if x * y * z else None
 
-    def _launcher(self, step: Step, launch: Launch) -> OnGrid:
+    def _launcher(self, call: KernelCall, launch: Launch) -> OnGrid:
         addresses = [self._inputs.sizes]
         for role in launch.arguments:
-            name, _, part = role.partition(".")
-            operand = step.operands.get(name)
-            addresses.append(self._address(operand, part) if operand is not None else self._of_steps.get(name, 0))
+            operand = call.operands.get(role)
+            addresses.append(self._of_steps.get(role, 0) if operand is None else self._address(operand))
         return self.device.launcher(launch.kernel, launch.threads, launch.shared_bytes, addresses)
 
-    def _address(self, operand: Operand, part: str) -> int:
+    def _address(self, operand: Operand) -> int:
         match operand:
             case InputOperand():
                 return self._inputs.addresses[operand.name]
@@ -174,11 +184,10 @@ class CudaExecutor:
             case BufferOperand():
                 buffer = self.plan.buffers[operand.index]
                 return self._buffers[operand.index] + operand.column * buffer.element_bytes
-            case KvOperand():
-                for pool, group in zip(self._pools, self.plan.caches, strict=True):
+            case CacheOperand():
+                for pool, group in zip(self._pools, paged_caches(self.plan), strict=True):
                     if operand.layer in group.layers:
-                        half = group.block_bytes // (2 * len(group.layers))
-                        return pool + (2 * group.layers.index(operand.layer) + (part == "values")) * half
+                        return pool + group.offset_bytes(operand.layer, operand.part)
         raise CorruptEngineError("the plan is damaged", f"{operand} is nowhere")
 
 
@@ -188,7 +197,7 @@ def buckets_for(most: int) -> tuple[int, ...]:
     return (*(count for count in BUCKETS if count < largest), largest)
 
 
-def bucket_of(sizes: Sizes, buckets: Sequence[int]) -> int | None:
+def bucket_of(sizes: StepSizes, buckets: Sequence[int]) -> int | None:
     """The sequences of the graph that takes a step; None if none does: it reads prompts, or has too many."""
     if not sizes.tokens == sizes.sequences == sizes.logit_rows or sizes.tokens > buckets[-1]:
         return None
@@ -198,11 +207,11 @@ def bucket_of(sizes: Sizes, buckets: Sequence[int]) -> int | None:
 class _Inputs:
     """The step's sizes and inputs, where kernels read them: sizes and vectors side by side, then the block tables."""
 
-    def __init__(self, inputs: Sequence[Input], limits: Sizes, device: Device) -> None:
+    def __init__(self, inputs: Sequence[Input], limits: StepSizes, device: Device) -> None:
         self._device = device
         vectors = [entry for entry in inputs if entry.columns.at(limits) == entry.columns.constant]
         tables = [entry for entry in inputs if entry not in vectors]
-        offset, offsets = SIZES_BYTES, {}
+        offset, offsets = 4 * MOST_DIMS, {}
         for entry in (*vectors, *tables):
             offset = -(-offset // ALIGN) * ALIGN
             offsets[entry.name] = offset
@@ -217,10 +226,10 @@ class _Inputs:
         self._tables = {entry.name: offsets[entry.name] for entry in tables}
         self._last: dict[str, NDArray[np.int32]] = {}  # tables, as they are on the device
 
-    def upload(self, inputs: dict[str, NDArray[np.int32]], sizes: Sizes) -> None:
+    def upload(self, inputs: dict[str, NDArray[np.int32]], sizes: StepSizes) -> None:
         host, words, is_read = next(self._turns)
         self._device.wait(is_read)
-        words[: len(sizes.as_tuple())] = sizes.as_tuple()
+        words[: len(sizes.counts)] = sizes.counts
         for name, at in self._vectors.items():
             values = inputs[name]
             words[at : at + len(values)] = values

@@ -1,22 +1,23 @@
-"""Who may wait: decided before anything is tokenized, so that a crowd is turned away at little cost."""
+"""Which requests may wait: decided before anything is tokenized, so that an overload costs little."""
 
 from collections.abc import Sequence
 
+from enginewright.runtime.count import format_bytes
 from enginewright.runtime.prompts import Conversation, Prompt
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.errors import ApiError, overloaded
 
-CHARS_PER_TOKEN = 4  # of a text that has not been tokenized yet; a rough guess does for a crowd
+CHARS_PER_TOKEN = 4  # of a text that has not been tokenized yet, roughly
 LOGPROB_BYTES = 900  # of one named token, from the engine's thread to the last byte of a response
 
 
 class Admission:
-    """Answers without a first token, tokens of their prompts, and memory for log-probabilities.
+    """Counts completions without a first token, tokens of their prompts, and memory for log-probabilities.
 
     Args:
-        max_answers: running ones included, as long as they have no token.
-        max_tokens: of prompts; one that alone is longer may wait if nobody else does.
-        max_logprob_bytes: of all requests that are being answered.
+        max_answers: completions that may wait for their first token, those in the batch included.
+        max_tokens: of prompts; a longer prompt may wait if no other does.
+        max_logprob_bytes: of all running requests.
         max_model_len: positions of a sequence.
     """
 
@@ -25,8 +26,8 @@ class Admission:
         self._max_logprob_bytes, self._max_model_len = max_logprob_bytes, max_model_len
         self.num_answers = self.num_tokens = self.logprob_bytes = 0
 
-    def enter(self, prompts: Sequence[Prompt], params: SamplingParams) -> list["Place"]:
-        """A place for each prompt.
+    def enter(self, prompts: Sequence[Prompt], params: SamplingParams) -> list["Reservation"]:
+        """A reservation for each prompt.
 
         Raises:
             ApiError: 429, too many are waiting; 400, so many could never wait at once.
@@ -47,13 +48,13 @@ class Admission:
         if sum(logprob_bytes) > self._max_logprob_bytes:
             raise ApiError(
                 400,
-                f"these log-probabilities may take {sum(logprob_bytes) >> 20} MB, and this server gives them "
-                f"{self._max_logprob_bytes >> 20} MB: ask for fewer tokens (max_tokens), answers (n), or of them",
+                f"these log-probabilities may take {format_bytes(sum(logprob_bytes))}, and this server gives them "
+                f"{format_bytes(self._max_logprob_bytes)}: ask for fewer tokens (max_tokens), answers (n), or of them",
                 param="logprobs" if params.prompt_logprobs is None else "prompt_logprobs",
             )
         if self.logprob_bytes + sum(logprob_bytes) > self._max_logprob_bytes:
-            raise overloaded(f"log-probabilities of {self.logprob_bytes >> 20} MB are being written")
-        return [Place(self, params.n, *sizes) for sizes in zip(tokens, logprob_bytes, strict=True)]
+            raise overloaded(f"log-probabilities of {format_bytes(self.logprob_bytes)} are being written")
+        return [Reservation(self, params.n, *sizes) for sizes in zip(tokens, logprob_bytes, strict=True)]
 
     def _logprob_bytes(self, prompt_tokens: int, params: SamplingParams) -> int:
         """Memory that the log-probabilities of a prompt and its answers may take; each names one token more."""
@@ -63,7 +64,7 @@ class Admission:
         return (answers + prompt * ((params.prompt_logprobs or 0) + 1)) * LOGPROB_BYTES
 
 
-class Place:
+class Reservation:
     """What one prompt takes in the queue until its answers begin, and its log-probabilities until they end."""
 
     def __init__(self, admission: Admission, num_answers: int, num_tokens: int, logprob_bytes: int) -> None:
@@ -74,11 +75,11 @@ class Place:
         self._hold(num_answers, num_tokens)
 
     def tokenized(self, num_tokens: int) -> None:
-        """The guess is a number now."""
+        """The prompt is tokenized: its number of tokens is known, and takes the place of the guess."""
         self._hold(0, num_tokens - self._num_tokens)
 
     def begun(self) -> None:
-        """One answer has its first token, so the prompt has been read."""
+        """One completion has its first token, so the prompt has been read."""
         self._hold(-min(self._num_answers, 1), -self._num_tokens)
 
     def close(self) -> None:
@@ -94,7 +95,7 @@ class Place:
 
 
 def guess(prompt: Prompt) -> int:
-    """Tokens of a prompt: a text, token ids, or a conversation."""
+    """A rough number of tokens of a prompt: a text, token ids, or a conversation."""
     if isinstance(prompt, str):
         return len(prompt) // CHARS_PER_TOKEN + 1
     if isinstance(prompt, Conversation):

@@ -30,15 +30,15 @@ OPEN_PATH = b"/health"  # to anybody: who restarts servers needs no key. Metrics
 
 
 class App:
-    """The ASGI application. Whatever is asked passes here first, where the Host header and the key are looked at."""
+    """The ASGI application. Every request passes here first, where the Host header and the key are looked at."""
 
     def __init__(self, service: Service, hosts: HostCheck) -> None:
         self._service, self._hosts = service, hosts
         self._keys = [sha256(key.encode()).hexdigest() for key in service.config.api_keys]
         self._starlette = Starlette(
             routes=[
-                Route("/v1/chat/completions", Answers(service, ChatBody, ChatForm), methods=["POST"]),
-                Route("/v1/completions", Answers(service, CompletionBody, CompletionForm), methods=["POST"]),
+                Route("/v1/chat/completions", CompletionRoute(service, ChatBody, ChatForm), methods=["POST"]),
+                Route("/v1/completions", CompletionRoute(service, CompletionBody, CompletionForm), methods=["POST"]),
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{name:path}", self._one_model),
                 Route("/health", self._health),
@@ -104,7 +104,7 @@ class App:
         }
 
     async def _health(self, request: Request) -> Response:
-        closed = self._service.why_closed()
+        closed = self._service.why_unhealthy()
         if closed is None:
             return _json({"status": "ok"})
         return _json({"status": closed.code, "reason": closed.message}, closed.status)
@@ -132,12 +132,12 @@ class App:
         return await self._refuse(request, internal())
 
 
-class Answers:
-    """POST of one of the two APIs that answer.
+class CompletionRoute:
+    """POST of one of the two completion APIs.
 
     Args:
-        body: what is asked.
-        form: how it is answered.
+        body: the type of the request's body.
+        form: the type of the response's JSON.
     """
 
     def __init__(self, service: Service, body: type[Body], form: type[Form]) -> None:

@@ -1,4 +1,4 @@
-"""What a server is told before it starts."""
+"""The settings of a server."""
 
 from dataclasses import dataclass
 
@@ -8,27 +8,21 @@ from enginewright.runtime.server.hosts import is_host
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Limits of requests are here, limits of the engine in RuntimeConfig.
-
-    port: 0 takes a free one. served_model_names: what clients may call the model; none is the engine's own name.
-    api_keys: with any, every route but /health wants one of them. drain_seconds: how long requests may go on after
-    the signal to stop. max_num_waiting: answers that may wait for their first token, beyond those that fit a step.
-    max_waiting_tokens: of the prompts that wait. max_body_bytes: of a request. max_logprobs_memory:
-    bytes that the log-probabilities of all requests that are being answered may take.
+    """Limits of requests. Those of the engine are in RuntimeConfig.
 
     Raises:
         UsageError: a value makes no sense.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_names: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
-    drain_seconds: float = 30.0
-    max_num_waiting: int = 1024
-    max_waiting_tokens: int = 262_144
-    max_body_bytes: int = 8 << 20
-    max_logprobs_memory: int = 1 << 30
+    host: str = "127.0.0.1"  # address to listen on
+    port: int = 8000  # 0 takes a free one
+    served_model_names: tuple[str, ...] = ()  # what clients may call the model; empty: the engine's own name
+    api_keys: tuple[str, ...] = ()  # with any, every route but /health wants one of them
+    drain_seconds: float = 30.0  # how long requests may go on after the signal to stop
+    max_num_waiting: int = 1024  # completions that wait for their first token, beyond the batch
+    max_waiting_tokens: int = 262_144  # of all prompts that wait
+    max_body_bytes: int = 8 << 20  # of one request
+    max_logprobs_memory: int = 1 << 30  # bytes that the log-probabilities of all running requests may take
     max_connections: int | None = None  # None: as many as the limit of open files allows, up to a few thousand
     step_timeout: float = 60.0  # seconds of one step of the engine after which it counts as stalled; 0: never
     allowed_hosts: tuple[str, ...] = ()  # names in the Host header, beside the server's own; no ports

@@ -1,4 +1,8 @@
-"""How many connections a server takes, so that it never runs out of file descriptors."""
+"""How many connections a server takes, so that it never runs out of file descriptors.
+
+A few connections beyond the limit are let in until it is known what they ask for. GET /health and /metrics are
+answered, so that whoever watches the server sees that it is full and not dead; all else gets a 503.
+"""
 
 import logging
 import os
@@ -13,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_CONNECTIONS = 4096
 ACCEPTS_AT_ONCE = 8  # in one turn of the event loop; a connection that is refused lives for a few turns
-MAX_REFUSALS_AT_ONCE = 32  # connections beyond the limit that are still being told so
+MAX_SURPLUS = 32  # connections beyond the limit that are asked what they want, or told that there is no place
+SURPLUS_PATHS = (b"/health", b"/metrics")  # what is answered to them
 SPARE_DESCRIPTORS = 96  # for those two, and for files that the server opens while it runs
 LOG_INTERVAL_S = 60.0
 
@@ -21,7 +26,7 @@ LOG_INTERVAL_S = 60.0
 class ConnectionLimit:
     """The number of connections that may be open at once, and those beyond it.
 
-    num_refused: that have not ended yet.
+    num_surplus: connections beyond the limit that have not ended yet.
 
     Args:
         max_connections: None is as many as the limit of open files allows, DEFAULT_MAX_CONNECTIONS at most.
@@ -33,7 +38,7 @@ class ConnectionLimit:
 
     def __init__(self, max_connections: int | None, rejected: Counter[int]) -> None:
         self._rejected = rejected
-        self.num_refused = 0
+        self.num_surplus = 0
         self._last_log_s = -LOG_INTERVAL_S
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.count = max_connections or DEFAULT_MAX_CONNECTIONS
@@ -50,8 +55,7 @@ class ConnectionLimit:
         self.count = min(self.count, left)
 
     def refuse(self) -> ApiError:
-        """Count a connection that is one too many, and say so in the log once in a while; what its client hears."""
-        self.num_refused += 1
+        """Count a refused connection, and say so in the log once in a while; what its client hears."""
         error = ApiError(
             503,
             f"{self.count} connections are open, and no more are taken",

@@ -72,7 +72,7 @@ def internal() -> ApiError:
 
 
 def from_engine(error: EngineError, prompt_key: str) -> ApiError:
-    """What a client hears of an error of the runtime.
+    """The error that a client gets for one of the runtime.
 
     Args:
         prompt_key: of the body. What the runtime says begins with "the prompt" or the name of a sampling parameter.

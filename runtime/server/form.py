@@ -1,4 +1,4 @@
-"""How answers are written: what both APIs share. A chunk of a stream is assembled around what was encoded once."""
+"""How completions are written as JSON, in both APIs. A chunk of a stream is assembled around what was encoded once."""
 
 import time
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True)
 class PromptPart:
-    """A prompt, as far as an answer repeats it."""
+    """A prompt, as far as a completion repeats it."""
 
     text: str
     token_ids: Sequence[int]
@@ -30,7 +30,7 @@ class PromptPart:
 
 @dataclass(eq=False)
 class Choice:
-    """One answer while it comes."""
+    """One completion while it is generated."""
 
     index: int
     prompt: PromptPart
@@ -40,7 +40,7 @@ class Choice:
     last_s: float | None = None  # when it last grew
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    deltas: list[Delta] = field(default_factory=list)  # kept where the answer is sent whole
+    deltas: list[Delta] = field(default_factory=list)  # kept where the completion is sent whole
 
     @property
     def text(self) -> str:
@@ -68,17 +68,17 @@ class Usage:
 
 @dataclass(frozen=True)
 class Include:
-    """What a response has beside the text of answers."""
+    """What a response has beside the text of completions."""
 
-    logprobs: bool = False  # of the answer's tokens
+    logprobs: bool = False  # of the completion's tokens
     prompt_logprobs: bool = False  # vLLM's, of the prompt's tokens
-    echo: bool = False  # the prompt before the answer, with its log-probabilities if those of tokens are shown
+    echo: bool = False  # the prompt before the completion, with its log-probabilities if those of tokens are shown
     usage: bool = False  # at the end of a stream
     usage_so_far: bool = False  # in each event of a stream
 
 
 class Form(ABC):
-    """One answer's id, and the JSON around its choices.
+    """The id of a response, and the JSON around its choices.
 
     Args:
         fingerprint: of the engine; the same seed gives the same answer where it is the same.
@@ -100,7 +100,7 @@ class Form(ABC):
     def prompt_part(
         self, prompt: Prompt, token_ids: Sequence[int], logprobs: Sequence[SampledToken | None]
     ) -> PromptPart:
-        """A prompt as answers repeat it: the client's own text, or that of its token ids."""
+        """A prompt as completions repeat it: the client's own text, or that of its token ids."""
         text = text_of(prompt)
         if text is None:
             text = self._tokenizer.decode(token_ids) if self.include.echo else ""

@@ -1,4 +1,4 @@
-"""One request for answers, from its prompts to its last byte."""
+"""One completion request, from its prompts to the last byte of the response."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from enginewright.runtime.async_llm import AsyncRequest
 from enginewright.runtime.outputs import NAN_LOGITS, Delta
 from enginewright.runtime.prompts import Conversation, Prompt
 from enginewright.runtime.sampling import SamplingParams
-from enginewright.runtime.server.admission import Place
+from enginewright.runtime.server.admission import Reservation
 from enginewright.runtime.server.errors import ApiError, from_engine, internal, nan_logits, shutting_down
 from enginewright.runtime.server.form import DONE, Choice, Form, Usage
 from enginewright.runtime.server.log import RequestLog
@@ -33,7 +33,7 @@ EVENT_STREAM = [
 
 
 class Generation:
-    """Answers to the prompts of one request, n to each, as they are written or all at once.
+    """The completions of one request, n for each prompt, sent as they are written or all at once.
 
     The head of a response goes out with its first bytes, so that what fails before has a status of its own.
 
@@ -48,18 +48,18 @@ class Generation:
         self._first_token_s: float | None = None  # since its arrival
         self._requests: list[AsyncRequest] = []
         self._choices: list[list[Choice]] = []  # of each prompt
-        self._places: Sequence[Place] = ()
+        self._reservations: Sequence[Reservation] = ()
         self._stopped: Exception | None = None  # why it may not go on
         self._started = False  # the response
 
     async def run(self, prompts: Sequence[Prompt], salt: str, stream: bool, receive: Receive, send: Send) -> None:
-        """Answer.
+        """Compute the completions, and send them.
 
         Raises:
             ApiError: it is refused, or fails before a byte is sent; later errors are sent as an event.
             ClientGone: the client has left.
         """
-        self._places = self._service.admission.enter(prompts, self._params)
+        self._reservations = self._service.admission.enter(prompts, self._params)
         self._service.live.add(self)
         self._service.throughput.begin()
         watch = asyncio.create_task(self._watch(receive))
@@ -80,7 +80,7 @@ class Generation:
             self._close()
 
     def stop(self, why: Exception) -> None:
-        """End it; `why` is raised where its answers are awaited."""
+        """End the request early; `why` is raised where its completions are awaited."""
         self._stopped = self._stopped or why
         for request in self._requests:
             request.abort()
@@ -90,10 +90,10 @@ class Generation:
         self.stop(ClientGone())
 
     async def _submit(self, prompts: Sequence[Prompt], salt: str) -> None:
-        """Start all of them, or none if one is refused."""
-        for prompt, place in zip(prompts, self._places, strict=True):
+        """Start all prompts, or none if one is refused."""
+        for prompt, reservation in zip(prompts, self._reservations, strict=True):
             request = await self._prepare(prompt, salt)
-            place.tokenized(request.num_prompt_tokens)
+            reservation.tokenized(request.num_prompt_tokens)
             if self._stopped is not None:
                 raise self._stopped
             part = self._form.prompt_part(prompt, request.token_ids, request.request.prompt_logprobs)
@@ -155,12 +155,12 @@ class Generation:
                 self._note(number, choice, delta)
 
     def _note(self, number: int, choice: Choice, delta: Delta) -> None:
-        """Count what came. Raises what ends the request."""
+        """Count a delta in metrics and log. Raises the error that ends the request, if there is one."""
         if self._stopped is not None:
             raise self._stopped
         metrics, now, count = self._service.metrics, time.perf_counter(), len(delta.tokens)
         if choice.last_s is None:
-            self._places[number].begun()
+            self._reservations[number].begun()
             metrics.first_token.observe(now - self._arrived)
             self._first_token_s = self._first_token_s or now - self._arrived
         elif count:
@@ -192,14 +192,14 @@ class Generation:
         await send({"type": "http.response.body", "body": b"data: " + error.body + b"\n\n", "more_body": False})
 
     def _close(self) -> None:
-        """Nothing of it goes on, and nothing of it is held."""
+        """Abort what still runs, and release all that the request has reserved."""
         for request in self._requests:
             request.abort()
         for request, choices in zip(self._requests, self._choices, strict=True):
             if all(choice.finish_reason in ("stop", "length") for choice in choices):
                 self._service.metrics.request_done(request.request, [choice.num_tokens for choice in choices])
-        for place in self._places:
-            place.close()
+        for reservation in self._reservations:
+            reservation.close()
         left = sum(choice.finish_reason is None for prompt in self._choices for choice in prompt)
         self._service.metrics.finished["abort"] += left
         if self._requests:
@@ -209,7 +209,7 @@ class Generation:
 
 
 async def _together(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all of them; the first error ends the others."""
+    """Run all coroutines; the first error ends the others."""
     if len(parts) == 1:
         await parts[0]
         return

@@ -1,4 +1,4 @@
-"""What a server logs: a line a request, throughput every ten seconds of work, warnings and tracebacks.
+"""What a server logs: one line per request, throughput every ten seconds of work, warnings and tracebacks.
 
 A line is an event with fields, as text or as JSON. Of what a client sends, lines of requests have its X-Request-Id and
 the path that it asks for: no prompts, no answers, no keys.
@@ -75,7 +75,7 @@ class RequestLog:
         self.error: ApiError | None = None
         self.is_gone = False  # the client
         self._method, self._path = scope["method"], scope["path"]
-        self._figures: Fields | None = None  # of what the engine was asked
+        self._figures: Fields | None = None  # None: the request has not reached the engine
 
     def answered(
         self,
@@ -84,10 +84,10 @@ class RequestLog:
         first_token_s: float | None,
         total_s: float,
     ) -> None:
-        """Take down what the engine was asked, and what came of it.
+        """Record what the engine computed for this request.
 
         Args:
-            requests: one a prompt.
+            requests: one per prompt.
             choices: of each of them.
             first_token_s: from the arrival of the HTTP request to the first token of any answer; None: none came.
             total_s: from there to the end.
@@ -131,7 +131,11 @@ class RequestLog:
         return with_id
 
     def write(self) -> None:
-        """Write it: "request" if the engine was asked, else "refused", "gone" (the client, before that) or "http"."""
+        """Write the line of the request.
+
+        Its event is "request" if the request has reached the engine; otherwise "refused", "gone" (the client left
+        before that) or "http".
+        """
         status = CLIENT_GONE if self.is_gone else 200 if self.error is None else self.error.status
         code = "client_gone" if self.is_gone else None if self.error is None else self.error.code
         # Who ends a server on purpose need not be warned that its requests end, too.
@@ -150,6 +154,12 @@ class RequestLog:
             log_event(logging.DEBUG, "http", {name: fields[name] for name in ("client_request_id", "method", "path")})
         else:
             log_event(level, "gone" if self.is_gone else "refused", fields, limited=str(status))
+
+
+def log_refused_bytes(error: ApiError) -> None:
+    """Log that a client was refused whose bytes are no request, with what it heard."""
+    fields: Fields = dict.fromkeys(("request_id", "client_request_id", "status", "code", "method", "path"))
+    log_event(logging.INFO, "refused", fields | {"status": error.status, "code": error.code}, limited=str(error.status))
 
 
 class Throughput:
@@ -220,7 +230,7 @@ def log_to(fd: int, level: str, form: str) -> Iterator[Callable[[str], None]]:
 
 @dataclass(frozen=True)
 class Line:
-    """What is formatted."""
+    """A line of the log, before it is formatted."""
 
     at: float  # seconds since 1970
     level: str  # a name of LEVELS
@@ -265,8 +275,8 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-class Turn(Enum):
-    """What else the thread that writes is told."""
+class WriterSignal(Enum):
+    """What the thread that writes takes from its queue beside lines."""
 
     WINDOW = auto()  # there is something to say when the window ends
     END = auto()
@@ -285,7 +295,7 @@ class LineHandler(logging.Handler):
     def __init__(self, fd: int, form: Callable[[Line], str], window_s: float = WINDOW_S) -> None:
         super().__init__()
         self._fd, self._form, self._window_s = fd, form, window_s
-        self._lines: SimpleQueue[Line | Turn] = SimpleQueue()
+        self._lines: SimpleQueue[Line | WriterSignal] = SimpleQueue()
         self._mutex = threading.RLock()  # around what follows
         self._num_lost = 0
         self._window_end = 0.0  # by time.monotonic
@@ -314,7 +324,7 @@ class LineHandler(logging.Handler):
         """Write what is left, unless nobody reads it."""
         with self._mutex:
             self._end_window()
-            self._lines.put(Turn.END)
+            self._lines.put(WriterSignal.END)
         self._thread.join(CLOSE_S)
         super().close()
 
@@ -326,7 +336,7 @@ class LineHandler(logging.Handler):
         if self._seen[kind] <= MAX_LIKE_LINES:
             return True
         if not self._held:
-            self._lines.put(Turn.WINDOW)
+            self._lines.put(WriterSignal.WINDOW)
         self._held[kind, counted] += 1
         return False
 
@@ -349,8 +359,8 @@ class LineHandler(logging.Handler):
         self._lines.put(line)
 
     def _run(self) -> None:
-        line: Line | Turn = Turn.WINDOW
-        while line is not Turn.END:
+        line: Line | WriterSignal = WriterSignal.WINDOW
+        while line is not WriterSignal.END:
             if isinstance(line, Line):
                 self._write(f"{self._form(line)}\n".encode())
             with self._mutex:
@@ -361,7 +371,7 @@ class LineHandler(logging.Handler):
             try:
                 line = self._lines.get(timeout=timeout)
             except Empty:
-                line = Turn.WINDOW
+                line = WriterSignal.WINDOW
 
     def _write(self, data: bytes) -> None:
         try:

@@ -31,7 +31,11 @@ WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 12
 
 
 class Histogram:
-    """bounds: in ascending order. prometheus_client's takes a lock for each number; this one is of one thread."""
+    """A histogram that belongs to one thread; prometheus_client's takes a lock for each number.
+
+    Args:
+        bounds: upper bounds of the buckets, in ascending order.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -67,7 +71,7 @@ def token_bounds(most: int) -> list[int]:
 
 
 class Metrics(Collector):
-    """What is counted where answers are sent; an answer is one choice.
+    """Counters and histograms of requests and their completions.
 
     Args:
         stats: what the engine counts.
@@ -95,10 +99,10 @@ class Metrics(Collector):
         ProcessCollector(registry=self._registry)
 
     def request_done(self, request: Request, num_tokens: Sequence[int]) -> None:
-        """Count a prompt all of whose answers have ended well.
+        """Count a prompt all of whose completions have ended well.
 
         Args:
-            num_tokens: of each answer.
+            num_tokens: of each completion.
         """
         queue_s, first_token_s, total_s = request.queue_s, request.first_token_s, request.total_s
         assert queue_s is not None and first_token_s is not None and total_s is not None
@@ -107,7 +111,7 @@ class Metrics(Collector):
         self._prefill.observe(first_token_s - queue_s)
         self._decode.observe(decode_s)
         self._inference.observe(total_s - queue_s)
-        if most > 1:  # the answers to a prompt are written side by side: the longest one tells the pace of all
+        if most > 1:  # the completions of a prompt are written side by side: the longest one has the pace of all
             self._per_output_token.observe(decode_s / (most - 1))
         self._prompt_tokens.observe(request.num_prompt_tokens)
         for count in num_tokens:
@@ -118,7 +122,7 @@ class Metrics(Collector):
             self._max_tokens.observe(request.params.max_tokens)
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The text, and its content type.
+        """The text of all metrics, and its content type.
 
         Args:
             accept: the header in which a scraper says what it reads.
@@ -128,16 +132,16 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        yield self._gauge("num_requests_running", "Answers in the engine's batch.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Answers that wait for a place in it.", stats.num_waiting)
+        yield self._gauge("num_requests_running", "Completions in the engine's batch.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Completions that wait for a place in it.", stats.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.", stats.kv_usage)
-        yield self._counter("num_preemptions", "Answers that gave their KV blocks back.", stats.num_preemptions)
+        yield self._counter("num_preemptions", "Completions that gave their KV blocks back.", stats.num_preemptions)
         yield self._counter("prompt_tokens", "Tokens of prompts, cached ones included.", stats.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens that were drawn.", stats.generated_tokens)
+        yield self._counter("generation_tokens", "Tokens that were generated.", stats.generated_tokens)
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prompt_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found there.", stats.cached_prompt_tokens)
         finished = CounterMetricFamily(
-            PREFIX + "request_success", "Answers that have ended.", labels=["model_name", "finished_reason"]
+            PREFIX + "request_success", "Completions that have ended.", labels=["model_name", "finished_reason"]
         )
         for reason, count in self.finished.items():
             finished.add_metric([self._model, reason], count)
@@ -148,9 +152,9 @@ class Metrics(Collector):
         for status, count in self.rejected.items():
             rejected.add_metric([self._model, str(status)], count)
         yield rejected
-        yield self._histogram("time_to_first_token_seconds", "Until an answer's first token.", self.first_token)
+        yield self._histogram("time_to_first_token_seconds", "Until the first token of a completion.", self.first_token)
         yield self._histogram("inter_token_latency_seconds", "From one token to the next.", self.between_tokens)
-        yield self._histogram("e2e_request_latency_seconds", "Until an answer's end.", self.whole)
+        yield self._histogram("e2e_request_latency_seconds", "Until the end of a completion.", self.whole)
         yield self._histogram("request_queue_time_seconds", "Before a prompt is begun.", self._queue)
         yield self._histogram("request_prefill_time_seconds", "From there to the first token.", self._prefill)
         yield self._histogram("request_decode_time_seconds", "From there to the last token.", self._decode)
@@ -159,12 +163,14 @@ class Metrics(Collector):
             "request_time_per_output_token_seconds", "Decode time by tokens after the first.", self._per_output_token
         )
         yield self._histogram("request_prompt_tokens", "Tokens of a prompt.", self._prompt_tokens)
-        yield self._histogram("request_generation_tokens", "Tokens of an answer.", self._generation_tokens)
+        yield self._histogram("request_generation_tokens", "Tokens of a completion.", self._generation_tokens)
         yield self._histogram(
-            "request_max_num_generation_tokens", "Tokens of a prompt's longest answer.", self._most_generation_tokens
+            "request_max_num_generation_tokens",
+            "Tokens of a prompt's longest completion.",
+            self._most_generation_tokens,
         )
         yield self._histogram("request_params_max_tokens", "max_tokens, where there is one.", self._max_tokens)
-        yield self._histogram("request_params_n", "Answers to a prompt.", self._n)
+        yield self._histogram("request_params_n", "Completions of a prompt.", self._n)
         steps = HistogramMetricFamily(PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=["model_name"])
         steps.add_metric([self._model], cumulative(STEP_TOKENS, stats.step_sizes), stats.computed_tokens)
         yield steps

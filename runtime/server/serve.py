@@ -24,25 +24,26 @@ from enginewright.runtime.server.connections import ACCEPTS_AT_ONCE, ConnectionL
 from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.wire import LimitedHttp
+from enginewright.runtime.supported import paged_caches
 
 BACKLOG = 2048  # connections that the system holds until they are taken
 # Back from a step, the engine's thread waits this long for whoever runs Python: a chat being rendered, mostly. With
 # Python's own 5 ms, streams beside such chats got a fifth fewer tokens a second (median of six rounds, a model that
-# takes less than a millisecond a step; large ones don't care).
+# takes less than a millisecond per step; large ones don't care).
 SWITCH_INTERVAL_S = 0.0005
-LAST_WORDS_S = 2.0  # for errors to reach those whose answers were cut off
+LAST_WORDS_S = 2.0  # for errors to reach clients whose responses were cut off
 CLOSE_S = 10.0  # for the engine to end its step and the tokenizer its text; then the process ends all the same
 
 
-class Stop:
-    """How a server is told to end: in good order, or at once. To be used in its event loop."""
+class Shutdown:
+    """A request to end a server: in good order, or at once. It belongs to the event loop of the server."""
 
     def __init__(self) -> None:
-        self.asked, self.at_once = asyncio.Event(), asyncio.Event()
+        self.requested, self.at_once = asyncio.Event(), asyncio.Event()
 
-    def ask(self) -> None:
-        """Once for good order; twice for at once."""
-        (self.at_once if self.asked.is_set() else self.asked).set()
+    def request(self) -> None:
+        """The first call asks for an end in good order, the second for an end at once."""
+        (self.at_once if self.requested.is_set() else self.requested).set()
 
 
 def print_ready(line: str) -> None:
@@ -82,13 +83,13 @@ async def _serve(
 ) -> None:
     llm = AsyncLLM(model, **limits)
     try:
-        stop, loop = Stop(), asyncio.get_running_loop()
+        shutdown, loop = Shutdown(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, _on_signal, stop, loop)
+            loop.add_signal_handler(number, _on_signal, shutdown, loop)
         service = Service(llm, config)
         gc.collect()
         gc.freeze()  # what is there now stays: later collections, which hold up a step, need not look at it
-        await host(service, listener, stop, lambda: announce(_ready(service, listener)))
+        await host(service, listener, shutdown, lambda: announce(_ready(service, listener)))
     finally:
         await _close(llm)
 
@@ -104,15 +105,15 @@ async def _close(llm: AsyncLLM) -> None:
     await closing
 
 
-def _on_signal(stop: Stop, loop: asyncio.AbstractEventLoop) -> None:
-    stop.ask()
-    if stop.at_once.is_set():  # a third one kills
+def _on_signal(shutdown: Shutdown, loop: asyncio.AbstractEventLoop) -> None:
+    shutdown.request()
+    if shutdown.at_once.is_set():  # a third one kills
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 
-async def host(service: Service, listener: socket.socket, stop: Stop, ready: Callable[[], None]) -> None:
-    """Answer what comes to a bound socket, until told to stop.
+async def host(service: Service, listener: socket.socket, shutdown: Shutdown, ready: Callable[[], None]) -> None:
+    """Answer what comes to a bound socket, until the shutdown is requested.
 
     Args:
         ready: called when connections are taken.
@@ -130,7 +131,7 @@ async def host(service: Service, listener: socket.socket, stop: Stop, ready: Cal
     server = _Server(
         uvicorn.Config(
             App(service, hosts),
-            http=partial(LimitedHttp, limit=limit),  # type: ignore[arg-type]
+            http=partial(LimitedHttp, limit=limit, on_refusal=service.refuse_bytes),  # type: ignore[arg-type]
             backlog=ACCEPTS_AT_ONCE,
             ws="none",
             lifespan="off",
@@ -143,32 +144,32 @@ async def host(service: Service, listener: socket.socket, stop: Stop, ready: Cal
         service,
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    asked = asyncio.create_task(stop.asked.wait())
+    requested = asyncio.create_task(shutdown.requested.wait())
     try:
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         if server.started:
             listener.listen(BACKLOG)  # asyncio has set it to what it takes at once
             ready()
-        await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((serving, requested), return_when=asyncio.FIRST_COMPLETED)
         service.draining = True
-        await _drain(service, stop)
+        await _drain(service, shutdown)
     finally:
-        asked.cancel()
+        requested.cancel()
         server.should_exit = True
         await asyncio.wait((serving,), timeout=LAST_WORDS_S)
         for connection in list(server.server_state.connections):  # of those who don't read, or have not asked yet
             connection.transport.abort()
         await asyncio.wait((serving,), timeout=LAST_WORDS_S)
-        if not serving.done():  # answers wait for a step of the engine, or for the tokenizer
+        if not serving.done():  # requests wait for a step of the engine, or for the tokenizer
             await _close(service.llm)
         await serving
 
 
-async def _drain(service: Service, stop: Stop) -> None:
-    """Let answers go on for a while, and tell the others that they end."""
+async def _drain(service: Service, shutdown: Shutdown) -> None:
+    """Let running requests go on for a while, and end those that are left with an error."""
     idle = asyncio.create_task(service.until_idle())
-    at_once = asyncio.create_task(stop.at_once.wait())
+    at_once = asyncio.create_task(shutdown.at_once.wait())
     timeout = service.config.drain_seconds
     await asyncio.wait((idle, at_once), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     at_once.cancel()
@@ -231,13 +232,13 @@ def _no_address(host: str, port: int, error: OSError) -> EngineError:
 
 
 def _ready(service: Service, listener: socket.socket) -> str:
-    """One line for who started it."""
+    """The line that says where the server is, and how much it can do at once."""
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     envelope, plan = service.llm.envelope, service.llm.engine.plan
     length, chunk = envelope.max_model_len, envelope.limits.tokens
-    blocks = zip(envelope.num_blocks, plan.caches, strict=True)
+    blocks = zip(envelope.num_blocks, paged_caches(plan), strict=True)
     whole = min(count // blocks_of(group, length, chunk) for count, group in blocks)
     most = envelope.limits.sequences
-    fit = f"{most} answers at a time, {min(whole, most)} of them may have all {length} positions"
+    fit = f"{most} completions at a time, {min(whole, most)} of them may have all {length} positions"
     return f"serving {service.models[0]} at http://{address}:{port}/v1 ({fit})"

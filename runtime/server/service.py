@@ -4,28 +4,26 @@ import asyncio
 import logging
 import time
 
+from enginewright.errors import EngineError
 from enginewright.runtime.async_llm import AsyncLLM
 from enginewright.runtime.server.admission import Admission
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.errors import OVERLOAD_RETRY_S, ApiError, retry_after, shutting_down
 from enginewright.runtime.server.generation import Generation
-from enginewright.runtime.server.log import Throughput
+from enginewright.runtime.server.log import Throughput, log_refused_bytes
 from enginewright.runtime.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 
 class Service:
-    """An engine, and who uses it. Everything is of the thread of its event loop.
-
-    live: requests that are being answered. draining: no new ones are taken. stalled: the engine's step under way does
-    not end. fingerprint: the same seed gives the same answer where it is the same.
-    """
+    """An engine, and the requests that use it. Everything belongs to the thread of the event loop."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         engine = llm.engine
         self.llm, self.config = llm, config
         self.models = config.served_model_names or (engine.manifest.name,)
+        # Where it is the same, the same seed gives the same completion.
         self.fingerprint = f"fp_{engine.manifest.content_hash[:12]}"
         self.started = int(time.time())
         self.metrics = Metrics(llm.stats, self.models[0], engine.manifest.content_hash, llm.max_model_len)
@@ -36,8 +34,9 @@ class Service:
             config.max_logprobs_memory,
             llm.max_model_len,
         )
-        self.live: set[Generation] = set()
-        self.draining = self.stalled = False
+        self.live: set[Generation] = set()  # requests that are running
+        self.draining = False  # whether the server ends, and takes no new requests
+        self.stalled = False  # whether the engine's step under way does not end
 
     def why_closed(self) -> ApiError | None:
         """Why no new work is taken, if so."""
@@ -54,8 +53,23 @@ class Service:
             )
         return None
 
+    def why_unhealthy(self) -> ApiError | None:
+        """Why /health fails, if so: also before a step finds out that the engine's file was changed."""
+        closed = self.why_closed()
+        if closed is None:
+            try:
+                self.llm.engine.check_in_use()
+            except EngineError:
+                return ApiError(503, "the engine's file was changed while it is in use", code="engine_dead")
+        return closed
+
+    def refuse_bytes(self, error: ApiError) -> None:
+        """Count and log a client whose bytes are no request."""
+        self.metrics.rejected[error.status] += 1
+        log_refused_bytes(error)
+
     def watch(self) -> None:
-        """Notice a step that does not end, and that it has ended after all. To be called several times a second."""
+        """Notice a step that does not end, and that it has ended after all. To be called several times per second."""
         limit = self.config.step_timeout
         stalled = 0 < limit < self.llm.step_s
         if stalled and not self.stalled:
@@ -65,7 +79,7 @@ class Service:
         self.stalled = stalled
 
     def check_model(self, name: str | None) -> str:
-        """The name that the answer goes under: what was asked for, or the first if nothing was.
+        """The name of the model for the response: the one in the request, or the first if there is none.
 
         Raises:
             ApiError: 404, it is none of ours.
@@ -84,6 +98,6 @@ class Service:
             await asyncio.sleep(0.02)
 
     def end_all(self) -> None:
-        """Whoever is still being answered gets an error."""
+        """End all running requests with an error."""
         for generation in list(self.live):
             generation.stop(shutting_down(0))

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from enginewright.runtime.server.connections import MAX_REFUSALS_AT_ONCE, ConnectionLimit
+from enginewright.runtime.server.connections import MAX_SURPLUS, SURPLUS_PATHS, ConnectionLimit
 from enginewright.runtime.server.errors import ApiError, Headers
 
 MAX_HEAD_BYTES = 64 << 10
@@ -26,7 +26,7 @@ CLOSE = (b"connection", b"close")
 
 
 class ClientGone(Exception):
-    """Nobody is there to be answered."""
+    """The client has left, so there is nobody to respond to."""
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
@@ -97,26 +97,31 @@ class LimitedHttp(HttpToolsProtocol):
     _unsent_bytes = maxsize  # when the deadline passed last
     _keep_alive = False  # what the client wants
     _deaf = False  # what comes is dropped
-    _refused = False  # one connection too many
+    _is_surplus = False  # beyond the limit of connections: only SURPLUS_PATHS are answered
 
-    def __init__(self, *arguments: Any, limit: ConnectionLimit, **named: Any) -> None:
+    def __init__(
+        self, *arguments: Any, limit: ConnectionLimit, on_refusal: Callable[[ApiError], None], **named: Any
+    ) -> None:
+        """
+        Args:
+            on_refusal: called with what a client hears whose bytes are no request.
+        """
         super().__init__(*arguments, **named)
-        self._limit = limit
+        self._limit, self._on_refusal = limit, on_refusal
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         self._wait(MAX_HEAD_S)
-        if len(self.connections) - self._limit.num_refused > self._limit.count:
-            self._refused = True
-            error = self._limit.refuse()
-            if self._limit.num_refused > MAX_REFUSALS_AT_ONCE:
+        if len(self.connections) - self._limit.num_surplus > self._limit.count:
+            self._is_surplus = True
+            self._limit.num_surplus += 1
+            self._wait(LINGER_S)
+            if self._limit.num_surplus > MAX_SURPLUS:
+                self._limit.refuse()
                 self.transport.abort()
-                return
-            self._send_error(error)
-            self._close_after_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._limit.num_refused -= self._refused
+        self._limit.num_surplus -= self._is_surplus
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -131,7 +136,8 @@ class LimitedHttp(HttpToolsProtocol):
         if self._is_answering:
             raise ValueError("a second request before the first is answered")  # comes back to send_400_response
         self._head_bytes = self._held_bytes = 0
-        self._wait(MAX_HEAD_S)
+        if not self._is_surplus:
+            self._wait(MAX_HEAD_S)
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -142,11 +148,15 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_surplus and (
+            self.parser.get_method() != b"GET" or self.url.partition(b"?")[0] not in SURPLUS_PATHS
+        ):
+            raise ValueError("one connection too many")  # comes back to send_400_response
         self._held_bytes = 0
         self._wait(MAX_BODY_S + LINGER_S)  # who reads bodies says so first
         super().on_headers_complete()
         cycle = self.cycle
-        self._keep_alive, cycle.keep_alive = cycle.keep_alive, False
+        self._keep_alive, cycle.keep_alive = cycle.keep_alive and not self._is_surplus, False
         cycle.transport = _CycleTransport(self.transport, self.close)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
@@ -183,6 +193,9 @@ class LimitedHttp(HttpToolsProtocol):
 
     def expire(self) -> None:
         """The deadline has passed: end the connection, unless its client reads, however slowly."""
+        if self._is_surplus and self.cycle is None and not self._deaf:
+            self._refuse_surplus()
+            return
         unsent = self.transport.get_write_buffer_size() + _queued_bytes(self.transport)
         if 0 < unsent < self._unsent_bytes:
             self.deadline = self.loop.time() + STALL_S
@@ -197,7 +210,10 @@ class LimitedHttp(HttpToolsProtocol):
         super().shutdown()
 
     def send_400_response(self, msg: str) -> None:
-        """End a connection whose client does not speak HTTP, or speaks out of turn."""
+        """End a connection whose client does not speak HTTP, or speaks out of turn, or is one too many."""
+        if self._is_surplus and self.cycle is None:
+            self._refuse_surplus()
+            return
         if self._is_answering and not self.cycle.more_body:
             self._deaf, self.cycle.keep_alive = True, False
             return
@@ -205,6 +221,7 @@ class LimitedHttp(HttpToolsProtocol):
             error = ApiError(400, "this is no HTTP request")
             if max(self._head_bytes, self._held_bytes) > MAX_HEAD_BYTES:
                 error = ApiError(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes")
+            self._on_refusal(error)
             self._send_error(error)
         if self._is_answering:
             self.cycle.disconnected = True
@@ -218,6 +235,10 @@ class LimitedHttp(HttpToolsProtocol):
     def _wait(self, seconds: float) -> None:
         self.deadline = self.loop.time() + seconds
         self._unsent_bytes = maxsize
+
+    def _refuse_surplus(self) -> None:
+        self._send_error(self._limit.refuse())
+        self._close_after_reading()
 
     def _send_error(self, error: ApiError) -> None:
         length = (b"content-length", b"%d" % len(error.body))

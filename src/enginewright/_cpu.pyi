@@ -6,35 +6,37 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_Linear = tuple[int, int, int, int, int, int]  # constant, tokens, sequences, logit_rows, kv_blocks, kv_splits
-_Sizes = tuple[int, int, int, int, int]  # tokens, sequences, logit_rows, kv_blocks, kv_splits
+_Sizes = Sequence[int]  # of a step, by the positions of the plan's dims
+_Linear = Sequence[int]  # the constant, then the factor of each dim
 
 def isa_names() -> list[str]:
     """Instruction sets of this machine, best first: of "amx", "avx512", "avx2", "portable"."""
 
+def dtypes() -> list[tuple[str, int]]:
+    """Names and bits of the types of numbers, as C++ has them."""
+
 def kernel_names(isa: str) -> list[str]: ...
 
-class KvPools:
-    """K and V of the layers of one KV group: zeroed, 64-byte aligned, committed as it is touched."""
+class CacheBlocks:
+    """The blocks of a paged cache, of all its layers: zeroed, 64-byte aligned, committed as they are touched."""
 
     def __init__(
-        self, layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str = "bf16"
+        self, layers: int, num_blocks: int, block_size: int, planes: Sequence[tuple[str, int, int, str]]
     ) -> None:
-        """dtype: "bf16", or "i8" or "e4m3" with a scale a row."""
+        """planes: name, heads, dim of a head, and dtype: "bf16", or "i8" or "e4m3" with one scale per row."""
     @property
     def nbytes(self) -> int: ...
     def scrub(self, blocks: Sequence[int]) -> None:
-        """Zeroes blocks, in all layers. A kernel may assume that pools hold finite numbers only."""
+        """Zeroes blocks, in all layers. A kernel may assume that blocks hold finite numbers only."""
 
     def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Copies blocks, in all layers: pairs of from and to."""
 
-    def keys(self, layer: int) -> NDArray[np.uint16 | np.int8]:
-        """View of the pool, [num_blocks, kv_heads, tile] (layout: csrc/cpu/kernel.h): bits of bf16, or int8 with the
-        bytes of the scales behind it.
+    def plane(self, layer: int, name: str) -> NDArray[np.uint16 | np.int8]:
+        """View of a plane, [num_blocks, heads, tile] (layout: csrc/cpu/kernel.h): bits of bf16, or int8 with the bytes
+        of the scales behind it. layer: index inside the group.
         """
 
-    def values(self, layer: int) -> NDArray[np.uint16 | np.int8]: ...
     def blocks(self) -> NDArray[np.uint8]:
         """View of all layers' bytes, [num_blocks, bytes of a block]."""
 
@@ -55,7 +57,7 @@ class OperandSpec:
     @staticmethod
     def step(name: str) -> OperandSpec: ...
     @staticmethod
-    def kv(pools: KvPools, layer: int) -> OperandSpec:
+    def cache(blocks: CacheBlocks, layer: int, plane: str) -> OperandSpec:
         """layer: index inside the group."""
 
 class Executor:

@@ -1,10 +1,13 @@
 """Help that lists the options of a command in sections, each option with its default."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import click
+
+from enginewright.cli_hints import hint_for_option
 
 Decorator = Callable[[Any], Any]
 OTHER = "Other"  # the section of options that name none, such as --help
@@ -26,7 +29,25 @@ class SectionOption(click.Option):
 
 
 class SectionCommand(click.Command):
-    """A command whose help has a section for each group of options, in the order in which they are declared."""
+    """A command whose help has a section for each group of options, in the order in which they are declared.
+
+    An option of another program is answered with what to do instead.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        typed = [*args]  # click takes words away as it goes
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            known = [option for parameter in self.params for option in parameter.opts]
+            hint = hint_for_option(error.option_name, typed, known)
+            if not hint:
+                raise
+            raise click.UsageError(f"{error.message} {hint}", ctx) from None
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """The whole first sentence of the help; click would cut it to fit one line."""
+        return first_sentence(self.help or "")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -37,6 +58,11 @@ class SectionCommand(click.Command):
         for title in sorted(sections, key=lambda title: title == OTHER):
             with formatter.section(title):
                 formatter.write_dl(sections[title])
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a text, on one line."""
+    return re.split(r"(?<=\.)\s", text.strip(), maxsplit=1)[0].replace("\n", " ")
 
 
 def section(title: str) -> Callable[..., Decorator]:

@@ -3,7 +3,7 @@
 import difflib
 import re
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 # Commands of vLLM, llama.cpp, Ollama and others -> ours.
 COMMANDS = {
@@ -39,6 +39,90 @@ _METHODS: Sequence[tuple[str, str]] = (
     (r"q[56](-.*)?|[56]-?bits?|int[56]|mixed(-precision)?", _BITS_5),
     (r"i?q[123](-.*)?|[23]-?bits?|int[23]|w[23]a16", f"{_INT4}; formats of fewer than 4 bits are not implemented"),
 )
+
+_ONE_DEVICE = "An engine runs on one device: leave it out."
+_IN_THE_FILE = "All that a model needs is in its engine file: leave it out."
+_BY_BUILD = "Formats are chosen when the engine is built: engine build MODEL --quant METHOD."
+_NOT_IMPLEMENTED = "That is not implemented."
+# Options of vLLM, llama.cpp and others that do not exist here -> what to do instead.
+OPTIONS: Mapping[str, str] = {
+    name: hint
+    for names, hint in (
+        ("--tensor-parallel-size -tp --pipeline-parallel-size -pp --data-parallel-size -dp", _ONE_DEVICE),
+        ("--distributed-executor-backend --split-mode --tensor-split", _ONE_DEVICE),
+        ("--n-gpu-layers --gpu-layers -ngl", "An engine runs on one device as a whole: --device cuda."),
+        ("--gpu-memory-utilization --mem-fraction-static", "Say what the KV cache may take: --kv-cache-memory 8GiB."),
+        ("--dtype --quantization -q", _BY_BUILD),
+        ("--kv-cache-dtype --cache-type-k -ctk --cache-type-v -ctv", "It is chosen by engine build --kv-cache-dtype."),
+        ("--model -m --model-path", "Name the engine file without an option: engine run FILE."),
+        ("--hf-repo -hf", "Build the model first: engine build OWNER/NAME."),
+        ("--revision", "Name it behind the model when you build: engine build OWNER/NAME@REVISION."),
+        (
+            "--tokenizer --tokenizer-mode --skip-tokenizer-init --download-dir --load-format --config-format",
+            _IN_THE_FILE,
+        ),
+        ("--chat-template --jinja", "The chat template is in the engine file, as the checkpoint had it: leave it out."),
+        ("--generation-config", "The model's own sampling defaults are in the engine file: leave it out."),
+        ("--trust-remote-code", "Code in a model's folder is never run: leave it out."),
+        ("--max-seqs --max-num-seqs --parallel -np", "The batch size is an option of engine run: --max-num-seqs."),
+        (
+            "--batch-size -b --ubatch-size -ub",
+            "Tokens of a step are an option of engine run: --max-num-batched-tokens.",
+        ),
+        ("--max-seq-len --ctx-size --context-length", "The longest sequence to run is --max-model-len."),
+        ("--max-model-len", "The longest sequence of an engine is set by engine build --max-seq-len."),
+        ("--n-predict --predict -n --max-new-tokens", "The length of an answer is --max-tokens of engine generate."),
+        ("--temp", "Write --temperature."),
+        ("--repeat-penalty", "Write --repetition-penalty."),
+        ("--system-prompt -sys", "Write --system, beside --chat."),
+        ("--conversation -cnv", "Ask one question with --chat, or serve the engine with engine run."),
+        ("--file -f", 'Give the text itself: --prompt "$(cat FILE)".'),
+        ("--grammar --json-schema --guided-decoding-backend --structured-outputs-config", _NOT_IMPLEMENTED),
+        ("--enable-auto-tool-choice --tool-call-parser --reasoning-parser", _NOT_IMPLEMENTED),
+        ("--enable-lora --lora-modules --lora", _NOT_IMPLEMENTED),
+        ("--speculative-config --speculative-model --model-draft -md", _NOT_IMPLEMENTED),
+        ("--block-size --swap-space --cpu-offload-gb --mlock", "It has no counterpart here: leave it out."),
+        (
+            "--enforce-eager --compilation-config --max-seq-len-to-capture",
+            "Kernels are compiled by engine build: leave it out.",
+        ),
+        ("--flash-attn -fa --attention-backend", "Attention is chosen for the machine: leave it out."),
+        ("--enable-chunked-prefill", "Long prompts are always read in chunks: see --prefill-chunk-size of engine run."),
+        ("--cont-batching -cb", "Requests are always batched in flight: leave it out."),
+        ("--disable-log-requests --disable-log-stats", "Choose what is logged with --log-level warning."),
+        ("--uvicorn-log-level", "Write --log-level."),
+        ("--alias", "Write --served-model-name."),
+        ("--ssl-keyfile --ssl-certfile --ssl-key-file --ssl-cert-file", "There is no TLS: put a proxy in front."),
+        ("--allowed-origins", "There is no CORS: put a proxy in front."),
+    )
+    for name in names.split()
+}
+_GPU_NAMES = ("gpu", "cuda", "nvidia", "nvptx")
+
+
+def hint_for_option(name: str, typed: Sequence[str], known: Collection[str]) -> str:
+    """What to do in place of an option of another program, as a sentence; "" where none is known.
+
+    Args:
+        name: of the option that does not exist; of `-ngl` it may be its first letter alone.
+        typed: the words of the command line.
+        known: options of the command.
+    """
+    others = [option for option in OPTIONS if option not in known]
+    whole = [word for word in typed if word in OPTIONS and word.startswith(name)]
+    near = difflib.get_close_matches(name, others, n=1, cutoff=0.9) if name.startswith("--") else []
+    return next((OPTIONS[word] for word in (*whole, name, *near) if word in OPTIONS), "")
+
+
+def hint_for_target(value: str, architectures: Collection[str]) -> str:
+    """What to write in place of a target that names GPUs in general; "" where it does not."""
+    words = re.split(r"[+,]", value.lower())
+    if not any(word.strip(" :") in _GPU_NAMES for word in words):
+        return ""
+    return (
+        "Name the GPU's architecture: cuda:sm_80 (A100), cuda:sm_89 (RTX 40), cuda:sm_90a (H100), cuda:sm_100a (B200); "
+        f"there are {', '.join(architectures)}."
+    )
 
 
 def hint_for_quant(name: str, known: Collection[str]) -> str:

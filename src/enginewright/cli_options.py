@@ -7,14 +7,18 @@ from typing import Any
 
 import click
 
+from enginewright.checkpoint_ref import check_written_path
 from enginewright.cli_help import SectionCommand, section, with_options
-from enginewright.cli_hints import hint_for_command, hint_for_quant
+from enginewright.cli_hints import hint_for_command, hint_for_quant, hint_for_target
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.count import parse_count
-from enginewright.targets import parse_targets
+from enginewright.runtime.count import parse_bytes, parse_count
+from enginewright.targets import SMS, parse_targets
 
-# What the extra [build] brings; the base install does without.
-BUILDER_NEEDS = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "rich", "safetensors", "torch")
+# What the base install does without, by the extra that brings it.
+EXTRAS = {
+    "build": ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "rich", "safetensors", "torch"),
+    "bench": ("enginewright_bench",),
+}
 
 
 class Count(click.ParamType[int]):
@@ -30,6 +34,31 @@ class Count(click.ParamType[int]):
             return value
         try:
             return parse_count(str(value), self.least)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+class EnginePath(click.Path):
+    """The path of an engine file. One that begins like a path (./, ../, /, ~) is never taken for a hub id."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        check_written_path(str(value))
+        return super().convert(value, param, ctx)
+
+
+class Bytes(click.ParamType[int]):
+    """A size in bytes; `2g` and `2GiB` are 2 * 2**30, `2GB` is 2 * 10**9."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(str(value))
         except UsageError as error:
             self.fail(str(error), param, ctx)
 
@@ -55,6 +84,8 @@ class Target(click.ParamType[str]):
     name = "target"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if hint := hint_for_target(str(value), SMS):
+            self.fail(f"{value!r} names no GPU architecture. {hint}", param, ctx)
         try:
             parse_targets([value])
         except UsageError as error:
@@ -95,10 +126,12 @@ class Commands(click.Group):
             click.echo(f"engine: {error}", err=True)
             ctx.exit(error.exit_code)
         except ModuleNotFoundError as error:
-            if error.name not in BUILDER_NEEDS:
+            missing = (error.name or "").partition(".")[0]
+            extra = next((extra for extra, packages in EXTRAS.items() if missing in packages), None)
+            if extra is None:
                 raise
-            click.echo(f"engine: this command needs the builder, and {error.name} is not installed", err=True)
-            click.echo("Install it with: pip install 'enginewright[build]'", err=True)
+            click.echo(f"engine: this command needs {missing}, which is not installed", err=True)
+            click.echo(f"Install it with: pip install 'enginewright[{extra}]'", err=True)
             ctx.exit(UsageError.exit_code)
         except BrokenPipeError:
             ctx.exit(1)
@@ -190,9 +223,9 @@ LIMIT_OPTIONS = with_options(
     ),
     _kv_cache(
         "--kv-cache-memory",
-        type=Count(),
+        type=Bytes(),
         show_default="half of the memory that weights and activations leave free",
-        help="Memory for the KV cache, of the GPU if the engine runs on one, in bytes: 2g is 2 GiB.",
+        help="Memory for the KV cache, of the GPU if the engine runs on one: 2GiB, 2g (the same), 2GB or 512m.",
     ),
     _kv_cache(
         "--enable-prefix-caching/--no-enable-prefix-caching",
@@ -303,8 +336,8 @@ QUANT_OPTIONS = with_options(
     ),
     _format(
         "--damping",
-        type=Count(),
-        show_default="1",
-        help="Only for --quant int4-gptq: added to the diagonal of the Hessian, in percent of its mean.",
+        show_default="0.01",
+        help="Only for --quant int4-gptq: added to the diagonal of the Hessian, as a fraction of its mean "
+        "(damp_percent in other programs).",
     ),
 )

@@ -34,9 +34,19 @@ def recipe_option(command: Any) -> Any:
         expose_value=False,
         callback=_take_up,
         show_default="none",
-        help="Take options from a recipe: a TOML file, or one that is shipped: "
-        f"{', '.join(SHIPPED)}. Options on the command line override those of the recipe.",
+        help="Take options from a recipe: a TOML file, or one of these. Options on the command line override those of "
+        f"the recipe.\n\n{_listed()}",
     )(run)
+
+
+def purpose_of(path: Path) -> str:
+    """What a shipped recipe is for: the comment in its first line."""
+    with path.open(encoding="utf-8") as file:
+        return file.readline().removeprefix("#").strip()
+
+
+def _listed() -> str:
+    return "\n\n".join(f"{name}: {purpose_of(path)}" for name, path in SHIPPED.items())
 
 
 def _with_origin(error: UsageError) -> UsageError:

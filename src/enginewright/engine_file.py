@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from enginewright.checkpoint_ref import refuse_checkpoint
+from enginewright.checkpoint_ref import no_such_file, refuse_checkpoint
 from enginewright.engine_header import ALIGN, REBUILD, EngineHeader, encode_header, header_end, padded, parse_header
 from enginewright.errors import CorruptEngineError, EngineError, UsageError
 from enginewright.manifest import WEIGHTS, About, Manifest, SectionForm, check_form
@@ -54,14 +54,17 @@ class EngineFile:
             check_sections: False checks the header alone.
 
         Raises:
-            UsageError: it is a checkpoint: a folder, a GGUF file, or a hub id.
+            UsageError: there is no such file, or it is a checkpoint: a folder, a GGUF file, or a hub id.
             CorruptEngineError: the file is cut short, altered, or not an engine.
             EngineError: it cannot be read, or a newer release wrote it.
         """
-        path = Path(path)
         refuse_checkpoint(path)
+        path = Path(path)
         with _failing(f"{path} cannot be opened"):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not hang us
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not hang us
+            except (FileNotFoundError, NotADirectoryError):
+                raise no_such_file(path) from None
         try:
             with _failing(f"{path} cannot be read"):
                 status = os.fstat(fd)

@@ -46,11 +46,11 @@ _VERSION = msgspec.json.Decoder(_Version)
 
 @dataclass(frozen=True)
 class EngineHeader:
-    """A header that holds together. offsets: section → where it starts in the file."""
+    """A header that holds together."""
 
     manifest: Manifest
     manifest_hash: str  # SHA-256 of the manifest's text: the engine's identity
-    offsets: Mapping[str, int]
+    offsets: Mapping[str, int]  # section → where it starts in the file
 
 
 def padded(nbytes: int) -> int:
@@ -93,7 +93,7 @@ def parse_header(data: bytes, file_bytes: int, name: str = "the file") -> Engine
 
     Raises:
         CorruptEngineError: anything is not as it should be.
-        EngineError: a newer release wrote the file.
+        EngineError: a newer release wrote the file, or an older one in a format that this one does not read.
     """
     end = header_end(data[:8], file_bytes, name)
     if len(data) < end:
@@ -110,6 +110,9 @@ def parse_header(data: bytes, file_bytes: int, name: str = "the file") -> Engine
         if version > FORMAT_VERSION:
             why = f"it has format version {version}, and this release reads {FORMAT_VERSION}"
             raise EngineError(f"{name} was built by a newer release", why, "Upgrade: pip install -U enginewright")
+        if 0 < version < FORMAT_VERSION:
+            why = f"it has format version {version}, and this release reads {FORMAT_VERSION}"
+            raise EngineError(f"{name} was built by an older release", why, "Build it again with `engine build`.")
         if hashlib.sha256(text.encode()).hexdigest() != metadata.get("enginewright.sha256"):
             raise ValueError("the manifest does not match its hash")
         tensors = {section: _TENSOR.decode(entry) for section, entry in entries.items()}

@@ -16,11 +16,12 @@ class EngineError(Exception):
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         self.what, self.why, self.fix = what, why, fix
-        super().__init__("\n".join([": ".join(part for part in (what, why) if part), *([fix] if fix else [])]))
+        sentence = f"{what}: {why}" if what and why else what or why
+        super().__init__(f"{sentence}\n{fix}" if fix else sentence)
 
 
 class UsageError(EngineError):
-    """The command or the request asks for something that cannot be meant."""
+    """The command or the request is wrong, or names something that is not there."""
 
     exit_code = 2
 
@@ -32,7 +33,7 @@ class UnsupportedModelError(EngineError):
 
 
 class NotEnoughMemoryError(EngineError):
-    """The memory at hand does not hold what was asked for."""
+    """There is not enough memory for the engine and its limits."""
 
     exit_code = 4
 
@@ -57,6 +58,16 @@ class QualityGateError(EngineError):
 
 class EngineDeadError(EngineError):
     """The thread that runs the engine has ended with an error; nothing more comes from it."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> "EngineDeadError":
+        """The error for those who wait for the engine, with the reason, and with the exit code that the reason has."""
+        if not isinstance(error, EngineError):
+            why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            return cls("the engine has failed", why, "Start it again.")
+        dead = cls("the engine has failed", ": ".join(filter(None, (error.what, error.why))), error.fix)
+        dead.exit_code = error.exit_code
+        return dead
 
 
 def shorten(value: object) -> str:

@@ -11,18 +11,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from enginewright.plan import DTYPE_BYTES
+from enginewright.dtypes import DTYPES
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # of the file and all that is in it, the plans too; it rises when a reader of the last one is wrong
 WEIGHTS = "weights/"  # sections of this prefix are weights: large, typed, and hashed only on demand
 
 MAX_BYTES = 2**53  # of a section or a file: whole numbers up to here survive every JSON reader
 MAX_NAME = 255
 ROWS = 16  # rows of an r16 block
 K_ALIGN = 64  # elements; columns of r16 layouts are padded to this
-FOUR_BITS = ("u4", "e2m1")
-MATRIX_DTYPES = ("bf16", "i8", "e4m3", *FOUR_BITS)  # what r16 and r16_pairs hold
-COLUMN_DTYPES = ("f32", "bf16", "i8")  # what r16_columns and r16_columns_pairs hold
 _SECTION_NAME = re.compile(r"[!#-\[\]-~]{1,255}")  # printable ASCII but '"' and '\\'
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
@@ -71,7 +68,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(About, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """sections: name → form. content_hash: SHA-256 over everything here but evidence, however it lies in the file."""
 
-    format_version: Annotated[int, msgspec.Meta(ge=1, le=FORMAT_VERSION)]
+    format_version: Annotated[int, msgspec.Meta(ge=FORMAT_VERSION, le=FORMAT_VERSION)]
     sections: dict[str, SectionForm]
     content_hash: Sha256
 
@@ -157,15 +154,16 @@ def packed_bytes(dtype: str, shape: tuple[int, ...], layout: str) -> int:
     if not 1 <= len(shape) <= 2 or not all(1 <= size <= MAX_BYTES for size in shape):
         raise ValueError(f"shape {shape} is neither [columns] nor [rows, columns]")
     rows, columns = shape if len(shape) == 2 else (1, shape[0])
-    if layout == "plain" and dtype in DTYPE_BYTES:
-        return rows * columns * DTYPE_BYTES[dtype]
+    facts = DTYPES.get(dtype)
+    if layout == "plain" and facts is not None and facts.bytes:
+        return rows * columns * facts.bytes
     by_columns = layout in ("r16_columns", "r16_columns_pairs")
     known = by_columns or layout in ("r16", "r16_pairs")
-    if not known or dtype not in (COLUMN_DTYPES if by_columns else MATRIX_DTYPES) or len(shape) != 2:
+    if not known or facts is None or not (facts.in_columns if by_columns else facts.in_r16) or len(shape) != 2:
         raise ValueError(f"no {dtype!r} tensor of {len(shape)} dimensions has the layout {layout!r}")
     parts = 2 if layout.endswith("_pairs") else 1
     if rows % parts:
         raise ValueError(f"{rows} rows cannot be pairs")
     elements = parts * -(-(rows // parts) // ROWS) * ROWS
     elements *= columns if by_columns else -(-columns // K_ALIGN) * K_ALIGN
-    return elements // 2 if dtype in FOUR_BITS else elements * DTYPE_BYTES[dtype]
+    return elements * facts.bits // 8

@@ -18,6 +18,8 @@ import secrets
 import stat
 from pathlib import Path
 
+from enginewright.errors import UsageError
+
 _O_TMPFILE = getattr(os, "O_TMPFILE", 0)  # Linux only
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -184,3 +186,17 @@ def _lock(fd: int) -> bool | None:
     except OSError:
         return None
     return True
+
+
+def require_writable(path: Path) -> None:
+    """Raises UsageError if a file cannot be written, so that no run ends in finding out."""
+    trial = path.with_name(f".{path.name}.part")
+    try:
+        if path.is_dir():
+            raise UsageError(f"{path} cannot be written", "it is a folder")
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"{path} cannot be written", f"there is no folder {path.parent}")
+        trial.touch()
+        trial.unlink()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written", error.strerror or str(error)) from error

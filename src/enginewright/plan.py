@@ -1,65 +1,78 @@
 """The plan: what an executor needs to run a model, and no more.
 
 A plan is a list of kernel calls over matrices. A matrix is a weight, a step input, or a buffer in one
-arena. Its columns are known at build time; its rows are linear in the sizes of a step (`Sizes`), so the
-runtime chooses its own limits and the arena is laid out once, at those limits (`arena_offsets`).
+arena. Its columns are known at build time; its rows are linear in the sizes of a step (`Plan.dims` has their names),
+so the runtime chooses its own limits and the arena is laid out once, at those limits (`arena_offsets`).
 The builder writes plans (`enginewright.builder.lower`), the runtime reads them; this module is all that both
 know of one. Encoded as canonical JSON in the engine file.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import msgspec
 
+from enginewright.dtypes import DTYPES
 from enginewright.errors import CorruptEngineError
 
 ARENA_ALIGN_BYTES = 64
 COLUMN_ALIGN = 64  # elements; rows of a buffer start at multiples of this (Buffer.stride)
 MOST_SHARED_BYTES = 227 << 10  # of a block, on the GPUs that have most
-DTYPE_BYTES = {"f32": 4, "bf16": 2, "i32": 4, "i8": 1, "e4m3": 1}
+# The sizes that every step has: packed tokens of all sequences, sequences with at least one token in the step, and
+# tokens whose logits are wanted.
+COMMON_DIMS = ("tokens", "sequences", "logit_rows")
+MOST_DIMS = 8  # of a plan (csrc/cpu/kernel.h and csrc/cuda/device.cuh have room for so many)
 
 
-class Sizes(msgspec.Struct, frozen=True):
-    """The sizes of one step, or their limits.
+class StepSizes(msgspec.Struct, frozen=True):
+    """The sizes of one step, or their limits."""
 
-    tokens: packed tokens of all sequences. sequences: sequences with at least one token in the step.
-    logit_rows: tokens whose logits are wanted. kv_blocks: KV blocks of the longest sequence (the width of
-    a block table). kv_splits: splits of 256 positions of the longest sequence (attention's partial results).
-    """
+    dims: tuple[str, ...]  # their names, as the plan has them: COMMON_DIMS, then others
+    counts: tuple[int, ...]  # of each dim, in the same order
 
-    tokens: int
-    sequences: int
-    logit_rows: int
-    kv_blocks: int
-    kv_splits: int
+    @property
+    def tokens(self) -> int:
+        return self.counts[0]
 
-    def as_tuple(self) -> tuple[int, int, int, int, int]:
-        return self.tokens, self.sequences, self.logit_rows, self.kv_blocks, self.kv_splits
+    @property
+    def sequences(self) -> int:
+        return self.counts[1]
+
+    @property
+    def logit_rows(self) -> int:
+        return self.counts[2]
+
+    def __getitem__(self, dim: str) -> int:
+        return self.counts[self.dims.index(dim)]
+
+
+def step_sizes(*, tokens: int, sequences: int, logit_rows: int, **others: int) -> StepSizes:
+    """Sizes by their names; the order of `others` is that of their dims."""
+    return StepSizes((*COMMON_DIMS, *others), (tokens, sequences, logit_rows, *others.values()))
 
 
 class Linear(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """constant + Σ coefficient × size: a number of rows or columns."""
+    """constant + Σ factor × size: a number of rows or columns. `linear` makes one."""
 
     constant: int = 0
-    tokens: int = 0
-    sequences: int = 0
-    logit_rows: int = 0
-    kv_blocks: int = 0
-    kv_splits: int = 0
+    terms: tuple[tuple[str, int], ...] = ()  # dim and its factor, in the order of the dims' names
 
-    def as_tuple(self) -> tuple[int, int, int, int, int, int]:
-        return self.constant, self.tokens, self.sequences, self.logit_rows, self.kv_blocks, self.kv_splits
+    def at(self, sizes: StepSizes) -> int:
+        total = self.constant
+        for dim, factor in self.terms:
+            total += factor * sizes[dim]
+        return total
 
-    def at(self, sizes: Sizes) -> int:
-        return (
-            self.constant
-            + self.tokens * sizes.tokens
-            + self.sequences * sizes.sequences
-            + self.logit_rows * sizes.logit_rows
-            + self.kv_blocks * sizes.kv_blocks
-            + self.kv_splits * sizes.kv_splits
-        )
+    def by_position(self, dims: Sequence[str]) -> tuple[int, ...]:
+        """The constant, then the factor of each of `dims`."""
+        factors = dict(self.terms)
+        return (self.constant, *(factors.get(dim, 0) for dim in dims))
+
+
+def linear(constant: int = 0, **factors: int) -> Linear:
+    """`linear(tokens=2, constant=1)` is 2 × tokens + 1."""
+    return Linear(constant, tuple(sorted((dim, factor) for dim, factor in factors.items() if factor)))
 
 
 class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +80,7 @@ class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     rows: Linear
-    columns: Linear = Linear(constant=1)
+    columns: Linear = Linear(1)
 
 
 class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,9 +101,9 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def element_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
+        return DTYPES[self.dtype].bytes
 
-    def bytes_at(self, sizes: Sizes) -> int:
+    def bytes_at(self, sizes: StepSizes) -> int:
         return self.rows.at(sizes) * self.stride * self.element_bytes
 
 
@@ -116,6 +129,10 @@ class PagedCache(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     kept_tokens: int = 0  # first positions that are seen from everywhere, whatever the window (attention sinks)
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(plane.name for plane in self.planes)
+
+    @property
     def bytes_per_token(self) -> int:
         """Of all layers and planes."""
         return len(self.layers) * sum(plane.bytes_per_token for plane in self.planes)
@@ -123,6 +140,12 @@ class PagedCache(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     @property
     def block_bytes(self) -> int:
         return self.block_size * self.bytes_per_token
+
+    def offset_bytes(self, layer: int, part: str) -> int:
+        """Where a layer's plane begins in a block: layers in their order, and in each of them its planes in theirs."""
+        sizes = [self.block_size * plane.bytes_per_token for plane in self.planes]
+        before = sizes[: [plane.name for plane in self.planes].index(part)]
+        return self.layers.index(layer) * sum(sizes) + sum(before)
 
 
 class StateTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,9 +164,13 @@ class RecurrentState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     snapshot_tokens: int  # copies are kept at multiples of so many tokens, for sequences that begin alike
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(tensor.name for tensor in self.tensors)
+
+    @property
     def bytes_per_sequence(self) -> int:
         """Of all layers and tensors."""
-        one = sum(prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in self.tensors)
+        one = sum(prod(tensor.shape) * DTYPES[tensor.dtype].bytes for tensor in self.tensors)
         return len(self.layers) * one
 
 
@@ -166,13 +193,14 @@ class BufferOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     columns: int
 
 
-class KvOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="kv"):
-    """The K and V pools of one layer."""
+class CacheOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="cache"):
+    """A part of a layer's cache."""
 
-    layer: int
+    layer: int  # that writes it; others may read it
+    part: str  # the name of a plane or of a state's tensor
 
 
-Operand = InputOperand | WeightOperand | BufferOperand | KvOperand
+Operand = InputOperand | WeightOperand | BufferOperand | CacheOperand
 
 
 class Extent(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -180,56 +208,63 @@ class Extent(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     multiprocessor where that is not 0.
     """
 
-    rows: Linear = Linear(constant=1)
+    rows: Linear = Linear(1)
     per: int = 1
     per_multiprocessor: int = 0
 
-    def at(self, sizes: Sizes, multiprocessors: int) -> int:
+    def at(self, sizes: StepSizes, multiprocessors: int) -> int:
         blocks = -(-self.rows.at(sizes) // self.per)
         return min(blocks, self.per_multiprocessor * multiprocessors) if self.per_multiprocessor else blocks
 
 
 class Launch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One launch on a GPU. kernel: its name in the engine's code.
+    """One launch on a GPU. It runs where low ≤ rows ≤ high, so the launches of a call may be a table by shape."""
 
-    arguments: behind the step's sizes, the addresses of operands by role; of a KV operand, "kv.keys" and "kv.values"; a
-    role that the step lacks is a null pointer. It runs where low ≤ rows ≤ high, so a step's launches may be a table by
-    shape. architectures: whose code has the kernel, and runs it; () is all.
-    """
-
-    kernel: str
+    kernel: str  # its name in the engine's code
+    # Behind the step's sizes: the addresses of operands, by role. A role that the call lacks is a null pointer.
     arguments: tuple[str, ...]
     grid: tuple[Extent, Extent, Extent]
-    threads: int
-    shared_bytes: int = 0
-    rows: Linear = Linear(constant=1)
+    threads: int  # of a block
+    shared_bytes: int = 0  # of a block
+    rows: Linear = Linear(1)
     low: int = 1
     high: int = 2**31 - 1
-    architectures: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()  # whose code has the kernel, and runs it; () is all
 
-    def runs(self, sizes: Sizes) -> bool:
+    def runs(self, sizes: StepSizes) -> bool:
         return self.low <= self.rows.at(sizes) <= self.high
 
 
-class Step(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One kernel call. kernel: versioned name, `gemm_bf16@1`. launches: what it is on a GPU, in order."""
+class Cost(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Operations that a call makes for one token of a prompt; a product that is added to a sum is two."""
 
-    kernel: str
-    operands: dict[str, Operand]
+    of_token: int = 0
+    of_position: int = 0  # for each position that the token sees
+    window: int = 0  # positions that it sees at most, its own included; 0: all
+
+
+class KernelCall(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One kernel call."""
+
+    kernel: str  # versioned name, `gemm_bf16@1`
+    operands: dict[str, Operand]  # by role
     attributes: dict[str, int | float | str]
-    launches: tuple[Launch, ...] = ()
+    launches: tuple[Launch, ...] = ()  # what it is on a GPU, in order
+    cost: Cost = Cost()  # where it is large: of matrix products and attention
 
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Everything an executor runs, in order. logits: the buffer of the step's result, f32 [logit_rows, vocab_size].
+    """Everything an executor runs, in order. dims: the names of a step's sizes: COMMON_DIMS, and behind these what else
+    rows and columns follow. logits: the buffer of the step's result, f32 [logit_rows, vocab_size].
     sampling: what a GPU draws tokens from them with, a block a row; its arguments are not operands but the runtime's.
     """
 
     target: str
+    dims: tuple[str, ...]
     inputs: tuple[Input, ...]
-    caches: tuple[PagedCache, ...]
+    caches: tuple[CacheGroup, ...]
     buffers: tuple[Buffer, ...]
-    steps: tuple[Step, ...]
+    calls: tuple[KernelCall, ...]
     logits: int
     vocab_size: int
     max_seq_len: int
@@ -254,46 +289,68 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             if not holds:
                 raise CorruptEngineError("the plan is damaged", what, "Build the engine again.")
 
+        def require_size(size: Linear, least: int, what: str) -> None:
+            names = [dim for dim, _ in size.terms]
+            require(names == sorted(set(names)) and set(names) <= set(self.dims), f"{what} of no dim of the plan")
+            numbers = size.by_position(names)
+            require(least <= min(numbers) and max(numbers) < 2**31, f"{what} that is out of range")
+
+        require(self.dims[: len(COMMON_DIMS)] == COMMON_DIMS, f"its dims do not begin with {', '.join(COMMON_DIMS)}")
+        require(len(set(self.dims)) == len(self.dims) <= MOST_DIMS, "two dims have one name, or there are too many")
         inputs = {entry.name for entry in self.inputs}
-        layers = {layer for group in self.caches for layer in group.layers}
         require(len(inputs) == len(self.inputs), "two inputs have one name")
         for buffer in self.buffers:
-            require(buffer.dtype in DTYPE_BYTES, f"unknown dtype {buffer.dtype!r}")
-            coefficients = buffer.rows.as_tuple()
-            require(0 < buffer.columns < 2**31 and min(coefficients) >= 0, "a buffer has no size")
-            require(max(coefficients) < 2**31 and 0 <= buffer.slot < len(self.buffers), "a buffer is out of range")
+            require(buffer.dtype in DTYPES and buffer.element_bytes, f"unknown dtype {buffer.dtype!r}")
+            require_size(buffer.rows, 0, "a buffer has a size")
+            require(0 < buffer.columns < 2**31, "a buffer has no size")
+            require(0 <= buffer.slot < len(self.buffers), "a buffer is out of range")
         for group in self.caches:
-            fields = [group.block_size, *(n for p in group.planes for n in (p.heads, p.dim, p.bytes_per_token))]
-            sane = group.layers and group.planes and min(fields) > 0 and max(fields) < 2**31
-            require(sane and min(group.window, group.kept_tokens) >= 0, "a cache is empty")
-        for step in self.steps:
-            for name, operand in step.operands.items():
+            require(group.layers and group.parts, "a cache is empty")
+            require(len(set(group.parts)) == len(group.parts), "two parts of a cache have one name")
+            match group:
+                case PagedCache():
+                    fields = [group.block_size, *(n for p in group.planes for n in (p.heads, p.dim, p.bytes_per_token))]
+                    require(min(group.window, group.kept_tokens) >= 0, "a cache has a window below 0")
+                case RecurrentState():
+                    fields = [group.snapshot_tokens, *(size for tensor in group.tensors for size in tensor.shape)]
+                    for tensor in group.tensors:
+                        require(tensor.dtype in DTYPES, f"unknown dtype {tensor.dtype!r}")
+            require(min(fields) > 0 and max(fields) < 2**31, "a cache has no size")
+        layers = [layer for group in self.caches for layer in group.layers]
+        require(len(set(layers)) == len(layers), "two caches are of one layer")
+        parts = {(layer, part) for group in self.caches for layer in group.layers for part in group.parts}
+        for call in self.calls:
+            cost = call.cost.of_token, call.cost.of_position, call.cost.window
+            require(min(cost) >= 0 and max(cost) < 2**53, f"{call.kernel} has no cost")
+            for name, operand in call.operands.items():
                 match operand:
                     case InputOperand():
-                        require(operand.name in inputs, f"{step.kernel} reads no such input {operand.name!r}")
+                        require(operand.name in inputs, f"{call.kernel} reads no such input {operand.name!r}")
                     case BufferOperand():
-                        require(0 <= operand.index < len(self.buffers), f"{step.kernel}.{name} is no buffer")
+                        require(0 <= operand.index < len(self.buffers), f"{call.kernel}.{name} is no buffer")
                         columns = self.buffers[operand.index].columns
                         inside = operand.column >= 0 and 0 < operand.columns <= columns - operand.column
-                        require(inside, f"{step.kernel}.{name} leaves its buffer")
-                    case KvOperand():
-                        require(operand.layer in layers, f"{step.kernel}.{name} is no KV layer")
+                        require(inside, f"{call.kernel}.{name} leaves its buffer")
+                    case CacheOperand():
+                        there = (operand.layer, operand.part) in parts
+                        require(there, f"{call.kernel}.{name} is in no layer's cache")
         for entry in self.inputs:
-            sizes = (*entry.rows.as_tuple(), *entry.columns.as_tuple())
-            require(min(sizes) >= 0 and max(sizes) < 2**31, f"input {entry.name!r} has no size")
-        launched = [bool(step.launches) for step in self.steps]
-        require(all(launched) or not any(launched), "some steps are launched and others are not")
-        for launch in (*(launch for step in self.steps for launch in step.launches), *filter(None, [self.sampling])):
+            for size in (entry.rows, entry.columns):
+                require_size(size, 0, f"input {entry.name!r} has a size")
+        launched = [bool(call.launches) for call in self.calls]
+        require(all(launched) or not any(launched), "some calls are launched and others are not")
+        for launch in (*(launch for call in self.calls for launch in call.launches), *filter(None, [self.sampling])):
             require(0 < launch.threads <= 1024 and launch.threads % 32 == 0, f"{launch.kernel} has no block of threads")
             require(0 <= launch.shared_bytes <= MOST_SHARED_BYTES, f"{launch.kernel} has no shared memory of its size")
+            require_size(launch.rows, -(2**31), f"{launch.kernel} has rows")
             for extent in launch.grid:
-                rows = extent.rows.as_tuple()
-                sane = 0 < extent.per < 2**31 and 0 <= extent.per_multiprocessor <= 64 and min(rows) >= 0
-                require(sane and max(rows) < 2**31, f"{launch.kernel} has no grid")
+                require_size(extent.rows, 0, f"{launch.kernel} has a grid")
+                sane = 0 < extent.per < 2**31 and 0 <= extent.per_multiprocessor <= 64
+                require(sane, f"{launch.kernel} has no grid")
         require(0 <= self.logits < len(self.buffers), "the logits are no buffer")
         require(self.vocab_size == self.buffers[self.logits].columns, "the logits are not as wide as the vocabulary")
 
-    def arena_offsets(self, limits: Sizes) -> tuple[list[int], int]:
+    def arena_offsets(self, limits: StepSizes) -> tuple[list[int], int]:
         """Byte offset of each buffer, and the arena's size, with every step size at its limit."""
         slot_bytes = [0] * (1 + max((buffer.slot for buffer in self.buffers), default=-1))
         for buffer in self.buffers:
@@ -305,24 +362,28 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
     def for_code(self, architecture: str) -> "Plan":
         """Without the launches that this architecture's code does not have."""
-        steps = tuple(
+        calls = tuple(
             msgspec.structs.replace(
-                step,
-                launches=tuple(one for one in step.launches if architecture in (one.architectures or (architecture,))),
+                call,
+                launches=tuple(one for one in call.launches if architecture in (one.architectures or (architecture,))),
             )
-            for step in self.steps
+            for call in self.calls
         )
-        return msgspec.structs.replace(self, steps=steps)
+        return msgspec.structs.replace(self, calls=calls)
 
     def launches(self) -> list[Launch]:
-        """Of all steps, in order, and what draws from their logits."""
-        launches = [launch for step in self.steps for launch in step.launches]
+        """Of all calls, in order, and what draws from their logits."""
+        launches = [launch for call in self.calls for launch in call.launches]
         return [*launches, self.sampling] if self.sampling else launches
 
     def weight_names(self) -> list[str]:
         """Of the weights that kernels read, each once, in the order of their first use."""
-        operands = (operand for step in self.steps for operand in step.operands.values())
+        operands = (operand for call in self.calls for operand in call.operands.values())
         return list(dict.fromkeys(operand.name for operand in operands if isinstance(operand, WeightOperand)))
 
     def kv_bytes_per_token(self) -> int:
-        return sum(group.bytes_per_token for group in self.caches)
+        return sum(group.bytes_per_token for group in self.caches if isinstance(group, PagedCache))
+
+    def cache_of(self, layer: int) -> CacheGroup:
+        """The group that has a layer's cache."""
+        return next(group for group in self.caches if layer in group.layers)

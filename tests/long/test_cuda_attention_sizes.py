@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.cuda_attention import Attention, compiled, part
-from tests.emulated import SCHEDULES, Kernels
-from tests.paged_kv import Chunk, Heads
+from tests.emulator.kernels import SCHEDULES, Kernels
+from tests.helpers.cuda_attention import Attention, compiled, part
+from tests.helpers.paged_kv import Chunk, Heads
 
 DIMS = (24, 64, 80, 96, 128, 256)
 GROUPS = (1, 3, 5, 8, 16, 20)

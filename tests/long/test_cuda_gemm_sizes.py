@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.cuda_gemm import WEIGHTS, Gemm, Problem, compiled, error
-from tests.emulated import SCHEDULES, Kernels
+from tests.emulator.kernels import SCHEDULES, Kernels
+from tests.helpers.cuda_gemm import WEIGHTS, Gemm, Problem, compiled, error
 
 TOKENS = (1, 2, 3, 7, 8, 9, 16, 17, 33, 65, 130)
 

@@ -7,8 +7,8 @@ import pytest
 
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError
-from tests.header_fuzz import mutants, read_all
-from tests.small_engine_file import write_engine
+from tests.helpers.header_fuzz import mutants, read_all
+from tests.helpers.small_engine_file import write_engine
 
 HEADERS = 1_000_000
 TRUNCATIONS = 10_000

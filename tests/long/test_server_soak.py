@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.serving import CHAT, COMPLETIONS, HELLO, head_of, port_of, process
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, head_of, port_of, process
 
 NUM_REQUESTS = 25_000
 WORKERS = 8

@@ -1,4 +1,4 @@
-"""Weights of FP4 numbers, two a byte, and a scale for each run of columns: MXFP4 and NVFP4.
+"""Weights of FP4 numbers, two per byte, and one scale for each group of columns: MXFP4 and NVFP4.
 
 https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
 """

@@ -1,4 +1,4 @@
-"""Numbers that blocks of a weight share, its scales and zero points: a block is a row, a run of columns, or larger."""
+"""Numbers that blocks of a weight share, scales and zero points. A block is a row, a group of columns, or larger."""
 
 import math
 from collections.abc import Callable, Collection
@@ -36,7 +36,7 @@ def take_grid(
 ) -> Open:
     """One number for each block, as rows of the weight have them, [n, G].
 
-    Without a block, there is one for all or one a row; their number tells.
+    Without a block, there is one for all or one per row, as their number says.
 
     Raises:
         EngineError: there is no such tensor, or it does not have as many numbers.

@@ -1,4 +1,4 @@
-"""AWQ checkpoints, as AutoAWQ writes them (version "gemm"): integers of 4 bits with zero points, in runs of columns.
+"""AWQ checkpoints, as AutoAWQ writes them (version "gemm"): integers of 4 bits with zero points, in groups of columns.
 
 Of a layer [N, K]: `qweight` INT32 [K, N / 8] and `qzeros` INT32 [G, N / 8], eight rows of the weight in a word;
 `scales` [G, N]. A code stands for (code - zero) · scale. https://arxiv.org/abs/2306.00978; the layout is that of

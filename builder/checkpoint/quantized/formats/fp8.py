@@ -1,4 +1,4 @@
-"""FP8 checkpoints with a `quant_method` of that name: DeepSeek's blocks, and one scale a weight or a row.
+"""FP8 checkpoints with a `quant_method` of that name: DeepSeek's blocks, and one scale per weight or per row.
 
 Of a layer [N, K]: `weight` FLOAT8E4M3FN, and `weight_scale_inv` (or `weight_scale`), by which it is multiplied: for
 each block of rows and columns, for each row, or one for all. https://arxiv.org/abs/2412.19437, 3.3.2; names and

@@ -1,0 +1,202 @@
+"""`engine bench offline`: all requests at once through LLM.generate, without a server."""
+
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from enginewright.errors import EngineError, UsageError
+from enginewright.runtime.llm import LLM
+from enginewright.runtime.outputs import RequestOutput
+from enginewright.runtime.sampling import SamplingParams
+from enginewright_bench.figures import PERCENTILE_METHOD, Distribution
+from enginewright_bench.machine_facts import machine_facts
+from enginewright_bench.workload import Item, WorkloadConfig, token_ids, workload
+
+
+@dataclass(frozen=True)
+class OfflineConfig:
+    """warm_up, rounds: of the whole workload; those of warm_up do not count.
+
+    Raises:
+        UsageError: a number makes no sense.
+    """
+
+    workload: WorkloadConfig
+    warm_up: int = 1
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UsageError(f"--rounds is {self.rounds}", "it must be at least 1")
+        if self.warm_up < 0:
+            raise UsageError(f"--warm-up is {self.warm_up}", "it must not be negative")
+
+
+@dataclass(frozen=True)
+class Round:
+    """Totals of one. prompt_tokens: of the prompts, with those that the prefix cache had (cached_prompt_tokens).
+
+    computed_tokens: positions that went through the model, again after a preemption. cpu_s: of the process.
+    """
+
+    duration_s: float
+    cpu_s: float
+    requests: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    steps: int
+    preemptions: int
+
+    @property
+    def rates(self) -> dict[str, float]:
+        tokens = self.prompt_tokens + self.generated_tokens
+        return {
+            "requests_per_s": self.requests / self.duration_s,
+            "prompt_tokens_per_s": self.prompt_tokens / self.duration_s,
+            "generated_tokens_per_s": self.generated_tokens / self.duration_s,
+            "total_tokens_per_s": tokens / self.duration_s,
+            "generated_tokens_per_cpu_s": self.generated_tokens / self.cpu_s,
+        }
+
+
+@dataclass(frozen=True)
+class OfflineReport:
+    """engine: what was run, and on what.
+
+    first_token_s, total_s: of all requests of all rounds, since they were asked, waiting included.
+    """
+
+    config: OfflineConfig
+    engine: Mapping[str, Any]
+    limits: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    rounds: Sequence[Round]
+    first_token_s: Sequence[float]
+    total_s: Sequence[float]
+
+    @property
+    def ttft_ms(self) -> Distribution:
+        return _distribution(self.first_token_s)
+
+    @property
+    def e2e_ms(self) -> Distribution:
+        return _distribution(self.total_s)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Medians of the rounds."""
+        each = [entry.rates for entry in self.rounds]
+        return {name: statistics.median(rates[name] for rates in each) for name in each[0]}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "benchmark": "offline",
+            "config": {
+                **self.config.workload.to_dict(),
+                "num_prompts": self.rounds[0].requests,
+                "warm_up": self.config.warm_up,
+                "rounds": self.config.rounds,
+                "limits": dict(self.limits),
+            },
+            "engine": dict(self.engine),
+            "machine": dict(self.machine),
+            "percentiles": PERCENTILE_METHOD,
+            **self.rates,
+            "ttft_ms": asdict(self.ttft_ms),
+            "e2e_ms": asdict(self.e2e_ms),
+            "rounds": [asdict(entry) | entry.rates for entry in self.rounds],
+        }
+
+
+def _distribution(seconds: Sequence[float]) -> Distribution:
+    found = Distribution.of_seconds(seconds)
+    assert found is not None  # there is at least one prompt
+    return found
+
+
+def run_offline(path: Path, config: OfflineConfig, **limits: Any) -> OfflineReport:
+    """Run the workload in rounds; a line on stderr after each.
+
+    Every round asks the same, with a prefix cache that knows nothing of the rounds before.
+
+    Args:
+        limits: fields of RuntimeConfig.
+
+    Raises:
+        UsageError: workload or limits make no sense, or do not go together.
+        EngineError: the engine cannot be run.
+    """
+    facts = machine_facts("tokenizers")
+    with LLM(path, **limits) as llm:
+        items = workload(config.workload, token_ids(llm.engine.plan.vocab_size))
+        prompts, params = _asked(llm, config.workload, items)
+        rounds: list[Round] = []
+        outputs: list[RequestOutput] = []
+        for number in range(1 - config.warm_up, config.rounds + 1):
+            measured, answers = _round(llm, prompts, params, salt=f"round {number}")
+            name = f"round {number} of {config.rounds}" if number > 0 else "warm-up"
+            pace = f"{measured.generated_tokens / measured.duration_s:.1f} generated tokens/s"
+            print(f"[{name}: {measured.duration_s:.2f} s, {pace}]", file=sys.stderr, flush=True)
+            if number > 0:
+                rounds.append(measured)
+                outputs += answers
+        manifest = llm.engine.manifest
+        engine = {
+            "name": manifest.name,
+            "recipe": manifest.recipe,
+            "content_hash": manifest.content_hash,
+            "isa": llm.isa,
+            "threads": llm.threads,
+        }
+    first = [output.metrics.first_token_s for output in outputs]
+    total = [output.metrics.total_s for output in outputs]
+    return OfflineReport(config, engine, limits, facts, rounds, first, total)
+
+
+def _asked(llm: LLM, config: WorkloadConfig, items: Sequence[Item]) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Token ids and parameters of each request. Raises UsageError for one that the engine cannot answer in full."""
+    prompts, params = [], []
+    for number, item in enumerate(items, start=1):
+        try:
+            ids = llm.encode(item.prompt)
+            wanted = SamplingParams(temperature=0.0, max_tokens=item.max_tokens, ignore_eos=config.ignore_eos)
+            llm.check(ids, wanted)
+            if len(ids) + item.max_tokens > llm.max_model_len:
+                raise UsageError(
+                    f"{len(ids)} tokens and an answer of {item.max_tokens} do not fit {llm.max_model_len} positions",
+                    fix="Use shorter ones, or raise --max-model-len if the engine's own limit is higher.",
+                )
+        except UsageError as error:
+            where = f"prompt {number}" if item.line is None else f"{config.dataset}, line {item.line}"
+            raise UsageError(where, f"{error.what}: {error.why}" if error.why else error.what, error.fix) from error
+        prompts.append(ids)
+        params.append(wanted)
+    return prompts, params
+
+
+def _round(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], salt: str
+) -> tuple[Round, list[RequestOutput]]:
+    before, cpu, start = llm.stats(), time.process_time(), time.perf_counter()
+    outputs = llm.generate(prompts, params, cache_salt=salt)
+    seconds, cpu, after = time.perf_counter() - start, time.process_time() - cpu, llm.stats()
+    if any(output.outputs[0].finish_reason == "error" for output in outputs):
+        raise EngineError("the model's logits are not numbers", fix="Check the engine with `engine verify`.")
+    measured = Round(
+        duration_s=seconds,
+        cpu_s=cpu,
+        requests=len(prompts),
+        prompt_tokens=sum(map(len, prompts)),
+        cached_prompt_tokens=sum(output.num_cached_tokens for output in outputs),
+        computed_tokens=after.computed_tokens - before.computed_tokens,
+        generated_tokens=sum(len(output.outputs[0].token_ids) for output in outputs),
+        steps=after.num_steps - before.num_steps,
+        preemptions=after.num_preemptions - before.num_preemptions,
+    )
+    return measured, outputs

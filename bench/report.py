@@ -1,0 +1,203 @@
+"""Reports for people: a line a figure, and a table of latencies."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from enginewright_bench.figures import Distribution, ServeFigures
+from enginewright_bench.offline import OfflineReport, Round
+from enginewright_bench.profile import KernelProfile, ProfileReport, StepProfile
+from enginewright_bench.serving import ServeConfig, ServeReport
+from enginewright_bench.workload import WorkloadConfig
+
+LABEL, COLUMN, ROOF_LABEL = 20, 10, 45  # characters
+
+
+def describe_offline(report: OfflineReport) -> str:
+    limits = ", ".join(f"{name} {value}" for name, value in report.limits.items() if value is not None)
+    rounds = report.rounds
+    first = rounds[0]
+    lines = [
+        f"{_engine(report.engine)}, all at once{'; ' + limits if limits else ''}",
+        f"{_asked(report.config.workload, first.requests)}; {_many(len(rounds), 'round')}",
+        _machine(report.engine, report.machine),
+        "",
+        *(_row(f"{name}/s", _rates(rounds, f"{key}_per_s")) for name, key in _RATES.items()),
+        _row("tokens/CPU-second", _rates(rounds, "generated_tokens_per_cpu_s")),
+        _row("steps", _range([entry.steps for entry in rounds])),
+        _row("preemptions", _range([entry.preemptions for entry in rounds])),
+        _row(
+            "prefix cache",
+            f"{_range([entry.cached_prompt_tokens for entry in rounds])} of {first.prompt_tokens:,} prompt tokens",
+        ),
+        "",
+        *_latencies({"first token (TTFT)": report.ttft_ms, "whole answer (E2E)": report.e2e_ms}),
+    ]
+    return "\n".join(lines)
+
+
+def describe_serve(report: ServeReport) -> str:
+    config, figures = report.config, report.figures
+    total = figures.done + figures.failed
+    lines = [
+        f"{config.base_url}, model {report.model}, {config.endpoint.name}",
+        f"{_asked(config.workload, total)}; {_load(config)}",
+        "",
+        _row("requests", f"{figures.done} done, {figures.failed} failed, in {figures.duration_s:.2f} s"),
+        _row("in flight", f"{figures.max_in_flight} at most"),
+        *(_row(f"{name}/s", _rate(getattr(figures, f"{key}_per_s"))) for name, key in _RATES.items()),
+    ]
+    if config.goodput is not None:
+        limits = ", ".join(f"{name} {ms:g} ms" for name, ms in asdict(config.goodput).items() if ms is not None)
+        lines.append(_row("good requests/s", f"{figures.good_requests_per_s:.2f} ({figures.good}: {limits} or less)"))
+    if figures.cached_prompt_tokens:
+        cached = f"{figures.cached_prompt_tokens:,} of {figures.prompt_tokens:,} prompt tokens"
+        lines.append(_row("prefix cache", cached))
+    if report.server_cpu_s is not None:
+        pace = f", {_rate(report.tokens_per_cpu_s)} generated tokens a second of it" if report.tokens_per_cpu_s else ""
+        lines.append(_row("server's CPU time", f"{report.server_cpu_s:.2f} s{pace}"))
+    lines.append(_row("client's CPU time", f"{report.client_cpu_s:.2f} s"))
+    table = {
+        "first token (TTFT)": figures.ttft_ms,
+        "each after it (TPOT)": figures.tpot_ms,
+        "gaps between tokens": figures.gap_ms,
+        "whole answer (E2E)": figures.e2e_ms,
+    }
+    if config.request_rate < float("inf"):
+        table["sent too late"] = figures.behind_ms
+    return "\n".join([*lines, "", *_latencies(table), *_notes(figures)])
+
+
+def describe_profile(report: ProfileReport) -> str:
+    lines = [_engine(report.engine), _machine(report.engine, report.machine), "", *_roofs(report)]
+    for step in report.steps:
+        lines += ["", *_step(step)]
+    return "\n".join(lines)
+
+
+def _roofs(report: ProfileReport) -> Iterable[str]:
+    """A column for each number of threads."""
+    roofs = report.fresh_roofs
+    yield f"{'roof':<{ROOF_LABEL}}" + "".join(f"{_many(roof.threads, 'thread'):>{COLUMN}}" for roof in roofs)
+    for name, each in (("fresh memory", roofs), ("the weights in place", report.roofs)):
+        label = f"read {each[0].read_bytes / 1e6:,.1f} MB, {name}"
+        yield _roof_row(label, [roof.read_bytes_per_s for roof in each], "GB/s")
+    for operands, rate in roofs[0].dots.items():
+        label = f"multiply {operands}, {rate.instruction}"
+        yield _roof_row(label, [roof.dots[operands].ops_per_s for roof in roofs], "GOPS")
+
+
+def _roof_row(label: str, rates: Iterable[float], unit: str) -> str:
+    return f"{label:<{ROOF_LABEL}}" + "".join(f"{rate / 1e9:>{COLUMN},.1f}" for rate in rates) + f" {unit}"
+
+
+def _step(step: StepProfile) -> Iterable[str]:
+    pace = _rate(step.point.sequences * step.point.tokens / step.step_s)
+    spread = f"{step.shares[0]:.0%} to {step.shares[-1]:.0%}"
+    read = f"{step.roof.read_bytes / 1e6:,.1f} MB at {step.roof.read_bytes_per_s / 1e9:,.1f} GB/s"
+    yield f"{step.point}: {pace} tokens/s, {step.share_of_roof:.0%} of the roof ({spread}; weights and KV: {read})"
+    yield _cells("kernel", "shape", "calls", "ms", "MB", "GB/s", "GOPS", "of roof", "of step")
+    for group in step.groups:
+        yield _kernel(group.kernel, group, step.step_s)
+    inside = KernelProfile.sum(step.kernels)
+    rest = step.step_s - inside.seconds
+    yield _cells("outside of kernels", "", "", f"{rest * 1e3:,.3f}", "", "", "", "", f"{rest / step.step_s:.1%}")
+    yield _kernel("step", replace(inside, shape="", seconds=step.step_s), step.step_s)
+
+
+def _kernel(name: str, kernel: KernelProfile, step_s: float) -> str:
+    return _cells(
+        name,
+        kernel.shape,
+        str(kernel.calls),
+        f"{kernel.seconds * 1e3:,.3f}",
+        f"{kernel.nbytes / 1e6:,.2f}",
+        f"{kernel.nbytes / kernel.seconds / 1e9:,.1f}",
+        f"{sum(kernel.ops.values()) / kernel.seconds / 1e9:,.1f}",
+        f"{kernel.share_of_roof:.1%}",
+        f"{kernel.seconds / step_s:.1%}",
+    )
+
+
+def _cells(kernel: str, shape: str, calls: str, *values: str) -> str:
+    return f"{kernel:<{LABEL}}{shape:<{LABEL}}{calls:>5}" + "".join(f"{value:>{COLUMN}}" for value in values)
+
+
+def _engine(engine: Mapping[str, Any]) -> str:
+    return f"{engine['name']} ({', '.join(f'{key} {value}' for key, value in engine['recipe'].items())})"
+
+
+def _machine(engine: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
+    cores = _many(machine["cores"], "core")
+    return f"{machine['cpu']}, {cores}; {engine['isa']}, {_many(engine['threads'], 'thread')}"
+
+
+_RATES = {
+    "requests": "requests",
+    "prompt tokens": "prompt_tokens",
+    "generated tokens": "generated_tokens",
+    "all tokens": "total_tokens",
+}
+
+
+def _notes(figures: ServeFigures) -> Iterable[str]:
+    """What a reader has to know to read the figures rightly."""
+    notes = [f"failed: {error.count} × {kind}: {error.example}" for kind, error in figures.errors.items()]
+    if figures.short_answers:
+        notes.append(
+            f"{figures.short_answers} of {figures.done} answers are shorter than asked: "
+            "they met an end-of-text token, or the server knows no ignore_eos."
+        )
+    if figures.without_usage:
+        notes.append(
+            f"{figures.without_usage} of {figures.done} answers came without usage: "
+            "their tokens are counted as pieces of the stream, and those of their prompts as none."
+        )
+    return ["", *notes] if notes else []
+
+
+def _asked(workload: WorkloadConfig, count: int) -> str:
+    if workload.dataset is not None:
+        return f"{_many(count, 'prompt')} of {workload.dataset.name}, seed {workload.seed}"
+    shared = f" ({workload.shared_prefix_len} shared)" if workload.shared_prefix_len else ""
+    lengths = f"{workload.input_len} tokens in{shared}, {workload.output_len} out"
+    return f"{_many(count, 'prompt')}, {lengths}, seed {workload.seed}"
+
+
+def _load(config: ServeConfig) -> str:
+    rate = f"{config.request_rate:g} requests/s" if config.request_rate < float("inf") else "all at once"
+    return rate if config.max_concurrency is None else f"{rate}, {config.max_concurrency} in flight at most"
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _rates(rounds: Sequence[Round], name: str) -> str:
+    """The median; of several rounds their range, too."""
+    values = sorted(entry.rates[name] for entry in rounds)
+    middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
+    return _rate(middle) + (f" ({_rate(values[0])} to {_rate(values[-1])})" if len(values) > 1 else "")
+
+
+def _range(counts: Sequence[int]) -> str:
+    return f"{min(counts):,}" if min(counts) == max(counts) else f"{min(counts):,} to {max(counts):,}"
+
+
+def _rate(value: float | None) -> str:
+    return f"{value:,.1f}" if value is not None and value >= 100 else f"{value:.2f}"
+
+
+def _row(label: str, text: str) -> str:
+    return f"{label:<{LABEL}}  {text}"
+
+
+def _latencies(table: Mapping[str, Distribution | None]) -> list[str]:
+    """A row each; what has no value (answers of one token have no gaps) has no row."""
+    names = [entry.name for entry in fields(Distribution)]
+    lines = [f"{'ms':<{LABEL}}" + "".join(f"{name:>{COLUMN}}" for name in names)]
+    for label, values in table.items():
+        if values is not None:
+            cells = "".join(f"{value:>{COLUMN},.1f}" for value in asdict(values).values())
+            lines.append(f"{label:<{LABEL}}" + cells)
+    return lines if len(lines) > 1 else []

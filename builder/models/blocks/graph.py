@@ -1,0 +1,144 @@
+"""Writes the dense graph of a decoder: standard ONNX nodes, named after the tensors that they use.
+
+T is the number of tokens, P the number of positions before them; the batch is one sequence.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from enginewright.builder.weights import Weights
+from enginewright.plugins import DOMAIN, Plugin
+from enginewright.plugins.plugin import Dims, dims_of, width_of
+
+OPSET = 24
+IR_VERSION = 10
+T, P = ir.SymbolicDim("T"), ir.SymbolicDim("P")
+Attribute = int | float | str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """The keys and values that a layer leaves behind it."""
+
+    kv_heads: int
+    head_dim: int  # columns of a head
+    window: int  # positions that are read, the query's own included; 0 is all
+
+
+class GraphWriter:
+    """Blocks write one node after the other with it; `finish` makes the model of them.
+
+    Tensors are named without their `.weight` and `.bias`: `model.layers.0.mlp.up_proj`.
+
+    Attributes:
+        weights: initializers by the names of tensors.
+        tokens: INT64 [1, T].
+        positions: of the tokens, INT64 [1, T].
+    """
+
+    def __init__(self, weights: Weights, max_positions: int) -> None:
+        """max_positions: the most that a sequence may have."""
+        self.weights = weights
+        self.tokens = _input("tokens", ir.DataType.INT64, (1, T))
+        self.positions = _input("positions", ir.DataType.INT64, (1, T))
+        self._max_positions = max_positions
+        self._nodes: list[ir.Node] = []
+        self._constants: dict[str, ir.Value] = {}
+        self._caches: dict[int, LayerCache] = {}
+        self._past: list[ir.Value] = []
+        self._present: list[ir.Value] = []
+
+    def op(self, op_type: str, inputs: Sequence[ir.Value], name: str, dims: Dims, **attributes: Attribute) -> ir.Value:
+        """The one output of a standard op, FLOAT, which has the node's name."""
+        (output,) = self.node(op_type, inputs, name, [dims], **attributes).outputs
+        return output
+
+    def node(
+        self, op_type: str, inputs: Sequence[ir.Value | None], name: str, dims: Sequence[Dims], **attributes: Attribute
+    ) -> ir.Node:
+        """A standard op. dims: of each of its outputs, which are FLOAT."""
+        converted = [ir.convenience.convert_attribute(*item) for item in attributes.items()]
+        outputs = [ir.Value(type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(own)) for own in dims]
+        return self._append(ir.Node("", op_type, inputs, converted, outputs=outputs), name)
+
+    def plugin(self, plugin: Plugin, inputs: Sequence[ir.Value], name: str, **attributes: int | float) -> ir.Node:
+        """An op of ours."""
+        return self._append(plugin.node(inputs, **attributes), name)
+
+    def constant(self, name: str, data: npt.NDArray[np.generic]) -> ir.Value:
+        """A small initializer that is no tensor of the checkpoint; one a name."""
+        if name not in self._constants:
+            tensor = ir.tensor(data, name=name)
+            value = ir.Value(
+                name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(data.shape), const_value=tensor
+            )
+            self._constants[name] = value
+        return self._constants[name]
+
+    def linear(self, x: ir.Value, tensor: str, width: int, bias: bool = False) -> ir.Value:
+        """x weightᵀ (+ bias): [1, T, width]."""
+        name, dims = short(tensor), (1, T, width)
+        weight = self.weights.tensor(f"{tensor}.weight", (width, width_of(x)))
+        across = self.op("Transpose", [weight], f"{name}.transposed", (width_of(x), width), perm=[1, 0])
+        if not bias:
+            return self.op("MatMul", [x, across], name, dims)
+        product = self.op("MatMul", [x, across], f"{name}.product", dims)
+        return self.op("Add", [product, self.weights.tensor(f"{tensor}.bias", (width,))], name, dims)
+
+    def add(self, x: ir.Value, delta: ir.Value) -> ir.Value:
+        """The residual and what a part of the layer adds to it."""
+        return self.op("Add", [x, delta], f"{delta.name}.residual", dims_of(x))
+
+    def past(self, layer: int, cache: LayerCache) -> list[ir.Value]:
+        """The layer's keys and values of all positions before, [1, kv_heads, P, head_dim] each."""
+        assert layer not in self._caches, f"layer {layer} has a cache already"
+        self._caches[layer] = cache
+        dims = (1, cache.kv_heads, P, cache.head_dim)
+        past = [_input(f"past_{kind}.{layer}", ir.DataType.FLOAT, dims) for kind in ("key", "value")]
+        self._past += past
+        return past
+
+    def present(self, layer: int, key: ir.Value, value: ir.Value) -> None:
+        """Says which values the layer's next past is, [1, kv_heads, P + T, head_dim] each."""
+        key.name, value.name = f"present_key.{layer}", f"present_value.{layer}"
+        self._present += [key, value]
+
+    def finish(self, logits: ir.Value) -> ir.Model:
+        logits.name = "logits"
+        graph = ir.Graph(
+            [self.tokens, self.positions, *self._past],
+            [logits, *self._present],
+            nodes=self._nodes,
+            initializers=[*self.weights, *self._constants.values()],
+            opset_imports={"": OPSET, DOMAIN: 1},
+            name="decoder",
+        )
+        # Layers whose caches are alike share a group, and with it slots and block tables.
+        groups = [
+            {"layers": [layer for layer, own in self._caches.items() if own == cache], **asdict(cache)}
+            for cache in dict.fromkeys(self._caches.values())
+        ]
+        metadata = {
+            "enginewright.kv_groups": json.dumps(groups),
+            "enginewright.max_seq_len": str(self._max_positions),
+        }
+        return ir.Model(graph, ir_version=IR_VERSION, producer_name="enginewright", metadata_props=metadata)
+
+    def _append(self, node: ir.Node, name: str) -> ir.Node:
+        node.name = node.outputs[0].name = name
+        self._nodes.append(node)
+        return node
+
+
+def short(tensor: str) -> str:
+    """The name of the node that uses a tensor."""
+    return tensor.removeprefix("model.")
+
+
+def _input(name: str, dtype: ir.DataType, dims: Dims) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(dims))

@@ -1,0 +1,39 @@
+"""The head: from the residual stream to logits."""
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from enginewright.builder.config import MOST_TOKENS, ConfigReader
+from enginewright.builder.models.blocks.graph import GraphWriter
+from enginewright.plugins.softcap import SOFTCAP
+
+
+@dataclass(frozen=True)
+class Head:
+    """Logits, [1, T, vocab]."""
+
+    vocab: int
+    tied: bool  # the embedding's table is the weight; a `lm_head` that is stored beside it is left over
+    softcap: float = 0.0  # logits stay within ±softcap; 0 is no limit
+
+    @staticmethod
+    def read(config: ConfigReader, tied: bool = False, softcap: float = 0.0) -> "Head":
+        """tied: where the config does not say it."""
+        return Head(
+            vocab=config.read_size("vocab_size", most=MOST_TOKENS),
+            tied=config.read(bool, "tie_word_embeddings", default=tied),
+            softcap=softcap,
+        )
+
+    def write(self, graph: GraphWriter, x: ir.Value, embedding: str) -> ir.Value:
+        """embedding: the tensor that is the weight of a tied head."""
+        if self.tied:
+            graph.weights.ignore("lm_head.weight")
+        logits = graph.linear(x, embedding if self.tied else "lm_head", self.vocab)
+        node = logits.producer()
+        assert node is not None
+        node.name = logits.name = "lm_head"
+        if not self.softcap:
+            return logits
+        return graph.plugin(SOFTCAP, [logits], "lm_head.softcap", cap=self.softcap).outputs[0]

@@ -1,0 +1,34 @@
+"""Norms: of the residual stream, of what a part of a layer adds to it, of each head."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from enginewright.builder.config import ConfigReader
+from enginewright.builder.models.blocks.graph import GraphWriter, short
+from enginewright.plugins.plugin import dims_of, width_of
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """x / √(mean(x²) + epsilon) · (weight + offset), over the last dimension."""
+
+    epsilon: float
+    offset: float = 0.0  # added to the weight: 1 where a checkpoint stores the weight less 1
+
+    @staticmethod
+    def read(config: ConfigReader, offset: float = 0.0) -> "RmsNorm":
+        return RmsNorm(config.read_positive("rms_norm_eps", default=1e-6), offset)
+
+    def write(self, graph: GraphWriter, x: ir.Value, tensor: str) -> ir.Value:
+        weight = graph.weights.tensor(f"{tensor}.weight", (width_of(x),), self.offset)
+        return graph.op("RMSNormalization", [x, weight], short(tensor), dims_of(x), axis=-1, epsilon=self.epsilon)
+
+    def write_by_head(self, graph: GraphWriter, x: ir.Value, tensor: str, head_dim: int) -> ir.Value:
+        """Of each head by itself; x: [1, T, heads · head_dim]."""
+        (batch, tokens, width), heads, name = dims_of(x), width_of(x) // head_dim, short(tensor)
+        split = graph.constant(f"split_{heads}_heads", np.array([0, 0, heads, head_dim], np.int64))
+        joined = graph.constant(f"joined_{heads}_heads", np.array([0, 0, width], np.int64))
+        by_head = graph.op("Reshape", [x, split], f"{name}.heads", (batch, tokens, heads, head_dim))
+        return graph.op("Reshape", [self.write(graph, by_head, tensor), joined], f"{name}.joined", dims_of(x))

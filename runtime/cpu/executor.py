@@ -1,0 +1,184 @@
+"""Runs plans on the CPU: binds an engine's plan to memory, and hands each step to the C++ executor in one call."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginewright import _cpu
+from enginewright.dtypes import KV_CACHES
+from enginewright.engine_header import ALIGN
+from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
+from enginewright.manifest import SectionForm
+from enginewright.plan import Buffer, BufferOperand, CacheOperand, InputOperand, Operand, PagedCache, WeightOperand
+from enginewright.runtime import env
+from enginewright.runtime.count import format_bytes
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig, envelope
+from enginewright.runtime.machine import num_cores
+from enginewright.runtime.sampling import Draw
+from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.supported import paged_caches
+
+KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())  # what planes hold
+
+
+class CpuExecutor:
+    """An engine's plan, ready to run on this machine's CPU.
+
+    Raises:
+        NoCodeForMachineError: the instruction set asked for is not there, or the engine keeps its KV as nothing known.
+        NotEnoughMemoryError: the KV cache does not fit, or weights that are read into memory.
+        CorruptEngineError: plan and weights do not fit together, or the file has changed since it was opened.
+    """
+
+    steps_ahead = 0
+
+    def __init__(self, engine: Engine, config: RuntimeConfig | None = None) -> None:
+        config = config or RuntimeConfig()
+        self.engine = engine
+        self.plan = engine.plan
+        self.envelope = envelope(self.plan, config, engine.weight_bytes)
+        self.isa = _choose_isa(config.isa or env.cpu_isa())
+        self.threads = config.threads or env.num_threads() or num_cores()
+        _check_dtypes(engine)
+        self._mmap = config.mmap
+        self._read_weights: dict[str, NDArray[np.uint8]] = {}  # without mmap: by name, 64-byte aligned
+        self._check_weights()
+        self._offsets, arena_bytes = self.plan.arena_offsets(self.envelope.limits)
+        self._inputs = [entry.name for entry in self.plan.inputs]
+        dims = self.plan.dims
+        inputs = [(one.name, one.rows.by_position(dims), one.columns.by_position(dims)) for one in self.plan.inputs]
+        try:
+            self.pools = [
+                _cache_blocks(group, count)
+                for group, count in zip(paged_caches(self.plan), self.envelope.num_blocks, strict=True)
+            ]
+            self._executor = _cpu.Executor(self.isa, self.threads, self.envelope.limits.counts, inputs, arena_bytes)
+            for call in self.plan.calls:
+                operands = {name: self._operand(operand) for name, operand in call.operands.items()}
+                self._executor.add_kernel(call.kernel, operands, call.attributes)
+            logits = self.plan.buffers[self.plan.logits]
+            most, offset = self.envelope.limits.logit_rows, self._offsets[self.plan.logits]
+            self._logits = self._executor.buffer(offset, most, logits.columns, logits.stride, logits.dtype)
+        except KeyError as error:
+            raise NoCodeForMachineError(
+                f"{engine.file.path} calls a kernel that this release does not have",
+                str(error.args[0]),
+                "Run it with the release that built it, or build it again.",
+            ) from error
+        except ValueError as error:
+            raise CorruptEngineError(f"{engine.file.path} cannot run", str(error), "Build it again.") from error
+        except MemoryError as error:
+            raise NotEnoughMemoryError(
+                f"{engine.file.path} cannot run within these limits",
+                f"arena {format_bytes(self.envelope.arena_bytes)}, KV cache {format_bytes(self.envelope.kv_bytes)}",
+                "Use smaller --max-num-batched-tokens, --max-num-seqs, --max-model-len or --kv-cache-memory.",
+            ) from error
+        engine.file.check_unchanged()  # or what was read is not what was opened
+
+    def run(self, plan: StepPlan) -> NDArray[np.float32]:
+        """One step.
+
+        Returns:
+            Logits [logit_rows, vocab_size], a view of memory that the next step overwrites.
+
+        Raises:
+            CorruptEngineError: the mapped file has changed. Nothing that was computed with other bytes is returned.
+        """
+        self._executor.run(self._prepare(plan), plan.sizes.counts)
+        self._check_weights()
+        return self._logits[: plan.sizes.logit_rows]
+
+    def close(self) -> None:
+        """Memory goes with the executor."""
+
+    @property
+    def draw(self) -> Draw:
+        """`_cpu.sample`, by this executor's threads."""
+        return self._executor.sample
+
+    def profile(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.void]]:
+        """One step, measured.
+
+        Returns:
+            Of each kernel of the engine's plan: nanoseconds; and its work, a struct of what it touches and computes
+            (struct Work in csrc/cpu/kernel.h).
+        """
+        profile = self._executor.profile(self._prepare(plan), plan.sizes.counts)
+        self._check_weights()
+        return profile
+
+    def _prepare(self, plan: StepPlan) -> list[NDArray[np.int32]]:
+        """Copy and zero KV blocks; the step's arrays, in order."""
+        for pool, copies, new in zip(self.pools, plan.copies, plan.new_blocks, strict=True):
+            if copies:
+                pool.copy(copies)
+            if new:
+                pool.scrub(new)
+        return [plan.inputs[name] for name in self._inputs]
+
+    def _check_weights(self) -> None:
+        if self._mmap:
+            self.engine.check_mapped_weights()
+
+    def _weight(self, name: str) -> tuple[memoryview | NDArray[np.uint8], SectionForm]:
+        data, form = self.engine.weight(name)
+        if self._mmap:
+            return data, form
+        if name not in self._read_weights:
+            space = np.empty(form.nbytes + ALIGN, np.uint8)
+            start = -space.ctypes.data % ALIGN
+            self._read_weights[name] = space[start : start + form.nbytes]
+            self.engine.read_weight(name, 0, self._read_weights[name])
+        return self._read_weights[name], form
+
+    def _operand(self, operand: Operand) -> _cpu.OperandSpec:
+        match operand:
+            case InputOperand():
+                return _cpu.OperandSpec.step(operand.name)
+            case WeightOperand():
+                data, form = self._weight(operand.name)
+                assert form.dtype is not None and form.shape is not None and form.layout is not None
+                rows, columns = form.shape if len(form.shape) == 2 else (1, form.shape[0])
+                return _cpu.OperandSpec.weight(data, form.dtype, form.layout, rows, columns)
+            case BufferOperand():
+                buffer: Buffer = self.plan.buffers[operand.index]
+                whole = operand.columns == buffer.columns
+                return _cpu.OperandSpec.arena(
+                    self._offsets[operand.index],
+                    buffer.dtype,
+                    buffer.rows.by_position(self.plan.dims),
+                    operand.columns,
+                    buffer.stride,
+                    operand.column,
+                    buffer.stride - buffer.columns if whole else 0,
+                )
+            case CacheOperand():
+                group = self.plan.cache_of(operand.layer)
+                blocks = self.pools[self.plan.caches.index(group)]
+                return _cpu.OperandSpec.cache(blocks, group.layers.index(operand.layer), operand.part)
+
+
+def _cache_blocks(group: PagedCache, count: int) -> _cpu.CacheBlocks:
+    planes = [(plane.name, plane.heads, plane.dim, plane.dtype) for plane in group.planes]
+    return _cpu.CacheBlocks(len(group.layers), count, group.block_size, planes)
+
+
+def _check_dtypes(engine: Engine) -> None:
+    for dtype in (plane.dtype for group in paged_caches(engine.plan) for plane in group.planes):
+        if dtype not in KV_DTYPES:
+            raise NoCodeForMachineError(
+                f"{engine.file.path} keeps its KV cache as {dtype}",
+                f"this release has {', '.join(KV_DTYPES)}",
+                "Run it with the release that built it, or build it again with another --kv-cache-dtype.",
+            )
+
+
+def _choose_isa(wanted: str | None) -> str:
+    names = _cpu.isa_names()
+    if wanted is None:
+        return names[0]
+    if wanted in names:
+        return wanted
+    if wanted in ("amx", "avx512", "avx512-vnni", "avx2-vnni", "avx2", "portable"):
+        raise NoCodeForMachineError(f"this CPU has no {wanted}", f"it has {', '.join(names)}")
+    raise UsageError(f"{wanted!r} is no instruction set", f"this CPU has {', '.join(names)}")

@@ -1,0 +1,45 @@
+"""The types of numbers in engines: one table, which plans, manifests, passes, packing and kernels read.
+
+`csrc/cpu/dtype.h` has the same names and bits, and `csrc/cuda/rows.cuh` the names that GPUs know; a test compares.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DType:
+    name: str  # in plans and manifests, and of the enumerator in C++ and CUDA
+    bits: int  # of a number, as it is packed
+    onnx: str  # of the enumerator in graphs, where a number of 4 bits has a byte to itself
+    torch: str  # the same, as torch has it
+    in_r16: bool = False  # whether matrices may be packed so (csrc/cpu/kernel.h)
+    in_columns: bool = False  # whether what groups of a matrix's columns have may be packed as r16_columns
+    kv_cache: str = ""  # what --kv-cache-dtype calls a KV cache of it; "" if there is none
+    largest: float = 0.0  # the largest code, where rows are stored as codes with an f32 scale; 0 of plain numbers
+    tiny: float = 0.0  # what is below it in a row of codes counts as 0: below half of it, largest / x is infinite
+
+    @property
+    def bytes(self) -> int:
+        """Of a number; 0 where several share a byte."""
+        return self.bits // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of what stands beside a row."""
+        return DTYPES["f32"].bytes if self.largest else 0
+
+
+DTYPES: Mapping[str, DType] = {
+    dtype.name: dtype
+    for dtype in (
+        DType("f32", 32, "FLOAT", "float32", in_columns=True),
+        DType("bf16", 16, "BFLOAT16", "bfloat16", in_r16=True, in_columns=True, kv_cache="bf16"),
+        DType("i32", 32, "INT32", "int32"),
+        DType("i8", 8, "INT8", "int8", in_r16=True, in_columns=True, kv_cache="int8", largest=127.0, tiny=2.0**-120),
+        DType("e4m3", 8, "FLOAT8E4M3FN", "float8_e4m3fn", in_r16=True, kv_cache="fp8", largest=448.0, tiny=2.0**-118),
+        DType("u4", 4, "UINT8", "uint8", in_r16=True),
+        DType("e2m1", 4, "UINT8", "uint8", in_r16=True),
+    )
+}
+KV_CACHES: Mapping[str, DType] = {dtype.kv_cache: dtype for dtype in DTYPES.values() if dtype.kv_cache}

@@ -1,0 +1,136 @@
+"""A GPU's place taken by the CPU: memory is this process's, and kernels run in emulation (kernels.py)."""
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+
+import numpy as np
+
+from enginewright.builder.cuda import Instance, compile_each
+from enginewright.plugins.kernel import Specialization
+from enginewright.runtime.cuda.device import Bytes, CudaDevice, Grid
+from enginewright.targets import SMS, choose_code
+from tests.emulator.kernels import SCHEDULES, EmulatedKernels
+
+ALIGN = 256
+FREE_BYTES = 512 << 20
+
+
+class EmulatedDevice:
+    """Does nothing before it is waited for: what it reads from the host's memory has to stay there as long.
+
+    kernels: the code of the engine, by name. What is captured is done when it is replayed, on the memory as it is then.
+    """
+
+    architecture = "emulated"
+    multiprocessors = 3
+    free_bytes = FREE_BYTES
+
+    def __init__(self, kernels: Mapping[str, Specialization], sm: int = 80) -> None:
+        self._specializations, self._sm = kernels, sm
+        self._compiled: dict[str, EmulatedKernels] = {}  # as they are first launched: most are never
+        self._memory: list[Bytes] = []
+        self._captured: list[Callable[[], None]] | None = None
+        self._asked: deque[Callable[[], None]] = deque()  # and not done yet
+        self._num_asked = 0  # in all
+        self._events: list[int] = []  # what was asked for before each was recorded
+        self._schedules = cycle(SCHEDULES)
+        self.launches = 0
+        self.replays = 0
+
+    def allocate(self, nbytes: int) -> int:
+        memory = self.pinned(nbytes + ALIGN)
+        return -(-memory.ctypes.data // ALIGN) * ALIGN
+
+    def pinned(self, nbytes: int) -> Bytes:
+        self._memory.append(np.zeros(nbytes, np.uint8))
+        return self._memory[-1]
+
+    def unpin(self, buffer: Bytes) -> None:
+        pass
+
+    def upload(self, address: int, data: Bytes) -> None:
+        self._ask(lambda: ctypes.memmove(address, data.ctypes.data, data.nbytes))
+
+    def download(self, data: Bytes, address: int) -> None:
+        self._ask(lambda: ctypes.memmove(data.ctypes.data, address, data.nbytes))
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        self._ask(lambda: ctypes.memmove(to, source, nbytes))
+
+    def synchronize(self) -> None:
+        self._do(self._num_asked)
+
+    def event(self) -> int:
+        self._events.append(0)
+        return len(self._events) - 1
+
+    def record(self, event: int) -> None:
+        self._events[event] = self._num_asked
+
+    def wait(self, event: int) -> None:
+        self._do(self._events[event])
+
+    def _ask(self, work: Callable[[], object]) -> None:
+        self._asked.append(work)
+        self._num_asked += 1
+
+    def _do(self, end: int) -> None:
+        """All that was asked for before `end`."""
+        while self._num_asked - len(self._asked) < end:
+            self._asked.popleft()()
+
+    def bind(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._asked.clear()
+        self._memory.clear()
+
+    def launcher(
+        self, kernel: str, threads: int, shared_bytes: int, arguments: Sequence[int]
+    ) -> Callable[[Grid], None]:
+        specialization = self._specializations[kernel]
+        addresses = [ctypes.c_void_p(address or None) for address in arguments]
+
+        def run(grid: Grid) -> None:
+            def launch() -> None:
+                self.launches += 1
+                schedule, expression = next(self._schedules), specialization.expression
+                if kernel not in self._compiled:
+                    self._compiled[kernel] = EmulatedKernels([specialization[:2]], self._sm)
+                self._compiled[kernel].launch(expression, grid, threads, shared_bytes, *addresses, schedule=schedule)
+
+            if self._captured is None:
+                self._ask(launch)
+            else:
+                self._captured.append(launch)
+
+        return run
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        captured = self._captured = []
+        work()
+        self._captured = None
+
+        def replay() -> None:
+            self.replays += 1
+            for launch in captured:
+                self._ask(launch)
+
+        return replay
+
+
+def device_for(kernels: Mapping[str, Specialization]) -> "EmulatedDevice | CudaDevice":
+    """What engines with this code are tested on: the emulated GPU, or a real one if the environment says so."""
+    if os.environ.get("ENGINEWRIGHT_TEST_DEVICE") != "cuda":
+        return EmulatedDevice(kernels)
+    device = CudaDevice()
+    architecture = choose_code(device.capability, SMS)
+    instances = {name: Instance(kernel.source, kernel.expression) for name, kernel in kernels.items()}
+    made = compile_each([(architecture, instance) for instance in instances.values()])
+    code = {name: made[architecture, instance] for name, instance in instances.items()}
+    device.code = lambda name: (code[name].cubin, code[name].symbol)
+    return device

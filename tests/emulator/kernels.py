@@ -1,0 +1,160 @@
+"""CUDA kernels on the CPU: csrc/cuda compiled by g++ against emulated.h, and launched on the fibers of emulator.cpp."""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+EMULATOR = Path(__file__).parent
+ROOT = EMULATOR.parent.parent
+SOURCES = ROOT / "csrc/cuda"
+BUILT = ROOT / "build/emulated"
+SANITIZE = os.environ.get("ENGINEWRIGHT_SANITIZE", "")  # as setup.py has it; `make sanitize` preloads what it needs
+FLAGS = (
+    "-std=c++20",
+    "-O1",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-shared",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Winvalid-pch",
+    "-U_FORTIFY_SOURCE",
+    f"-I{SOURCES}",
+    f"-I{EMULATOR}",
+)
+SCHEDULES = ("forward", "reverse", "random")
+
+Instance = tuple[str, str]  # a header of csrc/cuda, and the expression of a kernel in it (plugins/kernel.py)
+# A pointer to an array (or none), an int32, a float, or what ctypes has.
+Argument = np.ndarray | int | float | ctypes._SimpleCData | None
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_int32 * 3),
+        ("threads", ctypes.c_int32),
+        ("shared_bytes", ctypes.c_int64),
+        ("schedule", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
+    ]
+
+
+class EmulationError(Exception):
+    """A kernel did what a GPU would not forgive."""
+
+
+class EmulatedKernels:
+    """Kernels of one library. sm: what they are compiled as."""
+
+    def __init__(self, instances: Sequence[Instance], sm: int = 80) -> None:
+        self._index = {expression: index for index, (_, expression) in enumerate(instances)}
+        self._library = ctypes.CDLL(str(compiled_library(tuple(instances), sm)))
+        for name in ("enginewright_launch", "enginewright_sites"):
+            getattr(self._library, name).restype = ctypes.c_char_p
+
+    def launch(
+        self,
+        expression: str,
+        grid: Sequence[int],
+        threads: int,
+        shared_bytes: int,
+        *arguments: Argument,
+        schedule: str = "forward",
+        seed: int = 0,
+    ) -> None:
+        """Run a kernel to its end.
+
+        Raises:
+            EmulationError: threads that wait for ever, misaligned addresses, and the like.
+        """
+        whole = (ctypes.c_int32 * 3)(*grid, *[1] * (3 - len(grid)))
+        launch = _Launch(whole, threads, shared_bytes, SCHEDULES.index(schedule), seed)
+        values = [_value(argument) for argument in arguments]
+        addresses = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        why = self._library.enginewright_launch(self._index[expression], ctypes.byref(launch), addresses)
+        if why:
+            raise EmulationError(why.decode())
+
+    @staticmethod
+    def are_for(sm: int) -> bool:
+        """Whether kernels of one architecture alone can run."""
+        return True
+
+    @property
+    def sites(self) -> list[str]:
+        """Barriers and waits that were reached so far, "file:line"."""
+        return self._library.enginewright_sites().decode().split()
+
+    @contextmanager
+    def without(self, site: str) -> Iterator[None]:
+        """Meanwhile a barrier or a wait does nothing."""
+        self._library.enginewright_disable_site(site.encode())
+        try:
+            yield
+        finally:
+            self._library.enginewright_disable_site(b"")
+
+
+def _value(argument: Argument) -> ctypes._SimpleCData:
+    match argument:
+        case None:
+            return ctypes.c_void_p(None)
+        case ctypes._SimpleCData():
+            return argument
+        case np.ndarray():
+            return ctypes.c_void_p(argument.ctypes.data)
+        case float():
+            return ctypes.c_float(argument)
+        case _:
+            return ctypes.c_int32(argument)
+
+
+@cache
+def compiled_library(instances: tuple[Instance, ...], sm: int) -> Path:
+    includes = "".join(f'#include "{source}"\n' for source in dict.fromkeys(source for source, _ in instances))
+    calls = "".join(f"    emulator::Caller<{expression}>::call,\n" for _, expression in instances)
+    program = (
+        f'{includes}#include "emulator.h"\n'
+        f"namespace enginewright {{\nconst emulator::Call kernels[] = {{\n{calls}}};\n}}\n"
+    )
+    emulator = _built((EMULATOR / "emulator.cpp").read_text(), ["-c"], ".o")
+    defined = f"-DENGINEWRIGHT_EMULATED={sm}"
+    # What all programs begin with takes longer than most kernels; precompiled, as long as one of them.
+    header = _built('#include "device.cuh"\n#include "emulator.h"\n', [defined, "-xc++-header"], ".h.gch")
+    return _built(program, [defined, "-include", str(header.with_suffix("")), "-shared", str(emulator)], ".so")
+
+
+def _built(program: str, options: Sequence[str], suffix: str) -> Path:
+    """What g++ makes of a program; made once for the same sources and options, by whichever process comes first."""
+    options = [*FLAGS, *([f"-fsanitize={SANITIZE}", "-g"] if SANITIZE else []), *options]
+    headers = sorted([*SOURCES.glob("*.cuh"), *EMULATOR.glob("*.h"), *(ROOT / "tests").glob("*/*.cuh")])
+    content = [program, " ".join(options), *(path.read_text() for path in headers)]
+    output = BUILT / (hashlib.sha256("\0".join(content).encode()).hexdigest()[:32] + suffix)
+    if output.exists():
+        return output
+    BUILT.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=BUILT) as folder:
+        source, partial = Path(folder, "program.cpp"), Path(folder, output.name)
+        source.write_text(program)
+        compiler = shutil.which("g++")
+        assert compiler is not None, "g++ compiles CUDA kernels for the CPU; there is none"
+        subprocess.run([compiler, *options, "-o", str(partial), str(source)], check=True)
+        partial.replace(output)
+    return output
+
+
+# What tests of kernels take: in emulation, or on the GPU.
+if os.environ.get("ENGINEWRIGHT_TEST_DEVICE") == "cuda":
+    from tests.helpers.gpu_kernels import GpuKernels as Kernels
+else:
+    Kernels = EmulatedKernels  # type: ignore[misc,assignment]

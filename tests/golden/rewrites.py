@@ -1,0 +1,31 @@
+"""The golden table, rewrites.json: model → quantization → pass → number of rewrites.
+
+After a change that is meant, `python -m tests.golden.rewrites` writes it anew.
+"""
+
+import json
+from pathlib import Path
+
+from enginewright.passes.pipeline import run_pipeline
+from enginewright.passes.quant import METHODS
+from tests.helpers.graphs import CASES, dense_graph
+
+TABLE = Path(__file__).with_suffix(".json")
+Table = dict[str, dict[str, dict[str, int]]]
+
+
+def rewrites() -> Table:
+    """The table as the passes are now. Every refusal is counted as a pass of its own, by its sentence."""
+    table: Table = {}
+    for case in CASES:
+        table[case] = {}
+        for method in METHODS:
+            _, results = run_pipeline(dense_graph(case), method())
+            counts = {name: result.rewrites for name, result in results.items()}
+            refusals = {f"refused: {sentence}": 1 for result in results.values() for sentence in result.refusals}
+            table[case][method.name] = counts | refusals
+    return table
+
+
+if __name__ == "__main__":
+    TABLE.write_text(json.dumps(rewrites(), indent=2) + "\n")

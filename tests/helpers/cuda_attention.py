@@ -1,0 +1,205 @@
+"""Paged attention as GPUs launch it, in emulation: sequences in pools, and what float64 makes of them."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from enginewright.plan import Launch, Linear, StepSizes, linear, step_sizes
+from enginewright.plugins import PLUGINS
+from enginewright.plugins.attention_cuda import PARTIALS, wgmma_launches
+from enginewright.plugins.kernel import Call, CudaKernel, Matrix
+from tests.emulator.kernels import EmulationError, Kernels
+from tests.helpers.cuda_call import POISON, Operand, as_bf16, empty, from_bf16, instances, run, strided, vector
+from tests.helpers.cuda_kv import PagedKv
+from tests.helpers.paged_kv import SPLIT, Chunk, Heads, Text, random_text, stored
+from tests.tolerances import BF16_ROUNDING, CUDA_ATTENTION
+
+KERNEL = PLUGINS["PagedAttention"].kernels["cuda"]
+assert isinstance(KERNEL, CudaKernel)
+TOKENS = linear(tokens=1)
+STRIDE = 10304  # elements, of q and out
+
+
+@dataclass(frozen=True)
+class Attention:
+    """crowded: there is room for the results of few splits (`partials`), so that sequences are not taken apart. wgmma:
+    where sequences have many rows, by Hopper's kernel.
+    """
+
+    heads: Heads
+    kv: str = "bf16"
+    window: int = 0
+    softcap: float = 0.0
+    out: str = "bf16"
+    crowded: bool = False
+    wgmma: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.heads.head_dim**-0.5
+
+    @property
+    def width(self) -> int:
+        return self.heads.heads * self.heads.head_dim
+
+    def launches(self) -> tuple[Launch, ...]:
+        attributes = {
+            "heads": self.heads.heads,
+            "kv_heads": self.heads.kv_heads,
+            "head_dim": self.heads.head_dim,
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+        }
+        chunks = [decode(self.heads, 1)]
+        matrices = {role: operand.matrix for role, operand in self.operands(chunks).items()}
+        call = Call(matrices, attributes, ("sm_90a",), dims=sizes_of(chunks).dims)
+        launches = KERNEL.launches(call)
+        if self.wgmma:
+            launches = (*wgmma_launches(call), launches[-1])
+        if not self.crowded:
+            return launches
+        room = PARTIALS // self.heads.kv_heads
+        assert all(f".partials = {room}," in launch.kernel for launch in launches)
+        return tuple(
+            msgspec.structs.replace(launch, kernel=launch.kernel.replace(f".partials = {room},", ".partials = 0,"))
+            for launch in launches
+        )
+
+    def operands(self, chunks: Sequence[Chunk]) -> dict[str, Operand]:
+        heads, tokens = self.heads, sum(chunk.end - chunk.start for chunk in chunks)
+        kv, sizes = PagedKv(heads, chunks, self.window, self.kv), sizes_of(chunks)
+        q = torch.cat([chunk.text.q[chunk.start : chunk.end] for chunk in chunks]).reshape(tokens, self.width)
+        head_rows = -(-heads.heads // heads.kv_heads // 16) * 16
+        partial, splits = heads.kv_heads * head_rows * (heads.head_dim_pad + 2), 4 if heads.head_dim_pad > 128 else 2
+        slots = (0 if self.crowded else PARTIALS // heads.kv_heads) + splits * sizes["kv_splits"]
+        return {
+            "q": strided("bf16", TOKENS, as_bf16(q.float().numpy()), STRIDE),
+            "query_start": vector("i32", np.cumsum([0, *(chunk.end - chunk.start for chunk in chunks)])),
+            "kv_len": vector("i32", np.array([chunk.end for chunk in chunks])),
+            "block_table": vector("i32", kv.block_table),
+            "out": empty(self.out, TOKENS, tokens, self.width, STRIDE, -(-self.width // 64) * 64),
+            "partials": matrix(np.full((slots, partial), np.nan, np.float32), "f32"),
+            "counters": matrix(np.zeros((len(chunks), 8), np.int32), "i32"),
+            **kv.pools.operands,
+        }
+
+    def run(
+        self,
+        kernels: Kernels,
+        chunks: Sequence[Chunk],
+        schedule: str = "forward",
+        seed: int = 0,
+        operands: dict[str, Operand] | None = None,
+    ) -> list[np.ndarray]:
+        """Of each chunk, float32 [tokens, heads, head_dim]."""
+        operands = operands or self.operands(chunks)
+        sizes = sizes_of(chunks)
+        run(kernels, self.launches(), operands, sizes, schedule, seed)
+        assert not operands["counters"].values.any(), "the next step's counters do not begin at zero"
+        values, ends = operands["out"].values, np.cumsum([chunk.end - chunk.start for chunk in chunks])
+        rows, written = values[: sizes.tokens], self.width if self.out == "f32" else operands["out"].matrix.padded
+        assert not rows[:, self.width : written].any()
+        for outside in rows[:, written:], values[sizes.tokens :]:
+            np.testing.assert_array_equal(outside, np.full_like(outside, POISON[self.out]))
+        rows = (rows if self.out == "f32" else from_bf16(rows))[:, : self.width]
+        return np.split(rows.reshape(sizes.tokens, self.heads.heads, -1), ends[:-1])
+
+    def expected(self, chunk: Chunk) -> torch.Tensor:
+        """float64 [tokens, heads, head_dim]"""
+        group = self.heads.heads // self.heads.kv_heads
+        q = chunk.text.q[chunk.start : chunk.end].double()
+        k, v = (stored(x[: chunk.end], self.kv).repeat_interleave(group, dim=1) for x in (chunk.text.k, chunk.text.v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        behind = torch.arange(chunk.start, chunk.end)[:, None] - torch.arange(chunk.end)  # [query, key]
+        seen = (behind >= 0) & (behind < self.window) if self.window else behind >= 0
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        return torch.einsum("hqk,khd->qhd", weights, v)
+
+    def errors(self, chunks: Sequence[Chunk], results: Sequence[np.ndarray]) -> list[float]:
+        """The largest of each chunk, in largest |v|."""
+        return [
+            float((torch.from_numpy(result).double() - self.expected(chunk)).abs().max() / chunk.text.v.abs().max())
+            for chunk, result in zip(chunks, results, strict=True)
+        ]
+
+    def check(self, kernels: Kernels, chunks: Sequence[Chunk], schedule: str = "forward") -> None:
+        tolerance = CUDA_ATTENTION[self.kv] + (BF16_ROUNDING if self.out == "bf16" else 0)
+        for chunk, error in zip(chunks, self.errors(chunks, self.run(kernels, chunks, schedule)), strict=True):
+            assert error < tolerance, f"tokens {chunk.start} … {chunk.end - 1}"
+
+
+def matrix(values: np.ndarray, dtype: str) -> Operand:
+    columns = values.shape[1]
+    return Operand(values, Matrix(dtype, Linear(), columns, columns, columns))
+
+
+def sizes_of(chunks: Sequence[Chunk]) -> StepSizes:
+    longest, tokens = max(chunk.end for chunk in chunks), sum(chunk.end - chunk.start for chunk in chunks)
+    return step_sizes(
+        tokens=tokens,
+        sequences=len(chunks),
+        logit_rows=len(chunks),
+        kv_blocks=-(-longest // 32),
+        kv_splits=-(-longest // SPLIT),
+    )
+
+
+@functools.cache
+def text(heads: Heads, length: int, seed: int = 0) -> Text:
+    return random_text(heads, length, seed)
+
+
+def whole(heads: Heads, length: int, seed: int = 0) -> Chunk:
+    return Chunk(text(heads, length, seed), 0, length)
+
+
+def part(heads: Heads, start: int, end: int, seed: int = 0) -> Chunk:
+    return Chunk(text(heads, end, seed), start, end)
+
+
+def decode(heads: Heads, length: int, seed: int = 0) -> Chunk:
+    return part(heads, length - 1, length, seed)
+
+
+def compiled(attentions: Sequence[Attention], sm: int = 80) -> Kernels:
+    found = [instance for attention in attentions for instance in instances(KERNEL, attention.launches())]
+    return Kernels(list(dict.fromkeys(found)), sm)
+
+
+def assert_each_site_is_missed(
+    kernels: Kernels, sites: Sequence[str], attentions: Sequence[Attention], chunks: Sequence[Chunk]
+) -> None:
+    """Without any of these barriers, fences and waits, one of the calls comes out otherwise, or is an error, in one of
+    some orders of warps.
+    """
+    expected = {attention: attention.run(kernels, chunks) for attention in attentions}
+
+    def notices(attention: Attention, schedule: str, seed: int) -> bool:
+        try:
+            results = attention.run(kernels, chunks, schedule, seed)
+        except (EmulationError, AssertionError):
+            return True
+        return any(not np.array_equal(*both) for both in zip(results, expected[attention], strict=True))
+
+    orders = [("forward", 0), ("reverse", 0), *(("random", seed) for seed in range(8))]
+    for site in sites:
+        with kernels.without(site):
+            assert any(notices(attention, *order) for order in orders for attention in attentions), site
+
+
+def assert_a_page_table_that_is_off_is_noticed(kernels: Kernels, attention: Attention, chunks: Sequence[Chunk]) -> None:
+    """In each sequence, and in no other one."""
+    for row in range(len(chunks)):
+        operands = attention.operands(chunks)
+        table = operands["block_table"].values
+        table[row] = np.roll(table[row], 1)
+        errors = attention.errors(chunks, attention.run(kernels, chunks, operands=operands))
+        wrong = [not error < CUDA_ATTENTION["bf16"] for error in errors]
+        assert wrong == [index == row for index in range(len(chunks))]

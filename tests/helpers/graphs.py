@@ -1,0 +1,99 @@
+"""Dense graphs of tiny models, and what runs them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from enginewright.builder.models import build_graph
+from enginewright.passes.pass_manager import Pass, run_passes
+from enginewright.passes.pipeline import pipeline
+from enginewright.passes.quant import METHODS, Bf16, QuantConfig
+from tests.helpers.onnx_run import Array, Oracle
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+
+# Methods that look at activations write the formats of these, and have tests of their own.
+QUANTS: list[QuantConfig] = [method() for method in METHODS if not method.calibrated]
+
+# What passes meet: biases on some layers or all, tied and separate heads, norms by head, norms on both sides, windows,
+# one and several KV groups, soft caps, one kv head and many. Name → family and what differs from its tiny_config.
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", {}),
+    "llama, biases, tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama, gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 6}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {}),
+    "gemma3_text": ("gemma3_text", {}),
+    "gemma3_text, capped": ("gemma3_text", {"attn_logit_softcapping": 1.5, "tie_word_embeddings": False}),
+}
+
+
+@cache
+def checkpoint_of(case: str) -> MemoryCheckpoint:
+    family, overrides = CASES[case]
+    config = tiny_config(family, **overrides)
+    return MemoryCheckpoint.of(tiny_model(config), config)
+
+
+def dense_graph(case: str) -> ir.Model:
+    return build_graph(checkpoint_of(case))
+
+
+def passes_before(name: str, quant: QuantConfig | None = None, kv_dtype: str = "bf16") -> tuple[list[Pass], Pass]:
+    """The passes that come before the first one of a name, and that one."""
+    passes = pipeline(quant or Bf16(), kv_dtype)
+    at = [each.name for each in passes].index(name)
+    return passes[:at], passes[at]
+
+
+def graph_before(
+    case: str, name: str, quant: QuantConfig | None = None, kv_dtype: str = "bf16"
+) -> tuple[ir.Model, Pass]:
+    """The graph of a case as a pass of the pipeline finds it, and the pass."""
+    model = dense_graph(case)
+    earlier, own = passes_before(name, quant, kv_dtype)
+    run_passes(model, earlier)
+    return model, own
+
+
+@dataclass
+class DenseRun:
+    """A dense graph and one sequence in it: what was present after a step is the next one's past."""
+
+    model: ir.Model
+    length: int = 0
+    past: dict[str, Array] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._oracle = Oracle(self.model)
+        self.past = {
+            str(value.name): np.zeros(
+                [0 if isinstance(dim, ir.SymbolicDim) else dim for dim in value.shape], np.float32
+            )
+            for value in self.model.graph.inputs
+            if str(value.name).startswith("past_") and value.shape is not None
+        }
+
+    def step(self, tokens: Sequence[int] | npt.NDArray[np.int64]) -> Array:
+        """Logits of the next tokens, [n, V]."""
+        positions = np.arange(self.length, self.length + len(tokens))
+        feeds = {"tokens": np.array(tokens, np.int64)[None], "positions": positions[None], **self.past}
+        outputs = self._oracle(feeds)
+        self.length += len(tokens)
+        logits = outputs.pop("logits")[0]
+        self.past = {name.replace("present", "past"): value for name, value in outputs.items()}
+        return logits
+
+
+def random_tokens(count: int, seed: int, vocab_size: int = 307) -> npt.NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, vocab_size, count)
+
+
+def relative_error(actual: Array, expected: Array) -> float:
+    """1 - 2<x, y> / (<x, x> + <y, y>): 0 if they are equal, 1 if they have nothing in common; one wrong row shows."""
+    x, y = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return float(1 - 2 * (x * y).sum() / ((x * x).sum() + (y * y).sum()))

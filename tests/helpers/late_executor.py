@@ -1,0 +1,42 @@
+"""The CPU's executor as a GPU's would be: a step may begin before the tokens of the one before are known."""
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.sampling import Entries, Fields
+from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.token_mask import Mask
+from tests.helpers.sampling_reference import with_newest
+
+
+class LateExecutor(CpuExecutor):
+    steps_ahead = 1
+
+    def __init__(self, engine: Engine, config: RuntimeConfig | None = None) -> None:
+        super().__init__(engine, config)
+        self._drawn = self._newest = np.zeros(0, np.int32)  # by the step before; behind which this one draws
+        self.num_late = 0  # tokens that were not known when their step was planned
+
+    def run(self, plan: StepPlan) -> NDArray[np.float32]:
+        tokens = plan.inputs["tokens"].copy()
+        late = tokens < 0
+        tokens[late] = self._drawn[-1 - tokens[late]]
+        self.num_late += int(late.sum())
+        self._newest = tokens[plan.inputs["logit_rows"]]
+        return super().run(msgspec.structs.replace(plan, inputs=plan.inputs | {"tokens": tokens}))
+
+    @property
+    def draw(self):  # type: ignore[no-untyped-def, override]
+        return self._draw
+
+    def _draw(
+        self, logits: NDArray[np.float32], rows: Entries, history: Entries, biases: Entries, allowed: Mask | None
+    ) -> list[Fields]:
+        rows, history = with_newest(rows, history, self._newest.tolist())
+        fields = super().draw(logits, rows, history, biases, allowed)
+        self._drawn = np.array([token for token, *_ in fields], np.int32)
+        return list(fields)

@@ -1,0 +1,155 @@
+"""Sequences with queries, keys and values, and their KV laid out in pools as csrc/cpu/kernel.h says."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from enginewright import _cpu
+
+BLOCK_SIZE = 32
+PLANES = ("key", "value")
+SPLIT = 256
+
+
+@dataclass(frozen=True)
+class Heads:
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def head_dim_pad(self) -> int:
+        return -(-self.head_dim // 32) * 32
+
+
+@dataclass(frozen=True)
+class Text:
+    """What attention sees of a sequence; bf16. q: [length, heads, head_dim], k, v: [length, kv_heads, head_dim]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A sequence's tokens start … end - 1 in one step; those before are in the pools."""
+
+    text: Text
+    start: int
+    end: int
+
+
+def random_text(heads: Heads, length: int, seed: int, spread: float = 2.0) -> Text:
+    """Scores have a deviation of about `spread` under the scale head_dim ** -0.5."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(count: int, factor: float) -> torch.Tensor:
+        return (torch.randn(length, count, heads.head_dim, generator=generator) * factor).bfloat16()
+
+    return Text(normal(heads.heads, spread), normal(heads.kv_heads, 1), normal(heads.kv_heads, 1))
+
+
+def bits(values: torch.Tensor) -> NDArray[np.generic]:
+    """Of bf16 (or what is rounded to it) or FP8; int8 as it is."""
+    if values.dtype == torch.int8:
+        return values.numpy()
+    if values.dtype == torch.float8_e4m3fn:
+        return values.view(torch.uint8).numpy()
+    return values.bfloat16().contiguous().view(torch.uint16).numpy()
+
+
+def codes_of(rows: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as int8 or FP8, and their scales [..., 1] in fp32."""
+    rows, most = rows.float(), {"i8": 127, "e4m3": 448}[dtype]
+    largest = rows.abs().amax(-1, keepdim=True)
+    factor = torch.full_like(largest, most) / largest  # most / largest would be most * (1 / largest), rounded twice
+    numbers = (rows * factor).nan_to_num(0)
+    codes = numbers.round().to(torch.int8) if dtype == "i8" else numbers.to(torch.float8_e4m3fn)
+    return codes, largest / most
+
+
+def stored(rows: torch.Tensor, dtype: str) -> torch.Tensor:
+    """What rows of bf16 are worth to attention, float64: themselves, or their codes with a scale."""
+    if dtype == "bf16":
+        return rows.double()
+    codes, scale = codes_of(rows, dtype)
+    return codes.double() * scale.double()
+
+
+def kv_blocks(layers: int, num_blocks: int, kv_heads: int, head_dim: int, dtype: str = "bf16") -> _cpu.CacheBlocks:
+    planes = [(name, kv_heads, head_dim, dtype) for name in PLANES]
+    return _cpu.CacheBlocks(layers, num_blocks, BLOCK_SIZE, planes)
+
+
+def kv_operands(blocks: _cpu.CacheBlocks, layer: int) -> dict[str, _cpu.OperandSpec]:
+    return {name: _cpu.OperandSpec.cache(blocks, layer, name) for name in PLANES}
+
+
+class PoolViews:
+    """K and V of one layer, as arrays that share the pools' memory: bits of bf16 or FP8, or int8 codes; and scales.
+
+    keys: [blocks, kv_heads, groups, dims / N, 16 tokens, N]; values: [blocks, kv_heads, tokens / N, dims, N]; N is 2 of
+    bf16 and 4 of codes. key_scales, value_scales: float32 [blocks, kv_heads, tokens], empty with bf16.
+    """
+
+    def __init__(self, heads: Heads, pools: _cpu.CacheBlocks, layer: int) -> None:
+        self.heads, count, width = heads, heads.kv_heads, heads.head_dim_pad
+        keys, values = (pools.plane(layer, name) for name in PLANES)
+        self.dtype, size = {"int8": "i8", "uint8": "e4m3", "uint16": "bf16"}[keys.dtype.name], BLOCK_SIZE * width
+        self.depth = 2 if self.dtype == "bf16" else 4
+        self.keys = keys[..., :size].reshape(-1, count, BLOCK_SIZE // 16, width // self.depth, 16, self.depth)
+        self.values = values[..., :size].reshape(-1, count, BLOCK_SIZE // self.depth, width, self.depth)
+        self.key_scales, self.value_scales = (pool[..., size:].view(np.float32) for pool in (keys, values))
+
+    def write(self, slots: NDArray[np.integer], k: torch.Tensor, v: torch.Tensor) -> None:
+        """k, v: [tokens, kv_heads, head_dim]. Dims that pad a head become zeros."""
+        missing = self.heads.head_dim_pad - self.heads.head_dim
+        k, v = (torch.nn.functional.pad(x, (0, missing)) for x in (k, v))
+        block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        if self.dtype != "bf16":
+            (k, k_scale), (v, v_scale) = codes_of(k, self.dtype), codes_of(v, self.dtype)
+            self.key_scales[block, :, at], self.value_scales[block, :, at] = k_scale[..., 0], v_scale[..., 0]
+        key, value = (bits(x) for x in (k, v))
+        self.keys[block, :, at // 16, :, at % 16] = key.reshape(len(slots), self.heads.kv_heads, -1, self.depth)
+        self.values[block, :, at // self.depth, :, at % self.depth] = value
+
+    def poison(self, random: np.random.Generator) -> None:
+        """Large numbers in every slot, NaN in block 0; of either sign."""
+        for pool, scales in ((self.keys, self.key_scales), (self.values, self.value_scales)):
+            if self.dtype != "bf16":
+                codes = range(-127, 128) if self.dtype == "i8" else [*range(127), *range(128, 255)]
+                pool[:] = random.choice(codes, pool.shape)
+                scales[:] = random.choice([1.0, 3e30], scales.shape)
+                scales[0] = np.nan
+            else:
+                pool[:] = bits(torch.from_numpy(random.choice([1.0, -1.0, 3e30, -3e30], pool.shape)))
+                pool[0] = 0x7FC0  # NaN
+
+
+class PagedKv:
+    """The pools and block tables of some chunks: each has its own blocks, in no order.
+
+    Slots behind a chunk's end hold large numbers, and so do blocks that nobody has. Entries of a block table that
+    must not be read lead to a block of NaN.
+    """
+
+    def __init__(self, heads: Heads, chunks: Sequence[Chunk], window: int, dtype: str) -> None:
+        counts = [-(-chunk.end // BLOCK_SIZE) for chunk in chunks]
+        self.kv_blocks = max(counts)
+        self.pools = kv_blocks(1, sum(counts) + 3, heads.kv_heads, heads.head_dim, dtype)
+        views = PoolViews(heads, self.pools, 0)
+        random = np.random.default_rng(0)
+        views.poison(random)
+        free = iter(random.permutation(sum(counts)) + 1)
+        self.block_table = np.zeros((len(chunks), self.kv_blocks), np.int32)
+        for row, chunk in zip(self.block_table, chunks, strict=True):
+            oldest = max(0, chunk.start - window + 1) if window else 0
+            for block in range(oldest // BLOCK_SIZE, -(-chunk.end // BLOCK_SIZE)):
+                row[block] = next(free)
+            positions = np.arange(oldest, chunk.end)
+            slots = row[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+            views.write(slots, chunk.text.k[oldest : chunk.end], chunk.text.v[oldest : chunk.end])

@@ -1,0 +1,262 @@
+"""Nodes of every op of ours, with values for their inputs."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from enginewright.plugins import DOMAIN, PLUGINS, Plugin
+from enginewright.plugins.kv_write import pool_dtype
+from enginewright.plugins.plugin import CODES
+from tests.helpers.onnx_run import Array
+
+FLOAT, BFLOAT16, FP8 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.FLOAT8E4M3FN
+INT8, INT32, INT64, UINT8 = ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8
+Operand = tuple[ir.DataType, tuple[int | str, ...]]
+# What symbolic dimensions are when a graph is run. A block has 4 slots.
+SIZES = {"T": 5, "P": 3, "tokens": 7, "slots": 24, "sequences": 2, "sequences + 1": 3, "kv_blocks": 2}
+SIZES |= {"P + T": 8}
+ONE = {**SIZES, "T": 1, "P": 0, "tokens": 1, "sequences": 1, "sequences + 1": 2, "P + T": 1}
+INDICES: Mapping[str, Sequence[int]] = {  # values that must be in range, or fit each other
+    "slots": [23, 4, 9, 0, 17, 5, 12],
+    "query_start": [0, 3, 7],
+    "kv_len": [5, 8],
+    "block_table": [4, 1, 5, 2],
+    "columns": [10, 0, 3, 3, 7, 1, 9, 2, 8, 5, 4],
+}
+INDICES_OF_ONE: Mapping[str, Sequence[int]] = {**INDICES, "query_start": [0, 1], "kv_len": [1]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A node: its operands by the names of the schema (absent ones left out), and its attributes."""
+
+    op: str
+    operands: Mapping[str, Operand]
+    attributes: Mapping[str, int | float | str] = field(default_factory=dict)
+
+    @property
+    def plugin(self) -> Plugin:
+        return PLUGINS[self.op]
+
+    def inputs(self) -> list[ir.Value | None]:
+        given = [
+            ir.Value(name=name, type=ir.TensorType(found[0]), shape=ir.Shape(found[1])) if found else None
+            for name, found in ((name, self.operands.get(name)) for name in (n.rstrip("?") for n in self.plugin.inputs))
+        ]
+        while given[-1] is None:
+            given.pop()
+        return given
+
+    def node(self) -> ir.Node:
+        node = self.plugin.node(self.inputs(), **self.attributes)
+        node.name = "it"
+        for index, output in enumerate(node.outputs):
+            output.name = f"out.{index}"
+        return node
+
+
+def _norm(to: ir.DataType) -> dict[str, int | float | str]:
+    return {"epsilon": 1e-6, "to": int(to), "group": 0}
+
+
+def _gemms() -> list[Case]:
+    cases = []
+    for op, x, dtype in (
+        ("GemmBf16", BFLOAT16, BFLOAT16),
+        ("GemmW8A16", BFLOAT16, INT8),
+        ("GemmFp8A16", BFLOAT16, FP8),
+    ):
+        scale = {} if dtype == BFLOAT16 else {"scale": (FLOAT, (22,))}
+        for epilogue in ("none", "swiglu", "geglu"):
+            for to in (FLOAT, BFLOAT16):
+                for bias in ({}, {"bias": (FLOAT, (22,))}):
+                    for rows in (("tokens",), (1, "T")):
+                        operands = {"x": (x, (*rows, 13)), "weight": (dtype, (22, 13)), **scale, **bias}
+                        group = {"group": 0} if dtype == FP8 else {}
+                        cases.append(Case(op, operands, {"epilogue": epilogue, "to": int(to), **group}))
+    for epilogue, bias in (("none", {}), ("swiglu", {"bias": (FLOAT, (22,))})):  # runs of 32 columns, and a shorter one
+        operands = {"x": (BFLOAT16, ("tokens", 77)), "weight": (FP8, (22, 77)), "scale": (FLOAT, (22, 3)), **bias}
+        cases.append(Case("GemmFp8A16", operands, {"epilogue": epilogue, "to": int(FLOAT), "group": 32}))
+    return cases
+
+
+def _gemms_in_runs() -> list[Case]:
+    """Runs of 32 columns and a shorter one, or one of all."""
+    cases = []
+    for rows, epilogue, to, (group, runs) in itertools.product(
+        (("tokens",), (1, "T")), ("none", "swiglu"), (FLOAT, BFLOAT16), ((0, 1), (32, 3))
+    ):
+        attributes = {"epilogue": epilogue, "to": int(to), "group": group}
+        x: dict[str, Operand] = {"x": (INT8, (*rows, 77)), "x_scale": (FLOAT, (*rows, runs))}
+        for bias in ({}, {"bias": (FLOAT, (22,))}):
+            eight: dict[str, Operand] = {"weight": (INT8, (22, 77)), "scale": (FLOAT, (22,))}
+            cases.append(Case("GemmW8A8", {**x, **eight, **bias}, attributes))
+            of_weight: dict[str, Operand] = {
+                "weight": (FP8, (22, 77)),
+                "scale": (FLOAT, (22, runs) if group else (22,)),
+            }
+            cases.append(Case("GemmFp8A8", {**x, "x": (FP8, (*rows, 77)), **of_weight, **bias}, attributes))
+            four: dict[str, Operand] = {"weight": (UINT8, (22, 77)), "scale": (BFLOAT16, (22, runs))}
+            zeros: dict[str, Operand] = {"zero": (INT8, (22, runs))} if bias else {}
+            cases.append(Case("GemmW4A8", {**x, **four, **zeros, **bias}, attributes))
+            cases.append(Case("GemmMxfp4A8", {**x, **four, **bias}, attributes))
+            rounded: dict[str, Operand] = {"x": (BFLOAT16, (*rows, 77))}
+            cases.append(Case("GemmW4A16", {**rounded, **four, **zeros, **bias}, attributes))
+            cases.append(Case("GemmMxfp4A16", {**rounded, **four, **bias}, attributes))
+    return cases
+
+
+HEADS = {"heads": 6, "kv_heads": 3, "head_dim": 10}
+SEEN = {**HEADS, "scale": 0.3, "block_size": 4}
+STORED = (BFLOAT16, INT8, FP8)
+
+
+def _pools(stored: ir.DataType) -> dict[str, Operand]:
+    return dict.fromkeys(("key_pool", "value_pool"), (pool_dtype(stored), ("slots", 3, 10)))
+
+
+ROWS: Operand = (FLOAT, ("tokens", 11))
+NEW: dict[str, Operand] = {"k": (FLOAT, ("tokens", 30)), "v": (FLOAT, ("tokens", 30))}
+SLOTS: dict[str, Operand] = {"slots": (INT32, ("tokens",))}
+PAGED: dict[str, Operand] = {
+    "q": (BFLOAT16, ("tokens", 60)),
+    "query_start": (INT32, ("sequences + 1",)),
+    "kv_len": (INT32, ("sequences",)),
+    "block_table": (INT32, ("sequences", "kv_blocks")),
+}
+PAST: dict[str, Operand] = {
+    "q": (FLOAT, (1, "T", 60)),
+    "k": (FLOAT, (1, "T", 30)),
+    "v": (FLOAT, (1, "T", 30)),
+    "past_key": (FLOAT, (1, 3, "P", 10)),
+    "past_value": (FLOAT, (1, 3, "P", 10)),
+}
+
+
+def _tables(rotary: int) -> dict[str, Operand]:
+    return {"cos": (FLOAT, ("tokens", rotary // 2)), "sin": (FLOAT, ("tokens", rotary // 2))}
+
+
+CASES: list[Case] = [
+    *(
+        Case(op, dict.fromkeys(operands, (FLOAT, (*rows, 11))) | {"weight": (FLOAT, (11,))}, _norm(to))
+        for op, operands in (("RmsNorm", ["x"]), ("AddRmsNorm", ["x", "delta"]))
+        for rows in (("tokens",), (1, "T"), ("tokens", 3))
+        for to in (FLOAT, BFLOAT16, *CODES)
+    ),
+    *(
+        Case("QuantizeRows", {"x": (dtype, rows)}, {"to": int(to), "group": group})
+        for to in CODES
+        for dtype in (FLOAT, BFLOAT16)
+        for rows in (("tokens", 11), (1, "T", 11), ("tokens", 77))
+        for group in (0, 32)
+    ),
+    *(
+        Case("EmbedBf16", {"tokens": (dtype, rows), "table": (BFLOAT16, (31, 9))}, {"scale": 2.5})
+        for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
+    ),
+    *(
+        Case(
+            "EmbedW8",
+            {"tokens": (dtype, rows), "table": (INT8, (31, 9)), "table_scale": (FLOAT, (31,))},
+            {"scale": 2.5},
+        )
+        for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
+    ),
+    *_gemms(),
+    *_gemms_in_runs(),
+    *(
+        Case("RopeTable", {"positions": (dtype, rows), "inv_freq": (FLOAT, (7,))}, {"scale": 1.5})
+        for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
+    ),
+    *(Case("Rope", {"x": (FLOAT, ("tokens", 30)), **_tables(rotary)}, {"heads": 3}) for rotary in (10, 6)),
+    *(
+        Case("KvWrite", {**NEW, **_pools(stored), **SLOTS}, {"kv_heads": 3, "head_dim": 10, "stored": int(stored)})
+        for stored in STORED
+    ),
+    *(
+        Case(
+            "RopeKvWrite",
+            {"q": (FLOAT, ("tokens", 60)), **NEW, **_tables(rotary), **_pools(stored), **SLOTS},
+            {**HEADS, "stored": int(stored)},
+        )
+        for rotary, stored in ((10, BFLOAT16), *((6, stored) for stored in STORED))
+    ),
+    *(
+        Case(
+            "PagedAttention",
+            {**PAGED, **_pools(stored)},
+            {
+                **SEEN,
+                "window": window,
+                "softcap": softcap,
+                "stored": int(stored),
+                "queries": int(INT8 if stored == INT8 else BFLOAT16),
+                "to": int(to),
+            },
+        )
+        for window, softcap, to in ((0, 0.0, FLOAT), (3, 0.0, BFLOAT16), (0, 2.0, FLOAT), (1, 2.0, BFLOAT16))
+        for stored in STORED
+    ),
+    *(
+        Case(
+            "CausalWindow",
+            PAST,
+            {"q_num_heads": 6, "kv_num_heads": 3, "scale": 0.3, "softcap": softcap, "window": window},
+        )
+        for window, softcap in ((3, 0.0), (1, 2.0))
+    ),
+    *(
+        Case("GatherColumns", {"x": (FLOAT, (*rows, 11)), "columns": (INT32, (11,))}, {"to": int(to), "group": 0})
+        for rows in (("tokens",), (1, "T"))
+        for to in (FLOAT, BFLOAT16, *CODES)
+    ),
+    *(Case("Softcap", {"x": (FLOAT, rows)}, {"cap": 3.0}) for rows in (("tokens", 11), (1, "T", 11))),
+    # Scales of INT8 that are given.
+    *(
+        Case(
+            "QuantizeRows",
+            {"x": (FLOAT, ("tokens", 77)), "largest": (FLOAT, (runs,))},
+            {"to": int(INT8), "group": group},
+        )
+        for group, runs in ((0, 1), (32, 3))
+    ),
+    *(
+        Case(op, {**dict.fromkeys(operands, ROWS), **vector, "largest": (FLOAT, (1,))}, attributes)
+        for op, operands, vector, attributes in (
+            ("RmsNorm", ["x"], {"weight": (FLOAT, (11,))}, _norm(INT8)),
+            ("AddRmsNorm", ["x", "delta"], {"weight": (FLOAT, (11,))}, _norm(INT8)),
+            ("GatherColumns", ["x"], {"columns": (INT32, (11,))}, {"to": int(INT8), "group": 0}),
+        )
+    ),
+]
+FIRST = {case.op: case for case in reversed(CASES)}
+
+
+def name_of(case: object) -> str:
+    if not isinstance(case, Case):
+        return ""
+    return f"{case.op}-{'-'.join(str(value) for value in case.attributes.values())}"
+
+
+def feed(name: str, operand: Operand, sizes: Mapping[str, int], indices: Mapping[str, Sequence[int]]) -> Array:
+    dtype, dims = operand
+    shape = [dim if isinstance(dim, int) else sizes[dim] for dim in dims]
+    random = np.random.default_rng(len(name))
+    if name in indices:
+        return np.array(indices[name][: int(np.prod(shape))], dtype.numpy()).reshape(shape)
+    if dtype in (INT8, INT32, INT64):
+        return random.integers(0, 31, shape).astype(dtype.numpy())
+    if dtype == UINT8:  # codes of 4 bits
+        return random.integers(0, 16, shape).astype(dtype.numpy())
+    numbers = random.standard_normal(shape)
+    return (np.abs(numbers) + 0.5 if name == "largest" else numbers).astype(dtype.numpy())
+
+
+def model_of(node: ir.Node) -> ir.Model:
+    inputs = [value for value in dict.fromkeys(node.inputs) if value is not None]
+    graph = ir.Graph(inputs, [*node.outputs], nodes=[node], opset_imports={"": 24, DOMAIN: 1})
+    return ir.Model(graph, ir_version=10)

@@ -1,0 +1,342 @@
+"""Drives a scheduler without any executor, and holds each of its steps against what it must be.
+
+In place of keys and values, a slot of the KV pools here holds a number that stands for the tokens up to its position:
+two sequences may share it exactly if they have the same tokens so far, and the same salt. A recurrent state is such a
+number, too, of all tokens that it has seen.
+
+A step is computed, and its tokens are drawn, as soon as it is planned; the scheduler may hear of them a step later.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from enginewright.plan import CacheGroup, PagedCache, Plane, RecurrentState, StateTensor, StepSizes
+from enginewright.runtime.cache.paged import blocks_of
+from enginewright.runtime.dims import SPLIT_TOKENS
+from enginewright.runtime.envelope import Envelope
+from enginewright.runtime.sampling import PromptToken, SampledToken, SamplingParams, SamplingRequest
+from enginewright.runtime.scheduler.scheduler import Scheduler
+from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.step_plan import StepPlan
+
+BLOCK, LONGEST, VOCAB, STOP = 4, 40, 50, 49
+BLANK = -1
+
+
+PLANES = (Plane("key", 1, 8, "bf16", 16), Plane("value", 1, 8, "bf16", 16))
+
+
+def group(window: int, block_size: int = BLOCK, kept_tokens: int = 0) -> PagedCache:
+    return PagedCache((0,), PLANES, block_size, window, kept_tokens)
+
+
+def recurrent(snapshot_tokens: int = 2 * BLOCK) -> RecurrentState:
+    return RecurrentState((0,), (StateTensor("state", (4,), "f32"),), snapshot_tokens)
+
+
+def sequence_of(
+    prompt: Sequence[int],
+    length: int = LONGEST,
+    *,
+    drawing: bool = True,
+    every_logit: bool = False,
+    salt: str = "",
+    sibling_of: TokenSequence | None = None,
+) -> TokenSequence:
+    """A prompt that grows to `length` tokens at most; one that draws none has the length of its prompt."""
+    request = SamplingRequest(SamplingParams(temperature=0), prompt, VOCAB) if drawing else None
+    return TokenSequence(
+        list(prompt),
+        len(prompt),
+        max(length, len(prompt) + 1) if drawing else len(prompt),
+        frozenset({STOP}),
+        request,
+        every_logit,
+        salt,
+        sibling_of,
+    )
+
+
+def cost_at(position: int) -> float:
+    """Of a prompt's token: twice as much at 8 as at 0."""
+    return 1 + position / 8
+
+
+class Watch:
+    """poisoned: sequences whose logits are NaN, from the first on; nobody may see what they have written.
+
+    draw: of a sequence with these tokens. ahead: steps that may be planned and not committed when another is planned.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        limits: StepSizes,
+        num_blocks: Sequence[int],
+        *,
+        prefix_caching: bool = False,
+        chunk: int | None = None,
+        ahead: int = 0,
+    ) -> None:
+        self.draw: Callable[[Sequence[int]], int] = lambda _: 3
+        self.ahead = ahead
+        self.under_way: deque[tuple[StepPlan, list[list[SampledToken]], list[int]]] = deque()
+        self.tokens: dict[TokenSequence, list[int]] = {}  # all that were drawn, and the prompt before them
+        self.groups, self.limits, self.num_blocks = tuple(groups), limits, tuple(num_blocks)
+        self.chunk = chunk
+        envelope = Envelope(LONGEST, limits, self.num_blocks, 0, 0)
+        self.scheduler = Scheduler(groups, envelope, prefix_caching=prefix_caching, chunk=chunk, cost=cost_at)
+        self.pools = [
+            np.full(count * (kv.block_size if isinstance(kv, PagedCache) else 1), BLANK)
+            for count, kv in zip(num_blocks, groups, strict=True)
+        ]
+        self.alive: dict[TokenSequence, int] = {}  # and the step by which each must have ended
+        self.poisoned: set[TokenSequence] = set()
+        self.contents: dict[TokenSequence, list[int]] = {}
+        self.rows: dict[TokenSequence, set[int]] = {}  # positions that have given logits
+        self.scored: dict[TokenSequence, set[int]] = {}  # positions of prompts whose tokens have been scored
+        self.num_steps = self.num_computed = self.num_shared = self.num_wasted = 0
+        self.num_guessed = self.num_right = 0
+
+    def add(self, sequence: TokenSequence) -> None:
+        bound = sum(one.max_tokens for one in self.alive) + sequence.max_tokens
+        self.alive[sequence] = self.num_steps + (1 + self.ahead) * bound
+        self.tokens[sequence] = list(sequence.token_ids)
+        self.scheduler.add(sequence)
+
+    def finish(self, sequence: TokenSequence) -> None:
+        self.scheduler.finish(sequence, "abort")
+        self.alive.pop(sequence, None)
+
+    def step(self) -> StepPlan | None:
+        """Plan one, and commit the one that is due."""
+        plan = self.schedule()
+        if plan is None or len(self.under_way) > self.ahead:
+            self.commit()
+        return plan
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, checked, and computed."""
+        oldest = next(iter(self.alive), None)
+        if oldest is not None and (oldest.last_token_is_in_flight or oldest.num_computed_tokens == oldest.num_tokens):
+            oldest = None  # it ends with the step before
+        if oldest is not None and oldest.guesses and oldest.num_in_flight_tokens:
+            oldest = None  # it waits for that step
+        plan = self.scheduler.schedule()
+        if plan is None:
+            assert oldest is None and (self.under_way or not self.alive), "a sequence was left behind"
+            return None
+        self.num_steps += 1
+        self.num_computed += plan.sizes.tokens
+        late = [sequence for sequence, bound in self.alive.items() if self.num_steps > bound]
+        assert not late, "a sequence was starved"
+        parts = {part.sequence for part in plan.parts}
+        assert parts and (oldest is None or oldest in parts), "the oldest stands still"
+        if self.chunk is not None and plan.num_decodes:
+            prompts = [part for part in plan.parts[plan.num_decodes :] if not part.sequence.guesses]
+            cost = sum(part.num_tokens * cost_at(part.first) for part in prompts)
+            assert cost <= self.chunk or sum(part.num_tokens for part in prompts) == 1
+        self._check_tokens(plan)
+        for index in range(len(self.groups)):
+            self._check_blocks(plan, index)
+        accepted = [self._sample(sequence) for sequence in plan.sampling]
+        scored = {row for row, _, _ in plan.prompt_rows}
+        sampled_rows = [row for row in range(len(plan.requests)) if row not in scored]
+        sampling = [sequence for sequence in plan.sampling for _ in range(1 + len(sequence.guesses))]
+        assert [plan.requests[row] for row in sampled_rows] == [sequence.request for sequence in sampling]
+        assert list(plan.verifying) == [sequence for sequence in plan.sampling if sequence.guesses]
+        owners = [part.sequence.request for part in plan.parts for _ in range(part.num_logit_rows)]
+        rows = [row for row, owner in zip(plan.inputs["logit_rows"], owners, strict=True) if owner is not None]
+        assert len(rows) == len(plan.requests)
+        for row, sequence, position in plan.prompt_rows:
+            request = plan.requests[row]
+            assert isinstance(request, PromptToken) and request.token == self.tokens[sequence][position]
+            assert plan.inputs["positions"][rows[row]] == position - 1
+            self.scored.setdefault(sequence, set()).add(position)
+        ends = [part.end - len(part.sequence.guesses) for part in plan.parts if part.sequence in plan.sampling]
+        self.under_way.append((plan, accepted, ends))
+        return plan
+
+    def _sample(self, sequence: TokenSequence) -> list[SampledToken]:
+        """A token, and one more for each guess that was right."""
+        failed, tokens, accepted = sequence in self.poisoned, self.tokens[sequence], list[SampledToken]()
+        assert len(tokens) == sequence.num_computed_tokens - len(sequence.guesses)
+        for guess in (*sequence.guesses, None):
+            accepted.append(SampledToken(0 if failed else self.draw(tokens), is_nan=failed))
+            tokens.append(accepted[-1].token)
+            if failed or accepted[-1].token != guess:
+                break
+        self.num_guessed += len(sequence.guesses)
+        self.num_right += len(accepted) - 1
+        return accepted
+
+    def commit(self) -> None:
+        """Of the steps under way, the oldest."""
+        plan, accepted, ends = self.under_way.popleft()
+        for _, sequence, position in plan.prompt_rows:
+            sequence.every_logit = position + 1 < sequence.num_prompt_tokens
+        for sequence in plan.sampling:
+            if sequence in self.scored:
+                assert self.scored[sequence] >= set(range(1, sequence.num_prompt_tokens)), "before its first token"
+        over = {part.sequence: part.sequence.finish_reason for part in plan.parts}
+        self.num_wasted += sum(reason is not None for reason in over.values())
+        ended = self.scheduler.commit(plan, accepted)
+        for sequence, tokens, end in zip(plan.sampling, accepted, ends, strict=True):
+            whole, known = self.tokens[sequence], sequence.token_ids
+            if over[sequence]:
+                assert sequence.finish_reason == over[sequence] and sequence not in ended
+                assert known == whole[: len(known)] and len(known) <= end
+            elif tokens[-1].is_nan:
+                assert known == whole[:end] and sequence.finish_reason == "error" and sequence in ended
+            else:
+                ids = [token.token for token in tokens]
+                if STOP in ids:
+                    del ids[ids.index(STOP) + 1 :]
+                stopped, full = ids[-1] == STOP, len(known) == sequence.max_tokens
+                assert known == whole[: end + len(ids)] and known[-len(ids) :] == ids
+                assert sequence.finish_reason == ("stop" if stopped else "length" if full else None)
+                assert (sequence in ended) == (stopped or full)
+                if sequence in plan.verifying and sequence.is_running:
+                    self._check_taken_back(sequence)
+        for sequence in ended:
+            assert sequence.finish_reason is not None and not sequence.held
+            if sequence.request is None and sequence.finish_reason == "length":
+                positions = range(len(sequence.token_ids))
+                assert self.rows[sequence] == set(positions if sequence.every_logit else positions[-1:])
+            self.alive.pop(sequence, None)
+            self.contents.pop(sequence, None)
+        for index in range(len(self.groups)):
+            self._check_holders(index)
+
+    def all_back(self) -> bool:
+        return self.scheduler.num_free_blocks == self.num_blocks and self.scheduler.num_unfinished == 0
+
+    def content(self, sequence: TokenSequence, length: int) -> list[int]:
+        """What stands for each of the first positions of a sequence, guesses that are being computed included."""
+        tokens, known = self.tokens[sequence], self.contents.setdefault(sequence, [])
+        contents = list(known)
+        for token in (*tokens, *sequence.guesses)[len(known) : length]:
+            before = contents[-1] if contents else (sequence.cache_salt, id(sequence) * (sequence in self.poisoned))
+            contents.append(hash((before, token)) & 0x7FFFFFFF)
+        known += contents[len(known) : len(tokens)]
+        return contents[:length]
+
+    def _check_taken_back(self, sequence: TokenSequence) -> None:
+        computed = len(sequence.token_ids) - 1
+        assert sequence.num_computed_tokens == computed and not sequence.guesses and not sequence.num_in_flight_tokens
+        for kv, table in zip(self.groups, sequence.held, strict=True):
+            assert isinstance(kv, PagedCache)
+            assert len(table.blocks) == -(-computed // kv.block_size), "a block of wrong guesses is still held"
+
+    def _check_tokens(self, plan: StepPlan) -> None:
+        sizes, inputs = plan.sizes, plan.inputs
+        assert sizes.dims == self.limits.dims
+        for name, count, limit in zip(sizes.dims, sizes.counts, self.limits.counts, strict=True):
+            assert 0 <= count <= limit, name
+        assert sizes.tokens == sum(part.num_tokens for part in plan.parts) == len(inputs["tokens"])
+        assert sizes.sequences == len(plan.parts) == len({part.sequence for part in plan.parts})
+        assert all(part.num_tokens > 0 for part in plan.parts)
+        ends = [part.end for part in plan.parts]
+        guesses = [len(part.sequence.guesses) for part in plan.parts]
+        lengths = [  # before it
+            part.sequence.num_tokens - (1 + count) * (part.sequence in plan.sampling)
+            for part, count in zip(plan.parts, guesses, strict=True)
+        ]
+        decoding = [
+            part.first + 1 == length and not count
+            for part, length, count in zip(plan.parts, lengths, guesses, strict=True)
+        ]
+        assert decoding == sorted(decoding, reverse=True), "decodes go first"
+        assert plan.num_decodes == sum(decoding)
+        starts = inputs["query_start"].tolist()
+        assert starts[0] == 0 and np.diff(starts).tolist() == [part.num_tokens for part in plan.parts]
+        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in inputs.values())
+        rows: list[int] = []
+        for part, length, start, end in zip(plan.parts, lengths, starts, starts[1:], strict=False):
+            sequence, first, last = part.sequence, part.first, part.end
+            assert sequence.finish_reason is None and last == sequence.num_computed_tokens
+            assert inputs["positions"][start:end].tolist() == list(range(first, last))
+            tokens = [self._resolved(token, sequence) for token in inputs["tokens"][start:end].tolist()]
+            assert tokens == (self.tokens[sequence] + sequence.guesses)[first:last]
+            wanted = part.num_tokens if sequence.every_logit or sequence.guesses else int(last == length)
+            assert part.num_logit_rows == wanted
+            rows += range(end - wanted, end)
+            self.rows.setdefault(sequence, set()).update(range(last - wanted, last))
+        assert inputs["logit_rows"].tolist() == rows and sizes.logit_rows == len(rows)
+        assert inputs["kv_len"].tolist() == ends
+        if "kv_splits" in sizes.dims:
+            assert sizes["kv_splits"] == -(-max(ends) // SPLIT_TOKENS)
+
+    def _resolved(self, token: int, sequence: TokenSequence) -> int:
+        """An input token, also if the step before has drawn it."""
+        if token >= 0:
+            return token
+        plan, accepted, _ = self.under_way[-1]
+        assert plan.requests[-1 - token] is sequence.request
+        (sampled,) = accepted[plan.sampling.index(sequence)]
+        return sampled.token
+
+    def _check_states(self, plan: StepPlan, index: int) -> None:
+        pool, slots = self.pools[index], plan.inputs[f"state_slots.{index}"].tolist()
+        holders = self._check_holders(index)
+        for source, target in plan.copies[index]:
+            pool[target] = pool[source]
+        pool[plan.new_blocks[index]] = 0
+        assert len(slots) == len(plan.parts) == len(set(slots))
+        for part, slot in zip(plan.parts, slots, strict=True):
+            expected = [0, *self.content(part.sequence, part.end)]
+            assert holders[slot] == {part.sequence}
+            assert pool[slot] == expected[part.first] or part.sequence in self.poisoned, "a state of other tokens"
+            pool[slot] = expected[part.end]
+
+    def _check_blocks(self, plan: StepPlan, index: int) -> None:
+        kv, pool, inputs = self.groups[index], self.pools[index], plan.inputs
+        if not isinstance(kv, PagedCache):
+            return self._check_states(plan, index)
+        holders = self._check_holders(index)
+        for source, target in plan.copies[index]:
+            pool[target * kv.block_size :][: kv.block_size] = pool[source * kv.block_size :][: kv.block_size]
+        for block in plan.new_blocks[index]:
+            pool[block * kv.block_size :][: kv.block_size] = BLANK
+        slots, table = inputs[f"slots.{index}"], inputs[f"block_table.{index}"]
+        assert len(set(slots.tolist())) == len(slots) and slots.min() >= 0 and slots.max() < len(pool)
+        assert table.shape == (len(plan.parts), plan.sizes["kv_blocks"])
+        starts = inputs["query_start"].tolist()
+        for part, start, end in zip(plan.parts, starts, starts[1:], strict=False):
+            sequence, here = part.sequence, slots[start:end]
+            written = set((here // kv.block_size).tolist())
+            assert all(holders[block] == {sequence} for block in written), "a block of others is written into"
+            pool[here] = self.content(sequence, part.end)[part.first :]
+        for row, part in enumerate(plan.parts):
+            first, end = part.first, part.end
+            lowest = max(0, first - kv.window + 1) if kv.window else 0
+            seen = np.array([*range(min(kv.kept_tokens, lowest)), *range(lowest, end)])
+            read = pool[table[row, seen // kv.block_size] * kv.block_size + seen % kv.block_size]
+            expected = self.content(part.sequence, end)
+            right = read.tolist() == [expected[n] for n in seen]
+            assert right or part.sequence in self.poisoned, "what is read is not what was written"
+
+    def _check_holders(self, index: int) -> dict[int, set[TokenSequence]]:
+        """By block: who holds it."""
+        holders: dict[int, set[TokenSequence]] = {}
+        running = [sequence for sequence in self.alive if sequence.is_running]
+        for sequence in running:
+            held = self._places(sequence, index)
+            assert len(held) == len(set(held))
+            for block in held:
+                holders.setdefault(block, set()).add(sequence)
+        self.num_shared += sum(len(owners) > 1 for owners in holders.values())
+        assert len(holders) + self.scheduler.num_free_blocks[index] == self.num_blocks[index], "a block was lost"
+        assert len(running) == self.scheduler.num_running <= self.limits.sequences
+        return holders
+
+    def _places(self, sequence: TokenSequence, index: int) -> list[int]:
+        """Blocks or slots that a sequence holds."""
+        kv, mine = self.groups[index], sequence.held[index]
+        if not isinstance(kv, PagedCache):
+            return [mine.slot, *(snapshot.slot for snapshot in mine.pending)]
+        assert not any(mine.blocks[mine.num_kept : mine.dropped])
+        assert len(mine.held) <= blocks_of(kv, sequence.max_tokens, self.limits.tokens)
+        return list(mine.held)

@@ -1,0 +1,266 @@
+"""A real server of a tiny engine, in a thread of its own, and a plain client for it."""
+
+import asyncio
+import atexit
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from http.client import HTTPConnection
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.builder.checkpoint.base import TokenizerFiles
+from enginewright.runtime.async_llm import AsyncLLM
+from enginewright.runtime.server.config import ServerConfig
+from enginewright.runtime.server.serve import Shutdown, bind, host
+from enginewright.runtime.server.service import Service
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+
+LENGTH = 4096
+NAN_TOKEN = 300
+LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 64 << 20, "threads": 1}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+# Chat templates of tiny_engine, by its kind.
+TEMPLATES = {
+    "fails at one message": "{{ messages[1].content + 'x' }}",
+    "thinks": "{{ messages | map(attribute='reasoning_content') | select | join }}{{ messages[0].content }}"
+    "{% if add_generation_prompt %}{{ '' if enable_thinking | default(true) else 'no thinking' }}{% endif %}",
+}
+
+
+@dataclass
+class OtherTemplate(MemoryCheckpoint):
+    kind: str = ""
+
+    @property
+    def tokenizer(self) -> TokenizerFiles:
+        return replace(super().tokenizer, chat_template=TEMPLATES[self.kind])
+
+
+@cache
+def tiny_engine(kind: str = "") -> Path:
+    """A llama whose answers are noise, and greedy unless asked otherwise.
+
+    Args:
+        kind: "NaN": everything with NAN_TOKEN is NaN. Others are of TEMPLATES.
+    """
+    config = tiny_config("llama", tie_word_embeddings=False, max_position_embeddings=LENGTH)
+    checkpoint = MemoryCheckpoint(config, MemoryCheckpoint.of(tiny_model(config), config).stored)
+    if kind in TEMPLATES:
+        checkpoint = OtherTemplate(config, checkpoint.stored, kind=kind)
+    if kind == "NaN":
+        table = checkpoint.stored["model.embed_tokens.weight"].clone()
+        table[NAN_TOKEN] = float("nan")
+        checkpoint = replace(checkpoint, stored={**checkpoint.stored, "model.embed_tokens.weight": table})
+    folder = Path(mkdtemp(prefix="enginewright-serving-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    build_engine(checkpoint, BuildConfig(gate=None), folder / "tiny.engine")
+    return folder / "tiny.engine"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """headers: names in lower case. body: as it came."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """What every error must have."""
+        error = self.json["error"]
+        assert set(self.json) == {"error"} and set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
+        assert all(isinstance(error[name], str | None) for name in ("param", "code"))
+        assert "Traceback" not in error["message"] and " at 0x" not in error["message"]
+        return error  # type: ignore[no-any-return]
+
+    @property
+    def events(self) -> list[Any]:
+        """Of a stream; the last one is "[DONE]" if it ended well."""
+        assert self.headers["content-type"].startswith("text/event-stream")
+        *lines, rest = self.body.decode().split("\n\n")
+        assert rest == "" and all(line.startswith("data: ") and "\n" not in line for line in lines)
+        return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
+
+
+class Running:
+    """llm, service: belong to the server's thread; `call` goes there."""
+
+    def __init__(self, engine: Path, config: ServerConfig, limits: Mapping[str, Any]) -> None:
+        self._engine, self._config, self._limits = engine, config, {**LIMITS, **limits}
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="server")
+
+    async def _main(self) -> None:
+        self.llm = AsyncLLM(self._engine, **self._limits)
+        self._loop = asyncio.get_running_loop()
+        try:
+            self.service, self.shutdown = Service(self.llm, self._config), Shutdown()
+            with bind(self._config.host, 0) as listener:
+                self.port = listener.getsockname()[1]
+                await host(self.service, listener, self.shutdown, self._ready.set)
+        finally:
+            await self.llm.close()
+
+    def __enter__(self) -> "Running":
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.is_alive():
+            self.end()
+            self.end()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def end(self) -> None:
+        """As a signal does."""
+        self._loop.call_soon_threadsafe(self.shutdown.request)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        async def there() -> Any:
+            return function(*arguments)
+
+        return asyncio.run_coroutine_threadsafe(there(), self._loop).result(30)
+
+    def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] = {}) -> Answer:
+        """body: bytes as they are, or anything that JSON takes."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            connection.request(method, path, data, {"Content-Type": "application/json", **headers})
+            response = connection.getresponse()
+            named = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, named, response.read())
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any, headers: Mapping[str, str] = {}) -> Answer:
+        return self.ask("POST", path, body, headers)
+
+    def complete(self, prompt: Any, **options: Any) -> Any:
+        """A completion that must work."""
+        answer = self.post(COMPLETIONS, {"prompt": prompt, "ignore_eos": True, **options})
+        assert answer.status == 200, answer.body
+        return answer.json if not options.get("stream") else answer.events
+
+    def chat(self, messages: Any = HELLO, **options: Any) -> Any:
+        """A chat that must work."""
+        answer = self.post(CHAT, {"messages": messages, "max_tokens": 8, "ignore_eos": True, **options})
+        assert answer.status == 200, answer.body
+        return answer.json if not options.get("stream") else answer.events
+
+    @contextmanager
+    def connect(self) -> Iterator[socket.socket]:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
+            yield connection
+
+    def send(self, connection: socket.socket, path: str, body: Any) -> None:
+        """A request by hand, whose answer nobody waits for."""
+        data = json.dumps(body).encode()
+        connection.sendall(
+            head_of(f"POST {path}", "Content-Type: application/json", f"Content-Length: {len(data)}") + data
+        )
+
+    def is_idle(self) -> bool:
+        """Nothing runs, nothing waits, and every block is free."""
+        stats, queue = self.llm.stats(), self.service.admission
+        counts = [stats.num_running, stats.num_waiting, len(self.service.live)]
+        counts += [queue.num_answers, queue.num_tokens, queue.logprob_bytes]
+        return not any(counts) and stats.kv_usage == 0.0
+
+
+@contextmanager
+def running(*, engine: Path | None = None, limits: Mapping[str, Any] = {}, **config: Any) -> Iterator[Running]:
+    """A server; what it held must be free again when it is left.
+
+    Args:
+        config: fields of ServerConfig.
+    """
+    with Running(engine or tiny_engine(), ServerConfig(**config), limits) as server:
+        yield server
+        if server._thread.is_alive() and server.llm.is_alive:
+            wait_until(server.is_idle)
+
+
+def head_of(request: str, *headers: str) -> bytes:
+    """The head of a request by hand: its method and path, and headers beside Host."""
+    return "\r\n".join([f"{request} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it does not come true"
+        time.sleep(0.005)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the other side closes."""
+    data = b""
+    try:
+        while piece := connection.recv(1 << 16):
+            data += piece
+    except ConnectionResetError:
+        pass  # it closed while we were still writing
+    return data
+
+
+PROGRAM = """
+import json, sys
+from enginewright.errors import EngineError
+from enginewright.runtime.server import ServerConfig, serve
+try:
+    serve(sys.argv[1], ServerConfig(**json.loads(sys.argv[2])), threads=1, max_num_seqs=2)
+except EngineError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+@contextmanager
+def process(before: str = "", **config: Any) -> Iterator[subprocess.Popen[str]]:
+    """A server in a process of its own.
+
+    Args:
+        before: code that it runs first.
+        config: fields of ServerConfig.
+    """
+    command = [sys.executable, "-c", before + PROGRAM, str(tiny_engine()), json.dumps({"port": 0, **config})]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as opened:
+        try:
+            yield opened
+        finally:
+            opened.kill()
+
+
+def port_of(opened: subprocess.Popen[str]) -> int:
+    """Of a server that has just been started; waits until it takes connections."""
+    assert opened.stderr is not None
+    line = opened.stderr.readline()
+    found = re.fullmatch(
+        r"serving tiny at http://127\.0\.0\.1:(\d+)/v1 \(2 completions at a time, .*4096 positions\)\n", line
+    )
+    assert found, line
+    return int(found[1])

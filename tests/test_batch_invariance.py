@@ -1,0 +1,100 @@
+"""A sequence's logits are the same bits alone, in any batch, and however its prompt is cut."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from enginewright import _cpu
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.score import score
+from tests.conftest import SMOLLM2
+from tests.helpers.engines import built
+from tests.helpers.graphs import QUANTS
+from tests.helpers.logit_hashes import REAL, build_real, hash_of, recorded, weights_hash
+from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_config, tiny_model
+
+LENGTHS = [1, 2, 17, 31, 32, 33, 64, 65, 100, 255, 256, 257, 300, 5, 290, 280, *[7 * n % 61 + 1 for n in range(16)]]
+CUTS = (1, 7, 64, 255, 512)
+
+
+def texts_of(vocab_size: int) -> list[list[int]]:
+    random = np.random.default_rng(3)
+    return [random.integers(0, vocab_size, length).tolist() for length in LENGTHS]
+
+
+def logits_of(engine: Engine, isa: str, cut: int = 512, together: bool = False) -> list[NDArray[np.float32]]:
+    """Logits behind each text.
+
+    Args:
+        cut: tokens a step, at most.
+        together: all texts are one batch; otherwise each is alone.
+    """
+    texts = texts_of(engine.plan.vocab_size)
+    sequences = 32 if together else 1
+    config = RuntimeConfig(isa=isa, threads=2, max_num_batched_tokens=cut, max_num_seqs=sequences, max_model_len=320)
+    executor = CpuExecutor(engine, config)
+    batches = [texts] if together else [[text] for text in texts]
+    return [row for batch in batches for row in score(executor, batch, last_only=True)]
+
+
+def check(name: str, path: Path, isa: str, cuts: Sequence[int] = CUTS) -> bool:
+    """An engine's logits, in batches and cut in any way: as when each text is alone, and as they were recorded.
+
+    Returns:
+        Whether something was recorded for these weights on this instruction set (tests/helpers/logit_hashes.py).
+    """
+    with Engine.open(path) as engine:
+        alone = logits_of(engine, isa)
+        for cut in cuts:
+            together = logits_of(engine, isa, cut, together=True)
+            for length, expected, actual in zip(LENGTHS, alone, together, strict=True):
+                assert np.array_equal(expected, actual), f"{length} tokens, cut at {cut}, {isa}"
+        weights = weights_hash(engine)
+    before = recorded(name, weights, isa)
+    assert before in (None, hash_of(alone)), f"the logits of {name} on {isa} are not what they were"
+    return before is not None
+
+
+def tiny_engine(name: str, folder: Path) -> Path:
+    family, config = TINY[name]
+    path, of_model = folder / f"{name.replace('/', '-')}.engine", tiny_config(family)
+    build_engine(MemoryCheckpoint.of(tiny_model(of_model), of_model), config, path)
+    return path
+
+
+TINY = {
+    **{
+        f"{family}/{quant.name}": (family, BuildConfig(quant=quant, gate=None))
+        for family in FAMILIES
+        for quant in QUANTS
+    },
+    **{
+        f"{family}/kv-{dtype}": (family, BuildConfig(kv_cache_dtype=dtype, gate=None))
+        for family in ("qwen3", "gemma3_text")
+        for dtype in ("int8", "fp8")
+    },
+}
+
+
+def recorded_engines(folder: Path) -> Iterator[tuple[str, Path]]:
+    """All engines whose logits are recorded, by name."""
+    for name in TINY:
+        yield name, tiny_engine(name, folder)
+    for name in REAL:
+        yield f"smollm2/{name}", build_real(Path(SMOLLM2), name, folder)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_models(name: str, tmp_path: Path) -> None:
+    path = tiny_engine(name, tmp_path)
+    assert {"avx2", "portable"} & {isa for isa in _cpu.isa_names() if check(name, path, isa)}
+
+
+def test_a_real_model(smollm2_gguf: Path) -> None:
+    check("smollm2/bf16", built(smollm2_gguf, "bf16"), _cpu.isa_names()[0], cuts=(7, 255))
