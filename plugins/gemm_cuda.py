@@ -98,7 +98,7 @@ def _partial(format: GemmFormat, tiles: Tiles, call: Call) -> tuple[str, Linear,
     desc = desc_of(call, format)
     splits = max(Split.of(desc, ARCHITECTURES[name], tiles).splits for name in call.architectures)
     rows = splits * tiles.small_tokens[-1] if splits > 1 else 0
-    return "partial", Linear(constant=rows), feature_blocks(desc, tiles) * tiles.feature_warps * 32
+    return "partial", Linear(rows), feature_blocks(desc, tiles) * tiles.feature_warps * 32
 
 
 def _counters(format: GemmFormat, tiles: Tiles, call: Call) -> tuple[str, Linear, int]:

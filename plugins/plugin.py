@@ -31,7 +31,7 @@ class Plugin:
     # and attributes shape what is written.
     reference: Callable[[Writer, ir.Node], Sequence[ir.Value]]
     infer: Callable[[ir.Node], Sequence[TypeAndDims]]  # dtype and dimensions of the outputs
-    # By target. An op that no target runs (it stands in the graph for a while, until a pass replaces it) has none.
+    # By a target's name. An op that no target runs, which a pass replaces after a while, has none.
     kernels: Mapping[str, KernelBinding] = field(default_factory=dict)
     by_rows: bool = False  # a row of the outputs depends on that row of the inputs, on weights, and on nothing else
     cost: Callable[[ir.Node], Cost] | None = None  # of a row of the outputs; None where it is small

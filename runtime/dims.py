@@ -9,8 +9,8 @@ SPLIT_TOKENS = 256  # positions of one partial result of attention
 
 
 def widest_block_table(caches: Sequence[CacheGroup]) -> int:
-    """Tokens of a block of the group whose block tables are the widest."""
-    return min(cache.block_size for cache in caches if isinstance(cache, PagedCache))
+    """Tokens of a block of the group whose block tables are the widest; 1 where no group has block tables."""
+    return min((cache.block_size for cache in caches if isinstance(cache, PagedCache)), default=1)
 
 
 # The dims behind COMMON_DIMS that this release knows: how many positions of the step's longest sequence count as one.

@@ -315,3 +315,46 @@ def test_malformed_operands_are_refused(message: str, change: dict[str, object])
     attributes = {"heads": 9, "kv_heads": 3, "head_dim": 64, "scale": 0.125, "window": 0, "softcap": 0.0, **change}
     with pytest.raises(ValueError, match=message):
         runner.call("paged_attention@1", operands, attributes)  # type: ignore[arg-type]
+
+
+def test_planes_of_different_shapes_are_refused() -> None:
+    """Keys and values are of one form, whichever caches they come from."""
+    inputs = {
+        "query_start": (np.array([0, 1]), SEQUENCE_ENDS, ONE_COLUMN),
+        "kv_len": (np.array([1]), SEQUENCES, ONE_COLUMN),
+        "block_table": (np.zeros((1, 1), np.int32), SEQUENCES, KV_BLOCKS),
+    }
+    attributes = {"heads": 9, "kv_heads": 3, "head_dim": 64, "scale": 0.125, "window": 0, "softcap": 0.0}
+    key = kv_operands(kv_blocks(1, 2, 3, 64), 0)
+    for value in (kv_blocks(1, 3, 3, 64), kv_blocks(2, 2, 3, 64), kv_blocks(1, 2, 3, 64, "i8"), kv_blocks(1, 2, 1, 64)):
+        runner = KernelRunner("portable", kv_blocks=1, kv_splits=1, inputs=inputs)
+        operands = {
+            "q": runner.filled(torch.zeros(1, 576).bfloat16()),
+            **key,
+            "value": kv_operands(value, 0)["value"],
+            **{name: _cpu.OperandSpec.step(name) for name in inputs},
+            "partials": runner.buffer(1, 720, "f32", KV_SPLITS),
+            "out": runner.buffer(1, 576, "f32"),
+        }
+        with pytest.raises(ValueError, match="planes of different shapes"):
+            runner.call("paged_attention@1", operands, dict(attributes))
+
+
+def test_more_splits_than_rows_for_them_are_refused() -> None:
+    """`partials` with rows of another dim, which are too few in this step."""
+    inputs = {
+        "query_start": (np.array([0, 1]), SEQUENCE_ENDS, ONE_COLUMN),
+        "kv_len": (np.array([257]), SEQUENCES, ONE_COLUMN),
+        "block_table": (np.zeros((1, 9), np.int32), SEQUENCES, KV_BLOCKS),
+    }
+    runner = KernelRunner("portable", kv_blocks=9, kv_splits=2, inputs=inputs)
+    operands = {
+        "q": runner.filled(torch.zeros(1, 576).bfloat16()),
+        **kv_operands(kv_blocks(1, 1, 3, 64), 0),
+        **{name: _cpu.OperandSpec.step(name) for name in inputs},
+        "partials": runner.buffer(1, 720, "f32", SEQUENCES),
+        "out": runner.buffer(1, 576, "f32"),
+    }
+    attributes = {"heads": 9, "kv_heads": 3, "head_dim": 64, "scale": 0.125, "window": 0, "softcap": 0.0}
+    with pytest.raises(ValueError, match="more splits than 'partials' has rows"):
+        runner.call("paged_attention@1", operands, dict(attributes))

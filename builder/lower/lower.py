@@ -226,7 +226,7 @@ class _Lowering:
 
     def _call(self, operands: Mapping[str, Operand], attributes: Mapping[str, int | float | str]) -> Call:
         matrices = {role: self._matrix(operand) for role, operand in operands.items()}
-        return Call(matrices, attributes, self.target.architectures, self.batch_invariant)
+        return Call(matrices, attributes, self.target.architectures, self.batch_invariant, self.dims)
 
     def _named(self, launch: Launch, sources: Mapping[str, str]) -> Launch:
         """The same launch by its kernel's name in the code: `rms_norm-`, and a hash of the specialization."""

@@ -40,8 +40,8 @@ class PagedAttention final : public Kernel {
         heads_(integer(attributes, "heads", 1, 1 << 16)),
         kv_heads_(integer(attributes, "kv_heads", 1, 1 << 16)),
         head_dim_(integer(attributes, "head_dim", 1, 1 << 16)),
-        keys_(cache_plane(operands, "key", kv_heads_, head_dim_)),
-        values_(cache_plane(operands, "value", kv_heads_, head_dim_)),
+        keys_(cache_plane(operands, "key")),
+        values_(cache_plane(operands, "value")),
         window_(integer(attributes, "window", 0, int64_t{1} << 31)),
         group_(heads_ / kv_heads_),
         code_bytes_(keys_.code_bytes()),
@@ -53,7 +53,7 @@ class PagedAttention final : public Kernel {
     require(heads_ % kv_heads_ == 0, "'kv_heads' does not divide 'heads'");
     require(head_dim_ % 2 == 0, "attention needs an even 'head_dim'");
     require(number(attributes, "softcap") >= 0, "the attribute 'softcap' must not be negative");
-    require_alike(keys_, values_);
+    require_planes(keys_, values_, kv_heads_, head_dim_);
     require(number(attributes, "scale") > 0, "the attribute 'scale' must be positive");
     require(keys_.block_size % kStepPositions == 0 && kSplitPositions % keys_.block_size == 0,
             "KV blocks must hold 32, 64, 128 or 256 positions");

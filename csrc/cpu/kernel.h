@@ -85,10 +85,9 @@ struct CachePlane {
   int64_t tile_bytes, block_stride;  // bytes
 
   bool scaled() const { return dtype != DType::bf16; }
-  int64_t code_bytes() const {
-    return block_size * dim_pad * (scaled() ? 1 : 2);
-  }                                                                        // of a tile, without scales
-  int64_t token_bytes() const { return heads * tile_bytes / block_size; }  // in all heads
+  // Of a tile, without scales; and of a token in all heads.
+  int64_t code_bytes() const { return block_size * dim_pad * (scaled() ? 1 : 2); }
+  int64_t token_bytes() const { return heads * tile_bytes / block_size; }
 };
 
 // A matrix with a fixed address. A row starts every `stride` elements; in arena buffers the stride is a

@@ -49,17 +49,18 @@ const Operand& step_input(const Operands& operands, const std::string& name) {
   return m;
 }
 
-const CachePlane& cache_plane(const Operands& operands, const std::string& name, int64_t heads, int64_t dim) {
+const CachePlane& cache_plane(const Operands& operands, const std::string& name) {
   const Operand& m = operand(operands, name);
   require(m.kind == Operand::Kind::cache, "'" + name + "' must be a plane of a cache");
-  require(m.plane.heads == heads && m.plane.dim == dim, "'" + name + "' has heads of another shape");
   return m.plane;
 }
 
-void require_alike(const CachePlane& a, const CachePlane& b) {
-  require(a.dtype == b.dtype && a.num_blocks == b.num_blocks && a.block_size == b.block_size &&
-              a.heads == b.heads && a.dim == b.dim && a.block_stride == b.block_stride,
-          "the planes of keys and of values are not alike");
+void require_planes(const CachePlane& keys, const CachePlane& values, int64_t heads, int64_t dim) {
+  require(keys.heads == heads && keys.dim == dim, "'key' has heads of another shape");
+  require(keys.dtype == values.dtype && keys.num_blocks == values.num_blocks &&
+              keys.block_size == values.block_size && keys.heads == values.heads && keys.dim == values.dim &&
+              keys.block_stride == values.block_stride,
+          "'key' and 'value' are planes of different shapes");
 }
 
 void require_same_rows(const Operand& a, const Operand& b) {

@@ -23,10 +23,9 @@ const Operand& float_matrix(const Operands& operands, const std::string& name); 
 const Operand& vector_weight(const Operands& operands, const std::string& name, int64_t columns);
 // An i32 step input.
 const Operand& step_input(const Operands& operands, const std::string& name);
-// A plane of a paged cache, of `heads` heads of `dim` numbers.
-const CachePlane& cache_plane(const Operands& operands, const std::string& name, int64_t heads, int64_t dim);
-// Two planes that differ in nothing but their data.
-void require_alike(const CachePlane& a, const CachePlane& b);
+const CachePlane& cache_plane(const Operands& operands, const std::string& name);
+// Planes of `heads` heads of `dim` numbers, that differ in nothing but their data.
+void require_planes(const CachePlane& keys, const CachePlane& values, int64_t heads, int64_t dim);
 void require_same_rows(const Operand& a, const Operand& b);
 void require_columns(const Operand& a, int64_t columns);
 // Of a kernel that touches all of these: weights as they are stored, of buffers the step's rows. Null is

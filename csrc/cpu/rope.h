@@ -73,8 +73,8 @@ class RopeKvWrite final : public Kernel {
         heads_(integer(attributes, "heads", 1, 1 << 16)),
         kv_heads_(integer(attributes, "kv_heads", 1, 1 << 16)),
         head_dim_(integer(attributes, "head_dim", 1, 1 << 16)),
-        keys_(cache_plane(operands, "key", kv_heads_, head_dim_)),
-        values_(cache_plane(operands, "value", kv_heads_, head_dim_)),
+        keys_(cache_plane(operands, "key")),
+        values_(cache_plane(operands, "value")),
         half_(cos_.columns) {
     require_known(operands, attributes, {"q", "k", "v", "cos", "sin", "slots", "key", "value", "q_out"},
                   {"heads", "kv_heads", "head_dim"});
@@ -86,7 +86,7 @@ class RopeKvWrite final : public Kernel {
     require_columns(sin_, half_);
     require_columns(slots_, 1);
     require(2 * half_ <= head_dim_, "the rotation is wider than a head");
-    require_alike(keys_, values_);
+    require_planes(keys_, values_, kv_heads_, head_dim_);
   }
 
   int64_t scratch_bytes() const override { return keys_.dim_pad * 8; }  // a head in f32, two in bf16

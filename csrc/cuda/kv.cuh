@@ -1,8 +1,8 @@
 // How KV lies in GPU memory. A block of the pool holds `block_size` tokens of all layers of its group,
-// `block_stride` bytes; a layer's keys, and its values, are pointers to their part of block 0. There each head has a
-// tile: [block_size] [head_dim_pad] elements, and behind them, where elements are codes, the f32 scale of
-// each token, [block_size]. A slot is block * block_size + position in the block. Elements behind head_dim
-// are zeros.
+// `block_stride` bytes; a layer's keys, and its values, are pointers to their part of block 0. There each
+// head has a tile: [block_size] [head_dim_pad] elements, and behind them, where elements are codes, the f32
+// scale of each token, [block_size]. A slot is block * block_size + position in the block. Elements behind
+// head_dim are zeros.
 #pragma once
 
 #include "rows.cuh"

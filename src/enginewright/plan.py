@@ -314,7 +314,8 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
                 case RecurrentState():
                     fields = [group.snapshot_tokens, *(size for tensor in group.tensors for size in tensor.shape)]
                     for tensor in group.tensors:
-                        require(tensor.dtype in DTYPES, f"unknown dtype {tensor.dtype!r}")
+                        known = tensor.dtype in DTYPES and DTYPES[tensor.dtype].bytes
+                        require(known, f"unknown dtype {tensor.dtype!r}")
             require(min(fields) > 0 and max(fields) < 2**31, "a cache has no size")
         layers = [layer for group in self.caches for layer in group.layers]
         require(len(set(layers)) == len(layers), "two caches are of one layer")
