@@ -98,7 +98,7 @@ class Packer:
         self._counter = StepCounter(limits.dims, groups)
         self._free_rows = list(range(limits.sequences))
         self._rows = np.empty(0, np.intp)  # of the last step's sequences
-        self._block_size = widest_block_table(groups) if self._paged else 1
+        self._block_size = widest_block_table(groups)
         self._inputs: Inputs = {}
         self._moving = np.empty((0, 0), np.int32)  # in a step of decodes: slots of each group, positions, kv_len
         self._in_flight = False  # the tokens of the last step: none of them was known

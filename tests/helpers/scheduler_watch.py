@@ -265,9 +265,7 @@ class Watch:
             rows += range(end - wanted, end)
             self.rows.setdefault(sequence, set()).update(range(last - wanted, last))
         assert inputs["logit_rows"].tolist() == rows and sizes.logit_rows == len(rows)
-        assert inputs["kv_len"].tolist() == ends
-        if "kv_splits" in sizes.dims:
-            assert sizes["kv_splits"] == -(-max(ends) // SPLIT_TOKENS)
+        assert inputs["kv_len"].tolist() == ends and sizes["kv_splits"] == -(-max(ends) // SPLIT_TOKENS)
 
     def _resolved(self, token: int, sequence: TokenSequence) -> int:
         """An input token, also if the step before has drawn it."""
