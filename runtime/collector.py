@@ -21,11 +21,11 @@ class Collector:
     ) -> None:
         self.request = request
         self._request_id, self._prompt, self._prompt_ids, self._tokenizer = request_id, prompt, prompt_ids, tokenizer
-        self._pieces: list[list[str]] = [[] for _ in request.answers]
+        self._pieces: list[list[str]] = [[] for _ in request.completions]
         self._logprobs = request.params.logprobs is not None
         self._outputs = [
             CompletionOutput(index, logprobs=[] if self._logprobs else None, cumulative_logprob=self._first_sum)
-            for index in range(len(request.answers))
+            for index in range(len(request.completions))
         ]
 
     @property

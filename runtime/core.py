@@ -1,7 +1,7 @@
-"""Requests in, pieces of answers out, one step at a time: the engine without threads.
+"""Requests in, pieces of completions out, one step at a time: the engine without threads.
 
 core = EngineCore(engine, config)
-core.add(core.request(prompt, params, reader))
+core.add(core.request(prompt, params, sink))
 while core.has_work:
     for request, delta in core.step(): …
 """
@@ -23,7 +23,7 @@ from enginewright.runtime.outputs import DETOKENIZER, NAN_LOGITS, Delta
 from enginewright.runtime.prompt_cost import PromptCost
 from enginewright.runtime.prompts import check_prompt
 from enginewright.runtime.sampling import (
-    Drawing,
+    SampledRows,
     SampledToken,
     Sampler,
     SamplingParams,
@@ -40,7 +40,7 @@ from enginewright.runtime.token_mask import Grammar
 logger = logging.getLogger(__name__)
 
 
-class Reader(Protocol):
+class OutputSink(Protocol):
     """Where a request's deltas go."""
 
     def put(self, delta: Delta) -> None: ...
@@ -49,14 +49,14 @@ class Reader(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Answer:
-    """One choice of a request, in the making. stops: None if the request names no stop string."""
+class Completion:
+    """One choice of a request, in the making."""
 
     request: "Request"
-    index: int
+    index: int  # which of the n choices
     sequence: TokenSequence
     detokenizer: Detokenizer
-    stops: StopStrings | None
+    stops: StopStrings | None  # None: the request names no stop string
 
     @property
     def finished(self) -> bool:
@@ -65,38 +65,38 @@ class Answer:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt and its n answers."""
+    """A prompt and its n completions."""
 
     params: SamplingParams
-    reader: Reader
+    sink: OutputSink
     num_prompt_tokens: int
     arrived_at: float  # by time.perf_counter
-    answers: list[Answer] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
     first_token_s: float | None = None  # since it arrived; None: not yet
     total_s: float | None = None  # likewise
     prompt_logprobs: list[SampledToken | None] = field(default_factory=list)  # by position, if they were asked for
 
     @property
     def queue_s(self) -> float | None:
-        """Until its first answer left the queue for the first time."""
-        admitted_at = self.answers[0].sequence.admitted_at
+        """Until its first completion left the queue for the first time."""
+        admitted_at = self.completions[0].sequence.admitted_at
         return None if admitted_at is None else admitted_at - self.arrived_at
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that the prefix cache had; 0 as long as nobody knows."""
-        return self.answers[0].sequence.num_cached_tokens or 0
+        return self.completions[0].sequence.num_cached_tokens or 0
 
     @property
     def finished(self) -> bool:
-        return all(answer.finished for answer in self.answers)
+        return all(completion.finished for completion in self.completions)
 
 
 class StepInFlight(NamedTuple):
     """A step that has begun, and whose tokens have not been read."""
 
     plan: StepPlan
-    drawing: Drawing
+    rows: SampledRows
 
 
 class EngineCore:
@@ -118,7 +118,7 @@ class EngineCore:
             chunk=config.prefill_chunk_size,
             cost=PromptCost(engine.plan).at,
         )
-        self._answers: dict[TokenSequence, Answer] = {}
+        self._completions: dict[TokenSequence, Completion] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._num_steps = self._num_computed = self._num_generated = 0
         self._step_sizes = [0] * (len(STEP_TOKENS) + 1)
@@ -157,14 +157,14 @@ class EngineCore:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        reader: Reader,
+        sink: OutputSink,
         cache_salt: str = "",
         grammars: Sequence[Grammar | None] = (),
     ) -> Request:
         """A request that can be added.
 
         Args:
-            grammars: one for each of its answers, or none.
+            grammars: one for each of its completions, or none.
 
         Raises:
             UsageError: prompt or parameters ask for what this engine cannot do.
@@ -175,7 +175,7 @@ class EngineCore:
         whole = self.max_model_len
         if params.max_tokens is not None:  # where none is wanted, the one that is sampled is left out (_take)
             whole = min(whole, len(prompt) + max(params.max_tokens, 1))
-        request = Request(params, reader, len(prompt), time.perf_counter())
+        request = Request(params, sink, len(prompt), time.perf_counter())
         seed = new_seed()
         rules = TokenRules(params, plan.vocab_size, ends)
         matcher = StopMatcher(params.stop) if params.stop else None
@@ -190,25 +190,25 @@ class EngineCore:
                 request=SamplingRequest(params, prompt, plan.vocab_size, ends, index, seed, grammar, rules),
                 every_logit=params.prompt_logprobs is not None and index == 0,
                 cache_salt=cache_salt,
-                sibling_of=request.answers[0].sequence if index else None,
+                sibling_of=request.completions[0].sequence if index else None,
             )
             detokenizer = Detokenizer(self.engine.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
             stops = StopStrings(matcher, include=params.include_stop_str_in_output) if matcher else None
-            request.answers.append(Answer(request, index, sequence, detokenizer, stops))
+            request.completions.append(Completion(request, index, sequence, detokenizer, stops))
         return request
 
     def add(self, request: Request) -> None:
-        for answer in request.answers:
-            self._answers[answer.sequence] = answer
-            self._scheduler.add(answer.sequence)
+        for completion in request.completions:
+            self._completions[completion.sequence] = completion
+            self._scheduler.add(completion.sequence)
 
     def abort(self, request: Request) -> list[tuple[Request, Delta]]:
         """End what goes on of a request; its blocks are free again."""
         outputs = []
-        for answer in request.answers:
-            if self._answers.pop(answer.sequence, None) is not None:
-                self._scheduler.finish(answer.sequence, "abort")
-                outputs.append((request, Delta(answer.index, "", (), "abort")))
+        for completion in request.completions:
+            if self._completions.pop(completion.sequence, None) is not None:
+                self._scheduler.finish(completion.sequence, "abort")
+                outputs.append((request, Delta(completion.index, "", (), "abort")))
         return outputs
 
     def step(self) -> list[tuple[Request, Delta]]:
@@ -228,7 +228,7 @@ class EngineCore:
         return outputs + self._end(self._in_flight.popleft()) if self._in_flight else outputs
 
     def _end(self, step: StepInFlight) -> list[tuple[Request, Delta]]:
-        plan, sampled = step.plan, self._sampler.end(step.drawing)
+        plan, sampled = step.plan, self._sampler.end(step.rows)
         if plan.prompt_rows:
             sampled = self._take_prompt_rows(plan, sampled)
         accepted = list(zip(sampled, strict=True))  # one token a sequence
@@ -239,24 +239,24 @@ class EngineCore:
         self._step_sizes[bisect_left(STEP_TOKENS, plan.sizes.tokens)] += 1
         outputs = []
         for sequence, tokens in zip(plan.sampling, accepted, strict=True):
-            answer = self._answers.get(sequence)
-            if answer is None:  # it has ended meanwhile
+            completion = self._completions.get(sequence)
+            if completion is None:  # it has ended meanwhile
                 continue
-            request, (token,) = answer.request, tokens
+            request, (token,) = completion.request, tokens
             try:
-                if sequence.finish_reason is None and answer.stops is None:
-                    delta = Delta(answer.index, answer.detokenizer.push(token.token), tokens)
+                if sequence.finish_reason is None and completion.stops is None:
+                    delta = Delta(completion.index, completion.detokenizer.push(token.token), tokens)
                 else:
-                    delta = self._take(answer, token)
+                    delta = self._take(completion, token)
             except Exception:
                 logger.exception("a token could not be turned into text; its request has failed, and no other")
                 self._scheduler.finish(sequence, "error")
                 sequence.finish_reason = "error"
-                delta = Delta(answer.index, "", () if token.is_nan else tokens, "error", DETOKENIZER)
+                delta = Delta(completion.index, "", () if token.is_nan else tokens, "error", DETOKENIZER)
             if request.first_token_s is None:
                 request.first_token_s = now - request.arrived_at
             if delta.finish_reason is not None:
-                del self._answers[sequence]
+                del self._completions[sequence]
                 if request.finished:
                     request.total_s = now - request.arrived_at
             outputs.append((request, delta))
@@ -266,46 +266,49 @@ class EngineCore:
     def _take_prompt_rows(self, plan: StepPlan, sampled: list[SampledToken]) -> list[SampledToken]:
         """Keep what a step says of the tokens of prompts; the rest, which is for `plan.sampling`.
 
-        An answer whose prompt has NaN log-probabilities fails with its first token.
+        A completion whose prompt has NaN log-probabilities fails with its first token.
         """
         for row, sequence, position in plan.prompt_rows:
-            if sequence in self._answers:  # it has not ended meanwhile
-                self._answers[sequence].request.prompt_logprobs[position] = sampled[row]
+            if sequence in self._completions:  # it has not ended meanwhile
+                self._completions[sequence].request.prompt_logprobs[position] = sampled[row]
                 sequence.every_logit = position + 1 < sequence.num_prompt_tokens
         prompt_rows = {row for row, _, _ in plan.prompt_rows}
         rest = [token for row, token in enumerate(sampled) if row not in prompt_rows]
         for index, sequence in enumerate(plan.sampling):
-            answer = self._answers.get(sequence)
-            scored = answer.request.prompt_logprobs if answer is not None and answer.index == 0 else ()
+            completion = self._completions.get(sequence)
+            scored = completion.request.prompt_logprobs if completion is not None and completion.index == 0 else ()
             if any(token is not None and token.is_nan for token in scored):
                 rest[index] = SampledToken(0, is_nan=True)
         return rest
 
-    def _take(self, answer: Answer, token: SampledToken) -> Delta:
-        """What a token adds that is the last one, or in an answer with stop strings."""
-        if answer.request.params.max_tokens == 0 and not token.is_nan:
-            return Delta(answer.index, "", (), "length")
-        sequence, text = answer.sequence, self._text(answer, token)
+    def _take(self, completion: Completion, token: SampledToken) -> Delta:
+        """What a token adds that is the last one, or in a completion with stop strings."""
+        if completion.request.params.max_tokens == 0 and not token.is_nan:
+            return Delta(completion.index, "", (), "length")
+        sequence, text = completion.sequence, self._text(completion, token)
         stop_reason: int | str | None = None
-        if answer.stops is not None and answer.stops.found is not None:
+        if completion.stops is not None and completion.stops.found is not None:
             self._scheduler.finish(sequence, "stop")
             sequence.finish_reason = "stop"  # even if it was its last token
-            stop_reason = answer.stops.found
+            stop_reason = completion.stops.found
         elif sequence.finish_reason == "error":
             stop_reason = NAN_LOGITS
-        elif sequence.finish_reason == "stop" and token.token in answer.request.params.stop_token_ids:
+        elif sequence.finish_reason == "stop" and token.token in completion.request.params.stop_token_ids:
             stop_reason = token.token
-        return Delta(answer.index, text, () if token.is_nan else (token,), sequence.finish_reason, stop_reason)
+        return Delta(completion.index, text, () if token.is_nan else (token,), sequence.finish_reason, stop_reason)
 
     @staticmethod
-    def _text(answer: Answer, token: SampledToken) -> str:
-        sequence, stops, text = answer.sequence, answer.stops, ""
+    def _text(completion: Completion, token: SampledToken) -> str:
+        sequence, stops, text = completion.sequence, completion.stops, ""
         reason = sequence.finish_reason
         if not token.is_nan and reason != "stop":  # an end-of-text token is no text
-            text = answer.detokenizer.push(token.token)
+            text = completion.detokenizer.push(token.token)
         if reason is not None:
-            text += answer.detokenizer.flush()
-        if stops is None or len(sequence.token_ids) - sequence.num_prompt_tokens <= answer.request.params.min_tokens:
+            text += completion.detokenizer.flush()
+        if (
+            stops is None
+            or len(sequence.token_ids) - sequence.num_prompt_tokens <= completion.request.params.min_tokens
+        ):
             return text
         text = stops.push(text)
         return text if reason is None or stops.found is not None else text + stops.flush()

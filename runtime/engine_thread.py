@@ -120,14 +120,14 @@ class EngineThread:
                     self._open.add(message[1])
         for request in self._open:
             if self._post is None:
-                request.reader.fail(error)
+                request.sink.fail(error)
             else:
-                self._post(request.reader.fail, error)
+                self._post(request.sink.fail, error)
 
 
 def _deliver(outputs: StepOutputs) -> None:
     for request, delta in outputs:
-        request.reader.put(delta)
+        request.sink.put(delta)
 
 
 def close_all(thread: EngineThread | None, engine: Engine | None) -> None:

@@ -127,7 +127,7 @@ def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, StepSizes]:
 
     Raises:
         UsageError: a limit is beyond what the engine was built for.
-        NoCodeForMachineError: the plan counts something that this release does not know, or has another kind of cache.
+        NoCodeForMachineError: the plan counts something that this release does not know.
     """
     length = config.max_model_len or plan.max_seq_len
     if length > plan.max_seq_len:

@@ -171,7 +171,7 @@ class LLM:
         inbox = _Inbox()
         request = self._core.request(self.encode(prompt), params, inbox.sink(0), salt_of(prompt, cache_salt))
         self._thread.submit(request)
-        return DeltaStream(inbox, len(request.answers), lambda: self._thread.abort(request))
+        return DeltaStream(inbox, len(request.completions), lambda: self._thread.abort(request))
 
     def stats(self) -> Stats:
         return self._thread.stats()
@@ -205,7 +205,7 @@ class LLM:
             request = self._core.request(ids, params, inbox.sink(index), salt_of(prompt, cache_salt))
             name = str(next(self._request_ids))
             collectors.append(Collector(name, text_of(prompt), ids, request, self.engine.tokenizer))
-        left, done, written = sum(len(collector.request.answers) for collector in collectors), 0, 0
+        left, done, written = sum(len(collector.request.completions) for collector in collectors), 0, 0
         with ProgressBar(len(prompts)) if use_tqdm else nullcontext() as bar:
             try:
                 for collector in collectors:

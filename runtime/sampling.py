@@ -29,7 +29,7 @@ MAX_STOP_CHARS = 4096  # of all stop strings of a request together
 MAX_BIASED_TOKENS = 1024
 MAX_PENALTY = 2.0  # frequency and presence, as in OpenAI's API
 MAX_BIAS = 100.0  # likewise
-BEING_DRAWN = -1  # in a history: the token that the row's logits come from, which only the device knows
+IN_FLIGHT = -1  # in a history: the token that the row's logits come from, which only the device knows
 
 
 class RequestOutputKind(Enum):
@@ -174,16 +174,12 @@ def _require_number(name: str, value: Any, low: float, high: float) -> None:
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
-    """A drawn token. logprob is None if not asked for; top_logprobs are the likeliest tokens, most likely first.
-
-    Log-probabilities are the model's own, before penalties and temperature. is_nan: the logits held NaN or left no
-    token possible; token means nothing then, and the request has failed.
-    """
+    """A sampled token. Log-probabilities are the model's own, before penalties and temperature."""
 
     token: int
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-    is_nan: bool = False
+    logprob: float | None = None  # None: the request names none
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # of the likeliest tokens, most likely first
+    is_nan: bool = False  # the logits held NaN or left no token possible: `token` means nothing, the request has failed
 
 
 def new_seed() -> int:
@@ -241,7 +237,7 @@ class PromptToken:
     has_extras = needs_tokens = False
     is_masked = True
     grammar: Grammar | None = None
-    position = 0  # nothing is drawn at random
+    position = 0  # nothing is random
 
     def __init__(self, token: int, logprobs: int, vocab_size: int) -> None:
         self.row = _row(logprobs, vocab_size)
@@ -262,10 +258,6 @@ class PromptToken:
 
 class SamplingRequest:
     """One answer in the making: its parameters, and how often each token has occurred.
-
-    position: of the token that comes next, in the whole text; one may still be being drawn before it. A Sampler may
-    tell those without extras later. has_extras: whether it may ever have a history or biases. is_masked: whether it may
-    not draw each token. needs_tokens: whether it has to be told what was drawn.
 
     Args:
         params: what the request asks for.
@@ -292,6 +284,8 @@ class SamplingRequest:
     ) -> None:
         self.params, self.vocab_size = params, vocab_size
         self.num_prompt_tokens = len(prompt)
+        # Of the token that comes next, in the whole text; one may be in flight before it. A Sampler may advance those
+        # of requests without extras later.
         self.position = len(prompt)
         row = _row(params.logprobs, vocab_size)
         row["seed"] = next(one for one in (params.seed, seed, new_seed()) if one is not None) % 2**64
@@ -304,20 +298,20 @@ class SamplingRequest:
         self._rules = rules or TokenRules(params, vocab_size, eos_token_ids)
         self.grammar = grammar
         has_biases = len(self._rules.biases) + len(self._rules.biases_at_first) > 0
-        self.has_extras = self._history is not None or has_biases
-        self.is_masked = self._rules.allowed is not None or grammar is not None
-        self.needs_tokens = self._history is not None or grammar is not None
+        self.has_extras = self._history is not None or has_biases  # now, or later
+        self.is_masked = self._rules.allowed is not None or grammar is not None  # some tokens may not be sampled
+        self.needs_tokens = self._history is not None or grammar is not None  # `end` has to have them
 
     @property
     def num_output_tokens(self) -> int:
-        """One that is being drawn is among them."""
+        """One that is in flight is among them."""
         return self.position - self.num_prompt_tokens
 
     @property
     def history(self) -> npt.NDArray[np.void]:
         """TOKEN_COUNT, each token of prompt and output once; empty if no penalty asks for it.
 
-        For one that is still being drawn, an entry more: BEING_DRAWN, which may be any of the others.
+        For one that is in flight, an entry more: IN_FLIGHT, which may be any of the others.
         """
         return _NO_HISTORY if self._history is None else self._history.entries
 
@@ -342,16 +336,16 @@ class SamplingRequest:
             mask &= self._rules.allowed
 
     def begin(self) -> None:
-        """The answer goes on with a token that is being drawn."""
+        """The answer goes on with a token that is in flight."""
         self.position += 1
         if self._history is not None:
-            self._history.in_draw += 1
+            self._history.num_in_flight += 1
 
     def end(self, token: int | None) -> None:
         """It is this one, or none after all."""
         self.position -= token is None
         if self._history is not None:
-            self._history.in_draw -= 1
+            self._history.num_in_flight -= 1
             if token is not None:
                 self._history.append(token)
         if self.grammar is not None and token is not None:
@@ -359,20 +353,20 @@ class SamplingRequest:
 
 
 class _History:
-    """Tokens seen so far, each once, and how often each is in the output. in_draw: 1 if one more is being drawn."""
+    """Tokens seen so far, each once, and how often each is in the output."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
         self._entries = np.zeros(2 * len(self._places) + 16, dtype=_cpu.TOKEN_COUNT)
         self._entries["token"][: len(self._places)] = list(self._places)
-        self.in_draw = 0
+        self.num_in_flight = 0  # 1 if one more is on its way
 
     @property
     def entries(self) -> npt.NDArray[np.void]:
         known = len(self._places)
-        if self.in_draw:
-            self._entries[known] = (BEING_DRAWN, 1)
-        return self._entries[: known + self.in_draw]
+        if self.num_in_flight:
+            self._entries[known] = (IN_FLIGHT, 1)
+        return self._entries[: known + self.num_in_flight]
 
     def append(self, token: int) -> None:
         place = self._places.get(token)
@@ -414,11 +408,11 @@ class Logits(Protocol):
 _is_nan, _has_extras, _is_masked, _needs_tokens = map(attrgetter, ("is_nan", "has_extras", "is_masked", "needs_tokens"))
 
 
-class Drawing(NamedTuple):
-    """Tokens on their way, one for each of these requests."""
+class SampledRows(NamedTuple):
+    """Tokens in flight, one for each request of a batch: to read them is to wait for them."""
 
     batch: "_Batch"
-    rows: Iterable[Fields]
+    fields: Iterable[Fields]  # of each row
 
 
 class Sampler:
@@ -432,7 +426,7 @@ class Sampler:
         self._draw = draw
         self._batch = _Batch([])
 
-    def begin(self, logits: Logits, requests: Sequence[RowRequest]) -> Drawing:
+    def begin(self, logits: Logits, requests: Sequence[RowRequest]) -> SampledRows:
         """logits: [requests, vocab_size]."""
         batch = self._batch
         if requests is not batch.requests and tuple(requests) != batch.requests:
@@ -440,15 +434,15 @@ class Sampler:
             batch = self._batch = _Batch(requests)
         rows = self._draw(logits, *batch.arguments()) if requests else ()
         batch.begin()
-        return Drawing(batch, rows)
+        return SampledRows(batch, rows)
 
     @staticmethod
-    def end(drawing: Drawing) -> list[SampledToken]:
-        """What was drawn. Requests whose row holds NaN are left as they were."""
-        sampled = list(starmap(SampledToken, drawing.rows))
-        if drawing.batch.need_tokens or any(map(_is_nan, sampled)):
-            drawing.batch.settle()
-            for request, one in zip(drawing.batch.requests, sampled, strict=True):
+    def end(rows: SampledRows) -> list[SampledToken]:
+        """The sampled tokens. Requests whose row holds NaN are left as they were."""
+        sampled = list(starmap(SampledToken, rows.fields))
+        if rows.batch.need_tokens or any(map(_is_nan, sampled)):
+            rows.batch.settle()
+            for request, one in zip(rows.batch.requests, sampled, strict=True):
                 request.end(None if one.is_nan else one.token)
         return sampled
 
@@ -458,21 +452,21 @@ class Sampler:
 
 
 class _Batch:
-    """Requests that are drawn for together, step after step; what does not change is kept."""
+    """Requests that sample together, step after step; what does not change is kept."""
 
     def __init__(self, requests: Sequence[RowRequest]) -> None:
         self.requests = tuple(requests)  # the same one, if it is one
         self._rows = _joined([request.row for request in requests], _cpu.SAMPLING_ROW)
         self._positions = self._rows["position"]
         self._plain = not any(map(_has_extras, requests))
-        self._num_begun = 0  # tokens of each that a plain batch has not told its requests of
+        self._num_begun = 0  # tokens of each that requests of a plain batch do not count yet
         self.need_tokens = any(map(_needs_tokens, requests))
         self._allowed: Mask | None = None
         if any(map(_is_masked, requests)):
             self._allowed = np.empty((len(requests), num_words(requests[0].vocab_size)), np.uint32)
 
     def begin(self) -> None:
-        """One token more of each is being drawn."""
+        """One token more of each is in flight."""
         if self._plain:
             self._num_begun += 1
             return

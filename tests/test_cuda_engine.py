@@ -178,7 +178,7 @@ def answers(
                 running.add(running.request(prompt, params, reader))
             while running.has_work:
                 for request, delta in running.step():
-                    request.reader.put(delta)
+                    request.sink.put(delta)
             told += [[one for delta in reader.whole for one in delta.tokens] for reader in readers]
         return told, running.stats().num_preemptions > 0
 
@@ -217,7 +217,7 @@ def test_greedy_texts_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
                 running.add(running.request(prompt, params, reader))
             while running.has_work:
                 for request, delta in running.step():
-                    request.reader.put(delta)
+                    request.sink.put(delta)
             told.append([reader.tokens for reader in readers])
             assert running.stats().num_preemptions > 0
     assert told[0] == told[1] and all(len(tokens) == 12 for tokens in told[0])
@@ -318,7 +318,7 @@ def test_tokens_are_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None
             running.add(running.request(random_tokens(6, seed=4).tolist(), params, reader))
         while running.has_work:
             for request, delta in running.step():
-                request.reader.put(delta)
+                request.sink.put(delta)
     assert [len(one.tokens) for one in told] == [3, 4, 4] and sum(steps) == 11
 
 
@@ -347,7 +347,7 @@ def test_running_ahead_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None
                 running.add(running.request(prompt, params, reader, grammars=grammars))
             while running.has_work:
                 for request, delta in running.step():
-                    request.reader.put(delta)
+                    request.sink.put(delta)
                 under_way = max(under_way, len(running._in_flight))
             assert under_way == ahead
             told.append([sorted(reader.whole, key=lambda delta: delta.index) for reader in readers])

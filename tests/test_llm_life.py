@@ -240,7 +240,7 @@ def test_a_fault_in_one_request_is_its_own(llm: LLM, caplog: pytest.LogCaptureFi
     add, seen = llm._core.add, []
 
     def add_with_fault(request: Any) -> None:
-        detokenizer = request.answers[-1].detokenizer
+        detokenizer = request.completions[-1].detokenizer
         push = detokenizer.push
 
         def fails(token: int) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from enginewright import _cpu
 from enginewright.errors import UsageError
-from enginewright.runtime.sampling import BEING_DRAWN, SampledToken, Sampler, SamplingParams, SamplingRequest
+from enginewright.runtime.sampling import IN_FLIGHT, SampledToken, Sampler, SamplingParams, SamplingRequest
 from tests.helpers.ladder import Ladder
 from tests.helpers.sampling_reference import (
     FILTERS,
@@ -128,7 +128,7 @@ def test_history_grows_with_the_text() -> None:
     entry = request(SamplingParams(frequency_penalty=1.0), 1000, [7, 3, 7])
     for token in [*range(100, 200), 7, 150, 7]:
         entry.begin()
-        assert entry.history[-1].tolist() == (BEING_DRAWN, 1)
+        assert entry.history[-1].tolist() == (IN_FLIGHT, 1)
         entry.end(token)
     counts = {int(token): int(count) for token, count in entry.history}
     assert counts == {3: 0, 7: 2, **{token: 1 + (token == 150) for token in range(100, 200)}}

@@ -97,7 +97,7 @@ def run(running: EngineCore, asks: list[Ask]) -> None:
             if ask.leave is not None and sum(len(delta.tokens) for delta in ask.deltas) >= ask.leave:
                 told += running.abort(request)
         for request, delta in told:
-            request.reader.put(delta)
+            request.sink.put(delta)
         step += 1
 
 

@@ -83,7 +83,7 @@ def answered(
                 core.add(core.request(prompt, kind.params, heard[kind.name][-1], grammars=grammars))
         while core.has_work:
             for request, delta in core.step():
-                request.reader.put(delta)
+                request.sink.put(delta)
         core.close()
     return {name: [one.tokens for one in told] for name, told in heard.items()}
 

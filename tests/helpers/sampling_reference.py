@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from enginewright import _cpu
 from enginewright.runtime.sampling import (
-    BEING_DRAWN,
+    IN_FLIGHT,
     Draw,
     Entries,
     Fields,
@@ -88,7 +88,7 @@ def with_newest(rows: Entries, history: Entries, newest: Sequence[int]) -> tuple
     for index, (token, end) in enumerate(zip(newest, rows["history_end"].tolist(), strict=True)):
         counts = dict(history[begin:end].tolist())
         begin = end
-        if (more := counts.pop(BEING_DRAWN, 0)) > 0:
+        if (more := counts.pop(IN_FLIGHT, 0)) > 0:
             counts[token] = counts.get(token, 0) + more
         entries += counts.items()
         rows["history_end"][index] = len(entries)
