@@ -16,7 +16,7 @@
 // kernels, though warps share the work in two ways.
 //
 // A split is 128 positions, whose scores a warp holds as 64 registers a lane beside o (64 of head_dim 128);
-// half as many where head_dim is beyond 128. DESIGN's 256 would take a second level of sums.
+// half as many where head_dim is beyond 128. The CPU's 256 would take a second level of sums.
 #pragma once
 
 #include "kv.cuh"

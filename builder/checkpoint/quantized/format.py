@@ -40,5 +40,5 @@ class Format(ABC):
         self.notes[text] += 1
 
     def note_static_activations(self) -> None:
-        """Scales that the producer found for activations are not used: DESIGN §3 has them per token."""
+        """Scales that the producer found for activations are not used: ours are per token (docs/design.md)."""
         self.note("activations are scaled by token or not at all; the checkpoint's static scales of them are not used")
