@@ -75,7 +75,8 @@ class Traffic:
             (blocks_of(kv, LONGEST, tokens) if isinstance(kv, PagedCache) else int(random.integers(1, 9))) + spare
             for kv in groups
         )
-        limits = step_sizes(tokens=tokens, sequences=sequences, logit_rows=rows, kv_blocks=WIDTH, kv_splits=1)
+        paged = {"kv_blocks": WIDTH} if any(isinstance(kv, PagedCache) for kv in groups) else {}
+        limits = step_sizes(tokens=tokens, sequences=sequences, logit_rows=rows, **paged, kv_splits=1)
         chunk = int(random.integers(1, 12)) if random.integers(2) else None
         caching = bool(random.integers(4))
         self.watch = Watch(groups, limits, blocks, prefix_caching=caching, chunk=chunk, ahead=ahead)
