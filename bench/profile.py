@@ -17,7 +17,7 @@ from enginewright.plan import BufferOperand, KernelCall, WeightOperand
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig, sequence_bytes
+from enginewright.runtime.memory_plan import RuntimeConfig, sequence_bytes
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
 from enginewright.runtime.supported import paged_caches
@@ -256,8 +256,8 @@ def _limits(engine: Engine, config: ProfileConfig, threads: int | None) -> Runti
 
 def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
     """A step of the scheduler's making, but for the prompts that come before it: their KV is zeros."""
-    groups, limits = paged_caches(executor.plan), executor.envelope.limits
-    cache = Cache(groups, executor.envelope.num_blocks, limits.tokens, limits.sequences)
+    groups, limits = paged_caches(executor.plan), executor.memory_plan.limits
+    cache = Cache(groups, executor.memory_plan.num_blocks, limits.tokens, limits.sequences)
     new_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
     nothing: tuple[list[Any], ...] = tuple([] for _ in groups)
     length = point.depth + point.tokens

@@ -27,7 +27,7 @@ from enginewright.runtime.cuda.device import Bytes, Grid
 from enginewright.runtime.cuda.executor import CudaExecutor
 from enginewright.runtime.cuda.sampling import DRAWN
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SamplingParams
 

@@ -21,7 +21,7 @@ from enginewright.errors import EngineError
 from enginewright.runtime import sampling
 from enginewright.runtime.core import EngineCore
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SamplingParams
 

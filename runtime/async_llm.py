@@ -15,7 +15,7 @@ from enginewright.runtime.core import EngineCore, Request
 from enginewright.runtime.devices import open_engine
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.engine_thread import EngineThread, close_all
-from enginewright.runtime.envelope import Envelope, runtime_config
+from enginewright.runtime.memory_plan import MemoryPlan, runtime_config
 from enginewright.runtime.outputs import Delta, RequestOutput, merge
 from enginewright.runtime.params import params_of
 from enginewright.runtime.prompts import Prompt, encode_prompt, salt_of, text_of
@@ -83,9 +83,9 @@ class AsyncLLM:
         return self._core.max_model_len
 
     @property
-    def envelope(self) -> Envelope:
+    def memory_plan(self) -> MemoryPlan:
         """Limits and memory."""
-        return self._core.executor.envelope
+        return self._core.executor.memory_plan
 
     @property
     def isa(self) -> str:

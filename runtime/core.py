@@ -18,7 +18,7 @@ from enginewright.errors import EngineError
 from enginewright.runtime.detokenizer import Detokenizer, StopMatcher, StopStrings
 from enginewright.runtime.devices import open_executor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.outputs import DETOKENIZER, NAN_LOGITS, Delta
 from enginewright.runtime.prompt_cost import PromptCost
 from enginewright.runtime.prompts import check_prompt
@@ -113,7 +113,7 @@ class EngineCore:
         self._sampler = Sampler(self.executor.draw)
         self._scheduler = Scheduler(
             engine.plan.caches,
-            self.executor.envelope,
+            self.executor.memory_plan,
             prefix_caching=config.enable_prefix_caching,
             chunk=config.prefill_chunk_size,
             cost=PromptCost(engine.plan).at,
@@ -129,7 +129,7 @@ class EngineCore:
 
     @property
     def max_model_len(self) -> int:
-        return self.executor.envelope.max_model_len
+        return self.executor.memory_plan.max_model_len
 
     @property
     def has_work(self) -> bool:
@@ -138,7 +138,7 @@ class EngineCore:
     def stats(self) -> Stats:
         """What is going on; its numbers may be a step apart from each other."""
         scheduler = self._scheduler
-        blocks = zip(scheduler.num_free_blocks, self.executor.envelope.num_blocks, strict=True)
+        blocks = zip(scheduler.num_free_blocks, self.executor.memory_plan.num_blocks, strict=True)
         return Stats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,

@@ -11,8 +11,8 @@ from enginewright.errors import NoCodeForMachineError, UsageError, shorten
 from enginewright.plan import Plan
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import Envelope, RuntimeConfig
 from enginewright.runtime.machine import num_cores
+from enginewright.runtime.memory_plan import MemoryPlan, RuntimeConfig
 from enginewright.runtime.sampling import Draw, Logits
 from enginewright.runtime.step_plan import StepPlan
 from enginewright.targets import CPU, CUDA, architectures, choose_code, families_of
@@ -30,7 +30,7 @@ class Executor(Protocol):
     """
 
     plan: Plan
-    envelope: Envelope
+    memory_plan: MemoryPlan
     isa: str
     threads: int
     steps_ahead: int

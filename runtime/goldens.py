@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from enginewright.errors import CorruptEngineError
 from enginewright.plan import Plan
 from enginewright.runtime.devices import AUTO, Executor
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.score import score
 
 GOLDENS = "goldens"  # the section of the engine file

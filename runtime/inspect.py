@@ -9,8 +9,8 @@ from enginewright.engine_file import EngineFile
 from enginewright.manifest import WEIGHTS
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import FREE_SHARE, RuntimeConfig, envelope, sequence_bytes
 from enginewright.runtime.machine import free_memory
+from enginewright.runtime.memory_plan import FREE_SHARE, RuntimeConfig, plan_memory, sequence_bytes
 from enginewright.runtime.quality import QUALITY, QualityReport, describe_quality
 from enginewright.runtime.supported import paged_caches
 from enginewright.targets import CPU, PTX, architectures, families_of
@@ -32,7 +32,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
     with Engine.open(path, target) as engine:
         manifest, plan, caches = engine.manifest, engine.plan, paged_caches(engine.plan)
         config = RuntimeConfig(max_num_seqs=manifest.limits.max_batch_size, kv_cache_memory=1 << 60)
-        sizes = envelope(plan, config)
+        sizes = plan_memory(plan, config)
         total = free_memory() if memory is None else memory
         share = FREE_SHARE if memory is None else 1.0
         kv_cache_bytes = max(int((total - engine.weight_bytes - sizes.arena_bytes) * share), 0)

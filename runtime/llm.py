@@ -23,7 +23,7 @@ from enginewright.runtime.core import EngineCore
 from enginewright.runtime.devices import open_engine
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.engine_thread import EngineThread, close_all
-from enginewright.runtime.envelope import Envelope, runtime_config
+from enginewright.runtime.memory_plan import MemoryPlan, runtime_config
 from enginewright.runtime.outputs import Delta, RequestOutput
 from enginewright.runtime.params import default_params, params_of
 from enginewright.runtime.progress_bar import ProgressBar
@@ -81,9 +81,9 @@ class LLM:
         return self._core.max_model_len
 
     @property
-    def envelope(self) -> Envelope:
+    def memory_plan(self) -> MemoryPlan:
         """Limits and memory."""
-        return self._core.executor.envelope
+        return self._core.executor.memory_plan
 
     @property
     def isa(self) -> str:

@@ -22,7 +22,7 @@ def forced(
     Raises:
         UsageError: a text has no token, or more than fit the longest sequence.
     """
-    longest = executor.envelope.max_model_len
+    longest = executor.memory_plan.max_model_len
     for ids in token_ids:
         if not 0 < len(ids) <= longest:
             raise UsageError(f"a text has {len(ids)} tokens", f"it must have 1 to {longest}")
@@ -30,7 +30,7 @@ def forced(
         TokenSequence(list(ids), num_prompt_tokens=len(ids), max_tokens=len(ids), every_logit=not last_only)
         for ids in token_ids
     ]
-    scheduler = Scheduler(executor.plan.caches, executor.envelope)
+    scheduler = Scheduler(executor.plan.caches, executor.memory_plan)
     for text in texts:
         scheduler.add(text)
     index = {id(text): number for number, text in enumerate(texts)}

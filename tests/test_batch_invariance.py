@@ -11,7 +11,7 @@ from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.score import score
 from tests.conftest import SMOLLM2
 from tests.helpers.engines import built

@@ -16,7 +16,7 @@ from enginewright.manifest import WEIGHTS
 from enginewright.plan import WeightOperand
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright_bench import profile, roof
@@ -161,7 +161,7 @@ def test_profiling_computes_what_a_run_computes(engines: Mapping[str, Path]) -> 
 def test_decodes_are_those_of_the_scheduler(engines: Mapping[str, Path], name: str, depth: int) -> None:
     with Engine.open(engines[name]) as engine:
         executor = executor_of(engine, max_num_batched_tokens=3 * depth)
-        scheduler = Scheduler(engine.plan.caches, executor.envelope)
+        scheduler = Scheduler(engine.plan.caches, executor.memory_plan)
         for index in range(3):
             scheduler.add(sequence_of([index, *range(1, depth)], length=100))
         prompts = scheduler.schedule()

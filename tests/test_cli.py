@@ -21,7 +21,7 @@ from enginewright.cli_help import SectionCommand, SectionOption, first_sentence
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.passes.quant import METHODS, quant_config
-from enginewright.runtime import envelope, inspect
+from enginewright.runtime import inspect, memory_plan
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.llm import LLM
@@ -128,7 +128,7 @@ def test_inspect_says_what_run_would_take(engine: Path, monkeypatch: pytest.Monk
     """Half of what is left, without --memory; with it all, and the option that makes `run` take as much."""
     whole = json.loads(run("inspect", engine, "--json").stdout)["memory"]
     free = whole["weight_bytes"] + whole["arena_bytes"] + (16 << 20)  # too little for all sequences of a batch
-    for module in (envelope, inspect):
+    for module in (memory_plan, inspect):
         monkeypatch.setattr(module, "free_memory", lambda: free)
     shown = run("inspect", engine).stdout
     assert f"of the {format_bytes(free)} that are free, `engine run` takes 8.0 MiB for the KV cache" in shown
@@ -137,7 +137,7 @@ def test_inspect_says_what_run_would_take(engine: Path, monkeypatch: pytest.Monk
     block_bytes = 32 * whole["kv_bytes_per_token"]
     for limits, kv_cache_bytes in (({}, 8 << 20), ({"kv_cache_memory": "16m"}, 16 << 20)):
         with LLM(engine, **limits) as llm:
-            assert 0 <= kv_cache_bytes - llm.envelope.kv_bytes < block_bytes
+            assert 0 <= kv_cache_bytes - llm.memory_plan.kv_bytes < block_bytes
 
 
 @pytest.mark.parametrize("isa", _cpu.isa_names())
@@ -435,7 +435,7 @@ def test_broken_checkpoints_are_1(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_too_little_memory_is_4(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--kv-cache-memory" in refused(4, "generate", engine, "-p", "x", "--kv-cache-memory", "1k")
-    monkeypatch.setattr(envelope, "free_memory", lambda: 1000)
+    monkeypatch.setattr(memory_plan, "free_memory", lambda: 1000)
     said = refused(4, "generate", engine, "-p", "x", "--kv-cache-memory", "8m", "--no-mmap")
     assert "Leave out --no-mmap" in said
 

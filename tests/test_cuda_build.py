@@ -21,7 +21,7 @@ from enginewright.plugins.architectures import ARCHITECTURES
 from enginewright.runtime.cuda.device import num_gpus
 from enginewright.runtime.devices import open_engine, open_executor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from tests.helpers.graphs import checkpoint_of
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 

@@ -29,8 +29,8 @@ from enginewright.runtime import core
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.cuda.executor import BUCKETS, CudaExecutor, DeviceLogits, bucket_of, buckets_for
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.llm import LLM
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import Entries, Fields, SampledToken, SamplingParams
 from enginewright.runtime.score import score
@@ -291,7 +291,7 @@ def test_tokens_are_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None
         ) -> list[Fields]:
             mine = list(draw(logits, rows, history, biases, allowed))
             assert read == []
-            newest = downloaded(gpu, gpu._of_steps["known"], gpu.envelope.limits.tokens)
+            newest = downloaded(gpu, gpu._of_steps["known"], gpu.memory_plan.limits.tokens)
             newest = newest[downloaded(gpu, gpu._inputs.addresses["logit_rows"], len(rows))]
             rows, history = with_newest(rows, history, newest.tolist())
             same_draws(mine, _cpu.sample(np.asarray(logits), rows, history, biases, allowed))

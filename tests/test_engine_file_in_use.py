@@ -15,7 +15,7 @@ from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from tests.helpers.serving import COMPLETIONS, LIMITS, Running, running, tiny_engine, wait_until
 from tests.helpers.small_engine_file import write_engine
 

@@ -16,7 +16,7 @@ from enginewright.passes.quant import Int8Wo
 from enginewright.passes.streaming import stream
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.score import forced, score
 from tests import tolerances
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model

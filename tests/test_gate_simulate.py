@@ -21,8 +21,8 @@ from enginewright.plugins.target import CPU_TARGET, CudaTarget, Target
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.cuda.executor import CudaExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.goldens import GOLDENS, Goldens
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.quality import (
     QUALITY,
     Check,

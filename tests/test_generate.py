@@ -12,8 +12,8 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import UsageError
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.llm import LLM
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.outputs import CompletionOutput, to_dicts
 from enginewright.runtime.params import default_params
 from enginewright.runtime.sampling import SamplingParams

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import limits_of, runtime_config, sequence_bytes
 from enginewright.runtime.llm import LLM
+from enginewright.runtime.memory_plan import limits_of, runtime_config, sequence_bytes
 from enginewright.runtime.outputs import RequestOutput
 from enginewright.runtime.sampling import SamplingParams
 from tests.helpers.engines import built

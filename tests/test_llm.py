@@ -14,7 +14,7 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.core import EngineCore
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import runtime_config
+from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.outputs import Delta, RequestOutput
 from enginewright.runtime.prompts import Conversation
 from enginewright.runtime.tokenizer import Tokenizer
@@ -168,8 +168,8 @@ def test_limits_that_are_none(engine: Engine) -> None:
 
 def test_a_number_may_be_a_text(engine: Engine) -> None:
     with LLM(engine, **LIMITS | {"kv_cache_memory": "1m", "max_num_seqs": np.int64(5), "max_model_len": None}) as llm:
-        assert 0.9 * 2**20 < llm.envelope.kv_bytes <= 2**20
-        assert (llm.envelope.limits.sequences, llm.max_model_len) == (5, engine.plan.max_seq_len)
+        assert 0.9 * 2**20 < llm.memory_plan.kv_bytes <= 2**20
+        assert (llm.memory_plan.limits.sequences, llm.max_model_len) == (5, engine.plan.max_seq_len)
 
 
 def test_what_is_no_engine(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from enginewright.passes.quant import METHODS, Bf16, Fp8, Int4Rtn, Int8Sq, Mxfp4
 from enginewright.plugins.target import CPU_TARGET
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.score import score
 from tests import tolerances
 from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error

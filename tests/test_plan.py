@@ -14,7 +14,7 @@ from enginewright.plan import COMMON_DIMS, CacheOperand, Linear, PagedCache, Pla
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.dims import StepCounter
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.score import score
 from tests.helpers.engines import built, copied
 from tests.helpers.tiny import tiny_checkpoint

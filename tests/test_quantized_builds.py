@@ -20,7 +20,7 @@ from enginewright.passes.quant.act_order import SortColumns
 from enginewright.plugins.softcap import SOFTCAP
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.score import score
 from tests import tolerances
 from tests.helpers.graphs import DenseRun, random_tokens, relative_error

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from enginewright import __version__
 from enginewright.runtime.core import EngineCore
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import runtime_config
+from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.metrics import Histogram, token_bounds

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from enginewright.runtime.devices import open_engine, open_executor
-from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.llm import LLM
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.score import score
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine

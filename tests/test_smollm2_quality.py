@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from enginewright.passes.quant import Fp8
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.score import score
 from tests import tolerances
 from tests.helpers.engines import built

@@ -12,7 +12,7 @@ from enginewright.runtime import core
 from enginewright.runtime.core import EngineCore, Request
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig, limits_of, sequence_bytes
+from enginewright.runtime.memory_plan import RuntimeConfig, limits_of, sequence_bytes
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SampledToken, SamplingParams
 from tests.helpers.engines import built

@@ -11,7 +11,7 @@ from enginewright import SamplingParams
 from enginewright.errors import EngineError
 from enginewright.runtime.core import EngineCore
 from enginewright.runtime.devices import open_engine
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SampledToken
 from tests.helpers.ladder import Ladder

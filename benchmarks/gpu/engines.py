@@ -23,7 +23,7 @@ from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.cuda.device import CudaDevice
 from enginewright.runtime.devices import open_engine, open_executor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig, sequence_bytes
+from enginewright.runtime.memory_plan import RuntimeConfig, sequence_bytes
 from enginewright.runtime.score import score
 from enginewright.runtime.verify import verify
 from enginewright.targets import SMS, choose_code

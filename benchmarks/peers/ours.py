@@ -16,8 +16,8 @@ from enginewright.errors import EngineError
 from enginewright.runtime.core import EngineCore, Request
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig, runtime_config
 from enginewright.runtime.llm import LLM
+from enginewright.runtime.memory_plan import RuntimeConfig, runtime_config
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.score import score

@@ -28,8 +28,8 @@ from enginewright.plugins.target import CPU_TARGET, Target
 from enginewright.runtime import env
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
 from enginewright.runtime.machine import num_cores
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.quality import SIMULATED, Check, LayerError, Measured, QualityReport, TextDistance, rounded
 from enginewright.runtime.score import forced
 from enginewright.runtime.supported import paged_caches

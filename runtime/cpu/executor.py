@@ -12,8 +12,8 @@ from enginewright.plan import Buffer, BufferOperand, CacheOperand, InputOperand,
 from enginewright.runtime import env
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig, envelope
 from enginewright.runtime.machine import num_cores
+from enginewright.runtime.memory_plan import RuntimeConfig, plan_memory
 from enginewright.runtime.sampling import Draw
 from enginewright.runtime.step_plan import StepPlan
 from enginewright.runtime.supported import paged_caches
@@ -36,28 +36,28 @@ class CpuExecutor:
         config = config or RuntimeConfig()
         self.engine = engine
         self.plan = engine.plan
-        self.envelope = envelope(self.plan, config, engine.weight_bytes)
+        self.memory_plan = plan_memory(self.plan, config, engine.weight_bytes)
         self.isa = _choose_isa(config.isa or env.cpu_isa())
         self.threads = config.threads or env.num_threads() or num_cores()
         _check_dtypes(engine)
         self._mmap = config.mmap
         self._read_weights: dict[str, NDArray[np.uint8]] = {}  # without mmap: by name, 64-byte aligned
         self._check_weights()
-        self._offsets, arena_bytes = self.plan.arena_offsets(self.envelope.limits)
+        self._offsets, arena_bytes = self.plan.arena_offsets(self.memory_plan.limits)
         self._inputs = [entry.name for entry in self.plan.inputs]
         dims = self.plan.dims
         inputs = [(one.name, one.rows.by_position(dims), one.columns.by_position(dims)) for one in self.plan.inputs]
         try:
             self.pools = [
                 _cache_blocks(group, count)
-                for group, count in zip(paged_caches(self.plan), self.envelope.num_blocks, strict=True)
+                for group, count in zip(paged_caches(self.plan), self.memory_plan.num_blocks, strict=True)
             ]
-            self._executor = _cpu.Executor(self.isa, self.threads, self.envelope.limits.counts, inputs, arena_bytes)
+            self._executor = _cpu.Executor(self.isa, self.threads, self.memory_plan.limits.counts, inputs, arena_bytes)
             for call in self.plan.calls:
                 operands = {name: self._operand(operand) for name, operand in call.operands.items()}
                 self._executor.add_kernel(call.kernel, operands, call.attributes)
             logits = self.plan.buffers[self.plan.logits]
-            most, offset = self.envelope.limits.logit_rows, self._offsets[self.plan.logits]
+            most, offset = self.memory_plan.limits.logit_rows, self._offsets[self.plan.logits]
             self._logits = self._executor.buffer(offset, most, logits.columns, logits.stride, logits.dtype)
         except KeyError as error:
             raise NoCodeForMachineError(
@@ -68,9 +68,10 @@ class CpuExecutor:
         except ValueError as error:
             raise CorruptEngineError(f"{engine.file.path} cannot run", str(error), "Build it again.") from error
         except MemoryError as error:
+            arena, kv = (format_bytes(size) for size in (arena_bytes, self.memory_plan.kv_bytes))
             raise NotEnoughMemoryError(
                 f"{engine.file.path} cannot run within these limits",
-                f"arena {format_bytes(self.envelope.arena_bytes)}, KV cache {format_bytes(self.envelope.kv_bytes)}",
+                f"arena {arena}, KV cache {kv}",
                 "Use smaller --max-num-batched-tokens, --max-num-seqs, --max-model-len or --kv-cache-memory.",
             ) from error
         engine.file.check_unchanged()  # or what was read is not what was opened

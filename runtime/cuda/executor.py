@@ -34,7 +34,7 @@ from enginewright.runtime.cuda.device import Device, Grid, OnGrid
 from enginewright.runtime.cuda.sampling import TURNS, DeviceSampler, SamplerLimits
 from enginewright.runtime.cuda.upload import upload_weights
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig, envelope, limits_of
+from enginewright.runtime.memory_plan import RuntimeConfig, limits_of, plan_memory
 from enginewright.runtime.sampling import Draw, Entries, Fields
 from enginewright.runtime.step_plan import StepPlan
 from enginewright.runtime.supported import paged_caches
@@ -77,7 +77,7 @@ class CudaExecutor:
         length, limits = limits_of(self.plan, config)
         sampler_limits = SamplerLimits.of(limits.sequences, length, self.plan.vocab_size, len(engine.eos_token_ids))
         free = device.free_bytes - RESERVED_BYTES - sampler_limits.device_bytes
-        self.envelope = envelope(self.plan, config, engine.weight_bytes, free=free, share=FREE_SHARE)
+        self.memory_plan = plan_memory(self.plan, config, engine.weight_bytes, free=free, share=FREE_SHARE)
         self._multiprocessors = device.multiprocessors
         self._inputs = _Inputs(self.plan.inputs, limits, device)
         offsets, arena_bytes = self.plan.arena_offsets(limits)
@@ -86,7 +86,7 @@ class CudaExecutor:
         self._block_bytes = [group.block_bytes for group in paged_caches(self.plan)]
         self._pools = [
             device.allocate(count * nbytes)
-            for count, nbytes in zip(self.envelope.num_blocks, self._block_bytes, strict=True)
+            for count, nbytes in zip(self.memory_plan.num_blocks, self._block_bytes, strict=True)
         ]
         self._weights = upload_weights(engine, device, ALIGN)
         self._logits = self._buffers[self.plan.logits]
@@ -150,7 +150,7 @@ class CudaExecutor:
 
     def _graph(self, count: int) -> Callable[[], None]:
         if count not in self._graphs:
-            limits = self.envelope.limits
+            limits = self.memory_plan.limits
             sizes = StepSizes(limits.dims, (count, count, count, *limits.counts[3:]))
             self._graphs[count] = self.device.capture(lambda: self._launch(sizes))
         return self._graphs[count]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from enginewright.plan import CacheGroup
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.kind import Copies
-from enginewright.runtime.envelope import Envelope
+from enginewright.runtime.memory_plan import MemoryPlan
 from enginewright.runtime.sampling import RowRequest, SampledToken
 from enginewright.runtime.scheduler.chunks import PromptChunks
 from enginewright.runtime.scheduler.decodes import RepeatedDecodes
@@ -41,19 +41,19 @@ class Scheduler:
     def __init__(
         self,
         groups: Sequence[CacheGroup],
-        envelope: Envelope,
+        memory_plan: MemoryPlan,
         *,
         prefix_caching: bool = False,
         chunk: int | None = None,
         cost: Callable[[int], float] = lambda position: 1.0,
     ) -> None:
-        self._limits = envelope.limits
-        self._cache = Cache(groups, envelope.num_blocks, envelope.limits.tokens, envelope.limits.sequences)
+        self._limits = memory_plan.limits
+        self._cache = Cache(groups, memory_plan.num_blocks, memory_plan.limits.tokens, memory_plan.limits.sequences)
         self._prefixes = SharedPrefixes(self._cache, enabled=prefix_caching)
         self._waiting = WaitingSequences(self._cache, self._prefixes)
         self._running: list[TokenSequence] = []  # in the order of arrival
         self._chunks = PromptChunks(self._cache, chunk, cost)
-        self._packer = Packer(groups, envelope.limits)
+        self._packer = Packer(groups, memory_plan.limits)
         self._no_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
         self._no_copies: tuple[Copies, ...] = tuple([] for _ in groups)
         self._copies: tuple[Copies, ...] = tuple([] for _ in groups)  # for the next step

@@ -235,10 +235,10 @@ def _ready(service: Service, listener: socket.socket) -> str:
     """The line that says where the server is, and how much it can do at once."""
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
-    envelope, plan = service.llm.envelope, service.llm.engine.plan
-    length, chunk = envelope.max_model_len, envelope.limits.tokens
-    blocks = zip(envelope.num_blocks, paged_caches(plan), strict=True)
+    memory_plan, plan = service.llm.memory_plan, service.llm.engine.plan
+    length, chunk = memory_plan.max_model_len, memory_plan.limits.tokens
+    blocks = zip(memory_plan.num_blocks, paged_caches(plan), strict=True)
     whole = min(count // blocks_of(group, length, chunk) for count, group in blocks)
-    most = envelope.limits.sequences
+    most = memory_plan.limits.sequences
     fit = f"{most} completions at a time, {min(whole, most)} of them may have all {length} positions"
     return f"serving {service.models[0]} at http://{address}:{port}/v1 ({fit})"

@@ -29,7 +29,7 @@ class Service:
         self.metrics = Metrics(llm.stats, self.models[0], engine.manifest.content_hash, llm.max_model_len)
         self.throughput = Throughput(llm.stats)
         self.admission = Admission(
-            llm.envelope.limits.sequences + config.max_num_waiting,
+            llm.memory_plan.limits.sequences + config.max_num_waiting,
             config.max_waiting_tokens,
             config.max_logprobs_memory,
             llm.max_model_len,

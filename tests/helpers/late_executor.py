@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig
+from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.sampling import Entries, Fields
 from enginewright.runtime.step_plan import StepPlan
 from enginewright.runtime.token_mask import Mask

@@ -15,7 +15,7 @@ import numpy as np
 from enginewright.plan import CacheGroup, PagedCache, Plane, RecurrentState, StateTensor, StepSizes
 from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.dims import SPLIT_TOKENS
-from enginewright.runtime.envelope import Envelope
+from enginewright.runtime.memory_plan import MemoryPlan
 from enginewright.runtime.sampling import PromptToken, SampledToken, SamplingParams, SamplingRequest
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
@@ -86,8 +86,8 @@ class Watch:
         self.tokens: dict[TokenSequence, list[int]] = {}  # all that were drawn, and the prompt before them
         self.groups, self.limits, self.num_blocks = tuple(groups), limits, tuple(num_blocks)
         self.chunk = chunk
-        envelope = Envelope(LONGEST, limits, self.num_blocks, 0, 0)
-        self.scheduler = Scheduler(groups, envelope, prefix_caching=prefix_caching, chunk=chunk, cost=cost_at)
+        memory_plan = MemoryPlan(LONGEST, limits, self.num_blocks, 0, 0)
+        self.scheduler = Scheduler(groups, memory_plan, prefix_caching=prefix_caching, chunk=chunk, cost=cost_at)
         self.pools = [
             np.full(count * (kv.block_size if isinstance(kv, PagedCache) else 1), BLANK)
             for count, kv in zip(num_blocks, groups, strict=True)

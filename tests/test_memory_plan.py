@@ -1,4 +1,4 @@
-"""The memory envelope: exact, within what was given, and the same as what the executor then allocates."""
+"""The memory plan: exact, within what was given, and the same as what the executor then allocates."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,11 +21,11 @@ from enginewright.plan import (
     StepSizes,
     linear,
 )
-from enginewright.runtime import envelope as module
+from enginewright.runtime import memory_plan as module
 from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.envelope import RuntimeConfig, envelope, sequence_bytes
+from enginewright.runtime.memory_plan import RuntimeConfig, plan_memory, sequence_bytes
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 DTYPE_BYTES = {"f32": 4, "bf16": 2}
@@ -115,10 +115,10 @@ def test_the_arithmetic(
     assert sequence_bytes(groups, longest, chunk) == one
     if memory + 1 < one:
         with pytest.raises(NotEnoughMemoryError) as refused:
-            envelope(plan, config)
+            plan_memory(plan, config)
         assert refused.value.exit_code == 4 and str(longest) in str(refused.value)
         return
-    result = envelope(plan, config)
+    result = plan_memory(plan, config)
     limits = result.limits
     assert result.max_model_len == longest
     assert (limits.tokens, limits.sequences, limits.logit_rows) == (chunk, sequences, max(rows or 0, sequences))
@@ -155,63 +155,65 @@ PLAN = plan_of([KV], [Buffer("f32", linear(logit_rows=1), 100, 0)], 500)
 
 def test_a_length_beyond_the_engine_is_refused_with_both_numbers() -> None:
     with pytest.raises(UsageError, match="501") as refused:
-        envelope(PLAN, RuntimeConfig(max_model_len=501))
+        plan_memory(PLAN, RuntimeConfig(max_model_len=501))
     assert refused.value.exit_code == 2 and "500" in str(refused.value)
-    assert envelope(PLAN, RuntimeConfig(max_model_len=500)).max_model_len == 500
+    assert plan_memory(PLAN, RuntimeConfig(max_model_len=500)).max_model_len == 500
 
 
 def test_one_byte_less_than_a_sequence_takes_is_not_enough() -> None:
     one = 16 * 32 * 32
-    fits = envelope(PLAN, RuntimeConfig(kv_cache_memory=one))
+    fits = plan_memory(PLAN, RuntimeConfig(kv_cache_memory=one))
     assert fits.num_blocks == (16,) and fits.kv_bytes == one
     with pytest.raises(NotEnoughMemoryError) as refused:
-        envelope(PLAN, RuntimeConfig(kv_cache_memory=one - 1))
+        plan_memory(PLAN, RuntimeConfig(kv_cache_memory=one - 1))
     assert refused.value.exit_code == 4
-    assert envelope(PLAN, RuntimeConfig(kv_cache_memory=one - 1, max_model_len=480)).num_blocks == (15,)
+    assert plan_memory(PLAN, RuntimeConfig(kv_cache_memory=one - 1, max_model_len=480)).num_blocks == (15,)
 
 
 def test_the_machine_is_asked_where_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RuntimeConfig(max_num_seqs=1000)
     monkeypatch.setattr(module, "free_memory", lambda: 4_000_000)
-    result = envelope(PLAN, config)
+    result = plan_memory(PLAN, config)
     assert 0 < result.kv_bytes <= 2_000_000 - result.arena_bytes // 2
     monkeypatch.setattr(module, "free_memory", lambda: 1000)
     with pytest.raises(NotEnoughMemoryError):
-        envelope(PLAN, config)
+        plan_memory(PLAN, config)
 
 
 def test_weights_that_are_read_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mapped ones need not, where somebody says how large the KV cache is."""
     mapped = RuntimeConfig(max_num_seqs=1000, kv_cache_memory=1 << 20)
-    arena_bytes = envelope(PLAN, mapped).arena_bytes
+    arena_bytes = plan_memory(PLAN, mapped).arena_bytes
     monkeypatch.setattr(module, "free_memory", lambda: 10_000_000 + arena_bytes)
     for weight_bytes in (10_000_000, 10_000_001):
-        envelope(PLAN, mapped, weight_bytes)
+        plan_memory(PLAN, mapped, weight_bytes)
     read = replace(mapped, mmap=False)
-    envelope(PLAN, read, 10_000_000)
-    envelope(PLAN, read, 10_000_001, free=30_000_000)  # on a GPU they are not in the machine's memory
+    plan_memory(PLAN, read, 10_000_000)
+    plan_memory(PLAN, read, 10_000_001, free=30_000_000)  # on a GPU they are not in the machine's memory
     with pytest.raises(NotEnoughMemoryError, match="Leave out --no-mmap") as refused:
-        envelope(PLAN, read, 10_000_001)
+        plan_memory(PLAN, read, 10_000_001)
     assert refused.value.exit_code == 4
-    kv_bytes = [envelope(PLAN, replace(config, kv_cache_memory=None), 6_000_000).kv_bytes for config in (mapped, read)]
+    kv_bytes = [
+        plan_memory(PLAN, replace(config, kv_cache_memory=None), 6_000_000).kv_bytes for config in (mapped, read)
+    ]
     assert kv_bytes[0] == kv_bytes[1] <= 2_000_000, "half of what the weights leave, either way"
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_the_executor_allocates_what_the_envelope_says(family: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+def test_the_executor_allocates_what_the_memory_plan_says(family: str, kv_cache_dtype: str, tmp_path: Path) -> None:
     config, build_config = tiny_config(family), BuildConfig(kv_cache_dtype=kv_cache_dtype)
     build_engine(MemoryCheckpoint.of(tiny_model(config), config), build_config, tmp_path / "tiny.engine")
     limits = RuntimeConfig(max_model_len=301, max_num_seqs=5, max_num_batched_tokens=37, threads=1)
     with Engine.open(tmp_path / "tiny.engine") as engine:
         for memory in (2_000_000, 20_000_000):
             executor = CpuExecutor(engine, replace(limits, kv_cache_memory=memory))
-            plan, promised = engine.plan, executor.envelope
-            assert sum(pool.nbytes for pool in executor.pools) == promised.kv_bytes <= memory
-            last = plan.arena_offsets(promised.limits)
-            assert last[1] == promised.arena_bytes
+            plan, planned = engine.plan, executor.memory_plan
+            assert sum(pool.nbytes for pool in executor.pools) == planned.kv_bytes <= memory
+            last = plan.arena_offsets(planned.limits)
+            assert last[1] == planned.arena_bytes
             for offset, buffer in zip(last[0], plan.buffers, strict=True):
-                assert offset + buffer.bytes_at(promised.limits) <= promised.arena_bytes
+                assert offset + buffer.bytes_at(planned.limits) <= planned.arena_bytes
 
 
 def test_a_recurrent_state_takes_a_slot_and_a_snapshot_a_sequence() -> None:
@@ -222,9 +224,9 @@ def test_a_recurrent_state_takes_a_slot_and_a_snapshot_a_sequence() -> None:
     one = 16 * 32 * 32 + 2 * 320
     assert sequence_bytes([KV, state], 500, 100) == one and sequence_bytes([KV, state], 1, 100) == 32 * 32 + 2 * 320
     config = RuntimeConfig(max_num_seqs=3, kv_cache_memory=one)
-    assert envelope(plan, config).num_blocks == (16, 2)
+    assert plan_memory(plan, config).num_blocks == (16, 2)
     with pytest.raises(NotEnoughMemoryError):
-        envelope(plan, replace(config, kv_cache_memory=one - 1))
-    assert envelope(plan, replace(config, kv_cache_memory=one + 2 * (32 * 32 + 2 * 320))).num_blocks == (18, 6)
-    most = envelope(plan, replace(config, kv_cache_memory=1 << 30))
+        plan_memory(plan, replace(config, kv_cache_memory=one - 1))
+    assert plan_memory(plan, replace(config, kv_cache_memory=one + 2 * (32 * 32 + 2 * 320))).num_blocks == (18, 6)
+    most = plan_memory(plan, replace(config, kv_cache_memory=1 << 30))
     assert most.num_blocks == (48, 6) and most.kv_bytes == 3 * one

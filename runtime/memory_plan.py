@@ -1,4 +1,4 @@
-"""The memory envelope: what an engine takes, exactly, before anything is allocated.
+"""The memory plan: what an engine takes, exactly, before anything is allocated.
 
 weights + arena + KV. The arena follows from the plan and the limits; the KV of a sequence from its length, its groups'
 windows and the longest chunk that is computed at once.
@@ -97,7 +97,7 @@ def _number(name: str, text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Envelope:
+class MemoryPlan:
     """All bytes are what will be allocated (KV as it is touched)."""
 
     max_model_len: int
@@ -142,9 +142,9 @@ def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, StepSizes]:
     return length, counter.sizes(max(tokens, config.max_num_seqs), config.max_num_seqs, rows, length)
 
 
-def envelope(
+def plan_memory(
     plan: Plan, config: RuntimeConfig, weight_bytes: int = 0, free: int | None = None, share: float = FREE_SHARE
-) -> Envelope:
+) -> MemoryPlan:
     """What to allocate for these limits.
 
     Args:
@@ -175,7 +175,7 @@ def envelope(
         )
     blocks = _share_out(plan.caches, budget, limits.sequences, length, limits.tokens)
     kv_bytes = sum(count * place_bytes(group) for count, group in zip(blocks, plan.caches, strict=True))
-    return Envelope(length, limits, blocks, arena_bytes, kv_bytes)
+    return MemoryPlan(length, limits, blocks, arena_bytes, kv_bytes)
 
 
 def _share_out(groups: Sequence[CacheGroup], budget: int, sequences: int, length: int, chunk: int) -> tuple[int, ...]:
