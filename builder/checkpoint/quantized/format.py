@@ -14,7 +14,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 class Format(ABC):
     """How the quantized weights of a checkpoint are stored.
 
-    What is quantized is told by the tensors that are there; lists of modules that are not are only for the producer.
+    The tensors that are there say what is quantized; lists of modules that are not are only for the producer.
     """
 
     def __init__(self, tensors: Tensors) -> None:
