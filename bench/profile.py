@@ -177,7 +177,7 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """rooflines: with one thread and with all, reading the weights where they are mapped; fresh_rooflines: fresh memory.
+    """rooflines: with one thread and with all, weights read where they are mapped; fresh_rooflines: of fresh memory.
     Steps have their own, of reading weights and KV.
     """
 

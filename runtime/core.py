@@ -204,12 +204,12 @@ class EngineCore:
 
     def abort(self, request: Request) -> list[tuple[Request, Delta]]:
         """End what goes on of a request; its blocks are free again."""
-        outputs = []
+        deltas = []
         for completion in request.completions:
             if self._completions.pop(completion.sequence, None) is not None:
                 self._scheduler.finish(completion.sequence, "abort")
-                outputs.append((request, Delta(completion.index, "", (), "abort")))
-        return outputs
+                deltas.append((request, Delta(completion.index, "", (), "abort")))
+        return deltas
 
     def step(self) -> list[tuple[Request, Delta]]:
         """Begin one step of all that has arrived, and end one; what that added.
@@ -217,15 +217,15 @@ class EngineCore:
         A step ends at once, or, where the executor runs ahead, once the next one has begun; where a grammar says what
         may come next, once its layers run, before it samples.
         """
-        plan, outputs = self._scheduler.schedule(), list[tuple[Request, Delta]]()
+        plan, deltas = self._scheduler.schedule(), list[tuple[Request, Delta]]()
         if plan is not None:
-            logits = self.executor.run(plan)
+            outputs = self.executor.run(plan)
             if self._in_flight and plan.has_grammar:
-                outputs = self._end(self._in_flight.popleft())
-            self._in_flight.append(StepInFlight(plan, self._sampler.begin(logits, plan.requests)))
+                deltas = self._end(self._in_flight.popleft())
+            self._in_flight.append(StepInFlight(plan, self._sampler.begin(outputs.logits, plan.requests)))
             if len(self._in_flight) <= self.executor.steps_ahead:
-                return outputs
-        return outputs + self._end(self._in_flight.popleft()) if self._in_flight else outputs
+                return deltas
+        return deltas + self._end(self._in_flight.popleft()) if self._in_flight else deltas
 
     def _end(self, step: StepInFlight) -> list[tuple[Request, Delta]]:
         plan, sampled = step.plan, self._sampler.end(step.rows)
@@ -237,7 +237,7 @@ class EngineCore:
         self._num_steps += 1
         self._num_computed += plan.sizes.tokens
         self._step_sizes[bisect_left(STEP_TOKENS, plan.sizes.tokens)] += 1
-        outputs = []
+        deltas = []
         for sequence, tokens in zip(plan.sampling, accepted, strict=True):
             completion = self._completions.get(sequence)
             if completion is None:  # it has ended meanwhile
@@ -259,9 +259,9 @@ class EngineCore:
                 del self._completions[sequence]
                 if request.finished:
                     request.total_s = now - request.arrived_at
-            outputs.append((request, delta))
-        self._num_generated += len(outputs)
-        return outputs
+            deltas.append((request, delta))
+        self._num_generated += len(deltas)
+        return deltas
 
     def _take_prompt_rows(self, plan: StepPlan, sampled: list[SampledToken]) -> list[SampledToken]:
         """Keep what a step says of the tokens of prompts; the rest, which is for `plan.sampling`.

@@ -13,8 +13,8 @@ from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.memory_plan import MemoryPlan, RuntimeConfig
-from enginewright.runtime.sampling import Draw, Logits
-from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.sampling import Draw
+from enginewright.runtime.step_plan import StepOutputs, StepPlan
 from enginewright.targets import CPU, CUDA, architectures, choose_code, families_of
 
 AUTO = "auto"
@@ -35,9 +35,7 @@ class Executor(Protocol):
     threads: int
     steps_ahead: int
 
-    def run(self, plan: StepPlan) -> Logits:
-        """One step; its logits [logit_rows, vocab_size], which the next step overwrites."""
-        ...
+    def run(self, plan: StepPlan) -> StepOutputs: ...
 
     @property
     def draw(self) -> Draw: ...

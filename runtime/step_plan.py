@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from enginewright.plan import CacheGroup, PagedCache, StepSizes
 from enginewright.runtime.dims import StepCounter, widest_block_table
-from enginewright.runtime.sampling import RowRequest
+from enginewright.runtime.sampling import Logits, RowRequest
 from enginewright.runtime.sequence import TokenSequence
 
 Inputs = dict[str, NDArray[np.int32]]
@@ -67,6 +68,12 @@ class StepPlan(msgspec.Struct, frozen=True):
     def num_prompt_tokens(self) -> int:
         """Tokens that are read in."""
         return self.sizes.tokens - self.num_decodes
+
+
+class StepOutputs(NamedTuple):
+    """What an executor gives for a step, by the names of the plan's outputs. The next step overwrites it."""
+
+    logits: Logits  # [logit_rows, vocab_size]
 
 
 class _PagedInputs:

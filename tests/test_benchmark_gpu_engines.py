@@ -13,7 +13,7 @@ from enginewright.runtime import core
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling import SampledToken
-from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.step_plan import StepOutputs, StepPlan
 from tests.helpers.gpu_report import reported
 from tests.helpers.ladder import Ladder
 from tests.helpers.late_executor import LateExecutor
@@ -102,7 +102,7 @@ def test_wrong_answers_are_noticed(tiny_engine: Path, tmp_path: Path, monkeypatc
 class WrongWhenLate(LateExecutor):
     """Tokens that are not known when their step begins are others."""
 
-    def run(self, plan: StepPlan) -> np.ndarray:
+    def run(self, plan: StepPlan) -> StepOutputs:
         self._drawn = (self._drawn + 1) % VOCAB_SIZE
         return super().run(plan)
 

@@ -15,7 +15,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.memory_plan import RuntimeConfig, plan_memory
 from enginewright.runtime.sampling import Draw
-from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.step_plan import StepOutputs, StepPlan
 from enginewright.runtime.supported import paged_caches
 
 KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())  # what planes hold
@@ -76,18 +76,18 @@ class CpuExecutor:
             ) from error
         engine.file.check_unchanged()  # or what was read is not what was opened
 
-    def run(self, plan: StepPlan) -> NDArray[np.float32]:
+    def run(self, plan: StepPlan) -> StepOutputs:
         """One step.
 
         Returns:
-            Logits [logit_rows, vocab_size], a view of memory that the next step overwrites.
+            Views of memory that the next step overwrites.
 
         Raises:
             CorruptEngineError: the mapped file has changed. Nothing that was computed with other bytes is returned.
         """
         self._executor.run(self._prepare(plan), plan.sizes.counts)
         self._check_weights()
-        return self._logits[: plan.sizes.logit_rows]
+        return StepOutputs(self._logits[: plan.sizes.logit_rows])
 
     def close(self) -> None:
         """Memory goes with the executor."""

@@ -36,7 +36,7 @@ from enginewright.runtime.cuda.upload import upload_weights
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig, limits_of, plan_memory
 from enginewright.runtime.sampling import Draw, Entries, Fields
-from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.step_plan import StepOutputs, StepPlan
 from enginewright.runtime.supported import paged_caches
 from enginewright.runtime.token_mask import Mask
 
@@ -121,7 +121,7 @@ class CudaExecutor:
         for count in self._buckets:
             self._graph(count)
 
-    def run(self, plan: StepPlan) -> DeviceLogits:
+    def run(self, plan: StepPlan) -> StepOutputs:
         """Begin one step. It is done when its logits, or the tokens that were sampled from them, have been read."""
         self.device.bind()
         sizes = plan.sizes
@@ -135,7 +135,7 @@ class CudaExecutor:
             self._graph(bucket)()
         else:
             self._launch(sizes)
-        return DeviceLogits(lambda: self._read(sizes.logit_rows))
+        return StepOutputs(DeviceLogits(lambda: self._read(sizes.logit_rows)))
 
     def _read(self, count: int) -> NDArray[np.float32]:
         rows = np.empty((count, self.plan.buffers[self.plan.logits].stride), np.float32)

@@ -1,8 +1,8 @@
 """What runs in the next step: decodes first, then as much of the prompts as the token budget takes.
 
 plan = scheduler.schedule()
-logits = executor.run(plan)
-scheduler.commit(plan, [(token,) for token in sampler.sample(logits, plan.requests)])
+outputs = executor.run(plan)
+scheduler.commit(plan, [(token,) for token in sampler.sample(outputs.logits, plan.requests)])
 
 The next step may be planned before this one is committed, and no more than that. Its tokens are then those that this
 one samples, and all but the tokens themselves is known: what their keys and values take, and whether a sequence ends

@@ -8,7 +8,7 @@ from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.sampling import Entries, Fields
-from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.step_plan import StepOutputs, StepPlan
 from enginewright.runtime.token_mask import Mask
 from tests.helpers.sampling_reference import with_newest
 
@@ -21,7 +21,7 @@ class LateExecutor(CpuExecutor):
         self._sampled = self._newest = np.zeros(0, np.int32)  # by the step before; behind which this one samples
         self.num_late = 0  # tokens that were not known when their step was planned
 
-    def run(self, plan: StepPlan) -> NDArray[np.float32]:
+    def run(self, plan: StepPlan) -> StepOutputs:
         tokens = plan.inputs["tokens"].copy()
         late = tokens < 0
         tokens[late] = self._sampled[-1 - tokens[late]]
