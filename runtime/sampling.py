@@ -42,45 +42,37 @@ class RequestOutputKind(Enum):
 
 @dataclass(slots=True)
 class SamplingParams:
-    """How a request wants its tokens drawn and when it wants to end; names and defaults as in vLLM.
+    """How a request wants its tokens sampled and when it wants to end; names and defaults as in vLLM.
 
     They may be changed. A request takes a copy when it is submitted, which is checked as new ones are: a change after
     that is for later requests.
-
-    n: answers to one prompt. temperature: 0 is greedy. top_k: 0 (or -1) is all. top_p: the smallest set of the
-    likeliest tokens that has this probability. min_p: tokens at least this likely, relative to the likeliest.
-    repetition_penalty: over prompt and output; frequency_penalty, presence_penalty: over the output.
-    seed: of the draws; None draws one. max_tokens: None is up to the model's length, 0 reads the prompt alone.
-    min_tokens: before these, neither an end-of-text nor a stop token is drawn. logprobs: None is none; n also names the
-    n likeliest tokens. prompt_logprobs: likewise, for the tokens of the prompt. logit_bias: added to the logits of
-    tokens by id. allowed_token_ids: no others are drawn, so that an answer ends early only if its end is among them;
-    None allows all. output_kind: what AsyncLLM.generate yields.
 
     Raises:
         UsageError: a name is none, or a value is of the wrong type or out of its range.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    n: int = 1  # completions of one prompt
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # the smallest set of the likeliest tokens that has this probability
+    top_k: int = 0  # the likeliest tokens; 0 (or -1) is all
+    min_p: float = 0.0  # tokens at least this likely, relative to the likeliest
+    presence_penalty: float = 0.0  # of tokens in the output
+    frequency_penalty: float = 0.0  # of tokens in the output, for each time
+    repetition_penalty: float = 1.0  # of tokens in prompt and output
+    seed: int | None = None  # None: a new one for each request
+    stop: Sequence[str] = ()  # texts that end it
+    stop_token_ids: Sequence[int] = ()  # tokens that end it
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    ignore_eos: bool = False  # the model's end-of-text tokens do not end it
+    max_tokens: int | None = 16  # None is up to the model's length, 0 reads the prompt alone
+    min_tokens: int = 0  # before these, neither an end-of-text nor a stop token is sampled
+    logprobs: int | None = None  # None is none; n also names the n likeliest tokens
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of tokens, by id
+    # No others are sampled, so that a completion ends early only if its end is among them; None allows all.
     allowed_token_ids: Sequence[int] | None = None
-    skip_special_tokens: bool = True
-    prompt_logprobs: int | None = None
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    skip_special_tokens: bool = True  # in the text
+    prompt_logprobs: int | None = None  # as logprobs, for the tokens of the prompt
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # what AsyncLLM.generate yields
 
     def __new__(cls, *args: Any, **options: Any) -> "SamplingParams":
         """Refuses names that are none; `__init__` would raise a TypeError."""

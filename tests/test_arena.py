@@ -20,8 +20,8 @@ def test_live_buffers_do_not_overlap(buffers: list[tuple[str, Linear, int]], dat
         KernelCall("k@1", {f"o{index}": BufferOperand(index, 0, buffers[index][2]) for index in sorted(call)}, {})
         for call in touched
     ]
-    result = data.draw(st.integers(0, len(buffers) - 1))
-    slots = assign_slots(buffers, calls, result, StepSizes(DIMS, (2048, 256, 256, 32)))
+    results = data.draw(st.lists(st.integers(0, len(buffers) - 1), min_size=1, max_size=2))
+    slots = assign_slots(buffers, calls, results, StepSizes(DIMS, (2048, 256, 256, 32)))
     plan = Plan(
         target="cpu",
         dims=DIMS,
@@ -29,8 +29,8 @@ def test_live_buffers_do_not_overlap(buffers: list[tuple[str, Linear, int]], dat
         caches=(),
         buffers=tuple(Buffer(*buffer, slot) for buffer, slot in zip(buffers, slots, strict=True)),
         calls=tuple(calls),
-        logits=result,
-        vocab_size=buffers[result][2],
+        outputs={"logits": results[0], "hidden": results[-1]},
+        vocab_size=buffers[results[0]][2],
         max_seq_len=1,
     )
     limits = StepSizes(DIMS, tuple(data.draw(st.integers(1, 900)) for _ in DIMS))
@@ -38,7 +38,7 @@ def test_live_buffers_do_not_overlap(buffers: list[tuple[str, Linear, int]], dat
     alive: list[tuple[int, int, int]] = []  # first step, last step, buffer
     for index in range(len(buffers)):
         at = [step for step, names in enumerate(touched) if index in names]
-        alive.append((at[0], len(calls) if index == result else at[-1], index))
+        alive.append((at[0], len(calls) if index in results else at[-1], index))
     for first, last, index in alive:
         start, end = offsets[index], offsets[index] + plan.buffers[index].bytes_at(limits)
         assert end <= arena_bytes and start % 64 == 0

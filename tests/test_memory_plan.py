@@ -32,7 +32,7 @@ DTYPE_BYTES = {"f32": 4, "bf16": 2}
 
 
 def plan_of(groups: Sequence[PagedCache], buffers: Sequence[Buffer], longest: int) -> Plan:
-    return Plan("cpu", DIMS, (), tuple(groups), tuple(buffers), (), 0, buffers[0].columns, longest)
+    return Plan("cpu", DIMS, (), tuple(groups), tuple(buffers), (), {"logits": 0}, buffers[0].columns, longest)
 
 
 PLANES = (Plane("key", 1, 8, "bf16", 16), Plane("value", 1, 8, "bf16", 16))

@@ -21,13 +21,13 @@ def nominal_sizes(dims: Sequence[str], caches: Sequence[CacheGroup]) -> StepSize
 def assign_slots(
     buffers: Sequence[tuple[str, Linear, int]],
     calls: Sequence[KernelCall],
-    result: int,
+    results: Collection[int],
     nominal: StepSizes,
     lasting: Collection[int] = (),
 ) -> list[int]:
     """The slot of each buffer (dtype, rows, columns), best fit in order of first use.
 
-    A buffer lives from the first call that names it to the last; `result` lives to the end, `lasting` ones always.
+    A buffer lives from the first call that names it to the last; `results` live to the end, `lasting` ones always.
     """
     first, last = [len(calls)] * len(buffers), [-1] * len(buffers)
     for index, call in enumerate(calls):
@@ -35,7 +35,8 @@ def assign_slots(
             if isinstance(operand, BufferOperand):
                 first[operand.index] = min(first[operand.index], index)
                 last[operand.index] = index
-    last[result] = len(calls)
+    for buffer in results:
+        last[buffer] = len(calls)
     for buffer in lasting:
         first[buffer], last[buffer] = -1, len(calls)
 

@@ -152,11 +152,13 @@ class _Lowering:
                 self._reshape(node)
             else:
                 self._step(node)
-        (logits,) = (value for value in self.graph.outputs if value.name == "logits")
-        view = self.views[logits]
+        # Caches that come out changed have no views.
+        results = {_name(value): self.views[value] for value in self.graph.outputs if value in self.views}
+        outputs = {name: view.buffer for name, view in results.items()}
         nominal = nominal_sizes(self.dims, self.groups)
-        slots = assign_slots(self.buffers, self.calls, view.buffer, nominal, self.lasting)
-        sampling = self.target.sampling(self._matrix(BufferOperand(view.buffer, view.column, view.columns)))
+        slots = assign_slots(self.buffers, self.calls, outputs.values(), nominal, self.lasting)
+        logits = results["logits"]
+        sampling = self.target.sampling(self._matrix(BufferOperand(logits.buffer, logits.column, logits.columns)))
         plan = Plan(
             target=self.target.name,
             dims=tuple(self.dims),
@@ -164,8 +166,8 @@ class _Lowering:
             caches=self.groups,
             buffers=tuple(Buffer(*entry, slot) for entry, slot in zip(self.buffers, slots, strict=True)),
             calls=tuple(self.calls),
-            logits=view.buffer,
-            vocab_size=view.columns,
+            outputs=outputs,
+            vocab_size=logits.columns,
             max_seq_len=max_seq_len,
             sampling=self._named(*sampling) if sampling else None,
         )

@@ -254,21 +254,24 @@ class KernelCall(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Everything an executor runs, in order. dims: the names of a step's sizes: COMMON_DIMS, and behind these what else
-    rows and columns follow. logits: the buffer of the step's result, f32 [logit_rows, vocab_size].
-    sampling: what a GPU draws tokens from them with, a block a row; its arguments are not operands but the runtime's.
-    """
+    """Everything an executor runs, in order."""
 
-    target: str
-    dims: tuple[str, ...]
+    target: str  # the family: cpu, cuda
+    dims: tuple[str, ...]  # names of a step's sizes: COMMON_DIMS, and behind these what else rows and columns follow
     inputs: tuple[Input, ...]
     caches: tuple[CacheGroup, ...]
     buffers: tuple[Buffer, ...]
     calls: tuple[KernelCall, ...]
-    logits: int
+    outputs: dict[str, int]  # name → buffer: "logits", f32 [logit_rows, vocab_size], in every plan
     vocab_size: int
     max_seq_len: int
+    # What a GPU samples from the logits with, a block per row; its arguments are not operands but the runtime's.
     sampling: Launch | None = None
+
+    @property
+    def logits(self) -> int:
+        """The buffer of the logits."""
+        return self.outputs["logits"]
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self, order="sorted")
@@ -348,7 +351,9 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
                 require_size(extent.rows, 0, f"{launch.kernel} has a grid")
                 sane = 0 < extent.per < 2**31 and 0 <= extent.per_multiprocessor <= 64
                 require(sane, f"{launch.kernel} has no grid")
-        require(0 <= self.logits < len(self.buffers), "the logits are no buffer")
+        for name, index in self.outputs.items():
+            require(0 <= index < len(self.buffers), f"the {name} are no buffer")
+        require("logits" in self.outputs, "there are no logits")
         require(self.vocab_size == self.buffers[self.logits].columns, "the logits are not as wide as the vocabulary")
 
     def arena_offsets(self, limits: StepSizes) -> tuple[list[int], int]:
