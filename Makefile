@@ -38,7 +38,7 @@ PYTEST := OMP_NUM_THREADS=1 ENGINEWRIGHT_NUM_THREADS=1 $(BIN)/python -m pytest -
 # What `make sanitize` runs, and how. Python itself is not instrumented: a sanitizer's library has to be there before it
 # is, and C++'s, for exceptions. Python's leaks at exit are no finding; a refused allocation is an error that is tested;
 # libtsan knows where things lie without address randomization alone.
-SANITIZED_TESTS := $(wildcard tests/test_cpu_*.py) $(addprefix tests/test_,bench_roof.py batch_invariance.py kv_cache.py sampling.py)
+SANITIZED_TESTS := $(wildcard tests/test_cpu_*.py) $(addprefix tests/test_,bench_roofline.py batch_invariance.py kv_cache.py sampling.py)
 SANITIZER_ENV = PYTHONPATH=build/$*/lib LD_PRELOAD="$$(g++ -print-file-name=lib$*.so) $$(g++ -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:suppressions=tests/asan.supp \
   UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:suppressions=tests/tsan.supp

@@ -1,4 +1,4 @@
-"""`engine bench profile`: where the time of a step goes, kernel by kernel, and how much of the roof that is."""
+"""`engine bench profile`: where the time of a step goes, kernel by kernel, and how much of the roofline that is."""
 
 import statistics
 import time
@@ -22,7 +22,7 @@ from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
 from enginewright.runtime.supported import paged_caches
 from enginewright_bench.machine_facts import machine_facts
-from enginewright_bench.roof import Roof, measure_roof, read_buffer
+from enginewright_bench.roofline import Roofline, measure_roofline, read_buffer
 
 ROUND_SECONDS, ROUND_STEPS = 0.25, 3  # of each point in a round, at least
 OPERANDS = ("int8", "bf16", "fp32")
@@ -52,7 +52,7 @@ class ProfileConfig:
     """What is profiled.
 
     prefill: lengths of prompts, each read in one step. batch, depth: steps of so many sequences that decode, with so
-    many positions in the KV cache, every batch at every depth. rounds: each measures the roof, and then every step.
+    many positions in the KV cache, every batch at every depth. rounds: each measures the roofline, and then every step.
 
     Raises:
         UsageError: a number makes no sense.
@@ -89,8 +89,8 @@ class KernelProfile:
     """A kernel of the plan, or several of one name and shape together.
 
     Bytes are those that it touches, each counted once; ops are by operands, "int8", "bf16", "fp32" (struct Work in
-    csrc/cpu/kernel.h). roof_s: the least time that the roof allows: for reading weights and KV, or for computing,
-    whichever takes longer. Activations are expected to stay in caches.
+    csrc/cpu/kernel.h). roofline_s: the least time that the roofline allows: for reading weights and KV, or for
+    computing, whichever takes longer. Activations are expected to stay in caches.
     """
 
     kernel: str
@@ -101,21 +101,21 @@ class KernelProfile:
     activation_bytes: int
     kv_bytes: int
     ops: Mapping[str, int]
-    roof_s: float
+    roofline_s: float
 
     @property
     def nbytes(self) -> int:
         return self.weight_bytes + self.activation_bytes + self.kv_bytes
 
     @property
-    def share_of_roof(self) -> float:
-        return self.roof_s / self.seconds
+    def share_of_roofline(self) -> float:
+        return self.roofline_s / self.seconds
 
     def to_dict(self, step_s: float) -> dict[str, Any]:
         return asdict(self) | {
             "bytes_per_s": self.nbytes / self.seconds,
             "ops_per_s": sum(self.ops.values()) / self.seconds,
-            "share_of_roof": self.share_of_roof,
+            "share_of_roofline": self.share_of_roofline,
             "share_of_step": self.seconds / step_s,
         }
 
@@ -131,27 +131,27 @@ class KernelProfile:
             activation_bytes=sum(part.activation_bytes for part in parts),
             kv_bytes=sum(part.kv_bytes for part in parts),
             ops={name: sum(part.ops[name] for part in parts) for name in OPERANDS},
-            roof_s=sum(part.roof_s for part in parts),
+            roofline_s=sum(part.roofline_s for part in parts),
         )
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One point: figures of one round, that of the median share of the roof, so that they add up.
+    """One point: figures of one round, that of the median share of the roofline, so that they add up.
 
-    step_s: of a step, from the call of the executor to its return. kernels: of the plan, in order. shares: of the roof
-    in all rounds, ascending.
+    step_s: of a step, from the call of the executor to its return. kernels: of the plan, in order. shares: of the
+    roofline in all rounds, ascending.
     """
 
     point: Point
-    roof: Roof
+    roofline: Roofline
     step_s: float
     kernels: Sequence[KernelProfile]
     shares: Sequence[float]
 
     @property
-    def share_of_roof(self) -> float:
-        return sum(kernel.roof_s for kernel in self.kernels) / self.step_s
+    def share_of_roofline(self) -> float:
+        return sum(kernel.roofline_s for kernel in self.kernels) / self.step_s
 
     @property
     def groups(self) -> list[KernelProfile]:
@@ -167,9 +167,9 @@ class StepProfile:
             **asdict(point),
             "step_s": self.step_s,
             "tokens_per_s": point.sequences * point.tokens / self.step_s,
-            "share_of_roof": self.share_of_roof,
-            "shares_of_roof": list(self.shares),
-            "roof": self.roof.to_dict(),
+            "share_of_roofline": self.share_of_roofline,
+            "shares_of_roofline": list(self.shares),
+            "roofline": self.roofline.to_dict(),
             "groups": [group.to_dict(self.step_s) for group in self.groups],
             "kernels": [kernel.to_dict(self.step_s) for kernel in self.kernels],
         }
@@ -177,15 +177,15 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """roofs: with one thread and with all, reading the weights where they are mapped; fresh_roofs: fresh memory. Steps
-    have their own, of reading weights and KV.
+    """rooflines: with one thread and with all, weights read where they are mapped; fresh_rooflines: of fresh memory.
+    Steps have their own, of reading weights and KV.
     """
 
     config: ProfileConfig
     engine: Mapping[str, Any]
     machine: Mapping[str, Any]
-    roofs: Sequence[Roof]
-    fresh_roofs: Sequence[Roof]
+    rooflines: Sequence[Roofline]
+    fresh_rooflines: Sequence[Roofline]
     steps: Sequence[StepProfile]
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,8 +194,8 @@ class ProfileReport:
             "config": asdict(self.config),
             "engine": dict(self.engine),
             "machine": dict(self.machine),
-            "roofs": [roof.to_dict() for roof in self.roofs],
-            "fresh_roofs": [roof.to_dict() for roof in self.fresh_roofs],
+            "rooflines": [roofline.to_dict() for roofline in self.rooflines],
+            "fresh_rooflines": [roofline.to_dict() for roofline in self.fresh_rooflines],
             "steps": [step.to_dict() for step in self.steps],
         }
 
@@ -212,8 +212,11 @@ def run_profile(path: Path, config: ProfileConfig, threads: int | None = None) -
         executor = CpuExecutor(engine, _limits(engine, config, threads))
         weights = [engine.file.section(name) for name in engine.file.sections if name.startswith(WEIGHTS)]
         counts, fresh = sorted({1, executor.threads}), [read_buffer()]
-        fresh_roofs = [measure_roof(executor.isa, count, fresh) for count in counts]
-        roofs = [measure_roof(roof.isa, roof.threads, weights, dots=roof.dots) for roof in fresh_roofs]
+        fresh_rooflines = [measure_roofline(executor.isa, count, fresh) for count in counts]
+        rooflines = [
+            measure_roofline(roofline.isa, roofline.threads, weights, dots=roofline.dots)
+            for roofline in fresh_rooflines
+        ]
         del fresh
         plans = [step_plan(executor, point) for point in config.points]
         reads = [[*weights, *_kv_memory(executor, plan)] for plan in plans]
@@ -222,8 +225,8 @@ def run_profile(path: Path, config: ProfileConfig, threads: int | None = None) -
             executor.run(plan)  # warm-up
         for _ in range(config.rounds):
             for point, plan, memory, results in zip(config.points, plans, reads, rounds, strict=True):
-                roof = measure_roof(executor.isa, executor.threads, memory)
-                results.append(_measure(executor, point, plan, roof))
+                roofline = measure_roofline(executor.isa, executor.threads, memory)
+                results.append(_measure(executor, point, plan, roofline))
         about = {
             "name": engine.manifest.name,
             "recipe": engine.manifest.recipe,
@@ -231,7 +234,7 @@ def run_profile(path: Path, config: ProfileConfig, threads: int | None = None) -
             "isa": executor.isa,
             "threads": executor.threads,
         }
-    return ProfileReport(config, about, facts, roofs, fresh_roofs, [_middle(results) for results in rounds])
+    return ProfileReport(config, about, facts, rooflines, fresh_rooflines, [_middle(results) for results in rounds])
 
 
 def _limits(engine: Engine, config: ProfileConfig, threads: int | None) -> RuntimeConfig:
@@ -288,7 +291,7 @@ def _kv_memory(executor: CpuExecutor, plan: StepPlan) -> list[NDArray[Any]]:
     ]
 
 
-def _measure(executor: CpuExecutor, point: Point, plan: StepPlan, roof: Roof) -> StepProfile:
+def _measure(executor: CpuExecutor, point: Point, plan: StepPlan, roofline: Roofline) -> StepProfile:
     """Means over the faster half of the steps: kernels still add up, and an interruption is left out."""
     steps: list[tuple[float, NDArray[np.int64]]] = []
     begin = time.perf_counter()
@@ -299,14 +302,14 @@ def _measure(executor: CpuExecutor, point: Point, plan: StepPlan, roof: Roof) ->
     faster = sorted(steps, key=itemgetter(0))[: (len(steps) + 1) // 2]
     seconds = np.mean([each for _, each in faster], axis=0) * 1e-9
     kernels = [
-        _kernel(call, executor.engine, roof, float(took), did)
+        _kernel(call, executor.engine, roofline, float(took), did)
         for call, took, did in zip(executor.plan.calls, seconds, work, strict=True)
     ]
     step_s = statistics.mean(took for took, _ in faster)
-    return StepProfile(point, roof, step_s, kernels, [sum(kernel.roof_s for kernel in kernels) / step_s])
+    return StepProfile(point, roofline, step_s, kernels, [sum(kernel.roofline_s for kernel in kernels) / step_s])
 
 
-def _kernel(call: KernelCall, engine: Engine, roof: Roof, seconds: float, work: np.void) -> KernelProfile:
+def _kernel(call: KernelCall, engine: Engine, roofline: Roofline, seconds: float, work: np.void) -> KernelProfile:
     ops = {name: int(work[f"{name}_ops"]) for name in OPERANDS}
     weight_bytes, kv_bytes = int(work["weight_bytes"]), int(work["kv_bytes"])
     return KernelProfile(
@@ -318,7 +321,7 @@ def _kernel(call: KernelCall, engine: Engine, roof: Roof, seconds: float, work: 
         activation_bytes=int(work["activation_bytes"]),
         kv_bytes=kv_bytes,
         ops=ops,
-        roof_s=roof.seconds(weight_bytes + kv_bytes, ops),
+        roofline_s=roofline.seconds(weight_bytes + kv_bytes, ops),
     )
 
 
@@ -338,7 +341,7 @@ def _shape(call: KernelCall, engine: Engine) -> str:
 
 
 def _middle(rounds: Sequence[StepProfile]) -> StepProfile:
-    ordered = sorted(rounds, key=lambda each: each.share_of_roof)
+    ordered = sorted(rounds, key=lambda each: each.share_of_roofline)
     middle = ordered[len(ordered) // 2]
-    shares = [each.share_of_roof for each in ordered]
-    return StepProfile(middle.point, middle.roof, middle.step_s, middle.kernels, shares)
+    shares = [each.share_of_roofline for each in ordered]
+    return StepProfile(middle.point, middle.roofline, middle.step_s, middle.kernels, shares)

@@ -10,7 +10,7 @@ from enginewright_bench.profile import KernelProfile, ProfileReport, StepProfile
 from enginewright_bench.serving import ServeConfig, ServeReport
 from enginewright_bench.workload import WorkloadConfig
 
-LABEL, COLUMN, ROOF_LABEL = 20, 10, 45  # characters
+LABEL, COLUMN, ROOFLINE_LABEL = 20, 10, 45  # characters
 
 
 def describe_offline(report: OfflineReport) -> str:
@@ -69,34 +69,37 @@ def describe_serve(report: ServeReport) -> str:
 
 
 def describe_profile(report: ProfileReport) -> str:
-    lines = [_engine(report.engine), _machine(report.engine, report.machine), "", *_roofs(report)]
+    lines = [_engine(report.engine), _machine(report.engine, report.machine), "", *_rooflines(report)]
     for step in report.steps:
         lines += ["", *_step(step)]
     return "\n".join(lines)
 
 
-def _roofs(report: ProfileReport) -> Iterable[str]:
+def _rooflines(report: ProfileReport) -> Iterable[str]:
     """A column for each number of threads."""
-    roofs = report.fresh_roofs
-    yield f"{'roof':<{ROOF_LABEL}}" + "".join(f"{_many(roof.threads, 'thread'):>{COLUMN}}" for roof in roofs)
-    for name, each in (("fresh memory", roofs), ("the weights in place", report.roofs)):
+    rooflines = report.fresh_rooflines
+    yield f"{'roofline':<{ROOFLINE_LABEL}}" + "".join(
+        f"{_many(roofline.threads, 'thread'):>{COLUMN}}" for roofline in rooflines
+    )
+    for name, each in (("fresh memory", rooflines), ("the weights in place", report.rooflines)):
         label = f"read {each[0].read_bytes / 1e6:,.1f} MB, {name}"
-        yield _roof_row(label, [roof.read_bytes_per_s for roof in each], "GB/s")
-    for operands, rate in roofs[0].dots.items():
+        yield _roofline_row(label, [roofline.read_bytes_per_s for roofline in each], "GB/s")
+    for operands, rate in rooflines[0].dots.items():
         label = f"multiply {operands}, {rate.instruction}"
-        yield _roof_row(label, [roof.dots[operands].ops_per_s for roof in roofs], "GOPS")
+        yield _roofline_row(label, [roofline.dots[operands].ops_per_s for roofline in rooflines], "GOPS")
 
 
-def _roof_row(label: str, rates: Iterable[float], unit: str) -> str:
-    return f"{label:<{ROOF_LABEL}}" + "".join(f"{rate / 1e9:>{COLUMN},.1f}" for rate in rates) + f" {unit}"
+def _roofline_row(label: str, rates: Iterable[float], unit: str) -> str:
+    return f"{label:<{ROOFLINE_LABEL}}" + "".join(f"{rate / 1e9:>{COLUMN},.1f}" for rate in rates) + f" {unit}"
 
 
 def _step(step: StepProfile) -> Iterable[str]:
     pace = _rate(step.point.sequences * step.point.tokens / step.step_s)
     spread = f"{step.shares[0]:.0%} to {step.shares[-1]:.0%}"
-    read = f"{step.roof.read_bytes / 1e6:,.1f} MB at {step.roof.read_bytes_per_s / 1e9:,.1f} GB/s"
-    yield f"{step.point}: {pace} tokens/s, {step.share_of_roof:.0%} of the roof ({spread}; weights and KV: {read})"
-    yield _cells("kernel", "shape", "calls", "ms", "MB", "GB/s", "GOPS", "of roof", "of step")
+    read = f"{step.roofline.read_bytes / 1e6:,.1f} MB at {step.roofline.read_bytes_per_s / 1e9:,.1f} GB/s"
+    share = f"{step.share_of_roofline:.0%} of the roofline ({spread}; weights and KV: {read})"
+    yield f"{step.point}: {pace} tokens/s, {share}"
+    yield _cells("kernel", "shape", "calls", "ms", "MB", "GB/s", "GOPS", "of roofline", "of step")
     for group in step.groups:
         yield _kernel(group.kernel, group, step.step_s)
     inside = KernelProfile.sum(step.kernels)
@@ -114,7 +117,7 @@ def _kernel(name: str, kernel: KernelProfile, step_s: float) -> str:
         f"{kernel.nbytes / 1e6:,.2f}",
         f"{kernel.nbytes / kernel.seconds / 1e9:,.1f}",
         f"{sum(kernel.ops.values()) / kernel.seconds / 1e9:,.1f}",
-        f"{kernel.share_of_roof:.1%}",
+        f"{kernel.share_of_roofline:.1%}",
         f"{kernel.seconds / step_s:.1%}",
     )
 

@@ -41,7 +41,7 @@ from protocol.start import first_tokens
 from enginewright import _cpu
 from enginewright.runtime.machine import free_memory, num_cores
 from enginewright_bench.machine_facts import machine_facts
-from enginewright_bench.roof import measure_dots
+from enginewright_bench.roofline import measure_dots
 
 OUTPUT = Path("benchmarks/results/cpu")
 PARTS = ("build", "start", "speed", "quality")

@@ -25,7 +25,7 @@ from enginewright.plugins.kv_write import BLOCK_SIZE
 from enginewright.runtime import core
 from enginewright.runtime.cuda.device import Bytes, Grid
 from enginewright.runtime.cuda.executor import CudaExecutor
-from enginewright.runtime.cuda.sampling import DRAWN
+from enginewright.runtime.cuda.sampling import SAMPLED_ROW
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.outputs import Delta
@@ -57,7 +57,7 @@ class IdleDevice:
         return start
 
     def pinned(self, nbytes: int) -> Bytes:
-        answer = np.zeros(-(-nbytes // DRAWN.itemsize), DRAWN)
+        answer = np.zeros(-(-nbytes // SAMPLED_ROW.itemsize), SAMPLED_ROW)
         answer["token"] = np.arange(len(answer)) * 37 % 5000 + 1000
         return answer.view(np.uint8)[:nbytes]
 

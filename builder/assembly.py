@@ -46,7 +46,7 @@ class BuildConfig:
     quant: None takes weights as the checkpoint has them, quantized or BF16. kv_cache_dtype: what the KV cache holds,
     one of KV_CACHES. max_seq_len: positions of the longest sequence; None takes the model's own. max_batch_size:
     sequences in a step, recorded as the runtime's default and nothing more. batch_invariant: an answer has the
-    same bits in any company, on GPUs, too. calib_data, calib_size: as `builder.calibration` has them; both None where
+    same bits in any batch, on GPUs, too. calib_data, calib_size: as `builder.calibration` has them; both None where
     the method needs no calibration. dump_graphs: folder for one ONNX file a pass. gate: None measures nothing. report:
     an .html or .json file for what the gate has measured.
     """

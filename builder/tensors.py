@@ -58,7 +58,9 @@ class Tensors:
         self.reads += 1
         values = self._checkpoint.read(name)
         if tuple(values.shape) != shape:
-            raise EngineError(f"tensor {name} was read with shape {list(values.shape)}", f"promised was {list(shape)}")
+            raise EngineError(
+                f"tensor {name} was read with shape {list(values.shape)}", f"it was expected as {list(shape)}"
+            )
         return values
 
 

@@ -76,7 +76,7 @@ class _Switch:
         return self.inputs[name]
 
     def _pack_shapes(self) -> None:
-        """[1, T, …] becomes [tokens, …], and the shapes that reshapes are told."""
+        """[1, T, …] becomes [tokens, …], and so do the shapes that reshapes are given."""
         for node in self.model.graph:
             for value in node.outputs:
                 assert value.shape is not None, value.name

@@ -19,7 +19,7 @@ def embed_on_cuda(binding: KernelBinding) -> CudaKernel:
             int8=table.dtype == "i8",
             scale=float(call.attributes["scale"]),
         )
-        arguments = ("tokens", "drawn", "table", "table_scale", "out", "known")
+        arguments = ("tokens", "sampled", "table", "table_scale", "out", "known")
         return (Launch(kernel, arguments, (blocks(out.rows), ONE, ONE), THREADS),)
 
     return binding.on_cuda(launches, embed="embed")

@@ -12,7 +12,7 @@ def sampling_launch(logits: Matrix, threads: int = THREADS) -> Launch:
     kernel = expression("sample_rows", "Sampling", vocab=logits.columns, stride=logits.stride, threads=threads)
     return Launch(
         kernel,
-        arguments=("rows", "entries", "saved", "allowed", "known", "logit_rows", "logits", "drawn", "tops"),
+        arguments=("rows", "entries", "saved", "allowed", "known", "logit_rows", "logits", "sampled", "tops"),
         grid=(blocks(logits.rows), ONE, ONE),
         threads=threads,
         shared_bytes=_shared_bytes(threads),

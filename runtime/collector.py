@@ -80,10 +80,10 @@ class Collector:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _named(self, drawn: SampledToken) -> dict[int, Logprob]:
-        ranks = {token: rank for rank, (token, _) in enumerate(drawn.top_logprobs, start=1)}
-        values = dict(drawn.top_logprobs)
-        values.setdefault(drawn.token, drawn.logprob or 0.0)
+    def _named(self, sampled: SampledToken) -> dict[int, Logprob]:
+        ranks = {token: rank for rank, (token, _) in enumerate(sampled.top_logprobs, start=1)}
+        values = dict(sampled.top_logprobs)
+        values.setdefault(sampled.token, sampled.logprob or 0.0)
         return {
             token: Logprob(value, ranks.get(token), self._tokenizer.decode([token], skip_special_tokens=False))
             for token, value in values.items()

@@ -19,7 +19,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.scheduler.scheduler import Scheduler
-from enginewright_bench import profile, roof
+from enginewright_bench import profile, roofline
 from enginewright_bench.profile import (
     KernelProfile,
     Point,
@@ -29,7 +29,7 @@ from enginewright_bench.profile import (
     step_plan,
 )
 from enginewright_bench.report import describe_profile
-from enginewright_bench.roof import read_buffer
+from enginewright_bench.roofline import read_buffer
 from tests.helpers.engines import built
 from tests.helpers.scheduler_watch import sequence_of
 from tests.helpers.tiny import tiny_checkpoint
@@ -39,7 +39,7 @@ FEW = ProfileConfig(prefill=(33,), batch=(1, 3), depth=(0, 70), rounds=2)
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roof, "SECONDS", 0.002)
+    monkeypatch.setattr(roofline, "SECONDS", 0.002)
     monkeypatch.setattr(profile, "ROUND_SECONDS", 0.002)
     monkeypatch.setattr(profile, "read_buffer", lambda: read_buffer(1 << 16))
 
@@ -196,9 +196,9 @@ def test_kernels_add_up_to_the_step(engines: Mapping[str, Path], name: str) -> N
         )
         assert grouped.ops == whole.ops and grouped.seconds == pytest.approx(whole.seconds)
         assert whole.seconds <= step.step_s, "kernels take no longer than the call that runs them"
-        assert step.share_of_roof == pytest.approx(whole.roof_s / step.step_s)
+        assert step.share_of_roofline == pytest.approx(whole.roofline_s / step.step_s)
         assert len(step.shares) == FEW.rounds and list(step.shares) == sorted(step.shares)
-        assert step.share_of_roof in step.shares
+        assert step.share_of_roofline in step.shares
 
 
 def test_most_of_a_step_is_kernels(engines: Mapping[str, Path]) -> None:
@@ -210,10 +210,10 @@ def test_most_of_a_step_is_kernels(engines: Mapping[str, Path]) -> None:
     assert max(sum(kernel.seconds for kernel in step.kernels) / step.step_s for step in steps) > 0.5
 
 
-KNOWN = roof.Roof("portable", 1, {"fp32": roof.Rate("x", 1e9), "bf16": roof.Rate("y", 4e9)}, 1, 1e9)
+KNOWN = roofline.Roofline("portable", 1, {"fp32": roofline.Rate("x", 1e9), "bf16": roofline.Rate("y", 4e9)}, 1, 1e9)
 
 
-def test_the_roof_of_a_kernel(engines: Mapping[str, Path]) -> None:
+def test_the_roofline_of_a_kernel(engines: Mapping[str, Path]) -> None:
     with Engine.open(engines["llama bf16"]) as engine:
         executor = executor_of(engine)
         plan = step_plan(executor, Point(1, 33, 0))
@@ -221,8 +221,8 @@ def test_the_roof_of_a_kernel(engines: Mapping[str, Path]) -> None:
     for kernel in measured.kernels:
         reading = (kernel.weight_bytes + kernel.kv_bytes) / 1e9
         computing = kernel.ops["bf16"] / 4e9 + kernel.ops["fp32"] / 1e9
-        assert kernel.roof_s == pytest.approx(max(reading, computing))
-        assert kernel.share_of_roof == pytest.approx(kernel.roof_s / kernel.seconds)
+        assert kernel.roofline_s == pytest.approx(max(reading, computing))
+        assert kernel.share_of_roofline == pytest.approx(kernel.roofline_s / kernel.seconds)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_table_on_stderr_or_one_json_object_on_stdout(engines: Mapping[str, Pa
     assert (prefill["tokens"], decode["sequences"], decode["depth"]) == (40, 2, 0)
     assert sum(kernel["share_of_step"] for kernel in prefill["kernels"]) <= 1
     assert sum(group["calls"] for group in decode["groups"]) == len(decode["kernels"])
-    assert {"weight_bytes", "activation_bytes", "kv_bytes", "ops", "share_of_roof"} <= prefill["groups"][0].keys()
+    assert {"weight_bytes", "activation_bytes", "kv_bytes", "ops", "share_of_roofline"} <= prefill["groups"][0].keys()
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_what_cannot_be_profiled_is_said(engines: Mapping[str, Path], options: t
     assert result.exit_code == 2 and piece in result.stderr and "Traceback" not in result.stderr
 
 
-def test_the_roof_reads_weights_and_of_a_step_its_kv(engines: Mapping[str, Path]) -> None:
+def test_the_roofline_reads_weights_and_of_a_step_its_kv(engines: Mapping[str, Path]) -> None:
     report = run_profile(engines["llama bf16"], replace(FEW, rounds=1), threads=1)
     with Engine.open(engines["llama bf16"]) as engine:
         nbytes = sum(form.nbytes for name, form in engine.file.sections.items() if name.startswith(WEIGHTS))
@@ -290,8 +290,8 @@ def test_the_roof_reads_weights_and_of_a_step_its_kv(engines: Mapping[str, Path]
             for group in engine.plan.caches:
                 blocks = point.sequences * -(-(point.depth + point.tokens) // group.block_size)
                 kv_bytes += blocks * group.block_bytes
-            assert step.roof.read_bytes == nbytes + kv_bytes
-    assert [each.read_bytes for each in report.roofs] == [nbytes]
-    assert [each.read_bytes for each in report.fresh_roofs] == [1 << 16]
-    assert report.fresh_roofs[0].dots == report.roofs[0].dots
+            assert step.roofline.read_bytes == nbytes + kv_bytes
+    assert [each.read_bytes for each in report.rooflines] == [nbytes]
+    assert [each.read_bytes for each in report.fresh_rooflines] == [1 << 16]
+    assert report.fresh_rooflines[0].dots == report.rooflines[0].dots
     assert "the weights in place" in describe_profile(report)

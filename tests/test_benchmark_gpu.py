@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import attention, gemm, kernels, large, machine, models, roof, sanitizer
+from benchmarks.gpu import attention, gemm, kernels, large, machine, models, roofline, sanitizer
 from benchmarks.gpu.bench import Replay, copies, interleaved, ratio
 from benchmarks.gpu.page import AIMS, all_done, page
 from benchmarks.gpu.parts import DONE, FAILED, PARTS, ROOT, STOPPED, Result, environment, run_part
 from benchmarks.gpu.report import Report, read_report
 from enginewright.builder.cuda import compile_each
-from tests.emulator.bench import ROOF, EmulatedBench
+from tests.emulator.bench import ROOFLINE, EmulatedBench
 from tests.helpers.gpu_report import reported
 
 RESULTS = ROOT / "benchmarks/results"
@@ -67,7 +67,7 @@ def test_the_page_of_results() -> None:
         return {"name": f"gemm/o/{tokens}/int4", "over cublas": ratio, "seconds": 1e-5, **more}
 
     figures = [int4(1, 3.9), int4(8, 3.4), int4(16, 9.0, error="it is off | by 1")]
-    decode = {"name": "models/bf16/decode-1", "of the memory roof": 0.75, "between kernels": 41e-6}
+    decode = {"name": "models/bf16/decode-1", "of the memory roofline": 0.75, "between kernels": 41e-6}
     results = results_of(gemm=(DONE, figures), models=(STOPPED, [decode]))
     text = page(results)
     assert (
@@ -171,7 +171,7 @@ def test_parts_are_run_in_turn_until_the_time_is_over(tmp_path: Path, monkeypatc
         ran.append((module, limit_s))
         if len(ran) == 3:
             now[0] += 400
-        return Result(DONE, 1.0, [{"name": "roof", "error": "x"}] if len(ran) == 1 else [], "2026-11-21")
+        return Result(DONE, 1.0, [{"name": "roofline", "error": "x"}] if len(ran) == 1 else [], "2026-11-21")
 
     now = [0.0]
     monkeypatch.setattr(command, "run_part", fake)
@@ -185,7 +185,7 @@ def test_parts_are_run_in_turn_until_the_time_is_over(tmp_path: Path, monkeypatc
     assert [part["status"] for part in results["parts"].values()] == [DONE] * 3 + ["not run"] * 5
     assert (tmp_path / "gpu.md").read_text() == page(results)
     now[0] = 0.0
-    assert command.measure(command.parsed(["--parts", "roof", "--add", "--output", str(tmp_path)]), 0.0) == 1
+    assert command.measure(command.parsed(["--parts", "roofline", "--add", "--output", str(tmp_path)]), 0.0) == 1
     assert json.loads((tmp_path / "gpu.json").read_text())["parts"].keys() == results["parts"].keys()
 
 
@@ -257,7 +257,7 @@ def test_a_streaming_read_reads_everything() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", watched)
-        roof.read_work(bench, x, lines)
+        roofline.read_work(bench, x, lines)
     (found,) = sums
     expected = int(x.numpy().view(np.uint32).sum(dtype=np.uint64)) & 0xFFFFFFFF
     assert int(found.numpy().view(np.uint32).sum(dtype=np.uint64)) & 0xFFFFFFFF == expected
@@ -284,13 +284,13 @@ def test_matrix_products_are_called_as_engines_call_them(
 
     def measure(report: Report) -> None:
         ((prepared, calls),) = gemm.prepared(bench, report, formats)
-        gemm.measure(bench, report, ROOF, prepared, calls)
+        gemm.measure(bench, report, ROOFLINE, prepared, calls)
 
     found = reported(tmp_path, measure)
     for name in (*names, gemm.CUBLAS):
         for tokens in counts:
             figure = found[f"gemm/gate_up/{tokens}/{name}"]
-            assert "error" not in figure and figure["over cublas"] == 1.0 and figure["of the matmul roof"] > 0
+            assert "error" not in figure and figure["over cublas"] == 1.0 and figure["of the matmul roofline"] > 0
             assert ("over mma.sync" in figure) == name.endswith("wgmma")
 
 
@@ -300,7 +300,7 @@ def test_a_wrong_product_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gemm, "r16", lambda weight, gated: weight.view(torch.uint8).flatten())
     bench, call = EmulatedBench(), gemm.FORMATS[0].call(shape, "sm_90a")
     bench.compile(gemm.kernels_of(shape, call))
-    found = reported(tmp_path, lambda report: gemm.measure(bench, report, ROOF, shape, {gemm.FORMATS[0]: call}))
+    found = reported(tmp_path, lambda report: gemm.measure(bench, report, ROOFLINE, shape, {gemm.FORMATS[0]: call}))
     assert "it is off by" in str(found["gemm/gate_up/7/bf16"]["error"])
 
 
@@ -310,7 +310,7 @@ def test_attention_is_called_as_engines_call_it(tokens: int, tmp_path: Path) -> 
     bench, calls = EmulatedBench(), {kv: attention.attention_call(kv) for kv in kinds}
     problem = attention.Problem("bf16", 2 if tokens == 1 else 1, 69 if tokens == 1 else tokens, tokens)
     bench.compile(kernel for call in calls.values() for kernel in call.instances(problem.sizes))
-    found = reported(tmp_path, lambda report: attention.measure(bench, report, ROOF, problem, calls))
+    found = reported(tmp_path, lambda report: attention.measure(bench, report, ROOFLINE, problem, calls))
     kind = "decode/2x69" if tokens == 1 else "prefill/1x9"
     for kv in calls:
         figure = found[f"attention/{kind}/{kv}"]
@@ -318,7 +318,7 @@ def test_attention_is_called_as_engines_call_it(tokens: int, tmp_path: Path) -> 
         assert figure["seconds"] == 1e-3 and ("over mma.sync" in figure) == (kv == attention.WGMMA)
     only = list(calls)[-1]
     (tmp_path / "report").unlink()
-    one = reported(tmp_path, lambda report: attention.measure(bench, report, ROOF, problem, calls, only))
+    one = reported(tmp_path, lambda report: attention.measure(bench, report, ROOFLINE, problem, calls, only))
     assert [name for name, figure in one.items() if "not run" not in figure] == [f"attention/{kind}/{only}"]
 
 
@@ -331,7 +331,7 @@ def test_all_calls_are_there_and_compile_for_an_h200() -> None:
             some += calls[gemm.SHAPES[0], format].instances(gemm.sizes_of(8))
     some += attention.attention_call("i8").instances(attention.Problem("i8", 8, 4096).sizes)
     some += attention.attention_call(attention.WGMMA).instances(attention.Problem("bf16", 1, 99, 99).sizes)
-    some += roof.read_call().instances(gemm.sizes_of(1))
+    some += roofline.read_call().instances(gemm.sizes_of(1))
     made = compile_each([("sm_90a", kernel) for kernel in some], 2)
     assert all(compiled.local_bytes == 0 for compiled in made.values())
     assert all(call.launches for call in calls.values())
@@ -353,7 +353,7 @@ def test_models_of_random_weights_are_measured(tmp_path: Path, monkeypatch: pyte
     subject = subjects["bf16"]
     table = 307 * 64
     assert subject.step_bytes >= 2 * (models.body_weights(SIZES) + table)
-    found = reported(tmp_path, lambda report: models.measure(report, ROOF, subjects, SIZES, steps=5, rounds=1))
+    found = reported(tmp_path, lambda report: models.measure(report, ROOFLINE, subjects, SIZES, steps=5, rounds=1))
     assert found.keys() == {f"models/{name}" for name in ("bf16/decode-1", "bf16/decode-3", "bf16/prefill-40")} | {
         f"models/{invariant}/prefill-40"
     }
@@ -366,10 +366,10 @@ def test_models_of_random_weights_are_measured(tmp_path: Path, monkeypatch: pyte
 def test_throughput_of_a_large_model_is_measured(tmp_path: Path) -> None:
     path, work = tmp_path / "x.engine", large.Work(requests=3, prompt=9, answer=5)
     models.build("fp8", path, ("cpu",), SIZES, "cpu", kv_cache_dtype="fp8")
-    found = reported(tmp_path, lambda report: large.measure(report, ROOF, path, "cpu", SIZES, work))
-    assert found["large/fp8/3x9x5"]["tokens per s"] > 0 and 0 < found["large/fp8/3x9x5"]["of the roof"] < 1
+    found = reported(tmp_path, lambda report: large.measure(report, ROOFLINE, path, "cpu", SIZES, work))
+    assert found["large/fp8/3x9x5"]["tokens per s"] > 0 and 0 < found["large/fp8/3x9x5"]["of the roofline"] < 1
     # Four steps: reading 100 bytes and what 3 x 10 to 13 positions take, as long as multiplying takes no longer.
-    slow_memory, slow_cores = roof.Roof(1.0, 1.0, 1e30), roof.Roof(1e30, 1e30, 0.5)
-    assert work.roof_seconds(slow_memory, SIZES, 100, 7) == pytest.approx(4 * 100 + 7 * 3 * (10 + 11 + 12 + 13))
+    slow_memory, slow_cores = roofline.Roofline(1.0, 1.0, 1e30), roofline.Roofline(1e30, 1e30, 0.5)
+    assert work.roofline_seconds(slow_memory, SIZES, 100, 7) == pytest.approx(4 * 100 + 7 * 3 * (10 + 11 + 12 + 13))
     body, head = models.body_weights(SIZES), 307 * 64
-    assert work.roof_seconds(slow_cores, SIZES, 100, 7) == 2 * 3 * (9 * body + 4 * (body + head))
+    assert work.roofline_seconds(slow_cores, SIZES, 100, 7) == 2 * 3 * (9 * body + 4 * (body + head))

@@ -18,7 +18,7 @@ from rescale import rescale
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from enginewright_bench.roof import Rate, Roof
+from enginewright_bench.roofline import Rate, Roofline
 from tests import tolerances
 from tests.helpers.tiny_gguf import interleave
 
@@ -106,28 +106,28 @@ def test_points_are_read_from_their_names() -> None:
         point("decode-512")
 
 
-def test_the_roof_of_a_point(checkpoint: Path) -> None:
+def test_the_roofline_of_a_point(checkpoint: Path) -> None:
     model = Model("tiny", checkpoint, timed=True, judged=False)
     state = load_file(checkpoint / "model.safetensors")
     body = sum(weight.numel() for name, weight in state.items() if weight.ndim == 2 and "embed" not in name)
     head = SIZES["vocab_size"] * SIZES["hidden_size"]
     assert (model.body_weights, model.head_weights, model.kv_values) == (body, head, 2 * 2 * 3 * 8)
-    fast_memory = Roof("any", 1, {"fp32": Rate("", 1.0), "int8": Rate("", 1e9)}, 1, 1e30)
-    fast_dots = Roof("any", 1, {"fp32": Rate("", 1e30)}, 1, 1e9)
+    fast_memory = Roofline("any", 1, {"fp32": Rate("", 1.0), "int8": Rate("", 1e9)}, 1, 1e30)
+    fast_dots = Roofline("any", 1, {"fp32": Rate("", 1e30)}, 1, 1e9)
     prefill, decode = point("prefill-32"), point("decode-100x8")
-    assert prefill.roof_seconds(model, fast_memory, "int8", 7.0, 3.0) == pytest.approx(
+    assert prefill.roofline_seconds(model, fast_memory, "int8", 7.0, 3.0) == pytest.approx(
         2 * (512 * body + 16 * head) / 1e9
     )
     steps = decode.tokens
     read = steps * 1000.0 + sum(8 * (100 + step) * 3.0 for step in range(steps))
-    assert decode.roof_seconds(model, fast_dots, "int8", 1000.0, 3.0) == pytest.approx(read / 1e9)
+    assert decode.roofline_seconds(model, fast_dots, "int8", 1000.0, 3.0) == pytest.approx(read / 1e9)
     multiplied = steps * 8 * 2 * (body + head)
-    assert decode.roof_seconds(model, fast_memory, "int8", 1000.0, 3.0) == pytest.approx(multiplied / 1e9)
+    assert decode.roofline_seconds(model, fast_memory, "int8", 1000.0, 3.0) == pytest.approx(multiplied / 1e9)
 
 
 def row(name: str, peer: str | None, seconds: list[float], setting: str = "") -> dict[str, Any]:
     found = {"name": name, "peer": peer, "setting": setting, "precision": "", "seconds": seconds}
-    return found | {"roof_seconds": [time / 2 for time in seconds]}
+    return found | {"roofline_seconds": [time / 2 for time in seconds]}
 
 
 def measured() -> dict[str, Any]:
@@ -147,7 +147,7 @@ def measured() -> dict[str, Any]:
 def test_ratios_are_those_of_rounds_to_the_best_setting_of_the_best_peer() -> None:
     there = shown(measured())
     assert there.keys() == {"engine", "slow", "quick"}
-    assert (there["engine"].rate.median, there["engine"].roof_share.median) == (100, 0.5)
+    assert (there["engine"].rate.median, there["engine"].roofline_share.median) == (100, 0.5)
     best = best_peer(there)
     assert best is not None and (best.name, best.setting) == ("quick", "tuned")
     (ratio,) = ratios(measured())

@@ -19,8 +19,8 @@ from enginewright.passes.quant.int4_awq import by_importance
 from enginewright.passes.quant.int4_codes import codes_of, fitted, nearest
 from enginewright.passes.quant.method import Calibration, stored
 from enginewright.passes.quant.smoothing_sites import sites
-from enginewright.passes.spool import Spool
 from enginewright.passes.streaming import stream
+from enginewright.passes.temporary_tensors import TemporaryTensors
 from enginewright.passes.weights import open_rows, read
 from enginewright.plugins.target import CudaTarget
 from tests import tolerances
@@ -230,18 +230,18 @@ def test_settings() -> None:
         quant_config(Int8Wo.name, damping="0.01")
 
 
-def test_a_spool_without_room_says_where(tmp_path: Path) -> None:
+def test_a_temporary_file_without_room_says_where(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"weights cannot wait in .*missing: No such file"):
-        Spool(tmp_path / "missing")
+        TemporaryTensors(tmp_path / "missing")
 
 
-def test_a_spool_gives_back_what_it_was_given() -> None:
-    spool, random = Spool(), torch.Generator().manual_seed(0)
+def test_temporary_tensors_give_back_what_they_were_given() -> None:
+    temporary, random = TemporaryTensors(), torch.Generator().manual_seed(0)
     given = [
         (torch.randn(7, 5, generator=random).to(dtype), dtype)
         for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
     ]
-    values = [spool.add((str(dtype), dtype, (7, 5)), data) for data, dtype in given]
+    values = [temporary.add((str(dtype), dtype, (7, 5)), data) for data, dtype in given]
     for value, (data, _) in zip(values, given, strict=True):
         assert torch.equal(open_rows(value)(2, 6).float(), data[2:6].float())
 

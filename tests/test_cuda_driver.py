@@ -53,7 +53,7 @@ def said(module: str, driver: Path, kernels: Path, given: object, **more: str) -
 
 def test_tests_of_kernels_launch_them_on_a_gpu(driver: Path, tmp_path: Path) -> None:
     """Arrays go there as wholes, and come back; views of them stay views."""
-    source, expression, threads = "roof.cuh", "read_rows<ReadRows{.lines = 1}>", 256
+    source, expression, threads = "roofline.cuh", "read_rows<ReadRows{.lines = 1}>", 256
     instance = Instance(source, expression)
     symbol = compile_each([("sm_90a", instance)])["sm_90a", instance].symbol  # from now on it is in the cache
     (tmp_path / "kernels").write_text(f"{symbol} {compiled_library(((source, expression),), 80)} 3\n")

@@ -9,7 +9,7 @@ from enginewright.plan import Linear, linear, step_sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import CudaKernel, Matrix
 from enginewright.plugins.registry import STANDARD_KERNELS
-from enginewright.runtime.cuda.sampling import DRAWN
+from enginewright.runtime.cuda.sampling import SAMPLED_ROW
 from tests.helpers.cuda_call import CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
 
 TOKENS, LOGIT_ROWS = linear(tokens=1), linear(logit_rows=1)
@@ -95,11 +95,11 @@ def test_embeddings_read_the_table_as_the_file_has_it(op: str, dtype: str) -> No
     form = PackedForm(dtype, (rows, columns), "r16")
     packed = np.frombuffer(b"".join(pack(table, form)), np.uint8)
     tokens = np.array([0, 36, 15, 16, 36], np.int32)
-    drawn = np.zeros(3, DRAWN)  # by the step before: two of the tokens, and one that this step does not have
-    drawn["token"], drawn["status"], drawn["logprob"] = [15, 7, 36], 0, -0.5
+    sampled = np.zeros(3, SAMPLED_ROW)  # by the step before: two of the tokens, and one that this step does not have
+    sampled["token"], sampled["status"], sampled["logprob"] = [15, 7, 36], 0, -0.5
     operands = {
         "tokens": vector("i32", np.array([0, 36, -1, 16, -3])),
-        "drawn": vector("i32", drawn.view(np.int32)),
+        "sampled": vector("i32", sampled.view(np.int32)),
         "known": empty("i32", TOKENS, 5, 1, 1),
         "table": Operand(packed, Matrix(dtype, Linear(rows), columns, columns, columns, "r16")),
         "out": empty("f32", TOKENS, 5, columns, 77),

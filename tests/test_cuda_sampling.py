@@ -16,7 +16,7 @@ from enginewright.plan import Launch, linear
 from enginewright.plugins.kernel import Matrix, Specialization
 from enginewright.plugins.sampling_cuda import SAMPLING_SOURCES, THREADS, sampling_launch
 from enginewright.runtime.cuda.device import Bytes
-from enginewright.runtime.cuda.sampling import DRAWN, TOPS, DeviceSampler, SamplerLimits
+from enginewright.runtime.cuda.sampling import SAMPLED_ROW, TOPS, DeviceSampler, SamplerLimits
 from enginewright.runtime.sampling import (
     Entries,
     Fields,
@@ -85,7 +85,7 @@ class Draws:
         known = np.full(count, -7, np.int32)
         known[order] = self.newest if self.newest is not None else -7
         entries = np.concatenate([history.view(np.int64), biases.view(np.int64), np.zeros(1, np.int64)])
-        drawn, tops = np.full(count + 1, -7, np.int32).repeat(3), np.full((count + 1) * 40, -7, np.int32)
+        sampled, tops = np.full(count + 1, -7, np.int32).repeat(3), np.full((count + 1) * 40, -7, np.int32)
         operands = {
             "rows": rows.copy(),
             "entries": entries,
@@ -94,7 +94,7 @@ class Draws:
             "known": known,
             "logit_rows": order.astype(np.int32),
             "logits": arena,
-            "drawn": drawn,
+            "sampled": sampled,
             "tops": tops,
         }
         arguments = [operands[role] for role in self.launch.arguments]
@@ -103,13 +103,13 @@ class Draws:
             launch.kernel, [count + 1], launch.threads, launch.shared_bytes, sizes, *arguments, schedule=schedule
         )
         np.testing.assert_array_equal(arena, before)
-        assert (drawn[3 * count :] == -7).all() and (tops[40 * count :] == -7).all()
-        return drawn.view(DRAWN)[:count], tops.view(TOPS)[:count]
+        assert (sampled[3 * count :] == -7).all() and (tops[40 * count :] == -7).all()
+        return sampled.view(SAMPLED_ROW)[:count], tops.view(TOPS)[:count]
 
     def draw(self, logits: Any, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None) -> list[Fields]:
-        drawn, tops = self.raw(logits, rows, history, biases, allowed, next(self.schedules))
+        sampled, tops = self.raw(logits, rows, history, biases, allowed, next(self.schedules))
         fields: list[Fields] = []
-        for row, one, top in zip(rows, drawn, tops, strict=True):
+        for row, one, top in zip(rows, sampled, tops, strict=True):
             named = int(row["top_logprobs"])
             if one["status"]:
                 fields.append((0, None, (), True))
@@ -269,8 +269,8 @@ def test_neither_company_nor_schedule_matters_and_each_barrier_does(kernels: Ker
     rows, history, biases, _ = given
 
     def run(schedule: str) -> bytes:
-        drawn, tops = draws.raw(logits, *given, schedule=schedule)
-        return drawn.tobytes() + tops.tobytes()
+        sampled, tops = draws.raw(logits, *given, schedule=schedule)
+        return sampled.tobytes() + tops.tobytes()
 
     expected = run("forward")
     assert run("reverse") == run("random") == expected
@@ -279,9 +279,9 @@ def test_neither_company_nor_schedule_matters_and_each_barrier_does(kernels: Ker
         begins = [int(rows[row - 1][name]) for name in ("history_end", "bias_end")]
         entries = history[begins[0] : rows[row]["history_end"]], biases[begins[1] : rows[row]["bias_end"]]
         own["history_end"], own["bias_end"] = len(entries[0]), len(entries[1])
-        drawn, tops = draws.raw(logits[row : row + 1], own, *entries, None, "forward")
-        assert drawn.tobytes() == expected[DRAWN.itemsize * row :][: DRAWN.itemsize]
-        assert tops.tobytes() == expected[DRAWN.itemsize * len(rows) + TOPS.itemsize * row :][: TOPS.itemsize]
+        sampled, tops = draws.raw(logits[row : row + 1], own, *entries, None, "forward")
+        assert sampled.tobytes() == expected[SAMPLED_ROW.itemsize * row :][: SAMPLED_ROW.itemsize]
+        assert tops.tobytes() == expected[SAMPLED_ROW.itemsize * len(rows) + TOPS.itemsize * row :][: TOPS.itemsize]
     assert not kernels.sites or len(kernels.sites) > 10
 
     def noticed() -> bool:
@@ -345,7 +345,7 @@ def test_one_copy_goes_there_and_one_comes_back() -> None:
     broken = logits[:4].copy()
     broken[2, 5] = np.nan
     assert [one.is_nan for one in Sampler(draw).sample(broken, plain)] == [False, False, True, False]
-    assert device.copied_bytes == [4 * _cpu.SAMPLING_ROW.itemsize, -4 * DRAWN.itemsize]
+    assert device.copied_bytes == [4 * _cpu.SAMPLING_ROW.itemsize, -4 * SAMPLED_ROW.itemsize]
 
     masked, given = masked_rows(vocab, SamplingParams(seed=2, top_p=0.9))
     same_draws(draw(masked, *given), _cpu.sample(masked, *given))
@@ -353,7 +353,7 @@ def test_one_copy_goes_there_and_one_comes_back() -> None:
     assert device.copied_bytes == [
         rows * _cpu.SAMPLING_ROW.itemsize,
         rows * num_words(vocab) * 4,
-        -rows * DRAWN.itemsize,
+        -rows * SAMPLED_ROW.itemsize,
     ]
     assert draw(masked[:4], *_Batch(plain).arguments()) == _cpu.sample(masked[:4], *_Batch(plain).arguments())
 
@@ -368,7 +368,7 @@ def test_one_copy_goes_there_and_one_comes_back() -> None:
 
 
 def test_a_token_that_is_being_drawn_counts(kernels: Kernels) -> None:
-    """Whether the history has it or not: what is drawn next is the same as with its name."""
+    """Whether the history has it or not: what is sampled next is the same as with its name."""
     params = [
         SamplingParams(seed=4, temperature=2.0, repetition_penalty=1.5, frequency_penalty=1.0, presence_penalty=-0.5),
         SamplingParams(temperature=0.0, frequency_penalty=-2.0, logprobs=2),

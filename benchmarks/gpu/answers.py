@@ -43,15 +43,15 @@ class Kind:
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-DRAWN = replace(GREEDY, temperature=0.8, top_p=0.9, seed=7)
+SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=7)
 KINDS = (
     Kind("greedy", replace(GREEDY, logprobs=5)),
     Kind("allowed tokens", replace(GREEDY, allowed_token_ids=tuple(range(5, VOCAB_SIZE, 3)))),
     Kind("a grammar", GREEDY, ladder=True),
     Kind("penalties", replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.5)),
-    Kind("drawn", DRAWN),
-    Kind("drawn, of top-k", replace(DRAWN, top_p=1.0, top_k=20, min_p=0.02, logit_bias={9: 2.0}, logprobs=2)),
-    Kind("drawn by a grammar", replace(DRAWN, frequency_penalty=0.5), ladder=True),
+    Kind("sampled", SAMPLED),
+    Kind("sampled, of top-k", replace(SAMPLED, top_p=1.0, top_k=20, min_p=0.02, logit_bias={9: 2.0}, logprobs=2)),
+    Kind("sampled by a grammar", replace(SAMPLED, frequency_penalty=0.5), ladder=True),
 )
 
 

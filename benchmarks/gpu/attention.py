@@ -1,4 +1,4 @@
-"""Paged attention, decoding and reading prompts, beside torch's SDPA, FlashInfer where it is, and the roof."""
+"""Paged attention, decoding and reading prompts, beside torch's SDPA, FlashInfer where it is, and the roofline."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.bench import Bench, GpuBench, Replay, copies, interleaved, ratio
 from benchmarks.gpu.calls import OpCall, Tensors, buffer, call_of, empty, random_bytes, random_rows, vector
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.roof import Roof, reported
+from benchmarks.gpu.roofline import Roofline, reported
 from enginewright.plan import COMMON_DIMS, Linear, StepSizes, linear, step_sizes
 from enginewright.plugins import attention_cuda
 from enginewright.plugins.kernel import Call, Matrix
@@ -227,7 +227,7 @@ def error(prepared: Prepared) -> float:
 
 
 def measure(
-    bench: Bench, report: Report, roof: Roof, problem: Problem, calls: dict[str, OpCall], only: str = ""
+    bench: Bench, report: Report, roofline: Roofline, problem: Problem, calls: dict[str, OpCall], only: str = ""
 ) -> None:
     """Of a batch and a context, by all calls; peers have pages of bf16. only: who is reported, beside the others."""
     kind = "decode" if problem.tokens == 1 else "prefill"
@@ -252,10 +252,10 @@ def measure(
         values: dict[str, float | str] = {"seconds": typical}
         if kind == "decode":
             rate = problems.get(contestant, problem).kv_bytes / typical
-            values |= {"bytes per s": rate, "of the memory roof": rate / roof.memory}
+            values |= {"bytes per s": rate, "of the memory roofline": rate / roofline.memory}
         else:
             flops = 2 * problem.batch * HEADS * HEAD_DIM * problem.tokens * problem.context
-            values |= {"flops": flops / typical, "of the matmul roof": flops / typical / roof.bf16_flops}
+            values |= {"flops": flops / typical, "of the matmul roofline": flops / typical / roofline.bf16_flops}
         rivals = [times for peer, times in seconds.items() if peer not in problems]
         if contestant in problems and rivals:
             values["over the best peer"] = ratio([min(times) for times in zip(*rivals, strict=True)], found)
@@ -270,16 +270,16 @@ def measure(
 
 def run(report: Report) -> None:
     bench = GpuBench()
-    roof = reported(bench, report)
+    roofline = reported(bench, report)
     calls = {kv: attention_call(kv) for kv in KV_DTYPES}
     prompt = Problem("bf16", 1, PROMPT, PROMPT)
     some = [Problem("bf16", 1, 1024).sizes, prompt.sizes]
     bench.compile(kernel for call in calls.values() for sizes in some for kernel in call.instances(sizes))
     for problem in (prompt, *(Problem("bf16", batch, context) for context in CONTEXTS for batch in BATCHES)):
         with report.case(f"attention/{problem.batch}x{problem.context}"):
-            measure(bench, report, roof, problem, calls)
+            measure(bench, report, roofline, problem, calls)
         torch.cuda.empty_cache()
     if bench.sm == "sm_90a":  # last: no GPU has run it yet, and a fault would take the others along
         both = {"bf16": calls["bf16"], WGMMA: attention_call(WGMMA)}
         bench.compile(both[WGMMA].instances(prompt.sizes))
-        measure(bench, report, roof, prompt, both, only=WGMMA)
+        measure(bench, report, roofline, prompt, both, only=WGMMA)

@@ -1,4 +1,4 @@
-"""Matrix products of an 8B Llama's shapes in every format, beside cuBLAS and the roof."""
+"""Matrix products of an 8B Llama's shapes in every format, beside cuBLAS and the roofline."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 from benchmarks.gpu.bench import Bench, GpuBench, Replay, Work, copies, interleaved, ratio
 from benchmarks.gpu.calls import OpCall, Tensors, buffer, call_of, empty, kernel_of, random_bytes, random_rows
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.roof import Roof, reported
+from benchmarks.gpu.roofline import Roofline, reported
 from enginewright.builder.cuda import Instance, TritonInstance
 from enginewright.builder.cuda.triton_gemm import TILES, gemm_bf16
 from enginewright.builder.lower.pack import PackedForm
@@ -212,7 +212,7 @@ def of_triton(bench: GpuBench, shape: Shape, plain: list[torch.Tensor], x: torch
     return bench.ours(works)
 
 
-def measure(bench: Bench, report: Report, roof: Roof, shape: Shape, calls: dict[Format, OpCall]) -> None:
+def measure(bench: Bench, report: Report, roofline: Roofline, shape: Shape, calls: dict[Format, OpCall]) -> None:
     weights = Weights(bench, shape)
     packed = {name: weights.packed(format) for name, format in {format.weights: format for format in calls}.items()}
     first: dict[str, torch.Tensor] = {}  # token 0 of each format, from the fewest tokens
@@ -258,8 +258,8 @@ def measure(bench: Bench, report: Report, roof: Roof, shape: Shape, calls: dict[
             values: dict[str, float | str] = {
                 "seconds": typical,
                 "over cublas": ratio(seconds[CUBLAS], found),
-                "of the memory roof": nbytes / typical / roof.memory,
-                "of the matmul roof": flops / typical / roof.bf16_flops,
+                "of the memory roofline": nbytes / typical / roofline.memory,
+                "of the matmul roofline": flops / typical / roofline.bf16_flops,
             }
             if SCALED_MM in seconds:
                 values["over cublas fp8"] = ratio(seconds[SCALED_MM], found)
@@ -302,7 +302,7 @@ def kernels_of(shape: Shape, call: OpCall) -> list[Instance]:
 
 def run(report: Report) -> None:
     bench = GpuBench()
-    roof = reported(bench, report)
+    roofline = reported(bench, report)
     try:
         bench.compile(triton_kernel(bench.sm, shape) for shape in SHAPES)
     except EngineError as problem:
@@ -310,5 +310,5 @@ def run(report: Report) -> None:
     formats = (*FORMATS, *HOPPER) if bench.sm == "sm_90a" else FORMATS
     for shape, calls in prepared(bench, report, formats):
         with report.case(f"gemm/{shape.name}"):
-            measure(bench, report, roof, shape, calls)
+            measure(bench, report, roofline, shape, calls)
         torch.cuda.empty_cache()

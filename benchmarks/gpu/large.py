@@ -1,4 +1,4 @@
-"""A model of the 8B Llama shape in FP8, KV cache too: offline throughput beside the run's own roof, and time to ready.
+"""A model of the 8B Llama shape in FP8, KV cache too: offline throughput beside its roofline, and time to ready.
 
 Weights are random, and the head is tied, so that the whole is as large as one without a head of its own.
 """
@@ -15,7 +15,7 @@ from protocol.models import LLAMA_1B
 from benchmarks.gpu.bench import GpuBench
 from benchmarks.gpu.models import Subject, body_weights, build, ready_seconds
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.roof import Roof, reported
+from benchmarks.gpu.roofline import Roofline, reported
 
 LLAMA_8B = LLAMA_1B | {
     "vocab_size": 128256,
@@ -40,13 +40,15 @@ class Work:
     def length(self) -> int:
         return self.prompt + self.answer
 
-    def roof_seconds(self, roof: Roof, sizes: Mapping[str, Any], step_bytes: int, kv_bytes_per_token: int) -> float:
+    def roofline_seconds(
+        self, roofline: Roofline, sizes: Mapping[str, Any], step_bytes: int, kv_bytes_per_token: int
+    ) -> float:
         """Of prompts, multiplying; of each later step, the longer of multiplying, and reading weights and KV."""
-        body, flops = body_weights(sizes), FP8_OVER_BF16 * roof.bf16_flops
+        body, flops = body_weights(sizes), FP8_OVER_BF16 * roofline.bf16_flops
         multiplying = 2 * self.requests * (body + sizes["vocab_size"] * sizes["hidden_size"]) / flops
         whole = 2 * self.requests * self.prompt * body / flops
         for depth in range(self.prompt + 1, self.length):
-            reading = (step_bytes + self.requests * depth * kv_bytes_per_token) / roof.memory
+            reading = (step_bytes + self.requests * depth * kv_bytes_per_token) / roofline.memory
             whole += max(multiplying, reading)
         return whole
 
@@ -54,7 +56,7 @@ class Work:
 IN_FLIGHT = Work(requests=256, prompt=128, answer=2048)
 
 
-def measure(report: Report, roof: Roof, path: Path, device: str, sizes: Mapping[str, Any], work: Work) -> None:
+def measure(report: Report, roofline: Roofline, path: Path, device: str, sizes: Mapping[str, Any], work: Work) -> None:
     subject = Subject.open(
         path,
         device,
@@ -66,20 +68,20 @@ def measure(report: Report, roof: Roof, path: Path, device: str, sizes: Mapping[
     with subject.llm:
         subject.seconds(work.requests, work.prompt, 2)
         seconds = subject.seconds(work.requests, work.prompt, work.answer)
-    best = work.roof_seconds(roof, sizes, subject.step_bytes, subject.kv_bytes_per_token)
+    best = work.roofline_seconds(roofline, sizes, subject.step_bytes, subject.kv_bytes_per_token)
     report.add(
         f"large/fp8/{work.requests}x{work.prompt}x{work.answer}",
-        **{"tokens per s": work.requests * work.answer / seconds, "of the roof": best / seconds},
+        **{"tokens per s": work.requests * work.answer / seconds, "of the roofline": best / seconds},
     )
 
 
 def run(report: Report) -> None:
     bench = GpuBench()
-    roof = reported(bench, report)
+    roofline = reported(bench, report)
     with tempfile.TemporaryDirectory(prefix="enginewright-gpu-") as folder:
         path = Path(folder, "fp8.engine")
         seconds = build("fp8", path, (f"cuda:{bench.sm}",), LLAMA_8B, "cuda", kv_cache_dtype="fp8")
         torch.cuda.empty_cache()
         report.add("large/fp8/build", seconds=seconds, bytes=path.stat().st_size)
         report.add("large/fp8/ready", seconds=min(ready_seconds(path) for _ in range(2)))
-        measure(report, roof, path, "cuda", LLAMA_8B, IN_FLIGHT)
+        measure(report, roofline, path, "cuda", LLAMA_8B, IN_FLIGHT)

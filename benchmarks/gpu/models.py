@@ -18,7 +18,7 @@ from protocol.models import LLAMA_1B
 
 from benchmarks.gpu.bench import GpuBench, ratio
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.roof import Roof, reported
+from benchmarks.gpu.roofline import Roofline, reported
 from enginewright import LLM, SamplingParams
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.runtime.cuda import device as cuda_device
@@ -178,7 +178,13 @@ def body_weights(sizes: Mapping[str, Any]) -> int:
 
 
 def measure(
-    report: Report, roof: Roof, subjects: Mapping[str, Subject], sizes: Mapping[str, Any], *, steps: int, rounds: int
+    report: Report,
+    roofline: Roofline,
+    subjects: Mapping[str, Subject],
+    sizes: Mapping[str, Any],
+    *,
+    steps: int,
+    rounds: int,
 ) -> None:
     decoding = {name: subject for name, subject in subjects.items() if name not in map(invariant, QUANTS)}
     for batch in BATCHES:
@@ -191,7 +197,7 @@ def measure(
             values = {
                 "tokens per s": batch / step,
                 "seconds a step": step,
-                "of the memory roof": subject.bytes_of_step(batch, steps) / step / roof.memory,
+                "of the memory roofline": subject.bytes_of_step(batch, steps) / step / roofline.memory,
             }
             if subject.device is not None:
                 busy, between = subject.kernel_seconds(batch, steps)
@@ -204,7 +210,7 @@ def measure(
                 taken[name].append(subject.seconds(1, prompt, 1))
         for name in subjects:
             seconds, flops = median(taken[name]), 2 * body_weights(sizes) * prompt
-            values = {"tokens per s": prompt / seconds, "of the matmul roof": flops / seconds / roof.bf16_flops}
+            values = {"tokens per s": prompt / seconds, "of the matmul roofline": flops / seconds / roofline.bf16_flops}
             if invariant(name) in taken:
                 values["over batch-invariant"] = ratio(taken[invariant(name)], taken[name])
             report.add(f"models/{name}/prefill-{prompt}", **values)
@@ -241,11 +247,11 @@ def transformers_rates(report: Report, sizes: Mapping[str, Any]) -> None:
 
 def run(report: Report) -> None:
     bench = GpuBench()
-    roof = reported(bench, report)
+    roofline = reported(bench, report)
     with tempfile.TemporaryDirectory(prefix="enginewright-gpu-") as folder:
         paths = built(report, Path(folder), ("cpu", f"cuda:{bench.sm}"))
         subjects = opened(report, paths)
-        measure(report, roof, subjects, LLAMA_1B, steps=STEPS, rounds=ROUNDS)
+        measure(report, roofline, subjects, LLAMA_1B, steps=STEPS, rounds=ROUNDS)
         for subject in subjects.values():
             subject.llm.close()
     try:

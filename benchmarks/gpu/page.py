@@ -61,9 +61,9 @@ def _shown(value: float, unit: str) -> str:
 BODY = ("o", "qkv", "gate_up", "down")
 AIMS = (
     Aim(
-        "decode attention, batch ≥ 32, 4K context, of the memory roof",
+        "decode attention, batch ≥ 32, 4K context, of the memory roofline",
         "≥ 85 %",
-        _typical([f"attention/decode/{batch}x4096/bf16" for batch in (32, 128)], "of the memory roof", "%"),
+        _typical([f"attention/decode/{batch}x4096/bf16" for batch in (32, 128)], "of the memory roofline", "%"),
         lambda share: share >= 0.85,
     ),
     Aim(
@@ -85,9 +85,9 @@ AIMS = (
         lambda ratio: ratio >= 3.5,
     ),
     Aim(
-        "decode, batch 1, 1B BF16, of the memory roof",
+        "decode, batch 1, 1B BF16, of the memory roofline",
         "≥ 80 %",
-        _typical(["models/bf16/decode-1"], "of the memory roof", "%"),
+        _typical(["models/bf16/decode-1"], "of the memory roofline", "%"),
         lambda share: share >= 0.8,
     ),
     Aim(
@@ -103,9 +103,9 @@ AIMS = (
         lambda ratio: ratio >= 0.9,
     ),
     Aim(
-        "8B FP8, offline throughput, of the run's own roof",
+        "8B FP8, offline throughput, of the run's own roofline",
         "≥ 60 %",
-        _typical(["large/fp8/256x128x2048"], "of the roof", "%"),
+        _typical(["large/fp8/256x128x2048"], "of the roofline", "%"),
         lambda share: share >= 0.6,
     ),
     Aim("start to ready, 8B FP8", "< 2 s", _typical(["large/fp8/ready"], "seconds", "s"), lambda seconds: seconds < 2),
@@ -125,7 +125,7 @@ def page(results: Results) -> str:
     lines += [_aim(aim, figures) for aim in AIMS]
     lines += [
         "",
-        "Ratios are medians of rounds within one run; the roof is read in the same process. The memory roof is",
+        "Ratios are medians of rounds within one run; the roofline is read in the same process. The memory roofline is",
     ]
     lines += ["the faster of a device-to-device copy and a streaming read.", ""]
     lines += ["| part | what | came of it | date | s |", "|---|---|---|---|---|"]

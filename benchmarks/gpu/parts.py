@@ -34,7 +34,7 @@ class Part:
 
 
 PARTS = (  # in the order of what would be missed most
-    Part("roof", 60, "What the memory and the tensor cores give"),
+    Part("roofline", 60, "What the memory and the tensor cores give"),
     Part("kernels", 150, "Each kernel against its reference"),
     Part("engines", 120, "Engines of tiny models: all families, all methods"),
     Part("models", 150, "A model of the 1B shape"),

@@ -29,7 +29,7 @@ class Shown:
     setting: str  # the best one
     seconds: Sequence[float]  # of each round
     rate: Spread  # tokens per second
-    roof_share: Spread  # the least time that the roofline allows, divided by the time it took
+    roofline_share: Spread  # the least time that the roofline allows, divided by the time it took
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ def shown(value: dict[str, Any]) -> dict[str, Shown]:
             setting=row["setting"],
             seconds=seconds,
             rate=spread(value["tokens"] / time for time in seconds),
-            roof_share=spread(roof / time for roof, time in zip(row["roof_seconds"], seconds, strict=True)),
+            roofline_share=spread(
+                roofline / time for roofline, time in zip(row["roofline_seconds"], seconds, strict=True)
+            ),
         )
         before = found.get(one.name)
         if before is None or one.rate.median > before.rate.median:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from protocol.models import Model
 
 if TYPE_CHECKING:
-    from enginewright_bench.roof import Roof
+    from enginewright_bench.roofline import Roofline
 
 FULL = (
     *(f"prefill-{length}" for length in (32, 128, 512, 2048)),
@@ -53,7 +53,9 @@ class Point:
         """Of a sequence, at the end. Those that begin earlier than others may write a token more for each prompt."""
         return self.length + self.room(rounds) + self.prompts
 
-    def roof_seconds(self, model: Model, roof: "Roof", operands: str, weight_bytes: float, kv_bytes: float) -> float:
+    def roofline_seconds(
+        self, model: Model, roofline: "Roofline", operands: str, weight_bytes: float, kv_bytes: float
+    ) -> float:
         """The least time of a round: each step takes as long as it takes to read what it touches, or to multiply.
 
         Counted are the products with weights (2 operations each) and, in bytes, weights and K and V. Reading prompts
@@ -66,14 +68,14 @@ class Point:
         """
         reading = self.length if self.kind != "decode" else 0
         ops = 2.0 * (model.body_weights * self.prompts * reading + model.head_weights * self.prompts)
-        seconds = roof.seconds(weight_bytes, {operands: ops}) if reading else 0.0
+        seconds = roofline.seconds(weight_bytes, {operands: ops}) if reading else 0.0
         if self.kind == "prefill":
             return self.repeats * seconds
         step_ops = 2.0 * self.prompts * (model.body_weights + model.head_weights)
         steps = self.tokens if self.kind == "decode" else self.tokens - 1  # the prompts' end gives the first
         for step in range(steps):
             depth = self.length + step
-            seconds += roof.seconds(weight_bytes + self.prompts * depth * kv_bytes, {operands: step_ops})
+            seconds += roofline.seconds(weight_bytes + self.prompts * depth * kv_bytes, {operands: step_ops})
         return seconds
 
 

@@ -14,7 +14,7 @@ from protocol.models import Model
 from protocol.points import Point
 
 from enginewright import _cpu
-from enginewright_bench.roof import Roof, measure_roof, read_buffer
+from enginewright_bench.roofline import Roofline, measure_roofline, read_buffer
 
 SETTLE_S = 0.3  # before each run: threads of the engine before it stop spinning
 
@@ -94,7 +94,7 @@ class Measurement:
         self.entries, self.model, self.point, self.rounds = entries, model, point, rounds
         self.threads, self.idle_guard = threads, idle_guard
         self.figures = [Figures(not_measured=entry.cannot) for entry in entries]
-        self.roofs: list[Roof] = []
+        self.rooflines: list[Roofline] = []
         self.elsewhere: list[float] = []  # cores that others took, of each round
         self.disturbed = 0  # rounds that were measured anew
 
@@ -111,7 +111,7 @@ class Measurement:
         self.idle_guard.wait(self._workers())
         self._each(self._open)
         self._round(isa, count=False)
-        while len(self.roofs) < self.rounds:
+        while len(self.rooflines) < self.rounds:
             before = snapshot(self._workers())
             self._round(isa, count=True)
             elsewhere = snapshot(self._workers()).elsewhere(before)
@@ -153,9 +153,9 @@ class Measurement:
             worker.ask("close")
 
     def _round(self, isa: str, *, count: bool) -> None:
-        roof = measure_roof(isa, self.threads, [self._memory])
+        roofline = measure_roofline(isa, self.threads, [self._memory])
         if count:
-            self.roofs.append(roof)
+            self.rooflines.append(roofline)
         self._each(self._turn, count)
 
     def _turn(self, worker: Worker, figures: Figures, count: bool) -> None:
@@ -187,7 +187,7 @@ class Measurement:
 
     def _forget(self) -> None:
         """The last round."""
-        self.roofs.pop()
+        self.rooflines.pop()
         for figures in self.figures:
             if figures.not_measured is None:
                 figures.seconds.pop()
@@ -201,13 +201,14 @@ class Measurement:
             if figures.not_measured is None:
                 assert entry.ready is not None
                 weights, kv = entry.ready.weight_bytes, entry.ready.kv_bytes
-                row["roof_seconds"] = [
-                    self.point.roof_seconds(self.model, roof, operands, weights, kv) for roof in self.roofs
+                row["roofline_seconds"] = [
+                    self.point.roofline_seconds(self.model, roofline, operands, weights, kv)
+                    for roofline in self.rooflines
                 ]
             found.append(row)
         return {
             "tokens": self.point.counted,
-            "roofs": [roof.to_dict() for roof in self.roofs],
+            "rooflines": [roofline.to_dict() for roofline in self.rooflines],
             "cores_taken_by_others": self.elsewhere,
             "rounds_measured_anew": self.disturbed,
             "contestants": found,

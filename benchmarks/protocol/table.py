@@ -192,7 +192,7 @@ def _left_out(found: dict[str, Any]) -> Iterator[str]:
 
 def _cell(one: Shown) -> str:
     rate = one.rate
-    return f"{_number(rate.median)} ({_number(rate.least)}–{_number(rate.most)}), {one.roof_share.median:.0%}"
+    return f"{_number(rate.median)} ({_number(rate.least)}–{_number(rate.most)}), {one.roofline_share.median:.0%}"
 
 
 def _times(value: Spread) -> str:

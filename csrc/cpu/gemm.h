@@ -2,7 +2,7 @@
 //
 // A tile of M tokens x N blocks of 16 rows keeps its accumulators in registers while K passes once, from 0
 // up, by one dot() for every pair of k: each output is one chain of roundings, the same whatever M and N are,
-// so that a token's result depends neither on its company nor on the number of threads.
+// so that a token's result depends neither on the other tokens nor on the number of threads.
 //
 // Where runs of K have scales of their own, a run is such a chain, and an output the chain of its runs.
 //

@@ -8,7 +8,7 @@
 #include "executor.h"
 #include "mapped_file.h"
 #include "operands.h"
-#include "roof.h"
+#include "roofline.h"
 #include "sampling_binding.h"
 
 namespace enginewright {

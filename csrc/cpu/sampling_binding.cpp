@@ -43,18 +43,18 @@ void check_row(const SamplingRow& row, int64_t index, int64_t vocab) {
 }
 
 // What sample_row() gave for one row, in the order of Python's SampledToken.
-py::tuple sampled_token(const SamplingRow& row, const SampledRow& drawn, const int32_t* top_tokens,
+py::tuple sampled_token(const SamplingRow& row, const SampledRow& sampled, const int32_t* top_tokens,
                         const float* top_logprobs) {
-  if (drawn.status != RowStatus::ok) return py::make_tuple(0, py::none(), py::tuple(), true);
-  if (row.logprobs == 0) return py::make_tuple(drawn.token, py::none(), py::tuple(), false);
+  if (sampled.status != RowStatus::ok) return py::make_tuple(0, py::none(), py::tuple(), true);
+  if (row.logprobs == 0) return py::make_tuple(sampled.token, py::none(), py::tuple(), false);
   py::tuple top(row.top_logprobs);
   for (int32_t i = 0; i < row.top_logprobs; ++i) {
     top[static_cast<size_t>(i)] = py::make_tuple(top_tokens[i], top_logprobs[i]);
   }
-  return py::make_tuple(drawn.token, drawn.logprob, top, false);
+  return py::make_tuple(sampled.token, sampled.logprob, top, false);
 }
 
-// A row each, thread after thread. No row depends on which thread it is drawn by.
+// A row each, thread after thread. No row depends on which thread it is sampled by.
 class SampleJob final : public Job {
  public:
   struct Row {
@@ -65,7 +65,7 @@ class SampleJob final : public Job {
     const uint32_t* allowed;
     int32_t* top_tokens;
     float* top_logprobs;
-    SampledRow drawn;
+    SampledRow sampled;
   };
   SampleJob(std::vector<Row>& rows, int64_t vocab, std::vector<SamplingScratch>& scratch)
       : rows_(rows), vocab_(vocab), scratch_(scratch) {}
@@ -74,8 +74,8 @@ class SampleJob final : public Job {
   void run(int index, int count) {
     for (size_t i = static_cast<size_t>(index); i < rows_.size(); i += static_cast<size_t>(count)) {
       Row& row = rows_[i];
-      row.drawn = sample_row(row.logits, vocab_, *row.parameters, row.history, row.biases, row.allowed,
-                             scratch_[static_cast<size_t>(index)], row.top_tokens, row.top_logprobs);
+      row.sampled = sample_row(row.logits, vocab_, *row.parameters, row.history, row.biases, row.allowed,
+                               scratch_[static_cast<size_t>(index)], row.top_tokens, row.top_logprobs);
     }
   }
 
@@ -147,7 +147,7 @@ py::list sample(const RowArray<float>& logits, const Array<SamplingRow>& rows,
   py::list result(n);
   for (size_t i = 0; i < jobs.size(); ++i) {
     const SampleJob::Row& row = jobs[i];
-    result[i] = sampled_token(*row.parameters, row.drawn, row.top_tokens, row.top_logprobs);
+    result[i] = sampled_token(*row.parameters, row.sampled, row.top_tokens, row.top_logprobs);
   }
   return result;
 }

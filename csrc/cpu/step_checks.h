@@ -13,7 +13,7 @@
 
 namespace enginewright {
 
-constexpr int64_t kSplitPositions = 256;  // positions in one split of attention (DESIGN §7)
+constexpr int64_t kSplitPositions = 256;  // positions in one split of attention (docs/design.md)
 
 class InputChecks {
  public:

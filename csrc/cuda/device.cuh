@@ -201,15 +201,13 @@ DEVICE double log_of(double x) { return log(x); }  // slow: for one number, not 
 DEVICE float cos_of(float x) { return cosf(x); }
 DEVICE float sin_of(float x) { return sinf(x); }
 DEVICE float absolute(float x) { return fabsf(x); }
-DEVICE float larger(float a, float b) { return fmaxf(a, b); }  // the number, if one is NaN
-DEVICE float smaller(float a, float b) { return fminf(a, b); }
 DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) { return __umul64hi(a, b); }
-DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
+DEVICE int popc(uint32_t bits) { return __popc(bits); }
 DEVICE int first_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }  // -1 if there is none
 
 // Two bytes each of a and b by the selector's nibbles (0 ... 3 of a, 4 ... 7 of b), lowest first.
-DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+DEVICE uint32_t byte_perm(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
 
 // (a & mask) | bits, as one instruction even where both are constants.
 DEVICE uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
@@ -312,7 +310,7 @@ DEVICE float warp_sum(float x) {
   return x;
 }
 DEVICE float warp_max(float x) {
-  for (int mask = WARP / 2; mask > 0; mask /= 2) x = larger(x, shuffle_xor(x, mask));
+  for (int mask = WARP / 2; mask > 0; mask /= 2) x = fmaxf(x, shuffle_xor(x, mask));
   return x;
 }
 

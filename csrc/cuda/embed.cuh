@@ -2,8 +2,8 @@
 // file has it, in blocks of 16 rows (r16: csrc/cpu/kernel.h): a row's words of 4 bytes are 64 bytes apart.
 #pragma once
 
-#include "drawn.cuh"
 #include "rows.cuh"
+#include "sampled_row.cuh"
 
 namespace enginewright {
 
@@ -16,15 +16,15 @@ struct Embed {
 
 constexpr int EMBED_THREADS = 128;
 
-// A block a token. drawn: what the step before has drawn; known: this step's tokens, whoever gave them.
+// A block a token. sampled: what the step before has sampled; known: this step's tokens, whoever gave them.
 template <Embed S>
 KERNEL(EMBED_THREADS)
-embed(const Sizes* sizes, const int32_t* tokens, const SampledRow* drawn, const uint8_t* table,
+embed(const Sizes* sizes, const int32_t* tokens, const SampledRow* sampled, const uint8_t* table,
       const float* row_scale, float* out, int32_t* known) {
   int row = block_x();
   if (row >= sizes->tokens()) return;
   constexpr int IN_WORD = S.int8 ? 4 : 2;
-  int token = known_token(tokens[row], drawn);
+  int token = known_token(tokens[row], sampled);
   if (thread_index() == 0) known[row] = token;
   const uint8_t* words = table + int64_t{token / 16} * S.block_bytes + token % 16 * 4;
   float* to = out + int64_t{row} * S.out_stride;

@@ -8,8 +8,8 @@ namespace enginewright {
 constexpr uint32_t BF16_ONES = 0x3f803f80u, BF16_NONE = 0x80008000u;  // two of 1, of -0
 
 // Two bytes of a word, each in the lower half of 16 bits (or in the upper one).
-DEVICE uint32_t low_bytes(uint32_t word, int pair) { return pick_bytes(word, 0, pair ? 0x4342 : 0x4140); }
-DEVICE uint32_t high_bytes(uint32_t word, int pair) { return pick_bytes(word, 0, pair ? 0x3424 : 0x1404); }
+DEVICE uint32_t low_bytes(uint32_t word, int pair) { return byte_perm(word, 0, pair ? 0x4342 : 0x4140); }
+DEVICE uint32_t high_bytes(uint32_t word, int pair) { return byte_perm(word, 0, pair ? 0x3424 : 0x1404); }
 
 // Two int8: 7 bits below those of 128, minus 128, or 256 where the sign is set. All exact.
 DEVICE uint32_t bf16_of_int8(uint32_t bytes) {
@@ -42,7 +42,7 @@ DEVICE uint32_t numbers_of(uint32_t word, int pair, int upper, uint32_t zeros, i
   if constexpr (S.format == Format::w8a16) return bf16_of_int8(low_bytes(word, pair));
   if constexpr (S.format == Format::fp8a16) return bf16_of_e4m3(high_bytes(word, pair));
   if constexpr (S.format == Format::w4a16) {
-    uint32_t minus = pick_bytes(zeros, 0xc3, 0x4040 | row | row << 8);
+    uint32_t minus = byte_perm(zeros, 0xc3, 0x4040 | row | row << 8);
     return bf16_of_u4(low_bytes(word, pair) >> (4 * upper), minus);
   }
   if constexpr (S.format == Format::mxfp4a16) return bf16_of_e2m1(low_bytes(word, pair), upper);

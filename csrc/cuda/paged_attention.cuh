@@ -16,7 +16,7 @@
 // kernels, though warps share the work in two ways.
 //
 // A split is 128 positions, whose scores a warp holds as 64 registers a lane beside o (64 of head_dim 128);
-// half as many where head_dim is beyond 128. DESIGN's 256 would take a second level of sums.
+// half as many where head_dim is beyond 128. The CPU's 256 would take a second level of sums.
 #pragma once
 
 #include "kv.cuh"
@@ -60,10 +60,10 @@ DEVICE int chunk_at(int row, int chunk) {
 template <Type TYPE, int LOW, int HIGH>
 DEVICE uint32_t widened(uint32_t codes) {
   if constexpr (TYPE == Type::i8) {  // 128 + its low seven bits, less 128, or 256 of negative ones
-    uint32_t spread = pick_bytes(codes, 0, 0x4040 | LOW | HIGH << 8);
+    uint32_t spread = byte_perm(codes, 0, 0x4040 | LOW | HIGH << 8);
     return fma_bf16((spread & 0x00800080) | 0x43004300, 0xbf80bf80, (spread & 0x007f007f) | 0x43004300);
   } else {  // e4m3's bits where bf16's are give 2^-120 of the number
-    uint32_t spread = pick_bytes(codes, 0, 0x0404 | LOW << 4 | HIGH << 12);
+    uint32_t spread = byte_perm(codes, 0, 0x0404 | LOW << 4 | HIGH << 12);
     return fma_bf16((spread & 0x80008000) | (spread >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000);
   }
 }
@@ -73,7 +73,7 @@ struct Fold {
   float keep, take, maximum;
 };
 DEVICE Fold fold_of(float total, float next) {
-  float maximum = larger(total, next), from = maximum == -INF ? 0.0f : maximum;
+  float maximum = fmaxf(total, next), from = maximum == -INF ? 0.0f : maximum;
   return {exp2_fast(total - from), exp2_fast(next - from), maximum};
 }
 DEVICE float folded(float total, float next, const Fold& fold) {
@@ -278,8 +278,8 @@ struct Attention {
     for (int row = 0; row < 2; ++row) {
       most[row] = -INF;
       UNROLL
-      for (int n = 0; n < N; ++n) most[row] = larger(most[row], larger(s[n][2 * row], s[n][2 * row + 1]));
-      most[row] = over_columns(most[row], [](float a, float b) { return larger(a, b); });
+      for (int n = 0; n < N; ++n) most[row] = fmaxf(most[row], fmaxf(s[n][2 * row], s[n][2 * row + 1]));
+      most[row] = over_columns(most[row], [](float a, float b) { return fmaxf(a, b); });
     }
   }
 

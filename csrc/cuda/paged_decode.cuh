@@ -108,7 +108,7 @@ struct Decode : Attention<S> {
       sync_threads();  // everybody's maxima
       for (int i = 0; i < 2; ++i)
         for (int w = 0; w < ATTENTION_WARPS; ++w)
-          most[i] = larger(most[i], exchange.maxima[w * TILE_ROWS + row + 8 * i]);
+          most[i] = fmaxf(most[i], exchange.maxima[w * TILE_ROWS + row + 8 * i]);
       uint32_t p[TILES / 2][4];
       A::weigh(p, sums, s, most, shared.value_scales + own);
       for (int i = 0; i < 2; ++i)

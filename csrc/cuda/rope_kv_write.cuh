@@ -56,7 +56,7 @@ struct RopeHead {
     float largest = 0.0f, nan_or_zero = 0.0f;
     for (const float (&pair)[2] : x)
       for (float value : pair) {
-        largest = larger(largest, absolute(value));
+        largest = fmaxf(largest, absolute(value));
         nan_or_zero += value * 0.0f;
       }
     largest = warp_max(largest);

@@ -64,7 +64,7 @@ DEVICE float scale_of(float largest, float nan_or_zero) {
 template <class Code>
 DEVICE Code code_of(float x, float factor) {
   constexpr float LARGEST = Codes<Code>::LARGEST;
-  return from_float<Code>(smaller(larger(x * factor, -LARGEST), LARGEST));
+  return from_float<Code>(fminf(fmaxf(x * factor, -LARGEST), LARGEST));
 }
 
 // Where a row goes: `padded` columns are written, zeros behind `columns`. Codes have a scale for each run of
@@ -97,7 +97,7 @@ DEVICE void write_row(int row, Value value, stored_t<OUT.type>* out, [[maybe_unu
       float largest = 0.0f, nan_or_zero = 0.0f;
       for (int c = begin + index; c < end; c += TOGETHER) {
         float x = value(c);
-        largest = larger(largest, absolute(x));
+        largest = fmaxf(largest, absolute(x));
         nan_or_zero += x * 0.0f;
       }
       largest = warp_max(largest);
@@ -106,7 +106,7 @@ DEVICE void write_row(int row, Value value, stored_t<OUT.type>* out, [[maybe_unu
         if (lane() == 0) shared[warp()] = largest, shared[WARPS + warp()] = nan_or_zero;
         sync_threads();
         for (int i = 0; i < WARPS; ++i) {
-          largest = larger(largest, shared[i]);
+          largest = fmaxf(largest, shared[i]);
           nan_or_zero += shared[WARPS + i];
         }
       }

@@ -19,7 +19,7 @@
 
 #include "adjust.cuh"
 #include "chances.cuh"
-#include "drawn.cuh"
+#include "sampled_row.cuh"
 #include "select.cuh"
 
 namespace enginewright {
@@ -286,7 +286,7 @@ template <Sampling S>
 KERNEL_OCCUPANCY(S.threads, 1)
 sample_rows(const Sizes* sizes, const SamplingRow* rows, const TokenCount* entries, float* saved,
             const uint32_t* allowed, const int32_t* known, const int32_t* logit_rows, float* logits,
-            SampledRow* drawn, TopLogprobs* tops) {
+            SampledRow* sampled, TopLogprobs* tops) {
   static_assert(S.vocab <= 1 << (63 - MASS_BITS), "sums of weights need more than 64 bits");
   int index = block_x(), count = sizes->logit_rows();
   if (index >= count) return;
@@ -330,7 +330,7 @@ sample_rows(const Sizes* sizes, const SamplingRow* rows, const TokenCount* entri
   if (thread_index() > 0) return;
   if (row.logprobs && result.status == RowStatus::ok)
     result.logprob = static_cast<float>(x[result.token] - log_total);
-  drawn[index] = result;
+  sampled[index] = result;
 }
 
 }  // namespace enginewright

@@ -11,8 +11,8 @@ import torch
 from enginewright.passes.graph import Linear
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import Calibration, QuantConfig, StoredTensor, stored
-from enginewright.passes.spool import Spool
 from enginewright.passes.streaming import one_thread_each, stream
+from enginewright.passes.temporary_tensors import TemporaryTensors
 from enginewright.passes.weights import read, shape_of
 
 ROWS_AT_ONCE = 512  # of a weight, by one thread
@@ -38,7 +38,7 @@ class Choose:
     def __call__(self, model: ir.Model) -> PassResult:
         texts, threads = self.calibration.texts, self.calibration.threads
         studied: dict[ir.Value, ChooseRows] = {}  # of the last input, which several layers may read
-        spool, rewrites = Spool(self.calibration.folder), 0
+        temporary, rewrites = TemporaryTensors(self.calibration.folder), 0
 
         def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
             nonlocal rewrites
@@ -50,7 +50,7 @@ class Choose:
             config = self.format_of(linear.weight)
             parts = _in_parts(read(linear.weight), partial(studied[linear.x], config), threads)
             name, shape = str(linear.weight.name), shape_of(linear.weight)
-            kept = [spool.add(*pair) for pair in zip(config.outputs(name, *shape), parts, strict=True)]
+            kept = [temporary.add(*pair) for pair in zip(config.outputs(name, *shape), parts, strict=True)]
             linear.weight.const_value = StoredTensor(name, config, kept, origin=linear.weight.const_value)
             rewrites += 1
 

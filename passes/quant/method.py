@@ -1,6 +1,6 @@
 """What quantization methods share: a format of weights, the ops that read it, and how its numbers are chosen.
 
-A method fixes the precision of activations, too (DESIGN §3): a Cast or a QuantizeRows stands in front of each GEMM.
+A method fixes the precision of activations, too (docs/design.md): a Cast or a QuantizeRows stands before each GEMM.
 """
 
 from abc import ABC, abstractmethod

@@ -31,7 +31,7 @@ from enginewright.plan import (
     WeightOperand,
 )
 from enginewright.runtime.cuda.device import Device, Grid, OnGrid
-from enginewright.runtime.cuda.sampling import TURNS, DeviceSampler, SamplerLimits
+from enginewright.runtime.cuda.sampling import PIPELINE_SLOTS, DeviceSampler, SamplerLimits
 from enginewright.runtime.cuda.upload import upload_weights
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig, limits_of, plan_memory
@@ -64,16 +64,16 @@ class CudaExecutor:
         CorruptEngineError: plan and code do not fit together.
     """
 
-    steps_ahead = TURNS - 1
+    steps_ahead = PIPELINE_SLOTS - 1
 
     def __init__(self, engine: Engine, device: Device, config: RuntimeConfig | None = None) -> None:
         config = config or RuntimeConfig()
         self.engine, self.plan, self.device = engine, engine.plan, device
         self.isa, self.threads = device.architecture, 0
         if self.plan.sampling is None:
-            raise CorruptEngineError("the plan is damaged", "it does not say how tokens are drawn", "Build it again.")
-        if not any("drawn" in launch.arguments for call in self.plan.calls for launch in call.launches):
-            raise CorruptEngineError("the plan is damaged", "it does not take up what was drawn", "Build it again.")
+            raise CorruptEngineError("the plan is damaged", "it does not say how tokens are sampled", "Build it again.")
+        if not any("sampled" in launch.arguments for call in self.plan.calls for launch in call.launches):
+            raise CorruptEngineError("the plan is damaged", "it does not take up what was sampled", "Build it again.")
         length, limits = limits_of(self.plan, config)
         sampler_limits = SamplerLimits.of(limits.sequences, length, self.plan.vocab_size, len(engine.eos_token_ids))
         free = device.free_bytes - RESERVED_BYTES - sampler_limits.device_bytes
@@ -94,7 +94,7 @@ class CudaExecutor:
         places = {"sizes": self._inputs.sizes, "known": known, "logits": self._logits}
         places["logit_rows"] = self._inputs.addresses["logit_rows"]
         self._sampler = DeviceSampler(self.plan.sampling, sampler_limits, places, device)
-        self._of_steps = {"drawn": self._sampler.drawn, "known": known}  # what steps tell each other
+        self._of_steps = {"sampled": self._sampler.sampled, "known": known}  # what steps tell each other
         # Layers repeat their launches: a grid is worked out once a step for all that have it.
         grids: dict[Launch, int] = {}
         self._launches = []
@@ -122,7 +122,7 @@ class CudaExecutor:
             self._graph(count)
 
     def run(self, plan: StepPlan) -> StepOutputs:
-        """Begin one step. It is done when its logits, or what was drawn from them, have been read."""
+        """Begin one step. It is done when its logits, or the tokens that were sampled from them, have been read."""
         self.device.bind()
         sizes = plan.sizes
         # New blocks are not zeroed: attention reads no position that its queries do not see.
@@ -218,8 +218,8 @@ class _Inputs:
             offset += 4 * entry.rows.at(limits) * entry.columns.at(limits)
             if entry in vectors:
                 self._vectors_end = offset
-        hosts = [device.pinned(offset) for _ in range(TURNS)]
-        self._turns = cycle([(host, host.view(np.int32), device.event()) for host in hosts])
+        hosts = [device.pinned(offset) for _ in range(PIPELINE_SLOTS)]
+        self._slots = cycle([(host, host.view(np.int32), device.event()) for host in hosts])
         self.sizes = device.allocate(offset)
         self.addresses = {name: self.sizes + offset for name, offset in offsets.items()}
         self._vectors = {entry.name: offsets[entry.name] // 4 for entry in vectors}
@@ -227,7 +227,7 @@ class _Inputs:
         self._last: dict[str, NDArray[np.int32]] = {}  # tables, as they are on the device
 
     def upload(self, inputs: dict[str, NDArray[np.int32]], sizes: StepSizes) -> None:
-        host, words, is_read = next(self._turns)
+        host, words, is_read = next(self._slots)
         self._device.wait(is_read)
         words[: len(sizes.counts)] = sizes.counts
         for name, at in self._vectors.items():

@@ -1,4 +1,4 @@
-"""Draws tokens on the GPU: parameters go there in one copy, tokens come back in one, and logits stay where they are."""
+"""Samples on the GPU: parameters go there in one copy, tokens come back in one, and logits stay where they are."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ from enginewright.runtime.sampling import MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_S
 from enginewright.runtime.token_mask import Mask, num_words
 
 # As csrc/cuda/sampling.cuh has them; what goes there has the dtypes of `_cpu`.
-DRAWN = np.dtype([("token", np.int32), ("status", np.int32), ("logprob", np.float32)])
+SAMPLED_ROW = np.dtype([("token", np.int32), ("status", np.int32), ("logprob", np.float32)])
 TOPS = np.dtype([("tokens", np.int32, MAX_LOGPROBS), ("logprobs", np.float32, MAX_LOGPROBS)])
 ENTRY_BYTES = 8  # of TOKEN_COUNT and TOKEN_BIAS
-TURNS = 2  # steps that may be under way: of buffers on the host, each has its own
+PIPELINE_SLOTS = 2  # steps that may be in flight: each has buffers of its own on the host
 
 
 @dataclass(frozen=True)
 class SamplerLimits:
-    """Of a step. entries: of histories and biases together. words: of a row's mask."""
+    """Of a step."""
 
-    rows: int
-    entries: int
-    words: int
+    rows: int  # of logits
+    entries: int  # of histories and biases together
+    words: int  # of a row's mask
 
     @staticmethod
     def of(rows: int, length: int, vocab: int, num_ends: int) -> "SamplerLimits":
         """length: of the longest sequence. num_ends: end-of-text tokens, which may be held back at first."""
-        history = min(length, vocab) + 1  # and one that is being drawn
+        history = min(length, vocab) + 1  # and the token in flight
         biases = min(MAX_BIASED_TOKENS + MAX_STOPS + num_ends, vocab)
         return SamplerLimits(rows, rows * (history + biases), num_words(vocab))
 
@@ -42,16 +42,17 @@ class SamplerLimits:
         return self.rows * _cpu.SAMPLING_ROW.itemsize + self.entries * ENTRY_BYTES
 
     @property
-    def asked_bytes(self) -> int:
+    def input_bytes(self) -> int:
+        """Of parameters, entries and masks."""
         return self.masks_start + self.rows * self.words * 4
 
     @property
     def tops_start(self) -> int:
-        """Of an answer, behind what was drawn."""
-        return self.rows * DRAWN.itemsize
+        """Byte offset of the top log-probabilities in the result buffer."""
+        return self.rows * SAMPLED_ROW.itemsize
 
     @property
-    def answer_bytes(self) -> int:
+    def result_bytes(self) -> int:
         return self.tops_start + self.rows * TOPS.itemsize
 
     @property
@@ -61,26 +62,26 @@ class SamplerLimits:
 
     @property
     def device_bytes(self) -> int:
-        return self.asked_bytes + self.answer_bytes + self.saved_bytes
+        return self.input_bytes + self.result_bytes + self.saved_bytes
 
 
-class _Turn:
-    """The host's side of a step. done: when its answer is there."""
+class _PipelineSlot:
+    """The host's buffers for one step in flight. done: when its result is there."""
 
     def __init__(self, limits: SamplerLimits, device: Device) -> None:
-        self.asked, self.answer = device.pinned(limits.asked_bytes), device.pinned(limits.answer_bytes)
-        drawn, tops = self.answer[: limits.tops_start].view(DRAWN), self.answer[limits.tops_start :].view(TOPS)
-        self.tokens, self.status, self.logprobs = (drawn[name] for name in ("token", "status", "logprob"))
+        self.input, self.result = device.pinned(limits.input_bytes), device.pinned(limits.result_bytes)
+        sampled, tops = self.result[: limits.tops_start].view(SAMPLED_ROW), self.result[limits.tops_start :].view(TOPS)
+        self.tokens, self.status, self.logprobs = (sampled[name] for name in ("token", "status", "logprob"))
         self.top_tokens, self.top_logprobs = tops["tokens"], tops["logprobs"]
         self.done = device.event()
 
 
 class DeviceSampler:
-    """Rows of parameters and entries (histories, then biases) and masks on their way there, and what was drawn on its
-    way back.
+    """Sends rows of parameters, entries (histories, then biases) and masks to the GPU, and reads the sampled tokens.
 
     Args:
-        launch: the plan's. places: addresses of the step's sizes and of what else the launch takes, by role.
+        launch: the plan's.
+        places: addresses of the step's sizes and of what else the launch takes, by role.
     """
 
     def __init__(self, launch: Launch, limits: SamplerLimits, places: Mapping[str, int], device: Device) -> None:
@@ -88,85 +89,86 @@ class DeviceSampler:
         self._entries_start = limits.rows * _cpu.SAMPLING_ROW.itemsize
         self._masks_start = limits.masks_start
         self._tops_start = limits.tops_start
-        self._turns = cycle([_Turn(limits, device) for _ in range(TURNS)])
+        self._slots = cycle([_PipelineSlot(limits, device) for _ in range(PIPELINE_SLOTS)])
         self._rows = np.zeros(0, _cpu.SAMPLING_ROW)  # of the last step, and what of them stays as they are
         self._row_bytes, self._wanted = _bytes(self._rows), list[tuple[int, int]]()
-        self._asked, self.drawn = device.allocate(limits.asked_bytes), device.allocate(limits.answer_bytes)
+        self._input, self.sampled = device.allocate(limits.input_bytes), device.allocate(limits.result_bytes)
         addresses = {
             **places,
-            "rows": self._asked,
-            "entries": self._asked + self._entries_start,
+            "rows": self._input,
+            "entries": self._input + self._entries_start,
             "saved": device.allocate(limits.saved_bytes),
-            "drawn": self.drawn,
-            "tops": self.drawn + self._tops_start,
+            "sampled": self.sampled,
+            "tops": self.sampled + self._tops_start,
         }
 
         def launcher(allowed: int) -> OnGrid:
             known = addresses | {"allowed": allowed}
             if unknown := set(launch.arguments) - known.keys():
-                why = f"to draw tokens it wants {', '.join(sorted(unknown))}"
+                why = f"to sample it wants {', '.join(sorted(unknown))}"
                 raise CorruptEngineError("the plan is damaged", why, "Build it again.")
             arguments = [known["sizes"], *(known[role] for role in launch.arguments)]
             return device.launcher(launch.kernel, launch.threads, launch.shared_bytes, arguments)
 
-        self._run, self._run_masked = launcher(0), launcher(self._asked + self._masks_start)
+        self._run, self._run_masked = launcher(0), launcher(self._input + self._masks_start)
 
     def draw(self, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None) -> Iterable[Fields]:
         """As `_cpu.sample`, from the logits of the step that was begun last: all of its rows.
 
-        What comes back waits for it, once it is read; that has to be before TURNS more steps.
+        To read the result waits for the step; that has to be before PIPELINE_SLOTS more steps.
         """
-        turn, device = next(self._turns), self._device
+        slot, device = next(self._slots), self._device
         end = rows.nbytes
         if rows is not self._rows:
             self._rows, self._row_bytes, self._wanted = rows, _bytes(rows), _wanted(rows)
-        turn.asked[:end] = self._row_bytes
+        slot.input[:end] = self._row_bytes
         if len(history) + len(biases):
             middle = self._entries_start + history.nbytes
             end = middle + biases.nbytes
-            turn.asked[self._entries_start : middle] = _bytes(history)
-            turn.asked[middle:end] = _bytes(biases)
-        device.upload(self._asked, turn.asked[:end])
+            slot.input[self._entries_start : middle] = _bytes(history)
+            slot.input[middle:end] = _bytes(biases)
+        device.upload(self._input, slot.input[:end])
         if allowed is not None:
             end = self._masks_start + allowed.nbytes
-            turn.asked[self._masks_start : end] = _bytes(allowed)
-            device.upload(self._asked + self._masks_start, turn.asked[self._masks_start : end])
+            slot.input[self._masks_start : end] = _bytes(allowed)
+            device.upload(self._input + self._masks_start, slot.input[self._masks_start : end])
         run = self._run if allowed is None else self._run_masked
         run((len(rows), 1, 1))
-        wanted, end = self._wanted, len(rows) * DRAWN.itemsize
+        wanted, end = self._wanted, len(rows) * SAMPLED_ROW.itemsize
         if wanted and any(count for _, count in wanted):
             end = self._tops_start + len(rows) * TOPS.itemsize
-        device.download(turn.answer[:end], self.drawn)
-        device.record(turn.done)
-        return _Drawn(turn, len(rows), wanted, device)
+        device.download(slot.result[:end], self.sampled)
+        device.record(slot.done)
+        return _SampledRows(slot, len(rows), wanted, device)
 
 
-class _Drawn:
-    """What a step draws, waited for when it is read.
+class _SampledRows:
+    """What a step samples, waited for when it is read.
 
-    wanted: of each row, whether it has a log-probability, and of how many tokens beside; empty if none has.
+    Args:
+        wanted: of each row, whether it has a log-probability, and of how many tokens beside; empty if none has.
     """
 
-    def __init__(self, turn: _Turn, count: int, wanted: Sequence[tuple[int, int]], device: Device) -> None:
-        self._turn, self._count, self._wanted, self._device = turn, count, wanted, device
+    def __init__(self, slot: _PipelineSlot, count: int, wanted: Sequence[tuple[int, int]], device: Device) -> None:
+        self._slot, self._count, self._wanted, self._device = slot, count, wanted, device
 
     def __iter__(self) -> Iterator[Fields]:
-        turn, count = self._turn, self._count
-        self._device.wait(turn.done)
-        tokens, status = turn.tokens[:count].tolist(), turn.status[:count].tolist()
+        slot, count = self._slot, self._count
+        self._device.wait(slot.done)
+        tokens, status = slot.tokens[:count].tolist(), slot.status[:count].tolist()
         bad = map(bool, status) if any(status) else repeat(False, count)
         if not self._wanted:
             return zip(tokens, repeat(None), repeat(()), bad, strict=False)
-        logprobs = turn.logprobs[:count].tolist()
-        tops = zip(turn.top_tokens[:count].tolist(), turn.top_logprobs[:count].tolist(), strict=True)
+        logprobs = slot.logprobs[:count].tolist()
+        tops = zip(slot.top_tokens[:count].tolist(), slot.top_logprobs[:count].tolist(), strict=True)
         return map(_fields, zip(tokens, bad, logprobs, tops, self._wanted, strict=True))
 
 
 def _fields(row: tuple[int, bool, float, tuple[list[int], list[float]], tuple[int, int]]) -> Fields:
-    token, is_nan, logprob, (ids, logprobs), (asked, named) = row
+    token, is_nan, logprob, (ids, logprobs), (has_logprob, named) = row
     if is_nan:
         return 0, None, (), True
-    return token, logprob if asked else None, tuple(zip(ids[:named], logprobs[:named], strict=True)), False
+    return token, logprob if has_logprob else None, tuple(zip(ids[:named], logprobs[:named], strict=True)), False
 
 
 def _wanted(rows: Entries) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from benchmarks.gpu.bench import Replay, Work, all_of
-from benchmarks.gpu.roof import Roof
+from benchmarks.gpu.roofline import Roofline
 from enginewright.builder.cuda import Instance
 from enginewright.plugins.kernel import Specialization
 from tests.emulator.device import EmulatedDevice
@@ -36,4 +36,4 @@ class EmulatedBench:
         return 1e-3
 
 
-ROOF = Roof(4e12, 3e12, 8e14)
+ROOFLINE = Roofline(4e12, 3e12, 8e14)

@@ -9,6 +9,7 @@
 // reach are errors. emulator.cpp has the fibers.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -278,16 +279,14 @@ DEVICE double log_of(double x) { return __builtin_log(x); }
 DEVICE float cos_of(float x) { return __builtin_cosf(x); }
 DEVICE float sin_of(float x) { return __builtin_sinf(x); }
 DEVICE float absolute(float x) { return __builtin_fabsf(x); }
-DEVICE float larger(float a, float b) { return __builtin_fmaxf(a, b); }
-DEVICE float smaller(float a, float b) { return __builtin_fminf(a, b); }
 DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
 DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
 }
-DEVICE int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
+DEVICE int popc(uint32_t bits) { return __builtin_popcount(bits); }
 DEVICE int first_bit(uint32_t bits) { return bits ? __builtin_ctz(bits) : -1; }
 
-DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+DEVICE uint32_t byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   uint64_t bytes = uint64_t{b} << 32 | a;
   uint32_t picked = 0;
   for (int i = 0; i < 4; ++i)

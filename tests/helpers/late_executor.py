@@ -18,13 +18,13 @@ class LateExecutor(CpuExecutor):
 
     def __init__(self, engine: Engine, config: RuntimeConfig | None = None) -> None:
         super().__init__(engine, config)
-        self._drawn = self._newest = np.zeros(0, np.int32)  # by the step before; behind which this one draws
+        self._sampled = self._newest = np.zeros(0, np.int32)  # by the step before; behind which this one samples
         self.num_late = 0  # tokens that were not known when their step was planned
 
     def run(self, plan: StepPlan) -> StepOutputs:
         tokens = plan.inputs["tokens"].copy()
         late = tokens < 0
-        tokens[late] = self._drawn[-1 - tokens[late]]
+        tokens[late] = self._sampled[-1 - tokens[late]]
         self.num_late += int(late.sum())
         self._newest = tokens[plan.inputs["logit_rows"]]
         return super().run(msgspec.structs.replace(plan, inputs=plan.inputs | {"tokens": tokens}))
@@ -38,5 +38,5 @@ class LateExecutor(CpuExecutor):
     ) -> list[Fields]:
         rows, history = with_newest(rows, history, self._newest.tolist())
         fields = super().draw(logits, rows, history, biases, allowed)
-        self._drawn = np.array([token for token, *_ in fields], np.int32)
+        self._sampled = np.array([token for token, *_ in fields], np.int32)
         return list(fields)

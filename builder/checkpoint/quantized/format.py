@@ -14,7 +14,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 class Format(ABC):
     """How the quantized weights of a checkpoint are stored.
 
-    What is quantized is told by the tensors that are there; lists of modules that are not are only for the producer.
+    The tensors that are there say what is quantized; lists of modules that are not are only for the producer.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -40,5 +40,5 @@ class Format(ABC):
         self.notes[text] += 1
 
     def note_static_activations(self) -> None:
-        """Scales that the producer found for activations are not used: DESIGN §3 has them per token."""
+        """Scales that the producer found for activations are not used: ours are per token (docs/design.md)."""
         self.note("activations are scaled by token or not at all; the checkpoint's static scales of them are not used")

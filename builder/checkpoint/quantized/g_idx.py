@@ -1,4 +1,4 @@
-"""Weights whose columns are in no order of their runs: GPTQ's act-order, told by `g_idx`."""
+"""Weights whose columns are in no order of their runs: GPTQ's act-order, as `g_idx` says."""
 
 import torch
 

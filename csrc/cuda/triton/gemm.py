@@ -22,7 +22,7 @@ def gemm_bf16(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,  # tiles of rows that go over the columns together, so that they share W in the L2 cache
 ):
-    """Every output is summed over K in ascending order, in f32, whatever else there is (DESIGN: company).
+    """Every output is summed over K in ascending order, in f32, whatever else there is (docs/design.md).
 
     Descriptors become TMA where the GPU has it, and pointers with masks elsewhere; they read zeros beyond rows and K.
     """

@@ -1,4 +1,4 @@
-"""Roofs: what the memory and the tensor cores of this GPU give, measured beside whatever is compared with them."""
+"""Rooflines: what the memory and the tensor cores of this GPU give, measured beside whatever is compared with them."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ SIZE = 8192  # of the matrices that are multiplied
 
 
 @dataclass(frozen=True)
-class Roof:
+class Roofline:
     """Medians. copy_bytes_per_s counts what is read and what is written."""
 
     read_bytes_per_s: float
@@ -34,7 +34,7 @@ def read_call(lines: int = LINES) -> OpCall:
     """Reads [tokens, lines · 16 bytes]."""
     extent = Extent(Linear(1 << 20), per_multiprocessor=BLOCKS)
     kernel = expression("read_rows", "ReadRows", lines=lines)
-    return OpCall({}, (Launch(kernel, ("x", "out"), (extent, ONE, ONE), THREADS),), {"read_rows": "roof.cuh"})
+    return OpCall({}, (Launch(kernel, ("x", "out"), (extent, ONE, ONE), THREADS),), {"read_rows": "roofline.cuh"})
 
 
 def read_work(bench: Bench, x: torch.Tensor, lines: int = LINES) -> Replay:
@@ -45,7 +45,7 @@ def read_work(bench: Bench, x: torch.Tensor, lines: int = LINES) -> Replay:
     return bench.ours([call.bind(bench.device, {"x": x, "out": out}, sizes)])
 
 
-def measure(bench: Bench, nbytes: int = BYTES, size: int = SIZE) -> Roof:
+def measure(bench: Bench, nbytes: int = BYTES, size: int = SIZE) -> Roofline:
     x = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=bench.at)
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=bench.at) for _ in range(2))
     y, c = torch.empty_like(x), torch.empty_like(a)
@@ -55,13 +55,13 @@ def measure(bench: Bench, nbytes: int = BYTES, size: int = SIZE) -> Roof:
         "matmul": bench.torch([lambda: torch.mm(a, b.T, out=c)] * 4),
     }
     seconds = {name: sorted(found)[len(found) // 2] for name, found in interleaved(bench, contestants).items()}
-    return Roof(nbytes / seconds["read"], 2 * nbytes / seconds["copy"], 2 * size**3 / seconds["matmul"])
+    return Roofline(nbytes / seconds["read"], 2 * nbytes / seconds["copy"], 2 * size**3 / seconds["matmul"])
 
 
-def reported(bench: Bench, report: Report) -> Roof:
-    roof = measure(bench)
-    report.add("roof", **vars(roof))
-    return roof
+def reported(bench: Bench, report: Report) -> Roofline:
+    roofline = measure(bench)
+    report.add("roofline", **vars(roofline))
+    return roofline
 
 
 def run(report: Report) -> None:

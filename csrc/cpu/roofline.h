@@ -1,5 +1,5 @@
 // What a machine does at best: dot products on registers alone, and a streaming read. Kernels are compared
-// with it (bench/roof.py).
+// with it (bench/roofline.py).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-#include "roof.h"
+#include "roofline.h"
 
 #include <algorithm>
 #include <chrono>

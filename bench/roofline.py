@@ -1,4 +1,4 @@
-"""The roof: what this machine does at best, measured now. A figure means something beside it, and moves with it."""
+"""The roofline: what this machine does at best, measured now. A figure means something beside it, and moves with it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Roof:
+class Roofline:
     """The best of several passes: an interruption lowers a mean, and says nothing of the machine.
 
     dots: of products of "int8", "bf16" and "fp32", as far as the instruction set has an instruction of its own for
@@ -49,10 +49,10 @@ class Roof:
         return asdict(self)
 
 
-def measure_roof(
+def measure_roofline(
     isa: str, threads: int, memory: Sequence[Any] | None = None, *, dots: Mapping[str, Rate] | None = None
-) -> Roof:
-    """Measure the roof, in about a second.
+) -> Roofline:
+    """Measure the roofline, in about a second.
 
     Args:
         isa: "amx", "avx512", "avx512-vnni", "avx2-vnni", "avx2" or "portable", as far as this machine has it.
@@ -64,7 +64,7 @@ def measure_roof(
         ValueError: this machine has no such instruction set.
     """
     memory = [read_buffer()] if memory is None else memory
-    return Roof(
+    return Roofline(
         isa=isa,
         threads=threads,
         dots=measure_dots(isa, threads) if dots is None else dots,

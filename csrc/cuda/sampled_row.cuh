@@ -12,9 +12,9 @@ struct SampledRow {
   float logprob;
 };
 
-// An input token; one below 0 is the one that the step before has drawn from row -1 - token.
-DEVICE int known_token(int32_t token, const SampledRow* drawn) {
-  return token < 0 ? drawn[-1 - token].token : token;
+// An input token; one below 0 is the one that the step before has sampled from row -1 - token.
+DEVICE int known_token(int32_t token, const SampledRow* sampled) {
+  return token < 0 ? sampled[-1 - token].token : token;
 }
 
 }  // namespace enginewright

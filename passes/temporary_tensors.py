@@ -13,7 +13,7 @@ from enginewright.errors import EngineError
 from enginewright.passes.weights import Output, RowReader, RowsTensor
 
 
-class Spool:
+class TemporaryTensors:
     """One temporary file without a name: it is gone when nobody can read from it any more, however that comes."""
 
     def __init__(self, folder: Path | None = None) -> None:

@@ -1,25 +1,25 @@
-"""The roof: what it measures, and what follows from it. No test here says how fast a machine is."""
+"""The roofline: what it measures, and what follows from it. No test here says how fast a machine is."""
 
 import numpy as np
 import pytest
 
 from enginewright import _cpu
-from enginewright_bench import roof
-from enginewright_bench.roof import Rate, Roof, measure_roof, read_buffer
+from enginewright_bench import roofline
+from enginewright_bench.roofline import Rate, Roofline, measure_roofline, read_buffer
 
-KNOWN = Roof("avx512", 1, {"int8": Rate("a", 8e9), "fp32": Rate("b", 2e9)}, 1 << 20, 4e9)
+KNOWN = Roofline("avx512", 1, {"int8": Rate("a", 8e9), "fp32": Rate("b", 2e9)}, 1 << 20, 4e9)
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roof, "SECONDS", 0.01)
+    monkeypatch.setattr(roofline, "SECONDS", 0.01)
 
 
 @pytest.mark.parametrize("isa", _cpu.isa_names())
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_instruction_set_has_a_roof(isa: str, threads: int) -> None:
+def test_every_instruction_set_has_a_roofline(isa: str, threads: int) -> None:
     memory = np.ones(1 << 20, np.uint8)
-    found = measure_roof(isa, threads, [memory, memory[: 1 << 10]])
+    found = measure_roofline(isa, threads, [memory, memory[: 1 << 10]])
     assert (found.isa, found.threads, found.read_bytes) == (isa, threads, (1 << 20) + (1 << 10))
     assert "fp32" in found.dots and found.dots.keys() <= {"int8", "bf16", "fp32"}
     assert all(rate.ops_per_s > 0 and rate.instruction for rate in found.dots.values())
@@ -27,7 +27,7 @@ def test_every_instruction_set_has_a_roof(isa: str, threads: int) -> None:
 
 
 def test_dots_that_are_known_are_not_measured_again() -> None:
-    assert measure_roof("portable", 1, [b"x" * 4096], dots=KNOWN.dots).dots is KNOWN.dots
+    assert measure_roofline("portable", 1, [b"x" * 4096], dots=KNOWN.dots).dots is KNOWN.dots
 
 
 def test_seconds_are_those_of_whatever_takes_longer() -> None:
@@ -39,7 +39,7 @@ def test_seconds_are_those_of_whatever_takes_longer() -> None:
 
 def test_the_memory_that_is_read_is_bounded_by_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_buffer(4096).nbytes == 4096
-    monkeypatch.setattr(roof, "free_memory", lambda: 40_000)
+    monkeypatch.setattr(roofline, "free_memory", lambda: 40_000)
     assert read_buffer().nbytes == 10_000
 
 
