@@ -22,9 +22,7 @@ class TokenSequence:
     sibling_of: "TokenSequence | None" = None  # another answer to the same prompt, added before; they share its KV
     guesses: list[int] = field(default_factory=list)  # tokens that may come next (Scheduler.propose)
 
-    # Tokens that planned steps sample, and that are not committed: at most one when the next step is planned, or one
-    # more than there are guesses.
-    num_in_flight_tokens: int = 0
+    num_tokens: int = field(init=False)  # those that are known, and those that planned steps sample
     logits_row: int = 0  # of the step that was planned last for it: the row that its token in flight is sampled from
     num_computed_tokens: int = 0  # those whose KV is in the cache once the steps planned so far are done
     num_cached_tokens: int | None = None  # prompt tokens that were there when it was first admitted
@@ -37,15 +35,21 @@ class TokenSequence:
     has_pending: bool = False  # blocks with a key that nobody else may use before a token is sampled behind them
     finish_reason: str | None = None  # "stop", "length", "error" or "abort"
 
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.token_ids)
+
     @property
-    def num_tokens(self) -> int:
-        """Those in flight are among them."""
-        return len(self.token_ids) + self.num_in_flight_tokens
+    def num_in_flight_tokens(self) -> int:
+        """Tokens that planned steps sample, and that are not committed.
+
+        When another step is planned, that is at most one, or one more than there are guesses.
+        """
+        return self.num_tokens - len(self.token_ids)
 
     @property
     def last_token_is_in_flight(self) -> bool:
         """Whatever token it is, the sequence ends with it."""
-        return self.num_in_flight_tokens > 0 and self.num_tokens >= self.max_tokens
+        return self.num_tokens >= self.max_tokens and self.num_tokens > len(self.token_ids)
 
     @property
     def is_running(self) -> bool:

@@ -144,7 +144,7 @@ class Packer:
         kv_len += counts
         tokens = np.empty(len(owners), np.int32)
         tokens[:num_decodes] = [
-            -1 - sequence.logits_row if sequence.num_in_flight_tokens else sequence.token_ids[-1]
+            sequence.token_ids[-1] if len(sequence.token_ids) == sequence.num_tokens else -1 - sequence.logits_row
             for sequence in sequences[:num_decodes]
         ]
         logit_rows = list(range(num_decodes))

@@ -173,7 +173,9 @@ def test_a_request_waits_in_the_queue_until_it_is_admitted() -> None:
     assert first.queue_s is not None and first.first_token_s is not None and first.total_s is not None
     assert second.queue_s is not None and second.first_token_s is not None
     assert 0 < first.queue_s < first.first_token_s < first.total_s
-    assert first.asked + first.total_s < second.asked + second.queue_s < second.asked + second.first_token_s
+    assert (
+        first.arrived_at + first.total_s < second.arrived_at + second.queue_s < second.arrived_at + second.first_token_s
+    )
 
 
 def test_the_process_and_the_build(server: Running) -> None:

@@ -39,7 +39,7 @@ class RepeatedDecodes:
         sizes, inputs = packer.advance(sampling, growing)
         for sequence in sampling:
             sequence.num_computed_tokens += 1
-            sequence.num_in_flight_tokens += 1
+            sequence.num_tokens += 1
         self._num_planned += 1
         return StepPlan(
             first.first_parts,

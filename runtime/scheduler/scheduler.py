@@ -122,25 +122,23 @@ class Scheduler:
             The sequences that ended with it.
         """
         ended, stride, has_pending = [], self._cache.stride, plan.has_pending
-        for sequence, tokens in zip(plan.sampling, accepted, strict=True):
+        if plan.verifying:
+            accepted = [self._take_guesses(*each) for each in zip(plan.sampling, accepted, strict=True)]
+        for sequence, (sampled,) in zip(plan.sampling, accepted, strict=True):
             if sequence.finish_reason is not None:  # by finish(), or by the step before
                 continue
-            for sampled in tokens:
-                if sampled.is_nan:
-                    ended.append((sequence, "error"))
-                    break
-                token, token_ids = sampled.token, sequence.token_ids
-                known = len(token_ids)
-                if known % stride == 0 or (has_pending and sequence.has_pending):
-                    self._prefixes.publish(sequence)
-                token_ids.append(token)
-                sequence.num_in_flight_tokens -= 1
-                if token in sequence.stop_token_ids:
-                    ended.append((sequence, "stop"))
-                    break
-                if known + 1 >= sequence.max_tokens:
-                    ended.append((sequence, "length"))
-                    break
+            if sampled.is_nan:
+                ended.append((sequence, "error"))
+                continue
+            token, token_ids = sampled.token, sequence.token_ids
+            known = len(token_ids)
+            if known % stride == 0 or (has_pending and sequence.has_pending):
+                self._prefixes.publish(sequence)
+            token_ids.append(token)
+            if token in sequence.stop_token_ids:
+                ended.append((sequence, "stop"))
+            elif known + 1 >= sequence.max_tokens:
+                ended.append((sequence, "length"))
         ended += [(sequence, "length") for sequence in plan.ending if sequence.finish_reason is None]
         for sequence, reason in ended:
             self.finish(sequence, reason)
@@ -148,11 +146,24 @@ class Scheduler:
             self._take_back(sequence)
         return [sequence for sequence, _ in ended]
 
+    def _take_guesses(self, sequence: TokenSequence, tokens: Sequence[SampledToken]) -> Sequence[SampledToken]:
+        """Take up all but the last token, which ends the sequence if one does; the last one."""
+        if sequence.finish_reason is not None:
+            return tokens[-1:]
+        for place, sampled in enumerate(tokens[:-1]):
+            ends = sampled.token in sequence.stop_token_ids or len(sequence.token_ids) + 1 >= sequence.max_tokens
+            if sampled.is_nan or ends:
+                return tokens[place : place + 1]
+            if len(sequence.token_ids) % self._cache.stride == 0 or sequence.has_pending:
+                self._prefixes.publish(sequence)
+            sequence.token_ids.append(sampled.token)
+        return tokens[-1:]
+
     def _take_back(self, sequence: TokenSequence) -> None:
         """Take back the guesses that were wrong."""
         if sequence.finish_reason is not None:
             return
-        sequence.guesses, sequence.num_in_flight_tokens = [], 0
+        sequence.guesses, sequence.num_tokens = [], len(sequence.token_ids)
         if sequence.is_running:
             before, computed = sequence.num_computed_tokens, len(sequence.token_ids) - 1
             taken_back = self._cache.truncate(sequence.held, before, computed, (), self._copies)
@@ -164,7 +175,7 @@ class Scheduler:
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
-        sequence.num_in_flight_tokens = 0
+        sequence.num_tokens = len(sequence.token_ids)
         self._waiting.forget(sequence)
         if sequence.is_running:
             self._leave(sequence)
@@ -230,11 +241,12 @@ class Scheduler:
         reading, stride = [], self._cache.stride
         spare = min(self._limits.tokens, self._limits.logit_rows) - len(self._running)  # for guesses: all may decode
         for sequence in self._running:
-            first, in_flight = sequence.num_computed_tokens, sequence.num_in_flight_tokens
-            length = len(sequence.token_ids) + in_flight
+            first, length = sequence.num_computed_tokens, sequence.num_tokens
             if length - first > 1:
                 reading.append(sequence)
-            elif length > first and not (in_flight and (length >= sequence.max_tokens or sequence.guesses)):
+            elif length > first and not (
+                (length >= sequence.max_tokens or sequence.guesses) and length > len(sequence.token_ids)
+            ):
                 # A decode takes a block where its token is the first of one. Who is preempted for it comes behind it
                 # in this list, or is itself the last.
                 if first % stride == 0 and not self._has_room(sequence):
@@ -291,11 +303,11 @@ class Scheduler:
                     continue
             if part.num_logit_rows:
                 sequence.logits_row = len(requests)
-                sequence.num_in_flight_tokens += 1
+                sequence.num_tokens += 1
                 sampling.append(sequence)
                 requests.append(sequence.request)
                 if sequence.guesses:
-                    sequence.num_in_flight_tokens += len(sequence.guesses)
+                    sequence.num_tokens += len(sequence.guesses)
                     requests += [sequence.request] * len(sequence.guesses)
         verifying: list[TokenSequence] = []
         for part in parts[num_decodes:]:
