@@ -16,7 +16,7 @@ from enginewright.runtime.sequence import TokenSequence
 Inputs = dict[str, NDArray[np.int32]]
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, gc=False):  # nothing that it leads to leads back to it
     """The tokens of one sequence that a step computes."""
 
     sequence: TokenSequence
