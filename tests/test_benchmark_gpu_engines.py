@@ -93,24 +93,24 @@ def test_wrong_answers_are_noticed(tiny_engine: Path, tmp_path: Path, monkeypatc
     assert (
         why("greedy", lambda token: replace(token, logprob=token.logprob - 0.1)) == "log-probabilities are off by 0.1"
     )
-    assert "38% of its tokens are the CPU's" in why("drawn", lambda token: replace(token, token=token.token ^ 1))
-    assert why("drawn", lambda token: replace(token, token=token.token ^ 1), at=7) == ""
+    assert "38% of its tokens are the CPU's" in why("sampled", lambda token: replace(token, token=token.token ^ 1))
+    assert why("sampled", lambda token: replace(token, token=token.token ^ 1), at=7) == ""
     assert why("allowed tokens", lambda token: replace(token, token=6)) == "it has tokens that are not allowed"
-    assert "tokens, or NaN" in why("drawn", lambda token: replace(token, is_nan=True))
+    assert "tokens, or NaN" in why("sampled", lambda token: replace(token, is_nan=True))
 
 
 class WrongWhenLate(LateExecutor):
     """Tokens that are not known when their step begins are others."""
 
     def run(self, plan: StepPlan) -> StepOutputs:
-        self._drawn = (self._drawn + 1) % VOCAB_SIZE
+        self._sampled = (self._sampled + 1) % VOCAB_SIZE
         return super().run(plan)
 
 
 def test_steps_ahead_and_faults_of_one_kind_are_noticed(
     tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = [kind for kind in answers.KINDS if kind.name in ("greedy", "a grammar", "drawn")]
+    kinds = [kind for kind in answers.KINDS if kind.name in ("greedy", "a grammar", "sampled")]
     monkeypatch.setattr(answers, "KINDS", kinds)
     monkeypatch.setattr(core, "open_executor", WrongWhenLate)
     monkeypatch.setattr(Ladder, "allow", lambda self, mask: mask.fill(1))
@@ -118,8 +118,8 @@ def test_steps_ahead_and_faults_of_one_kind_are_noticed(
     assert {name: "error" in figure for name, figure in found.items()} == {
         "x/greedy": False,
         "x/a grammar": True,
-        "x/drawn": False,
+        "x/sampled": False,
         "x/greedy, ahead": True,
-        "x/drawn, ahead": True,
+        "x/sampled, ahead": True,
     }
     assert "AssertionError" in str(found["x/a grammar"]["error"])

@@ -305,7 +305,7 @@ def test_no_client_reads_what_an_exception_says_in_the_middle_of_a_stream() -> N
 
     with running() as server:
         server.service.metrics.between_tokens.observe = fail  # type: ignore[method-assign]
-        answer = server.post(COMPLETIONS, {"prompt": "x", "stream": True, "ignore_eos": True, "max_tokens": 50})
+        answer = server.post(COMPLETIONS, {"prompt": "x", "stream": True, "ignore_eos": True, "max_tokens": 2000})
         *pieces, last = answer.events
         assert pieces and last["error"]["code"] == "internal_error" and b"secret" not in answer.body
 

@@ -87,7 +87,7 @@ def hang(self, *arguments, **options):
 @pytest.mark.parametrize(
     ("module", "name", "method", "says"),
     [
-        ("executor", "CpuExecutor", "run", "a step of the engine has lasted "),
+        ("cpu.executor", "CpuExecutor", "run", "a step of the engine has lasted "),
         ("tokenizer", "Tokenizer", "encode", "a prompt is being tokenized"),
     ],
 )
