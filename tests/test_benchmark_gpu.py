@@ -357,7 +357,8 @@ def test_models_of_random_weights_are_measured(tmp_path: Path, monkeypatch: pyte
     assert found.keys() == {f"models/{name}" for name in ("bf16/decode-1", "bf16/decode-3", "bf16/prefill-40")} | {
         f"models/{invariant}/prefill-40"
     }
-    assert all(figure["tokens per s"] > 0 for figure in found.values())
+    # That of decodes comes from a difference of two times, which may have any sign on a busy machine.
+    assert all(figure["tokens per s"] > 0 for name, figure in found.items() if "prefill" in name)
     assert found["models/bf16/prefill-40"]["over batch-invariant"] > 0
     for one in subjects.values():
         one.llm.close()
