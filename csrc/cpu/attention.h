@@ -1,10 +1,14 @@
 // paged_attention@1: causal attention of a ragged batch over paged KV (attention_split.h has the arithmetic).
 //
-// q: bf16 [tokens, heads * head_dim]; key, value: planes (kernel.h); query_start: i32
+// q: bf16 [tokens, heads * head_dim]; key, value: planes (kv.h); query_start: i32
 // [sequences + 1]; kv_len: i32 [sequences]; block_table: i32 [sequences, blocks]; out: f32 or bf16 [tokens,
 // heads * head_dim]; partials: f32 [splits, heads * (dim_pad + 16)], this kernel's own memory, with a row for
 // each split of the longest sequence. The query at position p sees max(0, p - window + 1) … p; window 0 is
-// all.
+// all. sinks?: f32 [heads], a logit of each head that belongs to no position and joins the softmax's sum,
+// when all splits are combined: what a split gives does not depend on it.
+//
+// latent_attention@1: the same where all heads share one vector a position, the plane `latent`, which is the
+// key, and whose first value_dim columns are the value; out: [tokens, heads * value_dim].
 //
 // Two schedules with the same bits. As a rule an item is a tile of a sequence, rows of its queries that share
 // a KV head, with all splits; threads take the next item when they are done with one. Where a sequence with
@@ -15,18 +19,21 @@
 #include <optional>
 
 #include "attention_i8.h"
+#include "attention_latent.h"
 #include "attention_tile.h"
+#include "kv.h"
 #include "operands.h"
 #include "rows.h"
 
 namespace enginewright {
 namespace {
 
-// Split: SplitAttention<S>, or another with the same members; its Element says what the planes hold.
-template <class S, class Split>
+// Split: SplitAttention<S>, or another with the same members; its Element says what the planes hold, or where
+// these have 4 bits (`expands`), what a split of them becomes once for all queries of a tile.
+template <class S, class Split, bool expands = false>
 class PagedAttention final : public Kernel {
   using Query = typename Split::Query;
-  using Element = typename Split::Element;
+  using Element = std::conditional_t<expands, uint8_t, typename Split::Element>;
   static constexpr bool scaled = sizeof(Element) == 1;
 
  public:
@@ -38,21 +45,30 @@ class PagedAttention final : public Kernel {
         kv_len_(step_input(operands, "kv_len")),
         block_table_(step_input(operands, "block_table")),
         heads_(integer(attributes, "heads", 1, 1 << 16)),
-        kv_heads_(integer(attributes, "kv_heads", 1, 1 << 16)),
+        kv_heads_(Split::latent ? 1 : integer(attributes, "kv_heads", 1, 1 << 16)),
         head_dim_(integer(attributes, "head_dim", 1, 1 << 16)),
-        keys_(cache_plane(operands, "key")),
-        values_(cache_plane(operands, "value")),
-        window_(integer(attributes, "window", 0, int64_t{1} << 31)),
+        value_dim_(Split::latent ? integer(attributes, "value_dim", 1, head_dim_) : head_dim_),
+        keys_(cache_plane(operands, Split::latent ? "latent" : "key")),
+        values_(cache_plane(operands, Split::latent ? "latent" : "value")),
+        window_(Split::latent ? 0 : integer(attributes, "window", 0, int64_t{1} << 31)),
         group_(heads_ / kv_heads_),
         code_bytes_(keys_.code_bytes()),
+        sinks_(operands.count("sinks") == 0 ? nullptr
+                                            : vector_weight(operands, "sinks", heads_).as<const float>()),
         split_(head_dim_, keys_.dim_pad, static_cast<float>(number(attributes, "scale")),
-               static_cast<float>(number(attributes, "softcap"))) {
-    require_known(operands, attributes,
-                  {"q", "key", "value", "query_start", "kv_len", "block_table", "partials", "out"},
-                  {"heads", "kv_heads", "head_dim", "scale", "window", "softcap"});
+               Split::latent ? 0.0f : static_cast<float>(number(attributes, "softcap"))) {
+    if (Split::latent) {
+      require_known(operands, attributes,
+                    {"q", "latent", "query_start", "kv_len", "block_table", "partials", "out"},
+                    {"heads", "head_dim", "value_dim", "scale"});
+    } else {
+      require_known(operands, attributes,
+                    {"q", "key", "value", "query_start", "kv_len", "block_table", "sinks", "partials", "out"},
+                    {"heads", "kv_heads", "head_dim", "scale", "window", "softcap"});
+      require(number(attributes, "softcap") >= 0, "the attribute 'softcap' must not be negative");
+    }
     require(heads_ % kv_heads_ == 0, "'kv_heads' does not divide 'heads'");
     require(head_dim_ % 2 == 0, "attention needs an even 'head_dim'");
-    require(number(attributes, "softcap") >= 0, "the attribute 'softcap' must not be negative");
     require_planes(keys_, values_, kv_heads_, head_dim_);
     require(number(attributes, "scale") > 0, "the attribute 'scale' must be positive");
     require(keys_.block_size % kStepPositions == 0 && kSplitPositions % keys_.block_size == 0,
@@ -60,7 +76,7 @@ class PagedAttention final : public Kernel {
     while (int64_t{1} << block_shift_ < keys_.block_size) ++block_shift_;
     require_same_rows(q_, out_);
     require_columns(q_, heads_ * head_dim_);
-    require_columns(out_, heads_ * head_dim_);
+    require_columns(out_, heads_ * value_dim_);
     require_columns(partials_, heads_ * row_floats());
   }
 
@@ -70,8 +86,9 @@ class PagedAttention final : public Kernel {
   }
 
   int64_t scratch_bytes() const override {
-    return Split::tile_rows * (2 * row_floats() * 4 + kSplitPositions * 6) + q_rows() * q_bytes() +
-           kv_heads_ * tiles_of(1) * static_cast<int64_t>(sizeof(Tile));
+    return Split::tile_rows * (2 * row_floats() * 4 + kSplitPositions * 6) + 2 * expanded_bytes() +
+           q_rows() * q_bytes() + round_up(kv_heads_ * tiles_of(1) * static_cast<int64_t>(sizeof(Tile)), 64) +
+           split_.scratch_bytes();
   }
 
   // KV that several queries of a sequence see counts once.
@@ -80,9 +97,10 @@ class PagedAttention final : public Kernel {
     int64_t seen = 0;  // positions, by all queries
     for (int64_t s = 0; s < sizes[kSequences]; ++s) {
       for (int64_t p = kv_len(s) - tokens(s); p < kv_len(s); ++p) seen += p + 1 - first_seen(p);
-      work.kv_bytes += positions_seen(s) * (keys_.token_bytes() + values_.token_bytes());
+      work.kv_bytes +=
+          positions_seen(s) * (keys_.token_bytes() + (Split::latent ? 0 : values_.token_bytes()));
     }
-    (sizeof(Query) == 1 ? work.int8_ops : work.bf16_ops) = 4 * seen * heads_ * head_dim_;
+    (sizeof(Query) == 1 ? work.int8_ops : work.bf16_ops) = 2 * seen * heads_ * (head_dim_ + value_dim_);
     work.fp32_ops = 5 * seen * heads_;  // the softmax: scale, maximum, difference, power, sum
     return work;
   }
@@ -109,6 +127,7 @@ class PagedAttention final : public Kernel {
   struct Scratch {
     TileScratch tile;
     float *total, *next;  // (tile_rows, row_floats)
+    std::byte* expanded;  // a split's keys, then its values
     std::byte* q;         // (q_rows, q_bytes)
     Tile* tiles;          // all of one token
   };
@@ -118,13 +137,16 @@ class PagedAttention final : public Kernel {
     scratch.next = scratch.total + Split::tile_rows * row_floats();
     scratch.tile.scores = scratch.next + Split::tile_rows * row_floats();
     scratch.tile.p = reinterpret_cast<uint16_t*>(scratch.tile.scores + Split::tile_rows * kSplitPositions);
-    scratch.q = reinterpret_cast<std::byte*>(scratch.tile.p + Split::tile_rows * kSplitPositions);
+    scratch.expanded = reinterpret_cast<std::byte*>(scratch.tile.p + Split::tile_rows * kSplitPositions);
+    scratch.q = scratch.expanded + 2 * expanded_bytes();
     scratch.tiles = reinterpret_cast<Tile*>(scratch.q + q_rows() * q_bytes());
+    scratch.tile.own = worker.scratch + scratch_bytes() - split_.scratch_bytes();
     return scratch;
   }
 
   int64_t q_rows() const { return heads_ < Split::tile_rows ? Split::tile_rows : heads_; }
   int64_t q_bytes() const { return 2 * keys_.dim_pad; }  // int8 has zeros in the second half
+  int64_t expanded_bytes() const { return expands ? kSplitPositions * keys_.dim_pad * 2 : 0; }
   int64_t row_floats() const { return partial_floats(keys_.dim_pad); }
   int64_t first_token(int64_t s) const { return query_start_.as<const int32_t>()[s * query_start_.stride]; }
   int64_t tokens(int64_t s) const { return first_token(s + 1) - first_token(s); }
@@ -172,7 +194,7 @@ class PagedAttention final : public Kernel {
       SplitKv<Element> kv = kv_of(item);
       kv.set_next(item + 1 < items.end ? kv_of(item + 1) : kv);
       split_.begin(mine.tiles[part].rows);
-      split_.run(mine.tiles[part], kv, mine.tile, ahead, partial(split, first_head(part)));
+      attend(mine.tiles[part], kv, mine, ahead, partial(split, first_head(part)));
     }
     worker.sync();
     const Range heads = share(heads_, worker);
@@ -251,7 +273,7 @@ class PagedAttention final : public Kernel {
         ahead.start(0);
       }
       kv.set_next(next);
-      split_.run(tile, kv, mine.tile, ahead, split == first ? mine.total : mine.next);
+      attend(tile, kv, mine, ahead, split == first ? mine.total : mine.next);
       for (int64_t r = 0; split > first && r < tile.rows; ++r) {
         split_.combine(mine.total + r * row_floats(), mine.next + r * row_floats());
       }
@@ -296,16 +318,46 @@ class PagedAttention final : public Kernel {
     for (int64_t at = kv.begin; at < end; at += kGroup) {
       const int64_t start = blocks[at >> block_shift_] * keys_.block_stride + kv_head * keys_.tile_bytes;
       const std::byte *keys = keys_.data + start, *values = values_.data + start;
-      const int64_t row = at & mask, row_start = row * keys_.dim_pad;
-      kv.keys[kv.groups] = reinterpret_cast<const Element*>(keys) + row_start;
-      kv.values[kv.groups] = reinterpret_cast<const Element*>(values) + row_start;
+      const int64_t row = at & mask, numbers = row * keys_.number_bytes;
+      kv.keys[kv.groups] = reinterpret_cast<const Element*>(keys + numbers);
+      kv.values[kv.groups] = reinterpret_cast<const Element*>(values + numbers);
       if constexpr (scaled) {
-        kv.key_scales[kv.groups] = reinterpret_cast<const float*>(keys + code_bytes_) + row;
-        kv.value_scales[kv.groups] = reinterpret_cast<const float*>(values + code_bytes_) + row;
+        const int64_t scales = code_bytes_ + row * keys_.scale_bytes;
+        kv.key_scales[kv.groups] = reinterpret_cast<const float*>(keys + scales);
+        kv.value_scales[kv.groups] = reinterpret_cast<const float*>(values + scales);
       }
       ++kv.groups;
     }
     return kv;
+  }
+
+  void attend(const Tile& tile, const SplitKv<Element>& kv, const Scratch& mine, Ahead<S>& ahead,
+              float* partial) const {
+    if constexpr (expands) {
+      split_.run(tile, expanded(kv, mine), mine.tile, ahead, partial);
+    } else {
+      split_.run(tile, kv, mine.tile, ahead, partial);
+    }
+  }
+
+  // Positions of 4 bits as planes of bf16 have them.
+  SplitKv<uint16_t> expanded(const SplitKv<uint8_t>& kv, const Scratch& mine) const {
+    SplitKv<uint16_t> wide{};
+    auto* keys = reinterpret_cast<uint16_t*>(mine.expanded);
+    auto* values = reinterpret_cast<uint16_t*>(mine.expanded + expanded_bytes());
+    const auto scales = [](const float* pair) { return reinterpret_cast<const uint16_t*>(pair); };
+    wide.begin = kv.begin;
+    wide.groups = kv.groups;
+    for (int64_t g = 0; g < kv.groups; ++g) {
+      wide.keys[g] = keys + g * kGroup * keys_.dim_pad;
+      wide.values[g] = values + g * kGroup * keys_.dim_pad;
+      expand_u4_keys<S>(kv.keys[g], scales(kv.key_scales[g]), keys_.dim_pad,
+                        keys + g * kGroup * keys_.dim_pad);
+      expand_u4_values<S>(kv.values[g], scales(kv.value_scales[g]), keys_.dim_pad,
+                          values + g * kGroup * keys_.dim_pad);
+    }
+    wide.set_next(wide);
+    return wide;
   }
 
   // `heads` KV heads of what split_kv() leads to; none where `split` is behind the sequence, or heads < 1.
@@ -319,7 +371,7 @@ class PagedAttention final : public Kernel {
     for (int64_t block = begin >> block_shift_; block << block_shift_ < end; ++block) {
       const int64_t at = blocks[block] * keys_.block_stride + kv_head * keys_.tile_bytes;
       ahead.add(keys_.data + at);
-      ahead.add(values_.data + at);
+      if (!Split::latent) ahead.add(values_.data + at);
     }
   }
 
@@ -327,19 +379,21 @@ class PagedAttention final : public Kernel {
   // behind a query could change.
   void write(int64_t token, int64_t head, const float* partial) const {
     const RowWriter<S> row(out_, token);
-    const auto inverse = S::set1(1.0f / partial[keys_.dim_pad + 1]);
+    const auto inverse = sinks_ == nullptr ? S::set1(1.0f / partial[keys_.dim_pad + 1])
+                                           : split_.inverse_beside(sinks_[head], partial);
     const auto value = [&](int64_t i) { return S::fma(S::load(partial + i), inverse, S::zero()); };
     int64_t i = 0;
-    for (; i + 16 <= head_dim_; i += 16) row.put(head * head_dim_ + i, value(i));
-    if (i < head_dim_) row.put_first(head * head_dim_ + i, value(i), head_dim_ - i);
+    for (; i + 16 <= value_dim_; i += 16) row.put(head * value_dim_ + i, value(i));
+    if (i < value_dim_) row.put_first(head * value_dim_ + i, value(i), value_dim_ - i);
     if (head == heads_ - 1) row.zero_pad(out_);
   }
 
   const Operand q_, out_, partials_, query_start_, kv_len_, block_table_;
-  const int64_t heads_, kv_heads_, head_dim_;
+  const int64_t heads_, kv_heads_, head_dim_, value_dim_;
   const CachePlane keys_, values_;
   const int64_t window_, group_, code_bytes_;
-  int block_shift_ = 0;  // log2 of the block size
+  const float* const sinks_;  // null: none
+  int block_shift_ = 0;       // log2 of the block size
   const Split split_;
   mutable int64_t next_item_ = 0, threads_done_ = 0;  // of the step in progress
 };
@@ -352,9 +406,18 @@ std::unique_ptr<Kernel> make_attention(const Operands& operands, const Attribute
       return make_kernel<PagedAttention<S, SplitAttentionI8<S>>>(operands, attributes);
     case DType::e4m3:
       return make_kernel<PagedAttention<S, E4m3Split>>(operands, attributes);
+    case DType::u4:
+      return make_kernel<PagedAttention<S, Bf16Split, true>>(operands, attributes);
     default:
       return make_kernel<PagedAttention<S, Bf16Split>>(operands, attributes);
   }
+}
+
+// The same where values are columns of keys. Split: of bf16 keys and values.
+template <class S, class Split = SplitAttention<S>>
+std::unique_ptr<Kernel> make_latent_attention(const Operands& operands, const Attributes& attributes) {
+  require(operand(operands, "latent").dtype == DType::bf16, "latent vectors are stored as bf16");
+  return make_kernel<PagedAttention<S, LatentSplit<S, Split>>>(operands, attributes);
 }
 
 }  // namespace

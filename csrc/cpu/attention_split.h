@@ -39,7 +39,7 @@ struct TileQueries {
 };
 
 // The part of a split that a tile sees: whole steps of positions from `begin` on, by groups as they lie in
-// the planes (kernel.h: CachePlane).
+// the planes (kv.h).
 template <class Element>
 struct SplitKv {
   const Element *keys[kSplitGroups], *values[kSplitGroups];
@@ -86,8 +86,9 @@ class Ahead {
 };
 
 struct TileScratch {
-  float* scores;  // (rows, kSplitPositions)
-  uint16_t* p;    // the same
+  float* scores;   // (rows, kSplitPositions)
+  uint16_t* p;     // the same
+  std::byte* own;  // 64-byte aligned, Split::scratch_bytes()
 };
 
 inline int64_t partial_floats(int64_t head_dim_pad) { return head_dim_pad + 16; }
@@ -105,9 +106,15 @@ ENGINEWRIGHT_INLINE typename S::F exp2_of_negative(typename S::F x) {
   return S::scale_pow2_floor(p, x);
 }
 
+constexpr float kLog2e = 1.44269504088896341f;
+
 template <class S>
 class SplitBase {
  public:
+  static constexpr bool latent = false;  // whether values are the first columns of keys: attention_latent.h
+  int64_t scratch_bytes() const { return 0; }
+  int64_t width() const { return width_; }
+
   using F = typename S::F;
   SplitBase(int64_t head_dim_pad, float scale, float softcap)
       : width_(head_dim_pad), scale_(scale), softcap_(softcap) {}
@@ -126,6 +133,14 @@ class SplitBase {
     const F sum = S::fma(S::set1(total[width_ + 1]), keep, S::mul(S::set1(next[width_ + 1]), take));
     S::store_first(total + width_, max, 1);
     S::store_first(total + width_ + 1, sum, 1);
+  }
+
+  // What o of a partial row is multiplied by where a sink, a logit that belongs to no position, joins the sum
+  // (https://arxiv.org/abs/2309.17453): e^(max s - m) / (sum e^(max s - m) + e^(sink - m)), m the larger.
+  F inverse_beside(float sink, const float* total) const {
+    const F own = S::set1(total[width_]), other = S::set1(sink * kLog2e), max = S::max(other, own);
+    const F keep = exp2_of_negative<S>(S::sub(own, max)), take = exp2_of_negative<S>(S::sub(other, max));
+    return S::div(keep, S::fma(S::set1(total[width_ + 1]), keep, take));
   }
 
  protected:
@@ -147,7 +162,7 @@ class SplitBase {
     }
     F max = S::load(scores);
     for (int64_t i = kGroup; i < positions; i += kGroup) max = S::max(S::load(scores + i), max);
-    const float log2e = 1.44269504088896341f, factor = softcap_ > 0 ? log2e : scale * log2e;
+    const float factor = softcap_ > 0 ? kLog2e : scale * kLog2e;
     max_sum[0] = S::reduce_max(max) * factor;
     return {factor, -max_sum[0]};
   }

@@ -3,11 +3,10 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "kernel.h"
-#include "memory.h"
+#include "places.h"
 
 namespace enginewright {
 
@@ -23,16 +22,9 @@ class CacheBlocks {
   // std::invalid_argument for sizes that are no sizes; std::bad_alloc.
   CacheBlocks(int64_t layers, int64_t num_blocks, int64_t block_size, const std::vector<PlaneSpec>& planes);
 
-  int64_t bytes() const { return memory_.bytes(); }
-  int64_t num_blocks() const { return num_blocks_; }
-  int64_t block_bytes() const { return layers_ * layer_bytes_; }
-  std::byte* data() const { return memory_.data(); }
+  Places& places() { return places_; }
   // layer: index in the group. std::invalid_argument for a plane that is not there.
   CachePlane plane(int64_t layer, const std::string& name) const;
-  // Zeroes blocks in all layers (std::invalid_argument for one that is not there).
-  void scrub(const std::vector<int64_t>& blocks);
-  // Copies blocks in all layers, pair by pair: from the first to the second.
-  void copy(const std::vector<std::pair<int64_t, int64_t>>& blocks);
 
  private:
   struct Plane {
@@ -40,12 +32,11 @@ class CacheBlocks {
     CachePlane shape;      // of no layer yet
     int64_t offset_bytes;  // in a layer's part of a block
   };
-  void require_block(int64_t block) const;
 
-  const int64_t layers_, num_blocks_;
+  const int64_t layers_;
   int64_t layer_bytes_ = 0;  // of a layer in a block
   std::vector<Plane> planes_;
-  Memory memory_;  // [num_blocks][layers][planes][heads][tile_bytes], committed block by block
+  Places places_;  // [num_blocks][layers][planes][heads][tile_bytes]
 };
 
 }  // namespace enginewright

@@ -2,13 +2,16 @@
 //
 //   add@1          out = a + b                     f32 [rows, columns]
 //   softcap@1      out = cap * tanh(x / cap)       f32
+//   activation@1   out = act(x), or x * act(gate)  f32, to f32, bf16, or i8 with 'scale' (quantize.h)
+//   position_scale@1  out = x * (1 + beta * log(1 + floor(position / original)))   f32; positions: i32 [rows]
 //   cast@1         out = x                         f32 or bf16, to f32 or bf16
-//   gather_rows@1  out[i] = x[rows[i]]             f32 or bf16; rows: i32 step input [n]
+//   gather_rows@1  out[i] = x[rows[i]]             f32, bf16 or i8; rows: i32 step input [n]
 //
 // Threads share pieces of kPiece columns of a row, so that one wide row (logits) is divided, too.
 #pragma once
 
 #include "operands.h"
+#include "quantize.h"
 #include "rows.h"
 #include "simd_math.h"
 
@@ -98,6 +101,133 @@ class Softcap final : public Kernel {
   const float cap_;
 };
 
+// Functions of activation@1, by their names in graphs.
+enum class Function { sigmoid, silu, gelu, gelu_tanh, relu2 };
+
+inline Function function_of(const std::string& name) {
+  if (name == "sigmoid") return Function::sigmoid;
+  if (name == "silu") return Function::silu;
+  if (name == "gelu") return Function::gelu;
+  if (name == "gelu_tanh") return Function::gelu_tanh;
+  require(name == "relu2", "unknown activation '" + name + "'");
+  return Function::relu2;
+}
+
+template <class S>
+ENGINEWRIGHT_INLINE typename S::F activated(Function function, typename S::F x) {
+  switch (function) {
+    case Function::sigmoid:
+      return sigmoid<S>(x);
+    case Function::silu:
+      return silu<S>(x);
+    case Function::gelu:
+      return gelu<S>(x);
+    case Function::gelu_tanh:
+      return gelu_tanh<S>(x);
+    default:
+      return relu2<S>(x);
+  }
+}
+
+// gate?: f32 [rows, G], where G divides the columns of x: each of its numbers is for columns / G of them.
+template <class S>
+class Activation final : public Kernel {
+ public:
+  using F = typename S::F;
+  Activation(const Operands& operands, const Attributes& attributes)
+      : x_(matrix(operands, "x", DType::f32)),
+        gated_(operands.count("gate") != 0),
+        gate_(gated_ ? matrix(operands, "gate", DType::f32) : Operand{}),
+        out_(operands, attributes, "out", x_, x_.columns),
+        each_(gated_ ? x_.columns / gate_.columns : 1),
+        function_(function_of(text(attributes, "activation"))) {
+    require_known(operands, attributes, {"x", "gate", "largest", "out", "scale"}, {"activation", "group"});
+    if (gated_) {
+      require_same_rows(x_, gate_);
+      require(x_.columns % gate_.columns == 0, "the columns of 'gate' do not divide those of 'x'");
+    }
+  }
+  Work work(const Sizes& sizes) const override {
+    Work work = touched({&x_, &gate_, &out_.written()}, sizes);
+    work.fp32_ops = 4 * x_.rows.at(sizes) * x_.columns;
+    return work;
+  }
+  void run(const Sizes& sizes, Worker& worker) const override {
+    if (out_.written().dtype != DType::i8) return for_pieces<S>(out_.written(), *this, sizes, worker);
+    const Range mine = share(x_.rows.at(sizes), worker);
+    for (int64_t row = mine.begin; row < mine.end; ++row) out_.put(row, 0, Row{*this, row});
+  }
+
+  ENGINEWRIGHT_INLINE F all(int64_t row, int64_t column) const {
+    const F x = RowReader<S>(x_, row).at(column);
+    return gated_ ? S::mul(x, activated<S>(function_, gates(row, column, 16))) : activated<S>(function_, x);
+  }
+  ENGINEWRIGHT_INLINE F first(int64_t row, int64_t column, int64_t n) const {
+    const F x = RowReader<S>(x_, row).first(column, n);
+    return gated_ ? S::mul(x, activated<S>(function_, gates(row, column, n))) : activated<S>(function_, x);
+  }
+
+ private:
+  struct Row {
+    const Activation& of;
+    int64_t row;
+    ENGINEWRIGHT_INLINE F at(int64_t column) const { return of.all(row, column); }
+    ENGINEWRIGHT_INLINE F first(int64_t column, int64_t n) const { return of.first(row, column, n); }
+  };
+
+  // Of n columns.
+  ENGINEWRIGHT_INLINE F gates(int64_t row, int64_t column, int64_t n) const {
+    const float* gate = gate_.as<const float>() + row * gate_.stride;
+    if (each_ == 1) return n < 16 ? S::load_first(gate + column, n) : S::load(gate + column);
+    float lanes[16] = {};
+    for (int64_t i = 0; i < n; ++i) lanes[i] = gate[(column + i) / each_];
+    return S::load(lanes);
+  }
+
+  const Operand x_;
+  const bool gated_;
+  const Operand gate_;
+  const RowsOut<S> out_;
+  const int64_t each_;  // columns that have a gate's number
+  const Function function_;
+};
+
+template <class S>
+class PositionScale final : public Kernel {
+ public:
+  using F = typename S::F;
+  PositionScale(const Operands& operands, const Attributes& attributes)
+      : x_(matrix(operands, "x", DType::f32)),
+        positions_(step_input(operands, "positions")),
+        out_(matrix(operands, "out", DType::f32)),
+        beta_(static_cast<float>(number(attributes, "beta"))),
+        original_(integer(attributes, "original", 1, int64_t{1} << 31)) {
+    require_known(operands, attributes, {"x", "positions", "out"}, {"beta", "original"});
+    require_same_rows(x_, out_);
+    require_same_rows(positions_, out_);
+    require_columns(positions_, 1);
+    require_columns(x_, out_.columns);
+  }
+  Work work(const Sizes& sizes) const override { return elementwise_work({&x_, &out_}, out_, 1, sizes); }
+  void run(const Sizes& sizes, Worker& worker) const override { for_pieces<S>(out_, *this, sizes, worker); }
+
+  ENGINEWRIGHT_INLINE F factor(int64_t row) const {
+    const int64_t lengths = positions_.as<const int32_t>()[row * positions_.stride] / original_;
+    return S::set1(1.0f + beta_ * static_cast<float>(std::log(static_cast<double>(1 + lengths))));
+  }
+  ENGINEWRIGHT_INLINE F all(int64_t row, int64_t column) const {
+    return S::mul(RowReader<S>(x_, row).at(column), factor(row));
+  }
+  ENGINEWRIGHT_INLINE F first(int64_t row, int64_t column, int64_t n) const {
+    return S::mul(RowReader<S>(x_, row).first(column, n), factor(row));
+  }
+
+ private:
+  const Operand x_, positions_, out_;
+  const float beta_;
+  const int64_t original_;
+};
+
 template <class S>
 class Cast final : public Kernel {
  public:
@@ -124,11 +254,11 @@ template <class S>
 class GatherRows final : public Kernel {
  public:
   GatherRows(const Operands& operands, const Attributes& attributes)
-      : x_(float_matrix(operands, "x")),
+      : x_(operand(operands, "x").dtype == DType::i8 ? matrix(operands, "x", DType::i8)
+                                                     : float_matrix(operands, "x")),
         rows_(step_input(operands, "rows")),
-        out_(float_matrix(operands, "out")) {
+        out_(matrix(operands, "out", x_.dtype)) {
     require_known(operands, attributes, {"x", "rows", "out"}, {});
-    require(x_.dtype == out_.dtype, "'x' and 'out' differ in their dtype");
     require_same_rows(rows_, out_);
     require_columns(x_, out_.columns);
   }
@@ -141,8 +271,10 @@ class GatherRows final : public Kernel {
     const Range mine = share(out_.rows.at(sizes), worker);
     for (int64_t i = mine.begin; i < mine.end; ++i) {
       const std::byte* from = x_.data + rows_.as<const int32_t>()[i] * x_.stride * bytes;
-      std::memcpy(out_.data + i * out_.stride * bytes, from, static_cast<size_t>(out_.columns * bytes));
-      RowWriter<S>(out_, i).zero_pad(out_);
+      std::byte* to = out_.data + i * out_.stride * bytes;
+      std::memcpy(to, from, static_cast<size_t>(out_.columns * bytes));
+      if (x_.dtype != DType::f32)  // the zeros that GEMMs read
+        std::memset(to + out_.columns * bytes, 0, static_cast<size_t>(out_.pad * bytes));
     }
   }
 

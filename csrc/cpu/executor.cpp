@@ -154,7 +154,9 @@ Operand Executor::bind(const std::string& label, const WeightSpec& spec) const {
     rows = in_pairs(spec.layout) ? 2 * round_up(rows / 2, 16) : round_up(rows, 16);
     if (!by_columns(spec.layout)) columns = round_up(columns, 64);
   }
-  const int64_t bytes = bytes_of(spec.dtype, checked_mul(checked_mul(rows, columns), 2)) / 2;
+  require(spec.matrices > 0, "the weight '" + label + "' is empty");
+  const int64_t elements = checked_mul(checked_mul(rows, columns), spec.matrices);
+  const int64_t bytes = bytes_of(spec.dtype, checked_mul(elements, 2)) / 2;
   require(bytes <= spec.bytes, "the weight '" + label + "' has " + std::to_string(spec.bytes) +
                                    " bytes, but its shape takes " + std::to_string(bytes));
   const uintptr_t align =
@@ -170,6 +172,7 @@ Operand Executor::bind(const std::string& label, const WeightSpec& spec) const {
   operand.columns = spec.columns;
   operand.stride = columns;
   operand.max_rows = spec.rows;
+  operand.matrices = spec.matrices;
   operand.kind = Operand::Kind::weight;
   operand.label = label;
   return operand;
@@ -198,6 +201,15 @@ Operand Executor::bind(const std::string& label, const CachePlane& plane) const 
   operand.dtype = plane.dtype;
   operand.plane = plane;
   operand.kind = Operand::Kind::cache;
+  operand.label = label;
+  return operand;
+}
+
+Operand Executor::bind(const std::string& label, const StateTensor& state) const {
+  Operand operand;
+  operand.dtype = state.dtype;
+  operand.state = state;
+  operand.kind = Operand::Kind::state;
   operand.label = label;
   return operand;
 }

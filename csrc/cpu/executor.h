@@ -40,6 +40,7 @@ struct WeightSpec {
   DType dtype;
   Layout layout;
   int64_t rows, columns;
+  int64_t matrices = 1;  // of so many rows and columns, one behind the other
 };
 
 // One kernel in one step. nanoseconds: from the barrier before it to the one behind it.
@@ -57,6 +58,7 @@ class Executor {
   Operand bind(const std::string& label, const ArenaSpec& spec) const;
   Operand bind(const std::string& label, const WeightSpec& spec) const;
   Operand bind(const std::string& label, const CachePlane& plane) const;
+  Operand bind(const std::string& label, const StateTensor& state) const;
   Operand bind_step(const std::string& name) const;
 
   bool has_kernel(const std::string& name) const { return table_.count(name) != 0; }

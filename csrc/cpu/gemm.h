@@ -148,16 +148,16 @@ inline int64_t strip_units(const GemmOperands& g, int64_t block_bytes) {
 }
 
 template <class S>
-class GemmBf16 final : public Kernel {
+class GemmBf16 {
  public:
-  GemmBf16(const Operands& operands, const Attributes& attributes)
-      : g_(operands, attributes, DType::bf16, DType::bf16) {}
+  static constexpr DType x_dtype = DType::bf16, weight_dtype = DType::bf16;
+  static constexpr int64_t Work::* operations = &Work::bf16_ops;
+  explicit GemmBf16(const GemmOperands& g) : g_(g) {}
 
-  Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::bf16_ops); }
+  int64_t scratch_bytes() const { return 0; }
 
-  void run(const Sizes& sizes, Worker& worker) const override {
-    const int64_t tokens = g_.x.rows.at(sizes), most = strip_units(g_, g_.block_bytes);
-    const Range mine = share(g_.units, worker);
+  void run(int64_t tokens, Range mine, std::byte*) const {
+    const int64_t most = strip_units(g_, g_.block_bytes);
     for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
       const int64_t units = mine.end - unit < most ? mine.end - unit : most;
       const int64_t block = unit * g_.unit_blocks;
@@ -166,25 +166,23 @@ class GemmBf16 final : public Kernel {
   }
 
  private:
-  const GemmOperands g_;
+  const GemmOperands& g_;
 };
 
 // Lines: how 8 bits become bf16.
 template <class S, class Lines>
-class Gemm8A16 final : public Kernel {
+class Gemm8A16 {
  public:
-  Gemm8A16(const Operands& operands, const Attributes& attributes)
-      : g_(operands, attributes, DType::bf16, Lines::kDType) {}
+  static constexpr DType x_dtype = DType::bf16, weight_dtype = Lines::kDType;
+  static constexpr int64_t Work::* operations = &Work::bf16_ops;
+  explicit Gemm8A16(const GemmOperands& g) : g_(g) {}
 
-  int64_t scratch_bytes() const override {
+  int64_t scratch_bytes() const {
     return strip_units(g_, 2 * g_.block_bytes) * g_.unit_blocks * 2 * g_.block_bytes;
   }
 
-  Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::bf16_ops); }
-
-  void run(const Sizes& sizes, Worker& worker) const override {
-    const int64_t tokens = g_.x.rows.at(sizes), most = strip_units(g_, 2 * g_.block_bytes);
-    const Range mine = share(g_.units, worker);
+  void run(int64_t tokens, Range mine, std::byte* scratch) const {
+    const int64_t most = strip_units(g_, 2 * g_.block_bytes);
     for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
       const int64_t units = mine.end - unit < most ? mine.end - unit : most;
       const int64_t block = unit * g_.unit_blocks, blocks = units * g_.unit_blocks;
@@ -192,8 +190,8 @@ class Gemm8A16 final : public Kernel {
         Strip<S, Lines>(g_, g_.block(block), g_.block_bytes, block, blocks).run(tokens);
         continue;
       }
-      expand(g_.block(block), blocks * g_.block_bytes, worker.scratch);
-      Strip<S, Bf16Lines<S>>(g_, worker.scratch, 2 * g_.block_bytes, block, blocks).run(tokens);
+      expand(g_.block(block), blocks * g_.block_bytes, scratch);
+      Strip<S, Bf16Lines<S>>(g_, scratch, 2 * g_.block_bytes, block, blocks).run(tokens);
     }
   }
 
@@ -207,7 +205,7 @@ class Gemm8A16 final : public Kernel {
     }
   }
 
-  const GemmOperands g_;
+  const GemmOperands& g_;
 };
 
 template <class S>

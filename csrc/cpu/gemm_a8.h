@@ -71,29 +71,28 @@ struct E2m1Codes {
 };
 
 template <class S, class Codes>
-class GemmA8 final : public Kernel {
+class GemmA8 {
  public:
-  GemmA8(const Operands& operands, const Attributes& attributes)
-      : g_(operands, attributes, DType::i8, Codes::dtype),
+  static constexpr DType x_dtype = DType::i8, weight_dtype = Codes::dtype;
+  static constexpr int64_t Work::* operations = &Work::int8_ops;
+  explicit GemmA8(const GemmOperands& g)
+      : g_(g),
         finish_(g_),
         k_end_(g_.groups * g_.group < g_.k_pad ? g_.groups * g_.group : g_.k_pad),
         piece_bytes_(l1_bytes() / 256 * 192),
         piece_k_(g_.groups == 1 ? piece_of(64, piece_bytes_ / 16 / kBlocks)
                                 : piece_of(g_.group, piece_bytes_ / 16 / kRunBlocks)) {}
 
-  int64_t scratch_bytes() const override {
+  int64_t scratch_bytes() const {
     const int64_t tokens = panel_tokens();
     return piece_bytes_ + tokens * kBlocks * 64 + tokens / tile_tokens() * g_.groups * int64_t{sizeof(Run)};
   }
 
-  Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::int8_ops); }
-
-  void run(const Sizes& sizes, Worker& worker) const override {
-    const int64_t tokens = g_.x.rows.at(sizes), most = panel_tokens();
-    const Range mine = share(g_.units, worker);
+  void run(int64_t tokens, Range mine, std::byte* scratch) const {
+    const int64_t most = panel_tokens();
     const int64_t begin = mine.begin * g_.unit_blocks, end = mine.end * g_.unit_blocks;
     for (int64_t row = 0; row < tokens; row += most) {
-      const Panel panel = panel_at(row, tokens - row < most ? tokens - row : most, worker.scratch);
+      const Panel panel = panel_at(row, tokens - row < most ? tokens - row : most, scratch);
       if (panel.tokens <= kTokens) {
         few<kTokens>(panel, begin, end);
       } else if (g_.groups == 1) {
@@ -362,7 +361,7 @@ class GemmA8 final : public Kernel {
     }
   }
 
-  const GemmOperands g_;
+  const GemmOperands& g_;
   const Finish<S> finish_;
   const int64_t k_end_;        // of the last run, with zeros that it may need to be whole lines
   const int64_t piece_bytes_;  // of weights that stay in L1: three quarters of it

@@ -17,6 +17,7 @@
 #include "amx.h"
 #include "gemm.h"
 #include "gemm_a8.h"
+#include "gemm_kernel.h"
 #include "gemv_amx.h"
 
 namespace enginewright {
@@ -263,21 +264,19 @@ class AmxStrip {
 
 // All strips of weights that are tiles as they lie in memory.
 template <class Tiles>
-void amx_strips(const GemmOperands& g, int64_t tokens, Worker& worker) {
-  const Range mine = share(g.units, worker);
+void amx_strips(const GemmOperands& g, int64_t tokens, Range mine, std::byte* scratch) {
   const int64_t most = amx_strip_units(g);
   for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
     const int64_t units = mine.end - unit < most ? mine.end - unit : most;
     const int64_t block = unit * g.unit_blocks, blocks = units * g.unit_blocks;
-    AmxStrip<Tiles>(g, {g.block(block), g.block_bytes}, block, blocks, worker.scratch).run(tokens);
+    AmxStrip<Tiles>(g, {g.block(block), g.block_bytes}, block, blocks, scratch).run(tokens);
   }
   Amx::release();
 }
 
 template <class Floats>
-void few_tokens(const GemmOperands& g, int64_t tokens, Worker& worker) {
-  const Range mine = share(g.units, worker);
-  const FewTokens<Floats> few(g, tokens, reinterpret_cast<float*>(worker.scratch));
+void few_tokens(const GemmOperands& g, int64_t tokens, Range mine, std::byte* scratch) {
+  const FewTokens<Floats> few(g, tokens, reinterpret_cast<float*>(scratch));
   few.run(mine.begin * g.unit_blocks, mine.end * g.unit_blocks);
 }
 
@@ -285,86 +284,80 @@ inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 inline int64_t few_tokens_bytes(const GemmOperands& g) { return FewTokens<Bf16Floats>::kMost * g.k_pad * 4; }
 
-class GemmBf16Amx final : public Kernel {
+class GemmBf16Amx {
  public:
-  GemmBf16Amx(const Operands& operands, const Attributes& attributes)
-      : g_(operands, attributes, DType::bf16, DType::bf16) {}
+  static constexpr DType x_dtype = DType::bf16, weight_dtype = DType::bf16;
+  static constexpr int64_t Work::* operations = &Work::bf16_ops;
+  explicit GemmBf16Amx(const GemmOperands& g) : g_(g) {}
 
-  int64_t scratch_bytes() const override { return larger(few_tokens_bytes(g_), amx_partial_bytes(g_)); }
+  int64_t scratch_bytes() const { return larger(few_tokens_bytes(g_), amx_partial_bytes(g_)); }
 
-  Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::bf16_ops); }
-
-  void run(const Sizes& sizes, Worker& worker) const override {
+  void run(int64_t tokens, Range mine, std::byte* scratch) const {
     const FlushDenormals flush;
-    const int64_t tokens = g_.x.rows.at(sizes);
-    if (tokens <= FewTokens<Bf16Floats>::kMost) return few_tokens<Bf16Floats>(g_, tokens, worker);
-    amx_strips<Bf16Tiles>(g_, tokens, worker);
+    if (tokens <= FewTokens<Bf16Floats>::kMost) return few_tokens<Bf16Floats>(g_, tokens, mine, scratch);
+    amx_strips<Bf16Tiles>(g_, tokens, mine, scratch);
   }
 
  private:
-  const GemmOperands g_;
+  const GemmOperands& g_;
 };
 
 // Lines, Floats: how 8 bits become bf16, and fp32.
 template <class Lines, class Floats>
-class Gemm8A16Amx final : public Kernel {
+class Gemm8A16Amx {
  public:
-  Gemm8A16Amx(const Operands& operands, const Attributes& attributes)
-      : g_(operands, attributes, DType::bf16, Lines::kDType) {}
+  static constexpr DType x_dtype = DType::bf16, weight_dtype = Lines::kDType;
+  static constexpr int64_t Work::* operations = &Work::bf16_ops;
+  explicit Gemm8A16Amx(const GemmOperands& g) : g_(g) {}
 
   // Partial results, then a strip as bf16.
-  int64_t scratch_bytes() const override {
+  int64_t scratch_bytes() const {
     const int64_t strip = amx_strip_units(g_) * g_.unit_blocks * 2 * g_.block_bytes;
     return larger(few_tokens_bytes(g_),
                   amx_partial_bytes(g_) + larger(strip, ExpandedTiles<Lines>::kScratchBytes));
   }
 
-  Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::bf16_ops); }
-
-  void run(const Sizes& sizes, Worker& worker) const override {
+  void run(int64_t tokens, Range mine, std::byte* scratch) const {
     const FlushDenormals flush;
-    const int64_t tokens = g_.x.rows.at(sizes), most = amx_strip_units(g_);
-    if (tokens <= FewTokens<Floats>::kMost) return few_tokens<Floats>(g_, tokens, worker);
-    std::byte* const expanded = worker.scratch + amx_partial_bytes(g_);
-    const Range mine = share(g_.units, worker);
+    const int64_t most = amx_strip_units(g_);
+    if (tokens <= FewTokens<Floats>::kMost) return few_tokens<Floats>(g_, tokens, mine, scratch);
+    std::byte* const expanded = scratch + amx_partial_bytes(g_);
     for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
       const int64_t units = mine.end - unit < most ? mine.end - unit : most;
       const int64_t block = unit * g_.unit_blocks, blocks = units * g_.unit_blocks;
       if (tokens <= 16) {
         const ExpandedTiles<Lines> tiles{g_.block(block), g_.block_bytes, expanded};
-        AmxStrip<ExpandedTiles<Lines>>(g_, tiles, block, blocks, worker.scratch).run(tokens);
+        AmxStrip<ExpandedTiles<Lines>>(g_, tiles, block, blocks, scratch).run(tokens);
         continue;
       }
       expand_to_bf16<Lines>(g_.block(block), blocks * g_.block_bytes, expanded);
       Amx::written();
-      AmxStrip<Bf16Tiles>(g_, {expanded, 2 * g_.block_bytes}, block, blocks, worker.scratch).run(tokens);
+      AmxStrip<Bf16Tiles>(g_, {expanded, 2 * g_.block_bytes}, block, blocks, scratch).run(tokens);
     }
     Amx::release();
   }
 
  private:
-  const GemmOperands g_;
+  const GemmOperands& g_;
 };
 
 // For one run of K: integers are exact in any order, and a few tokens pass as they do without tiles.
-class GemmW8A8Amx final : public Kernel {
+class GemmW8A8Amx {
  public:
-  GemmW8A8Amx(const Operands& operands, const Attributes& attributes)
-      : g_(operands, attributes, DType::i8, DType::i8), few_(operands, attributes) {}
+  static constexpr DType x_dtype = DType::i8, weight_dtype = DType::i8;
+  static constexpr int64_t Work::* operations = &Work::int8_ops;
+  explicit GemmW8A8Amx(const GemmOperands& g) : g_(g), few_(g) {}
 
-  int64_t scratch_bytes() const override { return larger(few_.scratch_bytes(), amx_partial_bytes(g_)); }
+  int64_t scratch_bytes() const { return larger(few_.scratch_bytes(), amx_partial_bytes(g_)); }
 
-  Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::int8_ops); }
-
-  void run(const Sizes& sizes, Worker& worker) const override {
-    const int64_t tokens = g_.x.rows.at(sizes);
-    if (tokens <= kFewTokens) return few_.run(sizes, worker);
-    amx_strips<PlainTiles<I8Product>>(g_, tokens, worker);
+  void run(int64_t tokens, Range mine, std::byte* scratch) const {
+    if (tokens <= kFewTokens) return few_.run(tokens, mine, scratch);
+    amx_strips<PlainTiles<I8Product>>(g_, tokens, mine, scratch);
   }
 
  private:
   static constexpr int64_t kFewTokens = Avx512::tile_tokens;
-  const GemmOperands g_;
+  const GemmOperands& g_;
   const GemmW8A8<Avx512> few_;
 };
 
@@ -372,9 +365,9 @@ class GemmW8A8Amx final : public Kernel {
 // runs of FP8 that have scales of their own.
 inline std::unique_ptr<Kernel> make_w8a8_amx(const Operands& operands, const Attributes& attributes) {
   if (GemmOperands(operands, attributes, DType::i8, DType::i8).groups > 1) {
-    return std::make_unique<GemmW8A8<Avx512>>(operands, attributes);
+    return make_gemm<GemmW8A8<Avx512>>(operands, attributes);
   }
-  return std::make_unique<GemmW8A8Amx>(operands, attributes);
+  return make_gemm<GemmW8A8Amx>(operands, attributes);
 }
 
 using GemmW8A16Amx = Gemm8A16Amx<I8Lines<Avx512>, I8Floats>;
@@ -382,9 +375,9 @@ using GemmFp8A16Amx = Gemm8A16Amx<E4m3Lines<Avx512>, E4m3Floats>;
 
 inline std::unique_ptr<Kernel> make_fp8a16_amx(const Operands& operands, const Attributes& attributes) {
   if (GemmOperands(operands, attributes, DType::bf16, DType::e4m3).run_scale != nullptr) {
-    return std::make_unique<GemmFp8A16<Avx512>>(operands, attributes);
+    return make_gemm<GemmFp8A16<Avx512>>(operands, attributes);
   }
-  return std::make_unique<GemmFp8A16Amx>(operands, attributes);
+  return make_gemm<GemmFp8A16Amx>(operands, attributes);
 }
 
 }  // namespace

@@ -24,7 +24,8 @@ class Finish {
         gated_(gemm.gated()),
         wide_(gemm.outputs >= kWide && !bf16_ && gemm.out.stride % 16 == 0 &&
               reinterpret_cast<uintptr_t>(out_) % 64 == 0),
-        swish_(gemm.epilogue == Epilogue::swiglu) {}
+        swish_(gemm.epilogue == Epilogue::swiglu),
+        clamped_(gemm.epilogue == Epilogue::swiglu_clamped) {}
 
   // 16 columns of out in one row, from the accumulators of block `unit`.
   ENGINEWRIGHT_INLINE void plain(int64_t row, int64_t unit, F acc) const {
@@ -36,7 +37,7 @@ class Finish {
   ENGINEWRIGHT_INLINE void gated(int64_t row, int64_t unit, F gate, F up) const {
     const int64_t n = columns_of(unit);
     const F g = affine(gate, constants(unit * 16, n)), u = affine(up, constants(outputs_ + unit * 16, n));
-    store(row, unit, n, S::mul(activation(g), u));
+    store(row, unit, n, gate_times_up(g, u));
   }
 
   // Whether out has the accumulators of blocks up to this one as they are.
@@ -96,7 +97,7 @@ class Finish {
                     up_constants = constants(outputs_ + unit * 16, n);
     for (int64_t m = row; m < row + rows; ++m, gate += 16, up += 16) {
       const F g = affine(sums(gate, m), gate_constants), u = affine(sums(up, m), up_constants);
-      store(m, unit, n, S::mul(activation(g), u));
+      store(m, unit, n, gate_times_up(g, u));
     }
   }
 
@@ -122,7 +123,17 @@ class Finish {
     return bias_ != nullptr ? S::add(acc, c.bias) : acc;
   }
 
-  ENGINEWRIGHT_INLINE F activation(F x) const { return swish_ ? silu<S>(x) : gelu_tanh<S>(x); }
+  ENGINEWRIGHT_INLINE F gate_times_up(F gate, F up) const {
+    if (clamped_) return clamped_swiglu(gate, up);
+    return S::mul(swish_ ? silu<S>(gate) : gelu_tanh<S>(gate), up);
+  }
+  // (up + 1) g / (1 + e^-1.702 g), g at most 7 and up in ±7; NaN stays NaN.
+  static F clamped_swiglu(F gate, F up) {
+    const F one = S::set1(1.0f), g = S::min(S::set1(7.0f), gate);
+    const F u = S::max(S::set1(-7.0f), S::min(S::set1(7.0f), up));
+    const F active = S::div(g, S::add(one, exp<S>(S::mul(S::set1(-1.702f), g))));
+    return S::mul(S::add(u, one), active);
+  }
 
   // n: columns of the unit that are in out.
   ENGINEWRIGHT_INLINE void store(int64_t row, int64_t unit, int64_t n, F value) const {
@@ -152,7 +163,7 @@ class Finish {
   const float* const x_scale_;  // null: 1
   const int64_t x_scale_stride_;
   const float *const scale_, *const bias_;  // null: none
-  const bool bf16_, gated_, wide_, swish_;
+  const bool bf16_, gated_, wide_, swish_, clamped_;
 };
 
 }  // namespace

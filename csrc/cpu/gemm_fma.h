@@ -21,27 +21,25 @@ constexpr int64_t kGroupTokens = 128;  // a chunk of x for them, 128 to 160 KB, 
 constexpr int64_t kStripBlocks = 16;   // that pass before x is expanded again
 
 template <class S, class Weights>
-class GemmFma final : public Kernel {
+class GemmFma {
  public:
-  GemmFma(const Operands& operands, const Attributes& attributes)
-      : g_(operands, attributes, DType::bf16, Weights::dtype),
+  static constexpr DType x_dtype = DType::bf16, weight_dtype = Weights::dtype;
+  static constexpr int64_t Work::* operations = &Work::fp32_ops;
+  explicit GemmFma(const GemmOperands& g)
+      : g_(g),
         finish_(g_),
         k_end_(g_.groups * g_.group < g_.k_pad ? g_.groups * g_.group : g_.k_pad),
         chunk_(chunk_of(g_)) {}
 
-  int64_t scratch_bytes() const override {
+  int64_t scratch_bytes() const {
     const int64_t few = S::few_rows * g_.k_pad;
     const int64_t strip = (kGroupTokens + 16 * kBlocks) * kChunk + kGroupTokens * kStripBlocks * 16;
     return (few > strip ? few : strip) * 4;
   }
 
-  Work work(const Sizes& sizes) const override { return g_.work(sizes, &Work::fp32_ops); }
-
-  void run(const Sizes& sizes, Worker& worker) const override {
-    const int64_t tokens = g_.x.rows.at(sizes);
-    const Range mine = share(g_.units, worker);
+  void run(int64_t tokens, Range mine, std::byte* own) const {
     const int64_t begin = mine.begin * g_.unit_blocks, end = mine.end * g_.unit_blocks;
-    auto* scratch = reinterpret_cast<float*>(worker.scratch);
+    auto* scratch = reinterpret_cast<float*>(own);
     if (tokens <= S::few_rows) {
       expand_rows<S>(x_row(0), g_.x.stride, tokens, g_.k_pad, Weights::x_factor, scratch, g_.k_pad);
       call_few<S::few_rows>(tokens, [&](auto few) { pass_blocks<decltype(few)::rows>(scratch, begin, end); });
@@ -156,7 +154,7 @@ class GemmFma final : public Kernel {
     }
   }
 
-  const GemmOperands g_;
+  const GemmOperands& g_;
   const Finish<S> finish_;
   const int64_t k_end_, chunk_;
 };

@@ -18,22 +18,48 @@
 // that. A code of u4 stands for code - zero, or code - 8 where there are no zeros; one of e2m1 for twice its
 // number, an integer in [-12, 12].
 //
-// With a gated epilogue ("swiglu", "geglu") weight is r16_pairs [2F, K], gate rows and up rows, scale, zero
-// and bias have 2F, and out [M, F] = act(gate) * up.
+// With a gated epilogue ("swiglu", "geglu", "swiglu_clamped") weight is r16_pairs [2F, K], gate rows and up
+// rows, scale, zero and bias have 2F, and out [M, F] = act(gate) * up.
+//
+// With starts: i32 [1, E + 1] the weight is E matrices, and scales, zeros and biases are E times as many, one
+// behind the other; rows [starts[e], starts[e + 1]) of x meet the e-th (experts.h).
 #pragma once
 
 #include "kernel.h"
 
 namespace enginewright {
 
-enum class Epilogue : uint8_t { none, swiglu, geglu };
+enum class Epilogue : uint8_t { none, swiglu, geglu, swiglu_clamped };
+
+// What products need of an Operand: nothing that is allocated, since an expert's operands are made in a step.
+struct GemmMatrix {
+  explicit GemmMatrix(const Operand& operand)
+      : data(operand.data),
+        dtype(operand.dtype),
+        columns(operand.columns),
+        stride(operand.stride),
+        pad(operand.pad),
+        max_rows(operand.max_rows) {}
+
+  std::byte* data;
+  DType dtype;
+  int64_t columns, stride, pad, max_rows;
+
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(data);
+  }
+};
 
 struct GemmOperands {
   static constexpr int64_t kLongestGroup = 512;      // of several
   static constexpr int64_t kLongestBf16Group = 256;  // the same where x is bf16
   GemmOperands(const Operands& operands, const Attributes& attributes, DType x_dtype, DType weight_dtype);
 
-  Operand x, weight, out;
+  GemmMatrix x, weight, out;
+  Linear rows;                      // of x and out
+  const int32_t* starts = nullptr;  // of experts, where their rows start; null: there is one matrix
+  int64_t experts = 1;
   Epilogue epilogue = Epilogue::none;
   const float* x_scale = nullptr;         // null: 1
   int64_t x_scale_stride = 0;             // from one token to the next
@@ -50,6 +76,8 @@ struct GemmOperands {
   int64_t block_bytes = 0;                // of weight
 
   bool gated() const { return unit_blocks == 2; }
+  // Of one expert, whose rows begin with `row`.
+  GemmOperands of_expert(int64_t expert, int64_t row) const;
   // `operations`: those of Work that products of x and weight are.
   Work work(const Sizes& sizes, int64_t Work::* operations) const;
   const std::byte* block(int64_t index) const { return weight.data + index * block_bytes; }
@@ -59,7 +87,7 @@ struct GemmOperands {
   int64_t bind_groups(const Attributes& attributes, int64_t longest);  // returns the attribute
   const Operand& of_groups(const Operands& operands, const std::string& name, DType dtype);
 
-  int64_t scale_bytes_ = 0;  // of scales, zeros and biases
+  int64_t weight_bytes_ = 0;  // with scales, zeros and biases
 };
 
 }  // namespace enginewright

@@ -10,16 +10,19 @@
 #include "attention.h"
 #include "attention_amx.h"
 #include "gemm_amx.h"
+#include "head_gemm.h"
 #include "isa_end.h"
 
 namespace enginewright {
 
 KernelTable amx_table() {
   KernelTable table = avx512_table();
-  table["gemm_bf16@1"] = make_kernel<GemmBf16Amx>;
+  table["gemm_bf16@1"] = make_gemm<GemmBf16Amx>;
   table["gemm_fp8a16@1"] = make_fp8a16_amx;
-  table["gemm_w8a16@1"] = make_kernel<GemmW8A16Amx>;
+  table["gemm_w8a16@1"] = make_gemm<GemmW8A16Amx>;
   table["gemm_w8a8@1"] = make_w8a8_amx;
+  table["head_gemm_bf16@1"] = make_kernel<HeadGemm<GemmBf16Amx>>;
+  table["latent_attention@1"] = make_latent_attention<Avx512, AmxSplitAttention>;
   table["paged_attention@1"] = make_attention<Avx512, AmxSplitAttention>;
   return table;
 }

@@ -68,26 +68,33 @@ inline bool by_columns(Layout layout) {
 }
 
 // A plane of a paged cache in one layer. dim is padded with zeros to a multiple of 32 (dim_pad). Block b and
-// head h have a tile of tile_bytes, b * block_stride + h * tile_bytes bytes behind `data`; behind its
-// numbers, where these are codes, there is f32 [block_size]: the scale of a token's codes. How the numbers
-// lie is what the kernel says that writes them. Of attention's planes (rope.h):
-//   key    bf16  [block_size / 16][dim_pad / 2][16 tokens][2]   r16 blocks of 16 tokens x dim
-//          i8    [block_size / 16][dim_pad / 4][16 tokens][4]   codes in [-127, 127]
-//   value  bf16  [block_size / 2][dim_pad][2 tokens]
-//          i8    [block_size / 4][dim_pad][4 tokens]
-//          e4m3  as i8, codes without NaN
-// A slot is block * block_size + position in the block. A plane is 64-byte aligned, and a block of zero bytes
-// holds zeros.
+// head h have a tile of tile_bytes, b * block_stride + h * tile_bytes bytes behind `data`: the numbers of all
+// its tokens, and behind them, where these are codes, their scales. How both lie is what the kernels say that
+// write them; kv.h does of attention's planes. A slot is block * block_size + position in the block. A plane
+// is 64-byte aligned, and a block of zero bytes holds zeros.
 struct CachePlane {
   std::byte* data;
   DType dtype;
   int64_t num_blocks, block_size, heads, dim, dim_pad;
-  int64_t tile_bytes, block_stride;  // bytes
+  int64_t number_bytes, scale_bytes;  // of a token in a head: dim_pad numbers, and what scales them
+  int64_t tile_bytes, block_stride;   // bytes
 
-  bool scaled() const { return dtype != DType::bf16; }
+  bool scaled() const { return scale_bytes != 0; }
   // Of a tile, without scales; and of a token in all heads.
-  int64_t code_bytes() const { return block_size * dim_pad * (scaled() ? 1 : 2); }
+  int64_t code_bytes() const { return block_size * number_bytes; }
   int64_t token_bytes() const { return heads * tile_bytes / block_size; }
+};
+
+// A tensor of a recurrent state in one layer: `elements` numbers a sequence. Those of a slot start
+// slot * slot_stride bytes behind `data`; how they lie is what the kernel says that writes them.
+struct StateTensor {
+  std::byte* data;
+  DType dtype;
+  int64_t num_slots, elements;
+  int64_t slot_stride;  // bytes
+
+  float* of(int64_t slot) const { return reinterpret_cast<float*>(data + slot * slot_stride); }
+  int64_t bytes() const { return elements * 4; }
 };
 
 // A matrix with a fixed address. A row starts every `stride` elements; in arena buffers the stride is a
@@ -105,9 +112,11 @@ struct Operand {
   int64_t pad = 0;
   int64_t max_rows = 0;  // rows at the limits
   int64_t bytes = 0;     // of a weight, as it is stored
+  int64_t matrices = 1;  // of a weight: so many of these rows and columns, one behind the other
   Linear width{};        // of a step input alone: its columns in a step
   CachePlane plane{};    // of a cache operand alone
-  enum class Kind : uint8_t { weight, arena, step, cache } kind = Kind::arena;
+  StateTensor state{};   // of a state operand alone
+  enum class Kind : uint8_t { weight, arena, step, cache, state } kind = Kind::arena;
   std::string label;  // for messages: the operand's name, or the step input's
 
   template <class T>
@@ -132,6 +141,7 @@ struct BlockTableCheck {  // blocks that hold a position some query of the step 
   int64_t block_size, num_blocks, window;
 };
 struct StepChecks {
+  std::vector<Operand> query_starts;  // each is the input 'query_start', which is always checked
   std::vector<IndexCheck> indices;
   std::vector<BlockTableCheck> block_tables;
 };

@@ -10,6 +10,7 @@
 #include "operands.h"
 #include "roofline.h"
 #include "sampling_binding.h"
+#include "state_slots.h"
 
 namespace enginewright {
 
@@ -55,18 +56,18 @@ struct StepSpec {
 };
 
 struct OperandSpec {
-  std::variant<WeightSpec, ArenaSpec, StepSpec, CachePlane> where;
+  std::variant<WeightSpec, ArenaSpec, StepSpec, CachePlane, StateTensor> where;
   py::object owner;  // of the memory that `where` points to, if that is not the executor
 };
 
 OperandSpec weight_spec(const py::buffer& buffer, const std::string& dtype, const std::string& layout,
-                        int64_t rows, int64_t columns) {
+                        int64_t rows, int64_t columns, int64_t matrices) {
   auto info = std::make_unique<py::buffer_info>(buffer.request());
   require(PyBuffer_IsContiguous(info->view(), 'C') != 0, "a weight's buffer must be contiguous");
   auto* data = static_cast<std::byte*>(info->ptr);
   const int64_t bytes = info->view()->len;
   const py::capsule owner(info.release(), [](void* p) { delete static_cast<py::buffer_info*>(p); });
-  return {WeightSpec{data, bytes, dtype_of(dtype), layout_of(layout), rows, columns}, owner};
+  return {WeightSpec{data, bytes, dtype_of(dtype), layout_of(layout), rows, columns, matrices}, owner};
 }
 
 OperandSpec arena_spec(int64_t offset_bytes, const std::string& dtype, const Numbers& rows, int64_t columns,
@@ -83,16 +84,16 @@ py::array view(std::byte* data, const std::vector<py::ssize_t>& shape,
 }
 
 py::array plane_view(const CachePlane& plane, const py::object& owner) {
-  const py::ssize_t item = bytes_of(plane.dtype), tile = plane.tile_bytes;
+  const py::ssize_t item = plane.dtype == DType::bf16 ? 2 : 1, tile = plane.tile_bytes;
   const std::vector<py::ssize_t> shape{plane.num_blocks, plane.heads, tile / item};
   const std::vector<py::ssize_t> strides{plane.block_stride, tile, item};
   switch (plane.dtype) {
+    case DType::bf16:
+      return view<uint16_t>(plane.data, shape, strides, owner);
     case DType::i8:
       return view<int8_t>(plane.data, shape, strides, owner);
-    case DType::e4m3:
-      return view<uint8_t>(plane.data, shape, strides, owner);
     default:
-      return view<uint16_t>(plane.data, shape, strides, owner);
+      return view<uint8_t>(plane.data, shape, strides, owner);
   }
 }
 
@@ -191,6 +192,7 @@ class PyExecutor {
     if (const auto* weight = std::get_if<WeightSpec>(&spec.where)) return executor_.bind(label, *weight);
     if (const auto* arena = std::get_if<ArenaSpec>(&spec.where)) return executor_.bind(label, *arena);
     if (const auto* step = std::get_if<StepSpec>(&spec.where)) return executor_.bind_step(step->name);
+    if (const auto* state = std::get_if<StateTensor>(&spec.where)) return executor_.bind(label, *state);
     return executor_.bind(label, std::get<CachePlane>(spec.where));
   }
 
@@ -199,9 +201,31 @@ class PyExecutor {
   std::vector<py::object> owners_;
 };
 
-void bind_cache_blocks(py::module_& module) {
+// What all kinds of places have.
+template <class Kind>
+void bind_places(py::class_<Kind>& bound, const char* argument) {
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  bound.def_property_readonly("nbytes", [](Kind& self) { return self.places().bytes(); })
+      .def(
+          "scrub", [](Kind& self, const Numbers& places) { self.places().scrub(places); }, py::arg(argument),
+          release)
+      .def(
+          "copy",
+          [](Kind& self, const std::vector<std::pair<int64_t, int64_t>>& places) {
+            self.places().copy(places);
+          },
+          py::arg(argument), release)
+      .def("places", [](const py::object& self) {
+        const Places& places = self.cast<Kind&>().places();
+        return view<uint8_t>(places.data(), {places.count(), places.place_bytes()}, {places.place_bytes(), 1},
+                             self);
+      });
+}
+
+void bind_caches(py::module_& module) {
   using Planes = std::vector<std::tuple<std::string, int64_t, int64_t, std::string>>;
-  py::class_<CacheBlocks>(module, "CacheBlocks")
+  py::class_<CacheBlocks> blocks(module, "CacheBlocks");
+  blocks
       .def(py::init([](int64_t layers, int64_t num_blocks, int64_t block_size, const Planes& planes) {
              std::vector<PlaneSpec> specs;
              for (const auto& [name, heads, dim, dtype] : planes) {
@@ -210,27 +234,40 @@ void bind_cache_blocks(py::module_& module) {
              return std::make_unique<CacheBlocks>(layers, num_blocks, block_size, specs);
            }),
            py::arg("layers"), py::arg("num_blocks"), py::arg("block_size"), py::arg("planes"))
-      .def_property_readonly("nbytes", &CacheBlocks::bytes)
-      .def("scrub", &CacheBlocks::scrub, py::arg("blocks"), py::call_guard<py::gil_scoped_release>())
-      .def("copy", &CacheBlocks::copy, py::arg("blocks"), py::call_guard<py::gil_scoped_release>())
       .def(
           "plane",
           [](const py::object& self, int64_t layer, const std::string& name) {
             return plane_view(self.cast<CacheBlocks&>().plane(layer, name), self);
           },
-          py::arg("layer"), py::arg("name"))
-      .def("blocks", [](const py::object& self) {
-        const auto& blocks = self.cast<CacheBlocks&>();
-        return view<uint8_t>(blocks.data(), {blocks.num_blocks(), blocks.block_bytes()},
-                             {blocks.block_bytes(), 1}, self);
-      });
+          py::arg("layer"), py::arg("name"));
+  bind_places(blocks, "blocks");
+  using Tensors = std::vector<std::tuple<std::string, int64_t, std::string>>;
+  py::class_<StateSlots> slots(module, "StateSlots");
+  slots
+      .def(py::init([](int64_t layers, int64_t num_slots, const Tensors& tensors) {
+             std::vector<StateTensorSpec> specs;
+             for (const auto& [name, elements, dtype] : tensors) {
+               specs.push_back({name, elements, dtype_of(dtype)});
+             }
+             return std::make_unique<StateSlots>(layers, num_slots, specs);
+           }),
+           py::arg("layers"), py::arg("num_slots"), py::arg("tensors"))
+      .def(
+          "tensor",
+          [](const py::object& self, int64_t layer, const std::string& name) {
+            const StateTensor tensor = self.cast<StateSlots&>().tensor(layer, name);
+            return view<float>(tensor.data, {tensor.num_slots, tensor.elements}, {tensor.slot_stride, 4},
+                               self);
+          },
+          py::arg("layer"), py::arg("name"));
+  bind_places(slots, "slots");
 }
 
 void bind_executor(py::module_& module) {
   PYBIND11_NUMPY_DTYPE(Work, weight_bytes, activation_bytes, kv_bytes, int8_ops, bf16_ops, fp32_ops);
   py::class_<OperandSpec>(module, "OperandSpec")
       .def_static("weight", &weight_spec, py::arg("buffer"), py::arg("dtype"), py::arg("layout"),
-                  py::arg("rows"), py::arg("columns"))
+                  py::arg("rows"), py::arg("columns"), py::arg("matrices") = 1)
       .def_static("arena", &arena_spec, py::arg("offset_bytes"), py::arg("dtype"), py::arg("rows"),
                   py::arg("columns"), py::arg("stride"), py::arg("column_offset") = 0, py::arg("pad") = 0)
       .def_static(
@@ -241,7 +278,13 @@ void bind_executor(py::module_& module) {
           [](const py::object& blocks, int64_t layer, const std::string& plane) {
             return OperandSpec{blocks.cast<CacheBlocks&>().plane(layer, plane), blocks};
           },
-          py::arg("blocks"), py::arg("layer"), py::arg("plane"));
+          py::arg("blocks"), py::arg("layer"), py::arg("plane"))
+      .def_static(
+          "state",
+          [](const py::object& slots, int64_t layer, const std::string& tensor) {
+            return OperandSpec{slots.cast<StateSlots&>().tensor(layer, tensor), slots};
+          },
+          py::arg("slots"), py::arg("layer"), py::arg("tensor"));
   py::class_<PyExecutor>(module, "Executor")
       .def(py::init<const std::string&, int, const Numbers&,
                     const std::vector<std::tuple<std::string, Numbers, Numbers>>&, int64_t>(),
@@ -319,7 +362,7 @@ PYBIND11_MODULE(_cpu, module) {
   pybind11::class_<enginewright::PyMappedFile>(module, "MappedFile")
       .def(pybind11::init<const pybind11::buffer&>(), pybind11::arg("mapping"))
       .def_property_readonly("faulted", &enginewright::PyMappedFile::faulted);
-  enginewright::bind_cache_blocks(module);
+  enginewright::bind_caches(module);
   enginewright::bind_executor(module);
   enginewright::bind_sampling(module);
 }

@@ -24,9 +24,10 @@ const Operand& operand(const Operands& operands, const std::string& name) {
 
 const Operand& matrix(const Operands& operands, const std::string& name, DType dtype) {
   const Operand& m = operand(operands, name);
-  require(m.kind != Operand::Kind::cache, "'" + name + "' must be a matrix, not a plane of a cache");
+  require(m.kind != Operand::Kind::cache && m.kind != Operand::Kind::state,
+          "'" + name + "' must be a matrix, not a part of a cache");
   require(m.dtype == dtype, "'" + name + "' must be " + name_of(dtype) + ", not " + name_of(m.dtype));
-  require(m.layout == Layout::plain, "'" + name + "' must have plain layout");
+  require(m.layout == Layout::plain && m.matrices == 1, "'" + name + "' must be one matrix of plain layout");
   return m;
 }
 
@@ -53,6 +54,15 @@ const CachePlane& cache_plane(const Operands& operands, const std::string& name)
   const Operand& m = operand(operands, name);
   require(m.kind == Operand::Kind::cache, "'" + name + "' must be a plane of a cache");
   return m.plane;
+}
+
+const StateTensor& state_tensor(const Operands& operands, const std::string& name, int64_t elements) {
+  const Operand& m = operand(operands, name);
+  require(m.kind == Operand::Kind::state, "'" + name + "' must be a tensor of a recurrent state");
+  require(m.dtype == DType::f32 && m.state.elements == elements,
+          "'" + name + "' must have " + std::to_string(elements) + " f32 a sequence, not " +
+              std::to_string(m.state.elements) + " " + name_of(m.dtype));
+  return m.state;
 }
 
 void require_planes(const CachePlane& keys, const CachePlane& values, int64_t heads, int64_t dim) {

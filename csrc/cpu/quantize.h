@@ -93,6 +93,8 @@ class QuantizedRows {
     }
   }
 
+  const Operand& scale() const { return scale_; }
+
   template <class S, class Row>
   ENGINEWRIGHT_INLINE void put(int64_t row, const Row& x) const {
     int8_t* codes = codes_.as<int8_t>() + row * codes_.stride;
@@ -135,6 +137,12 @@ class RowsOut {
 
   const Operand& written() const { return out_; }
 
+  // A row that was put, once more.
+  void copy(int64_t from, int64_t to) const {
+    copy_row(out_, from, to);
+    if (quantized_) copy_row(quantized_->scale(), from, to);
+  }
+
   // Columns [column, column + width) of a row; x is read as by quantize_run.
   template <class Row>
   ENGINEWRIGHT_INLINE void put(int64_t row, int64_t column, const Row& x) const {
@@ -147,6 +155,13 @@ class RowsOut {
   }
 
  private:
+  static void copy_row(const Operand& rows, int64_t from, int64_t to) {
+    const int64_t row_bytes = rows.stride * bytes_of(rows.dtype);
+    const int64_t used = rows.columns + (rows.dtype == DType::f32 ? 0 : rows.pad);
+    std::memcpy(rows.data + to * row_bytes, rows.data + from * row_bytes,
+                static_cast<size_t>(used * bytes_of(rows.dtype)));
+  }
+
   const Operand out_;
   const int64_t columns_, width_;
   std::optional<QuantizedRows> quantized_;

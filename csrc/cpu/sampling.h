@@ -14,7 +14,7 @@ namespace enginewright {
 // One row's parameters; the same bytes as numpy's `_cpu.SAMPLING_ROW`.
 struct SamplingRow {
   uint64_t seed;
-  uint64_t position;         // of the token to be drawn, in the whole text
+  uint64_t position;         // of the token to be sampled, in the whole text
   uint32_t choice;           // which of the request's n answers
   int32_t top_k;             // 0: all
   float temperature;         // 0: greedy
@@ -70,7 +70,7 @@ struct Span {
 // 32-bit words with a bit a token, the first in the lowest.
 inline int64_t mask_words(int64_t vocab) { return (vocab + 31) / 32; }
 
-// logits: (vocab). allowed: (mask_words(vocab)), 1 for each token that may be drawn, or null if all may.
+// logits: (vocab). allowed: (mask_words(vocab)), 1 for each token that may be sampled, or null if all may.
 // top_tokens, top_values: (row.top_logprobs), most likely first.
 SampledRow sample_row(const float* logits, int64_t vocab, const SamplingRow& row, Span<TokenCount> history,
                       Span<TokenBias> biases, const uint32_t* allowed, SamplingScratch& scratch,

@@ -53,5 +53,39 @@ ENGINEWRIGHT_INLINE typename S::F gelu_tanh(typename S::F x) {
   return S::div(x, S::add(S::set1(1.0f), exp<S>(u)));
 }
 
+// 1 / (1 + e^-x)
+template <class S>
+ENGINEWRIGHT_INLINE typename S::F sigmoid(typename S::F x) {
+  return S::div(S::set1(1.0f), S::add(S::set1(1.0f), exp<S>(S::sub(S::zero(), x))));
+}
+
+// x (1 + erf(x / sqrt 2)) / 2. The smaller one of erfc(±x / sqrt 2) is t e^(-z² + p(t)), t = 1 / (1 + z / 2),
+// with a relative error of 1.2e-7 (Press et al., Numerical Recipes, erfcc).
+template <class S>
+ENGINEWRIGHT_INLINE typename S::F gelu(typename S::F x) {
+  const auto one = S::set1(1.0f), z = S::mul(S::abs(x), S::set1(0.70710678118654752f));
+  const auto t = S::div(one, S::fma(S::set1(0.5f), z, one));
+  auto p = S::set1(0.17087277f);
+  p = S::fma(p, t, S::set1(-0.82215223f));
+  p = S::fma(p, t, S::set1(1.48851587f));
+  p = S::fma(p, t, S::set1(-1.13520398f));
+  p = S::fma(p, t, S::set1(0.27886807f));
+  p = S::fma(p, t, S::set1(-0.18628806f));
+  p = S::fma(p, t, S::set1(0.09678418f));
+  p = S::fma(p, t, S::set1(0.37409196f));
+  p = S::fma(p, t, S::set1(1.00002368f));
+  p = S::fma(p, t, S::set1(-1.26551223f));
+  const auto tail =
+      S::mul(S::mul(S::set1(0.5f), t), exp<S>(S::fma(S::sub(S::zero(), z), z, p)));  // 1 - Φ(|x|)
+  return S::mul(x, S::where_less(x, S::zero(), tail, S::sub(one, tail)));
+}
+
+// max(x, 0)²
+template <class S>
+ENGINEWRIGHT_INLINE typename S::F relu2(typename S::F x) {
+  const auto above = S::max(S::zero(), x);  // NaN stays NaN
+  return S::mul(above, above);
+}
+
 }  // namespace
 }  // namespace enginewright

@@ -34,6 +34,10 @@ InputChecks::InputChecks(const Operands& inputs)
 void InputChecks::add(const Kernel& kernel) {
   StepChecks wanted;
   kernel.add_checks(wanted);
+  for (const Operand& query_start : wanted.query_starts) {
+    require(query_start_ != nullptr && query_start.as<int32_t>() == query_start_,
+            "'" + query_start.label + "' must be the input 'query_start'");
+  }
   for (const IndexCheck& check : wanted.indices) {
     require(check.values.kind == Operand::Kind::step && check.values.columns == 1,
             "'" + check.values.label + "' must be an input of one column");

@@ -3,13 +3,19 @@
 
 #include "attention.h"
 #include "attention_fma.h"
+#include "causal_conv.h"
 #include "elementwise.h"
 #include "embed.h"
+#include "experts.h"
 #include "gather_columns.h"
 #include "gemm.h"
 #include "gemm_a8.h"
 #include "gemm_fma.h"
+#include "gemm_kernel.h"
+#include "head_gemm.h"
 #include "kernel.h"
+#include "latent_write.h"
+#include "linear_recurrence.h"
 #include "norm.h"
 #include "quantize.h"
 #include "rope.h"
@@ -21,9 +27,11 @@ namespace {
 template <class S>
 KernelTable product_table() {
   return {
-      {"gemm_bf16@1", make_kernel<GemmBf16<S>>},
-      {"gemm_fp8a16@1", make_kernel<GemmFp8A16<S>>},
-      {"gemm_w8a16@1", make_kernel<GemmW8A16<S>>},
+      {"gemm_bf16@1", make_gemm<GemmBf16<S>>},
+      {"gemm_fp8a16@1", make_gemm<GemmFp8A16<S>>},
+      {"gemm_w8a16@1", make_gemm<GemmW8A16<S>>},
+      {"head_gemm_bf16@1", make_kernel<HeadGemm<GemmBf16<S>>>},
+      {"latent_attention@1", make_latent_attention<S>},
       {"paged_attention@1", make_attention<S>},
   };
 }
@@ -32,9 +40,11 @@ KernelTable product_table() {
 template <class S>
 KernelTable fma_table() {
   return {
-      {"gemm_bf16@1", make_kernel<GemmFma<S, Bf16Floats<S>>>},
-      {"gemm_fp8a16@1", make_kernel<GemmFma<S, E4m3Floats<S>>>},
-      {"gemm_w8a16@1", make_kernel<GemmFma<S, I8Floats<S>>>},
+      {"gemm_bf16@1", make_gemm<GemmFma<S, Bf16Floats<S>>>},
+      {"gemm_fp8a16@1", make_gemm<GemmFma<S, E4m3Floats<S>>>},
+      {"gemm_w8a16@1", make_gemm<GemmFma<S, I8Floats<S>>>},
+      {"head_gemm_bf16@1", make_kernel<HeadGemm<GemmFma<S, Bf16Floats<S>>>>},
+      {"latent_attention@1", make_latent_attention<S, SplitAttentionFma<S, Bf16Floats<S>, uint16_t>>},
       {"paged_attention@1", make_attention<S, SplitAttentionFma<S, Bf16Floats<S>, uint16_t>,
                                            SplitAttentionFma<S, E4m3Floats<S>, uint8_t>>},
   };
@@ -44,21 +54,33 @@ KernelTable fma_table() {
 template <class S>
 KernelTable make_table(KernelTable table) {
   table.insert({
+      {"activation@1", make_kernel<Activation<S>>},
       {"add@1", make_kernel<Add<S>>},
       {"add_rms_norm@1", make_kernel<AddRmsNorm<S>>},
       {"cast@1", make_kernel<Cast<S>>},
+      {"causal_conv@1", make_kernel<CausalConv<S>>},
+      {"combine_experts@1", make_kernel<CombineExperts<S>>},
       {"embed_bf16@1", make_kernel<EmbedBf16<S>>},
       {"embed_w8@1", make_kernel<EmbedW8<S>>},
+      {"gated_delta@1", make_kernel<LinearRecurrence<S, true>>},
+      {"gated_rms_norm@1", make_kernel<GatedRmsNorm<S>>},
       {"gather_columns@1", make_kernel<GatherColumns<S>>},
       {"gather_rows@1", make_kernel<GatherRows<S>>},
-      {"gemm_mxfp4a8@1", make_kernel<GemmMxfp4A8<S>>},
-      {"gemm_w4a8@1", make_kernel<GemmW4A8<S>>},
-      {"gemm_w8a8@1", make_kernel<GemmW8A8<S>>},
+      {"gemm_mxfp4a8@1", make_gemm<GemmMxfp4A8<S>>},
+      {"gemm_w4a8@1", make_gemm<GemmW4A8<S>>},
+      {"gemm_w8a8@1", make_gemm<GemmW8A8<S>>},
+      {"latent_write@1", make_kernel<LatentWrite<S>>},
+      {"layer_norm@1", make_kernel<LayerNorm<S>>},
+      {"position_scale@1", make_kernel<PositionScale<S>>},
       {"quantize_rows@1", make_kernel<QuantizeRows<S>>},
       {"rms_norm@1", make_kernel<RmsNorm<S>>},
+      {"rope@1", make_kernel<Rope<S>>},
       {"rope_kv_write@1", make_kernel<RopeKvWrite<S>>},
       {"rope_table@1", make_kernel<RopeTable<S>>},
+      {"route@1", make_kernel<Route<S>>},
+      {"selective_state@1", make_kernel<LinearRecurrence<S, false>>},
       {"softcap@1", make_kernel<Softcap<S>>},
+      {"sort_rows@1", make_kernel<SortRows<S>>},
   });
   return table;
 }

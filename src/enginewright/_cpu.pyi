@@ -23,7 +23,7 @@ class CacheBlocks:
     def __init__(
         self, layers: int, num_blocks: int, block_size: int, planes: Sequence[tuple[str, int, int, str]]
     ) -> None:
-        """planes: name, heads, dim of a head, and dtype: "bf16", or "i8" or "e4m3" with one scale per row."""
+        """planes: name, heads, dim of a head, and dtype, of those in csrc/cpu/kv.h."""
     @property
     def nbytes(self) -> int: ...
     def scrub(self, blocks: Sequence[int]) -> None:
@@ -32,19 +32,40 @@ class CacheBlocks:
     def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Copies blocks, in all layers: pairs of from and to."""
 
-    def plane(self, layer: int, name: str) -> NDArray[np.uint16 | np.int8]:
-        """View of a plane, [num_blocks, heads, tile] (layout: csrc/cpu/kernel.h): bits of bf16, or int8 with the bytes
-        of the scales behind it. layer: index inside the group.
+    def plane(self, layer: int, name: str) -> NDArray[np.uint16 | np.int8 | np.uint8]:
+        """View of a plane, [num_blocks, heads, tile] (layout: csrc/cpu/kv.h): bits of bf16, int8, or bytes, with those
+        of the scales behind them. layer: index inside the group.
         """
 
-    def blocks(self) -> NDArray[np.uint8]:
+    def places(self) -> NDArray[np.uint8]:
         """View of all layers' bytes, [num_blocks, bytes of a block]."""
+
+class StateSlots:
+    """The slots of a recurrent state, of all its layers: zeroed, committed as they are touched."""
+
+    def __init__(self, layers: int, num_slots: int, tensors: Sequence[tuple[str, int, str]]) -> None:
+        """tensors: name, elements of a sequence, and dtype: "f32"."""
+    @property
+    def nbytes(self) -> int: ...
+    def scrub(self, slots: Sequence[int]) -> None:
+        """Zeroes slots, in all layers: what a sequence begins with."""
+
+    def copy(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Copies slots, in all layers: pairs of from and to."""
+
+    def tensor(self, layer: int, name: str) -> NDArray[np.float32]:
+        """View of a tensor, [num_slots, elements], laid out as the kernel says that writes it. layer: index inside the
+        group.
+        """
+
+    def places(self) -> NDArray[np.uint8]:
+        """View of all layers' bytes, [num_slots, bytes of a slot]."""
 
 class OperandSpec:
     """Where an operand of a kernel lies. Dtypes and layouts are those of docs/engine-file.md."""
 
     @staticmethod
-    def weight(buffer: Any, dtype: str, layout: str, rows: int, columns: int) -> OperandSpec:
+    def weight(buffer: Any, dtype: str, layout: str, rows: int, columns: int, matrices: int = 1) -> OperandSpec:
         """A packed weight: any object with the buffer protocol (kept alive). A vector is [1, columns]."""
 
     @staticmethod
@@ -58,6 +79,10 @@ class OperandSpec:
     def step(name: str) -> OperandSpec: ...
     @staticmethod
     def cache(blocks: CacheBlocks, layer: int, plane: str) -> OperandSpec:
+        """layer: index inside the group."""
+
+    @staticmethod
+    def state(slots: StateSlots, layer: int, tensor: str) -> OperandSpec:
         """layer: index inside the group."""
 
 class Executor:
@@ -121,7 +146,7 @@ def sample(
 
     rows: SAMPLING_ROW [n]. history: TOKEN_COUNT, the tokens of prompt and output, each once, row after row; biases:
     TOKEN_BIAS likewise; a row's entries end at its history_end and bias_end. allowed: [n, ceil(vocab / 32)], of token t
-    bit t % 32 of word t // 32, which is 1 if it may be drawn; None allows all. Returns the fields of SampledToken
+    bit t % 32 of word t // 32, which is 1 if it may be sampled; None allows all. Returns the fields of SampledToken
     (runtime/sampling.py) for each row. ValueError for whatever does not fit.
     """
 

@@ -1,0 +1,253 @@
+// Linear recurrences: a state for each head, [K, V], that decays, takes up a token's value under its key, and
+// is read with its query. Token by token, in fp32.
+//
+//   gated_delta@1      The gated delta rule, Yang et al. 2024 (arXiv:2412.06464).
+//                      dt = softplus(decay + dt_bias), g = exp(-exp(log_a) * dt), b = sigmoid(beta)
+//                      k = key / sqrt(|key|^2 + epsilon), q = scale * query / sqrt(|query|^2 + epsilon)
+//                      S = g S;  S = S + k (b (value - S^T k))^T;  out = S^T q
+//   selective_state@1  Mamba-2, Dao & Gu 2024 (arXiv:2405.21060), where query and key are called C and B.
+//                      dt = max(softplus(decay + dt_bias), dt_min), g = exp(-exp(log_a) * dt)
+//                      S = g S + key (dt value)^T;  out = S^T query + skip * value
+//
+// query, key: f32 [tokens, key_heads * K]; value, out: f32 [tokens, heads * V]; decay, beta: f32 [tokens,
+// heads]; log_a, dt_bias, skip: f32 [heads]. Heads h * heads / key_heads ... share query and key head h.
+// state: f32 [heads, K, V] a sequence, laid out as [heads][V / 16][K][16]; the last columns of V, where they
+// are fewer than 16, as [K][V % 16].
+//
+// Columns of V know nothing of each other: a few are taken through a tile of tokens with their part of S in
+// the first cache. Rows of S are summed in kSums sums, by their index, and these in one tree. Threads share
+// heads, parts of their columns where there are few, and in these sequences; so a long prompt beside others
+// is every thread's. A decay for each row of S (Kimi's) would be another `Decay` below.
+#pragma once
+
+#include "recurrence.h"
+#include "rows.h"
+#include "simd_math.h"
+
+namespace enginewright {
+namespace {
+
+template <class S, bool Delta>
+class LinearRecurrence final : public Kernel {
+ public:
+  LinearRecurrence(const Operands& operands, const Attributes& attributes)
+      : query_(matrix(operands, "query", DType::f32)),
+        key_(matrix(operands, "key", DType::f32)),
+        value_(matrix(operands, "value", DType::f32)),
+        decay_(matrix(operands, "decay", DType::f32)),
+        beta_(matrix(operands, Delta ? "beta" : "decay", DType::f32)),
+        out_(matrix(operands, "out", DType::f32)),
+        heads_(integer(attributes, "heads", 1, 1 << 16)),
+        key_heads_(integer(attributes, "key_heads", 1, 1 << 16)),
+        rows_(key_.columns / key_heads_),
+        columns_(value_.columns / heads_),
+        log_a_(vector_weight(operands, "log_a", heads_).template as<const float>()),
+        dt_bias_(vector_weight(operands, "dt_bias", heads_).template as<const float>()),
+        skip_(Delta ? nullptr : vector_weight(operands, "skip", heads_).template as<const float>()),
+        scale_(Delta ? static_cast<float>(number(attributes, "scale")) : 1.0f),
+        epsilon_(Delta ? static_cast<float>(number(attributes, "epsilon")) : 1.0f),
+        dt_min_(Delta ? 0.0f : static_cast<float>(number(attributes, "dt_min"))),
+        sequences_(operands, value_, heads_ * rows_ * columns_) {
+    require_known(operands, attributes,
+                  {"query", "key", "value", "decay", Delta ? "beta" : "skip", "log_a", "dt_bias", "state",
+                   "query_start", "slots", "out"},
+                  {"heads", "key_heads", Delta ? "scale" : "dt_min", Delta ? "epsilon" : "dt_min"});
+    require(heads_ % key_heads_ == 0, "the number of heads is no multiple of 'key_heads'");
+    require(rows_ >= 1 && columns_ >= 1, "a head has no columns");
+    for (const Operand* other : {&query_, &key_, &decay_, &beta_, &out_}) require_same_rows(value_, *other);
+    require_columns(key_, key_heads_ * rows_);
+    require_columns(query_, key_.columns);
+    require_columns(value_, heads_ * columns_);
+    require_columns(out_, value_.columns);
+    require_columns(decay_, heads_);
+    require_columns(beta_, heads_);
+    require(epsilon_ > 0, "the attribute 'epsilon' must be positive");
+  }
+
+  void add_checks(StepChecks& checks) const override { sequences_.add_checks(checks); }
+
+  int64_t scratch_bytes() const override { return 2 * kTile * row_floats() * 4; }
+
+  Work work(const Sizes& sizes) const override {
+    Work work = touched({&query_, &key_, &value_, &decay_, &beta_, &out_}, sizes);
+    work.kv_bytes = sequences_.moved_bytes(sizes);
+    work.fp32_ops = (Delta ? 7 : 5) * value_.rows.at(sizes) * heads_ * rows_ * columns_;
+    return work;
+  }
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    const int64_t parts = heads_ < kItemsPerThread * worker.count ? groups() : 1;
+    const Range mine = share(heads_ * parts * sizes[kSequences], worker);
+    for (int64_t item = mine.begin; item < mine.end; ++item) {
+      const int64_t s = item % sizes[kSequences], part = item / sizes[kSequences] % parts;
+      const int64_t head = item / sizes[kSequences] / parts;
+      const Range own = parts == 1 ? Range{0, groups()} : Range{part, part + 1};
+      run_head(sequences_.tokens(s), head, own, sequences_.state(s) + head * rows_ * columns_,
+               reinterpret_cast<float*>(worker.scratch));
+    }
+  }
+
+ private:
+  using F = typename S::F;
+  static constexpr int64_t kTile = 8;            // tokens
+  static constexpr int64_t kItemsPerThread = 4;  // heads, or their columns are shared, too
+  static constexpr int kSums = 4;
+  // Vectors of columns that are summed at once: with kSums, as many sums as hide the latency of one.
+  static constexpr int kVectors = S::tile_blocks / 2;
+  static constexpr int64_t kGroup = 16 * kVectors;  // columns
+
+  // What S is multiplied with before a token, and its S^T k is divided by.
+  struct HeadDecay {
+    float factor;
+    ENGINEWRIGHT_INLINE F of_row(int64_t) const { return S::set1(factor); }
+    ENGINEWRIGHT_INLINE F of_sum(F sum) const { return S::mul(S::set1(factor), sum); }
+  };
+  struct Token {
+    const float *query, *key;  // (rows), normalized
+    HeadDecay decay;
+    float beta;          // what a value is taken up with
+    const float* value;  // of the head
+    float* out;
+    float skip;
+  };
+
+  int64_t row_floats() const { return round_up(rows_, 16); }
+  int64_t groups() const { return (columns_ + kGroup - 1) / kGroup; }
+  static const float* row(const Operand& x, int64_t token, int64_t column) {
+    return x.as<const float>() + token * x.stride + column;
+  }
+
+  void run_head(Range tokens, int64_t head, Range own, float* state, float* scratch) const {
+    Token tile[kTile];
+    for (int64_t first = tokens.begin; first < tokens.end; first += kTile) {
+      const int64_t count = tokens.end - first < kTile ? tokens.end - first : kTile;
+      for (int64_t t = 0; t < count; ++t) {
+        tile[t] = prepared(first + t, head, scratch + 2 * t * row_floats());
+      }
+      for (int64_t group = own.begin; group < own.end; ++group) {
+        const int64_t column = group * kGroup;
+        float* part = state + column * rows_;
+        if (column + kGroup <= columns_) {
+          for (int64_t t = 0; t < count; ++t) step<kVectors>(tile[t], part, column);
+        } else {
+          run_last(tile, count, part, column);
+        }
+      }
+    }
+  }
+
+  // Fewer columns than a group has.
+  void run_last(const Token* tile, int64_t count, float* state, int64_t column) const {
+    for (; column + 16 <= columns_; column += 16, state += 16 * rows_) {
+      for (int64_t t = 0; t < count; ++t) step<1>(tile[t], state, column);
+    }
+    for (int64_t t = 0; column < columns_ && t < count; ++t) {
+      step<1>(tile[t], state, column, columns_ - column);
+    }
+  }
+
+  Token prepared(int64_t token, int64_t head, float* scratch) const {
+    const int64_t from = head / (heads_ / key_heads_) * rows_;
+    const float* query = row(query_, token, from);
+    const float* key = row(key_, token, from);
+    const float x = row(decay_, token, head)[0] + dt_bias_[head];
+    const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));  // above, they are the same number
+    const float dt = softplus < dt_min_ ? dt_min_ : softplus;
+    const float decay = std::exp(-std::exp(log_a_[head]) * dt);
+    const int64_t column = head * columns_;
+    const float* value = row(value_, token, column);
+    float* out = out_.as<float>() + token * out_.stride + column;
+    if constexpr (Delta) {
+      normalize(query, scale_, scratch);
+      normalize(key, 1.0f, scratch + row_floats());
+      const float beta = 1.0f / (1.0f + std::exp(-row(beta_, token, head)[0]));
+      return {scratch, scratch + row_floats(), {decay}, beta, value, out, 0.0f};
+    } else {
+      return {query, key, {decay}, dt, value, out, skip_[head]};
+    }
+  }
+
+  void normalize(const float* x, float scale, float* out) const {
+    const auto load = [&](int64_t i) {
+      return rows_ - i < 16 ? S::load_first(x + i, rows_ - i) : S::load(x + i);
+    };
+    F sum = S::zero();
+    for (int64_t i = 0; i < rows_; i += 16) sum = S::fma(load(i), load(i), sum);
+    const float inverse = 1.0f / std::sqrt(S::reduce_add(sum) + epsilon_);
+    const F factor = S::set1(inverse * scale);
+    for (int64_t i = 0; i < rows_; i += 16) S::store(out + i, S::mul(load(i), factor));
+  }
+
+  // One token in `n` columns of a head from `column` on: V vectors of 16, or fewer columns than 16. Their
+  // part of S is [V][rows][n].
+  template <int V>
+  ENGINEWRIGHT_INLINE void step(const Token& token, float* state, int64_t column, int64_t n = 16) const {
+    const bool tail = n < 16;
+    const int64_t rows = rows_;  // no store can change it
+    const auto load = [=](const float* p) { return tail ? S::load_first(p, n) : S::load(p); };
+    const auto store = [=](float* p, F x) { tail ? S::store_first(p, x, n) : S::store(p, x); };
+    F sums[kSums][V], taken[V];
+    ENGINEWRIGHT_UNROLL for (int v = 0; v < V; ++v) { taken[v] = load(token.value + column + 16 * v); }
+    if constexpr (Delta) {  // what S holds under the key already is not taken up again
+      clear<V>(sums);
+      const auto read = [&](int64_t i, int p) __attribute__((always_inline)) {
+        const F k = S::set1(token.key[i]);
+        ENGINEWRIGHT_UNROLL for (int v = 0; v < V; ++v) {
+          sums[p][v] = S::fma(k, load(state + (v * rows + i) * n), sums[p][v]);
+        }
+      };
+      for_rows(rows, read);
+      ENGINEWRIGHT_UNROLL for (int v = 0; v < V; ++v) {
+        taken[v] = S::sub(taken[v], token.decay.of_sum(total<V>(sums, v)));
+      }
+    }
+    ENGINEWRIGHT_UNROLL for (int v = 0; v < V; ++v) taken[v] = S::mul(S::set1(token.beta), taken[v]);
+    clear<V>(sums);
+    const auto write = [&](int64_t i, int p) __attribute__((always_inline)) {
+      const F k = S::set1(token.key[i]), q = S::set1(token.query[i]), g = token.decay.of_row(i);
+      ENGINEWRIGHT_UNROLL for (int v = 0; v < V; ++v) {
+        float* at = state + (v * rows + i) * n;
+        const F next = S::fma(k, taken[v], S::mul(g, load(at)));
+        store(at, next);
+        sums[p][v] = S::fma(q, next, sums[p][v]);
+      }
+    };
+    for_rows(rows, write);
+    ENGINEWRIGHT_UNROLL for (int v = 0; v < V; ++v) {
+      F out = total<V>(sums, v);
+      if constexpr (!Delta) out = S::fma(S::set1(token.skip), load(token.value + column + 16 * v), out);
+      store(token.out + column + 16 * v, out);
+    }
+  }
+
+  // f(i, i % kSums) of all rows.
+  template <class Function>
+  static ENGINEWRIGHT_INLINE void for_rows(int64_t rows, const Function& f) {
+    int64_t i = 0;
+    for (; i + kSums <= rows; i += kSums) {
+      ENGINEWRIGHT_UNROLL for (int p = 0; p < kSums; ++p) f(i + p, p);
+    }
+    ENGINEWRIGHT_UNROLL for (int p = 0; p < kSums; ++p) {
+      if (i + p < rows) f(i + p, p);
+    }
+  }
+  template <int V>
+  static ENGINEWRIGHT_INLINE void clear(F (&sums)[kSums][V]) {
+    ENGINEWRIGHT_UNROLL for (int p = 0; p < kSums; ++p) {
+      ENGINEWRIGHT_UNROLL for (int v = 0; v < V; ++v) sums[p][v] = S::zero();
+    }
+  }
+  template <int V>
+  static ENGINEWRIGHT_INLINE F total(const F (&sums)[kSums][V], int v) {
+    return S::add(S::add(sums[0][v], sums[1][v]), S::add(sums[2][v], sums[3][v]));
+  }
+
+  const Operand query_, key_, value_, decay_, beta_, out_;
+  const int64_t heads_, key_heads_, rows_, columns_;
+  const float *const log_a_, *const dt_bias_, *const skip_;
+  const float scale_, epsilon_, dt_min_;
+  const StateSequences sequences_;
+};
+
+}  // namespace
+}  // namespace enginewright
