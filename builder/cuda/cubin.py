@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _SYMTAB = 2  # type of a section
-_SIZED = 4  # form of a note that has a value: its length is told
+_SIZED = 4  # form of a note that has a value: its length is given
 _REGISTERS, _STACK = 0x2F, 0x12  # kinds of notes, each with (index of a symbol, number)
 _RESERVED_SHARED = 1024  # bytes of a block that the system keeps from sm_90 on, counted in the section
 

@@ -1,4 +1,4 @@
-// What a request changes in its row of logits before a token is drawn: biases, and penalties of tokens that
+// What a request changes in its row of logits before a token is sampled: biases, and penalties of tokens that
 // have occurred.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Chances of tokens: their weights, as floats and as integers, and the random number that one is drawn by.
+// Chances of tokens: their weights, as floats and as integers, and the random number that one is sampled by.
 #pragma once
 
 #include "device.cuh"

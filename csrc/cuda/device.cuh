@@ -196,6 +196,7 @@ DEVICE float square_root(float x) { return __fsqrt_rn(x); }
 DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float round_half_even(float x) { return rintf(x); }
 DEVICE float tanh_of(float x) { return tanhf(x); }
+DEVICE float erfc_of(float x) { return erfcf(x); }
 DEVICE float log_of(float x) { return logf(x); }
 DEVICE double log_of(double x) { return log(x); }  // slow: for one number, not for each
 DEVICE float cos_of(float x) { return cosf(x); }

@@ -14,7 +14,7 @@
 namespace enginewright {
 
 enum class Format { bf16, w8a16, fp8a16, w4a16, mxfp4a16, w8a8, fp8a8 };
-enum class Epilogue { none, swiglu, geglu };
+enum class Epilogue { none, swiglu, geglu, swiglu_clamped };
 
 // Whether mma_e4m3 is what tensor cores do. Hopper's and Blackwell's for data centers multiply E4M3 in wgmma
 // and tcgen05 alone; for mma.sync the compiler widens it, and adds as many sums as there are products.
@@ -24,7 +24,7 @@ constexpr bool E4M3_CORES = SM == 89 || SM == 120;
 // K. group: columns that share a scale, of the weight, of x (w8a8), or of both (fp8a8); 0 is the whole row.
 // padded: columns of out that are written, zeros behind its own. What follows is the shape of a block of
 // threads: gemm_small.cuh and gemm_large.cuh say what of it they take. split_chunks: where gemm_large is to
-// add as gemm_small does, the chunks of one of its splits.
+// add as gemm_small does, the chunks of one of its splits. experts: matrices in the weight of gemm_experts.
 struct Gemm {
   Format format;
   Epilogue epilogue;
@@ -34,6 +34,7 @@ struct Gemm {
   bool zeros, bias;
   int feature_warps, token_warps, k_warps, turns, units, tiles, splits, stages, shared_bytes;
   int split_chunks = 0;
+  int experts = 0;
 
   constexpr bool gated() const { return epilogue != Epilogue::none; }
   constexpr int outputs() const { return gated() ? features / 2 : features; }
@@ -218,6 +219,12 @@ DEVICE float gelu_tanh(float x) {
   return 0.5f * x * (1.0f + tanh_of(inner));
 }
 
+// (up + 1) g sigmoid(1.702 g), g at most 7 and up in ±7; NaN stays NaN.
+DEVICE float clamped_swiglu(float gate, float up) {
+  float g = gate > 7.0f ? 7.0f : gate, u = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
+  return (u + 1.0f) * divide(g, 1.0f + exp2_fast(-1.702f * LOG2E * g));
+}
+
 // What becomes of sums on their way to memory. scale, bias: [features].
 template <Gemm S>
 struct Finish {
@@ -234,7 +241,10 @@ struct Finish {
       y[i] = affine(token, feature, sums[i]);
       if constexpr (S.gated()) {
         float up = affine(token, S.outputs() + feature, ups[i]);
-        y[i] = (S.epilogue == Epilogue::swiglu ? silu(y[i]) : gelu_tanh(y[i])) * up;
+        if constexpr (S.epilogue == Epilogue::swiglu_clamped)
+          y[i] = clamped_swiglu(y[i], up);
+        else
+          y[i] = (S.epilogue == Epilogue::swiglu ? silu(y[i]) : gelu_tanh(y[i])) * up;
       }
     }
     stored_t<S.type>* to = out + int64_t{token} * S.out_stride + n;

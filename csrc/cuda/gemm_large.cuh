@@ -211,17 +211,15 @@ struct Order {
   }
 };
 
+// The tile of a block, of rows up to `tokens`.
 template <Gemm S>
-KERNEL_OCCUPANCY(Shape<S>::THREADS, 1)
-gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const float* x_scale,
-           const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out) {
+DEVICE void multiply_tile(const uint8_t* x, const uint8_t* weight, const float* x_scale, const uint8_t* scale,
+                          const uint8_t* zero, const float* bias, stored_t<S.type>* out, int first_token,
+                          int tokens, int first_feature) {
   using Of = Shape<S>;
   using K = GemmLarge<S>;
   static_assert(S.shared_bytes == S.stages * K::STAGE_BYTES);
   uint8_t* shared = shared_memory<uint8_t>();
-  int tokens = (*sizes)[S.rows];
-  auto [first_token, first_feature] = Tile<S>::of_block();
-  if (first_token >= tokens) return;
   int token_warp = warp() % S.token_warps * S.tiles * 8, unit_warp = warp() / S.token_warps * S.units;
 
   const CopyWeights<S> weights(first_feature / 16, weight, scale, zero);
@@ -260,6 +258,16 @@ gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const fl
 
   finish_tile<S>({x_scale, reinterpret_cast<const float*>(scale), bias, out}, total, first_token + token_warp,
                  first_feature + unit_warp * 32, tokens);
+}
+
+template <Gemm S>
+KERNEL_OCCUPANCY(Shape<S>::THREADS, 1)
+gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const float* x_scale,
+           const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out) {
+  int tokens = (*sizes)[S.rows];
+  auto [first_token, first_feature] = Tile<S>::of_block();
+  if (first_token >= tokens) return;
+  multiply_tile<S>(x, weight, x_scale, scale, zero, bias, out, first_token, tokens, first_feature);
 }
 
 }  // namespace enginewright

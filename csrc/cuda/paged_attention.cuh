@@ -10,10 +10,13 @@
 //   m = max s,  p = e^(s - m),  sum = Σ p,  o = Σ bf16(p) v
 //
 // and the results of splits are folded in ascending order: fold_of. Codes widen to bf16 exactly; K's scales
-// go on scores, V's on p before it is rounded. A score is one chain over the columns, an element of o one
-// chain over the split's positions, a sum four such chains, one for each quarter of a split; what a row does
-// not see adds exact zeros. So a row's bits depend on nothing but its own sequence, and are the same in both
-// kernels, though warps share the work in two ways.
+// go on scores, V's on p before it is rounded. Numbers of 4 bits become bf16 in shared memory. A score is one
+// chain over the columns, an element of o one chain over the split's positions, a sum four such chains, one
+// for each quarter of a split; what a row does not see adds exact zeros. So a row's bits depend on nothing
+// but its own sequence, and are the same in both kernels, though warps share the work in two ways.
+//
+// A sink, a logit of each head that belongs to no position, joins the sum when all splits are folded:
+// inverse_of.
 //
 // A split is 128 positions, whose scores a warp holds as 64 registers a lane beside o (64 of head_dim 128);
 // half as many where head_dim is beyond 128. The CPU's 256 would take a second level of sums.
@@ -35,6 +38,7 @@ struct PagedAttention {
   Type out_type;
   int window;
   float scale, softcap;
+  bool sinks;
   int partials, partials_per_kv_split, partial_stride, counter_stride;
   // Positions of dims: columns of the block table, and how often the longest sequence has 256 positions.
   int table_width, splits;
@@ -83,10 +87,11 @@ DEVICE float folded(float total, float next, const Fold& fold) {
 // Lanes have elements of 16 rows as the fragments of device.cuh: rows g and g + 8. Maxima are of s * log2(e).
 template <PagedAttention S>
 struct Attention {
-  static constexpr bool CODES = S.kv.type != Type::bf16;
+  static constexpr bool EXPANDS = S.kv.type == Type::u4;  // to bf16, in shared memory
+  static constexpr bool CODES = S.kv.type != Type::bf16 && !EXPANDS;
   static constexpr int GROUP = S.heads / S.kv.heads, DIM = S.kv.head_dim_pad;
   static constexpr int SPLIT = DIM > 128 ? 64 : 128, QUARTER = SPLIT / 4, TILES = QUARTER / 8;
-  static constexpr int CHUNKS = DIM * S.kv.element_bytes() / 16, ROW_BYTES = CHUNKS * 16,
+  static constexpr int CHUNKS = (EXPANDS ? DIM * 2 : S.kv.number_bytes()) / 16, ROW_BYTES = CHUNKS * 16,
                        TILE_BYTES = SPLIT * ROW_BYTES;
   static constexpr int SCALE_BYTES = CODES ? SPLIT * 4 : 0;
   static constexpr int STEPS = DIM / 16, COLUMN_GROUPS = DIM / 16;
@@ -179,7 +184,8 @@ struct Attention {
   }
 
   // What a warp copies: its quarter of a split, zeros for what no row sees. The scales of both come with the
-  // keys.
+  // keys. A split's keys begin and end before its values. What has ended is there for the lane that copied
+  // it, and behind a barrier for others.
   struct Copy {
     const unsigned char *keys, *values;
     int kv_head;
@@ -197,16 +203,69 @@ struct Attention {
       begin(to.values, values, block, split);
       commit_copies();
     }
+    static DEVICE void end_keys(const Shared& shared) {
+      wait_copies<1>();
+      if constexpr (EXPANDS) expand(shared.keys);
+    }
+    static DEVICE void end_values(const Shared& shared) {
+      wait_copies<0>();
+      if constexpr (EXPANDS) expand(shared.values);
+    }
 
    private:
     DEVICE bool sees(int position) const { return rows.any_sees(position, position + 1); }
     DEVICE void begin(unsigned char* to, const unsigned char* pool, int block, int split) const {
-      int quarter = warp() * QUARTER, first = split * SPLIT + quarter;
-      const unsigned char* from = kv_tile(S.kv, pool, block, kv_head) + first % S.kv.block_size * ROW_BYTES;
+      constexpr int COPIED = S.kv.number_bytes() / 16;  // chunks of a row
+      int quarter = warp() * QUARTER, first = split * SPLIT + quarter, place = first % S.kv.block_size;
+      const unsigned char* tile = kv_tile(S.kv, pool, block, kv_head);
+      const unsigned char* from = tile + place * S.kv.number_bytes();
       NO_UNROLL
-      for (int i = lane(); i < QUARTER * CHUNKS; i += WARP)
-        copy_async(to + chunk_at<CHUNKS>(quarter + i / CHUNKS, i % CHUNKS), from + i * 16,
-                   sees(first + i / CHUNKS));
+      for (int i = lane(); i < QUARTER * COPIED; i += WARP)
+        copy_async(to + chunk_at<CHUNKS>(quarter + i / COPIED, i % COPIED), from + i * 16,
+                   sees(first + i / COPIED));
+      if constexpr (EXPANDS) {  // scales behind a row's codes
+        from = tile + S.kv.code_bytes() + place * S.kv.scale_bytes();
+        NO_UNROLL
+        for (int i = lane(); i < QUARTER * COPIED; i += WARP)
+          copy_async<4>(to + scale_at(quarter + i / COPIED, i % COPIED), from + i * 4,
+                        sees(first + i / COPIED));
+      }
+    }
+
+    // Where a row's codes lie, and then its bf16: a chunk of codes is a group, and becomes four chunks.
+    static DEVICE int scale_at(int row, int group) {
+      return chunk_at<CHUNKS>(row, S.kv.number_bytes() / 16 + group / 4) + group % 4 * 4;
+    }
+    // warp: its quarter, in place, by way of registers. A lane reads what it has copied itself.
+    static DEVICE void expand(unsigned char* tile) {
+      constexpr int GROUPS = DIM / U4_GROUP, ALL = QUARTER * GROUPS, COUNT = ceil_div(ALL, WARP);
+      Words4 codes[COUNT];
+      uint32_t scales[COUNT];
+      auto each = [&](auto use) {
+        UNROLL
+        for (int j = 0; j < COUNT; ++j)
+          if (int i = lane() + j * WARP; ALL % WARP == 0 || i < ALL)
+            use(j, warp() * QUARTER + i / GROUPS, i % GROUPS);
+      };
+      each([&](int j, int row, int group) {
+        codes[j] = load16(tile + chunk_at<CHUNKS>(row, group));
+        scales[j] = *reinterpret_cast<const uint32_t*>(tile + scale_at(row, group));
+      });
+      sync_warp();  // all codes are read
+      each([&](int j, int row, int group) {
+        uint32_t words[4] = {codes[j].x, codes[j].y, codes[j].z, codes[j].w};
+        for (int i = 0; i < 4; ++i)
+          store16(tile + chunk_at<CHUNKS>(row, 4 * group + i), expanded(words[i], scales[j]));
+      });
+    }
+    static DEVICE Words4 expanded(uint32_t codes, uint32_t scale_and_zero) {
+      uint32_t scale = byte_perm(scale_and_zero, 0, 0x1010), zero = byte_perm(scale_and_zero, 0, 0x3232);
+      uint32_t pairs[4];
+      for (int i = 0; i < 4; ++i) {  // 128 + code, less 128; both exactly
+        uint32_t code = fma_bf16(and_or(codes >> 4 * i, 0x000f000f, 0x43004300), 0x3f803f80, 0xc300c300);
+        pairs[i] = fma_bf16(code, scale, zero);
+      }
+      return {pairs[0], pairs[1], pairs[2], pairs[3]};
     }
     DEVICE void begin_scales(float* to, const unsigned char* pool, int block, int split) const {
       int quarter = warp() * QUARTER, first = split * SPLIT + quarter;
@@ -360,6 +419,18 @@ struct Attention {
   }
 
   using Out = stored_t<S.out_type>;
+
+  // What a row's o is multiplied by when all its splits are folded: 1 / sum, where `most` is the largest s *
+  // log2(e), and the head's sink is in the sum.
+  static DEVICE float inverse_of(float sum, [[maybe_unused]] float most, [[maybe_unused]] const float* sinks,
+                                 [[maybe_unused]] int kv_head, [[maybe_unused]] int row) {
+    if constexpr (S.sinks) {
+      Fold fold = fold_of(most, sinks[kv_head * GROUP + row % GROUP] * LOG2E);
+      return divide(fold.keep, fma(sum, fold.keep, fold.take));
+    } else {
+      return divide(1.0f, sum);
+    }
+  }
 
   static DEVICE void write(Out* out, const Sequence& sequence, int kv_head, int row, int column, float first,
                            float second) {

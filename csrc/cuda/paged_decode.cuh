@@ -98,7 +98,7 @@ struct Decode : Attention<S> {
       bool whole = span.all_see(begin, begin + A::QUARTER);
       block = split < last ? A::block_of(sequence, split + 1, span) : 0;
       float s[TILES][4], most[2], sums[2];
-      wait_copies<1>();
+      copy.end_keys(shared);
       sync_warp();  // the warp's keys are there
       A::multiply_keys(s, [&](int i) { return queries[i]; }, shared.keys, own);
       A::adjust(s, rows, begin, whole, shared.key_scales + own);
@@ -118,7 +118,7 @@ struct Decode : Attention<S> {
           *reinterpret_cast<uint32_t*>(
               exchange.p + chunk_at<P_CHUNKS>(row + i % 2 * 8, own / 8 + 2 * step + i / 2) + lane() % 4 * 4) =
               p[step][i];
-      wait_copies<0>();
+      copy.end_values(shared);
       sync_threads();  // p, sums and values; and the warp's keys are read
       if (split < last) copy.begin_keys(shared, block, split + 1);
       Fold folds[2];
@@ -183,8 +183,8 @@ struct Decode : Attention<S> {
   }
 
   // block: folds the partial results of a sequence, from `slot` on, and writes its output.
-  static DEVICE void combine(Out* out, float* partials, int slot, int count, const Sequence& sequence,
-                             int kv_head, int row_tile, int rows) {
+  static DEVICE void combine(Out* out, const float* sinks, float* partials, int slot, int count,
+                             const Sequence& sequence, int kv_head, int row_tile, int rows) {
     for (int i = thread_index(); i < rows * (DIM / 4); i += ATTENTION_THREADS) {
       int row = i / (DIM / 4), column = i % (DIM / 4) * 4;
       float o[4] = {}, most = -INF, sum = 0.0f;
@@ -198,7 +198,7 @@ struct Decode : Attention<S> {
         uint32_t bits[4] = {words.x, words.y, words.z, words.w};
         for (int c = 0; c < 4; ++c) o[c] = folded(o[c], float_of_bits(bits[c]), fold);
       }
-      float inverse = divide(1.0f, sum);
+      float inverse = A::inverse_of(sum, most, sinks, kv_head, row_tile * TILE_ROWS + row);
       for (int c = 0; c < 4; c += 2)
         A::write(out, sequence, kv_head, row_tile * TILE_ROWS + row, column + c, o[c] * inverse,
                  o[c + 1] * inverse);
@@ -211,7 +211,7 @@ template <PagedAttention S>
 KERNEL_OCCUPANCY(ATTENTION_THREADS, Decode<S>::BLOCKS)
 paged_decode(const Sizes* sizes, const bf16* q, const unsigned char* keys, const unsigned char* values,
              const int32_t* query_start, const int32_t* kv_len, const int32_t* block_table,
-             typename Attention<S>::Out* out, float* partials, int32_t* counters) {
+             typename Attention<S>::Out* out, const float* sinks, float* partials, int32_t* counters) {
   using D = Decode<S>;
   constexpr int ITEMS = S.kv.heads * D::ROW_TILES;  // of a sequence, or a split
   Step step{query_start, kv_len, block_table, (*sizes)[S.table_width]};
@@ -244,7 +244,10 @@ paged_decode(const Sizes* sizes, const bf16* q, const unsigned char* keys, const
     D::attend(total, q, keys, values, sequence, kv_head, row_tile, apart ? first + split : first,
               first + (apart ? split : count - 1));
     if (!apart) {
-      float inverse[2] = {divide(1.0f, total.sums[0]), divide(1.0f, total.sums[1])};
+      float inverse[2];
+      for (int i = 0; i < 2; ++i)
+        inverse[i] =
+            D::inverse_of(total.sums[i], total.most[i], sinks, kv_head, first_row + lane() / 4 + 8 * i);
       D::for_pairs(total, rows, [&](int row, int i, int column, float x, float y) {
         D::write(out, sequence, kv_head, first_row + row, column, x * inverse[i], y * inverse[i]);
       });
@@ -252,7 +255,7 @@ paged_decode(const Sizes* sizes, const bf16* q, const unsigned char* keys, const
       D::write_partial({partials, slot + split, kv_head, row_tile}, total, rows);
       if (!D::is_last(counters + found * S.counter_stride + kv_head * D::ROW_TILES + row_tile, count))
         continue;
-      D::combine(out, partials, slot, count, sequence, kv_head, row_tile, rows);
+      D::combine(out, sinks, partials, slot, count, sequence, kv_head, row_tile, rows);
     }
     D::write_padding(out, sequence, kv_head, first_row, first_row + rows);
   }

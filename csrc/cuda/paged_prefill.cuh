@@ -22,7 +22,7 @@ template <PagedAttention S>
 KERNEL_OCCUPANCY(ATTENTION_THREADS, 1)
 paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, const unsigned char* values,
               const int32_t* query_start, const int32_t* kv_len, const int32_t* block_table,
-              typename Attention<S>::Out* out) {
+              typename Attention<S>::Out* out, const float* sinks) {
   using A = Attention<S>;
   constexpr int AT_ONCE = A::DIM > 128 ? 1 : 2;  // groups of columns of values
   Step step{query_start, kv_len, block_table, (*sizes)[S.table_width]};
@@ -54,7 +54,7 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
     block = split < last ? A::block_of(sequence, split + 1, span) : 0;
     uint32_t p[A::SPLIT / 16][4];
     float of_split[2], sum[2];
-    wait_copies<1>();
+    copy.end_keys(shared);
     sync_threads();  // everybody's keys are there
     if (sees) {
       float s[A::SPLIT / 8][4];
@@ -63,7 +63,7 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
       A::maxima(of_split, s);
       A::weigh(p, sum, s, of_split, shared.value_scales);
     }
-    wait_copies<0>();
+    copy.end_values(shared);
     sync_threads();  // keys are read, and everybody's values are there
     if (split < last) copy.begin_keys(shared, block, split + 1);
     if (sees) {
@@ -96,7 +96,7 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
   UNROLL
   for (int i = 0; i < 2; ++i)
     if (int row = own + lane() / 4 + 8 * i; row < end) {
-      float inverse = divide(1.0f, sums[i]);
+      float inverse = A::inverse_of(sums[i], most[i], sinks, kv_head, row);
       UNROLL
       for (int group = 0; group < A::COLUMN_GROUPS; ++group)
         A::for_pairs(o[group], group, i, [&](int column, float x, float y) {

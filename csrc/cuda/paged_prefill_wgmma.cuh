@@ -81,7 +81,7 @@ template <PagedAttention S>
 KERNEL_OCCUPANCY(PrefillWgmma<S>::THREADS, 1)
 paged_prefill_wgmma(const Sizes* sizes, const bf16* q, const unsigned char* keys, const unsigned char* values,
                     const int32_t* query_start, const int32_t* kv_len, const int32_t* block_table,
-                    typename Attention<S>::Out* out) {
+                    typename Attention<S>::Out* out, const float* sinks) {
   using A = Attention<S>;
   using W = PrefillWgmma<S>;
   Step step{query_start, kv_len, block_table, (*sizes)[S.table_width]};
@@ -189,7 +189,7 @@ paged_prefill_wgmma(const Sizes* sizes, const bf16* q, const unsigned char* keys
   for (int row = 0; row < 2; ++row) {
     float sum = A::over_columns(sums[row], [](float a, float b) { return a + b; });
     if (int at = own + lane() / 4 + 8 * row; at < end) {
-      float inverse = divide(1.0f, sum);
+      float inverse = A::inverse_of(sum, most[row], sinks, kv_head, at);
       UNROLL
       for (int j = 0; j < A::DIM / 8; ++j)
         A::write(out, sequence, kv_head, at, 8 * j + 2 * (lane() % 4), o[j][2 * row] * inverse,

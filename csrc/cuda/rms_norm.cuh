@@ -82,4 +82,43 @@ rms_norm_runs(const Sizes* sizes, const float* x, const float* weight, stored_t<
       y[int64_t{row} * S.y_stride + c] = from_float<stored_t<S.type>>(0.0f);
 }
 
+// Layer normalization of rows (https://arxiv.org/abs/1607.06450): y = (x - mean) / sqrt(variance + epsilon) ·
+// weight (+ bias).
+struct LayerNorm {
+  int rows;  // of the matrix, in a step: the position of their dim
+  int columns, x_stride, y_stride, padded, group, scale_stride;
+  Type type;
+  bool bias;
+  float epsilon;
+};
+
+// A block a row. Shared memory: the row, and four floats for each warp.
+template <LayerNorm S>
+KERNEL(RMS_NORM_THREADS)
+layer_norm(const Sizes* sizes, const float* x, const float* weight, const float* bias, stored_t<S.type>* y,
+           float* scale) {
+  constexpr int THREADS = RMS_NORM_THREADS, WARPS = THREADS / WARP;
+  int row = block_x();
+  if (row >= (*sizes)[S.rows]) return;
+  float* values = shared_memory<float>();  // [columns]
+  float* partial = values + S.columns;     // [2][warps]
+  float total = 0.0f, squares = 0.0f;
+  for (int c = thread_index(); c < S.columns; c += THREADS)
+    total += values[c] = x[int64_t{row} * S.x_stride + c];
+  float mean = divide(block_sum<THREADS>(total, partial), static_cast<float>(S.columns));
+  for (int c = thread_index(); c < S.columns; c += THREADS) {
+    float off = values[c] - mean;
+    squares = fma(off, off, squares);
+  }
+  float variance = divide(block_sum<THREADS>(squares, partial + WARPS), static_cast<float>(S.columns));
+  float inverse = divide(1.0f, square_root(variance + S.epsilon));
+  constexpr RowOut OUT{S.type, S.columns, S.padded, S.y_stride, S.group, S.scale_stride};
+  auto normed = [&](int c) {
+    float value = (values[c] - mean) * inverse * weight[c];
+    if constexpr (S.bias) value += bias[c];
+    return value;
+  };
+  write_row<OUT, THREADS>(row, normed, y, scale, partial + 2 * WARPS);
+}
+
 }  // namespace enginewright

@@ -5,8 +5,8 @@
 
 namespace enginewright {
 
-// What a number becomes where it is stored. src/enginewright/dtypes.py says more of each.
-enum class Type { f32, bf16, i8, e4m3 };
+// What a number becomes where it is stored: src/enginewright/dtypes.py has the table.
+enum class Type { f32, bf16, i32, i8, e4m3, u4, e2m1 };
 
 template <Type TYPE>
 struct Stored;
