@@ -12,6 +12,7 @@ from enginewright.plan import Extent, Launch, Linear, linear
 from enginewright.plugins.architectures import ArchSpec, by_architecture
 from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, cuda_type, expression
 from enginewright.plugins.kv_cuda import kv_constant
+from enginewright.plugins.kv_write import shared_row_bytes
 
 THREADS, WARPS = 128, 4
 TILE_ROWS = 16
@@ -19,7 +20,7 @@ PREFILL_ROWS = WARPS * TILE_ROWS  # of a block
 WGMMA_ROWS, WGMMA_STAGES = 128, 3
 KV_SPLIT = 256  # positions of one of "kv_splits"
 PARTIALS = 2048  # splits of KV heads whose results have room beside each other, beyond the longest sequence's
-ARGUMENTS = ("q", "key", "value", "query_start", "kv_len", "block_table", "out")
+ARGUMENTS = ("q", "key", "value", "query_start", "kv_len", "block_table", "out", "sinks")
 ANY = Linear(1 << 20)  # blocks; a grid is bounded by the multiprocessors
 
 
@@ -50,7 +51,7 @@ class _Shape:
 
     def kv_bytes(self, dtype: str) -> int:
         """A split's keys and values in shared memory, and their scales."""
-        return 2 * self.split * (self.pad * DTYPES[dtype].bytes + DTYPES[dtype].scale_bytes)
+        return 2 * self.split * shared_row_bytes(self.pad, dtype)
 
     @property
     def prefill_bytes(self) -> int:
@@ -142,6 +143,7 @@ def _constants(call: Call) -> dict[str, int | float | str]:
         "window": int(call.attributes["window"]),
         "scale": float(call.attributes["scale"]),
         "softcap": float(call.attributes["softcap"]),
+        "sinks": "sinks" in call.operands,
         "partials": shape.partials.constant,
         "partials_per_kv_split": KV_SPLIT // shape.split,
         "partial_stride": partials.stride,

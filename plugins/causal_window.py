@@ -1,8 +1,10 @@
-"""Attention to the last `window` positions, the query's own included: a sliding window around the standard op.
+"""Attention to the last `window` positions, the query's own included, or to all of them, with sinks or without: what
+the standard op has no words for.
 
 The signature is that of ONNX's Attention (opset 24) with 3-D inputs and a past: q FLOAT [1, T, heads·D],
 k, v FLOAT [1, T, kv_heads·D], past_key, past_value FLOAT [1, kv_heads, P, D] → y FLOAT [1, T, heads·D],
-present_key, present_value FLOAT [1, kv_heads, P + T, D]. softcap 0 means none.
+present_key, present_value FLOAT [1, kv_heads, P + T, D]. window 0 and softcap 0 mean none. sinks FLOAT [heads]: a logit
+of each head that belongs to no position and joins the softmax's sum (https://arxiv.org/abs/2309.17453).
 """
 
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from enginewright.plugins.masked_attention import in_window, masked_attention
-from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, float_of, int_of, operand, width_of
+from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, float_of, int_of, operand, optional, width_of
 from enginewright.plugins.writer import Writer
 
 
@@ -31,6 +33,9 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     query_at = write.op("Range", write.op("Squeeze", past_tokens), write.op("Squeeze", all_tokens), one)  # [T]
     visible = in_window(write, write.op("Unsqueeze", query_at, [1]), key_at, int_of(node, "window"))  # [T, P + T]
 
+    sinks = optional(node, 5)
+    if sinks is not None:
+        sinks = write.op("Reshape", sinks, [kv_heads, heads // kv_heads, 1, 1])
     grouped = write.op("Reshape", q, [-1, kv_heads, heads // kv_heads, head_dim])
     y = masked_attention(
         write,
@@ -40,6 +45,7 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
         visible,
         float_of(node, "scale"),
         float_of(node, "softcap"),
+        sinks,
     )
     joined = write.op("Reshape", write.op("Transpose", y, perm=[2, 0, 1, 3]), [1, -1, heads * head_dim])
     return [joined, keys, values]
@@ -54,7 +60,7 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
 
 CAUSAL_WINDOW = Plugin(
     name="CausalWindow",
-    inputs=("q", "k", "v", "past_key", "past_value"),
+    inputs=("q", "k", "v", "past_key", "past_value", "sinks?"),
     outputs=("y", "present_key", "present_value"),
     attributes={"q_num_heads": int, "kv_num_heads": int, "scale": float, "softcap": float, "window": int},
     reference=_reference,

@@ -6,14 +6,14 @@ from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin
 from enginewright.targets import CPU, CUDA
 
-KERNEL = KernelBinding("gemm_bf16@1", ("x", "weight", "bias"), ("out",), ("epilogue",))
+KERNEL = KernelBinding("gemm_bf16@1", ("x", "weight", "bias", "starts"), ("out",), ("epilogue",))
 
 GEMM_BF16 = Plugin(
     name="GemmBf16",
-    inputs=("x", "weight", "bias?"),
+    inputs=("x", "weight", "bias?", "starts?"),
     outputs=("out",),
     attributes=gemm.ATTRIBUTES,
-    reference=lambda write, node: gemm.floats_reference(write, node, 2),
+    reference=gemm.grouped(lambda write, node: gemm.floats_reference(write, node, 2)),
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,

@@ -9,7 +9,7 @@ from enginewright.plan import Launch, Linear
 from enginewright.plugins import gemm
 from enginewright.plugins.architectures import ARCHITECTURES, ArchSpec, by_architecture
 from enginewright.plugins.gemm_format import CHUNK, FORMATS, GemmDesc, GemmFormat
-from enginewright.plugins.gemm_tiles import TILES, GemmConfig, Split, Tiles, configs, feature_blocks
+from enginewright.plugins.gemm_tiles import TILES, GemmConfig, Split, Tiles, configs, feature_blocks, of_experts
 from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, ceil_div, cuda_type, expression
 
 ARGUMENTS = ("x", "weight", "x_scale", "scale", "zero", "bias", "out")
@@ -19,7 +19,7 @@ TILE = ("feature_warps", "token_warps", "k_warps", "turns", "units", "tiles", "s
 
 def gemm_on_cuda(binding: KernelBinding, format: str) -> CudaKernel:
     """format: a name in FORMATS."""
-    headers = {name: name for name in ("gemm_small", "gemm_large", "gemm_wgmma")}
+    headers = {name: name for name in ("gemm_small", "gemm_large", "gemm_wgmma", "gemm_experts")}
     return tiled(binding.on_cuda(lambda _: (), **headers), FORMATS[format], TILES[format])
 
 
@@ -39,6 +39,8 @@ def tiled(kernel: CudaKernel, format: GemmFormat, tiles: Tiles) -> CudaKernel:
 
 def launches_on(arch: ArchSpec, call: Call, format: GemmFormat, tiles: Tiles) -> list[Launch]:
     desc = desc_of(call, format)
+    if desc.experts:
+        return [_launch_of_experts(call, desc, config) for config in of_experts(desc, tiles)]
     return [_launch(call, desc, config) for config in configs(desc, arch, tiles)]
 
 
@@ -52,6 +54,24 @@ def desc_of(call: Call, format: GemmFormat) -> GemmDesc:
         groups=CHUNK // gcd(group, CHUNK) if group else 0,
         zeros="zero" in call.operands,
         batch_invariant=call.batch_invariant,
+        experts=call.operands["starts"].columns - 1 if "starts" in call.operands else 0,
+    )
+
+
+def _launch_of_experts(call: Call, desc: GemmDesc, config: GemmConfig) -> Launch:
+    """Blocks in x are as many as tiles could be: those that rows fill, and one for each expert."""
+    tile = {name: getattr(config, name) for name in TILE}
+    out, features = call.operands["out"], blocks(ceil_div(desc.blocks_of_16, config.features // 16))
+    rows = Linear(desc.experts * config.tokens, out.rows.terms)
+    return Launch(
+        expression(config.kernel, "Gemm", **_fields(call, desc), **tile, experts=desc.experts),
+        arguments=(*ARGUMENTS, "starts"),
+        grid=(blocks(rows, config.tokens), features, ONE),
+        threads=config.threads,
+        shared_bytes=config.shared_bytes,
+        rows=out.rows,
+        low=config.low,
+        high=config.high,
     )
 
 
@@ -79,7 +99,7 @@ def _fields(call: Call, desc: GemmDesc) -> Mapping[str, int | bool | str]:
     return {
         "format": f"Format::{desc.format.name}",
         "epilogue": f"Epilogue::{call.attributes['epilogue']}",
-        "rows": call.rows("out"),
+        "rows": 0 if desc.experts else call.rows("out"),  # those of experts are read from starts
         "type": cuda_type(out.dtype),
         "features": desc.features,
         "columns": desc.columns,
@@ -96,10 +116,13 @@ def _fields(call: Call, desc: GemmDesc) -> Mapping[str, int | bool | str]:
 def _partial(format: GemmFormat, tiles: Tiles, call: Call) -> tuple[str, Linear, int]:
     """Sums of each split, where there are several: on the architecture that has most."""
     desc = desc_of(call, format)
+    if desc.experts:
+        return "partial", Linear(0), 1
     splits = max(Split.of(desc, ARCHITECTURES[name], tiles).splits for name in call.architectures)
     rows = splits * tiles.small_tokens[-1] if splits > 1 else 0
     return "partial", Linear(rows), feature_blocks(desc, tiles) * tiles.feature_warps * 32
 
 
 def _counters(format: GemmFormat, tiles: Tiles, call: Call) -> tuple[str, Linear, int]:
-    return "counters", Linear(1), feature_blocks(desc_of(call, format), tiles)
+    desc = desc_of(call, format)
+    return "counters", Linear(1), 1 if desc.experts else feature_blocks(desc, tiles)

@@ -43,6 +43,7 @@ class GemmDesc:
     groups: int = 0  # parts of a chunk that are scaled by themselves; 0 where scales are of whole rows
     zeros: bool = False  # whether groups have zero points
     batch_invariant: bool = False  # sums have one order for any number of tokens
+    experts: int = 0  # matrices, each of so many features; 0 where there is one, for all tokens
 
     @property
     def chunks(self) -> int:

@@ -27,14 +27,14 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     return gemm.reference(write, node, x, weight, None, 3)
 
 
-KERNEL = KernelBinding("gemm_fp8a16@1", ("x", "weight", "scale", "bias"), ("out",), ("epilogue", "group"))
+KERNEL = KernelBinding("gemm_fp8a16@1", ("x", "weight", "scale", "bias", "starts"), ("out",), ("epilogue", "group"))
 
 GEMM_FP8A16 = Plugin(
     name="GemmFp8A16",
-    inputs=("x", "weight", "scale", "bias?"),
+    inputs=("x", "weight", "scale", "bias?", "starts?"),
     outputs=("out",),
     attributes=gemm.GROUP_ATTRIBUTES,
-    reference=_reference,
+    reference=gemm.grouped(_reference),
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,

@@ -26,14 +26,16 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     return gemm.reference(write, node, x, write.op("Mul", weight, spread(write, scale, width, group)), None, 4)
 
 
-KERNEL = KernelBinding("gemm_fp8a8@1", ("x", "weight", "x_scale", "scale", "bias"), ("out",), ("epilogue", "group"))
+KERNEL = KernelBinding(
+    "gemm_fp8a8@1", ("x", "weight", "x_scale", "scale", "bias", "starts"), ("out",), ("epilogue", "group")
+)
 
 GEMM_FP8A8 = Plugin(
     name="GemmFp8A8",
-    inputs=("x", "weight", "x_scale", "scale", "bias?"),
+    inputs=("x", "weight", "x_scale", "scale", "bias?", "starts?"),
     outputs=("out",),
     attributes=gemm.GROUP_ATTRIBUTES,
-    reference=_reference,
+    reference=gemm.grouped(_reference),
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,

@@ -17,7 +17,7 @@ from enginewright.targets import CUDA
 
 KERNEL = KernelBinding(
     "gemm_mxfp4a16@1",
-    ("x", "weight", "scale", "bias"),
+    ("x", "weight", "scale", "bias", "starts"),
     ("out",),
     ("epilogue", "group"),
     packed={"weight": "e2m1"},
@@ -31,10 +31,10 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
 
 GEMM_MXFP4A16 = Plugin(
     name="GemmMxfp4A16",
-    inputs=("x", "weight", "scale", "bias?"),
+    inputs=("x", "weight", "scale", "bias?", "starts?"),
     outputs=("out",),
     attributes=gemm.GROUP_ATTRIBUTES,
-    reference=_reference,
+    reference=gemm.grouped(_reference),
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,

@@ -35,17 +35,17 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
 
 GEMM_MXFP4A8 = Plugin(
     name="GemmMxfp4A8",
-    inputs=("x", "weight", "x_scale", "scale", "bias?"),
+    inputs=("x", "weight", "x_scale", "scale", "bias?", "starts?"),
     outputs=("out",),
     attributes=gemm.GROUP_ATTRIBUTES,
-    reference=_reference,
+    reference=gemm.grouped(_reference),
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,
     kernels={
         CPU: KernelBinding(
             "gemm_mxfp4a8@1",
-            ("x", "weight", "x_scale", "scale", "bias"),
+            ("x", "weight", "x_scale", "scale", "bias", "starts"),
             ("out",),
             ("epilogue", "group"),
             packed={"weight": "e2m1"},

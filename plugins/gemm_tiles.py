@@ -100,6 +100,29 @@ def configs(gemm: GemmDesc, arch: ArchSpec, tiles: Tiles) -> list[GemmConfig]:
     return [*_small(gemm, arch, tiles), *(_wgmma if wgmma else _large)(gemm, arch, tiles)]
 
 
+def of_experts(gemm: GemmDesc, tiles: Tiles) -> list[GemmConfig]:
+    """For each number of rows, one: tiles of few rows while experts have few on average. Sums have one order in all."""
+    found, low = list[GemmConfig](), 1
+    for tokens, most in ((8, 8 * gemm.experts), (32, 48 * gemm.experts), (64, MANY)):
+        token_warps, features = (1, 128) if tokens == 8 else (2, 64)
+        stage_bytes = _stage_bytes(gemm, features, tokens)
+        stages = min(SHARED_BYTES // stage_bytes, tiles.large_stages)
+        found.append(
+            GemmConfig(
+                "gemm_experts",
+                low,
+                most,
+                features,
+                tokens,
+                stages=stages,
+                shared_bytes=stages * stage_bytes,
+                token_warps=token_warps,
+            )
+        )
+        low = most + 1
+    return found
+
+
 def _small(gemm: GemmDesc, arch: ArchSpec, tiles: Tiles) -> list[GemmConfig]:
     features, found, low = tiles.feature_warps * 32, list[GemmConfig](), 1
     weight_bytes = gemm.weight_bytes(features) + features * 4 * gemm.scale_bytes  # a lane has those of four rows

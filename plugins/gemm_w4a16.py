@@ -17,7 +17,7 @@ from enginewright.targets import CUDA
 
 KERNEL = KernelBinding(
     "gemm_w4a16@1",
-    ("x", "weight", "scale", "zero", "bias"),
+    ("x", "weight", "scale", "zero", "bias", "starts"),
     ("out",),
     ("epilogue", "group"),
     packed={"weight": "u4"},
@@ -32,10 +32,10 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
 
 GEMM_W4A16 = Plugin(
     name="GemmW4A16",
-    inputs=("x", "weight", "scale", "zero?", "bias?"),
+    inputs=("x", "weight", "scale", "zero?", "bias?", "starts?"),
     outputs=("out",),
     attributes=gemm.GROUP_ATTRIBUTES,
-    reference=_reference,
+    reference=gemm.grouped(_reference),
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,

@@ -38,17 +38,17 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
 
 GEMM_W4A8 = Plugin(
     name="GemmW4A8",
-    inputs=("x", "weight", "x_scale", "scale", "zero?", "bias?"),
+    inputs=("x", "weight", "x_scale", "scale", "zero?", "bias?", "starts?"),
     outputs=("out",),
     attributes=gemm.GROUP_ATTRIBUTES,
-    reference=_reference,
+    reference=gemm.grouped(_reference),
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,
     kernels={
         CPU: KernelBinding(
             "gemm_w4a8@1",
-            ("x", "weight", "x_scale", "scale", "zero", "bias"),
+            ("x", "weight", "x_scale", "scale", "zero", "bias", "starts"),
             ("out",),
             ("epilogue", "group"),
             packed={"weight": "u4"},

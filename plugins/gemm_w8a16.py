@@ -9,14 +9,14 @@ from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, operand
 from enginewright.targets import CPU, CUDA
 
-KERNEL = KernelBinding("gemm_w8a16@1", ("x", "weight", "scale", "bias"), ("out",), ("epilogue",))
+KERNEL = KernelBinding("gemm_w8a16@1", ("x", "weight", "scale", "bias", "starts"), ("out",), ("epilogue",))
 
 GEMM_W8A16 = Plugin(
     name="GemmW8A16",
-    inputs=("x", "weight", "scale", "bias?"),
+    inputs=("x", "weight", "scale", "bias?", "starts?"),
     outputs=("out",),
     attributes=gemm.ATTRIBUTES,
-    reference=lambda write, node: gemm.floats_reference(write, node, 3, operand(node, 2)),
+    reference=gemm.grouped(lambda write, node: gemm.floats_reference(write, node, 3, operand(node, 2))),
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,

@@ -14,7 +14,9 @@ from enginewright.plugins.plugin import Plugin, operand
 from enginewright.plugins.writer import Writer
 from enginewright.targets import CPU, CUDA
 
-KERNEL = KernelBinding("gemm_w8a8@1", ("x", "weight", "x_scale", "scale", "bias"), ("out",), ("epilogue", "group"))
+KERNEL = KernelBinding(
+    "gemm_w8a8@1", ("x", "weight", "x_scale", "scale", "bias", "starts"), ("out",), ("epilogue", "group")
+)
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -24,10 +26,10 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
 
 GEMM_W8A8 = Plugin(
     name="GemmW8A8",
-    inputs=("x", "weight", "x_scale", "scale", "bias?"),
+    inputs=("x", "weight", "x_scale", "scale", "bias?", "starts?"),
     outputs=("out",),
     attributes=gemm.GROUP_ATTRIBUTES,
-    reference=_reference,
+    reference=gemm.grouped(_reference),
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,

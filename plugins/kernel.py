@@ -57,10 +57,17 @@ class Call:
 
     def rows(self, role: str) -> int:
         """The dim that an operand has as its number of rows, by its position."""
+        position, copies = self.copies(role)
+        assert copies == 1, f"{role} has {copies} rows for each of a dim, which the kernel does not count"
+        return position
+
+    def copies(self, role: str) -> tuple[int, int]:
+        """The dim that an operand's rows follow, by its position, and how many rows it has for each."""
         rows = self.operands[role].rows
         for position, dim in enumerate(self.dims):
-            if rows == linear(**{dim: 1}):
-                return position
+            for at, copies in rows.terms:
+                if at == dim and rows == linear(**{dim: copies}):
+                    return position, copies
         raise AssertionError(f"{role} has rows {rows}, which kernels do not count")
 
 

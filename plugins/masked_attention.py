@@ -7,18 +7,30 @@ from enginewright.plugins.writer import Writer
 
 
 def masked_attention(
-    write: Writer, q: ir.Value, k: ir.Value, v: ir.Value, visible: ir.Value, scale: float, softcap: float
+    write: Writer,
+    q: ir.Value,
+    k: ir.Value,
+    v: ir.Value,
+    visible: ir.Value,
+    scale: float,
+    softcap: float,
+    sinks: ir.Value | None = None,
 ) -> ir.Value:
     """softmax(cap(q kᵀ · scale) where visible) v, over the last two of four dimensions; the first two broadcast.
 
     q: [., ., rows, head_dim]. k, v: [., ., keys, head_dim]. visible: bool, broadcasts to [., ., rows, keys].
-    softcap 0 means none.
+    softcap 0 means none. sinks: broadcasts to [., ., rows, 1], logits that belong to no key and join the softmax's sum.
     """
     scores = write.op("Mul", write.op("MatMul", q, write.op("Transpose", k, perm=[0, 1, 3, 2])), scale)
     if softcap:
         scores = write.op("Mul", write.op("Tanh", write.op("Div", scores, softcap)), softcap)
     masked = write.op("Where", visible, scores, np.array(-np.inf, np.float32))
-    return write.op("MatMul", write.op("Softmax", masked, axis=-1), v)
+    if sinks is None:
+        return write.op("MatMul", write.op("Softmax", masked, axis=-1), v)
+    most = write.op("Max", write.op("ReduceMax", masked, [-1]), sinks)
+    weights = write.op("Exp", write.op("Sub", masked, most))
+    total = write.op("Add", write.op("ReduceSum", weights, [-1]), write.op("Exp", write.op("Sub", sinks, most)))
+    return write.op("MatMul", write.op("Div", weights, total), v)
 
 
 def in_window(write: Writer, query: ir.Value, key: ir.Value, window: int) -> ir.Value:

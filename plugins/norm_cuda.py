@@ -1,4 +1,5 @@
-"""What GPUs launch for RMS norms, with or without a residual before them: csrc/cuda/rms_norm.cuh."""
+"""What GPUs launch for norms: RMS norms, with or without a residual before them, and layer norms; of
+csrc/cuda/rms_norm.cuh."""
 
 from enginewright.dtypes import DTYPES
 from enginewright.errors import EngineError
@@ -59,3 +60,27 @@ def _runs(call: Call, out: str) -> Launch:
     )
     grid = blocks(y.rows), blocks(y.columns // width, WARPS), ONE
     return Launch(kernel, ("x", "weight", out), grid, THREADS)
+
+
+def layer_norm_on_cuda(binding: KernelBinding) -> CudaKernel:
+    def launches(call: Call) -> tuple[Launch, ...]:
+        x, y, scale = call.operands["x"], call.operands["out"], call.operands.get("scale")
+        kernel = expression(
+            "layer_norm",
+            "LayerNorm",
+            rows=call.rows("out"),
+            columns=y.columns,
+            x_stride=x.stride,
+            y_stride=y.stride,
+            padded=y.columns if y.dtype == "f32" else y.padded,
+            group=int(call.attributes.get("group", 0)),
+            scale_stride=scale.stride if scale else 0,
+            type=cuda_type(y.dtype),
+            bias="bias" in call.operands,
+            epsilon=float(call.attributes["epsilon"]),
+        )
+        shared_bytes = (y.columns + 4 * WARPS) * DTYPES["f32"].bytes
+        arguments = ("x", "weight", "bias", "out", "scale")
+        return (Launch(kernel, arguments, (blocks(y.rows), ONE, ONE), THREADS, shared_bytes),)
+
+    return binding.on_cuda(launches, layer_norm="rms_norm")

@@ -4,7 +4,8 @@ q: BFLOAT16 [tokens, heads·D]. key_pool, value_pool: [slots, kv_heads, D], as k
 `queries` is INT8, queries are rounded as such keys are. A slot is block · block_size + its place in the block.
 query_start: INT32 [sequences + 1], where each sequence's tokens begin. kv_len: INT32 [sequences], positions after this
 step. block_table: INT32 [sequences, kv_blocks]. out: `to` [tokens, heads·D]. Query heads h·heads/kv_heads … share kv
-head h. window 0 and softcap 0 mean none. https://arxiv.org/abs/2309.06180
+head h. window 0 and softcap 0 mean none. sinks: FLOAT [heads], as causal_window.py has them.
+https://arxiv.org/abs/2309.06180
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from enginewright.plan import Cost, Linear, linear
 from enginewright.plugins.attention_cuda import attention_on_cuda
 from enginewright.plugins.kernel import Call, KernelBinding
 from enginewright.plugins.kv_write import as_stored, padded_head_dim
-from enginewright.plugins.masked_attention import in_window, masked_attention
+from enginewright.plugins.masked_attention import masked_attention
+from enginewright.plugins.paged_context import PagedContext
 from enginewright.plugins.plugin import (
     Plugin,
     TypeAndDims,
@@ -24,6 +26,7 @@ from enginewright.plugins.plugin import (
     float_of,
     int_of,
     operand,
+    optional,
 )
 from enginewright.plugins.writer import Writer
 from enginewright.targets import CPU, CUDA
@@ -33,37 +36,20 @@ PARTIAL_STATE = 16  # floats beside a head's partial output: its maximum and its
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     q, key_pool, value_pool, *tables = (operand(node, index) for index in range(6))
-    query_start, kv_len, block_table = (write.cast(table, ir.DataType.INT64) for table in tables)
     heads, kv_heads, head_dim = (int_of(node, name) for name in ("heads", "kv_heads", "head_dim"))
-
-    tokens = write.op("Squeeze", write.op("Shape", q, start=0, end=1))
-    token = write.op("Range", write.constant(0), tokens, write.constant(1))  # [tokens]
-    ends = write.op("Slice", query_start, [1], [1 << 30], [0])  # [sequences]
-    over = write.cast(write.op("LessOrEqual", ends, write.op("Unsqueeze", token, [1])), ir.DataType.INT64)
-    sequence = write.op("ReduceSum", over, [1], keepdims=0)  # [tokens]
-    behind = write.op("Sub", write.op("Gather", ends, sequence), token)  # tokens up to the sequence's end
-    query_at = write.op("Sub", write.op("Gather", kv_len, sequence), behind)
-
-    def context(pool: ir.Value) -> ir.Value:
-        """[tokens, kv_heads, positions, head_dim]: each token's own copy of its sequence's keys or values."""
-        whole = write.cast(pool, ir.DataType.FLOAT)
-        blocks = write.op("Reshape", whole, [-1, int_of(node, "block_size"), kv_heads, head_dim])
-        by_sequence = write.op("Gather", blocks, block_table, axis=0)
-        flat = write.op("Reshape", by_sequence, write.op("Concat", sequences, [-1, kv_heads, head_dim], axis=0))
-        return write.op("Transpose", write.op("Gather", flat, sequence, axis=0), perm=[0, 2, 1, 3])
-
-    sequences = write.op("Shape", kv_len)
-    keys, values = context(key_pool), context(value_pool)
-    positions = write.op("Squeeze", write.op("Shape", keys, start=2, end=3))
-    key_at = write.op("Range", write.constant(0), positions, write.constant(1))
-    visible = in_window(write, write.op("Unsqueeze", query_at, [1, 2, 3]), key_at, int_of(node, "window"))
+    context = PagedContext(write, q, tables, int_of(node, "block_size"))
+    keys, values = context.of(key_pool), context.of(value_pool)
+    visible = context.visible(keys, int_of(node, "window"))
     grouped = write.op(
         "Reshape", write.cast(q, ir.DataType.FLOAT), [-1, kv_heads, heads // kv_heads, head_dim]
     )  # [tokens, kv_heads, group, head_dim]
     if dtype_attribute(node, "queries") == ir.DataType.INT8:  # bf16 queries are bf16 already
         grouped = as_stored(write, grouped, key_pool, ir.DataType.INT8)
     scale, softcap = float_of(node, "scale"), float_of(node, "softcap")
-    y = masked_attention(write, grouped, keys, values, visible, scale, softcap)
+    sinks = optional(node, 6)
+    if sinks is not None:
+        sinks = write.op("Reshape", sinks, [1, kv_heads, heads // kv_heads, 1])
+    y = masked_attention(write, grouped, keys, values, visible, scale, softcap, sinks)
     return [write.round_to(write.op("Reshape", y, [-1, heads * head_dim]), dtype_attribute(node))]
 
 
@@ -76,7 +62,7 @@ def _cost(node: ir.Node) -> Cost:
     return Cost(of_position=2 * 2 * int_of(node, "heads") * int_of(node, "head_dim"), window=int_of(node, "window"))
 
 
-def _partials(call: Call) -> tuple[str, Linear, int]:
+def partials(call: Call) -> tuple[str, Linear, int]:
     """A row for each 256 positions of the longest sequence: what its blocks give, before they are combined."""
     heads, head_dim = int(call.attributes["heads"]), int(call.attributes["head_dim"])
     return "partials", linear(kv_splits=1), heads * (padded_head_dim(head_dim) + PARTIAL_STATE)
@@ -84,15 +70,15 @@ def _partials(call: Call) -> tuple[str, Linear, int]:
 
 KERNEL = KernelBinding(
     "paged_attention@1",
-    ("q", "key", "value", "query_start", "kv_len", "block_table"),
+    ("q", "key", "value", "query_start", "kv_len", "block_table", "sinks"),
     ("out",),
     ("heads", "kv_heads", "head_dim", "scale", "window", "softcap"),
-    scratch=_partials,
+    scratch=partials,
 )
 
 PAGED_ATTENTION = Plugin(
     name="PagedAttention",
-    inputs=("q", "key_pool", "value_pool", "query_start", "kv_len", "block_table"),
+    inputs=("q", "key_pool", "value_pool", "query_start", "kv_len", "block_table", "sinks?"),
     outputs=("out",),
     attributes={
         "heads": int,

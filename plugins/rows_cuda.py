@@ -11,10 +11,11 @@ SHARED_BYTES = 2 * THREADS // 32 * DTYPES["f32"].bytes
 def quantize_rows_on_cuda(binding: KernelBinding) -> CudaKernel:
     def launches(call: Call) -> tuple[Launch, ...]:
         x, q, scale = (call.operands[role] for role in ("x", "q", "scale"))
+        rows, copies = call.copies("q")
         kernel = expression(
             "quantize_rows",
             "QuantizeRows",
-            rows=call.rows("q"),
+            rows=rows,
             x_type=cuda_type(x.dtype),
             type=cuda_type(q.dtype),
             columns=q.columns,
@@ -23,6 +24,7 @@ def quantize_rows_on_cuda(binding: KernelBinding) -> CudaKernel:
             q_stride=q.stride,
             group=int(call.attributes["group"]),
             scale_stride=scale.stride,
+            **({} if copies == 1 else {"copies": copies}),
         )
         return (Launch(kernel, ("x", "q", "scale"), (blocks(q.rows), ONE, ONE), THREADS, SHARED_BYTES),)
 

@@ -1,6 +1,6 @@
 """Writes nodes one after the other: how a reference says what its op means in standard ops."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,16 +28,43 @@ class Writer:
             operand if operand is None or isinstance(operand, ir.Value) else self.constant(operand)
             for operand in inputs
         ]
-        return self._append(
-            "", op_type, values, [ir.convenience.convert_attribute(*item) for item in attributes.items()], outputs
+        return self.append(
+            op_type, values, [ir.convenience.convert_attribute(*item) for item in attributes.items()], outputs
         )
+
+    def scan(
+        self,
+        name: str,
+        body: "Callable[[Writer, Sequence[ir.Value], Sequence[ir.Value]], Sequence[ir.Value]]",
+        states: Sequence[ir.Value],
+        scanned: Sequence[ir.Value],
+    ) -> Sequence[ir.Value]:
+        """Along the first dimension of `scanned`, which are as long as each other.
+
+        Args:
+            name: of the values inside, which no others of the graph may have.
+            body: (writer, states, a row of each) → the states behind it, and rows of results. It may read other values.
+
+        Returns:
+            The last states, and the rows of each result stacked.
+        """
+        inner = Writer()
+        inputs = [ir.Value(name=f"{name}.state.{index}", type=one.type) for index, one in enumerate(states)]
+        rows = [ir.Value(name=f"{name}.row.{index}", type=one.type) for index, one in enumerate(scanned)]
+        outputs = body(inner, inputs, rows)
+        written = (value for node in inner.nodes for value in node.outputs)
+        for index, value in enumerate(written):
+            value.name = f"{name}.inside.{index}"
+        graph = ir.Graph([*inputs, *rows], outputs, nodes=inner.nodes, name=f"{name}.body")
+        attributes = [ir.AttrGraph("body", graph), ir.AttrInt64("num_scan_inputs", len(rows))]
+        return self.append("Scan", [*states, *scanned], attributes, len(outputs))
 
     def constant(self, data: npt.NDArray[np.generic] | Sequence[int] | int | float) -> ir.Value:
         if isinstance(data, np.ndarray):
             array = data
         else:
             array = np.array(data, np.float32 if isinstance(data, float) else np.int64)
-        (output,) = self._append("", "Constant", [], [ir.AttrTensor("value", ir.tensor(array))], 1)
+        (output,) = self.append("Constant", [], [ir.AttrTensor("value", ir.tensor(array))])
         return output
 
     def cast(self, value: Operand, to: ir.DataType) -> ir.Value:
@@ -47,9 +74,10 @@ class Writer:
         """A FLOAT value as `dtype`: itself if that is FLOAT."""
         return value if dtype == ir.DataType.FLOAT else self.cast(value, dtype)
 
-    def _append(
-        self, domain: str, op_type: str, inputs: Sequence[ir.Value | None], attributes: Sequence[ir.Attr], outputs: int
+    def append(
+        self, op_type: str, inputs: Sequence[ir.Value | None], attributes: Sequence[ir.Attr], outputs: int = 1
     ) -> Sequence[ir.Value]:
-        node = ir.Node(domain, op_type, inputs, attributes, num_outputs=outputs)
+        """A standard op with attributes that are no plain values, as a graph."""
+        node = ir.Node("", op_type, inputs, attributes, num_outputs=outputs)
         self.nodes.append(node)
         return node.outputs

@@ -1,0 +1,52 @@
+"""What ops share that carry a state from token to token: which sequence each token is of, and where its state is.
+
+In a dense graph such an op has one sequence, whose state comes in as past and goes out as present. In a ragged graph
+there are the states of all sequences in a pool of slots, query_start INT32 [sequences + 1] says where each sequence's
+tokens begin, and slots INT32 [sequences] which slot it has; the pool comes out changed, and a lowering works in place.
+"""
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from enginewright.plugins.writer import Writer
+
+STATE_INPUTS = ("state", "query_start?", "slots?")  # the last ones of such an op
+STATE_ROLES = ("state", "query_start", "slots")
+
+# (writer, a sequence's state, of one token what was scanned) → the state behind it, and the token's row of the result
+Step = Callable[[Writer, ir.Value, Sequence[ir.Value]], tuple[ir.Value, ir.Value]]
+
+
+def token_by_token(
+    write: Writer, node: ir.Node, states: Sequence[ir.Value | None], scanned: Sequence[ir.Value], step: Step
+) -> tuple[ir.Value, ir.Value]:
+    """The states behind all tokens, and a row of the result for each token.
+
+    Args:
+        states: what the node has as STATE_INPUTS.
+        scanned: FLOAT, a row for each token.
+    """
+    pool, query_start, slots = states
+    assert pool is not None
+    tokens = write.op("Shape", scanned[0], start=0, end=1)
+
+    def body(inner: Writer, pools: Sequence[ir.Value], rows: Sequence[ir.Value]) -> tuple[ir.Value, ir.Value]:
+        slot, *values = rows
+        state, row = step(inner, inner.op("Gather", pools[0], slot, axis=0), values)
+        at = inner.op("Reshape", slot, [1, 1])
+        return inner.op("ScatterND", pools[0], at, inner.op("Unsqueeze", state, [0])), row
+
+    slot = _token_slots(write, tokens, query_start, slots)
+    state, rows = write.scan(str(node.name), body, [pool], [slot, *scanned])
+    return state, rows
+
+
+def _token_slots(write: Writer, tokens: ir.Value, query_start: ir.Value | None, slots: ir.Value | None) -> ir.Value:
+    """INT64 [tokens]: the slot of each token's sequence."""
+    if query_start is None or slots is None:
+        return write.op("Expand", write.constant([0]), tokens)
+    ends = write.op("Slice", write.cast(query_start, ir.DataType.INT64), [1], [1 << 30], [0])  # [sequences]
+    token = write.op("Range", write.constant(0), write.op("Squeeze", tokens), write.constant(1))
+    over = write.cast(write.op("LessOrEqual", ends, write.op("Unsqueeze", token, [1])), ir.DataType.INT64)
+    return write.op("Gather", write.cast(slots, ir.DataType.INT64), write.op("ReduceSum", over, [1], keepdims=0))
