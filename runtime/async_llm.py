@@ -124,7 +124,7 @@ class AsyncLLM:
     def _prepare(self, prompt: Prompt, params: SamplingParams, cache_salt: str) -> "AsyncRequest":
         prepared = AsyncRequest(params.n, self._thread.abort)
         prepared.token_ids = self._encode(prompt)
-        prepared.request = self._core.request(prepared.token_ids, params, prepared, cache_salt)
+        prepared.request = self._core.request(prepared.token_ids, params, prepared.put, cache_salt)
         return prepared
 
     def start(self, prepared: "AsyncRequest") -> None:
@@ -246,12 +246,12 @@ class AsyncRequest:
         if not self.request.finished:
             self._abort(self.request)
 
-    def put(self, delta: Delta) -> None:
-        self._new.append(delta)
-        self._some.set()
-
-    def fail(self, error: EngineError) -> None:
-        self._error = error
+    def put(self, item: Delta | EngineError) -> None:
+        """What the engine calls with each delta, or with why no more will come."""
+        if isinstance(item, EngineError):
+            self._error = item
+        else:
+            self._new.append(item)
         self._some.set()
 
     def __aiter__(self) -> "AsyncRequest":

@@ -10,9 +10,9 @@ import logging
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from enginewright.errors import EngineError
 from enginewright.runtime.detokenizer import Detokenizer, StopMatcher, StopStrings
@@ -40,12 +40,8 @@ from enginewright.runtime.token_mask import Grammar
 logger = logging.getLogger(__name__)
 
 
-class OutputSink(Protocol):
-    """Where a request's deltas go."""
-
-    def put(self, delta: Delta) -> None: ...
-    def fail(self, error: EngineError) -> None:
-        """Nothing more comes: the engine is dead."""
+# Where a request's deltas go. An error is the last thing that comes: the engine is dead.
+OutputSink = Callable[[Delta | EngineError], None]
 
 
 @dataclass(eq=False, slots=True)

@@ -120,14 +120,14 @@ class EngineThread:
                     self._open.add(message[1])
         for request in self._open:
             if self._post is None:
-                request.sink.fail(error)
+                request.sink(error)
             else:
-                self._post(request.sink.fail, error)
+                self._post(request.sink, error)
 
 
 def _deliver(outputs: StepOutputs) -> None:
     for request, delta in outputs:
-        request.sink.put(delta)
+        request.sink(delta)
 
 
 def close_all(thread: EngineThread | None, engine: Engine | None) -> None:

@@ -12,7 +12,6 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.machine import free_memory
 from enginewright.runtime.memory_plan import FREE_SHARE, RuntimeConfig, plan_memory, sequence_bytes
 from enginewright.runtime.quality import QUALITY, QualityReport, describe_quality
-from enginewright.runtime.supported import paged_caches
 from enginewright.targets import CPU, PTX, architectures, families_of
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -30,14 +29,16 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
     with EngineFile.open(path, check_sections=False) as file:
         target = next(iter(families_of(file.manifest.targets)), CPU)
     with Engine.open(path, target) as engine:
-        manifest, plan, caches = engine.manifest, engine.plan, paged_caches(engine.plan)
+        manifest, plan = engine.manifest, engine.plan
         config = RuntimeConfig(max_num_seqs=manifest.limits.max_batch_size, kv_cache_memory=1 << 60)
         sizes = plan_memory(plan, config)
         total = free_memory() if memory is None else memory
         share = FREE_SHARE if memory is None else 1.0
         kv_cache_bytes = max(int((total - engine.weight_bytes - sizes.arena_bytes) * share), 0)
         lengths = [length for length in LENGTHS if length < plan.max_seq_len] + [plan.max_seq_len]
-        fits = {length: kv_cache_bytes // sequence_bytes(caches, length, sizes.limits.tokens) for length in lengths}
+        fits = {
+            length: kv_cache_bytes // sequence_bytes(plan.caches, length, sizes.limits.tokens) for length in lengths
+        }
         return {
             "path": str(path),
             "file_bytes": engine.file.file_bytes,
@@ -64,7 +65,18 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
                     "dtype": group.planes[0].dtype,
                     "bytes_per_token": group.bytes_per_token,
                 }
-                for group in caches
+                for group in plan.paged_caches
+            ],
+            "recurrent_states": [
+                {
+                    "layers": len(state.layers),
+                    "tensors": {
+                        tensor.name: {"shape": tensor.shape, "dtype": tensor.dtype} for tensor in state.tensors
+                    },
+                    "bytes_per_sequence": state.bytes_per_sequence,
+                    "snapshot_tokens": state.snapshot_tokens,
+                }
+                for state in plan.recurrent_states
             ],
             "memory": {
                 "given_bytes": total,
@@ -73,6 +85,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
                 "kv_cache_bytes": kv_cache_bytes,
                 "kv_cache_share": share,  # of what weights and arena leave of given_bytes
                 "kv_bytes_per_token": plan.kv_bytes_per_token(),
+                "state_bytes_per_sequence": plan.state_bytes_per_sequence(),
                 "sequences_by_length": fits,
             },
             "sections": {
@@ -120,6 +133,13 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
         heads = f"{group['kv_heads']} heads of {group['head_dim']} as {group['dtype']}"
         per_token = f"{format_bytes(group['bytes_per_token'])} per token"
         lines.append(f"  KV         {group['layers']} layers of {heads}, {window}: {per_token}")
+    for state in summary["recurrent_states"]:
+        tensors = ", ".join(
+            f"{name} {'×'.join(map(str, tensor['shape']))} as {tensor['dtype']}"
+            for name, tensor in state["tensors"].items()
+        )
+        size = f"{format_bytes(state['bytes_per_sequence'])} per sequence, however long"
+        lines.append(f"  state      {state['layers']} layers of {tensors}: {size}")
     lines.append(
         f"  memory     {format_bytes(memory['weight_bytes'])} weights, {format_bytes(memory['arena_bytes'])} arena"
     )

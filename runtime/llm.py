@@ -19,7 +19,7 @@ from weakref import finalize
 
 from enginewright.errors import EngineError, UsageError, shorten
 from enginewright.runtime.collector import Collector
-from enginewright.runtime.core import EngineCore
+from enginewright.runtime.core import EngineCore, OutputSink
 from enginewright.runtime.devices import open_engine
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.engine_thread import EngineThread, close_all
@@ -266,8 +266,9 @@ class _Inbox:
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int, Delta | EngineError]] = SimpleQueue()
 
-    def sink(self, index: int) -> "_OutputSink":
-        return _OutputSink(self._queue, index)
+    def sink(self, index: int) -> OutputSink:
+        """Where the engine's thread puts the deltas of one request, with its index."""
+        return lambda item: self._queue.put((index, item))
 
     def get(self) -> tuple[int, Delta]:
         """The next delta and the index of its request. Raises EngineDeadError if none will come."""
@@ -275,19 +276,6 @@ class _Inbox:
         if isinstance(item, EngineError):
             raise item
         return index, item
-
-
-class _OutputSink:
-    """Where the engine's thread puts the deltas of one request."""
-
-    def __init__(self, queue: "SimpleQueue[tuple[int, Delta | EngineError]]", index: int) -> None:
-        self._queue, self._index = queue, index
-
-    def put(self, delta: Delta) -> None:
-        self._queue.put((self._index, delta))
-
-    def fail(self, error: EngineError) -> None:
-        self._queue.put((self._index, error))
 
 
 def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

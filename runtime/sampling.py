@@ -191,7 +191,7 @@ class TokenRules:
         eos_token_ids: as of SamplingRequest.
 
     Raises:
-        UsageError: a token is beyond the vocabulary, there are more of them than it has, or none that may be drawn.
+        UsageError: a token is beyond the vocabulary, there are more of them than it has, or none that may be sampled.
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
@@ -255,7 +255,7 @@ class SamplingRequest:
         params: what the request asks for.
         prompt: token ids.
         vocab_size: width of the logits.
-        eos_token_ids: the model's end-of-text tokens: not drawn before `min_tokens`, unless `ignore_eos` makes them
+        eos_token_ids: the model's end-of-text tokens: not sampled before `min_tokens`, unless `ignore_eos` makes them
             tokens like others.
         choice: which of the n answers this is.
         seed: of all n answers, for requests that name none: draw it once and give it to each.

@@ -56,6 +56,14 @@ class Cache:
             shared = shorter
         return shared
 
+    def parts_at(self, keys: Sequence[bytes]) -> int:
+        """The position up to which a sequence that came before has the tokens of these blocks, as far as a group still
+        shows it; 0 where it does not matter, since all groups can begin anywhere.
+        """
+        if not self.has_snapshots:
+            return 0
+        return max(kind.num_shared(keys, len(keys)) for kind in self._kinds) * (self.block_size or 0)
+
     def admit(
         self,
         length: int,
@@ -64,6 +72,7 @@ class Cache:
         copies: Sequence[Copies] | None = None,
         *,
         shares: bool = False,
+        parts_at: int = 0,
     ) -> list[Any] | None:
         """What a sequence of `length` positions so far holds, or None if there is no room now.
 
@@ -71,12 +80,15 @@ class Cache:
             keys: of the full blocks that it begins with and that are there (`num_shared`).
             spare: blocks, a group, that must be left over.
             copies: gets, a group, the copies to make before anything else is written.
-            shares: whether others may begin with what it computes.
+            shares, parts_at: as CacheKind.open has them.
         """
         if not all(kind.has_room(length, keys, spare) for kind in self._kinds):
             return None
         copies = copies or [[] for _ in self._kinds]
-        return [kind.open(length, keys, mine, shares=shares) for kind, mine in zip(self._kinds, copies, strict=True)]
+        return [
+            kind.open(length, keys, mine, shares=shares, parts_at=parts_at)
+            for kind, mine in zip(self._kinds, copies, strict=True)
+        ]
 
     def fork(
         self, held: Sequence[Any], computed: int, shared: int, length: int, spare: int, copies: Sequence[Copies]

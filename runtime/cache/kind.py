@@ -32,8 +32,10 @@ class CacheKind(ABC, Generic[Held]):
         """
 
     @abstractmethod
-    def open(self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool) -> Held:
-        """shares: whether others may begin with what this sequence computes."""
+    def open(self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool, parts_at: int) -> Held:
+        """shares: whether others may begin with what this sequence computes. parts_at: the position up to which another
+        one that came before has the same tokens; 0: none is known.
+        """
 
     @abstractmethod
     def can_fork(self, held: Held, computed: int, shared: int, length: int, spare: int) -> bool:

@@ -74,7 +74,7 @@ class PagedBlocks(CacheKind[BlockTable]):
         revived = 0 if self._window else sum(not self.pool.is_held(self.pool.place_of(keys[place])) for place in needed)
         return self._to_reserve(length, len(keys)) + revived + spare <= self._room
 
-    def open(self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool) -> BlockTable:
+    def open(self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool, parts_at: int) -> BlockTable:
         blocks = [0] * len(keys)
         for place in self._needed(len(keys), len(keys) * self._block_size):
             blocks[place] = self.pool.place_of(keys[place])

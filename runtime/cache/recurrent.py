@@ -1,8 +1,10 @@
 """Recurrent states: a slot for each sequence that runs, and snapshots for those that will begin alike.
 
 A state is of all tokens up to a position and of no other, so a sequence can only begin where somebody has kept a copy:
-at multiples of a group's `snapshot_tokens`, and at the last full block of the text that it was admitted with. A
-snapshot is found by the key of the block that ends there, and is kept, as blocks are, until its slot is needed.
+at multiples of a group's `snapshot_tokens`, at the last full block of the text that it was admitted with, and where
+that text parts from one that came before it, which the blocks of other groups show: others are likely to part there,
+too (https://arxiv.org/abs/2411.19379). A snapshot is found by the key of the block that ends there, and is kept, as
+blocks are, until its slot is needed.
 """
 
 from collections.abc import Sequence
@@ -33,9 +35,15 @@ class StateSlot:
 
     slot: int
     snapshots_end: int  # no snapshot is taken up to this position: one is there, or there was no room for it
-    last_stop: int  # the last full block of what it was admitted with, behind which at least one token follows
+    # Where it takes snapshots beside multiples of the interval: behind the last full block of what it was admitted with
+    # and that at least one token follows, and where it parts from others.
+    stops: tuple[int, ...]
     shares: bool  # it takes snapshots
     pending: list[Snapshot] = field(default_factory=list)
+
+    @property
+    def held(self) -> list[int]:
+        return [self.slot]
 
 
 class StateSlots(CacheKind[StateSlot]):
@@ -59,7 +67,7 @@ class StateSlots(CacheKind[StateSlot]):
     def has_room(self, length: int, keys: Sequence[bytes], spare: int) -> bool:
         return self.pool.num_free > 0
 
-    def open(self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool) -> StateSlot:
+    def open(self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool, parts_at: int) -> StateSlot:
         """It begins with a copy of a snapshot, or with the snapshot itself if no other slot is free."""
         pool, shared = self.pool, len(keys) * self._block_size
         if not keys:
@@ -73,8 +81,8 @@ class StateSlots(CacheKind[StateSlot]):
                 pool.drop(snapshot)
             else:
                 pool.overwrite(slot)
-        last_stop = (length - 1) // self._block_size * self._block_size
-        return StateSlot(slot, shared, last_stop, shares and self._may_share)
+        last_block = (length - 1) // self._block_size * self._block_size
+        return StateSlot(slot, shared, (parts_at, last_block), shares and self._may_share)
 
     def can_fork(self, held: StateSlot, computed: int, shared: int, length: int, spare: int) -> bool:
         """Only where the state stands: what it was before is gone."""
@@ -83,7 +91,7 @@ class StateSlots(CacheKind[StateSlot]):
     def fork(self, held: StateSlot, shared: int, length: int, copies: Copies) -> StateSlot:
         slot = self.pool.take()
         copies.append((held.slot, slot))
-        return StateSlot(slot, shared, held.last_stop, held.shares)
+        return StateSlot(slot, shared, held.stops, held.shares)
 
     def extend(self, held: StateSlot, computed: int, length: int, new: list[int], copies: Copies) -> None:
         """Steps before this one have brought the state to `computed`: if that is a stop, a copy is made now."""
@@ -135,13 +143,11 @@ class StateSlots(CacheKind[StateSlot]):
     def chunk_end(self, held: StateSlot, first: int, end: int) -> int:
         if not held.shares:
             return end
-        stop = first - first % self._interval + self._interval
-        if first < held.last_stop < stop:
-            stop = held.last_stop
-        return min(end, stop)
+        interval = first - first % self._interval + self._interval
+        return min(end, interval, *(stop for stop in held.stops if stop > first))
 
     def _is_stop(self, held: StateSlot, position: int) -> bool:
-        return position % self._interval == 0 or position == held.last_stop
+        return position % self._interval == 0 or position in held.stops
 
     def _snapshot_at(self, held: StateSlot, position: int, keys: Sequence[bytes]) -> int | None:
         """The slot of a snapshot, its own or one that all may use."""

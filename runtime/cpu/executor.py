@@ -1,5 +1,7 @@
 """Runs plans on the CPU: binds an engine's plan to memory, and hands each step to the C++ executor in one call."""
 
+from math import prod
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -8,7 +10,16 @@ from enginewright.dtypes import KV_CACHES
 from enginewright.engine_header import ALIGN
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
 from enginewright.manifest import SectionForm
-from enginewright.plan import Buffer, BufferOperand, CacheOperand, InputOperand, Operand, PagedCache, WeightOperand
+from enginewright.plan import (
+    Buffer,
+    BufferOperand,
+    CacheGroup,
+    CacheOperand,
+    InputOperand,
+    Operand,
+    PagedCache,
+    WeightOperand,
+)
 from enginewright.runtime import env
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.engine import Engine
@@ -16,7 +27,6 @@ from enginewright.runtime.machine import num_cores
 from enginewright.runtime.memory_plan import RuntimeConfig, plan_memory
 from enginewright.runtime.sampling import Draw
 from enginewright.runtime.step_plan import StepOutputs, StepPlan
-from enginewright.runtime.supported import paged_caches
 
 KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())  # what planes hold
 
@@ -49,8 +59,8 @@ class CpuExecutor:
         inputs = [(one.name, one.rows.by_position(dims), one.columns.by_position(dims)) for one in self.plan.inputs]
         try:
             self.pools = [
-                _cache_blocks(group, count)
-                for group, count in zip(paged_caches(self.plan), self.memory_plan.num_blocks, strict=True)
+                _places(group, count)
+                for group, count in zip(self.plan.caches, self.memory_plan.num_blocks, strict=True)
             ]
             self._executor = _cpu.Executor(self.isa, self.threads, self.memory_plan.limits.counts, inputs, arena_bytes)
             for call in self.plan.calls:
@@ -109,7 +119,7 @@ class CpuExecutor:
         return profile
 
     def _prepare(self, plan: StepPlan) -> list[NDArray[np.int32]]:
-        """Copy and zero KV blocks; the step's arrays, in order."""
+        """Copy and zero blocks and slots; the step's arrays, in order."""
         for pool, copies, new in zip(self.pools, plan.copies, plan.new_blocks, strict=True):
             if copies:
                 pool.copy(copies)
@@ -139,8 +149,8 @@ class CpuExecutor:
             case WeightOperand():
                 data, form = self._weight(operand.name)
                 assert form.dtype is not None and form.shape is not None and form.layout is not None
-                rows, columns = form.shape if len(form.shape) == 2 else (1, form.shape[0])
-                return _cpu.OperandSpec.weight(data, form.dtype, form.layout, rows, columns)
+                matrices, rows, columns = (1,) * (3 - len(form.shape)) + form.shape
+                return _cpu.OperandSpec.weight(data, form.dtype, form.layout, rows, columns, matrices)
             case BufferOperand():
                 buffer: Buffer = self.plan.buffers[operand.index]
                 whole = operand.columns == buffer.columns
@@ -155,17 +165,23 @@ class CpuExecutor:
                 )
             case CacheOperand():
                 group = self.plan.cache_of(operand.layer)
-                blocks = self.pools[self.plan.caches.index(group)]
-                return _cpu.OperandSpec.cache(blocks, group.layers.index(operand.layer), operand.part)
+                places, layer = self.pools[self.plan.caches.index(group)], group.layers.index(operand.layer)
+                if isinstance(places, _cpu.StateSlots):
+                    return _cpu.OperandSpec.state(places, layer, operand.part)
+                return _cpu.OperandSpec.cache(places, layer, operand.part)
 
 
-def _cache_blocks(group: PagedCache, count: int) -> _cpu.CacheBlocks:
+def _places(group: CacheGroup, count: int) -> _cpu.CacheBlocks | _cpu.StateSlots:
+    """The memory of a cache group."""
+    if not isinstance(group, PagedCache):
+        tensors = [(tensor.name, prod(tensor.shape), tensor.dtype) for tensor in group.tensors]
+        return _cpu.StateSlots(len(group.layers), count, tensors)
     planes = [(plane.name, plane.heads, plane.dim, plane.dtype) for plane in group.planes]
     return _cpu.CacheBlocks(len(group.layers), count, group.block_size, planes)
 
 
 def _check_dtypes(engine: Engine) -> None:
-    for dtype in (plane.dtype for group in paged_caches(engine.plan) for plane in group.planes):
+    for dtype in (plane.dtype for group in engine.plan.paged_caches for plane in group.planes):
         if dtype not in KV_DTYPES:
             raise NoCodeForMachineError(
                 f"{engine.file.path} keeps its KV cache as {dtype}",

@@ -43,6 +43,7 @@ class Device(Protocol):
     def upload(self, address: int, data: Bytes) -> None: ...
     def download(self, data: Bytes, address: int) -> None: ...
     def copy(self, to: int, source: int, nbytes: int) -> None: ...
+    def zero(self, address: int, nbytes: int) -> None: ...
     def synchronize(self) -> None: ...
     def event(self) -> Any:
         """Something that can be recorded, again and again, and waited for."""
@@ -192,6 +193,9 @@ class CudaDevice:
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
         self._call("cuMemcpyDtoDAsync", to, source, nbytes, self._stream)
+
+    def zero(self, address: int, nbytes: int) -> None:
+        self._call("cuMemsetD8Async", address, 0, nbytes, self._stream)
 
     def synchronize(self) -> None:
         self._call("cuStreamSynchronize", self._stream)

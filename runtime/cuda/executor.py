@@ -27,6 +27,7 @@ from enginewright.plan import (
     KernelCall,
     Launch,
     Operand,
+    RecurrentState,
     StepSizes,
     WeightOperand,
 )
@@ -34,10 +35,9 @@ from enginewright.runtime.cuda.device import Device, Grid, OnGrid
 from enginewright.runtime.cuda.sampling import PIPELINE_SLOTS, DeviceSampler, SamplerLimits
 from enginewright.runtime.cuda.upload import upload_weights
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig, limits_of, plan_memory
+from enginewright.runtime.memory_plan import RuntimeConfig, limits_of, place_bytes, plan_memory
 from enginewright.runtime.sampling import Draw, Entries, Fields
 from enginewright.runtime.step_plan import StepOutputs, StepPlan
-from enginewright.runtime.supported import paged_caches
 from enginewright.runtime.token_mask import Mask
 
 RESERVED_BYTES = 256 << 20  # of the GPU's memory, for code, graphs and what the driver takes
@@ -83,10 +83,10 @@ class CudaExecutor:
         offsets, arena_bytes = self.plan.arena_offsets(limits)
         arena = device.allocate(arena_bytes)
         self._buffers = [arena + offset for offset in offsets]
-        self._block_bytes = [group.block_bytes for group in paged_caches(self.plan)]
+        self._place_bytes = [place_bytes(group) for group in self.plan.caches]
         self._pools = [
             device.allocate(count * nbytes)
-            for count, nbytes in zip(self.memory_plan.num_blocks, self._block_bytes, strict=True)
+            for count, nbytes in zip(self.memory_plan.num_blocks, self._place_bytes, strict=True)
         ]
         self._weights = upload_weights(engine, device, ALIGN)
         self._logits = self._buffers[self.plan.logits]
@@ -125,10 +125,13 @@ class CudaExecutor:
         """Begin one step. It is done when its logits, or the tokens that were sampled from them, have been read."""
         self.device.bind()
         sizes = plan.sizes
-        # New blocks are not zeroed: attention reads no position that its queries do not see.
-        for pool, size, copies in zip(self._pools, self._block_bytes, plan.copies, strict=True):
+        for pool, size, copies in zip(self._pools, self._place_bytes, plan.copies, strict=True):
             for source, to in copies:
                 self.device.copy(pool + to * size, pool + source * size, size)
+        # A state begins with zeros. New blocks need none: attention reads no position that its queries do not see.
+        for group, pool, new in zip(self.plan.caches, self._pools, plan.new_blocks, strict=True):
+            for slot in new if isinstance(group, RecurrentState) else ():
+                self.device.zero(pool + slot * place_bytes(group), place_bytes(group))
         self._inputs.upload(plan.inputs, sizes)
         bucket = bucket_of(sizes, self._buckets)
         if bucket is not None:
@@ -185,7 +188,7 @@ class CudaExecutor:
                 buffer = self.plan.buffers[operand.index]
                 return self._buffers[operand.index] + operand.column * buffer.element_bytes
             case CacheOperand():
-                for pool, group in zip(self._pools, paged_caches(self.plan), strict=True):
+                for pool, group in zip(self._pools, self.plan.caches, strict=True):
                     if operand.layer in group.layers:
                         return pool + group.offset_bytes(operand.layer, operand.part)
         raise CorruptEngineError("the plan is damaged", f"{operand} is nowhere")

@@ -31,6 +31,10 @@ class SharedPrefixes:
         shared = self._cache.num_shared(keys)
         return None if shared < len(keys) and keys[shared] in self._being_written else keys[:shared]
 
+    def parts_at(self, sequence: TokenSequence) -> int:
+        """The position at which it parts from a sequence that came before, to the block; 0 where it does not matter."""
+        return self._cache.parts_at(self._keys(sequence, sequence.num_tokens - 1))
+
     def begin(self, sequence: TokenSequence, shared: int) -> None:
         """It runs now, and writes what comes behind its first `shared` blocks: others that want it may wait."""
         sequence.keys_in_flight = self._keys(sequence, len(sequence.token_ids))[shared:]

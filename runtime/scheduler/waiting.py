@@ -82,7 +82,8 @@ class WaitingSequences:
 
     def _open(self, sequence: TokenSequence, keys: Sequence[bytes], spare: int, copies: Sequence[Copies]) -> bool:
         """Begin with what is there of these keys."""
-        held = self._cache.admit(sequence.num_tokens, keys, spare, copies, shares=sequence.keys is not None)
+        parts_at, shares = self._prefixes.parts_at(sequence), sequence.keys is not None
+        held = self._cache.admit(sequence.num_tokens, keys, spare, copies, shares=shares, parts_at=parts_at)
         if held is None:
             return False
         sequence.held = held

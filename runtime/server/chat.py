@@ -155,16 +155,16 @@ class ChatForm(Form):
         return {
             "content": [
                 {
-                    **self._entry(drawn.token, drawn.logprob),
-                    "top_logprobs": [self._entry(token, logprob) for token, logprob in drawn.top_logprobs],
+                    **self._entry(sampled.token, sampled.logprob),
+                    "top_logprobs": [self._entry(token, logprob) for token, logprob in sampled.top_logprobs],
                 }
-                for drawn in tokens
+                for sampled in tokens
             ],
             "refusal": None,
         }
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """bytes is null for a token that is a part of a character, whose bytes cannot be told from its text."""
+        """bytes is null for a token that is a part of a character, whose bytes its text does not give."""
         text = self._token_text(token)
         whole = REPLACEMENT not in text
         return {"token": text, "logprob": shown(logprob), "bytes": list(text.encode()) if whole else None}

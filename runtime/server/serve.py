@@ -16,15 +16,14 @@ import uvicorn
 
 from enginewright.errors import EngineError
 from enginewright.runtime.async_llm import AsyncLLM
-from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.engine import Engine
+from enginewright.runtime.memory_plan import places_of
 from enginewright.runtime.server.app import App
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.connections import ACCEPTS_AT_ONCE, ConnectionLimit
 from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.wire import LimitedHttp
-from enginewright.runtime.supported import paged_caches
 
 BACKLOG = 2048  # connections that the system holds until they are taken
 # Back from a step, the engine's thread waits this long for whoever runs Python: a chat being rendered, mostly. With
@@ -237,8 +236,8 @@ def _ready(service: Service, listener: socket.socket) -> str:
     address = f"[{host}]" if ":" in host else host
     memory_plan, plan = service.llm.memory_plan, service.llm.engine.plan
     length, chunk = memory_plan.max_model_len, memory_plan.limits.tokens
-    blocks = zip(memory_plan.num_blocks, paged_caches(plan), strict=True)
-    whole = min(count // blocks_of(group, length, chunk) for count, group in blocks)
+    places = zip(memory_plan.num_blocks, plan.caches, strict=True)
+    whole = min(count // places_of(group, length, chunk) for count, group in places)
     most = memory_plan.limits.sequences
     fit = f"{most} completions at a time, {min(whole, most)} of them may have all {length} positions"
     return f"serving {service.models[0]} at http://{address}:{port}/v1 ({fit})"

@@ -15,7 +15,15 @@ from enginewright.errors import UsageError
 
 PLACE = Path(__file__).with_name("configs")
 SHIPPED = {name: PLACE / f"{name}.toml" for name in sorted(path.stem for path in PLACE.glob("*.toml"))}
-OF_ONE_RUN = ("recipe", "output", "report", "dump_graphs", "dry_run", "json")  # options that a recipe cannot set
+OF_ONE_RUN = (
+    "recipe",
+    "output",
+    "report",
+    "dump_graphs",
+    "dry_run",
+    "json",
+    "list_models",
+)  # options that a recipe cannot set
 
 
 def recipe_option(command: Any) -> Any:

@@ -16,6 +16,7 @@ class DType:
     in_r16: bool = False  # whether matrices may be packed so (csrc/cpu/kernel.h)
     in_columns: bool = False  # whether what groups of a matrix's columns have may be packed as r16_columns
     kv_cache: str = ""  # what --kv-cache-dtype calls a KV cache of it; "" if there is none
+    kv_group: int = 0  # numbers of a KV cache's head that share a scale and a zero point, BF16 each; 0: see `largest`
     largest: float = 0.0  # the largest code, where rows are stored as codes with an f32 scale; 0 of plain numbers
     tiny: float = 0.0  # what is below it in a row of codes counts as 0: below half of it, largest / x is infinite
 
@@ -29,6 +30,11 @@ class DType:
         """Of what stands beside a row."""
         return DTYPES["f32"].bytes if self.largest else 0
 
+    def kv_row_bytes(self, width: int) -> int:
+        """Of a row of a KV cache: `width` numbers, padding included, and what stands beside them."""
+        group_bytes = 2 * DTYPES["bf16"].bytes
+        return width * self.bits // 8 + (width // self.kv_group * group_bytes if self.kv_group else self.scale_bytes)
+
 
 DTYPES: Mapping[str, DType] = {
     dtype.name: dtype
@@ -38,8 +44,14 @@ DTYPES: Mapping[str, DType] = {
         DType("i32", 32, "INT32", "int32"),
         DType("i8", 8, "INT8", "int8", in_r16=True, in_columns=True, kv_cache="int8", largest=127.0, tiny=2.0**-120),
         DType("e4m3", 8, "FLOAT8E4M3FN", "float8_e4m3fn", in_r16=True, kv_cache="fp8", largest=448.0, tiny=2.0**-118),
-        DType("u4", 4, "UINT8", "uint8", in_r16=True),
+        DType("u4", 4, "UINT8", "uint8", in_r16=True, kv_cache="int4", kv_group=32, tiny=2.0**-100),
         DType("e2m1", 4, "UINT8", "uint8", in_r16=True),
     )
 }
+# By what --kv-cache-dtype calls them.
 KV_CACHES: Mapping[str, DType] = {dtype.kv_cache: dtype for dtype in DTYPES.values() if dtype.kv_cache}
+
+
+def kv_share(dtype: DType, width: int = 128) -> float:
+    """Of the memory of a KV cache in BF16, what one of this dtype takes, with heads of `width` numbers."""
+    return dtype.kv_row_bytes(width) / DTYPES["bf16"].kv_row_bytes(width)

@@ -150,9 +150,15 @@ def check_form(name: str, form: SectionForm) -> None:
 
 
 def packed_bytes(dtype: str, shape: tuple[int, ...], layout: str) -> int:
-    """Bytes of a matrix or vector in one of the layouts of csrc/cpu/kernel.h; ValueError if there is no such one."""
-    if not 1 <= len(shape) <= 2 or not all(1 <= size <= MAX_BYTES for size in shape):
-        raise ValueError(f"shape {shape} is neither [columns] nor [rows, columns]")
+    """Bytes of a vector, a matrix, or several matrices one behind the other in one of the layouts of csrc/cpu/kernel.h;
+    ValueError if there is no such one.
+    """
+    if not 1 <= len(shape) <= 3 or not all(1 <= size <= MAX_BYTES for size in shape):
+        raise ValueError(f"shape {shape} is neither [columns], [rows, columns] nor [matrices, rows, columns]")
+    if len(shape) == 3:
+        if layout == "plain":
+            raise ValueError("no tensor of 3 dimensions has the layout 'plain'")
+        return shape[0] * packed_bytes(dtype, shape[1:], layout)
     rows, columns = shape if len(shape) == 2 else (1, shape[0])
     facts = DTYPES.get(dtype)
     if layout == "plain" and facts is not None and facts.bytes:

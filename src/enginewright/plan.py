@@ -113,7 +113,7 @@ class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str  # what kernels ask for: "key", "value"
     heads: int
     dim: int  # of a head
-    dtype: str  # as stored: bf16, or codes (i8, e4m3) with an f32 scale beside those of a head
+    dtype: str  # as stored: bf16, or codes with what scales them beside those of a head (csrc/cpu/kv.h)
     bytes_per_token: int  # in one layer, as stored: padding and scales included
 
 
@@ -170,8 +170,15 @@ class RecurrentState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     @property
     def bytes_per_sequence(self) -> int:
         """Of all layers and tensors."""
-        one = sum(prod(tensor.shape) * DTYPES[tensor.dtype].bytes for tensor in self.tensors)
-        return len(self.layers) * one
+        return len(self.layers) * sum(self._tensor_bytes())
+
+    def offset_bytes(self, layer: int, part: str) -> int:
+        """Where a layer's tensor begins in a slot: layers in their order, and in each of them its tensors in theirs."""
+        sizes = self._tensor_bytes()
+        return self.layers.index(layer) * sum(sizes) + sum(sizes[: self.parts.index(part)])
+
+    def _tensor_bytes(self) -> list[int]:
+        return [prod(tensor.shape) * DTYPES[tensor.dtype].bytes for tensor in self.tensors]
 
 
 CacheGroup = PagedCache | RecurrentState  # what a sequence leaves behind it between steps, in some of the layers
@@ -387,8 +394,23 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         operands = (operand for call in self.calls for operand in call.operands.values())
         return list(dict.fromkeys(operand.name for operand in operands if isinstance(operand, WeightOperand)))
 
+    @property
+    def paged_caches(self) -> tuple[PagedCache, ...]:
+        return tuple(group for group in self.caches if isinstance(group, PagedCache))
+
+    @property
+    def recurrent_states(self) -> tuple[RecurrentState, ...]:
+        return tuple(group for group in self.caches if isinstance(group, RecurrentState))
+
+    def kv_dtype(self) -> str:
+        """What attention's planes hold; "bf16" where nothing attends."""
+        return self.paged_caches[0].planes[0].dtype if self.paged_caches else "bf16"
+
     def kv_bytes_per_token(self) -> int:
-        return sum(group.bytes_per_token for group in self.caches if isinstance(group, PagedCache))
+        return sum(group.bytes_per_token for group in self.paged_caches)
+
+    def state_bytes_per_sequence(self) -> int:
+        return sum(state.bytes_per_sequence for state in self.recurrent_states)
 
     def cache_of(self, layer: int) -> CacheGroup:
         """The group that has a layer's cache."""
