@@ -11,6 +11,8 @@ import onnx_ir as ir
 from enginewright.passes.graph import nodes_of, norms_rows, only_used_by, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import plugin_of
+from enginewright.plugins.plugin import CODES
+from enginewright.plugins.route import renamed
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,8 @@ def _raise(model: ir.Model, gather: ir.Node) -> int:
     if source.is_initializer() or rows.is_initializer() or gather.attributes.get_int("axis", 0) != 0:
         return 0  # an embedding
     old, new = source.shape[0], rows.shape[0]
-    above: list[ir.Node] = []
-    for node in reversed(tuple(model.graph)):
-        read = [value for value in node.outputs if value.uses() or value.is_graph_output()]
-        if read and _by_rows(node) and all(only_used_by(value, gather, *above) for value in read):
-            above.append(node)
+    assert isinstance(new, ir.SymbolicDim)
+    above = _above(model, gather)
     if not above:
         return 0
     chosen: dict[ir.Value, ir.Value] = {}
@@ -48,13 +47,38 @@ def _raise(model: ir.Model, gather: ir.Node) -> int:
             node.replace_input_with(index, chosen[value])
         for output in node.outputs:
             assert output.shape is not None
-            output.shape = ir.Shape((new, *output.shape.dims[1:]))
+            output.shape = ir.Shape([renamed(size, str(old), new) for size in output.shape.dims])
     (result,) = gather.outputs
     name, result.name = result.name, None
     ir.convenience.replace_all_uses_with(result, source, replace_graph_outputs=True)
     source.name = name
     model.graph.remove(gather, safe=True)
     return len(above)
+
+
+def _above(model: ir.Model, gather: ir.Node) -> list[ir.Node]:
+    """The nodes that it can be moved over, the last one first."""
+    staying: set[ir.Node] = set()
+    while True:
+        above: list[ir.Node] = []
+        for node in reversed(tuple(model.graph)):
+            read = [value for value in node.outputs if value.uses() or value.is_graph_output()]
+            movable = read and _by_rows(node) and node not in staying
+            if movable and all(only_used_by(value, gather, *above) for value in read):
+                above.append(node)
+        # Rows of codes, which others read as well, cannot be chosen: what reads them stays where it is.
+        stuck = {
+            node
+            for node in above
+            for value in node.inputs
+            if value is not None
+            and value.dtype in CODES
+            and not value.is_initializer()
+            and value.producer() not in above
+        }
+        if not stuck:
+            return above
+        staying |= stuck
 
 
 def _by_rows(node: ir.Node) -> bool:

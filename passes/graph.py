@@ -4,8 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
+import torch
 
-from enginewright.plugins.plugin import DOMAIN
+from enginewright.plugins.grouped_linear import GROUPED_LINEAR, STARTS
+from enginewright.plugins.plugin import DOMAIN, operand, optional
+from enginewright.plugins.route import experts_of
 from enginewright.plugins.softcap import SOFTCAP
 
 
@@ -61,17 +64,45 @@ def typed(name: str, dtype: ir.DataType, dims: Sequence[int | ir.SymbolicDim]) -
 
 @dataclass(frozen=True)
 class Linear:
-    """x weightᵀ (+ bias), found in a graph: MatMul(x, Transpose(weight)), and Add if there is a bias."""
+    """x weightᵀ (+ bias), found in a graph: MatMul(x, Transpose(weight)), and Add if there is a bias; or the same of
+    several experts, each over its own rows of x: GroupedLinear.
+    """
 
     x: ir.Value
-    weight: ir.Value  # [N, K], an initializer
+    weight: ir.Value  # [N, K], an initializer; of experts, their matrices one behind the other: [E · N, K]
     bias: ir.Value | None
     output: ir.Value
-    nodes: tuple[ir.Node, ...]  # Transpose, MatMul, Add; the Transpose may have other users
+    nodes: tuple[ir.Node, ...]  # Transpose, MatMul, Add, where the Transpose may have other users; or GroupedLinear
+    # Of experts, while texts stream (passes/streaming.py): where the rows of each start in each text, [E + 1].
+    starts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def experts(self) -> int:
+        """Matrices in the weight."""
+        node = self.nodes[-1]
+        return experts_of(operand(node, STARTS)) if node.op_type == GROUPED_LINEAR.name else 1
+
+    def rows_of(self, expert: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of what the layer reads in each text, what one expert reads."""
+        if not self.starts:
+            return list(inputs)
+        return [x[starts[expert] : starts[expert + 1]] for x, starts in zip(inputs, self.starts, strict=True)]
+
+
+def linears_of(model: ir.Model) -> Iterator[Linear]:
+    """All linear layers; a layer whose weight is another's, too, as often as it is one."""
+    for node in nodes_of(model, "MatMul"):
+        if (linear := linear_of(node.outputs[0])) is not None:
+            yield linear
+    for node in nodes_of(model, GROUPED_LINEAR.name, domain=DOMAIN):
+        if (linear := linear_of(node.outputs[0])) is not None:
+            yield linear
 
 
 def linear_of(output: ir.Value | None) -> Linear | None:
     """The linear layer that writes a value, if one does."""
+    if output is not None and (node := made_by(output, GROUPED_LINEAR.name, DOMAIN)) is not None:
+        return Linear(operand(node, 0), operand(node, 1), optional(node, 2), output, (node,))
     add = made_by(output, "Add")
     product, bias = (output, None) if add is None else (add.inputs[0], add.inputs[1])
     if bias is not None and not (bias.is_initializer() and bias.shape is not None and len(bias.shape) == 1):

@@ -12,6 +12,7 @@ from enginewright.passes.fusion.qkv import FuseQkv
 from enginewright.passes.fusion.residual_norm import FuseResidualNorm
 from enginewright.passes.fusion.rope_kv_write import FuseRopeKvWrite
 from enginewright.passes.fusion.round_in_producer import RoundInProducer
+from enginewright.passes.fusion.state_projections import FuseStateProjections
 from enginewright.passes.fusion.swiglu import FuseSwiGlu
 from enginewright.passes.gather_early import GatherEarly
 from enginewright.passes.graph import norms_rows
@@ -36,6 +37,7 @@ def pipeline(
         Cleanup(),
         SortColumns(),
         FuseQkv(),
+        FuseStateProjections(),
         FuseGateUp(),
         # Formats of weights and activations. What sees activations does so in standard ops.
         *(quant.foresee() if quant.calibrated and calibration is None else quant.prepare(calibration or Calibration())),

@@ -8,6 +8,8 @@ neither on the number of threads nor on the other texts.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, cast
 
 import onnx_ir as ir
@@ -15,21 +17,32 @@ import torch
 from torch.nn import functional as F
 
 from enginewright.passes.graph import Linear, head_of, linear_of, made_by
-from enginewright.passes.torch_ops import Compute, compute_of
+from enginewright.passes.torch_ops import GATES, Compute, compute_of
 from enginewright.passes.weights import RowReader, open_rows, read, shape_of
+from enginewright.plugins.grouped_linear import GROUPED_LINEAR, STARTS
+from enginewright.plugins.plugin import operand
 
 HEAD_ROWS = 8192  # of the vocabulary, of which logits are computed at once
 
 
-Instead = Mapping[int, Callable[[torch.Tensor], torch.Tensor]]  # text → x [1, tokens, K] to y [1, tokens, N]
+@dataclass(frozen=True)
+class Other:
+    """How a linear layer is computed in one text: weight · rounded(x), with its own weight or another one."""
+
+    rounded: Callable[[torch.Tensor], torch.Tensor]
+    weight: RowReader | None = None
+
+
+Instead = Mapping[int, Other]  # by text
 
 
 class Visit(Protocol):
     def __call__(self, linear: Linear, inputs: Sequence[torch.Tensor]) -> Instead | None:
-        """Sees a linear layer (without its bias) before it is computed, and what it reads in each text, [tokens, K].
+        """Sees a linear layer before it is computed, and what it reads in each text, [tokens, K]; of experts the rows
+        of all of them, and where each one's start (`linear.starts`).
 
         If it gives the weight another value (`linear.weight.const_value`), the layer is computed with that. What it
-        returns for a text takes the layer's place there.
+        returns for a text says how the layer is computed there.
         """
 
 
@@ -89,19 +102,30 @@ def stream(
     }
     with one_thread_each(threads) as pool:
         for node in nodes:
-            linear = linear_of(node.outputs[0]) if node.op_type == "MatMul" else None
-            instead: Instead | None = None
-            if visit is not None and linear is not None:
-                instead = visit(linear, [x[0] for x in cast(list[torch.Tensor], values[linear.x])])
-            compute = [compute_of(node)] * len(texts)
-            for text, other in (instead or {}).items():
-                compute[text] = lambda node, x, weight, other=other: (other(x),)
-            operands = [values.get(value) or [_shared(node, value)] * len(texts) for value in node.inputs]
-            results = list(pool.map(_call, compute, [node] * len(texts), *operands))
+            grouped = node.op_type == GROUPED_LINEAR.name
+            linear = linear_of(node.outputs[0]) if node.op_type == "MatMul" or grouped else None
+            instead: Instead = {}
+            if linear is not None:
+                inputs = cast(list[torch.Tensor], values[linear.x])
+                if grouped:
+                    starts = cast(list[torch.Tensor], values[operand(node, STARTS)])
+                    linear = replace(linear, starts=tuple(tuple(each[0].tolist()) for each in starts))
+                else:
+                    inputs = [x[0] for x in inputs]
+                instead = (visit(linear, inputs) if visit is not None else None) or {}
+            if linear is not None and grouped:
+                results: list[tuple[torch.Tensor, ...]] = [(y,) for y in _grouped(linear, inputs, instead, pool)]
+            else:
+                compute = [compute_of(node)] * len(texts)
+                for text, other in instead.items():
+                    compute[text] = partial(_linear, other)
+                operands = [values.get(value) or [_shared(node, value)] * len(texts) for value in node.inputs]
+                results = list(pool.map(_call, compute, [node] * len(texts), *operands))
+                del operands
             for index, output in enumerate(node.outputs):
                 if wanted[output]:
                     values[output] = [result[index] for result in results]
-            del operands, results
+            del results
             for value in node.inputs:
                 wanted[value] -= 1
                 if not wanted[value]:
@@ -113,6 +137,41 @@ def stream(
 def _call(compute: Compute, *operands: object) -> tuple[torch.Tensor, ...]:
     with torch.inference_mode():  # of this thread
         return compute(*operands)
+
+
+def _linear(other: Other, node: ir.Node, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (F.linear(other.rounded(x), weight if other.weight is None else other.weight(0, len(weight))),)
+
+
+def _grouped(
+    linear: Linear, inputs: Sequence[torch.Tensor], instead: Instead, pool: ThreadPoolExecutor
+) -> list[torch.Tensor]:
+    """Experts, one after the other, so that a weight is read once for all texts, and one expert's at a time."""
+    reader, experts = open_rows(linear.weight), linear.experts
+    rows, epilogue = shape_of(linear.weight)[0] // experts, linear.nodes[-1].attributes["epilogue"].as_string()
+    biases = None if linear.bias is None else read(linear.bias).view(experts, rows)
+    inputs = [instead[text].rounded(x) if text in instead else x for text, x in enumerate(inputs)]
+    results: list[list[torch.Tensor]] = [[] for _ in inputs]
+    for expert in range(experts):
+        begin, end = expert * rows, (expert + 1) * rows
+        own = [text for text, starts in enumerate(linear.starts) if starts[expert] < starts[expert + 1]]
+        shared = (
+            reader(begin, end) if any(text not in instead or instead[text].weight is None for text in own) else None
+        )
+
+        def compute(text: int, expert: int = expert, shared: torch.Tensor | None = shared) -> torch.Tensor:
+            with torch.inference_mode():  # of this thread
+                weight = instead[text].weight if text in instead else None
+                matrix = shared if weight is None else weight(expert * rows, (expert + 1) * rows)
+                assert matrix is not None
+                starts = linear.starts[text]
+                x = inputs[text][starts[expert] : starts[expert + 1]]
+                y = F.linear(x, matrix, None if biases is None else biases[expert])
+                return GATES[epilogue](*y.chunk(2, dim=-1)) if epilogue in GATES else y
+
+        for text, y in zip(own, pool.map(compute, own), strict=True):
+            results[text].append(y)
+    return [torch.cat(parts) for parts in results]
 
 
 def _divided(model: ir.Model, head: Linear) -> tuple[list[ir.Node], list[ir.Node]]:

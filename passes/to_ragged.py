@@ -2,27 +2,35 @@
 sequences over KV pools.
 
 Inputs afterwards, INT32: tokens, positions [tokens]; query_start [sequences + 1]; kv_len [sequences]; logit_rows
-[logit_rows]; for each KV group g, slots.<g> [tokens] and block_table.<g> [sequences, kv_blocks]. For each layer, in and
-out: key_pool.<layer>, value_pool.<layer> [slots.<g>, kv_heads, head_dim], as plugins/kv_write.py has them. Output:
-logits [logit_rows, V].
+[logit_rows]; for each KV group g, slots.<g> [tokens] and block_table.<g> [sequences, kv_blocks]; for each group of
+recurrent states, which follow the KV groups, state_slots.<g> [sequences]. For each layer, in and out: key_pool.<layer>,
+value_pool.<layer> [slots.<g>, kv_heads, head_dim], as plugins/kv_write.py has them, or its states by their names, such
+as conv_pool.<layer>, [state_slots.<g>, …]. Output: logits [logit_rows, V].
 """
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
-from enginewright.errors import EngineError
+from enginewright.errors import EngineError, UsageError
 from enginewright.passes.graph import nodes_of, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
-from enginewright.plugins import DOMAIN
+from enginewright.plugins import DOMAIN, plugin_of
 from enginewright.plugins.kv_write import BLOCK_SIZE, KV_WRITE, STORED, pool_dtype
+from enginewright.plugins.latent_paged_attention import LATENT_PAGED_ATTENTION
+from enginewright.plugins.latent_write import LATENT_WRITE
 from enginewright.plugins.paged_attention import PAGED_ATTENTION
+from enginewright.plugins.plugin import width_of
+from enginewright.plugins.recurrence import STATE_INPUTS
 from enginewright.plugins.rope import ROPE
+from enginewright.plugins.route import renamed
 from enginewright.plugins.target import CPU_TARGET, Target
 
-QUERY_DTYPE = ir.DataType.BFLOAT16
+PAST_STATE = re.compile(r"past_(?P<part>\w+)\.(?P<layer>\d+)")
 TOKENS, SEQUENCES, LOGIT_ROWS = (ir.SymbolicDim(name) for name in ("tokens", "sequences", "logit_rows"))
 
 
@@ -55,20 +63,22 @@ class _Switch:
             ir.convenience.replace_all_uses_with(old_inputs[name], self._input(name, TOKENS))
         for node in nodes_of(self.model, "RotaryEmbedding"):
             self._rotary(node)
-        groups = {
-            layer: group
-            for group, entry in enumerate(json.loads(self.model.metadata_props["enginewright.kv_groups"]))
-            for layer in entry["layers"]
-        }
+        kv, states = (json.loads(self.model.metadata_props[f"enginewright.{kind}_groups"]) for kind in ("kv", "state"))
+        groups = {layer: group for group, entry in enumerate(kv) for layer in entry["layers"]}
+        state_groups = {layer: group for group, entry in enumerate(states, len(kv)) for layer in entry["layers"]}
         attentions = (*nodes_of(self.model, "Attention"), *nodes_of(self.model, "CausalWindow", domain=DOMAIN))
         layers = {_layer(node): node for node in attentions}
         for layer, node in sorted(layers.items()):
             self._attention(node, layer, groups[layer])
+        latent = {_layer(node): node for node in nodes_of(self.model, "LatentAttention", domain=DOMAIN)}
+        for layer, node in sorted(latent.items()):
+            self._latent_attention(node, layer, groups[layer])
+        recurrences = {self._recurrence(node, state_groups) for node in tuple(graph)} - {None}
         self._choose_rows()
         graph.inputs[:] = [*self.inputs.values(), *self.pools]
         logits = next(value for value in graph.outputs if value.name == "logits")
         graph.outputs[:] = [logits, *self.written]
-        return len(layers)
+        return len(layers) + len(latent) + len(recurrences)
 
     def _input(self, name: str, *dims: int | ir.SymbolicDim) -> ir.Value:
         if name not in self.inputs:
@@ -83,6 +93,8 @@ class _Switch:
                 dims = value.shape.dims
                 if len(dims) > 1 and dims[0] == 1 and str(dims[1]) == "T":
                     value.shape = ir.Shape((TOKENS, *dims[2:]))
+                else:  # rows that are sorted by expert
+                    value.shape = ir.Shape([renamed(size, "T", TOKENS) for size in dims])
         for node in nodes_of(self.model, "Reshape"):
             (output,) = node.outputs
             assert output.shape is not None
@@ -102,6 +114,7 @@ class _Switch:
 
     def _attention(self, node: ir.Node, layer: int, group: int) -> None:
         q, k, v, *masks = node.inputs[:4] if node.op_type == "Attention" else node.inputs[:3]
+        sinks = node.inputs[5:] if node.op_type == "CausalWindow" else ()
         assert q is not None and q.shape is not None
         if node.op_type == "Attention" and (masks != [None] or node.attributes.get_int("is_causal", 0) != 1):
             raise EngineError(
@@ -110,26 +123,21 @@ class _Switch:
         heads, kv_heads = (node.attributes[name].as_int() for name in ("q_num_heads", "kv_num_heads"))
         width = q.shape.dims[-1]
         assert isinstance(width, int)
-        shape = {"kv_heads": kv_heads, "head_dim": width // heads}
+        shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": width // heads}
         slots = ir.SymbolicDim(f"slots.{group}")
         pools = [
             typed(f"{kind}_pool.{layer}", pool_dtype(self.stored), (slots, shape["kv_heads"], shape["head_dim"]))
             for kind in ("key", "value")
         ]
-        write = KV_WRITE.node([k, v, *pools, self._input(f"slots.{group}", TOKENS)], **shape, stored=int(self.stored))
+        slot = self._input(f"slots.{group}", TOKENS)
+        write = KV_WRITE.node([q, k, v, *pools, slot], **shape, stored=int(self.stored))
         write.name = f"{node.name}.kv_write"
-        for pool, output in zip(pools, write.outputs, strict=True):
+        rounded, *written = write.outputs
+        rounded.name = f"{q.name}.rounded"
+        for pool, output in zip(pools, written, strict=True):
             output.name = f"{pool.name}.out"
-        rounded = typed(f"{q.name}.rounded", QUERY_DTYPE, q.shape.dims)
-        cast = standard("Cast", [q], [rounded], str(rounded.name), to=int(QUERY_DTYPE))
-        tables = [
-            self._input("query_start", ir.SymbolicDim("sequences + 1")),
-            self._input("kv_len", SEQUENCES),
-            self._input(f"block_table.{group}", SEQUENCES, ir.SymbolicDim("kv_blocks")),
-        ]
         attend = PAGED_ATTENTION.node(
-            [rounded, *write.outputs, *tables],
-            heads=heads,
+            [rounded, *written, *self._tables(group), *sinks],
             **shape,
             scale=node.attributes.get_float("scale", shape["head_dim"] ** -0.5),
             window=node.attributes.get_int("window", 0),
@@ -141,10 +149,80 @@ class _Switch:
         )
         attend.name = node.name
         self.pools += pools
-        self.written += write.outputs
+        self.written += written
         graph = self.model.graph
         graph.outputs[:] = [value for value in graph.outputs if value not in node.outputs]
-        replace([node], [write, cast, attend], [(node.outputs[0], attend.outputs[0])])
+        replace([node], [write, attend], [(node.outputs[0], attend.outputs[0])])
+
+    def _latent_attention(self, node: ir.Node, layer: int, group: int) -> None:
+        if self.stored != ir.DataType.BFLOAT16:
+            raise UsageError(
+                f"{node.name} keeps latent vectors, which are stored as bf16 alone",
+                "what all heads expand their keys and values from is too dear to be rounded further",
+                "Leave --kv-cache-dtype out.",
+            )
+        q, q_rope, c, k_rope, cos, sin, past = node.inputs
+        assert past is not None and past.shape is not None and c is not None
+        width, heads = past.shape.dims[-1], node.attributes["heads"].as_int()
+        assert isinstance(width, int)
+        pool = typed(f"latent_pool.{layer}", self.stored, (ir.SymbolicDim(f"slots.{group}"), 1, width))
+        slots = self._input(f"slots.{group}", TOKENS)
+        write = LATENT_WRITE.node([q, q_rope, c, k_rope, cos, sin, pool, slots], heads=heads)
+        write.name = f"{node.name}.latent_write"
+        queries, written = write.outputs
+        queries.name, written.name = f"{node.name}.queries", f"{pool.name}.out"
+        attend = LATENT_PAGED_ATTENTION.node(
+            [queries, written, *self._tables(group)],
+            heads=heads,
+            head_dim=width,
+            value_dim=width_of(c),
+            scale=node.attributes["scale"].as_float(),
+            block_size=BLOCK_SIZE,
+            to=int(ir.DataType.FLOAT),
+        )
+        attend.name = node.name
+        self.pools.append(pool)
+        self.written.append(written)
+        graph = self.model.graph
+        graph.outputs[:] = [value for value in graph.outputs if value not in node.outputs]
+        replace([node], [write, attend], [(node.outputs[0], attend.outputs[0])])
+
+    def _tables(self, group: int) -> list[ir.Value]:
+        """How sequences lie in a step, and in the pools of a group."""
+        return [
+            self._input("query_start", ir.SymbolicDim("sequences + 1")),
+            self._input("kv_len", SEQUENCES),
+            self._input(f"block_table.{group}", SEQUENCES, ir.SymbolicDim("kv_blocks")),
+        ]
+
+    def _recurrence(self, node: ir.Node, groups: Mapping[int, int]) -> int | None:
+        """An op with a state gets the pool of all states in the place of its past; whose layer's it is."""
+        plugin = plugin_of(node)
+        if plugin is None or plugin.inputs[-len(STATE_INPUTS) :] != STATE_INPUTS:
+            return None
+        place = len(plugin.inputs) - len(STATE_INPUTS)
+        past = node.inputs[place]
+        assert past is not None and past.shape is not None and past.dtype is not None
+        found = PAST_STATE.fullmatch(str(past.name))
+        assert found is not None, f"{past.name} is no past"
+        group = groups[int(found["layer"])]
+        dims = (ir.SymbolicDim(f"state_slots.{group}"), *past.shape.dims[1:])
+        pool = typed(f"{found['part']}_pool.{found['layer']}", past.dtype, dims)
+        tables = [
+            self._input("query_start", ir.SymbolicDim("sequences + 1")),
+            self._input(f"state_slots.{group}", SEQUENCES),
+        ]
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        stepped = plugin.node([*node.inputs[:place], pool, *tables], **attributes)
+        stepped.name = node.name
+        (state, *_), (old, *_) = stepped.outputs, node.outputs
+        state.name = f"{pool.name}.out"
+        self.pools.append(pool)
+        self.written.append(state)
+        graph = self.model.graph
+        graph.outputs[:] = [value for value in graph.outputs if value is not old]
+        replace([node], [stepped], [*zip(node.outputs[1:], stepped.outputs[1:], strict=True)])
+        return int(found["layer"])
 
     def _choose_rows(self) -> None:
         """Logits of the wanted rows alone."""
@@ -159,5 +237,5 @@ class _Switch:
 
 def _layer(node: ir.Node) -> int:
     """The layer of a dense attention, from the name of its past."""
-    past = next(value for value in node.inputs if value is not None and str(value.name).startswith("past_key."))
+    past = next(value for value in node.inputs if value is not None and str(value.name).startswith("past_"))
     return int(str(past.name).split(".")[1])

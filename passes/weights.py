@@ -3,7 +3,10 @@
 They are read by rows, so that no more of a weight is in memory than its reader asks for at once.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from threading import Lock
 
 import onnx_ir as ir
 import torch
@@ -13,6 +16,8 @@ from enginewright.dtypes import DTYPES
 ONNX_DTYPES: Mapping[torch.dtype, ir.DataType] = {
     getattr(torch, dtype.torch): ir.DataType[dtype.onnx] for dtype in DTYPES.values()
 }
+
+KEPT_OPEN = 4  # parts of a stacked weight: Q, K and V, or gate and up, are read side by side
 
 RowReader = Callable[[int, int], torch.Tensor]  # (begin, end) → these rows, along the first axis
 
@@ -85,21 +90,79 @@ def stacked(name: str, parts: Sequence[ir.Value]) -> ir.Value:
     """Initializers of one dtype, one behind the other along the rows."""
     sizes = [shape_of(part)[0] for part in parts]
 
+    starts = [0, *accumulate(sizes)]
+
     def open() -> RowReader:
-        readers = [open_rows(part) for part in parts]
+        readers = _LastOpened(parts)
 
         def rows(begin: int, end: int) -> torch.Tensor:
-            pieces, start = [], 0
-            for reader, size in zip(readers, sizes, strict=True):
-                if begin < start + size and start < end:
-                    pieces.append(reader(max(begin - start, 0), min(end - start, size)))
-                start += size
+            pieces = []
+            for part in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
+                start, size = starts[part], sizes[part]
+                pieces.append(readers.of(part)(max(begin - start, 0), min(end - start, size)))
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
         return rows
 
     dtype = next(dtype for dtype, onnx_dtype in ONNX_DTYPES.items() if onnx_dtype == parts[0].dtype)
     return RowsTensor(name, dtype, (sum(sizes), *shape_of(parts[0])[1:]), open).initializer()
+
+
+def picked(name: str, source: ir.Value, rows: Sequence[int]) -> ir.Value:
+    """Some rows of an initializer, in this order. Neighbours here should be near each other there: what lies between
+    them is read, too.
+    """
+    index = torch.tensor(rows, dtype=torch.int64)
+
+    def open() -> RowReader:
+        reader = open_rows(source)
+
+        def some(begin: int, end: int) -> torch.Tensor:
+            wanted = index[begin:end]
+            first, last = int(wanted.min()), int(wanted.max())
+            near = reader(first, last + 1)
+            return near if bool((wanted.diff() == 1).all()) else near[wanted - first]
+
+        return some
+
+    dtype = next(dtype for dtype, onnx_dtype in ONNX_DTYPES.items() if onnx_dtype == source.dtype)
+    return RowsTensor(name, dtype, (len(index), *shape_of(source)[1:]), open).initializer()
+
+
+def turned_by_head(name: str, value: ir.Value, heads: int) -> ir.Value:
+    """FLOAT [heads · N, K] → [heads · K, N]: each head's part is transposed."""
+    (height, columns), rows_each = shape_of(value), shape_of(value)[0] // heads
+
+    def open() -> RowReader:
+        reader = open_rows(value)
+
+        def rows(begin: int, end: int) -> torch.Tensor:
+            pieces = []
+            for head in range(begin // columns, -(-end // columns)):
+                turned = reader(head * rows_each, (head + 1) * rows_each).t()
+                pieces.append(turned[max(begin - head * columns, 0) : end - head * columns])
+            return torch.cat(pieces)
+
+        return rows
+
+    return RowsTensor(name, torch.float32, (heads * columns, height // heads), open).initializer()
+
+
+class _LastOpened:
+    """Readers of values, of which the last few that were asked for are kept: with them go their tensors."""
+
+    def __init__(self, values: Sequence[ir.Value]) -> None:
+        self._values = values
+        self._readers: dict[int, RowReader] = {}
+        self._lock = Lock()  # pieces of a weight are read by several threads
+
+    def of(self, index: int) -> RowReader:
+        with self._lock:
+            reader = self._readers.pop(index, None) or open_rows(self._values[index])
+            self._readers[index] = reader
+            if len(self._readers) > KEPT_OPEN:
+                del self._readers[next(iter(self._readers))]
+            return reader
 
 
 Output = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape

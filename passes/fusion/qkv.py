@@ -1,16 +1,18 @@
-"""The projections to queries, keys and values of one attention become one matrix product."""
+"""The projections to queries, keys and values of one attention become one matrix product, with that to the gate of what
+it gives, where there is one.
+"""
 
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from enginewright.passes.fusion.siblings import stack
-from enginewright.passes.graph import linear_of, nodes_of
+from enginewright.passes.graph import Linear, linear_of, nodes_of
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import DOMAIN
 
-# What may stand between a projection and the attention: rotary embedding, and a norm by head between two reshapes.
-BETWEEN = ("RotaryEmbedding", "Reshape", "RMSNormalization")
+# What may stand between a projection and attention: rotary embedding, a norm by head between two reshapes, a factor.
+BETWEEN = ("RotaryEmbedding", "Reshape", "RMSNormalization", "PositionScale")
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,17 @@ class FuseQkv:
             if len(siblings) < 3:
                 refusal: str | None = f"{node.name} does not attend to three linear layers."
             else:
-                refusal = stack(siblings, "qkv_proj")
+                refusal = stack([*siblings, *_gates(node, siblings[0].x)], "qkv_proj")
             rewrites += refusal is None
             refusals += [refusal] if refusal else []
         return PassResult(rewrites, tuple(refusals))
+
+
+def _gates(attention: ir.Node, x: ir.Value) -> list[Linear]:
+    """Linear layers of x that gate the attention's output."""
+    users = [user for user in attention.outputs[0].consumers() if user.op_type == "Activation"]
+    gates = [linear_of(user.inputs[1]) for user in users if len(user.inputs) > 1]
+    return [gate for gate in gates if gate is not None and gate.x is x]
 
 
 def _projection(value: ir.Value | None) -> ir.Value | None:

@@ -1,5 +1,6 @@
-"""Rotation of queries and keys and the write into the KV pools become one."""
+"""What is written of queries and keys for attention takes up their rotation, where nothing stands between them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -7,6 +8,7 @@ import onnx_ir as ir
 from enginewright.passes.graph import made_by, nodes_of, only_used_by, replace
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import DOMAIN
+from enginewright.plugins.plugin import int_of
 from enginewright.plugins.rope_kv_write import ROPE_KV_WRITE
 
 
@@ -17,29 +19,25 @@ class FuseRopeKvWrite:
     def __call__(self, model: ir.Model) -> PassResult:
         rewrites, refusals = 0, []
         for attention in nodes_of(model, "PagedAttention", domain=DOMAIN):
-            rounding = made_by(attention.inputs[0], "Cast")
-            q_rope = made_by(rounding.inputs[0], "Rope", DOMAIN) if rounding is not None else None
             write = made_by(attention.inputs[1], "KvWrite", DOMAIN)
-            k_rope = made_by(write.inputs[0], "Rope", DOMAIN) if write is not None else None
-            if rounding is None or q_rope is None or write is None or k_rope is None:
-                refusals.append(f"{attention.name} attends to queries or keys that are not rotated.")
-                continue
-            if q_rope.inputs[1:] != k_rope.inputs[1:]:
-                refusals.append(f"{attention.name} rotates queries and keys by different angles.")
-                continue
-            if not (only_used_by(q_rope.outputs[0], rounding) and only_used_by(k_rope.outputs[0], write)):
-                refusals.append(f"A rotated value of {attention.name} is used elsewhere, too.")
-                continue
+            assert write is not None, f"{attention.name} is not as ToRagged wrote it"
+            q, k, *others = write.inputs
+            tables: Sequence[ir.Value | None] = (None, None)
+            ropes: list[ir.Node] = []
+            q_rope, k_rope = made_by(q, "Rope", DOMAIN), made_by(k, "Rope", DOMAIN)
+            if q_rope is not None and k_rope is not None:
+                if q_rope.inputs[1:] != k_rope.inputs[1:]:
+                    refusals.append(f"{attention.name} rotates queries and keys by different angles.")
+                elif not all(only_used_by(rope.outputs[0], write) for rope in (q_rope, k_rope)):
+                    refusals.append(f"A rotated value of {attention.name} is used elsewhere, too.")
+                else:
+                    ropes, tables = [q_rope, k_rope], q_rope.inputs[1:]
+                    q, k = (rope.inputs[0] for rope in ropes)
             fused = ROPE_KV_WRITE.node(
-                [q_rope.inputs[0], k_rope.inputs[0], write.inputs[1], *q_rope.inputs[1:], *write.inputs[2:]],
-                heads=q_rope.attributes["heads"].as_int(),
-                kv_heads=k_rope.attributes["heads"].as_int(),
-                head_dim=write.attributes["head_dim"].as_int(),
-                stored=write.attributes["stored"].as_int(),
+                [q, k, others[0], *tables, *others[1:]],
+                **{name: int_of(write, name) for name in ("heads", "kv_heads", "head_dim", "stored")},
             )
             fused.name = f"{attention.name}.rope_kv_write"
-            old = [write, rounding, q_rope, k_rope]
-            values = (rounding.outputs[0], *write.outputs)
-            replace(old, [fused], list(zip(values, fused.outputs, strict=True)))
+            replace([write, *ropes], [fused], list(zip(write.outputs, fused.outputs, strict=True)))
             rewrites += 1
         return PassResult(rewrites, tuple(refusals))

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from enginewright.errors import UsageError
-from enginewright.passes.graph import Linear, head_of, linear_of, nodes_of
+from enginewright.passes.graph import Linear, head_of, linears_of
 from enginewright.passes.pass_manager import Pass, PassResult
 from enginewright.passes.quant.bf16 import Bf16
 from enginewright.passes.quant.choose import Choose
@@ -23,8 +23,8 @@ from enginewright.passes.quant.int4_awq import by_importance, smooth_by_mean
 from enginewright.passes.quant.int4_rtn import Int4Rtn
 from enginewright.passes.quant.method import Calibration, QuantConfig, StoredTensor, stored
 from enginewright.passes.quant.w8a8 import W8A8
-from enginewright.passes.streaming import Instead, stream
-from enginewright.passes.weights import read, shape_of
+from enginewright.passes.streaming import Instead, Other, stream
+from enginewright.passes.weights import open_rows, shape_of
 
 FORMATS: tuple[QuantConfig, ...] = (Int4Rtn(128), Int4Rtn(64), Int4Rtn(32), W8A8(32), Bf16())
 MEASURED = FORMATS[1]
@@ -94,8 +94,7 @@ class MixUnseen:
 def free_weights(model: ir.Model) -> list[ir.Value]:
     """Of linear layers but the head that nothing has quantized yet."""
     head = head_of(model).weight
-    linears = [linear for node in nodes_of(model, "MatMul") if (linear := linear_of(node.outputs[0]))]
-    return [linear.weight for linear in linears if linear.weight is not head and not stored(linear.weight)]
+    return [linear.weight for linear in linears_of(model) if linear.weight is not head and not stored(linear.weight)]
 
 
 Costs = Mapping[ir.Value, Sequence[float]]  # weight → by format, what it adds to the divergence, in nats
@@ -118,10 +117,13 @@ def _probe(model: ir.Model, weights: Sequence[ir.Value], text: Sequence[int], th
     def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> Instead | None:
         if linear.weight not in weights:
             return None
-        weight = read(linear.weight)
-        errors[linear.weight] = _errors(weight, inputs[0])
-        kept = MEASURED.restore(*MEASURED.quantize(weight, str(linear.weight.name)))
-        return {1 + weights.index(linear.weight): lambda x: F.linear(MEASURED.round_activations(x), kept)}
+        rows, name = open_rows(linear.weight), str(linear.weight.name)
+        errors[linear.weight] = _errors(linear, inputs)
+
+        def rounded(begin: int, end: int) -> torch.Tensor:
+            return MEASURED.restore(*MEASURED.quantize(rows(begin, end), name))
+
+        return {1 + weights.index(linear.weight): Other(MEASURED.round_activations, rounded)}
 
     streamed = stream(model, [text] * (1 + len(weights)), visit, threads)
     exact = streamed.logits(0, 0, len(text)).double().log_softmax(-1)
@@ -134,13 +136,20 @@ def _probe(model: ir.Model, weights: Sequence[ir.Value], text: Sequence[int], th
     return costs
 
 
-def _errors(weight: torch.Tensor, x: torch.Tensor) -> list[float]:
-    """Of a layer's result in each of FORMATS, squared."""
-    exact = F.linear(x, weight)
-    results = (
-        F.linear(config.round_activations(x), config.restore(*config.quantize(weight, "weight"))) for config in FORMATS
-    )
-    return [float((result - exact).double().square().sum()) for result in results]
+def _errors(linear: Linear, inputs: Sequence[torch.Tensor]) -> list[float]:
+    """Of a layer's result for the first text in each of FORMATS, squared; of experts those of all."""
+    rows, errors = open_rows(linear.weight), [0.0] * len(FORMATS)
+    count = shape_of(linear.weight)[0] // linear.experts
+    for expert in range(linear.experts):
+        x = linear.rows_of(expert, inputs)[0]
+        if not len(x):
+            continue
+        weight = rows(expert * count, (expert + 1) * count)
+        exact = F.linear(x, weight)
+        for index, config in enumerate(FORMATS):
+            kept = config.restore(*config.quantize(weight, "weight"))
+            errors[index] += float((F.linear(config.round_activations(x), kept) - exact).double().square().sum())
+    return errors
 
 
 def bits_of(config: QuantConfig, weight: ir.Value) -> int:

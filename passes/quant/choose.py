@@ -1,7 +1,7 @@
 """Quantizing layer by layer while texts stream through: what a layer's codes are is chosen on inputs that the quantized
 layers before it made, so that later ones can make up for earlier ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,9 +13,11 @@ from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import Calibration, QuantConfig, StoredTensor, stored
 from enginewright.passes.streaming import one_thread_each, stream
 from enginewright.passes.temporary_tensors import TemporaryTensors
-from enginewright.passes.weights import read, shape_of
+from enginewright.passes.weights import open_rows, shape_of, stacked
 
 ROWS_AT_ONCE = 512  # of a weight, by one thread
+
+UNSEEN = "no calibration text came to this expert, for which what its nearest neighbour read was taken"
 
 Parts = Sequence[torch.Tensor]
 ChooseRows = Callable[
@@ -40,22 +42,47 @@ class Choose:
         studied: dict[ir.Value, ChooseRows] = {}  # of the last input, which several layers may read
         temporary, rewrites = TemporaryTensors(self.calibration.folder), 0
 
+        notes: list[str] = []
+
+        def choices(linear: Linear, inputs: Sequence[torch.Tensor]) -> Iterator[ChooseRows]:
+            """Of each matrix in a layer's weight."""
+            if linear.experts == 1:
+                if linear.x not in studied:
+                    studied.clear()
+                    studied[linear.x] = self.study(inputs, threads)
+                yield studied[linear.x]
+                return
+            for expert in range(linear.experts):
+                seen = nearest_seen(linear, expert)
+                notes.extend([UNSEEN] * (seen != expert))
+                yield self.study(linear.rows_of(seen, inputs), threads)
+
         def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
             nonlocal rewrites
             if stored(linear.weight):
                 return
-            if linear.x not in studied:
-                studied.clear()
-                studied[linear.x] = self.study(inputs, threads)
-            config = self.format_of(linear.weight)
-            parts = _in_parts(read(linear.weight), partial(studied[linear.x], config), threads)
-            name, shape = str(linear.weight.name), shape_of(linear.weight)
-            kept = [temporary.add(*pair) for pair in zip(config.outputs(name, *shape), parts, strict=True)]
-            linear.weight.const_value = StoredTensor(name, config, kept, origin=linear.weight.const_value)
+            config, name = self.format_of(linear.weight), str(linear.weight.name)
+            reader, (rows, columns) = open_rows(linear.weight), shape_of(linear.weight)
+            rows //= linear.experts
+            kept: list[list[ir.Value]] = []
+            for matrix, choose in enumerate(choices(linear, inputs)):
+                values = reader(matrix * rows, (matrix + 1) * rows)
+                parts = _in_parts(values, partial(choose, config), threads)
+                outputs = config.outputs(name if linear.experts == 1 else f"{name}.{matrix}", rows, columns)
+                kept.append([temporary.add(*pair) for pair in zip(outputs, parts, strict=True)])
+            names = [output[0] for output in config.outputs(name, rows, columns)]
+            whole = [stacked(*pair) for pair in zip(names, zip(*kept, strict=True), strict=True)]
+            linear.weight.const_value = StoredTensor(name, config, whole, origin=linear.weight.const_value)
             rewrites += 1
 
         stream(model, texts, visit, threads)
-        return PassResult(rewrites)
+        return PassResult(rewrites, notes=tuple(notes))
+
+
+def nearest_seen(linear: Linear, expert: int) -> int:
+    """The expert itself, or, if no text has rows for it, the nearest one that some text has rows for."""
+    seen = [one for one in range(linear.experts) if any(each[one] < each[one + 1] for each in linear.starts)]
+    return min(seen, key=lambda one: (abs(one - expert), one))
 
 
 def _in_parts(weight: torch.Tensor, choose: Callable[[torch.Tensor], Parts], threads: int) -> Parts:

@@ -14,7 +14,7 @@ import torch
 
 from enginewright.errors import EngineError, UsageError
 from enginewright.passes.pass_manager import Pass
-from enginewright.passes.weights import Output, RowReader, RowsTensor, converted, open_rows, shape_of, stacked
+from enginewright.passes.weights import Output, RowReader, RowsTensor, converted, open_rows, picked, shape_of, stacked
 from enginewright.plugins.plugin import CODES
 from enginewright.plugins.quantize_rows import LARGEST_CODE
 from enginewright.plugins.target import CPU_TARGET, Activations, Target
@@ -197,6 +197,16 @@ def stack_weights(name: str, weights: Sequence[ir.Value]) -> ir.Value | str:
     outputs = config.outputs(name, *shape_of(weights[0]))
     parts = [stacked(output[0], alike) for output, *alike in zip(outputs, *(one.parts for one in already), strict=True)]
     return StoredTensor(name, config, parts).initializer()
+
+
+def pick_weight(name: str, weight: ir.Value, rows: Sequence[int]) -> ir.Value:
+    """Some rows of a weight, in this order; in its format, where it is quantized already."""
+    already = stored(weight)
+    if already is None:
+        return picked(name, weight, rows)
+    outputs = already.stored_as.outputs(name, len(rows), shape_of(weight)[1])
+    parts = [picked(output[0], part, rows) for output, part in zip(outputs, already.parts, strict=True)]
+    return StoredTensor(name, already.stored_as, parts).initializer()
 
 
 def stored_alike(weights: Sequence[ir.Value]) -> bool:

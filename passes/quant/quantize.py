@@ -9,11 +9,18 @@ import torch
 from enginewright.errors import UsageError
 from enginewright.passes.graph import head_of, linear_of, nodes_of, only_used_by, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
+from enginewright.passes.quant.bf16 import Bf16
 from enginewright.passes.quant.method import QuantConfig, stored
 from enginewright.passes.weights import RowsTensor, read
-from enginewright.plugins.plugin import CODES
+from enginewright.plugins import DOMAIN, plugin_of
+from enginewright.plugins.grouped_linear import GROUPED_LINEAR, STARTS
+from enginewright.plugins.head_gemm import HEAD_GEMM
+from enginewright.plugins.plugin import CODES, operand
 from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
+from enginewright.plugins.route import ROUTE
 from enginewright.plugins.target import CPU_TARGET, Target
+
+BF16 = Bf16()
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,12 @@ class Quantize:
         run = _Run(model, self.config, self.target)
         for node in nodes_of(model, "MatMul"):
             run.linear(node)
+        for node in nodes_of(model, "HeadLinear", domain=DOMAIN):
+            run.by_head(node)
+        for node in nodes_of(model, GROUPED_LINEAR.name, domain=DOMAIN):
+            run.experts(node)
+        for node in nodes_of(model, ROUTE.name, domain=DOMAIN):
+            run.router(node)
         for node in nodes_of(model, "Gather"):
             run.embedding(node)
         run.swap_initializers()
@@ -60,7 +73,7 @@ class _Run:
         self.model, self.config, self.target = model, config, target
         self.rewrites = 0
         self.refusals: list[str] = []
-        self._tables = table_methods(model, config)
+        self._methods = table_methods(model, config)  # of weights that have another method than `config`
         self._weights: dict[ir.Value, Sequence[ir.Value]] = {}
         self._rounded: dict[tuple[object, ...], Sequence[ir.Value]] = {}
 
@@ -79,6 +92,43 @@ class _Run:
         replace(own, [*rounding, gemm], [(found.output, gemm.outputs[0])])
         self.rewrites += 1
         del transpose  # another layer may share it (a tied head); cleanup removes it when nobody does
+
+    def by_head(self, node: ir.Node) -> None:
+        """Heads' own weights stay bfloat16, whatever the method: they are few."""
+        x, weight = node.inputs
+        assert x is not None and weight is not None
+        self._methods[weight] = BF16
+        (rounded,), rounding = self._round(x, BF16)
+        gemm = HEAD_GEMM.node(
+            [rounded, *self._quantized(weight)], heads=node.attributes["heads"].as_int(), to=int(ir.DataType.FLOAT)
+        )
+        gemm.name = node.name
+        replace([node], [*rounding, gemm], [(node.outputs[0], gemm.outputs[0])])
+        self.rewrites += 1
+
+    def experts(self, node: ir.Node) -> None:
+        found = linear_of(node.outputs[0])
+        assert found is not None
+        method = self._method(found.weight)
+        x, rounding = self._round(found.x, method)
+        one = method.gemm(x, self._quantized(found.weight), found.bias)
+        plugin = plugin_of(one)
+        assert plugin is not None
+        inputs = [*one.inputs, *[None] * (len(plugin.inputs) - 1 - len(one.inputs)), operand(node, STARTS)]
+        attributes = {name: attribute.value for name, attribute in one.attributes.items()}
+        gemm = plugin.node(inputs, **{**attributes, "epilogue": node.attributes["epilogue"].as_string()})
+        gemm.name = node.name
+        for index in range(len(one.inputs)):  # it reads nothing any more
+            one.replace_input_with(index, None)
+        replace([node], [*rounding, gemm], [(found.output, gemm.outputs[0])])
+        self.rewrites += 1
+
+    def router(self, node: ir.Node) -> None:
+        """Routers stay in the precision that engines are built from, whatever experts become."""
+        weight = operand(node, 1)
+        if weight not in self._weights:
+            self._weights[weight] = Bf16().weights(weight)
+        node.replace_input_with(1, self._weights[weight][0])
 
     def embedding(self, gather: ir.Node) -> None:
         table, tokens = gather.inputs
@@ -120,7 +170,7 @@ class _Run:
 
     def _method(self, weight: ir.Value) -> QuantConfig:
         already = stored(weight)
-        return already.stored_as if already else self._tables.get(weight, self.config)
+        return already.stored_as if already else self._methods.get(weight, self.config)
 
     def _round(self, x: ir.Value, method: QuantConfig) -> tuple[Sequence[ir.Value], list[ir.Node]]:
         """x in the precision of activations; layers with one input share it."""

@@ -1,0 +1,37 @@
+"""The projections that a gated delta net reads its input with become one matrix product."""
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from enginewright.passes.fusion.siblings import stack
+from enginewright.passes.graph import linear_of, made_by, nodes_of
+from enginewright.passes.pass_manager import PassResult
+from enginewright.plugins import DOMAIN
+
+
+@dataclass(frozen=True)
+class FuseStateProjections:
+    name: str = "fuse_state_projections"
+
+    def __call__(self, model: ir.Model) -> PassResult:
+        rewrites, refusals = 0, []
+        for node in nodes_of(model, "GatedDelta", domain=DOMAIN):
+            refusal = _fuse(node)
+            rewrites += refusal is None
+            refusals += [refusal] if refusal else []
+        return PassResult(rewrites, tuple(refusals))
+
+
+def _fuse(node: ir.Node) -> str | None:
+    """Stack what is convolved, the gate of the norm, and what decays and corrections are made of."""
+    split = made_by(node.inputs[0], "Split")
+    conv = None if split is None else made_by(split.inputs[0], "CausalConv", DOMAIN)
+    norm = next(iter(node.outputs[1].consumers()), None)
+    if conv is None or norm is None or norm.op_type != "GatedRmsNorm":
+        return f"{node.name} does not stand between a convolution and a norm."
+    found = [linear_of(value) for value in (conv.inputs[0], norm.inputs[1], node.inputs[3], node.inputs[4])]
+    siblings = [linear for linear in found if linear is not None]
+    if len(siblings) < len(found):
+        return f"{node.name} does not read four linear layers."
+    return stack(siblings, "in_proj")
