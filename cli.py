@@ -28,7 +28,7 @@ from enginewright.cli_options import (
     refuse_stray_question,
 )
 from enginewright.cli_recipes import recipe_option
-from enginewright.dtypes import KV_CACHES
+from enginewright.dtypes import KV_CACHES, kv_share
 from enginewright.errors import UsageError
 from enginewright.targets import CPU, PTX, SMS, parse_targets
 
@@ -55,6 +55,14 @@ PLOT_OPTION = output_section(
     show_default="no picture",
     help="Draw the measured latencies and throughput: an .svg or .png file.",
 )
+
+
+def list_models(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from enginewright.builder.model_list import as_text
+
+        click.echo(as_text())
+        context.exit()
 
 
 @click.group(
@@ -84,6 +92,14 @@ def main() -> None:
 @click.argument("model")
 @recipe_option
 @model(
+    "--list-models",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=list_models,
+    help="List the families of models that can be built, and end.",
+)
+@model(
     "--max-seq-len",
     type=Count(),
     show_default="the model's own limit",
@@ -108,7 +124,9 @@ def main() -> None:
     "--kv-cache-dtype",
     type=click.Choice(tuple(KV_CACHE_DTYPES)),
     default="bf16",
-    help="Format of the KV cache. int8 and fp8 take half the memory of bf16.",
+    help="Format of the KV cache. Of bf16's memory "
+    + ", ".join(f"{name} takes {kv_share(dtype):.0%}" for name, dtype in KV_CACHES.items() if name != "bf16")
+    + ".",
 )
 @calibration(
     "--calib-data",

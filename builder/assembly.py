@@ -147,7 +147,7 @@ def assemble(
         UsageError: the options do not fit the model.
     """
     progress.phase("import the model")
-    model = build_graph(checkpoint)
+    model = build_graph(checkpoint, config.max_seq_len)
     max_seq_len = _max_seq_len(config, int(model.metadata_props["enginewright.max_seq_len"]))
     imported, dense = model.clone(), list[ir.Model]()
     progress.phase("calibrate and run passes" if calibration else "run the passes")

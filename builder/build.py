@@ -38,7 +38,6 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.goldens import GOLDENS, last_logits_of, record, replay_config
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.quality import QUALITY, QualityReport
-from enginewright.runtime.supported import paged_caches
 from enginewright.targets import architectures
 
 
@@ -155,8 +154,8 @@ def _goldens(assembly: Assembly, path: Path) -> bytes:
 
         def last_logits(prompt: Sequence[int]) -> NDArray[np.float32]:
             dense, end = assembly.dense.clone(), len(prompt)
-            kv_dtype = paged_caches(engine.plan)[0].planes[0].dtype
-            streamed = simulate(dense, assembly.config.method, target, weights, [prompt], kv_dtype=kv_dtype)
+            method, kv_dtype = assembly.config.method, engine.plan.kv_dtype()
+            streamed = simulate(dense, method, target, weights, [prompt], kv_dtype=kv_dtype)
             logits: NDArray[np.float32] = streamed.logits(0, end - 1, end)[0].numpy()
             return logits
 

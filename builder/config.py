@@ -24,14 +24,17 @@ MOST_LAYERS = 2**12
 MOST_HEADS = 2**14
 MOST_HEAD_DIM = 2**13
 MOST_COLUMNS = 2**22
+MOST_TAPS = 8  # of a convolution: csrc/cpu/causal_conv.h
 
 
 class ConfigReader:
     """One JSON object of a checkpoint's config."""
 
-    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json", max_seq_len: int | None = None) -> None:
+        """max_seq_len: positions of the longest sequence that is wanted; None is what the model was made for."""
         self._values = values
         self._where = where
+        self.max_seq_len = max_seq_len
         self._read: set[str] = set()
 
     @overload
@@ -84,9 +87,17 @@ class ConfigReader:
         """Whether a key, of whatever type, has just this value."""
         return bool(self._find((key,))[1] == value)
 
+    def has(self, key: str) -> bool:
+        """Whether a key is there, if only with the value null."""
+        return key in self._values
+
     def names(self) -> list[str]:
         """All keys that are there."""
         return list(self._values)
+
+    def known(self) -> frozenset[str]:
+        """All keys that were asked for, whether they are there or not."""
+        return frozenset(self._read)
 
     def section(self, *keys: str) -> "ConfigReader | None":
         """An object within the config, None if there is none."""
@@ -95,7 +106,7 @@ class ConfigReader:
             return None
         if not isinstance(value, Mapping):
             raise self.error(f"{key} is {_short(value)}, not an object")
-        return ConfigReader(value, f"{self._where}: {key}")
+        return ConfigReader(value, f"{self._where}: {key}", self.max_seq_len)
 
     def error(self, why: str) -> EngineError:
         return EngineError(f"{self._where} cannot be used", why)

@@ -66,9 +66,10 @@ def _in_half(model: ir.Model) -> ir.Model:
             value.type = ir.TensorType(ir.DataType.FLOAT16)
             if value.const_value is not None:
                 value.const_value = _half_tensor(value.const_value)
+    widened: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
         if node.domain == DOMAIN:
-            _keep_in_float(graph, node)
+            _keep_in_float(graph, node, widened)
             continue
         for output in node.outputs:
             if output.dtype == ir.DataType.FLOAT:
@@ -78,13 +79,18 @@ def _in_half(model: ir.Model) -> ir.Model:
     return half
 
 
-def _keep_in_float(graph: ir.Graph, node: ir.Node) -> None:
+def _keep_in_float(graph: ir.Graph, node: ir.Node, widened: dict[ir.Value, ir.Value]) -> None:
+    """widened: by value in FLOAT16, what nodes before this one read of it in FLOAT."""
     for index, value in enumerate(node.inputs):
         if value is not None and value.dtype == ir.DataType.FLOAT16:
-            cast = _cast(value, ir.DataType.FLOAT, f"{value.name}.float")
-            graph.insert_before(node, cast)
-            node.replace_input_with(index, cast.outputs[0])
+            if value not in widened:
+                cast = _cast(value, ir.DataType.FLOAT, f"{value.name}.widened")
+                graph.insert_before(node, cast)
+                widened[value] = cast.outputs[0]
+            node.replace_input_with(index, widened[value])
     for value in list(node.outputs):
+        if value.dtype != ir.DataType.FLOAT:
+            continue
         name = value.name
         cast = _cast(value, ir.DataType.FLOAT16, f"{name}.half")
         value.name = f"{name}.float"

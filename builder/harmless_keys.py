@@ -81,6 +81,7 @@ HARMLESS: Mapping[str, Harmless] = {
         "The tokenizer and generation_config.json say which tokens are special.",
         "bos_token_id",
         "decoder_start_token_id",
+        "eod_token_id",
         "eos_token_id",
         "forced_bos_token_id",
         "forced_eos_token_id",

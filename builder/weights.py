@@ -1,6 +1,7 @@
 """A checkpoint's tensors as initializers that are read when somebody asks for their values, and not before."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 import torch
@@ -8,11 +9,22 @@ import torch
 from enginewright.builder.checkpoint.quantized import Format
 from enginewright.builder.tensors import Read, Tensors
 from enginewright.errors import UnsupportedModelError
-from enginewright.passes.quant.method import forget_format, stored
-from enginewright.passes.weights import RowReader, RowsTensor, shape_of
+from enginewright.passes.quant.act_order import ActOrdered
+from enginewright.passes.quant.method import forget_format, pick_weight, stack_weights, stored
+from enginewright.passes.weights import RowReader, RowsTensor, shape_of, turned_by_head
 
 STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor is that the checkpoint has in another shape. Names are without `.weight` and `.bias`."""
+
+    whole: str  # the checkpoint's name of the tensor that it is a part of
+    height: int  # rows of that
+    rows: Sequence[int]  # which of them it has, in this order
+    transposed: bool = False  # the checkpoint has weights [in, out]
 
 
 class Weights:
@@ -27,26 +39,87 @@ class Weights:
         self.tensors = tensors
         self._format = format
         self._values: dict[str, ir.Value] = {}
+        self._stored: dict[str, _Stored] = {}
         self._ignored: set[str] = set()
         self._any_quantized = False
+        self._inside = "model."
+        self._notes: dict[str, int] = {}
 
     @property
     def reads(self) -> int:
         """How often a tensor was read."""
         return self.tensors.reads
 
-    def tensor(self, name: str, shape: tuple[int, ...], offset: float = 0.0) -> ir.Value:
-        """The initializer of a tensor; `offset` is added to its values, in fp32 after the rounding.
+    def tensor(self, name: str, shape: tuple[int, ...], offset: float = 0.0, scale: float = 1.0) -> ir.Value:
+        """The initializer of a tensor; `offset` is added to its values, and `scale` multiplies the sum, in fp32 after
+        the rounding.
 
         Raises:
             EngineError: there is no such tensor, or it is of another shape.
             UnsupportedModelError: it is stored in a form that is not implemented.
         """
         if name not in self._values:
-            quantized = self._format.weight(name, shape) if self._format and len(shape) == 2 else None
-            self._any_quantized |= quantized is not None
-            self._values[name] = (quantized or self._plain(name, shape, offset)).initializer()
+            self._values[name] = self._placed(name, shape, offset, scale)
         return self._values[name]
+
+    def by_head(self, name: str, shape: tuple[int, int], heads: int = 0) -> ir.Value:
+        """As `tensor`, of a weight that each head has its own rows of. In a format it is restored: no kernel of heads
+        reads one.
+
+        Args:
+            heads: if it is not 0, each head's rows become its columns: [heads · shape[1], shape[0] / heads].
+        """
+        if name not in self._values:
+            value = self._placed(name, shape)
+            if self._format and stored(value):
+                self._format.note(
+                    "a projection of heads' own, which no kernel has in its format, is restored to bfloat16"
+                )
+                forget_format(value)
+            self._values[name] = turned_by_head(name, value, heads) if heads else value
+        return self._values[name]
+
+    def taps(self, name: str, channels: int, width: int) -> ir.Value:
+        """The initializer [channels, width] of a depthwise convolution's weight, stored as [channels, 1, width]."""
+        if name not in self._values:
+            read = self._take(name, (channels, 1, width))
+            shape, rows = (channels, width), _rounded
+            taps = RowsTensor(name, torch.float32, shape, lambda: rows(lambda: read()[:, 0]))
+            self._values[name] = taps.initializer()
+        return self._values[name]
+
+    def inside(self, prefix: str) -> None:
+        """What blocks call `model.…` has the name `prefix.…` in the checkpoint."""
+        self._inside = f"{prefix}."
+
+    def leave_out(self, prefix: str, note: str) -> None:
+        """Tensors whose name begins with `prefix` are left over, and people are told: note, of the weights."""
+        names = {name for name in self.tensors.names if name.startswith(prefix)}
+        self._ignored |= names
+        if names:
+            self._notes[note] = len(names)
+
+    @property
+    def notes(self) -> dict[str, int]:
+        """What people should know of weights, and of how many."""
+        return {**self._notes, **(self._format.notes if self._format else {})}
+
+    def cut(self, whole: str, parts: Mapping[str, Sequence[int]], transposed: bool = False) -> None:
+        """A linear layer of the checkpoint whose rows are several layers': each has its own, in its own order.
+
+        Args:
+            whole: the checkpoint's name, without `.weight` and `.bias`.
+            parts: name of a layer, as blocks ask for it → its rows. All rows have a place.
+            transposed: the checkpoint has the weight [in, out].
+        """
+        height = sum(len(rows) for rows in parts.values())
+        for name, rows in parts.items():
+            self._stored[name] = _Stored(whole, height, rows, transposed)
+
+    def reorder(self, name: str, order: Sequence[int]) -> None:
+        """Rows of a layer, or numbers of a vector, are from now on in this order, of what they were."""
+        place = self._stored.get(name, _Stored(name, len(order), range(len(order))))
+        self._stored[name] = replace(place, rows=[place.rows[row] for row in order])
 
     def table(self, name: str, shape: tuple[int, ...]) -> ir.Value:
         """As `tensor`, of a weight whose rows are looked up. In formats that no kernel looks up it is restored."""
@@ -56,6 +129,69 @@ class Weights:
             self._format.note("an embedding, which no kernel looks up in its format, is restored to bfloat16")
             forget_format(value)
         return value
+
+    def exact(self, name: str, columns: int) -> ir.Value:
+        """A vector in fp32 as it is stored, perhaps as [1, columns]: of numbers that are compared or in exponents."""
+        if name not in self._values:
+            read = self._take(name, (columns,), (1, columns))
+
+            def open() -> RowReader:
+                values = read().flatten().float()
+                return lambda begin, end: values[begin:end]
+
+            self._values[name] = RowsTensor(name, torch.float32, (columns,), open).initializer()
+        return self._values[name]
+
+    def stacked(self, name: str, parts: Sequence[str], shape: tuple[int, ...]) -> ir.Value:
+        """Tensors of one shape, one behind the other along the rows, as one initializer of this name.
+
+        Raises:
+            EngineError: one is not there, or is of another shape.
+            UnsupportedModelError: they are stored in different formats, or in one that is not implemented.
+        """
+        if name not in self._values:
+            values = [self._placed(part, shape) for part in parts]
+            whole = stack_weights(name, values)
+            if isinstance(whole, str):
+                raise UnsupportedModelError("experts of one layer are stored in different formats", whole)
+            if self._format and any(isinstance(value.const_value, ActOrdered) for value in values):
+                self._format.note("integers of experts in act-order are restored to bfloat16")
+            self._values[name] = whole
+        return self._values[name]
+
+    def has_fused(self, name: str) -> bool:
+        """Whether the matrices of all experts are in one tensor of this name, or in those of a format."""
+        return any(self._has(stored) for stored in (name, f"{name}_blocks"))
+
+    def first_of(self, *names: str) -> str:
+        """The first of some names of a tensor that the checkpoint has; the last one, if it has none."""
+        return next((name for name in names if self._has(name)), names[-1])
+
+    def fused(
+        self, name: str, shape: tuple[int, ...], transposed: bool = False, order: Sequence[int] | None = None
+    ) -> ir.Value:
+        """The matrices of all experts, [experts, rows, columns], from one tensor: [experts · rows, columns]; and so
+        vectors, [experts, rows]: [experts · rows].
+
+        Args:
+            transposed: they are stored as [experts, columns, rows].
+            order: of the rows of each, as they are stored.
+        """
+        if name not in self._values:
+            experts, rows, *columns = shape
+            whole = self._format.experts(self._stored_as(name), shape) if self._format and columns else None
+            self._any_quantized |= whole is not None
+            if whole is None:
+                stored_shape = (experts, *columns, rows) if transposed else shape
+                read = self._take(name, stored_shape)
+                of_all = (experts * rows, *columns)
+                whole = RowsTensor(name, torch.float32, of_all, lambda: _of_experts(read(), rows, transposed))
+            value = whole.initializer()
+            if order is not None:
+                places = [expert * rows + row for expert in range(experts) for row in order]
+                value = pick_weight(name, value, places)
+            self._values[name] = value
+        return self._values[name]
 
     def ignore(self, suffix: str) -> None:
         """Tensors whose name ends in `suffix` may be left over."""
@@ -86,16 +222,65 @@ class Weights:
             if len(shape_of(value)) == 2:
                 self._format.note("not quantized, though the checkpoint's quantization_config names a format")
 
-    def _plain(self, name: str, shape: tuple[int, ...], offset: float) -> RowsTensor:
-        read = self.tensors.take(name, shape, dtypes=STORED_DTYPES)
-        return RowsTensor(name, torch.float32, shape, lambda: _rounded(read, offset))
+    def _placed(self, name: str, shape: tuple[int, ...], offset: float = 0.0, scale: float = 1.0) -> ir.Value:
+        """From where `cut` and `reorder` say that it is."""
+        place = self._stored.get(name.rpartition(".")[0])
+        if place is None:
+            return self._whole(name, shape, offset, scale)
+        whole = f"{place.whole}.{name.rpartition('.')[2]}"
+        value = self._whole(whole, (place.height, *shape[1:]), offset, scale, place.transposed)
+        every = place.rows == range(place.height)
+        return value if every and whole == name else pick_weight(name, value, place.rows)
+
+    def _stored_as(self, name: str) -> str:
+        return f"{self._inside}{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+    def _has(self, name: str) -> bool:
+        return self.tensors.find(self._stored_as(name)) is not None
+
+    def _take(self, name: str, *shapes: tuple[int, ...]) -> Read:
+        return self.tensors.take(self._stored_as(name), *shapes, dtypes=STORED_DTYPES)
+
+    def _whole(
+        self, name: str, shape: tuple[int, ...], offset: float, scale: float, transposed: bool = False
+    ) -> ir.Value:
+        """As the checkpoint has it, but not transposed."""
+        matrix = len(shape) == 2
+        quantized = self._format.weight(self._stored_as(name), shape) if self._format and matrix else None
+        self._any_quantized |= quantized is not None
+        if quantized is not None:
+            return quantized.initializer()
+        across = transposed and matrix
+        read = self._take(name, shape[::-1] if across else shape)
+        turned = (lambda: read().t()) if across else read
+        return RowsTensor(name, torch.float32, shape, lambda: _rounded(turned, offset, scale)).initializer()
 
 
-def _rounded(read: Read, offset: float) -> RowReader:
+def _rounded(read: Read, offset: float = 0.0, scale: float = 1.0) -> RowReader:
     values = read()
 
     def rows(begin: int, end: int) -> torch.Tensor:
         rounded = values[begin:end].to(torch.bfloat16).to(torch.float32)
-        return rounded + offset if offset else rounded
+        if offset:
+            rounded = rounded + offset
+        return rounded if scale == 1 else rounded * scale
 
     return rows
+
+
+def _of_experts(values: torch.Tensor, rows: int, transposed: bool) -> RowReader:
+    """Rows of all experts, counted through, of a tensor [experts, rows, columns], or [experts, columns, rows] if it is
+    transposed, or of vectors [experts, rows].
+    """
+
+    def read(begin: int, end: int) -> torch.Tensor:
+        pieces = []
+        while begin < end:
+            expert, first = divmod(begin, rows)
+            last = min(first + end - begin, rows)
+            matrix = values[expert].t() if transposed else values[expert]
+            pieces.append(matrix[first:last])
+            begin += last - first
+        return torch.cat(pieces).to(torch.bfloat16).to(torch.float32)
+
+    return read

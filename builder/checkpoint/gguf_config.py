@@ -20,6 +20,7 @@ IDLE_KEYS = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"}
 GEMMA3_PATTERN = 6  # every sixth layer is global
 GEMMA3_LOCAL_BASE = 10_000.0
 GEMMA3_27B_LAYERS = 62
+GEMMA2_27B_LAYERS = 46
 LLAMA3_CONTEXT_TOKENS = 8192
 LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0  # factors on frequencies: the same in every llama3 scaling that was published
 LLAMA3_RELATIVE_ERROR = 1e-5  # between float32 factors computed in another order
@@ -104,10 +105,15 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
     rotated = keys.find(int, "rope.dimension_count")
     head_dim = keys.size("attention.key_length", rotated if architecture.paired_rope and rotated else hidden // heads)
     keys.refuse("attention.value_length", head_dim)
-    keys.refuse("rope.dimension_count", head_dim)
+    part = 1.0
+    if architecture.model_type == "glm4" and rotated:
+        part = rotated / head_dim
+    else:
+        keys.refuse("rope.dimension_count", head_dim)
     keys.refuse("attention.causal", True)
-    keys.refuse("expert_count", 0)
-    keys.refuse("expert_used_count", 0)
+    if architecture.model_type != "qwen3_moe":
+        keys.refuse("expert_count", 0)
+        keys.refuse("expert_used_count", 0)
     names = header.tensors.keys()
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
@@ -122,31 +128,66 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
         "num_key_value_heads": keys.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": keys.size("context_length"),
-        "rms_norm_eps": keys.positive("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in names,
     }
+    if architecture.model_type == "cohere2":
+        config["layer_norm_eps"] = keys.positive("attention.layer_norm_epsilon")
+    else:
+        config["rms_norm_eps"] = keys.positive("attention.layer_norm_rms_epsilon")
     if config["num_hidden_layers"] > len(names):
         raise EngineError(
             f"the GGUF file is said to have {config['num_hidden_layers']} layers", f"in {len(names)} tensors"
         )
     scaling = _rope_scaling(keys, config["max_position_embeddings"])
-    if architecture.model_type == "gemma3_text":
-        config |= _gemma3(keys, config) | {"rope_scaling": scaling}
-    else:
+    if not architecture.model_type.startswith("gemma"):
         config |= {"hidden_act": "silu", "rope_theta": keys.positive("rope.freq_base", 10_000.0)}
-        if rope_factors is not None:
-            if scaling is not None:
-                raise UnsupportedModelError("rope factors beside a rope scaling are not implemented")
-            scaling = _llama3_scaling(rope_factors, config["rope_theta"], head_dim)
-        config["rope_scaling"] = scaling
-        if architecture.model_type in ("llama", "qwen3"):
-            config["attention_bias"] = any(name.endswith("attn_q.bias") for name in names)
-        if architecture.model_type == "llama":
-            config["mlp_bias"] = any(name.endswith("ffn_up.bias") for name in names)
-        else:
+    if rope_factors is not None:
+        if architecture.model_type != "llama":
+            raise UnsupportedModelError("rope factors are implemented for architecture llama alone")
+        if scaling is not None:
+            raise UnsupportedModelError("rope factors beside a rope scaling are not implemented")
+        scaling = _llama3_scaling(rope_factors, config["rope_theta"], head_dim)
+    config["rope_scaling"] = scaling
+    has_biases = {part: any(name.endswith(f"{part}.bias") for name in names) for part in ("attn_q", "ffn_up")}
+    match architecture.model_type:
+        case "llama" | "granite" | "smollm3":
+            config |= {"attention_bias": has_biases["attn_q"], "mlp_bias": has_biases["ffn_up"]}
+        case "qwen3" | "qwen3_moe" | "olmo2" | "glm4" | "hunyuan_v1_dense" | "cohere2":
+            config["attention_bias"] = has_biases["attn_q"]
+        case "ernie4_5":
+            config["use_bias"] = has_biases["attn_q"]
+    match architecture.model_type:
+        case "qwen2" | "qwen3":
             config["use_sliding_window"] = False
-    if rope_factors is not None and not architecture.paired_rope:
-        raise UnsupportedModelError("rope factors are implemented for architecture llama alone")
+        case "gemma2":
+            config |= _gemma2(keys, config)
+        case "gemma3_text":
+            config |= _gemma3(keys, config)
+        case "granite":
+            config |= {
+                "attention_multiplier": keys.positive("attention.scale", head_dim**-0.5),
+                "embedding_multiplier": keys.positive("embedding_scale", 1.0),
+                "residual_multiplier": keys.positive("residual_scale", 1.0),
+                "logits_scaling": keys.positive("logit_scale", 1.0),
+            }
+        case "qwen3_moe":
+            config |= {
+                "use_sliding_window": False,
+                "num_experts": keys.size("expert_count"),
+                "num_experts_per_tok": keys.size("expert_used_count"),
+                "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+                "norm_topk_prob": True,  # llama.cpp normalizes whatever the model says
+            }
+        case "glm4":
+            config["partial_rotary_factor"] = part
+        case "cohere2":
+            window = keys.size("attention.sliding_window")
+            config |= {"logit_scale": keys.positive("logit_scale"), "sliding_window": window}
+            config["layer_types"] = _layer_types(keys, config["num_hidden_layers"], 4)
+            if hidden != heads * head_dim:
+                raise UnsupportedModelError(
+                    "heads of another width than hidden / heads are not implemented for cohere2"
+                )
     keys.finish()
     return config
 
@@ -171,25 +212,45 @@ def _rope_scaling(keys: Keys, context_tokens: int) -> dict[str, Any] | None:
     return scaling
 
 
-def _gemma3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    count = config["num_hidden_layers"]
-    window = keys.find(int, "attention.sliding_window") or 0
-    pattern = keys.layers("attention.sliding_window_pattern", count) or GEMMA3_PATTERN
+def _layer_types(keys: Keys, count: int, period: int) -> list[str]:
+    """Of each layer: one of `period` sees everything, where the file does not say which do."""
+    pattern = keys.layers("attention.sliding_window_pattern", count) or period
     local = [(layer + 1) % pattern != 0 for layer in range(count)] if isinstance(pattern, int) else pattern
-    own = {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
+    return ["sliding_attention" if flag else "full_attention" for flag in local]
+
+
+def _gemma2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    own = _gemma(keys, config, GEMMA2_27B_LAYERS)
+    window = keys.size("attention.sliding_window", 4096)
+    return own | {
+        "rope_theta": keys.positive("rope.freq_base", 10_000.0),
+        "layer_types": _layer_types(keys, config["num_hidden_layers"], 2),
+        "sliding_window": window,
+    }
+
+
+def _gemma3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    count, window = config["num_hidden_layers"], keys.find(int, "attention.sliding_window") or 0
+    types = _layer_types(keys, count, GEMMA3_PATTERN)
+    own = _gemma(keys, config, GEMMA3_27B_LAYERS) | {
         "rope_theta": keys.positive("rope.freq_base", 10_000.0),
         "rope_local_base_freq": keys.positive("rope.freq_base_swa", GEMMA3_LOCAL_BASE),
-        "layer_types": ["sliding_attention" if window and flag else "full_attention" for flag in local],
+        "layer_types": types if window else ["full_attention"] * count,
+    }
+    return own | ({"sliding_window": window} if window else {})
+
+
+def _gemma(keys: Keys, config: dict[str, Any], layers_of_27b: int) -> dict[str, Any]:
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
         "final_logit_softcapping": keys.find(float, "final_logit_softcapping"),
         "attn_logit_softcapping": keys.find(float, "attn_logit_softcapping"),
         # Not in the file. The 27B model scales by its hidden size over its heads, every other by head_dim.
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-        if count == GEMMA3_27B_LAYERS
+        if config["num_hidden_layers"] == layers_of_27b
         else config["head_dim"],
     }
-    return own | ({"sliding_window": window} if window else {})
 
 
 def _llama3_scaling(factors: torch.Tensor, base: float, head_dim: int) -> dict[str, Any] | None:

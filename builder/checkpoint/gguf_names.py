@@ -7,7 +7,7 @@ the weight of every norm, as w + 1 in float32.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -36,6 +36,23 @@ FOUR_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+NORMS_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+GATE_IN_UP = {**PROJECTIONS, "ffn_up": "mlp.gate_up_proj"}  # one tensor of both
+ATTENTION = {stem: name for stem, name in PROJECTIONS.items() if stem.startswith("attn")}
+# One tensor of all experts, [experts, rows, columns]; its name has the expert's number where the braces are.
+EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+GLM4_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,16 @@ ARCHITECTURES = {
     "llama": Architecture("llama", PROJECTIONS | TWO_NORMS, paired_rope=True),
     "qwen2": Architecture("qwen2", PROJECTIONS | TWO_NORMS),
     "qwen3": Architecture("qwen3", PROJECTIONS | TWO_NORMS | HEAD_NORMS),
+    "qwen3moe": Architecture("qwen3_moe", ATTENTION | EXPERTS | TWO_NORMS | HEAD_NORMS),
+    "gemma2": Architecture("gemma2", PROJECTIONS | FOUR_NORMS, shifted_norms=True),
     "gemma3": Architecture("gemma3_text", PROJECTIONS | FOUR_NORMS | HEAD_NORMS, shifted_norms=True),
+    "smollm3": Architecture("smollm3", PROJECTIONS | TWO_NORMS, paired_rope=True),
+    "granite": Architecture("granite", PROJECTIONS | TWO_NORMS, paired_rope=True),
+    "olmo2": Architecture("olmo2", PROJECTIONS | NORMS_BEHIND | HEAD_NORMS),
+    "glm4": Architecture("glm4", GATE_IN_UP | GLM4_NORMS),
+    "ernie4_5": Architecture("ernie4_5", PROJECTIONS | TWO_NORMS),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", PROJECTIONS | TWO_NORMS | HUNYUAN_NORMS),
+    "cohere2": Architecture("cohere2", PROJECTIONS | {"attn_norm": "input_layernorm"}),
 }
 
 
@@ -89,7 +115,7 @@ def map_tensors(header: GgufHeader, architecture: Architecture, heads: int, kv_h
         UnsupportedModelError: a tensor has no place in the architecture.
         EngineError: Q or K has rows that the heads do not divide.
     """
-    sources = {}
+    sources: dict[str, Source] = {}
     for name, tensor in header.tensors.items():
         if name == ROPE_FACTORS:
             continue
@@ -108,8 +134,27 @@ def map_tensors(header: GgufHeader, architecture: Architecture, heads: int, kv_h
             if tensor.shape[0] % (2 * count):
                 raise EngineError(f"tensor {name} has {tensor.shape[0]} rows", f"not an even number for {count} heads")
             restore = partial(_halves_apart, heads=count)
-        sources[hf_name] = Source(tensor, restore)
+        if "{}" in hf_name:
+            sources |= {hf_name.format(i): Source(part, restore) for i, part in enumerate(_matrices_of(tensor))}
+        else:
+            sources[hf_name] = Source(tensor, restore)
     return sources
+
+
+def _matrices_of(tensor: GgufTensor) -> list[GgufTensor]:
+    """A tensor [matrices, rows, columns] as so many, which lie one behind the other.
+
+    Raises:
+        EngineError: it has another number of dimensions.
+    """
+    if len(tensor.shape) != 3:
+        raise EngineError(f"tensor {tensor.name} has shape {list(tensor.shape)}", "a matrix for each expert is needed")
+    count, *shape = tensor.shape
+    nbytes = tensor.nbytes // count
+    return [
+        replace(tensor, shape=tuple(shape), offset_bytes=tensor.offset_bytes + i * nbytes, nbytes=nbytes)
+        for i in range(count)
+    ]
 
 
 def _hf_name(name: str, architecture: Architecture) -> str | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
+from enginewright.builder.gate.kv import KV_LIMITS
 from enginewright.errors import UsageError
 from enginewright.runtime.quality import Check
 
@@ -32,8 +33,6 @@ MEASURES = (
 LEVELS = ("quick", "full", "off")
 _BY_NAME = {measure.name: measure for measure in MEASURES}
 
-FP8_KV = "fp8 KV"
-
 # What a sound build of a small model may lose, one row per format: small models lose most, and the gate refuses what is
 # broken, not what is coarse. Above each row is what SmolLM2-135M loses on the held-out text, its weights moved off the
 # grid of 4 bits that they were published on. A layer whose scales are wrong is off by 1; int8 activations may leave the
@@ -58,17 +57,15 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
     "int4-gptq": {"kl": 0.40, "top1": 0.55, "ppl": 1.30, "layer": 0.40},
     # 0.560, 0.601, 1.619, 0.155
     "mxfp4": {"kl": 0.80, "top1": 0.40, "ppl": 1.90, "layer": 0.40},
-    # 0.0053, 0.960, 1.001 with bf16 weights, 0.002; a format beside those of the layers
-    FP8_KV: {"kl": 0.02, "top1": 0.90, "ppl": 1.04, "layer": 0.02},
     # of its tables; each layer has the format that was chosen for it
     "auto": {"kl": 0.05, "top1": 0.88, "ppl": 1.06, "layer": 0.40},
 }
 NEEDLE = 0.75  # of nine, two may be lost
 
 
-def limits_of(formats: Iterable[str]) -> dict[str, float]:
-    """The loosest of each limit, of an engine whose layers have these formats."""
-    rows = [LIMITS[name] for name in set(formats)]
+def limits_of(formats: Iterable[str], kv_dtypes: Iterable[str] = ()) -> dict[str, float]:
+    """The loosest of each limit, of an engine whose layers have these formats, and its KV caches these dtypes."""
+    rows = [LIMITS[name] for name in set(formats)] + [KV_LIMITS[name] for name in set(kv_dtypes) & KV_LIMITS.keys()]
     loosest = {
         measure.name: (min if measure.least else max)(row[measure.name] for row in rows)
         for measure in MEASURES

@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
-from enginewright.builder.gate.config import FP8_KV, GateConfig, limits_of
+from enginewright.builder.gate.config import GateConfig, limits_of
 from enginewright.builder.gate.distance import Positions, by_position, compare, distance
 from enginewright.builder.gate.full import full_values, measure_full
 from enginewright.builder.gate.intervals import LOOKS, intervals
@@ -32,7 +32,6 @@ from enginewright.runtime.machine import num_cores
 from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.quality import SIMULATED, Check, LayerError, Measured, QualityReport, TextDistance, rounded
 from enginewright.runtime.score import forced
-from enginewright.runtime.supported import paged_caches
 
 TOKENS = 4096  # of held-out text
 BATCHES = LOOKS + 1  # that the texts are compared in
@@ -166,7 +165,7 @@ class _OnTarget:
         if self._executor is not None:
             produced = forced(self._executor, tokens)
         else:
-            dense, kv_dtype = self.subject.dense.clone(), paged_caches(plan)[0].planes[0].dtype
+            dense, kv_dtype = self.subject.dense.clone(), plan.kv_dtype()
             simulated = simulate(dense, self.subject.quant, self.target, self._weights, tokens, self.threads, kv_dtype)
             produced = blocks(simulated, tokens, plan.vocab_size)
         work = _Work.of(self.subject.source).of_position
@@ -207,10 +206,10 @@ class _OnTarget:
         """What the texts tell that were compared so far. more: other values, by the names of MEASURES."""
         found = self._found
         whole, formats = distance(found), [layer.method for layer in self.layers]
-        formats += [FP8_KV for group in paged_caches(self.engine.plan) if group.planes[0].dtype == "e4m3"]
+        kv_dtypes = [plane.dtype for cache in self.engine.plan.paged_caches for plane in cache.planes]
         values: dict[str, float | None] = {"kl": whole.kl, "top1": whole.top1, "layer": self.layers[0].error, **more}
         if whole.source_perplexity is not None:
             ratio = None if whole.perplexity is None else whole.perplexity / whole.source_perplexity
             values["ppl"] = rounded(ratio, 4)
         finite = Check("finite", FINITE, rounded(1 - whole.broken / whole.positions, 4), 1.0, least=True)
-        return (*self.config.checks(values, limits_of(formats), intervals(found)), finite)
+        return (*self.config.checks(values, limits_of(formats, kv_dtypes), intervals(found)), finite)

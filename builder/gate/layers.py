@@ -103,15 +103,22 @@ class _Errors:
     def of_linear(self, linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
         weight, x = linear.weight, torch.cat(list(inputs))
         method = self._formats.get(weight, self._quant)
-        read = method.round_activations(x, self._target)
-        compare = partial(_compare_products, x, read, open_rows(weight), self._weights.rows(weight, method))
-        errors, sizes = zip(*self._pool.map(compare, *_pieces(weight)), strict=True)
-        self._add(weight, method, torch.stack(errors).sum(0), torch.stack(sizes).sum(0))
+        source, file = open_rows(weight), self._weights.rows(weight, method)
+        rows, of_matrices = shape_of(weight)[0] // linear.experts, []
+        for matrix in range(linear.experts):
+            own = torch.cat(linear.rows_of(matrix, inputs)) if linear.starts else x
+            read = method.round_activations(own, self._target)
+            compare = partial(_compare_products, own, read, source, file)
+            pieces = self._pool.map(compare, *_pieces(weight, matrix * rows, (matrix + 1) * rows))
+            errors, sizes = zip(*pieces, strict=True)
+            of_matrices.append((torch.stack(errors).sum(0), torch.stack(sizes).sum(0)))
+        error, size = (torch.cat(parts) for parts in zip(*of_matrices, strict=True))
+        self._add(weight, method, error, size)
         self._done(math.prod(shape_of(weight)))
 
     def of_table(self, table: ir.Value, method: QuantConfig) -> None:
         compare = partial(_compare_rows, open_rows(table), self._weights.rows(table, method))
-        errors, sizes = zip(*self._pool.map(compare, *_pieces(table)), strict=True)
+        errors, sizes = zip(*self._pool.map(compare, *_pieces(table, 0, shape_of(table)[0])), strict=True)
         self._add(table, method, torch.cat(errors), torch.cat(sizes))
 
     def _add(self, weight: ir.Value, method: QuantConfig, error: torch.Tensor, size: torch.Tensor) -> None:
@@ -138,9 +145,8 @@ def _compare_rows(source: RowReader, file: RowReader, begin: int, end: int) -> t
     return error.double().square().sum(1), rows.double().square().sum(1)
 
 
-def _pieces(weight: ir.Value) -> tuple[range, list[int]]:
-    """Where pieces of a weight begin, and where they end."""
-    rows, columns = shape_of(weight)
-    step = max(PIECE_ELEMENTS // columns // ROWS, 1) * ROWS
-    begins = range(0, rows, step)
-    return begins, [min(begin + step, rows) for begin in begins]
+def _pieces(weight: ir.Value, first: int, last: int) -> tuple[range, list[int]]:
+    """Where pieces of some rows of a weight begin, and where they end."""
+    step = max(PIECE_ELEMENTS // shape_of(weight)[1] // ROWS, 1) * ROWS
+    begins = range(first, last, step)
+    return begins, [min(begin + step, last) for begin in begins]

@@ -9,19 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional as F
 
+from enginewright.builder.gate.kv import attended
 from enginewright.builder.gate.layers import FileWeights
-from enginewright.passes.graph import Linear, head_of, linear_of, nodes_of
+from enginewright.passes.graph import Linear, head_of, linears_of
 from enginewright.passes.quant import QuantConfig
 from enginewright.passes.quant.method import stored
 from enginewright.passes.quant.quantize import table_methods
-from enginewright.passes.streaming import Instead, Streamed, stream
+from enginewright.passes.streaming import Instead, Other, Streamed, stream
 from enginewright.passes.torch_ops import Compute, compute_of
-from enginewright.passes.weights import RowReader, RowsTensor, read, shape_of
+from enginewright.passes.weights import RowReader, RowsTensor, shape_of
 from enginewright.plugins.kv_write import STORED
 from enginewright.plugins.plugin import int_of
-from enginewright.plugins.quantize_rows import LARGEST_CODE, TINY
 from enginewright.plugins.target import Target
 
 BLOCK_ELEMENTS = 1 << 22  # of logits that are computed at once
@@ -49,8 +48,8 @@ def simulate(
         weight.const_value = RowsTensor(str(weight.name), torch.float32, shape_of(weight), _again(rows))
 
     def rounding(linear: Linear, inputs: Sequence[torch.Tensor]) -> Instead:
-        multiply = _product(methods[linear.weight], target, read(linear.weight))
-        return dict.fromkeys(range(len(inputs)), multiply)
+        method = methods[linear.weight]
+        return dict.fromkeys(range(len(inputs)), Other(lambda x: method.round_activations(x, target)))
 
     head = methods[head_of(dense).weight]
     compute = _attending(STORED[kv_dtype], target.queries(STORED[kv_dtype]))
@@ -67,18 +66,13 @@ def blocks(streamed: Streamed, texts: Sequence[Sequence[int]], vocab_size: int) 
 
 def _methods(dense: ir.Model, quant: QuantConfig) -> dict[ir.Value, QuantConfig]:
     """Of every weight that is quantized: what it is stored as, its own method if it is a table, or `quant`."""
-    found = [linear_of(node.outputs[0]) for node in nodes_of(dense, "MatMul")]
-    methods = {linear.weight: quant for linear in found if linear is not None}
+    methods = {linear.weight: quant for linear in linears_of(dense)}
     methods.update(table_methods(dense, quant))
     return {weight: already.stored_as if (already := stored(weight)) else own for weight, own in methods.items()}
 
 
 def _again(rows: RowReader) -> Callable[[], RowReader]:
     return lambda: rows
-
-
-def _product(method: QuantConfig, target: Target, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: F.linear(method.round_activations(x, target), weight)
 
 
 def _attending(stored: ir.DataType, queries: ir.DataType) -> Callable[[ir.Node], Compute]:
@@ -88,26 +82,13 @@ def _attending(stored: ir.DataType, queries: ir.DataType) -> Callable[[ir.Node],
         exact = compute_of(node)
         if "kv_num_heads" not in node.attributes:
             return exact
-        heads, kv_heads = int_of(node, "q_num_heads"), int_of(node, "kv_num_heads")
+        heads = int_of(node, "q_num_heads"), int_of(node, "kv_num_heads")
 
         def attend(
             node: ir.Node, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
         ) -> tuple[torch.Tensor, ...]:
-            rounded = as_stored(q.bfloat16().float(), heads, queries)
-            return exact(node, rounded, as_stored(k, kv_heads, stored), as_stored(v, kv_heads, stored))
+            return exact(node, *attended(q, k, v, heads, stored, queries))
 
         return attend
 
     return compute
-
-
-def as_stored(x: torch.Tensor, heads: int, dtype: ir.DataType) -> torch.Tensor:
-    """[..., heads·D], rounded as the rows of a KV pool are: plugins/kv_write.py."""
-    if dtype == ir.DataType.BFLOAT16:
-        return x.bfloat16().float()
-    by_head, most = torch.unflatten(x, -1, (heads, -1)), LARGEST_CODE[dtype]
-    largest = by_head.abs().amax(-1, keepdim=True)
-    factor = torch.full_like(largest, most) / largest  # most / largest would be most * (1 / largest), rounded twice
-    codes = (by_head * torch.where(largest < TINY[dtype], 0.0, factor)).clamp_(-most, most)
-    codes = codes.round_() if dtype == ir.DataType.INT8 else codes.to(torch.float8_e4m3fn).float()
-    return (codes * (largest / most)).flatten(-2)

@@ -6,6 +6,7 @@ Nothing is decided here that a pass could decide; what is laid out here is memor
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from enginewright.plan import (
     COMMON_DIMS,
     Buffer,
     BufferOperand,
+    CacheGroup,
     CacheOperand,
     Cost,
     Input,
@@ -33,19 +35,26 @@ from enginewright.plan import (
     PagedCache,
     Plan,
     Plane,
+    RecurrentState,
+    StateTensor,
     WeightOperand,
     linear,
 )
 from enginewright.plugins import binding_of, plugin_of
+from enginewright.plugins.gemm import starts_of
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix, Specialization
-from enginewright.plugins.kv_write import BLOCK_SIZE, kv_row_bytes, padded_head_dim
-from enginewright.plugins.plugin import dtype_attribute
+from enginewright.plugins.kv_write import BLOCK_SIZE, STORED_NAMES, kv_row_bytes, padded_head_dim
+from enginewright.plugins.plugin import dtype_attribute, dtype_of
+from enginewright.plugins.route import ROUTE, experts_of
 from enginewright.plugins.target import Target
 
 # The name of a value that is a plane of a layer's cache, as it comes in or as a kernel has written to it.
 POOL_NAME = re.compile(r"(?P<part>\w+)_pool\.(?P<layer>\d+)(\..*)?")
 VIEW_OPS = ("Split", "Reshape")
-OF_GROUPS = ("scale", "zero")  # the roles of matrices with a column for each group of a weight's columns
+# The roles of matrices that are read column by column: of those with a column for each group of a weight's columns, and
+# for each tap of a convolution.
+BY_COLUMNS = ("scale", "zero", "taps")
+SNAPSHOT_TOKENS = 512  # copies of recurrent states are kept at multiples of so many tokens
 DTYPE_NAMES = {ir.DataType[dtype.onnx]: name for name, dtype in DTYPES.items() if dtype.bytes}
 
 ROWS = {dim: linear(**{dim: 1}) for dim in COMMON_DIMS}
@@ -57,6 +66,7 @@ INPUT_SHAPES = {
     "query_start": (linear(1, sequences=1), Linear(1)),
     "kv_len": (linear(sequences=1), Linear(1)),
     "block_table": (linear(sequences=1), linear(kv_blocks=1)),
+    "state_slots": (linear(sequences=1), Linear(1)),
     "logit_rows": (linear(logit_rows=1), Linear(1)),
 }
 
@@ -89,20 +99,38 @@ class _View:
     columns: int
 
 
-def kv_groups_of(model: ir.Model) -> tuple[PagedCache, ...]:
+def cache_groups_of(model: ir.Model) -> tuple[CacheGroup, ...]:
+    """The cache groups of the plan, in the order in which the graph numbers them."""
+    return (*_kv_groups_of(model), *_state_groups_of(model))
+
+
+def _state_groups_of(model: ir.Model) -> tuple[RecurrentState, ...]:
+    """The recurrent states that the model file wrote into the graph's metadata."""
+    return tuple(
+        RecurrentState(
+            layers=tuple(entry["layers"]),
+            tensors=tuple(StateTensor(name, tuple(shape), "f32") for name, shape in entry["tensors"].items()),
+            snapshot_tokens=SNAPSHOT_TOKENS,
+        )
+        for entry in json.loads(model.metadata_props["enginewright.state_groups"])
+    )
+
+
+def _kv_groups_of(model: ir.Model) -> tuple[PagedCache, ...]:
     """The KV groups that the model file wrote into the graph's metadata, stored as the graph's writers do."""
     pools = {value.name: value for value in model.graph.inputs}
     groups = []
     for entry in json.loads(model.metadata_props["enginewright.kv_groups"]):
         layers, kv_heads, head_dim = tuple(entry["layers"]), entry["kv_heads"], entry["head_dim"]
-        (writer,) = pools[f"key_pool.{layers[0]}"].consumers()
-        dtype = DTYPE_NAMES[dtype_attribute(writer, "stored")]
+        pool = pools[f"{entry['planes'][0]}_pool.{layers[0]}"]
+        (writer,) = pool.consumers()
+        dtype = STORED_NAMES[dtype_attribute(writer, "stored") if "stored" in writer.attributes else dtype_of(pool)]
         groups.append(
             PagedCache(
                 layers=layers,
                 planes=tuple(
                     Plane(name, kv_heads, head_dim, dtype, kv_heads * kv_row_bytes(head_dim, dtype))
-                    for name in ("key", "value")
+                    for name in entry["planes"]
                 ),
                 block_size=BLOCK_SIZE,
                 window=entry["window"],
@@ -126,7 +154,7 @@ class _Lowering:
         self.graph = model.graph
         self.target = target
         self.batch_invariant = batch_invariant
-        self.groups = kv_groups_of(model)
+        self.groups = cache_groups_of(model)
         self.dims = list(COMMON_DIMS)  # and others, in the order of their first use
         self.views: dict[ir.Value, _View] = {}
         self.buffers: list[tuple[str, Linear, int]] = []  # dtype, rows, columns
@@ -222,9 +250,14 @@ class _Lowering:
     def _cost(self, node: ir.Node) -> Cost:
         """Nothing where rows are not tokens: a head that runs on rows of logits."""
         plugin = plugin_of(node)
-        if plugin is None or plugin.cost is None or _rows(node.outputs[0]) != ROWS["tokens"]:
+        if plugin is None or plugin.cost is None:
             return Cost()
-        return plugin.cost(node)
+        result = next(value for value in node.outputs if POOL_NAME.fullmatch(_name(value)) is None)
+        match _rows(result).terms:
+            case (("tokens", copies),):
+                cost = plugin.cost(node)
+                return msgspec.structs.replace(cost, of_token=copies * cost.of_token)
+        return Cost()
 
     def _call(self, operands: Mapping[str, Operand], attributes: Mapping[str, int | float | str]) -> Call:
         matrices = {role: self._matrix(operand) for role, operand in operands.items()}
@@ -259,7 +292,7 @@ class _Lowering:
                 return Matrix("i32", rows, width.constant, width.constant, width.constant)
             case WeightOperand():
                 form = self.weights[operand.name].form
-                count, columns = Linear(form.shape[0]), form.shape[-1]
+                count, columns = Linear(form.shape[-2] if len(form.shape) > 1 else form.shape[0]), form.shape[-1]
                 return Matrix(form.dtype, count, columns, columns, columns, form.layout)
             case BufferOperand():
                 dtype, rows, columns = self.buffers[operand.index]
@@ -268,6 +301,12 @@ class _Lowering:
                 return Matrix(dtype, rows, operand.columns, Buffer(dtype, rows, columns, 0).stride, padded)
             case CacheOperand():
                 (group,) = (group for group in self.groups if operand.layer in group.layers)
+                if isinstance(group, RecurrentState):
+                    (tensor,) = (tensor for tensor in group.tensors if tensor.name == operand.part)
+                    elements = math.prod(tensor.shape)
+                    return Matrix(
+                        tensor.dtype, Linear(), elements, elements, elements, block_stride=group.bytes_per_sequence
+                    )
                 (plane,) = (plane for plane in group.planes if plane.name == operand.part)
                 padded = padded_head_dim(plane.dim)
                 return Matrix(plane.dtype, Linear(), plane.dim, padded, padded, block_stride=group.block_bytes)
@@ -286,9 +325,16 @@ class _Lowering:
     def _weight(self, value: ir.Value, role: str, node: ir.Node) -> str:
         """The plan's name of a weight; a matrix that two kernels want in two layouts is stored twice."""
         assert value.dtype is not None
-        shape = _shape(value)
+        shape, starts = _shape(value), starts_of(node) if "epilogue" in node.attributes else None
         gated = node.attributes.get_string("epilogue", "none") != "none"
-        layout = "plain" if len(shape) == 1 else "r16_columns" if role in OF_GROUPS else "r16"
+        layout = "r16_columns" if role in BY_COLUMNS and len(shape) > 1 else "r16"
+        if node.op_type == ROUTE.name:
+            layout = "r16_columns"  # x is not rounded, so that K is not in pairs
+        if len(shape) == 1 or (layout == "r16" and value.dtype == ir.DataType.FLOAT):  # whose rows are looked up
+            layout = "plain"
+        if starts is not None and layout != "plain":
+            experts = experts_of(starts)
+            shape = (experts, shape[0] // experts, *shape[1:])
         if gated and layout != "plain":
             layout += "_pairs"
         packed = binding_of(node, self.target).packed.get(role)
@@ -357,12 +403,15 @@ def _shape(value: ir.Value) -> tuple[int, ...]:
 
 
 def _rows(value: ir.Value) -> Linear:
+    """A number, a size of the step, or some rows for each: `8 * tokens`."""
     assert value.shape is not None
     first = value.shape[0]
-    rows = ROWS.get(str(first.value)) if isinstance(first, ir.SymbolicDim) else None
-    if rows is None:
+    if isinstance(first, int):
+        return Linear(first)
+    times, _, dim = str(first.value).rpartition(" * ")
+    if dim not in ROWS:
         raise EngineError(f"{value.name} has rows {first}, which no step size gives")
-    return rows
+    return linear(**{dim: int(times or 1)})
 
 
 def _columns(value: ir.Value) -> int:

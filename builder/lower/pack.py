@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -19,10 +19,10 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, dtype.torch) for
 
 @dataclass(frozen=True)
 class PackedForm:
-    """The logical form of a packed weight: what a kernel must be told to read its bytes."""
+    """The logical form of a packed weight: what a kernel has to know to read its bytes."""
 
     dtype: str
-    shape: tuple[int, ...]  # [rows, columns], or [columns] for a vector
+    shape: tuple[int, ...]  # [rows, columns], [columns] of a vector, or [matrices, rows, columns]
     layout: str  # "plain", "r16", "r16_pairs", "r16_columns", "r16_columns_pairs"
 
     @property
@@ -39,13 +39,20 @@ def pack(weight: torch.Tensor, form: PackedForm) -> Iterator[memoryview]:
     """
     if tuple(weight.shape) != form.shape:
         raise ValueError(f"a {weight.dtype} {tuple(weight.shape)} tensor is packed as {form}")
+    weight = weight.flatten(0, 1) if weight.dim() == 3 else weight
     return (piece() for piece in pack_rows(lambda begin, end: weight[begin:end], form))
 
 
 def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[Callable[[], memoryview]]:
-    """The same of a weight that is read by some rows at a time, each of them once. Pieces are made when they are
-    called, in any order, or several at once.
+    """The same of a weight that is read by some rows at a time, each of them once; of several matrices rows are counted
+    through. Pieces are made when they are called, in any order, or several at once.
     """
+    if len(form.shape) == 3:
+        matrices, own, _ = form.shape
+        of_one = replace(form, shape=form.shape[1:])
+        for first in range(0, matrices * own, own):
+            yield from pack_rows(lambda begin, end, first=first: rows(first + begin, first + end), of_one)  # type: ignore[misc]
+        return
 
     def read(begin: int, end: int) -> torch.Tensor:
         values = rows(begin, end)
@@ -88,6 +95,8 @@ def _blocks(
 
 def unpack_rows(data: memoryview, form: PackedForm) -> RowReader:
     """The other way: what was packed, by rows. data: bytes, of the form's size."""
+    if len(form.shape) == 3:
+        return _unpack_matrices(data, form)
     layout, parts = form.layout.removesuffix("_pairs"), 2 if form.layout.endswith("_pairs") else 1
     block_rows = 1 if layout == "plain" else ROWS
     part_rows = form.shape[0] // parts
@@ -104,6 +113,21 @@ def unpack_rows(data: memoryview, form: PackedForm) -> RowReader:
             values = _unpacked(blocks, form, layout)
             pieces.append(values[first - start * block_rows : last - start * block_rows])
         return torch.cat(pieces).reshape(end - begin, *form.shape[1:])
+
+    return rows
+
+
+def _unpack_matrices(data: memoryview, form: PackedForm) -> RowReader:
+    """Of several matrices, whose rows are counted through."""
+    matrices, own, _ = form.shape
+    of_one, size = replace(form, shape=form.shape[1:]), form.nbytes // matrices
+
+    def rows(begin: int, end: int) -> torch.Tensor:
+        pieces = []
+        for matrix in range(begin // own, -(-end // own)):
+            reader = unpack_rows(data[matrix * size : (matrix + 1) * size], of_one)
+            pieces.append(reader(max(begin - matrix * own, 0), min(end - matrix * own, own)))
+        return torch.cat(pieces)
 
     return rows
 

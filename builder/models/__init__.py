@@ -5,6 +5,7 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import onnx_ir as ir
@@ -14,9 +15,11 @@ from enginewright.builder.checkpoint.quantized import read_format
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.tensors import AssumedTensors, Tensors
 from enginewright.builder.weights import Weights
+from enginewright.builder.wrappers import WRAPPERS, TextPart, text_config
 from enginewright.errors import UnsupportedModelError
 
 Build = Callable[[ConfigReader, Weights], ir.Model]
+ALIASES = {"kimi_k2": "deepseek_v3"}  # types that are another one by their own name
 
 
 def model_types() -> list[str]:
@@ -24,17 +27,24 @@ def model_types() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
 
 
-def build_graph(checkpoint: Checkpoint) -> ir.Model:
+def build_graph(checkpoint: Checkpoint, max_seq_len: int | None = None) -> ir.Model:
     """The dense graph of a checkpoint, in standard ONNX and a few ops of ours. Reads no tensor.
 
     Inputs: tokens, positions INT64 [1, T]; past_key.<i>, past_value.<i> FLOAT [1, kv_heads, P, head_dim].
     Outputs: logits FLOAT [1, T, vocab]; present_key.<i>, present_value.<i> FLOAT [1, kv_heads, P + T, head_dim].
 
+    Args:
+        max_seq_len: positions of the longest sequence that is wanted; None is what the model was made for.
+
     Raises:
         UnsupportedModelError: the model is of an unknown type, or has a feature that is not implemented.
         EngineError: config and tensors do not fit together.
     """
-    return _build(checkpoint.config, Tensors(checkpoint))
+    config = text_config(checkpoint.config)
+    if config is checkpoint.config:
+        return _build(config, Tensors(checkpoint), max_seq_len)
+    part = TextPart(checkpoint)
+    return _build(config, Tensors(part), max_seq_len, part.notes)
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -47,23 +57,29 @@ def check_config(config: Mapping[str, Any]) -> None:
         UnsupportedModelError: the type of the model, its rope, its quantization or another feature is not implemented.
         EngineError: the config cannot be used.
     """
-    _build(config, AssumedTensors())
+    _build(text_config(config), AssumedTensors())
 
 
-def _build(values: Mapping[str, Any], tensors: Tensors) -> ir.Model:
-    config = ConfigReader(values)
+def _build(
+    values: Mapping[str, Any],
+    tensors: Tensors,
+    max_seq_len: int | None = None,
+    notes: Mapping[str, int] = MappingProxyType({}),
+) -> ir.Model:
+    config = ConfigReader(values, max_seq_len=max_seq_len)
     format = read_format(config, tensors)
     weights = Weights(tensors, format)
     model = _find(config.read(str, "model_type"))(config, weights)
     weights.refuse_left_over()
     weights.note_none_quantized()
-    model.metadata_props["enginewright.notes"] = json.dumps(format.notes if format else {})
+    model.metadata_props["enginewright.notes"] = json.dumps({**notes, **weights.notes})
     return model
 
 
 def _find(model_type: str) -> Build:
-    known = model_types()
-    if model_type not in known:
+    model_type = ALIASES.get(model_type, model_type)
+    if model_type not in model_types():
+        known = sorted([*model_types(), *WRAPPERS, *ALIASES])
         nearest = difflib.get_close_matches(model_type, known, n=1)
         raise UnsupportedModelError(
             f"models of type {model_type!r} are not implemented",

@@ -10,7 +10,7 @@ from enginewright.builder.config import ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import Attention, Embedding, GatedMlp, GraphWriter, Head, Heads, RmsNorm
 from enginewright.builder.models.blocks.layers import read_layer_count, read_windows
-from enginewright.builder.models.blocks.rope import Rope, rope_from
+from enginewright.builder.models.blocks.rope import read_local_and_global
 from enginewright.builder.weights import Weights
 
 HARMLESS = {"use_bidirectional_attention": Harmless("Every token attends to those before it alone.", (False,))}
@@ -33,7 +33,9 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     )
     windows = _windows(config)
     max_positions = config.read_size("max_position_embeddings")
-    local, everywhere = _ropes(config, attention.heads.dim, max_positions)
+    local_theta = config.read_positive("rope_local_base_freq", default=10_000.0)
+    global_theta = config.read_positive("rope_theta", default=1_000_000.0)
+    local, everywhere = read_local_and_global(config, local_theta, global_theta, attention.heads.dim, max_positions)
     config.refuse_unread(HARMLESS)
 
     graph = GraphWriter(weights, max_positions)
@@ -56,16 +58,3 @@ def _windows(config: ConfigReader) -> list[int]:
     every = config.read_size("sliding_window_pattern", "_sliding_window_pattern", default=6)
     slides = [bool((layer + 1) % every) for layer in range(read_layer_count(config))]
     return read_windows(config, slides, config.read(int, "sliding_window", default=4096))
-
-
-def _ropes(config: ConfigReader, head_dim: int, max_positions: int) -> tuple[Rope, Rope]:
-    """Of the local layers, and of the global ones. Old configs scale only the global one, by `rope_scaling`."""
-    local_theta = config.read_positive("rope_local_base_freq", default=10_000.0)
-    global_theta = config.read_positive("rope_theta", default=1_000_000.0)
-    parameters = config.section("rope_parameters") or ConfigReader({})
-    local = rope_from(parameters.section("sliding_attention"), local_theta, head_dim, max_positions)
-    scaling, newer = config.section("rope_scaling"), parameters.section("full_attention")
-    if scaling is not None and newer is not None:
-        raise config.unsupported("both rope_scaling and rope_parameters are given", "Leave one of them.")
-    parameters.refuse_any_unread()
-    return local, rope_from(scaling or newer, global_theta, head_dim, max_positions)

@@ -4,7 +4,16 @@ import onnx_ir as ir
 
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.harmless_keys import Harmless
-from enginewright.builder.models.blocks import Attention, Embedding, GatedMlp, GraphWriter, Head, Heads, RmsNorm
+from enginewright.builder.models.blocks import (
+    Attention,
+    Embedding,
+    GatedMlp,
+    Head,
+    Heads,
+    Layer,
+    RmsNorm,
+    write_decoder,
+)
 from enginewright.builder.models.blocks.layers import read_layer_count
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
@@ -21,19 +30,8 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     bias = config.read(bool, "attention_bias", default=False)
     attention = Attention(Heads.read(config), bias=bias, output_bias=bias)
     mlp = GatedMlp.read(config, bias=config.read(bool, "mlp_bias", default=False))
-    layers, rope = read_layer_count(config), read_rope(config, attention.heads.dim)
-    max_positions = config.read_size("max_position_embeddings")
+    layer = Layer(attention, mlp, norm, rope=read_rope(config, attention.heads.dim))
+    layers, max_positions = [layer] * read_layer_count(config), config.read_size("max_position_embeddings")
     config.refuse_unread(HARMLESS)
     weights.ignore("rotary_emb.inv_freq")  # a buffer that old checkpoints have saved
-
-    graph = GraphWriter(weights, max_positions)
-    table = rope.write(graph)
-    x = embedding.write(graph, "model.embed_tokens")
-    for layer in range(layers):
-        name = f"model.layers.{layer}"
-        h = norm.write(graph, x, f"{name}.input_layernorm")
-        x = graph.add(x, attention.write(graph, h, f"{name}.self_attn", layer, table))
-        h = norm.write(graph, x, f"{name}.post_attention_layernorm")
-        x = graph.add(x, mlp.write(graph, h, f"{name}.mlp"))
-    h = norm.write(graph, x, "model.norm")
-    return graph.finish(head.write(graph, h, "model.embed_tokens"))
+    return write_decoder(weights, max_positions, embedding, layers, norm, head)

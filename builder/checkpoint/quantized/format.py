@@ -30,6 +30,13 @@ class Format(ABC):
             UnsupportedModelError: it is stored in a variant that is not implemented.
         """
 
+    def experts(self, name: str, shape: tuple[int, ...]) -> RowsTensor | None:
+        """The weights of all experts [experts, N, K] that are stored together, as rows [experts · N, K]; None where
+        they are stored as in other checkpoints. Errors are those of `weight`.
+        """
+        del name, shape
+        return None
+
     def means_nothing(self, name: str) -> bool:
         """Whether a tensor that nobody asked for may be left over."""
         del name

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from enginewright.builder.checkpoint.quantized.bits import FP4, nibbles
+from enginewright.builder.checkpoint.quantized.bits import FP4, e8m0, nibbles
 from enginewright.builder.checkpoint.quantized.fit import Groups, Open, floats, mxfp4
 from enginewright.builder.checkpoint.quantized.format import FLOATS, Format
 from enginewright.builder.checkpoint.quantized.grids import take_grid, take_scales
@@ -20,6 +20,26 @@ def mxfp4_weight(format: Format, name: str, shape: tuple[int, ...], packed: str,
     """packed: UINT8, [N, K / 2] or [N, K / 32, 16]. scales: UINT8 [N, K / 32], exponents of two."""
     powers = take_scales(format.tensors, scales, shape, (1, MX_RUN)).scales
     return mxfp4(name, shape, _codes(format, shape, packed), powers)
+
+
+def mxfp4_experts(format: Format, name: str, shape: tuple[int, ...], packed: str, scales: str) -> RowsTensor:
+    """Of several matrices [E, N, K], whose rows are counted through: packed UINT8 [E, N, K / 32, 16], scales UINT8
+    [E, N, K / 32].
+    """
+    experts, rows, columns = shape
+    blocks = (experts, rows, columns // MX_RUN)
+    read = format.tensors.take(packed, (*blocks, MX_RUN // 2), dtypes=[torch.uint8])
+    read_scales = format.tensors.take(scales, blocks, dtypes=[torch.uint8])
+
+    def codes() -> RowReader:
+        values = read().flatten(0, 1)
+        return lambda begin, end: nibbles(values[begin:end]).flatten(1)
+
+    def powers() -> RowReader:
+        exponents = read_scales().flatten(0, 1)
+        return lambda begin, end: e8m0(exponents[begin:end])
+
+    return mxfp4(name, (experts * rows, columns), codes, powers)
 
 
 def nvfp4_weight(

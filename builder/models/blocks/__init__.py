@@ -1,10 +1,29 @@
 """What decoders are put together from: each block is a frozen config that writes its own nodes into a graph."""
 
 from enginewright.builder.models.blocks.attention import Attention, Heads
+from enginewright.builder.models.blocks.decoder import Layer, write_decoder
 from enginewright.builder.models.blocks.embedding import Embedding
+from enginewright.builder.models.blocks.experts import ExpertNames, Experts, Routing
 from enginewright.builder.models.blocks.graph import GraphWriter
 from enginewright.builder.models.blocks.head import Head
-from enginewright.builder.models.blocks.mlp import GatedMlp
-from enginewright.builder.models.blocks.norm import RmsNorm
+from enginewright.builder.models.blocks.latent_attention import LatentAttention
+from enginewright.builder.models.blocks.mlp import GatedMlp, Mlp
+from enginewright.builder.models.blocks.norm import LayerNorm, RmsNorm
 
-__all__ = ["Attention", "Embedding", "GatedMlp", "GraphWriter", "Head", "Heads", "RmsNorm"]
+__all__ = [
+    "Attention",
+    "Embedding",
+    "ExpertNames",
+    "Experts",
+    "GatedMlp",
+    "GraphWriter",
+    "Head",
+    "Heads",
+    "LatentAttention",
+    "Layer",
+    "LayerNorm",
+    "Mlp",
+    "RmsNorm",
+    "Routing",
+    "write_decoder",
+]

@@ -1,5 +1,6 @@
 """Causal attention, with queries in groups that share a head of keys and values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -8,8 +9,10 @@ from enginewright.builder.config import MOST_COLUMNS, MOST_HEAD_DIM, MOST_HEADS,
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerCache, P, T
 from enginewright.builder.models.blocks.norm import RmsNorm
 from enginewright.builder.models.blocks.rope import RopeTable
+from enginewright.builder.weights import Weights
 from enginewright.plugins.causal_window import CAUSAL_WINDOW
 from enginewright.plugins.plugin import dims_of, width_of
+from enginewright.plugins.position_scale import POSITION_SCALE
 
 
 @dataclass(frozen=True)
@@ -33,44 +36,111 @@ class Heads:
             raise config.error(f"head_dim is {dim}: rotary embeddings need an even one")
         return Heads(count, kv_count, dim)
 
+    def cut_fused(self, tensor: str) -> dict[str, Sequence[int]]:
+        """The rows of q, k and v where they are one tensor, one behind the other: for Weights.cut."""
+        q, kv = self.count * self.dim, self.kv_count * self.dim
+        rows = {"q": range(q), "k": range(q, q + kv), "v": range(q + kv, q + 2 * kv)}
+        return {f"{tensor}.{part}_proj": part_rows for part, part_rows in rows.items()}
+
+    def cut_gated(self, query: str, gate: str) -> dict[str, Sequence[int]]:
+        """The rows of each where every head's query and gate lie side by side: for Weights.cut."""
+        rows = [range(2 * head * self.dim, 2 * (head + 1) * self.dim) for head in range(self.count)]
+        return {
+            query: [row for own in rows for row in own[: self.dim]],
+            gate: [row for own in rows for row in own[self.dim :]],
+        }
+
+
+@dataclass(frozen=True)
+class PositionScale:
+    """x · (1 + beta · log(1 + floor(position / original))): plugins/position_scale.py."""
+
+    beta: float
+    original: int  # positions
+
+    def write(self, graph: GraphWriter, x: ir.Value) -> ir.Value:
+        settings = {"beta": self.beta, "original": self.original}
+        return graph.plugin(POSITION_SCALE, [x, graph.positions], f"{x.name}.scaled", **settings).outputs[0]
+
 
 @dataclass(frozen=True)
 class Attention:
-    """o(attention(q(x), k(x), v(x))), as wide as x. Every field may differ from layer to layer."""
+    """o(attention(q(x), k(x), v(x))), as wide as x. Every field may differ from layer to layer.
+
+    What a checkpoint stores in one tensor (q, k and v; q and a gate) has the names of its parts by `Weights.cut`.
+    """
 
     heads: Heads
     scale: float | None = None  # of the scores; None is 1 / √heads.dim
     bias: bool = False  # of q, k and v
     output_bias: bool = False  # of o
-    head_norm: RmsNorm | None = None  # of each head of q and of k, before they are rotated
+    head_norm: RmsNorm | None = None  # of q and of k, before they are rotated
+    norms_all_heads: bool = False  # the norm is of all heads together, not of each by itself
+    norms_rotated: bool = False  # the norm is behind the rotation
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")  # in the checkpoint
+    output_name: str = "o_proj"  # in the checkpoint
+    gated: bool = False  # o reads y · sigmoid(gate): q_proj has, for each head, its query and a gate as wide
+    position_scale: PositionScale | None = None  # of queries
     window: int = 0  # positions that a query sees, its own included; 0 is all
     softcap: float = 0.0  # scores stay within ±softcap; 0 is no limit
+    sinks: bool = False  # each head has a logit that belongs to no position and joins the softmax's sum
 
-    def write(self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable) -> ir.Value:
-        """layer: whose cache it is."""
+    def write(self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable | None) -> ir.Value:
+        """layer: whose cache it is. rope: None where positions are not in queries and keys."""
+        heads = self.heads
+        if self.gated:
+            graph.weights.cut(f"{tensor}.q_proj", heads.cut_gated(f"{tensor}.q_proj", f"{tensor}.gate_proj"))
+        if rope is not None and rope.interleaved:
+            self._reorder(graph.weights, tensor, rope)
         q, k, v = (
-            graph.linear(x, f"{tensor}.{part}_proj", count * self.heads.dim, self.bias)
-            for part, count in (("q", self.heads.count), ("k", self.heads.kv_count), ("v", self.heads.kv_count))
+            graph.linear(x, f"{tensor}.{part}_proj", count * heads.dim, self.bias)
+            for part, count in (("q", heads.count), ("k", heads.kv_count), ("v", heads.kv_count))
         )
-        q = self._placed(graph, q, f"{tensor}.q_norm", rope)
-        k = self._placed(graph, k, f"{tensor}.k_norm", rope)
-        y = self._attend(graph, q, k, v, layer)
-        return graph.linear(y, f"{tensor}.o_proj", width_of(x), self.output_bias)
+        if self.position_scale is not None:
+            q = self.position_scale.write(graph, q)
+        q_norm, k_norm = (f"{tensor}.{name}" for name in self.norm_names)
+        q, k = self._placed(graph, q, q_norm, rope), self._placed(graph, k, k_norm, rope)
+        sinks = graph.weights.tensor(f"{tensor}.sinks", (heads.count,)) if self.sinks else None
+        y = self._attend(graph, q, k, v, sinks, layer)
+        if self.gated:
+            gate = graph.linear(x, f"{tensor}.gate_proj", heads.count * heads.dim, self.bias)
+            y = graph.activation("sigmoid", y, f"layers.{layer}.attention.gated", gate)
+        return graph.linear(y, f"{tensor}.{self.output_name}", width_of(x), self.output_bias)
 
-    def _placed(self, graph: GraphWriter, x: ir.Value, norm: str, rope: RopeTable) -> ir.Value:
+    def _reorder(self, weights: Weights, tensor: str, rope: RopeTable) -> None:
+        """Columns of a rope's pairs, which the checkpoint has side by side, move half a head apart."""
+        heads = self.heads
+        for part, norm, count in zip("qk", self.norm_names, (heads.count, heads.kv_count), strict=True):
+            weights.reorder(f"{tensor}.{part}_proj", rope.order(count, heads.dim))
+            if self.head_norm is not None:
+                weights.reorder(f"{tensor}.{norm}", rope.order(count if self.norms_all_heads else 1, heads.dim))
+
+    def _placed(self, graph: GraphWriter, x: ir.Value, norm: str, rope: RopeTable | None) -> ir.Value:
         """Queries or keys with their positions in them."""
-        if self.head_norm is not None:
-            x = self.head_norm.write_by_head(graph, x, norm, self.heads.dim)
-        return rope.rotate(graph, x, self.heads.dim)
+        if not self.norms_rotated:
+            x = self._normed(graph, x, norm)
+        if rope is not None:
+            x = rope.rotate(graph, x, self.heads.dim)
+        return self._normed(graph, x, norm) if self.norms_rotated else x
 
-    def _attend(self, graph: GraphWriter, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
+    def _normed(self, graph: GraphWriter, x: ir.Value, norm: str) -> ir.Value:
+        if self.head_norm is None:
+            return x
+        if self.norms_all_heads:
+            return self.head_norm.write(graph, x, norm)
+        return self.head_norm.write_by_head(graph, x, norm, self.heads.dim)
+
+    def _attend(
+        self, graph: GraphWriter, q: ir.Value, k: ir.Value, v: ir.Value, sinks: ir.Value | None, layer: int
+    ) -> ir.Value:
         """To the past and the new keys: [1, T, heads.count · heads.dim]."""
         heads, name = self.heads, f"layers.{layer}.attention"
         counts = {"q_num_heads": heads.count, "kv_num_heads": heads.kv_count}
         scores = {"scale": heads.dim**-0.5 if self.scale is None else self.scale, "softcap": self.softcap}
         past = graph.past(layer, LayerCache(heads.kv_count, heads.dim, self.window))
-        if self.window:
-            node = graph.plugin(CAUSAL_WINDOW, [q, k, v, *past], name, **counts, **scores, window=self.window)
+        if self.window or sinks is not None:
+            inputs = [q, k, v, *past] if sinks is None else [q, k, v, *past, sinks]
+            node = graph.plugin(CAUSAL_WINDOW, inputs, name, **counts, **scores, window=self.window)
         else:
             dims = [dims_of(q), *[(1, heads.kv_count, P + T, heads.dim)] * 2]
             node = graph.node("Attention", [q, k, v, None, *past], name, dims, **counts, is_causal=1, **scores)

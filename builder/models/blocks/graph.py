@@ -4,7 +4,7 @@ T is the number of tokens, P the number of positions before them; the batch is o
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from enginewright.builder.weights import Weights
 from enginewright.plugins import DOMAIN, Plugin
+from enginewright.plugins.activation import ACTIVATION
 from enginewright.plugins.plugin import Dims, dims_of, width_of
 
 OPSET = 24
@@ -23,11 +24,19 @@ Attribute = int | float | str | Sequence[int]
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The keys and values that a layer leaves behind it."""
+    """What a layer leaves behind it of each token."""
 
     kv_heads: int
     head_dim: int  # columns of a head
     window: int  # positions that are read, the query's own included; 0 is all
+    planes: tuple[str, ...] = ("key", "value")  # of kv_heads · head_dim numbers each
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What a recurrence in a layer keeps of all tokens before."""
+
+    tensors: Mapping[str, tuple[int, ...]]  # their shapes, by name
 
 
 class GraphWriter:
@@ -50,6 +59,7 @@ class GraphWriter:
         self._nodes: list[ir.Node] = []
         self._constants: dict[str, ir.Value] = {}
         self._caches: dict[int, LayerCache] = {}
+        self._states: dict[int, LayerState] = {}
         self._past: list[ir.Value] = []
         self._present: list[ir.Value] = []
 
@@ -66,7 +76,9 @@ class GraphWriter:
         outputs = [ir.Value(type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(own)) for own in dims]
         return self._append(ir.Node("", op_type, inputs, converted, outputs=outputs), name)
 
-    def plugin(self, plugin: Plugin, inputs: Sequence[ir.Value], name: str, **attributes: int | float) -> ir.Node:
+    def plugin(
+        self, plugin: Plugin, inputs: Sequence[ir.Value | None], name: str, **attributes: int | float | str
+    ) -> ir.Node:
         """An op of ours."""
         return self._append(plugin.node(inputs, **attributes), name)
 
@@ -79,6 +91,21 @@ class GraphWriter:
             )
             self._constants[name] = value
         return self._constants[name]
+
+    def split(self, x: ir.Value, name: str, *widths: int) -> list[ir.Value]:
+        """Columns of x, one run behind the other."""
+        sizes = self.constant(f"split_{'_'.join(map(str, widths))}", np.array(widths, np.int64))
+        dims = [(*dims_of(x)[:-1], width) for width in widths]
+        node = self.node("Split", [x, sizes], name, dims, axis=-1)
+        for index, output in enumerate(node.outputs):
+            output.name = f"{name}.{index}"
+        return list(node.outputs)
+
+    def activation(self, activation: str, x: ir.Value, name: str, gate: ir.Value | None = None) -> ir.Value:
+        """activation(x), or x · activation(gate): plugins/activation.py."""
+        inputs = [x] if gate is None else [x, gate]
+        node = self.plugin(ACTIVATION, inputs, name, activation=activation, to=int(ir.DataType.FLOAT), group=0)
+        return node.outputs[0]
 
     def linear(self, x: ir.Value, tensor: str, width: int, bias: bool = False) -> ir.Value:
         """x weightᵀ (+ bias): [1, T, width]."""
@@ -99,14 +126,32 @@ class GraphWriter:
         assert layer not in self._caches, f"layer {layer} has a cache already"
         self._caches[layer] = cache
         dims = (1, cache.kv_heads, P, cache.head_dim)
-        past = [_input(f"past_{kind}.{layer}", ir.DataType.FLOAT, dims) for kind in ("key", "value")]
+        past = [_input(f"past_{kind}.{layer}", ir.DataType.FLOAT, dims) for kind in cache.planes]
         self._past += past
         return past
 
-    def present(self, layer: int, key: ir.Value, value: ir.Value) -> None:
+    def present(self, layer: int, *values: ir.Value) -> None:
         """Says which values the layer's next past is, [1, kv_heads, P + T, head_dim] each."""
-        key.name, value.name = f"present_key.{layer}", f"present_value.{layer}"
-        self._present += [key, value]
+        for kind, value in zip(self._caches[layer].planes, values, strict=True):
+            value.name = f"present_{kind}.{layer}"
+        self._present += values
+
+    def past_state(self, layer: int, state: LayerState) -> dict[str, ir.Value]:
+        """The layer's recurrent state behind all positions before, [1, …] each, by name."""
+        assert layer not in self._states, f"layer {layer} has a state already"
+        self._states[layer] = state
+        past = {
+            name: _input(f"past_{name}.{layer}", ir.DataType.FLOAT, (1, *shape))
+            for name, shape in state.tensors.items()
+        }
+        self._past += past.values()
+        return past
+
+    def present_state(self, layer: int, **present: ir.Value) -> None:
+        """Says which values the layer's next past state is."""
+        for name, value in present.items():
+            value.name = f"present_{name}.{layer}"
+        self._present += present.values()
 
     def finish(self, logits: ir.Value) -> ir.Model:
         logits.name = "logits"
@@ -123,8 +168,14 @@ class GraphWriter:
             {"layers": [layer for layer, own in self._caches.items() if own == cache], **asdict(cache)}
             for cache in dict.fromkeys(self._caches.values())
         ]
+        states = list[dict[str, object]]()
+        for state in self._states.values():
+            entry = {"layers": [layer for layer, own in self._states.items() if own == state], **asdict(state)}
+            if entry not in states:
+                states.append(entry)
         metadata = {
             "enginewright.kv_groups": json.dumps(groups),
+            "enginewright.state_groups": json.dumps(states),
             "enginewright.max_seq_len": str(self._max_positions),
         }
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="enginewright", metadata_props=metadata)

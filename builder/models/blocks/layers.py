@@ -1,10 +1,48 @@
 """How many layers a decoder has, and of which kind each is."""
 
-from enginewright.builder.config import MOST, MOST_LAYERS, ConfigReader
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from enginewright.builder.config import MOST, MOST_LAYERS, MOST_TAPS, ConfigReader
+
+Kind = TypeVar("Kind")
 
 
 def read_layer_count(config: ConfigReader) -> int:
     return config.read_size("num_hidden_layers", most=MOST_LAYERS)
+
+
+def read_taps(config: ConfigReader, key: str, default: int) -> int:
+    """Tokens that a convolution sees, its own included."""
+    taps = config.read_size(key, default=default, most=MOST_TAPS)
+    if taps < 2:
+        raise config.error(f"{key} is {taps}: a convolution sees two tokens at least")
+    return taps
+
+
+def read_kinds(config: ConfigReader, kinds: Mapping[str, Kind], default: Sequence[Kind]) -> Sequence[Kind]:
+    """What each layer is, by the name that `layer_types` has for it; `default` where the config has no such list."""
+    types = config.read_list(str, "layer_types")
+    if types is None:
+        return default
+    if len(types) != len(default):
+        raise config.error(f"layer_types names {len(types)} layers, but num_hidden_layers is {len(default)}")
+    for name in types:
+        if name not in kinds:
+            raise config.unsupported(f"layer_types has {name!r}", f"Implemented are {', '.join(kinds)}.")
+    return [kinds[name] for name in types]
+
+
+def read_window(config: ConfigReader, default: int | None = None) -> int:
+    """`sliding_window` in tokens, 0 for none. default: of a config that has no such key; one that has null has none."""
+    window = config.read(int, "sliding_window", default=None if config.has("sliding_window") else default)
+    if window is None:
+        return 0
+    if window <= 0:
+        raise config.error(f"sliding_window is {window}, not above 0")
+    if window > MOST:
+        raise config.unsupported(f"sliding_window = {window}", f"At most {MOST} is possible.")
+    return window
 
 
 def read_windows(config: ConfigReader, default: list[bool], window: int | None) -> list[int]:
@@ -12,16 +50,7 @@ def read_windows(config: ConfigReader, default: list[bool], window: int | None) 
 
     default: which layers have the window, where the config has no `layer_types` that says so.
     """
-    kinds = {"full_attention": False, "sliding_attention": True}
-    types = config.read_list(str, "layer_types")
-    slides = default
-    if types is not None:
-        if len(types) != len(default):
-            raise config.error(f"layer_types names {len(types)} layers, but num_hidden_layers is {len(default)}")
-        for name in types:
-            if name not in kinds:
-                raise config.unsupported(f"layer_types has {name!r}", f"Implemented are {', '.join(kinds)}.")
-        slides = [kinds[name] for name in types]
+    slides = read_kinds(config, {"full_attention": False, "sliding_attention": True}, default)
     if not any(slides):
         return [0] * len(default)
     if window is None or window <= 0:
@@ -38,3 +67,20 @@ def read_upper_windows(config: ConfigReader) -> list[int]:
     used = config.read(bool, "use_sliding_window", default=False)
     slides = [used and layer >= first for layer in range(read_layer_count(config))]
     return read_windows(config, slides, window if used else None)
+
+
+def read_windows_everywhere(config: ConfigReader) -> list[int]:
+    """With `use_sliding_window`, all layers have the window."""
+    used = config.read(bool, "use_sliding_window", default=False)
+    window = config.read(int, "sliding_window", default=4096)
+    return read_windows(config, [used] * read_layer_count(config), window if used else None)
+
+
+def read_sparse_layers(config: ConfigReader) -> list[bool]:
+    """Which layers have experts: Qwen's, every so many (`decoder_sparse_step`) but for some (`mlp_only_layers`)."""
+    every = config.read_size("decoder_sparse_step", default=1)
+    without = config.read_list(int, "mlp_only_layers") or []
+    count = read_layer_count(config)
+    if not all(0 <= layer < count for layer in without):
+        raise config.error(f"mlp_only_layers is {without}, but there are {count} layers")
+    return [layer not in without and (layer + 1) % every == 0 for layer in range(count)]

@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, short
+from enginewright.plugins.layer_norm import LAYER_NORM
 from enginewright.plugins.plugin import dims_of, width_of
 
 
@@ -16,13 +17,15 @@ class RmsNorm:
 
     epsilon: float
     offset: float = 0.0  # added to the weight: 1 where a checkpoint stores the weight less 1
+    scale: float = 1.0  # of the result; it is in the weight, which is fp32
 
     @staticmethod
-    def read(config: ConfigReader, offset: float = 0.0) -> "RmsNorm":
-        return RmsNorm(config.read_positive("rms_norm_eps", default=1e-6), offset)
+    def read(config: ConfigReader, offset: float = 0.0, epsilon: float = 1e-6) -> "RmsNorm":
+        """epsilon: where the config does not say it."""
+        return RmsNorm(config.read_positive("rms_norm_eps", default=epsilon), offset)
 
     def write(self, graph: GraphWriter, x: ir.Value, tensor: str) -> ir.Value:
-        weight = graph.weights.tensor(f"{tensor}.weight", (width_of(x),), self.offset)
+        weight = graph.weights.tensor(f"{tensor}.weight", (width_of(x),), self.offset, self.scale)
         return graph.op("RMSNormalization", [x, weight], short(tensor), dims_of(x), axis=-1, epsilon=self.epsilon)
 
     def write_by_head(self, graph: GraphWriter, x: ir.Value, tensor: str, head_dim: int) -> ir.Value:
@@ -32,3 +35,23 @@ class RmsNorm:
         joined = graph.constant(f"joined_{heads}_heads", np.array([0, 0, width], np.int64))
         by_head = graph.op("Reshape", [x, split], f"{name}.heads", (batch, tokens, heads, head_dim))
         return graph.op("Reshape", [self.write(graph, by_head, tensor), joined], f"{name}.joined", dims_of(x))
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """(x - mean(x)) / √(variance(x) + epsilon) · weight (+ bias), over the last dimension."""
+
+    epsilon: float
+    bias: bool = True
+    scale: float = 1.0  # of the result; it is in weight and bias, which are fp32
+
+    @staticmethod
+    def read(config: ConfigReader, key: str, bias: bool = True) -> "LayerNorm":
+        """key: what the config calls the epsilon."""
+        return LayerNorm(config.read_positive(key, default=1e-5), bias)
+
+    def write(self, graph: GraphWriter, x: ir.Value, tensor: str) -> ir.Value:
+        kinds = ("weight", "bias") if self.bias else ("weight",)
+        vectors = [graph.weights.tensor(f"{tensor}.{kind}", (width_of(x),), scale=self.scale) for kind in kinds]
+        settings = {"epsilon": self.epsilon, "to": int(ir.DataType.FLOAT), "group": 0}
+        return graph.plugin(LAYER_NORM, [x, *vectors], short(tensor), **settings).outputs[0]

@@ -5,7 +5,7 @@ in fp32 and in transformers' order, so that frequencies are the same bits as the
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,92 +18,171 @@ from enginewright.plugins.plugin import dims_of, width_of
 from enginewright.plugins.rope_table import ROPE_TABLE
 
 HARMLESS = ("finetuned",)  # a remark of old yarn configs
+SECTIONS = ("mrope_interleaved", "mrope_section")  # which angles are of time, rows and columns: in a text all the same
 
 
 @dataclass(frozen=True)
 class RopeTable:
     """The angles of a step's positions, for all layers with the same rope."""
 
-    cos: ir.Value  # [1, T, head_dim / 2]
-    sin: ir.Value  # [1, T, head_dim / 2]
+    cos: ir.Value  # [1, T, rotated / 2]
+    sin: ir.Value  # [1, T, rotated / 2]
+    interleaved: bool = False  # checkpoints have the two columns of a pair as neighbours
+
+    @property
+    def rotated(self) -> int:
+        """Columns of a head that are rotated: its first ones."""
+        return 2 * width_of(self.cos)
 
     def rotate(self, graph: GraphWriter, x: ir.Value, head_dim: int) -> ir.Value:
-        """Rotates each head of x, [1, T, heads · head_dim], its first half against its second half."""
+        """Rotates each head of x, [1, T, heads · head_dim]: of what is rotated, the first half against the second."""
         inputs, heads = [x, self.cos, self.sin], width_of(x) // head_dim
-        return graph.op("RotaryEmbedding", inputs, f"{x.name}.rotated", dims_of(x), num_heads=heads)
+        partial = {} if self.rotated == head_dim else {"rotary_embedding_dim": self.rotated}
+        return graph.op("RotaryEmbedding", inputs, f"{x.name}.rotated", dims_of(x), num_heads=heads, **partial)
+
+    def order(self, heads: int, head_dim: int) -> list[int]:
+        """Which column of `heads` heads stands where, so that the pairs of an interleaved rope are halves apart. Scores
+        do not change by it, where queries and keys have the same order.
+        """
+        if not self.interleaved:
+            return [*range(heads * head_dim)]
+        pairs = [*range(0, self.rotated, 2), *range(1, self.rotated, 2), *range(self.rotated, head_dim)]
+        return [head * head_dim + column for head in range(heads) for column in pairs]
 
 
 @dataclass(frozen=True, eq=False)
 class Rope:
     """Which angles positions have."""
 
-    inv_freq: npt.NDArray[np.float32]  # radians a position, [head_dim / 2]
+    inv_freq: npt.NDArray[np.float32]  # radians a position, [rotated / 2]
     scale: float = 1.0  # of cosines and sines
+    interleaved: bool = False  # as RopeTable has it
 
     def write(self, graph: GraphWriter, name: str = "rope") -> RopeTable:
         inv_freq = graph.constant(f"{name}.inv_freq", self.inv_freq)
         cos, sin = graph.plugin(ROPE_TABLE, [graph.positions, inv_freq], name, scale=self.scale).outputs
         cos.name, sin.name = f"{name}.cos", f"{name}.sin"
-        return RopeTable(cos, sin)
+        return RopeTable(cos, sin, self.interleaved)
 
 
-def read_rope(config: ConfigReader, head_dim: int, default_theta: float = 10_000.0) -> Rope:
-    """The one rope of a model whose layers all have the same."""
+def read_rope(
+    config: ConfigReader,
+    head_dim: int,
+    default_theta: float = 10_000.0,
+    part: float | None = None,
+    interleaved: bool = False,
+    original_positions: int | None = None,
+    sectioned: bool = False,
+) -> Rope:
+    """The one rope of a model whose layers all have the same.
+
+    Args:
+        part: of a head that is rotated, where the config does not say it; None where a model rotates whole heads.
+        interleaved: as RopeTable has it.
+        original_positions: that the model was trained for at first, where the rope's parameters do not say it.
+        sectioned: whether the model may know time, rows and columns, which in a text are the same position.
+    """
     theta = config.read_positive("rope_theta", default=default_theta)
-    _refuse_partial(config)
+    part = _read_part(config, part)
     max_positions = config.read_size("max_position_embeddings")
-    return rope_from(config.section("rope_scaling", "rope_parameters"), theta, head_dim, max_positions)
+    parameters = config.section("rope_scaling", "rope_parameters")
+    rope = rope_from(parameters, theta, head_dim, max_positions, part, original_positions, sectioned)
+    return replace(rope, interleaved=interleaved)
 
 
-def rope_from(parameters: ConfigReader | None, theta: float, head_dim: int, max_positions: int) -> Rope:
+def read_local_and_global(
+    config: ConfigReader, local_theta: float, global_theta: float, head_dim: int, max_positions: int
+) -> tuple[Rope, Rope]:
+    """Of layers with a window, and of the others. Old configs scale only the latter, by `rope_scaling`."""
+    parameters = config.section("rope_parameters") or ConfigReader({})
+    local = rope_from(parameters.section("sliding_attention"), local_theta, head_dim, max_positions)
+    scaling, newer = config.section("rope_scaling"), parameters.section("full_attention")
+    if scaling is not None and newer is not None:
+        raise config.unsupported("both rope_scaling and rope_parameters are given", "Leave one of them.")
+    parameters.refuse_any_unread()
+    return local, rope_from(scaling or newer, global_theta, head_dim, max_positions)
+
+
+def latent_score_scale(config: ConfigReader) -> float:
+    """What the scores of latent attention are multiplied by where a rope that stretches contexts asks for it: squared,
+    since it is meant for queries and for keys.
+    """
+    parameters = config.section("rope_scaling", "rope_parameters")
+    if parameters is None or parameters.read(str, "rope_type", "type", default="default") == "default":
+        return 1.0
+    mscale = parameters.read(float, "mscale_all_dim", default=0.0)
+    return _magnitude(parameters.read_positive("factor"), mscale) ** 2 if mscale else 1.0
+
+
+def rope_from(
+    parameters: ConfigReader | None,
+    theta: float,
+    head_dim: int,
+    max_positions: int,
+    part: float | None = None,
+    original_positions: int | None = None,
+    sectioned: bool = False,
+) -> Rope:
     """The rope that `parameters` describe.
 
     Args:
         theta: the base where they have none.
-        max_positions: that the model was trained for, where they name no others.
+        max_positions: that a sequence may have.
+        part, original_positions, sectioned: as read_rope has them.
 
     Raises:
         UnsupportedModelError: the type of rope, or one of its parameters, is not implemented.
     """
     parameters = ConfigReader({}, "rope_parameters") if parameters is None else parameters
     theta = parameters.read_positive("rope_theta", default=theta)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    wavelengths = theta**exponents  # over 2π; [head_dim / 2]
+    part = _read_part(parameters, part) or 1.0
+    rotated = int(head_dim * part)
+    if part > 1 or rotated < 2 or rotated % 2:
+        raise parameters.error(f"partial_rotary_factor is {part}, which rotates {rotated} of {head_dim} columns")
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    wavelengths = theta**exponents  # over 2π; [rotated / 2]
+    original = parameters.read_size("original_max_position_embeddings", default=original_positions or max_positions)
     kind, scale = parameters.read(str, "rope_type", "type", default="default"), 1.0
     match kind:
         case "default":
             inv_freq = 1.0 / wavelengths
+        case "dynamic":
+            # Up to max_positions, which no sequence is longer than, the base is as it was. Hunyuan's `alpha` raises it.
+            parameters.read_positive("factor", default=1.0)
+            if alpha := parameters.read(float, "alpha", default=0.0):
+                for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+                    parameters.read(float, key, default=0.0)
+                wavelengths = (theta * alpha ** (rotated / (rotated - 2))) ** exponents
+            inv_freq = 1.0 / wavelengths
         case "linear":
             inv_freq = (1.0 / wavelengths) / parameters.read_positive("factor")
         case "llama3":
-            inv_freq = _llama3(parameters, 1.0 / wavelengths, max_positions)
+            inv_freq = _llama3(parameters, 1.0 / wavelengths, original)
+        case "longrope" | "su":
+            inv_freq, scale = _longrope(parameters, wavelengths, original, max_positions)
         case "yarn":
-            inv_freq, scale = _yarn(parameters, wavelengths, theta, max_positions)
+            inv_freq, scale = _yarn(parameters, wavelengths, theta, original, max_positions)
         case _:
             raise parameters.unsupported(
-                f"rope_type = {kind!r}", "Implemented rope types are default, linear, llama3, yarn."
+                f"rope_type = {kind!r}", "Implemented rope types are default, dynamic, linear, llama3, longrope, yarn."
             )
-    _refuse_partial(parameters)
-    parameters.refuse_any_unread(HARMLESS)
+    parameters.refuse_any_unread((*HARMLESS, *SECTIONS) if sectioned else HARMLESS)
     return Rope(inv_freq.numpy(), scale)
 
 
-def _refuse_partial(parameters: ConfigReader) -> None:
-    if (part := parameters.read_positive("partial_rotary_factor", default=1.0)) != 1.0:
-        raise parameters.unsupported(f"partial_rotary_factor = {part}")
+def _read_part(parameters: ConfigReader, default: float | None) -> float | None:
+    part = parameters.read_positive("partial_rotary_factor", default=default or 1.0)
+    if default is None and part != 1.0:
+        raise parameters.unsupported(f"partial_rotary_factor = {part}", "The family rotates whole heads.")
+    return None if default is None else part
 
 
-def _original_positions(parameters: ConfigReader, max_positions: int) -> int:
-    return parameters.read_size("original_max_position_embeddings", default=max_positions)
-
-
-def _llama3(parameters: ConfigReader, inv_freq: torch.Tensor, max_positions: int) -> torch.Tensor:
+def _llama3(parameters: ConfigReader, inv_freq: torch.Tensor, positions: int) -> torch.Tensor:
     """Llama 3.1: long wavelengths are stretched by the factor, short ones are kept, in between is interpolated."""
     factor = parameters.read_positive("factor")
     low, high = parameters.read_positive("low_freq_factor"), parameters.read_positive("high_freq_factor")
     if low >= high:
         raise parameters.error(f"low_freq_factor is {low}, not below high_freq_factor, {high}")
-    positions = _original_positions(parameters, max_positions)
     wavelengths = 2 * math.pi / inv_freq
     share_kept = (positions / wavelengths - low) / (high - low)
     between = (1 - share_kept) * inv_freq / factor + share_kept * inv_freq
@@ -111,12 +190,31 @@ def _llama3(parameters: ConfigReader, inv_freq: torch.Tensor, max_positions: int
     return torch.where(wavelengths < positions / high, inv_freq, stretched)
 
 
+def _longrope(
+    parameters: ConfigReader, wavelengths: torch.Tensor, original: int, max_positions: int
+) -> tuple[torch.Tensor, float]:
+    """LongRoPE, https://arxiv.org/abs/2402.13753: the inverse frequencies, and the scale ("attention factor").
+
+    There are factors for sequences up to the original length, and for longer ones. Which they are cannot depend on a
+    sequence, whose keys would have to be rotated anew when it grows: an engine has the factors of its longest one.
+    """
+    factor = parameters.read_positive("factor", default=max_positions / original)
+    scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    scale = parameters.read_positive("attention_factor", default=scale)
+    is_long = min(max_positions, parameters.max_seq_len or max_positions) > original
+    lists = {key: parameters.read_list(float, key) for key in ("short_factor", "long_factor")}
+    for key, factors in lists.items():
+        if factors is None or len(factors) != len(wavelengths) or min(factors) <= 0:
+            raise parameters.error(f"{key} is not a list of {len(wavelengths)} numbers above 0")
+    factors = lists["long_factor" if is_long else "short_factor"]
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * wavelengths), scale
+
+
 def _yarn(
-    parameters: ConfigReader, wavelengths: torch.Tensor, theta: float, max_positions: int
+    parameters: ConfigReader, wavelengths: torch.Tensor, theta: float, positions: int, max_positions: int
 ) -> tuple[torch.Tensor, float]:
     """YaRN, https://arxiv.org/abs/2309.00071: the inverse frequencies, and the scale ("attention factor")."""
     head_dim = 2 * len(wavelengths)
-    positions = _original_positions(parameters, max_positions)
     factor = parameters.read_positive("factor", default=max_positions / positions)
     if theta <= 1:
         raise parameters.error(f"rope_theta is {theta}: yarn needs one above 1")

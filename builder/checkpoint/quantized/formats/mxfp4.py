@@ -5,7 +5,7 @@ Of a parameter [..., K]: `<name>_blocks` UINT8 [..., K / 32, 16], two numbers a 
 """
 
 from enginewright.builder.checkpoint.quantized.format import Format
-from enginewright.builder.checkpoint.quantized.fours import mxfp4_weight
+from enginewright.builder.checkpoint.quantized.fours import mxfp4_experts, mxfp4_weight
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.tensors import Tensors
 from enginewright.passes.weights import RowsTensor
@@ -23,3 +23,8 @@ class Mxfp4(Format):
         if self.tensors.find(f"{name}_blocks") is None:
             return None
         return mxfp4_weight(self, name, shape, f"{name}_blocks", f"{name}_scales")
+
+    def experts(self, name: str, shape: tuple[int, ...]) -> RowsTensor | None:
+        if self.tensors.find(f"{name}_blocks") is None:
+            return None
+        return mxfp4_experts(self, name, shape, f"{name}_blocks", f"{name}_scales")

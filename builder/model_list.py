@@ -1,0 +1,95 @@
+"""The families of models that can be built, as a table: `engine build --list-models`, and docs/models.md.
+
+`python -m enginewright.builder.model_list > docs/models.md` writes the latter anew.
+"""
+
+import importlib
+from dataclasses import dataclass
+
+from enginewright.builder.checkpoint.gguf_names import ARCHITECTURES
+from enginewright.builder.models import model_types
+from enginewright.builder.models.blocks import LatentAttention
+from enginewright.builder.wrappers import WRAPPERS
+from enginewright.passes.quant import METHODS
+from enginewright.targets import CPU, CUDA
+
+# Families that tests build from published weights, and those weights; all others from random ones.
+PUBLISHED_WEIGHTS = {"llama": "SmolLM2-135M"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table."""
+
+    model_type: str  # of config.json
+    about: str  # a line
+    paper: str  # an address
+    gguf: tuple[str, ...]  # `general.architecture` of the GGUF files that are read
+    tested_against: str
+
+
+def families() -> list[Family]:
+    rows = []
+    for model_type in model_types():
+        about, _, paper = " ".join(str(module_of(model_type).__doc__).split()).rpartition(" https://")
+        gguf = tuple(name for name, found in ARCHITECTURES.items() if found.model_type == model_type)
+        real = f", {PUBLISHED_WEIGHTS[model_type]}" if model_type in PUBLISHED_WEIGHTS else ""
+        rows.append(Family(model_type, about, f"https://{paper}", gguf, f"transformers{real}"))
+    return rows
+
+
+def wrappers() -> list[Family]:
+    """What holds a text model beside other parts, which are left out."""
+    page = "https://huggingface.co/docs/transformers/model_doc"
+    return [Family(name, found.about, f"{page}/{name}", (), "transformers") for name, found in WRAPPERS.items()]
+
+
+def module_of(model_type: str) -> object:
+    return importlib.import_module(f"enginewright.builder.models.{model_type}")
+
+
+def as_text() -> str:
+    """A line a family."""
+    rows = [*families(), *wrappers()]
+    width = max(len(row.model_type) for row in rows)
+    return "\n".join(f"{row.model_type:<{width}}  {row.about}" for row in rows)
+
+
+PAGE = """# Models
+
+An engine is built of a checkpoint whose `config.json` has one of these as its `model_type`. Each is one file of
+`builder/models/`; a key of a config that it does not know is refused by name. This page is made from the code:
+`python -m enginewright.builder.model_list > docs/models.md`.
+
+| `model_type` | what it is | GGUF | tested against |
+|---|---|---|---|
+{rows}
+
+- **GGUF**: the `general.architecture` of files that are read as well, in all formats that the `gguf` package
+  restores. Mistral's files are of architecture `llama`.
+- **Quantizations**: all families have all of them: {methods}.
+- **Targets**: all families run on `{cpu}`, and have code for `{cuda}`, but for {cpu_alone}, whose latent attention has
+  no kernels there; [cuda.md](cuda.md) says how far that is tested.
+- **Tested against**: tiny models with random weights and awkward sizes give transformers' logits, as a graph in
+  onnxruntime and as an engine; where weights are named, these as well.
+- **LongRoPE** (`phi3`) has factors for sequences up to a model's original length, and others for longer ones. Which
+  they are must not depend on a sequence, whose keys would have to be rotated anew as it grows: an engine has those of
+  its longest one. `--max-seq-len 4k` gives a model whose original length is 4096 the factors for short ones.
+"""
+
+
+def as_markdown() -> str:
+    rows = (
+        f"| [`{row.model_type}`]({row.paper}) | {row.about} | "
+        f"{', '.join(f'`{name}`' for name in row.gguf) or 'no'} | {row.tested_against} |"
+        for row in [*families(), *wrappers()]
+    )
+    methods = ", ".join(f"`{method.name}`" for method in METHODS)
+    # Families that have the block in their file.
+    latent = [name for name in model_types() if LatentAttention in vars(module_of(name)).values()]
+    cpu_alone = ", ".join(f"`{name}`" for name in latent)
+    return PAGE.format(rows="\n".join(rows), methods=methods, cpu=CPU, cuda=CUDA, cpu_alone=cpu_alone)
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

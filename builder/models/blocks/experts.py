@@ -1,0 +1,215 @@
+"""A mixture of experts: each token goes through a few of many MLPs, and perhaps through one that all tokens share.
+https://arxiv.org/abs/1701.06538
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from enginewright.builder.config import MOST_COLUMNS, ConfigReader
+from enginewright.builder.models.blocks.graph import GraphWriter, short
+from enginewright.builder.models.blocks.mlp import GatedMlp, read_activation
+from enginewright.plugins.combine_experts import COMBINE_EXPERTS
+from enginewright.plugins.grouped_linear import GROUPED_LINEAR
+from enginewright.plugins.plugin import width_of
+from enginewright.plugins.route import ROUTE
+from enginewright.plugins.sort_rows import SORT_ROWS
+
+MOST_EXPERTS = 2**12
+# By the activation of config.json: the epilogue of the product with gate and up (plugins/gemm.py).
+EPILOGUES: Mapping[str, str] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts a token goes to, and how much each of them counts: plugins/route.py."""
+
+    experts: int
+    top: int  # experts of a token
+    scores: str = "softmax"  # of all products with the router: or "sigmoid", of each by itself
+    bias: bool = False  # of these products
+    # Names below the block's that the tensor [experts] may have which is added to what experts are chosen by.
+    correction: tuple[str, ...] = ()
+    groups: int = 1  # of experts / groups neighbours
+    chosen_groups: int = 1  # that experts are chosen from
+    group_best: int = 2  # experts whose scores a group is judged by
+    normalized: bool = True  # the chosen scores are divided by their sum
+    scale: float = 1.0  # what they are multiplied by then
+
+    @staticmethod
+    def read(
+        config: ConfigReader, *count_keys: str, top_keys: tuple[str, ...] = ("num_experts_per_tok",), **settings: object
+    ) -> "Routing":
+        """count_keys, top_keys: the names that the number of experts may have, and that of a token's experts. settings:
+        fields of the family's.
+        """
+        routing = Routing(
+            experts=config.read_size(*(count_keys or ("num_experts",)), most=MOST_EXPERTS),
+            top=config.read_size(*top_keys, most=MOST_EXPERTS),
+            **settings,  # type: ignore[arg-type]
+        )
+        if routing.top > routing.experts:
+            raise config.error(f"num_experts_per_tok is {routing.top}, but there are {routing.experts} experts")
+        return routing
+
+    @staticmethod
+    def read_grouped(
+        config: ConfigReader,
+        *count_keys: str,
+        correction: tuple[str, ...],
+        groups: int = 1,
+        chosen_groups: int = 1,
+        scale: float = 1.0,
+    ) -> "Routing":
+        """DeepSeek V3's: sigmoids, groups, and a correction that keeps experts equally busy.
+
+        Args:
+            groups, chosen_groups, scale: where the config does not say it.
+        """
+        groups = config.read_size("n_group", default=groups)
+        routing = Routing.read(
+            config,
+            *(count_keys or ("n_routed_experts",)),
+            scores="sigmoid",
+            correction=correction,
+            groups=groups,
+            chosen_groups=config.read_size("topk_group", default=chosen_groups),
+            normalized=config.read(bool, "norm_topk_prob", default=True),
+            scale=config.read_positive("routed_scaling_factor", default=scale),
+        )
+        experts, chosen = routing.experts, routing.chosen_groups
+        if experts % groups or (groups > 1 and experts // groups < routing.group_best):
+            raise config.error(f"{experts} experts cannot be cut into n_group = {groups} groups")
+        if chosen > groups:
+            raise config.error(f"topk_group is {chosen}, but there are {groups} groups")
+        if routing.top > chosen * (experts // groups):
+            raise config.error(f"num_experts_per_tok is {routing.top}, more than {chosen} groups have")
+        return routing
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls the tensors of the block, below its name.
+
+    Weights of experts are either one by one (`experts.3.gate_proj.weight`), or in one tensor of gate and up, and one of
+    down ([experts, rows, columns], as transformers 5 has them).
+    """
+
+    block: str = ""  # the block itself, where a layer's `mlp` is not there; "" if it always is
+    router: str = "gate"
+    one: str = "experts.{}"  # an expert by its number
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    gate_up_fused: str = "experts.gate_up_proj"
+    down_fused: str = "experts.down_proj"
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Σ share · down(act(gate(x)) · up(x)) over a token's experts, and the shared MLP's result if there is one."""
+
+    routing: Routing
+    width: int  # columns of gate and of up, of one expert
+    epilogue: str = "swiglu"  # what becomes of gate and up: plugins/gemm.py
+    bias: bool = False  # of gate, up and down
+    interleaved: bool = False  # fused tensors are [experts, columns, rows], and rows of gate and up alternate in them
+    shared: GatedMlp | None = None  # an MLP that all tokens go through
+    shared_is_gated: bool = False  # its result is multiplied by a sigmoid of x
+    names: ExpertNames = field(default_factory=ExpertNames)
+
+    @staticmethod
+    def read_epilogue(config: ConfigReader, *keys: str) -> str:
+        return EPILOGUES[read_activation(config, *keys)]
+
+    @staticmethod
+    def read_width(config: ConfigReader, key: str = "moe_intermediate_size") -> int:
+        return config.read_size(key, most=MOST_COLUMNS)
+
+    def write(self, graph: GraphWriter, x: ir.Value, tensor: str) -> ir.Value:
+        if self.names.block:
+            router, layer = f".{self.names.router}.weight", tensor.rpartition(".")[0]
+            either = (f"{tensor}{router}", f"{layer}.{self.names.block}{router}")
+            tensor = graph.weights.first_of(*either).removesuffix(router)
+        name = short(tensor)
+        places, share, starts = self._route(graph, x, tensor, name)
+        (rows,) = graph.plugin(SORT_ROWS, [x, places], f"{name}.sorted", to=int(ir.DataType.FLOAT), group=0).outputs
+        gate_up, down = self._weights(graph, tensor, width_of(x))
+        gated = self._product(graph, rows, gate_up, starts, f"{name}.experts.gate_up_proj", self.epilogue)
+        y = self._product(graph, gated, down, starts, f"{name}.experts.down_proj", "none")
+        parts = [y, places, share]
+        if self.shared is not None:
+            parts.append(self.shared.write(graph, x, f"{tensor}.{self.names.shared}"))
+            if self.shared_is_gated:
+                parts.append(graph.linear(x, f"{tensor}.{self.names.shared_gate}", 1))
+        return graph.plugin(COMBINE_EXPERTS, parts, f"{name}.mixed").outputs[0]
+
+    def _route(self, graph: GraphWriter, x: ir.Value, tensor: str, name: str) -> Sequence[ir.Value]:
+        routing, router = self.routing, f"{tensor}.{self.names.router}"
+        weight = graph.weights.tensor(f"{router}.weight", (routing.experts, width_of(x)))
+        bias = graph.weights.tensor(f"{router}.bias", (routing.experts,)) if routing.bias else None
+        correction = None
+        if routing.correction:
+            names = (f"{tensor}.{name}" for name in routing.correction)
+            correction = graph.weights.exact(graph.weights.first_of(*names), routing.experts)
+        outputs = graph.plugin(
+            ROUTE,
+            [x, weight, bias, correction],
+            f"{name}.route",
+            top=routing.top,
+            scores=routing.scores,
+            groups=routing.groups,
+            chosen_groups=routing.chosen_groups,
+            group_best=routing.group_best,
+            normalized=int(routing.normalized),
+            scale=routing.scale,
+        ).outputs
+        for output, part in zip(outputs, ("places", "share", "starts"), strict=True):
+            output.name = f"{name}.{part}"
+        return outputs
+
+    def _weights(
+        self, graph: GraphWriter, tensor: str, columns: int
+    ) -> tuple[tuple[ir.Value, ir.Value | None], tuple[ir.Value, ir.Value | None]]:
+        """Of gate and up, one behind the other for each expert, and of down; each with its bias."""
+        weights, names, experts, width = graph.weights, self.names, self.routing.experts, self.width
+        gate_up_fused, down_fused = f"{tensor}.{names.gate_up_fused}", f"{tensor}.{names.down_fused}"
+        order = [*range(0, 2 * width, 2), *range(1, 2 * width, 2)] if self.interleaved else None
+        if weights.has_fused(gate_up_fused) or self.interleaved:
+            gate_up = weights.fused(gate_up_fused, (experts, 2 * width, columns), self.interleaved, order)
+            down = weights.fused(down_fused, (experts, columns, width), self.interleaved)
+            if not self.bias:
+                return (gate_up, None), (down, None)
+            gate_up_bias = weights.fused(f"{gate_up_fused}_bias", (experts, 2 * width), order=order)
+            return (gate_up, gate_up_bias), (down, weights.fused(f"{down_fused}_bias", (experts, columns)))
+        each = [f"{tensor}.{names.one.format(expert)}" for expert in range(experts)]
+
+        def stacked(name: str, parts: Sequence[str], shape: tuple[int, ...], kind: str) -> ir.Value:
+            return weights.stacked(f"{name}.{kind}", [f"{one}.{part}.{kind}" for one in each for part in parts], shape)
+
+        both, down_name = (names.gate, names.up), (names.down,)
+        return (
+            (
+                stacked(gate_up_fused, both, (width, columns), "weight"),
+                stacked(gate_up_fused, both, (width,), "bias") if self.bias else None,
+            ),
+            (
+                stacked(down_fused, down_name, (columns, width), "weight"),
+                stacked(down_fused, down_name, (columns,), "bias") if self.bias else None,
+            ),
+        )
+
+    def _product(
+        self,
+        graph: GraphWriter,
+        x: ir.Value,
+        weight: tuple[ir.Value, ir.Value | None],
+        starts: ir.Value,
+        name: str,
+        epilogue: str,
+    ) -> ir.Value:
+        to = int(ir.DataType.FLOAT)
+        return graph.plugin(GROUPED_LINEAR, [x, *weight, starts], name, epilogue=epilogue, to=to).outputs[0]

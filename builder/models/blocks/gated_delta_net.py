@@ -1,0 +1,113 @@
+"""Gated delta net, in the place of attention. https://arxiv.org/abs/2412.06464"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from enginewright.builder.config import MOST_HEAD_DIM, MOST_HEADS, ConfigReader
+from enginewright.builder.models.blocks.graph import GraphWriter, LayerState
+from enginewright.builder.models.blocks.layers import read_taps
+from enginewright.builder.weights import Weights
+from enginewright.plugins.causal_conv import CAUSAL_CONV
+from enginewright.plugins.gated_delta import GATED_DELTA
+from enginewright.plugins.gated_rms_norm import GATED_RMS_NORM
+from enginewright.plugins.plugin import width_of
+
+NORM_EPSILON = 1e-6  # of queries and keys, which is written into the models' code
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """out(norm(delta(silu(conv(qkv(x))), a(x), b(x))) · silu(z(x))), as wide as x."""
+
+    heads: int  # of values
+    key_heads: int  # of queries and keys, each for heads / key_heads heads of values
+    key_dim: int  # columns of a head
+    dim: int  # columns of a head of values
+    width: int  # tokens that the convolution sees, its own included
+    epsilon: float  # of the norm
+    fused: bool = False  # the checkpoint has q, k, v and z in one tensor, by key head, and b and a in another
+
+    @staticmethod
+    def read(config: ConfigReader, epsilon: float, fused: bool = False) -> "GatedDeltaNet":
+        heads = config.read_size("linear_num_value_heads", default=32, most=MOST_HEADS)
+        key_heads = config.read_size("linear_num_key_heads", default=16, most=MOST_HEADS)
+        if heads % key_heads:
+            raise config.error(
+                f"linear_num_value_heads is {heads}, no multiple of linear_num_key_heads, which is {key_heads}"
+            )
+        return GatedDeltaNet(
+            heads,
+            key_heads,
+            config.read_size("linear_key_head_dim", default=128, most=MOST_HEAD_DIM),
+            config.read_size("linear_value_head_dim", default=128, most=MOST_HEAD_DIM),
+            read_taps(config, "linear_conv_kernel_dim", 4),
+            epsilon,
+            fused,
+        )
+
+    def write(self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int) -> ir.Value:
+        """layer: whose states they are."""
+        keys, values, name = self.key_heads * self.key_dim, self.heads * self.dim, f"layers.{layer}.linear_attention"
+        if self.fused:
+            self._cut(graph.weights, tensor)
+        projected = {"qkv": 2 * keys + values, "z": values, "b": self.heads, "a": self.heads}
+        qkv, z, b, a = (graph.linear(x, f"{tensor}.in_proj_{part}", width) for part, width in projected.items())
+        past = graph.past_state(
+            layer,
+            LayerState({"conv": (self.width - 1, 2 * keys + values), "state": (self.heads, self.key_dim, self.dim)}),
+        )
+        taps = graph.weights.taps(f"{tensor}.conv1d.weight", 2 * keys + values, self.width)
+        conv, mixed = graph.plugin(
+            CAUSAL_CONV,
+            [qkv, taps, None, None, None, past["conv"]],
+            f"{name}.conv",
+            activation="silu",
+            to=int(ir.DataType.FLOAT),
+        ).outputs
+        mixed.name = f"{name}.mixed"
+        q, k, v = graph.split(mixed, f"{name}.qkv", keys, keys, values)
+        log_a, dt_bias = (graph.weights.exact(f"{tensor}.{each}", self.heads) for each in ("A_log", "dt_bias"))
+        state, y = graph.plugin(
+            GATED_DELTA,
+            [q, k, v, a, b, log_a, dt_bias, past["state"]],
+            name,
+            heads=self.heads,
+            key_heads=self.key_heads,
+            scale=self.key_dim**-0.5,
+            epsilon=NORM_EPSILON,
+        ).outputs
+        y.name = f"{name}.out"
+        graph.present_state(layer, conv=conv, state=state)
+        weight = graph.weights.tensor(f"{tensor}.norm.weight", (self.dim,))
+        normed = graph.plugin(
+            GATED_RMS_NORM,
+            [y, z, weight],
+            f"{name}.normed",
+            epsilon=self.epsilon,
+            run=self.dim,
+            gate="after",
+            to=int(ir.DataType.FLOAT),
+            group=0,
+        ).outputs[0]
+        return graph.linear(normed, f"{tensor}.out_proj", width_of(x))
+
+    def _cut(self, weights: Weights, tensor: str) -> None:
+        """The rows of a fused checkpoint: of each key head its q and k, and v and z of all heads that share it."""
+        shared = self.heads // self.key_heads
+        wide, narrow = (self.key_dim, self.key_dim, shared * self.dim, shared * self.dim), (shared, shared)
+        q, k, v, z = _rows(self.key_heads, wide)
+        b, a = _rows(self.key_heads, narrow)
+        fused, gates = f"{tensor}.in_proj_qkvz", f"{tensor}.in_proj_ba"
+        weights.cut(fused, {f"{tensor}.in_proj_qkv": [*q, *k, *v], f"{tensor}.in_proj_z": z})
+        weights.cut(gates, {f"{tensor}.in_proj_b": b, f"{tensor}.in_proj_a": a})
+
+
+def _rows(groups: int, widths: Sequence[int]) -> list[list[int]]:
+    """Where rows of several kinds lie side by side in each group: those of each kind, in the order of the groups."""
+    starts = [sum(widths[:kind]) for kind in range(len(widths))]
+    return [
+        [group * sum(widths) + start + row for group in range(groups) for row in range(width)]
+        for start, width in zip(starts, widths, strict=True)
+    ]

@@ -1,0 +1,96 @@
+"""Qwen's hybrids: gated delta nets, and attention with an output gate in every so many layers."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import onnx_ir as ir
+
+from enginewright.builder.config import MOST_COLUMNS, ConfigReader
+from enginewright.builder.harmless_keys import Harmless
+from enginewright.builder.models.blocks.attention import Attention, Heads
+from enginewright.builder.models.blocks.embedding import Embedding
+from enginewright.builder.models.blocks.experts import Experts, Routing
+from enginewright.builder.models.blocks.gated_delta_net import GatedDeltaNet
+from enginewright.builder.models.blocks.graph import GraphWriter
+from enginewright.builder.models.blocks.head import Head
+from enginewright.builder.models.blocks.layers import read_kinds, read_layer_count, read_sparse_layers
+from enginewright.builder.models.blocks.mlp import GatedMlp, read_activation
+from enginewright.builder.models.blocks.norm import RmsNorm
+from enginewright.builder.models.blocks.rope import read_rope
+from enginewright.builder.weights import Weights
+
+WriteMlp = Callable[[GraphWriter, ir.Value, str], ir.Value]  # (graph, x, name in the checkpoint) → what x is added to
+
+_GUESSES = "It is about guesses of further tokens, which the model does without."
+HARMLESS = {
+    "attn_output_gate": Harmless("Attention has an output gate.", (True,)),
+    "mamba_ssm_dtype": Harmless("States are kept in fp32.", ("float32",)),
+    "mtp_num_hidden_layers": Harmless(_GUESSES),
+    "mtp_use_dedicated_embeddings": Harmless(_GUESSES),
+}
+
+
+def build_hybrid(
+    config: ConfigReader,
+    weights: Weights,
+    read_mlps: Callable[[ConfigReader, int], Sequence[WriteMlp]],
+    harmless: Mapping[str, Harmless] = HARMLESS,
+    fused: bool = False,
+) -> ir.Model:
+    """The whole model: each layer is x + mixer(norm(x)), and then the same with its MLP.
+
+    Args:
+        read_mlps: (config, number of layers) → the MLP of each layer.
+        harmless: keys that cannot change a result.
+        fused: as GatedDeltaNet has it.
+    """
+    embedding, norm, head = Embedding.read(config), RmsNorm.read(config, offset=1.0), Head.read(config)
+    heads, bias = Heads.read(config, default_dim=256), config.read(bool, "attention_bias", default=False)
+    attention = Attention(heads, bias=bias, output_bias=bias, head_norm=norm, gated=True)
+    recurrence = GatedDeltaNet.read(config, norm.epsilon, fused)
+    attends = _read_attends(config)
+    mlps = read_mlps(config, len(attends))
+    rope = read_rope(config, heads.dim, part=0.25, sectioned=True)
+    max_positions = config.read_size("max_position_embeddings")
+    config.refuse_unread(harmless)
+    weights.leave_out("mtp.", "of the part that guesses further tokens, which is left out")
+
+    graph = GraphWriter(weights, max_positions)
+    table = rope.write(graph)
+    x = embedding.write(graph, "model.embed_tokens")
+    for layer, (is_attention, write_mlp) in enumerate(zip(attends, mlps, strict=True)):
+        name = f"model.layers.{layer}"
+        h = norm.write(graph, x, f"{name}.input_layernorm")
+        if is_attention:
+            h = attention.write(graph, h, f"{name}.self_attn", layer, table)
+        else:
+            h = recurrence.write(graph, h, f"{name}.linear_attn", layer)
+        x = graph.add(x, h)
+        h = norm.write(graph, x, f"{name}.post_attention_layernorm")
+        x = graph.add(x, write_mlp(graph, h, f"{name}.mlp"))
+    h = norm.write(graph, x, "model.norm")
+    return graph.finish(head.write(graph, h, "model.embed_tokens"))
+
+
+def read_experts(config: ConfigReader, layers: int) -> Sequence[WriteMlp]:
+    """Experts beside an MLP that all tokens share, with a gate of its own; plain MLPs in the layers that are named."""
+    activation = read_activation(config)
+    shared = GatedMlp(config.read_size("shared_expert_intermediate_size", most=MOST_COLUMNS), activation)
+    normalized = config.read(bool, "norm_topk_prob", default=True)
+    experts = Experts(
+        Routing.read(config, "num_experts", "num_local_experts", normalized=normalized),
+        Experts.read_width(config),
+        Experts.read_epilogue(config),
+        shared=shared,
+        shared_is_gated=True,
+    )
+    is_sparse = read_sparse_layers(config)
+    width = config.read_size("intermediate_size", default=shared.width, most=MOST_COLUMNS)
+    plain = GatedMlp(width, activation)
+    return [experts.write if sparse else plain.write for sparse in is_sparse[:layers]]
+
+
+def _read_attends(config: ConfigReader) -> Sequence[bool]:
+    """Which layers attend: where there is no list, every so many."""
+    interval = config.read_size("full_attention_interval", default=4)
+    default = [(layer + 1) % interval == 0 for layer in range(read_layer_count(config))]
+    return read_kinds(config, {"full_attention": True, "linear_attention": False}, default)

@@ -1,0 +1,126 @@
+"""Multi-head latent attention: a token's keys and values are one short vector, which each head expands in its own way.
+https://arxiv.org/abs/2405.04434
+
+What a head expands keys with is multiplied into its queries, and what it expands values with into its output: keys and
+values themselves are never made, and the cache holds latent vectors alone.
+"""
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from enginewright.builder.config import MOST_COLUMNS, MOST_HEAD_DIM, MOST_HEADS, ConfigReader
+from enginewright.builder.models.blocks.graph import GraphWriter, LayerCache, short
+from enginewright.builder.models.blocks.norm import RmsNorm
+from enginewright.builder.models.blocks.rope import RopeTable
+from enginewright.plugins.head_linear import HEAD_LINEAR
+from enginewright.plugins.latent_attention import LATENT_ATTENTION
+from enginewright.plugins.plugin import width_of
+
+COLUMNS_ALIGN, ROWS_ALIGN = 64, 16  # of a head's own weights, in whole lines and blocks of kernels
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """How queries, keys and values are cut."""
+
+    count: int
+    nope_dim: int  # columns of a head's queries and keys that have no position
+    rope_dim: int  # columns behind them that are rotated; of keys, all heads share them
+    value_dim: int  # columns of a head's values
+    latent_dim: int  # columns of the vector that keys and values are expanded from
+    query_rank: int | None = None  # columns of what queries are expanded from; None: they are made of x itself
+
+    @staticmethod
+    def read(config: ConfigReader) -> "LatentHeads":
+        count = config.read_size("num_attention_heads", most=MOST_HEADS)
+        if (kv_count := config.read_size("num_key_value_heads", default=count, most=MOST_HEADS)) != count:
+            raise config.error(f"num_key_value_heads is {kv_count}, and every one of {count} heads has its own keys")
+        rank = config.read(int, "q_lora_rank", default=None)
+        heads = LatentHeads(
+            count,
+            nope_dim=config.read_size("qk_nope_head_dim", most=MOST_HEAD_DIM),
+            rope_dim=config.read_size("qk_rope_head_dim", most=MOST_HEAD_DIM),
+            value_dim=config.read_size("v_head_dim", most=MOST_HEAD_DIM),
+            latent_dim=config.read_size("kv_lora_rank", most=MOST_HEAD_DIM),
+            query_rank=None if rank is None else config.read_size("q_lora_rank", most=MOST_COLUMNS),
+        )
+        if heads.rope_dim % 2:
+            raise config.error(f"qk_rope_head_dim is {heads.rope_dim}: rotary embeddings need an even one")
+        for name, dim, align in (
+            ("qk_nope_head_dim", heads.nope_dim, COLUMNS_ALIGN),
+            ("kv_lora_rank", heads.latent_dim, COLUMNS_ALIGN),
+            ("v_head_dim", heads.value_dim, ROWS_ALIGN),
+        ):
+            if dim % align:
+                raise config.unsupported(f"{name} = {dim}", f"Multiples of {align} are implemented.")
+        # What transformers writes beside them.
+        for name, dim in (("qk_head_dim", heads.key_dim), ("head_dim", heads.rope_dim)):
+            if (given := config.read_size(name, default=dim)) != dim:
+                raise config.error(f"{name} is {given}, and the other sizes of a head make it {dim}")
+        return heads
+
+    @property
+    def key_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """o(attention(q(x), latent(x))), as wide as x."""
+
+    heads: LatentHeads
+    norm: RmsNorm  # of latent vectors, and of what queries are expanded from
+    scale: float  # of the scores
+    bias: bool = False  # of the projections that read x, and of o
+
+    def write(self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable | None) -> ir.Value:
+        """layer: whose cache it is."""
+        assert rope is not None, "a part of each head has a position"
+        heads, name = self.heads, short(tensor)
+        count, widths = heads.count, [heads.latent_dim, heads.rope_dim]
+        nope, rotated = self._queries(graph, x, tensor, rope)
+        latent = f"{tensor}.kv_a_proj_with_mqa"
+        if rope.interleaved:
+            key_order = [heads.latent_dim + row for row in rope.order(1, heads.rope_dim)]
+            graph.weights.reorder(latent, [*range(heads.latent_dim), *key_order])
+        c, k_rope = graph.split(graph.linear(x, latent, sum(widths), self.bias), f"{name}.latent", *widths)
+        c = self.norm.write(graph, c, f"{tensor}.kv_a_layernorm")
+
+        expanded = heads.nope_dim + heads.value_dim  # rows of kv_b_proj that a head has: keys, then values
+        absorb, expand = f"{tensor}.absorb", f"{tensor}.expand"
+        parts = {absorb: (0, heads.nope_dim), expand: (heads.nope_dim, expanded)}
+        graph.weights.cut(f"{tensor}.kv_b_proj", {part: _rows(count, expanded, *rows) for part, rows in parts.items()})
+        weight = graph.weights.by_head(f"{absorb}.weight", (count * heads.nope_dim, heads.latent_dim), count)
+        (q,) = graph.plugin(HEAD_LINEAR, [nope, weight], short(absorb), heads=count).outputs
+        past = graph.past(layer, LayerCache(1, sum(widths), window=0, planes=("latent",)))
+        inputs = [q, rotated, c, k_rope, rope.cos, rope.sin, *past]
+        y, present = graph.plugin(LATENT_ATTENTION, inputs, f"{name}.attention", heads=count, scale=self.scale).outputs
+        graph.present(layer, present)
+        weight = graph.weights.by_head(f"{expand}.weight", (count * heads.value_dim, heads.latent_dim))
+        (values,) = graph.plugin(HEAD_LINEAR, [y, weight], short(expand), heads=count).outputs
+        return graph.linear(values, f"{tensor}.o_proj", width_of(x), self.bias)
+
+    def _queries(self, graph: GraphWriter, x: ir.Value, tensor: str, rope: RopeTable) -> tuple[ir.Value, ir.Value]:
+        """All heads' parts without a position, and all heads' parts to be rotated."""
+        heads, projection = self.heads, f"{tensor}.q_proj"
+        if heads.query_rank is not None:
+            x = graph.linear(x, f"{tensor}.q_a_proj", heads.query_rank, self.bias)
+            x = self.norm.write(graph, x, f"{tensor}.q_a_layernorm")
+            projection = f"{tensor}.q_b_proj"
+        nope, rotated = f"{projection}.nope", f"{projection}.rope"
+        rope_rows = _rows(heads.count, heads.key_dim, heads.nope_dim, heads.key_dim)
+        parts = {
+            nope: _rows(heads.count, heads.key_dim, 0, heads.nope_dim),
+            rotated: [rope_rows[row] for row in rope.order(heads.count, heads.rope_dim)],
+        }
+        graph.weights.cut(projection, parts)
+        return (
+            graph.linear(x, nope, heads.count * heads.nope_dim),
+            graph.linear(x, rotated, heads.count * heads.rope_dim),
+        )
+
+
+def _rows(heads: int, each: int, begin: int, end: int) -> list[int]:
+    """Rows begin … end - 1 of each head, of `each` rows that it has."""
+    return [head * each + row for head in range(heads) for row in range(begin, end)]

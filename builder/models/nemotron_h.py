@@ -1,0 +1,143 @@
+"""Nemotron-H: Mamba-2, attention without positions, and MLPs, each a layer of its own.
+https://arxiv.org/abs/2504.03624"""
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from enginewright.builder.config import MOST_COLUMNS, MOST_HEAD_DIM, MOST_HEADS, ConfigReader
+from enginewright.builder.harmless_keys import Harmless
+from enginewright.builder.models.blocks import Attention, Embedding, GraphWriter, Head, Heads, RmsNorm
+from enginewright.builder.models.blocks.graph import short
+from enginewright.builder.models.blocks.layers import read_taps
+from enginewright.builder.models.blocks.mamba2 import Mamba2
+from enginewright.builder.weights import Weights
+from enginewright.plugins.plugin import width_of
+
+KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # in hybrid_override_pattern
+OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+_INITIAL = "It is about initial values, which training has changed."
+_SCAN = "It says how states are computed, and changes rounding at most."
+_GUESSES = "It is about guesses of further tokens, which the model does without."
+HARMLESS = {
+    "chunk_size": Harmless(_SCAN),
+    "expand": Harmless("mamba_num_heads and mamba_head_dim say how wide the inner layer is."),
+    "hidden_dropout": Harmless("It is about training, which is over."),
+    "mamba_ssm_cache_dtype": Harmless("States are kept in fp32.", ("float32",)),
+    "mtp_hybrid_override_pattern": Harmless(_GUESSES),
+    "mtp_layers_block_type": Harmless(_GUESSES),
+    "num_logits_to_keep": Harmless("It says what transformers returns beside the last logits."),
+    "num_nextn_predict_layers": Harmless(_GUESSES),
+    "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "rescale_prenorm_residual": Harmless(_INITIAL),
+    "residual_in_fp32": Harmless("The residual is fp32."),
+    "rms_norm_eps": Harmless("layer_norm_epsilon is what transformers reads."),
+    "time_step_floor": Harmless(_INITIAL),
+    "time_step_limit": Harmless("The least step is time_step_min, and there is no largest one, in transformers, too."),
+    "time_step_max": Harmless(_INITIAL),
+    "use_mamba_kernels": Harmless(_SCAN),
+    # Of experts, where no layer has any.
+    **dict.fromkeys(
+        (
+            "moe_intermediate_size",
+            "moe_latent_size",
+            "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_overlap",
+            "n_group",
+            "n_routed_experts",
+            "n_shared_experts",
+            "norm_topk_prob",
+            "num_experts_per_tok",
+            "routed_scaling_factor",
+            "topk_group",
+        ),
+        Harmless("It is about experts, of which the model has none: a layer that had some would be refused."),
+    ),
+}
+
+
+def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    embedding, head = Embedding.read(config), Head.read(config)
+    norm = RmsNorm(config.read_positive("layer_norm_epsilon", default=1e-5))
+    kinds = _read_kinds(config)
+    attention = Attention(Heads.read(config, default_dim=128), bias=False, output_bias=False)
+    if config.read(bool, "attention_bias", default=False):
+        raise config.unsupported("attention_bias = True", "transformers has no such biases in this family.")
+    if config.read(int, "sliding_window", default=None) is not None:
+        raise config.unsupported("sliding_window is given", "transformers has no windows in this family.")
+    mamba = _read_mamba(config)
+    write_mlp = _read_mlp(config)
+    max_positions = config.read_size("max_position_embeddings", default=4096)
+    config.refuse_unread(HARMLESS)
+    weights.leave_out("mtp.", "of the part that guesses further tokens, which is left out")
+    if any(name.startswith("backbone.") for name in weights.tensors.names):
+        weights.inside("backbone")
+
+    graph = GraphWriter(weights, max_positions)
+    x = embedding.write(graph, "model.embeddings")
+    for layer, kind in enumerate(kinds):
+        name = f"model.layers.{layer}"
+        h = norm.write(graph, x, f"{name}.norm")
+        if kind == "linear_attention":
+            h = mamba.write(graph, h, f"{name}.mixer", layer)
+        elif kind == "full_attention":
+            h = attention.write(graph, h, f"{name}.mixer", layer, None)
+        else:
+            h = write_mlp(graph, h, f"{name}.mixer")
+        x = graph.add(x, h)
+    h = norm.write(graph, x, "model.norm_f")
+    return graph.finish(head.write(graph, h, "model.embeddings"))
+
+
+def _read_kinds(config: ConfigReader) -> Sequence[str]:
+    count = config.read(int, "num_hidden_layers", default=None)
+    pattern = config.read(str, "hybrid_override_pattern", default=None)
+    names = config.read_list(str, "layers_block_type") or config.read_list(str, "layer_types")
+    if names is None:
+        if pattern is None:
+            raise config.error("neither layers_block_type nor hybrid_override_pattern says what the layers are")
+        names = [KINDS.get(letter, letter) for letter in pattern]
+    kinds = [OLDER_NAMES.get(name, name) for name in names]
+    if count is not None and count != len(kinds):
+        raise config.error(f"{len(kinds)} layers are named, but num_hidden_layers is {count}")
+    for kind in kinds:
+        if kind not in ("linear_attention", "full_attention", "mlp"):
+            raise config.unsupported(f"a layer is {kind!r}", "Implemented are linear_attention, full_attention, mlp.")
+    return kinds
+
+
+def _read_mamba(config: ConfigReader) -> Mamba2:
+    heads = config.read_size("mamba_num_heads", default=128, most=MOST_HEADS)
+    groups = config.read_size("n_groups", "mamba_n_groups", default=8, most=MOST_HEADS)
+    if heads % groups:
+        raise config.error(f"mamba_num_heads is {heads}, no multiple of n_groups, which is {groups}")
+    if (activation := config.read(str, "mamba_hidden_act", default="silu")) != "silu":
+        raise config.unsupported(f"mamba_hidden_act = {activation!r}", "Implemented is silu.")
+    bias = config.read(bool, "use_bias", default=False)
+    config.read(bool, "mamba_proj_bias", default=bias)  # transformers reads use_bias alone
+    return Mamba2(
+        heads,
+        config.read_size("mamba_head_dim", default=64, most=MOST_HEAD_DIM),
+        groups,
+        config.read_size("ssm_state_size", default=128, most=MOST_HEAD_DIM),
+        read_taps(config, "conv_kernel", 4),
+        config.read_positive("layer_norm_epsilon", default=1e-5),
+        bias,
+        config.read(bool, "use_conv_bias", "mamba_conv_bias", default=True),
+        config.read_positive("time_step_min", "mamba_dt_min", default=0.001),
+    )
+
+
+def _read_mlp(config: ConfigReader) -> Callable[[GraphWriter, ir.Value, str], ir.Value]:
+    width = config.read_size("intermediate_size", default=21504, most=MOST_COLUMNS)
+    bias = config.read(bool, "mlp_bias", default=False)
+    if (activation := config.read(str, "mlp_hidden_act", default="relu2")) != "relu2":
+        raise config.unsupported(f"mlp_hidden_act = {activation!r}", "Implemented is relu2.")
+
+    def write(graph: GraphWriter, x: ir.Value, tensor: str) -> ir.Value:
+        up = graph.linear(x, f"{tensor}.up_proj", width, bias)
+        active = graph.activation("relu2", up, f"{short(tensor)}.active")
+        return graph.linear(active, f"{tensor}.down_proj", width_of(x), bias)
+
+    return write

@@ -1,0 +1,17 @@
+"""Qwen3.5, text, dense: gated delta nets, and attention in every fourth layer. https://arxiv.org/abs/2412.06464"""
+
+import onnx_ir as ir
+
+from enginewright.builder.config import ConfigReader
+from enginewright.builder.harmless_keys import Harmless
+from enginewright.builder.models.blocks import GatedMlp, hybrid
+from enginewright.builder.weights import Weights
+
+HARMLESS = {
+    **hybrid.HARMLESS,
+    "mlp_only_layers": Harmless("All layers have the same kind of MLP.", ([],)),
+}
+
+
+def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    return hybrid.build_hybrid(config, weights, lambda config, layers: [GatedMlp.read(config).write] * layers, HARMLESS)

@@ -1,0 +1,19 @@
+"""Qwen3-Next: gated delta nets, attention in every fourth layer, and experts beside one that all tokens share.
+https://arxiv.org/abs/2412.06464"""
+
+import onnx_ir as ir
+
+from enginewright.builder.config import ConfigReader
+from enginewright.builder.harmless_keys import Harmless
+from enginewright.builder.models.blocks import hybrid
+from enginewright.builder.weights import Weights
+
+HARMLESS = {
+    **hybrid.HARMLESS,
+    "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "router_aux_loss_coef": Harmless("It is about training, which is over."),
+}
+
+
+def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    return hybrid.build_hybrid(config, weights, hybrid.read_experts, HARMLESS, fused=True)

@@ -1,0 +1,63 @@
+"""SmolLM 3: llama, in which every fourth layer has no positions. https://huggingface.co/blog/smollm3"""
+
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from enginewright.builder.config import ConfigReader
+from enginewright.builder.harmless_keys import Harmless
+from enginewright.builder.models.blocks import (
+    Attention,
+    Embedding,
+    GatedMlp,
+    Head,
+    Heads,
+    Layer,
+    RmsNorm,
+    write_decoder,
+)
+from enginewright.builder.models.blocks.layers import read_layer_count, read_window, read_windows
+from enginewright.builder.models.blocks.rope import read_rope
+from enginewright.builder.weights import Weights
+
+HARMLESS = {
+    "max_window_layers": Harmless("It is left over from Qwen's configs: layer_types says where windows are."),
+    "pretraining_tp": Harmless("It says in how many parts products were summed in training; the sums are the same."),
+}
+WITHOUT_WINDOWS = {
+    key: Harmless("It matters beside use_sliding_window alone.") for key in ("layer_types", "sliding_window")
+}
+
+
+def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config, tied=True)
+    bias = config.read(bool, "attention_bias", default=False)
+    attention = Attention(Heads.read(config), bias=bias, output_bias=bias)
+    mlp = GatedMlp.read(config, bias=config.read(bool, "mlp_bias", default=False))
+    rope, max_positions = read_rope(config, attention.heads.dim, 2e6), config.read_size("max_position_embeddings")
+    rotates = _rotates(config)
+    used = config.read(bool, "use_sliding_window", default=False)
+    windows = _windows(config, rotates) if used else [0] * len(rotates)
+    layers = [
+        Layer(replace(attention, window=window), mlp, norm, rope=rope if own else None)
+        for own, window in zip(rotates, windows, strict=True)
+    ]
+    config.refuse_unread(HARMLESS if used else {**HARMLESS, **WITHOUT_WINDOWS})
+    return write_decoder(weights, max_positions, embedding, layers, norm, head)
+
+
+def _windows(config: ConfigReader, rotates: list[bool]) -> list[int]:
+    """Where layer_types does not say it, layers without a rope have the window."""
+    window = read_window(config)
+    return read_windows(config, [window > 0 and not own for own in rotates], window)
+
+
+def _rotates(config: ConfigReader) -> list[bool]:
+    """Which layers have a rope: `no_rope_layers` has 1 for those, whatever its name says."""
+    count, every = read_layer_count(config), config.read_size("no_rope_layer_interval", default=4)
+    listed = config.read_list(int, "no_rope_layers")
+    if listed is None:
+        return [(layer + 1) % every != 0 for layer in range(count)]
+    if len(listed) != count:
+        raise config.error(f"no_rope_layers has {len(listed)} entries, but num_hidden_layers is {count}")
+    return [bool(own) for own in listed]

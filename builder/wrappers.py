@@ -1,0 +1,117 @@
+"""Models that hold a text model beside other parts, such as a vision tower: the text model is built, the rest named."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from enginewright.builder.checkpoint.base import Checkpoint, TensorInfo
+from enginewright.builder.config import ConfigReader
+from enginewright.builder.harmless_keys import Harmless
+
+_PICTURES = "It is about pictures, which are left out."
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """How a text model lies in another one."""
+
+    about: str  # a line, for people
+    text_type: str  # the text model's type, where its config does not say it
+    defaults: Mapping[str, Any]  # what transformers takes where the text model's config says nothing
+    harmless: tuple[str, ...]  # keys of the whole config that are about the other parts
+
+
+_OF_QWEN = ("image_token_id", "video_token_id", "vision_config", "vision_end_token_id", "vision_start_token_id")
+
+# By the `model_type` of the whole.
+WRAPPERS = {
+    "gemma3": Wrapper(
+        "Gemma 3 with pictures: its text model, gemma3_text.",
+        "gemma3_text",
+        {
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+        },
+        ("boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "vision_config"),
+    ),
+    "mistral3": Wrapper(
+        "Mistral Small 3.1 and Ministral 3 with pictures: their text model, mistral or ministral3.",
+        "mistral",
+        {"num_key_value_heads": 8},
+        (
+            "image_token_index",
+            "multimodal_projector_bias",
+            "projector_hidden_act",
+            "spatial_merge_size",
+            "vision_config",
+            "vision_feature_layer",
+        ),
+    ),
+    "qwen3_5": Wrapper("Qwen3.5 with pictures: its text model, qwen3_5_text.", "qwen3_5_text", {}, _OF_QWEN),
+    "qwen3_5_moe": Wrapper(
+        "Qwen3.5 with experts and pictures: its text model, qwen3_5_moe_text.", "qwen3_5_moe_text", {}, _OF_QWEN
+    ),
+}
+# Beginnings of names: in the whole → in the text model alone. transformers has had both orders.
+RENAMED = {
+    "language_model.lm_head.": "lm_head.",
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+}
+LEFT_OUT = ("vision_tower", "multi_modal_projector", "visual")  # with `model.` before them, or without
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text model: the whole one, where the model is nothing else.
+
+    Raises:
+        UnsupportedModelError: the whole config asks for something else that is not known.
+    """
+    wrapper = WRAPPERS.get(str(config.get("model_type")))
+    if wrapper is None:
+        return config
+    whole = ConfigReader(config)
+    whole.read(str, "model_type")
+    text = {"model_type": wrapper.text_type, **wrapper.defaults, **whole.read(dict, "text_config")}
+    for kind, key in ((dict, "quantization_config"), (bool, "tie_word_embeddings")):  # of the whole, which counts
+        if (value := whole.read(kind, key, default=None)) is not None:
+            text[key] = value
+    whole.refuse_unread(dict.fromkeys(wrapper.harmless, Harmless(_PICTURES)))
+    return text
+
+
+class TextPart:
+    """The text model of a checkpoint that holds more, as builder/tensors.py asks for tensors."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._sources = {_text_name(name): name for name in checkpoint.tensors if not _is_left_out(name)}
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: checkpoint.tensors[source] for name, source in self._sources.items()
+        }
+        self.notes: dict[str, int] = {}
+        for part in LEFT_OUT:
+            if count := sum(_is_left_out(name) and part in name.split(".")[:2] for name in checkpoint.tensors):
+                self.notes[f"{part} is left out, since only texts can be read"] = count
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._checkpoint.read(self._sources[name])
+
+
+def _text_name(name: str) -> str:
+    for beginning, instead in RENAMED.items():
+        if name.startswith(beginning):
+            return instead + name.removeprefix(beginning)
+    return name
+
+
+def _is_left_out(name: str) -> bool:
+    return name.removeprefix("model.").partition(".")[0] in LEFT_OUT
