@@ -18,7 +18,7 @@ from tests.conftest import SMOLLM2
 from tests.helpers.engines import built
 from tests.helpers.graphs import QUANTS
 from tests.helpers.logit_hashes import REAL, build_real, hash_of, recorded, weights_hash
-from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import OF_KERNELS, MemoryCheckpoint, tiny_config, tiny_model
 
 LENGTHS = [1, 2, 17, 31, 32, 33, 64, 65, 100, 255, 256, 257, 300, 5, 290, 280, *[7 * n % 61 + 1 for n in range(16)]]
 CUTS = (1, 7, 64, 255, 512)
@@ -72,13 +72,13 @@ def tiny_engine(name: str, folder: Path) -> Path:
 TINY = {
     **{
         f"{family}/{quant.name}": (family, BuildConfig(quant=quant, gate=None))
-        for family in FAMILIES
+        for family in OF_KERNELS
         for quant in QUANTS
     },
     **{
         f"{family}/kv-{dtype}": (family, BuildConfig(kv_cache_dtype=dtype, gate=None))
         for family in ("qwen3", "gemma3_text")
-        for dtype in ("int8", "fp8")
+        for dtype in ("int8", "fp8", "int4")
     },
 }
 

@@ -20,7 +20,7 @@ from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.checkpoint.base import TokenizerFiles
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, NotEnoughMemoryError, UnsupportedModelError, UsageError
-from enginewright.passes.quant import QuantConfig
+from enginewright.passes.quant import W8A8, QuantConfig
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig
@@ -28,7 +28,15 @@ from enginewright.runtime.score import score
 from enginewright.runtime.verify import verify
 from tests import tolerances
 from tests.helpers.graphs import QUANTS, relative_error
-from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers.tiny import (
+    ALL_EXPERTS,
+    MIXTURES,
+    OF_KERNELS,
+    MemoryCheckpoint,
+    tiny_checkpoint,
+    tiny_config,
+    tiny_model,
+)
 
 
 def content_of(path: Path) -> tuple[str, dict[str, bytes]]:
@@ -40,7 +48,7 @@ def content_of(path: Path) -> tuple[str, dict[str, bytes]]:
 BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 CASES: list[tuple[str, dict[str, object]]] = [
-    *((family, {}) for family in FAMILIES),
+    *((family, dict(ALL_EXPERTS.get(family, {}))) for family in OF_KERNELS),
     ("llama", BIASES),
     ("llama", {"rope_parameters": YARN}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}),
@@ -62,6 +70,15 @@ def test_a_build_reads_each_tensor_once(quant: QuantConfig, tmp_path: Path) -> N
 def test_an_engine_computes_what_transformers_does(
     family: str, overrides: dict[str, object], quant: QuantConfig, tmp_path: Path
 ) -> None:
+    check_logits(family, overrides, quant, tmp_path)
+
+
+@pytest.mark.parametrize("family", [family for family in MIXTURES if family not in OF_KERNELS])
+def test_other_mixtures_compute_what_transformers_does(family: str, tmp_path: Path) -> None:
+    check_logits(family, dict(ALL_EXPERTS[family]), W8A8(), tmp_path)
+
+
+def check_logits(family: str, overrides: dict[str, object], quant: QuantConfig, tmp_path: Path) -> None:
     """All logits of texts of awkward lengths, longer than a window, a KV block, and a split of attention."""
     config = tiny_config(family, **overrides)
     model = tiny_model(config)

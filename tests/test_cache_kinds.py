@@ -55,7 +55,8 @@ class Model:
         one, copies = Running(tokens, []), self.lists()
         keys = one.keys.of(tokens, (len(tokens) - 1) // BLOCK)
         shared = self.cache.num_shared(keys)
-        held = self.cache.admit(len(tokens), keys[:shared], 0, copies, shares=True)
+        parts_at = self.cache.parts_at(keys)
+        held = self.cache.admit(len(tokens), keys[:shared], 0, copies, shares=True, parts_at=parts_at)
         if held is None:
             return None
         one.held, one.computed = held, shared * BLOCK
@@ -189,6 +190,19 @@ def test_a_beginning_ends_where_a_snapshot_is() -> None:
     again = model.admit(tokens)
     assert again is not None and again.computed == 32
     assert model.cache.num_free == (30 - 9, 8 - 2), "a slot each; snapshots are held by nobody"
+
+
+def test_a_snapshot_is_taken_where_texts_part() -> None:
+    """The second of two that begin alike takes one at the last block that they share, and the third begins there."""
+    beginning, interval = list(range(23)), 7 * BLOCK
+    model = Model((group(0), recurrent(interval)), [60, 8])
+    for text, begun in (([*beginning, 50, 51, 52], 0), ([*beginning, 60, 61], 0), ([*beginning, 70, 71, 72, 73], 20)):
+        one = model.admit(text)
+        assert one is not None and one.computed == begun
+        while one.computed < len(text):
+            model.extend(one, len(text))
+        model.cache.publish(one.held)
+        model.release(one)
 
 
 def test_snapshots_make_way() -> None:

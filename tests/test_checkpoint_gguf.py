@@ -1,6 +1,7 @@
 """GGUF checkpoints: tensors and config come back as the Hugging Face model had them."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,35 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from enginewright.builder.checkpoint import Checkpoint, gguf_file, open_checkpoint
+from enginewright.builder.models import build_graph
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
-from tests.helpers.tiny_gguf import TOKENS, TinyGguf, state_of, tiny_model, write_model
+from tests.helpers.graphs import DenseRun
+from tests.helpers.tiny import MemoryCheckpoint
+from tests.helpers.tiny_gguf import ARCHITECTURES, TOKENS, TinyGguf, state_of, tiny_model, write_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False},
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 18},
+    "smollm3": {"tie_word_embeddings": False, "attention_bias": True},
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 0.25,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {},
+    "glm4": {},
+    "ernie4_5": {"use_bias": False},
+    "hunyuan-dense": {"attention_bias": True},
+    "cohere2": {"sliding_window": 8, "logit_scale": 0.25},
     "gemma3": {"sliding_window": 8, "final_logit_softcapping": 9.0, "query_pre_attn_scalar": 18},
 }
+
+
+BASES = {"gemma3": 1e6, "smollm3": 2e6, "ernie4_5": 5e5}  # transformers' own
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +94,7 @@ def assert_model(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
         assert torch.equal(checkpoint.read(name), tensor), name
         assert checkpoint.tensors[name].shape == tensor.shape
     config = {key: value for key, value in checkpoint.config.items() if key != "model_type"}
+    config["pad_token_id"] = None
     rebuilt = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         AutoConfig.for_model(checkpoint.config["model_type"], **config)
     )
@@ -87,14 +109,32 @@ def assert_model(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
 def test_family(tmp_path: Path, family: str) -> None:
     model = tiny_model(family, **FAMILIES[family])
     writer = write_model(tmp_path / "tiny.gguf", family, model)
-    writer.add_rope_freq_base(1_000_000.0 if family == "gemma3" else 10_000.0)
+    writer.add_rope_freq_base(BASES.get(family, 10_000.0))
     if family == "gemma3":
         writer.add_sliding_window(8)
         writer.add_final_logit_softcapping(9.0)
     checkpoint = open_checkpoint(str(writer.finish()))
-    assert checkpoint.config["model_type"] == {"gemma3": "gemma3_text"}.get(family, family)
+    assert checkpoint.config["model_type"] == ARCHITECTURES[family]
     assert checkpoint.config["vocab_size"] == 71
     assert_model(checkpoint, model)
+
+
+def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
+    """From one tensor of all of them: the graph gives what that of transformers' own tensors does."""
+    sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 22, "norm_topk_prob": True}
+    model = tiny_model("qwen3moe", **sizes)
+    writer = write_model(tmp_path / "tiny.gguf", "qwen3moe", model)
+    writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
+    checkpoint = open_checkpoint(str(writer.finish()))
+    fused = model.state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
+    for expert in range(5):
+        stem = f"model.layers.1.mlp.experts.{expert}"
+        assert torch.equal(checkpoint.read(f"{stem}.gate_proj.weight"), fused[expert, :22])
+        assert torch.equal(checkpoint.read(f"{stem}.up_proj.weight"), fused[expert, 22:])
+    own = MemoryCheckpoint.of(model, json.loads(model.config.to_json_string()))
+    tokens = list(range(23))
+    logits = [DenseRun(build_graph(one)).step(tokens) for one in (checkpoint, own)]
+    np.testing.assert_array_equal(*logits)
 
 
 ROPES: dict[str, dict[str, Any]] = {

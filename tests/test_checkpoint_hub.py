@@ -17,7 +17,7 @@ from enginewright.builder.models import build_graph, check_config
 from enginewright.cli import main
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 from tests.helpers.hub_server import Hub, serving
-from tests.helpers.tiny import FAMILIES, tiny_checkpoint, tiny_config
+from tests.helpers.tiny import OF_KERNELS, tiny_checkpoint, tiny_config
 
 TEXTS = {
     "config.json": b'{"model_type": "llama"}',
@@ -147,7 +147,7 @@ def test_gated(remote: Hub) -> None:
     ("changes", "said"),
     [
         ({"model_type": "mamba2"}, "models of type 'mamba2' are not implemented"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type = 'longrope'"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope_type = 'ntk'"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method = 'aqlm'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 5, "group_size": 32}}, "bits = 5"),
         ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
@@ -179,7 +179,7 @@ def test_no_weights_are_fetched_without_a_tokenizer_or_a_config(remote: Hub, mis
     assert "model.safetensors" not in remote.fetched
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_KERNELS)
 def test_weights_are_fetched_of_a_model_that_can_be_built(remote: Hub, family: str, tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path, family)
     remote.files |= {file.name: file.read_bytes() for file in folder.iterdir()}

@@ -66,7 +66,7 @@ def test_build_names_its_output_after_model_and_format(
     assert report["path"] == "tiny-llama-bf16.engine" and Path(report["path"]).stat().st_size == report["size_bytes"]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("int8", "i8"), ("fp8", "e4m3")])
+@pytest.mark.parametrize(("name", "dtype"), [("int8", "i8"), ("fp8", "e4m3"), ("int4", "u4")])
 def test_the_kv_cache_is_what_the_build_was_asked_for(
     name: str, dtype: str, checkpoint: Path, engine: Path, tmp_path: Path
 ) -> None:
@@ -77,7 +77,8 @@ def test_the_kv_cache_is_what_the_build_was_asked_for(
     assert (wide["dtype"], narrow["dtype"]) == ("bf16", dtype)
     rows = 2 * wide["layers"] * wide["kv_heads"]  # of a token
     padded = -(-wide["head_dim"] // 32) * 32
-    assert (wide["bytes_per_token"], narrow["bytes_per_token"]) == (rows * padded * 2, rows * (padded + 4))
+    kept = padded // 2 + padded // 32 * 4 if name == "int4" else padded + 4
+    assert (wide["bytes_per_token"], narrow["bytes_per_token"]) == (rows * padded * 2, rows * kept)
     assert json.loads(result.stdout)["kv_bytes_per_token"] == narrow["bytes_per_token"]
     assert (bf16["recipe"]["kv_cache_dtype"], codes["recipe"]["kv_cache_dtype"]) == ("bf16", name)
     text = run("inspect", tmp_path / "codes.engine").stdout
@@ -92,7 +93,7 @@ def test_names_of_kv_caches(checkpoint: Path, engine: Path, tmp_path: Path) -> N
         with EngineFile.open(tmp_path / f"{name}.engine") as file, EngineFile.open(same_as) as same:
             assert file.manifest.content_hash == same.manifest.content_hash
     refused = run("build", checkpoint, "--kv-cache-dtype", "fp8_e5m2", "-o", tmp_path / "x.engine")
-    assert refused.exit_code == 2 and "'bf16', 'int8', 'fp8'" in refused.stderr
+    assert refused.exit_code == 2 and "'bf16', 'int8', 'fp8', 'int4'" in refused.stderr
 
 
 def test_an_int8_kv_cache_is_in_the_name_of_the_file(
@@ -412,8 +413,8 @@ def test_unsupported_models_are_3(checkpoint: Path, tmp_path: Path) -> None:
 
     output = ("-o", tmp_path / "x.engine")
     assert "Did you mean llama" in refused(3, "build", changed("a", model_type="lama"), *output)
-    rope = {"rope_type": "longrope", "rope_theta": 1e4}
-    assert "longrope" in refused(3, "build", changed("b", rope_parameters=rope), *output)
+    rope = {"rope_type": "ntk", "rope_theta": 1e4}
+    assert "ntk" in refused(3, "build", changed("b", rope_parameters=rope), *output)
     assert "relu" in refused(3, "build", changed("c", hidden_act="relu"), *output)
     pickled = changed("d")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")

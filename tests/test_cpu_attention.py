@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from tests.helpers.kernel_runner import ITEM_BYTES, ONE_COLUMN, KernelRunner
+from tests.helpers.kernel_runner import ITEM_BYTES, ONE_COLUMN, KernelRunner, weight
 from tests.helpers.paged_kv import SPLIT, Chunk, Heads, PagedKv, Text, kv_blocks, kv_operands, random_text, stored
 from tests.tolerances import ATTENTION, ATTENTION_UNIFORM, BF16_ROUNDING
 
 ISAS = _cpu.isa_names()
-KV = ("bf16", "i8", "e4m3")
+KV = ("bf16", "i8", "e4m3", "u4")
 SEQUENCES, SEQUENCE_ENDS, KV_BLOCKS, KV_SPLITS = (
     (0, 0, 1, 0, 0, 0),
     (1, 0, 1, 0, 0, 0),
@@ -31,6 +31,7 @@ class Attention:
     window: int = 0
     softcap: float = 0.0
     kv: str = "bf16"  # what the pools hold
+    sinks: bool = False
 
     @property
     def scale(self) -> float:
@@ -82,6 +83,8 @@ class Attention:
             "window": self.window,
             "softcap": self.softcap,
         }
+        if self.sinks:
+            operands["sinks"] = weight(sinks_of(heads))
         runner.call("paged_attention@1", operands, attributes)
         first = runner.read(out)
         size = tokens * out.stride * ITEM_BYTES[dtype]
@@ -105,13 +108,22 @@ class Attention:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         behind = torch.arange(chunk.start, chunk.end)[:, None] - torch.arange(chunk.end)  # [query, key]
         seen = (behind >= 0) & (behind < self.window) if self.window else behind >= 0
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if self.sinks:
+            sinks = sinks_of(self.heads).double()[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : chunk.end]
         return torch.einsum("hqk,khd->qhd", weights, v)
 
     def check(self, isa: str, chunks: Sequence[Chunk], threads: int = 1, tolerance: float | None = None) -> None:
         for chunk, result in zip(chunks, self.run(isa, chunks, threads), strict=True):
             error = (result.double() - self.expected(chunk)).abs().max() / chunk.text.v.double().abs().max()
             assert float(error) < (tolerance or ATTENTION[self.kv]), f"tokens {chunk.start} … {chunk.end - 1}"
+
+
+def sinks_of(heads: Heads) -> torch.Tensor:
+    """A logit a head: some that nobody notices, some that take nearly all."""
+    return torch.linspace(-9, 9, heads.heads)
 
 
 @functools.cache
@@ -143,6 +155,21 @@ def test_heads_of_all_shapes(isa: str, kv: str, counts: tuple[int, int], head_di
 def test_lengths(isa: str, kv: str, length: int) -> None:
     chunks = [decode(SMOL, length), Chunk(text(SMOL, length, 1), length * 2 // 3, length)]
     Attention(SMOL, kv=kv).check(isa, chunks, threads=2)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (17, 3.0)])
+def test_sinks(isa: str, kv: str, window: int, softcap: float) -> None:
+    """Whether a thread has a sequence's splits or all of them share them, and the same bits in any chunk."""
+    attention = Attention(SMOL, window, softcap, kv, sinks=True)
+    attention.check(isa, [whole(SMOL, 61), decode(SMOL, 600), Chunk(text(SMOL, 270, 1), 250, 270)])
+    (alone,), shared = attention.run_and_look(isa, [decode(SMOL, 600)], threads=3)
+    assert shared or window
+    (chunk,) = attention.run(isa, [Chunk(text(SMOL, 600), 590, 600)])
+    assert torch.equal(alone, chunk[-1:])
+    plain = Attention(SMOL, window, softcap, kv).run(isa, [decode(SMOL, 600)])[0]
+    assert float((plain - alone)[:, -1].abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from tests.helpers.kernel_runner import TOKENS, KernelRunner, Operands, weight
-from tests.tolerances import BF16_ROUNDING, NORM_F32, SOFTCAP_F32, TANH_GELU_SILU
+from tests.helpers.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, Operands, weight
+from tests.tolerances import BF16_ROUNDING, LAYER_NORM_F32, NORM_F32, SOFTCAP_F32, TANH_GELU_SILU
 
 ISAS = _cpu.isa_names()
 ROWS = (0, 0, 0, 1, 0, 0)  # Linear: logit_rows
@@ -64,6 +64,101 @@ def test_rms_norm_in_place_on_a_column_view(isa: str) -> None:
     assert_close(runner.read(view), rms_norm(x[:, 20:116], w, 1e-6), NORM_F32)
     assert torch.equal(runner.read(whole)[:, :20], x[:, :20])
     assert torch.equal(runner.read(whole)[:, 116:], x[:, 116:])
+
+
+@isas
+@pytest.mark.parametrize("columns", [577, 64, 7, 1])
+@pytest.mark.parametrize("biased", [False, True])
+def test_layer_norm(isa: str, columns: int, biased: bool) -> None:
+    x, w, b = randn(5, columns) * 3 + 2, randn(columns), randn(columns + 1)[:columns]
+    runner = KernelRunner(isa, 2, tokens=5)
+    source, out, half = runner.filled(x), runner.buffer(5, columns, "f32"), runner.buffer(5, columns, "bf16")
+    codes, scale = runner.buffer(5, columns, "i8"), runner.buffer(5, 1, "f32")
+    operands: Operands = {"x": source, "weight": weight(w), **({"bias": weight(b)} if biased else {})}
+    for target in ({"out": out}, {"out": half}, {"out": codes, "scale": scale}):
+        runner.call("layer_norm@1", operands | target, {"epsilon": 1e-5, "group": 0})
+    off = x.double() - x.double().mean(dim=-1, keepdim=True)
+    expected = off / (off.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * w.double()
+    assert_close(runner.read(out), expected + b.double() if biased else expected, LAYER_NORM_F32)
+    assert torch.equal(runner.read(half), runner.read(out).bfloat16().float())
+    assert not runner.read_pad(half).any() and not runner.read_pad(codes).any()
+    restored = runner.read(codes).double() * runner.read(scale).double()
+    assert ((restored - runner.read(out)).abs() <= runner.read(scale) * 0.501).all()
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu2": lambda x: x.relu().square(),
+}
+
+
+@isas
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_activations(isa: str, name: str) -> None:
+    """Over all sizes of numbers, in pieces of a wide row, rounded, as codes; NaN stays NaN."""
+    x = torch.linspace(-12, 12, 3 * 1031).reshape(3, 1031)
+    runner = KernelRunner(isa, 2, tokens=3)
+    source, out, half = runner.filled(x), runner.buffer(3, 1031, "f32"), runner.buffer(3, 1031, "bf16")
+    codes, scale = runner.buffer(3, 1031, "i8"), runner.buffer(3, 1, "f32")
+    for target in ({"out": out}, {"out": half}, {"out": codes, "scale": scale}):
+        runner.call("activation@1", {"x": source, **target}, {"activation": name, "group": 0})
+    result, expected = runner.read(out), FUNCTIONS[name](x.double())
+    assert ((result - expected).abs() / expected.abs().clamp(min=1e-3)).max() < TANH_GELU_SILU
+    assert torch.equal(runner.read(half), result.bfloat16().float())
+    assert not runner.read_pad(half).any() and not runner.read_pad(codes).any()
+    assert ((runner.read(codes) * runner.read(scale) - result).abs() <= runner.read(scale) * 0.501).all()
+    lost = runner.filled(torch.full((3, 7), torch.nan))
+    runner.call("activation@1", {"x": lost, "out": lost}, {"activation": name, "group": 0})
+    assert runner.read(lost).isnan().all()
+
+
+@isas
+def test_position_scale(isa: str) -> None:
+    """In place, on columns of a wider row; positions around multiples of the original length."""
+    x, positions = randn(5, 90), np.array([0, 15, 16, 33, 131071], np.int32)
+    runner = KernelRunner(isa, 2, tokens=5, inputs={"positions": (positions, TOKENS, ONE_COLUMN)})
+    whole = runner.filled(x)
+    view = whole.view(20, 37)
+    operands = {"x": view, "positions": _cpu.OperandSpec.step("positions"), "out": view}
+    runner.call("position_scale@1", operands, {"beta": 0.3, "original": 16})
+    factors = 1 + 0.3 * np.log(1.0 + positions // 16)
+    assert_close(runner.read(view), x[:, 20:57].double() * torch.from_numpy(factors)[:, None], 3e-7)
+    assert torch.equal(runner.read(whole)[:, :20], x[:, :20])
+    assert torch.equal(runner.read(whole)[:, 57:], x[:, 57:])
+
+
+@isas
+def test_rows_of_a_table_of_positions(isa: str) -> None:
+    table, positions = randn(31, 90), np.array([30, 0, 7, 7, 1], np.int32)
+    runner = KernelRunner(isa, 2, tokens=5, inputs={"positions": (positions, TOKENS, ONE_COLUMN)})
+    out = runner.buffer(5, 90, "f32")
+    operands = {"x": weight(table), "rows": _cpu.OperandSpec.step("positions"), "out": out}
+    runner.call("gather_rows@1", operands, {})
+    assert torch.equal(runner.read(out), table[positions])
+
+
+@isas
+@pytest.mark.parametrize("gates", [90, 6, 1])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_gates(isa: str, gates: int, dtype: str) -> None:
+    """Each of a gate's numbers is for columns / gates of x; x and gate are columns of wider rows."""
+    x, gate = randn(5, 90), randn(5, gates) * 3
+    runner = KernelRunner(isa, 2, tokens=5)
+    out = runner.buffer(5, 90, dtype)
+    operands = {
+        "x": runner.filled(torch.cat([x, x], dim=1)).view(90, 90),
+        "gate": runner.filled(torch.cat([x, gate], dim=1)).view(90, gates),
+        "out": out,
+    }
+    runner.call("activation@1", operands, {"activation": "sigmoid", "group": 0})
+    expected = x.double() * gate.double().sigmoid().repeat_interleave(90 // gates, dim=1)
+    if dtype == "bf16":
+        assert relative_bf16(runner.read(out), expected) < BF16_ROUNDING
+    else:
+        assert_close(runner.read(out), expected, TANH_GELU_SILU)
 
 
 @isas
@@ -134,12 +229,13 @@ def test_a_token_outside_of_the_table_is_refused(isa: str, token: int) -> None:
 
 
 @isas
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_gather_rows(isa: str, dtype: torch.dtype) -> None:
     rows = np.array([4, 0, 4], np.int32)
     runner = KernelRunner(isa, 2, tokens=5, logit_rows=3, inputs={"logit_rows": (rows, ROWS, (1, 0, 0, 0, 0, 0))})
-    x = randn(5, 70).to(dtype)
-    out = runner.buffer(3, 70, "f32" if dtype == torch.float32 else "bf16", ROWS)
+    x = (9 * randn(5, 70)).to(dtype)
+    names = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8"}
+    out = runner.buffer(3, 70, names[dtype], ROWS)
     runner.call("gather_rows@1", {"x": runner.filled(x), "rows": _cpu.OperandSpec.step("logit_rows"), "out": out})
     assert torch.equal(runner.read(out), x.float()[[4, 0, 4]])
     assert runner.read_pad(out).isnan().all() if dtype == torch.float32 else not runner.read_pad(out).any()

@@ -246,7 +246,7 @@ def malformed_runs() -> list[tuple[str, dict[str, Any]]]:
         ("'scale' and 'weight' differ in their rows", {"scale": weight(scale[:31], "r16_columns")}),
         ("multiple of 32", {"group": 48}),
         ("in 0 … 256, not 288", {"group": 288}),
-        ("'scale' must have plain layout", {"group": 0}),
+        ("'scale' must be one matrix of plain layout", {"group": 0}),
     ]
 
 

@@ -6,12 +6,12 @@ import torch
 
 from enginewright import _cpu
 from tests.helpers.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, weight
-from tests.helpers.paged_kv import BLOCK_SIZE, Heads, PoolViews, kv_blocks, kv_operands
+from tests.helpers.paged_kv import BLOCK_SIZE, Heads, PoolViews, kv_blocks, kv_operands, rotated
 from tests.tolerances import ROPE_TABLE
 
 ISAS = _cpu.isa_names()
-KV = ("bf16", "i8", "e4m3")
-POISON = {"bf16": 0x4321, "i8": 0x43, "e4m3": 0x43}
+KV = ("bf16", "i8", "e4m3", "u4")
+POISON = {"bf16": 0x4321, "i8": 0x43, "e4m3": 0x43, "u4": 0x43}
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -66,8 +66,7 @@ class Write:
             "q": fused.view(0, q_columns),
             "k": fused.view(q_columns, kv_columns),
             "v": fused.view(q_columns + kv_columns, kv_columns),
-            "cos": runner.filled(self.cos),
-            "sin": runner.filled(self.sin),
+            **({"cos": runner.filled(self.cos), "sin": runner.filled(self.sin)} if self.rotated else {}),
             "slots": _cpu.OperandSpec.step("slots.0"),
             **kv_operands(self.pools, 1),
             "q_out": out,
@@ -93,7 +92,8 @@ class Write:
         cos, sin = (torch.cat((table, table), dim=-1)[:, None] for table in (self.cos, self.sin))
         first, second = x[..., : self.rotated].chunk(2, dim=-1)
         turned = x[..., : self.rotated] * cos + torch.cat((-second, first), dim=-1) * sin
-        return torch.cat((turned, x[..., self.rotated :]), dim=-1)
+        turned = torch.cat((turned, x[..., self.rotated :]), dim=-1)
+        return rotated(turned) if self.kv == "u4" else turned
 
     def check(self, isa: str, threads: int = 1) -> None:
         assert torch.equal(self.run(isa, threads), self.turned(self.q).bfloat16().float())
@@ -106,7 +106,7 @@ class Write:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("head_dim", [16, 20, 40, 64, 80, 128])
+@pytest.mark.parametrize("head_dim", [16, 20, 40, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("counts", [(9, 3), (4, 4), (7, 1)], ids=str)
 def test_rope_kv_write(isa: str, kv: str, head_dim: int, counts: tuple[int, int]) -> None:
     Write(Heads(*counts, head_dim), 37, head_dim, kv).check(isa)
@@ -115,7 +115,7 @@ def test_rope_kv_write(isa: str, kv: str, head_dim: int, counts: tuple[int, int]
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("rotated", [2, 6, 32, 50])
+@pytest.mark.parametrize("rotated", [0, 2, 6, 32, 50])
 def test_the_first_dims_turn_alone(isa: str, kv: str, rotated: int) -> None:
     Write(Heads(4, 2, 50), 19, rotated, kv).check(isa)
 
@@ -132,7 +132,7 @@ def test_threads_do_not_disturb_each_other(isa: str, kv: str, threads: int) -> N
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV[1:])
+@pytest.mark.parametrize("kv", ["i8", "e4m3"])
 def test_rows_of_codes_that_are_not_finite_have_no_scale(isa: str, kv: str) -> None:
     """Their codes mean nothing; rows of zeros have scale 0."""
     heads = Heads(4, 2, 20)
@@ -148,6 +148,29 @@ def test_rows_of_codes_that_are_not_finite_have_no_scale(isa: str, kv: str) -> N
     ]
     assert lost == [[[1, 2], [0, 1]], [[3], [0]]]
     assert views.key_scales[0, 1, 4] == 0 and not (views.keys[0, 1, 0, :, 4] & 127).any()  # a zero may have a sign
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_groups_of_4_bits_at_the_limits(isa: str) -> None:
+    """Of 32 numbers: what is not finite loses their group alone, keys' rotation all of a block; equal numbers are kept
+    as they are, and what is too small beside others, or at all, is 0.
+    """
+    heads = Heads(1, 1, 64)
+    write = Write(heads, 6, 2, "u4")
+    write.slots = np.arange(6, dtype=np.int32)
+    write.v[0, 0, 3], write.v[1, 0, 40], write.k[2, 0, 9] = torch.nan, torch.inf, -torch.inf  # views of qkv
+    write.v[2, 0, :32], write.v[3, 0, :32], write.v[4, 0, :32] = -0.3, 1e-38, torch.linspace(1000, 1000.001, 32)
+    write.v[5, 0, :32] = torch.linspace(1e-6, 1, 32)
+    write.run(isa)
+    views = PoolViews(heads, write.pools, 1)
+    scales, zeros = (views.value_scales[0, 0, :, :, kind].swapaxes(1, 2).reshape(-1, 2) for kind in (0, 1))
+    assert (scales[:6] > 0x7F80).nonzero()[0].tolist() == [0, 1] and (scales[:6] > 0x7F80).nonzero()[1].tolist() == [
+        0,
+        1,
+    ]
+    assert (views.key_scales[0, 0, 0, :, 0, :6] > 0x7F80).nonzero()[1].tolist() == [2, 2]
+    assert scales[2:5, 0].tolist() == [0, 0, 0] and scales[5, 0] > 0
+    assert zeros[2:6, 0].tolist() == [0xBE9A, 0, 0x447A, 0]
 
 
 def test_a_slot_outside_of_the_pool_is_refused() -> None:
@@ -172,3 +195,15 @@ def test_malformed_operands_are_refused(message: str, heads: Heads, rotated: int
     write.pools = kv_blocks(2, 3, pool_heads.kv_heads, pool_heads.head_dim)
     with pytest.raises(ValueError, match=message):
         write.run("portable")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rotated", [2, 40, 50])
+def test_rope_alone(isa: str, rotated: int) -> None:
+    write = Write(Heads(7, 1, 50), 19, rotated)
+    runner = KernelRunner(isa, 3, tokens=19)
+    x, out = runner.filled(write.qkv).view(0, 350), runner.buffer(19, 350, "f32")
+    operands = {"x": x, "cos": runner.filled(write.cos), "sin": runner.filled(write.sin), "out": out}
+    runner.call("rope@1", operands, {"heads": 7})
+    assert torch.equal(runner.read(out).reshape(19, 7, 50), write.turned(write.q))
+    assert runner.read_pad(out).isnan().all()

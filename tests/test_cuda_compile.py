@@ -15,6 +15,9 @@ from enginewright.builder.cuda import Compiled, Instance, compile
 from enginewright.builder.cuda.cubin import resources
 from enginewright.builder.cuda.kernel import Failed, Job
 from enginewright.errors import EngineError, UsageError
+from enginewright.plan import Linear, linear
+from enginewright.plugins import PLUGINS
+from enginewright.plugins.kernel import Call, CudaKernel, Matrix
 from enginewright.runtime.env import compiler_environment
 from enginewright.targets import SMS
 from tests.helpers.assembler import assembler_log
@@ -283,3 +286,82 @@ def test_products_of_warpgroups_stay_in_flight(header: str, expression: str, wai
     """The assembler says where it makes them wait; and nothing is spilled."""
     log = assembler_log(f'#include "{header}.cuh"\nusing namespace enginewright;\n', expression, "sm_90a")
     assert "0 bytes spill stores" in log and ("(C75" in log) == waits
+
+
+def _recurrences() -> list[tuple[str, dict[str, Matrix], dict[str, int | float | str]]]:
+    """Of the sizes that models have: 16 and 32 heads of 128, and Nemotron-H's 128 of 64."""
+    rows = linear(tokens=1)
+
+    def matrix(columns: int, dtype: str = "f32") -> Matrix:
+        return Matrix(dtype, rows, columns, columns + 64, columns)
+
+    heads = dict.fromkeys(("decay", "beta"), matrix(32))
+    state = Matrix("f32", Linear(), 1 << 19, 1 << 19, 1 << 19, block_stride=1 << 24)
+    taps = Matrix("f32", Linear(8192), 4, 4, 4, "r16_columns")
+    conv = dict.fromkeys(("x", "before", "behind"), matrix(8192))
+    wide = dict.fromkeys(("x", "z", "out"), matrix(4096))
+    weight = Matrix("f32", Linear(1), 128, 128, 128)
+    shared = {**dict.fromkeys(("query", "key"), matrix(2048)), **dict.fromkeys(("value", "out"), matrix(4096))}
+    narrow = {**dict.fromkeys(("query", "key"), matrix(1024)), **dict.fromkeys(("value", "out"), matrix(8192))}
+    return [
+        ("CausalConv", {**conv, "taps": taps, "state": state, "out": matrix(8192, "bf16")}, {"activation": "silu"}),
+        (
+            "GatedDelta",
+            {**shared, **heads, "state": state},
+            {"heads": 32, "key_heads": 16, "scale": 0.1, "epsilon": 1e-6},
+        ),
+        (
+            "SelectiveState",
+            {**narrow, "decay": matrix(128), "state": state},
+            {"heads": 128, "key_heads": 8, "dt_min": 0.001},
+        ),
+        ("GatedRmsNorm", {**wide, "weight": weight}, {"epsilon": 1e-6, "group": 0, "run": 128, "gate": "after"}),
+    ]
+
+
+def few_families_instances() -> list[Instance]:
+    """Kernels that the tiny models of other tests have no use for."""
+    rows, wide = linear(tokens=1), Matrix("f32", linear(tokens=1), 70, 192, 70)
+    half, vector = Matrix("f32", rows, 3, 64, 3), Matrix("f32", Linear(1), 70, 70, 70)
+    plane = Matrix("bf16", Linear(), 24, 32, 32, block_stride=8192)
+    norm: dict[str, int | float | str] = {"epsilon": 1e-5, "group": 0}
+    q_out = Matrix("bf16", rows, 144, 192, 192)
+    q, kv = Matrix("f32", rows, 144, 256, 144), Matrix("f32", rows, 48, 256, 48)
+    calls: list[tuple[str, dict[str, Matrix], dict[str, int | float | str]]] = [
+        ("LayerNorm", {"x": wide, "weight": vector, "bias": vector, "out": wide}, norm),
+        ("Rope", {"x": wide, "cos": half, "sin": half, "out": wide}, {"heads": 7}),
+        (
+            "RopeKvWrite",
+            {"q": q, "k": kv, "v": kv, "key": plane, "value": plane, "q_out": q_out},
+            {"heads": 6, "kv_heads": 2, "head_dim": 24},
+        ),
+        *_recurrences(),
+        *(
+            ("Activation", {"x": wide, **gate, "out": wide}, {"activation": activation, "group": 0})
+            for activation, gate in (
+                ("sigmoid", {"gate": wide}),
+                ("silu", {}),
+                ("gelu", {}),
+                ("gelu_tanh", {}),
+                ("relu2", {}),
+            )
+        ),
+    ]
+    found = [
+        Instance(launch.kernel.partition("<")[0], launch.kernel)
+        for launch in Attention(Heads(6, 2, 64), sinks=True).launches()
+    ]
+    found = [Instance(f"{instance.source}.cuh", instance.expression) for instance in found]
+    for op, operands, attributes in calls:
+        kernel = PLUGINS[op].kernels["cuda"]
+        assert isinstance(kernel, CudaKernel)
+        for launch in kernel.launches(Call(operands, attributes)):
+            found.append(Instance(kernel.sources[launch.kernel.partition("<")[0]], launch.kernel))
+    return found
+
+
+def test_kernels_of_few_families_are_compiled(sms: Sequence[str] = ("sm_80", "sm_120")) -> None:
+    """tests/long has all architectures."""
+    found = few_families_instances()
+    for sm, compiled in compile_kernels(found, sms).items():
+        assert [one.local_bytes for one in compiled.values()] == [0] * len(found), sm

@@ -10,7 +10,8 @@ from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import CudaKernel, Matrix
 from enginewright.plugins.registry import STANDARD_KERNELS
 from enginewright.runtime.cuda.sampling import SAMPLED_ROW
-from tests.helpers.cuda_call import CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
+from tests.helpers.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
+from tests.tolerances import BF16_ROUNDING, TANH_GELU_SILU
 
 TOKENS, LOGIT_ROWS = linear(tokens=1), linear(logit_rows=1)
 SIZES = step_sizes(tokens=5, sequences=2, logit_rows=3)
@@ -22,7 +23,7 @@ def kernel(op: str) -> CudaKernel:
     return binding
 
 
-def run(op: str, operands: dict[str, Operand], **attributes: float) -> Operand:
+def run(op: str, operands: dict[str, Operand], **attributes: float | str) -> Operand:
     call = CudaCall(kernel(op), {role: operand.matrix for role, operand in operands.items()}, **attributes)
     call.run(operands, SIZES)
     return operands["out"]
@@ -59,11 +60,12 @@ def test_casts_round_to_nearest_even_and_pad_with_zeros() -> None:
     check_outside(out, 5)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "i8", "e4m3"])
 def test_rows_are_gathered(dtype: str) -> None:
-    x = np.random.default_rng(3).standard_normal((5, 70)).astype(np.float32)
-    stored = as_bf16(x) if dtype == "bf16" else x
-    padded = 128 if dtype == "bf16" else 70
+    x = 9 * np.random.default_rng(3).standard_normal((5, 70)).astype(np.float32)
+    stored = as_bf16(x) if dtype == "bf16" else x.astype(NUMPY[dtype]) if dtype == "i8" else x
+    stored = np.abs(x).astype(np.uint8) if dtype == "e4m3" else stored  # bits
+    padded = 70 if dtype == "f32" else 128
     rows = Operand(np.array([4, 0, 4], np.int32), Matrix("i32", LOGIT_ROWS, 1, 1, 1))
     operands = {
         "x": strided(dtype, TOKENS, stored, 192, padded),
@@ -81,6 +83,86 @@ def test_softcap() -> None:
     out = run("Softcap", operands, cap=30.0)
     np.testing.assert_allclose(out.values[:3, :70], 30 * np.tanh(x.astype(np.float64) / 30), rtol=1e-6)
     check_outside(out, 3)
+
+
+FUNCTIONS = {
+    "sigmoid": torch.sigmoid,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu2": lambda x: x.relu().square(),
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "gates"),
+    [("sigmoid", "f32", 70), ("sigmoid", "bf16", 7), ("silu", "i8", 1), ("gelu", "f32", 0), ("gelu_tanh", "e4m3", 0),
+     ("relu2", "bf16", 0)],
+)  # fmt: skip
+def test_activations(function: str, dtype: str, gates: int) -> None:
+    x, gate = np.random.default_rng(8).standard_normal((2, 5, 70)).astype(np.float32) * 4
+    out = empty(dtype, TOKENS, 5, 70, 192, 70 if dtype == "f32" else 128)
+    operands = {"x": strided("f32", TOKENS, x, 77), "out": out, "scale": empty("f32", TOKENS, 5, 1, 64)}
+    if dtype not in ("i8", "e4m3"):
+        del operands["scale"]
+    if gates:
+        operands["gate"] = strided("f32", TOKENS, gate[:, :gates], 91)
+    run("Activation", operands, activation=function, group=0)
+    expected = FUNCTIONS[function](torch.from_numpy(gate[:, :gates] if gates else x).double()).numpy()
+    if gates:
+        expected = x * np.repeat(expected, 70 // gates, axis=1)
+    values = out.values[:5, :70]
+    if dtype in ("i8", "e4m3"):
+        numbers = values if dtype == "i8" else torch.from_numpy(values).view(torch.float8_e4m3fn).float().numpy()
+        scale = operands["scale"].values[:5, :1]
+        error = np.abs(numbers * scale - expected)
+        assert (error <= (0.501 * scale if dtype == "i8" else 2.0**-4 * np.abs(expected) + scale * 2.0**-9)).all()
+        np.testing.assert_allclose(scale[:, 0], np.abs(expected).max(axis=1) / (127 if dtype == "i8" else 448), 1e-5)
+    else:
+        numbers, rounding = (values, 0.0) if dtype == "f32" else (from_bf16(values), BF16_ROUNDING)
+        error = np.abs(numbers - expected)
+        assert (error <= rounding * np.abs(expected) + TANH_GELU_SILU * np.maximum(np.abs(expected), 1e-3)).all()
+    check_outside(out, 5)
+
+
+def test_rope_alone() -> None:
+    """The first 6 of 10 columns of each head turn."""
+    x = np.random.default_rng(9).standard_normal((5, 70)).astype(np.float32)
+    angles = np.random.default_rng(10).standard_normal((5, 3)).astype(np.float32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    out = empty("f32", TOKENS, 5, 70, 77)
+    tables = {"cos": strided("f32", TOKENS, cos, 5), "sin": strided("f32", TOKENS, sin, 5)}
+    run("Rope", {"x": strided("f32", TOKENS, x, 91), **tables, "out": out}, heads=7)
+    heads = x.reshape(5, 7, 10)
+    first, second, rest = heads[..., :3], heads[..., 3:6], heads[..., 6:]
+    c, s = cos[:, None], sin[:, None]
+    expected = np.concatenate([first * c - second * s, second * c + first * s, rest], axis=-1)
+    np.testing.assert_array_equal(out.values[:5, :70], expected.reshape(5, 70))
+    check_outside(out, 5)
+
+
+def test_positions_scale_rows() -> None:
+    x, positions = (
+        np.random.default_rng(11).standard_normal((5, 70)).astype(np.float32),
+        np.array([0, 15, 16, 33, 131071]),
+    )
+    out = empty("f32", TOKENS, 5, 70, 77)
+    operands = {"x": strided("f32", TOKENS, x, 91), "positions": vector("i32", positions), "out": out}
+    run("PositionScale", operands, beta=0.3, original=16)
+    np.testing.assert_allclose(out.values[:5, :70], x * (1 + 0.3 * np.log(1 + positions // 16))[:, None], rtol=3e-7)
+    check_outside(out, 5)
+
+
+def test_rows_of_a_table_of_positions() -> None:
+    table, positions = (
+        np.random.default_rng(12).standard_normal((31, 70)).astype(np.float32),
+        np.array([30, 0, 7, 7, 1]),
+    )
+    out = empty("f32", TOKENS, 5, 70, 77)
+    weight = Operand(table, Matrix("f32", Linear(31), 70, 70, 70))
+    run("EmbedPositions", {"x": weight, "rows": vector("i32", positions), "out": out})
+    np.testing.assert_array_equal(out.values[:5, :70], table[positions])
+    check_outside(out, 5)
 
 
 @pytest.mark.parametrize(("op", "dtype"), [("EmbedBf16", "bf16"), ("EmbedW8", "i8")])

@@ -1,11 +1,14 @@
-"""RMS normalization on CUDA, in emulation, against float64."""
+"""RMS and layer normalization on CUDA, in emulation, against float64."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from enginewright.plugins.kernel import expression
+from enginewright.plan import linear, step_sizes
+from enginewright.plugins import PLUGINS
+from enginewright.plugins.kernel import CudaKernel, expression
 from tests.emulator.kernels import SCHEDULES, Kernels
+from tests.helpers.cuda_call import POISON, CudaCall, Operand, empty, strided, vector
 
 ROWS, STRIDE, COLUMNS, EPSILON = 5, 192, 70, 1e-5
 TYPES = {"f32": ("Type::f32", np.float32), "i8": ("Type::i8", np.int8), "e4m3": ("Type::e4m3", np.uint8)}
@@ -86,3 +89,52 @@ def test_rows_are_normalized(kernels: Kernels, to: str, group: int, add: bool) -
             assert any(not np.array_equal(again, y) for schedule in SCHEDULES for _, again, _ in [run(schedule)]), (
                 f"nothing is missed without the barrier at {site}"
             )
+
+
+@pytest.mark.parametrize(("to", "group", "biased"), [("f32", 0, True), ("i8", 32, False), ("e4m3", 0, True)])
+def test_layer_norms(to: str, group: int, biased: bool) -> None:
+    rng = np.random.default_rng(1)
+    x = (rng.standard_normal((3, COLUMNS)) + 2).astype(np.float32)
+    weight, bias = rng.standard_normal((2, COLUMNS)).astype(np.float32)
+    runs = -(-COLUMNS // group) if group else 1
+    kernel = PLUGINS["LayerNorm"].kernels["cuda"]
+    assert isinstance(kernel, CudaKernel)
+
+    def operands() -> dict[str, Operand]:
+        return {
+            "x": strided("f32", linear(tokens=1), x, STRIDE),
+            "weight": vector("f32", weight),
+            **({"bias": vector("f32", bias)} if biased else {}),
+            "out": empty(to, linear(tokens=1), 3, COLUMNS, STRIDE, COLUMNS if to == "f32" else 128),
+            **({"scale": empty("f32", linear(tokens=1), 3, runs, 64)} if to in LARGEST else {}),
+        }
+
+    matrices = {role: operand.matrix for role, operand in operands().items()}
+    call = CudaCall(kernel, matrices, epsilon=EPSILON, group=group)
+
+    def run(schedule: str) -> dict[str, np.ndarray]:
+        of_step = operands()
+        call.run(of_step, step_sizes(tokens=3, sequences=1, logit_rows=1), schedule)
+        return {role: of_step[role].values for role in ("out", "scale") if role in of_step}
+
+    written = run(SCHEDULES[0])
+    off = x - x.mean(-1, keepdims=True, dtype=np.float64)
+    want = off / np.sqrt((off * off).mean(-1, keepdims=True) + EPSILON) * weight + (bias if biased else 0)
+    y = written["out"][:3, :COLUMNS]
+    if to in LARGEST:
+        codes = (y.copy().view(ml_dtypes.float8_e4m3fn) if to == "e4m3" else y).astype(np.float64)
+        got = codes * np.repeat(written["scale"][:3, :runs], group or COLUMNS, axis=-1)[:, :COLUMNS]
+        assert np.abs(got - want).max() <= np.abs(want).max() * ERROR[to]
+    else:
+        np.testing.assert_allclose(y, want, rtol=1e-5, atol=2e-6)
+    assert (written["out"][3:] == POISON[to]).all() or np.isnan(written["out"][3:]).all()
+    for schedule in SCHEDULES[1:]:
+        for role, again in run(schedule).items():
+            np.testing.assert_array_equal(again, written[role])
+    for site in call.kernels.sites:
+        with call.kernels.without(site):
+            assert any(
+                not np.array_equal(again, written[role], equal_nan=role == "scale")
+                for schedule in SCHEDULES
+                for role, again in run(schedule).items()
+            ), f"nothing is missed without the barrier at {site}"

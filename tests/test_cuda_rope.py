@@ -10,13 +10,23 @@ from enginewright.plugins.kernel import CudaKernel, Matrix
 from tests.emulator.kernels import SCHEDULES
 from tests.helpers.cuda_call import CudaCall, Operand, as_bf16, empty, strided, vector
 from tests.helpers.cuda_kv import BLOCK_SIZE, Pools
+from tests.helpers.paged_kv import rotated as rotate
 
 TOKENS = linear(tokens=1)
 
 
 @pytest.mark.parametrize(
     ("kv", "heads", "kv_heads", "head_dim", "rotated"),
-    [("bf16", 6, 2, 24, 24), ("i8", 3, 3, 50, 32), ("e4m3", 7, 1, 80, 80), ("bf16", 4, 1, 128, 6)],
+    [
+        ("bf16", 6, 2, 24, 24),
+        ("i8", 3, 3, 50, 32),
+        ("e4m3", 7, 1, 80, 80),
+        ("bf16", 4, 1, 128, 6),
+        ("i8", 3, 1, 40, 0),
+        ("u4", 6, 2, 24, 24),
+        ("u4", 3, 1, 80, 32),
+        ("u4", 2, 1, 256, 0),
+    ],
 )
 def test_rope_and_write(kv: str, heads: int, kv_heads: int, head_dim: int, rotated: int) -> None:
     """5 tokens to slots in no order; q, k and v are columns of one matrix."""
@@ -28,6 +38,7 @@ def test_rope_and_write(kv: str, heads: int, kv_heads: int, head_dim: int, rotat
     q, k, v = (part.reshape(5, -1, head_dim) for part in np.split(qkv, np.cumsum(counts)[:2], 1))
     angles = rng.standard_normal((5, rotated // 2)).astype(np.float32)
     cos, sin = np.cos(angles), np.sin(angles)
+    tables = {"cos": cos, "sin": sin}
     slots = rng.permutation(3 * BLOCK_SIZE)[:5].astype(np.int32)
     whole = strided("f32", TOKENS, qkv, sum(counts) + 3)
 
@@ -45,8 +56,11 @@ def test_rope_and_write(kv: str, heads: int, kv_heads: int, head_dim: int, rotat
             "q": part(0, counts[0]),
             "k": part(counts[0], counts[1]),
             "v": part(counts[0] + counts[1], counts[2]),
-            "cos": strided("f32", TOKENS, cos, rotated // 2 + 1),
-            "sin": strided("f32", TOKENS, sin, rotated // 2 + 1),
+            **(
+                {name: strided("f32", TOKENS, table, rotated // 2 + 1) for name, table in tables.items()}
+                if rotated
+                else {}
+            ),
             "slots": vector("i32", slots),
             "q_out": out,
             **pools.operands,
@@ -61,7 +75,8 @@ def test_rope_and_write(kv: str, heads: int, kv_heads: int, head_dim: int, rotat
     def turned(x: np.ndarray) -> np.ndarray:
         first, second = np.split(x[..., :rotated], 2, -1)
         c, s = cos[:, None], sin[:, None]
-        return np.concatenate((first * c - second * s, second * c + first * s, x[..., rotated:]), -1)
+        turned = np.concatenate((first * c - second * s, second * c + first * s, x[..., rotated:]), -1)
+        return rotate(torch.from_numpy(turned)).numpy() if kv == "u4" else turned
 
     expected = Pools(kv, 3, kv_heads, head_dim)
     expected.write(slots, torch.from_numpy(turned(k)), torch.from_numpy(v))

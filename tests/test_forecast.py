@@ -21,7 +21,7 @@ from enginewright.errors import EngineError, UsageError
 from enginewright.new_file import NewFile
 from enginewright.passes.quant import METHODS, W8A8, Auto, Fp8, Int4Gptq, Int4Rtn, Int8Sq, QuantConfig
 from tests.helpers import tiny_gguf
-from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers.tiny import OF_KERNELS, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 
 def run(*arguments: object) -> Result:
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 EXACT = [method() for method in METHODS if method is not Auto]  # that has its sizes foreseen, and no more
 CASES = [("llama", quant) for quant in (*EXACT, Int8Sq(activation_scheme="static"))] + [
-    (family, Int4Rtn()) for family in FAMILIES if family != "llama"
+    (family, Int4Rtn()) for family in OF_KERNELS if family != "llama"
 ]
 
 

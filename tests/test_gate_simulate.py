@@ -10,10 +10,12 @@ import torch
 from enginewright.builder.assembly import assemble
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.gate import GateConfig
+from enginewright.builder.gate.kv import as_stored, attended
 from enginewright.builder.gate.layers import FileWeights
 from enginewright.builder.gate.page import page
-from enginewright.builder.gate.simulate import as_stored, blocks, simulate
+from enginewright.builder.gate.simulate import blocks, simulate
 from enginewright.builder.progress import Silent
+from enginewright.dtypes import KV_CACHES
 from enginewright.manifest import About, Limits
 from enginewright.passes.streaming import Streamed
 from enginewright.plugins.kv_write import STORED
@@ -37,7 +39,7 @@ from enginewright.runtime.score import score
 from tests.emulator.device import device_for
 from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error
 from tests.helpers.onnx_run import Array
-from tests.helpers.paged_kv import codes_of
+from tests.helpers.paged_kv import codes_of, rotated, stored
 from tests.test_cuda_engine import built
 
 VOCAB = 307
@@ -65,7 +67,7 @@ def test_the_simulation_is_what_the_cpu_computes(quant: str, tmp_path: Path) -> 
     assert difference(streamed, texts, actual) < 2e-3
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize("kv", KV_CACHES)
 def test_the_simulation_has_the_kv_cache_of_gpus(kv: str) -> None:
     """Beside the engine on the emulated GPU: nearest with the cache that it has, and queries that stay as they are."""
     path, _, kernels = built("llama", "bf16", kv)
@@ -98,6 +100,19 @@ def test_keys_are_rounded_as_in_a_pool(dtype: str) -> None:
     expected[2, 0] = 0.0
     actual = as_stored(x.flatten(1), 3, STORED[dtype])
     torch.testing.assert_close(actual, expected.flatten(1), rtol=0, atol=0, equal_nan=True)
+
+
+def test_numbers_of_4_bits_are_rounded_as_in_a_pool() -> None:
+    """To the last bit; one group is all one number, one holds too little, one a NaN. Queries and keys are rotated."""
+    q, k, v = (torch.randn(37, heads * 80, generator=torch.Generator().manual_seed(heads)) for heads in (6, 3, 2))
+    k, v = k[:, :160], v.clone()
+    v[1, :32], v[2, 32:64], v[3, 70] = 0.7, 1e-37, torch.nan
+    actual = attended(q, k, v, (6, 2), STORED["u4"], STORED["bf16"])
+    expected = rotated(q.unflatten(-1, (6, -1))), rotated(k.unflatten(-1, (2, -1))), v.unflatten(-1, (2, -1))
+    expected = expected[0].bfloat16().float(), *(stored(x, "u4").float() for x in expected[1:])
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other.flatten(1), rtol=0, atol=0, equal_nan=True)
+    assert actual[2][3].isnan().nonzero().flatten().tolist() == list(range(64, 80))
 
 
 @pytest.mark.parametrize(("quant", "kv"), [("int8-wo", "fp8"), ("int4-rtn", "bf16")])

@@ -1,4 +1,4 @@
-"""Generation: the tokens are the model's, alone and in company, and answers end where they were asked to."""
+"""Generation: the tokens are the model's, alone and in a batch, and answers end where they were asked to."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -78,7 +78,7 @@ def test_greedy_is_the_largest_logit_of_each_step(llm: LLM) -> None:
         assert len(ids) == len(prompt) + 12
 
 
-def test_company_does_not_change_an_answer(llm: LLM) -> None:
+def test_answers_are_batch_invariant(llm: LLM) -> None:
     """More requests than sequences, prompts cut into chunks, and draws as well as largest logits."""
     prompts = prompts_of([1, 70, 5, 31, 32, 33, 2, 100, 17, 64, 3, 40])
     params = [replace(GREEDY, temperature=n % 3 * 0.7, seed=n, max_tokens=n % 7 + 3) for n in range(len(prompts))]

@@ -191,7 +191,7 @@ def test_a_cache_that_is_too_small_forgets_and_stays_right(engine: Engine) -> No
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65, 100])
 def test_several_answers_to_one_prompt(engine: Engine, length: int) -> None:
-    """Each is the same whatever their number, the cache, and the company; the prompt is computed about once."""
+    """Each is the same whatever their number, the cache, and the other requests; the prompt is computed about once."""
     (prompt,) = prompts_of([length], seed=length)
     sampled = replace(GREEDY, temperature=1.2, seed=11, max_tokens=40)
     ask = partial(LLM, engine, **LIMITS)

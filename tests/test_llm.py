@@ -11,11 +11,11 @@ import pytest
 
 from enginewright import LLM, CompletionOutput, SamplingParams, TextPrompt, TokensPrompt
 from enginewright.builder.build import BuildConfig, build_engine
-from enginewright.errors import EngineError, UsageError
+from enginewright.errors import UsageError
 from enginewright.runtime.core import EngineCore
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import runtime_config
-from enginewright.runtime.outputs import Delta, RequestOutput
+from enginewright.runtime.outputs import RequestOutput
 from enginewright.runtime.prompts import Conversation
 from enginewright.runtime.tokenizer import Tokenizer
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
@@ -380,18 +380,11 @@ def test_parameters_may_be_changed(llm: LLM) -> None:
         params.temprature = 0.5  # type: ignore[attr-defined]
 
 
-class Nobody:
-    """A reader that does not read."""
-
-    def put(self, delta: Delta) -> None: ...
-    def fail(self, error: EngineError) -> None: ...
-
-
 def test_a_request_has_parameters_of_its_own(engine: Engine) -> None:
     """Changed after it was submitted, they are for the next one."""
     core = EngineCore(engine, runtime_config(**LIMITS))
     params = SamplingParams(temperature=0, max_tokens=20, min_tokens=9, stop=["zz"], logit_bias={2: 100.0})
-    core.add(core.request([5], params, Nobody()))
+    core.add(core.request([5], params, lambda _: None))
     deltas = []
     while core.has_work:
         deltas += [delta for _, delta in core.step()]

@@ -199,7 +199,7 @@ def test_weights_that_are_read_must_fit(monkeypatch: pytest.MonkeyPatch) -> None
     assert kv_bytes[0] == kv_bytes[1] <= 2_000_000, "half of what the weights leave, either way"
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8", "fp8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_the_executor_allocates_what_the_memory_plan_says(family: str, kv_cache_dtype: str, tmp_path: Path) -> None:
     config, build_config = tiny_config(family), BuildConfig(kv_cache_dtype=kv_cache_dtype)

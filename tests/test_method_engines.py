@@ -88,7 +88,7 @@ def test_so_it_does_with_other_scales_of_fp8(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "int4"])
 def test_so_it_does_with_a_kv_cache_of_codes(
     kv_cache_dtype: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from enginewright.errors import EngineError
 from enginewright.plugins import expand_references
 from tests import tolerances
 from tests.helpers.onnx_run import Oracle
-from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers.tiny import FAMILIES, HYBRIDS, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 Logits = npt.NDArray[np.float32]
 STEPS = (17, 5, 1)  # tokens: a prefill, a chunk that follows it, a decode
@@ -41,7 +41,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
+    *((family, {}) for family in FAMILIES),
     ("llama", {"vocab_size": 131, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 10}),
     ("llama", {"num_key_value_heads": None, "rms_norm_eps": 1e-3}),
     ("llama", {"hidden_size": 50, "num_attention_heads": 5, "num_key_value_heads": 1, "num_hidden_layers": 1}),
@@ -53,9 +53,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": {"rope_theta": 777.0, **LINEAR}}),
     ("llama", {"rope_scaling": LLAMA3}),
     ("llama", {"rope_scaling": YARN}),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
     ("llama", {"rope_parameters": {"rope_theta": 10000.0, **YARN, "attention_factor": 1.5, "truncate": False}}),
     ("llama", {"rope_scaling": {**YARN, "mscale": 1.2, "mscale_all_dim": 0.7, "beta_fast": 20.0, "beta_slow": 2.0}}),
-    ("qwen2", {}),
     ("qwen2", {"head_dim": 14, "num_key_value_heads": 5, "tie_word_embeddings": True}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     ("qwen2", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 1}),
@@ -68,11 +68,21 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}}),
-    ("qwen3", {}),
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     ("qwen3", {"head_dim": 10, "num_attention_heads": 5, "rope_theta": 1e6}),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
-    ("gemma3_text", {}),
+    ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [1], "tie_word_embeddings": True}),
+    ("qwen3_moe", {"decoder_sparse_step": 2, "num_experts_per_tok": 1}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
+    ("qwen3_moe", {"num_experts": 37, "num_experts_per_tok": 37, "attention_bias": True}),
+    ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True, "first_k_dense_replace": 3}),
+    ("deepseek_v3", {"rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    ("deepseek_v3", {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}, "n_shared_experts": 1}),
+    ("mixtral", {"sliding_window": 5, "num_experts_per_tok": 1}),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 3, "num_experts_per_tok": 5}),
+    ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "norm_topk_prob": False}),
+    ("glm4_moe", {"first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}),
+    ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_num_shared_experts": 0}),
     ("gemma3_text", {"tie_word_embeddings": False, "attention_bias": True, "final_logit_softcapping": None}),
     ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 3, "sliding_window": 1}),
     ("gemma3_text", {"layer_types": None, "num_hidden_layers": 7, "sliding_window": 23}),
@@ -89,6 +99,27 @@ CASES: list[tuple[str, dict[str, Any]]] = [
             }
         },
     ),
+    ("mistral", {"sliding_window": None, "num_key_value_heads": 3, "head_dim": None, "hidden_size": 48}),
+    ("phi3", {"rope_scaling": None, "partial_rotary_factor": 1.0, "sliding_window": None, "tie_word_embeddings": True}),
+    ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 5, "tie_word_embeddings": False}),
+    ("olmo2", {"attention_bias": True, "num_key_value_heads": None}),
+    ("olmo3", {"rope_scaling": None, "layer_types": None, "num_hidden_layers": 5}),
+    ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": ["full_attention"] * 3},
+    ),
+    ("ministral3", {"tie_word_embeddings": True, "sliding_window": 9}),
+    ("glm4", {"attention_bias": False, "partial_rotary_factor": 0.7, "tie_word_embeddings": True}),
+    ("ernie4_5", {"use_bias": False, "num_key_value_heads": 1, "tie_word_embeddings": False}),
+    ("hunyuan_v1_dense", {"rope_scaling": None, "attention_bias": True, "tie_word_embeddings": True}),
+    ("starcoder2", {"use_bias": False, "hidden_act": "gelu", "sliding_window": None, "tie_word_embeddings": False}),
+    ("gpt2", {"n_inner": 37, "activation_function": "relu2", "layer_norm_epsilon": 1e-3}),
+    (
+        "cohere2",
+        {"layer_types": None, "sliding_window_pattern": 2, "attention_bias": True, "tie_word_embeddings": False},
+    ),
 ]
 
 
@@ -96,10 +127,11 @@ def reference_logits(model: PreTrainedModel, tokens: npt.NDArray[np.int64]) -> L
     """All logits of one sequence, in one pass without a cache."""
     settings: dict[str, Any] = {}
     if model.config.model_type == "gemma3_text":
-        scale = model.model.embed_tokens.embed_scale
-        scale.copy_(scale.to(torch.bfloat16))  # as it is beside bfloat16 weights
         # transformers' own Gemma 3 reads the key and then leaves it out of its attention.
         settings["softcap"] = model.config.attn_logit_softcapping
+    if model.config.model_type in ("gemma2", "gemma3_text"):
+        scale = model.model.embed_tokens.embed_scale
+        scale.copy_(scale.to(torch.bfloat16))  # as it is beside bfloat16 weights
     with torch.no_grad():
         return model(torch.from_numpy(tokens), use_cache=False, **settings).logits.numpy()  # type: ignore[no-any-return]
 
@@ -132,6 +164,21 @@ def test_logits_are_those_of_transformers(family: str, overrides: dict[str, Any]
     for form in (config, json.loads(model.config.to_json_string())):
         difference = np.abs(graph_logits(build_graph(MemoryCheckpoint.of(model, form)), tokens) - expected)
         assert difference.max() < tolerances.DENSE_LOGITS
+
+
+def test_an_engine_for_short_sequences_has_the_short_factors() -> None:
+    """Of LongRoPE: where no sequence is longer than the original length, a rope is what transformers has for such."""
+    config = tiny_config("phi3")
+    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**json.loads(json.dumps(config))), attn_implementation="eager"
+    ).eval()
+    model.load_state_dict({name: value.float() for name, value in checkpoint.stored.items()}, strict=True)
+    tokens = np.random.default_rng(0).integers(0, config["vocab_size"], (1, sum(STEPS)))
+    short, long = (graph_logits(build_graph(checkpoint, max_seq_len=length), tokens) for length in (128, 129))
+    expected = reference_logits(model, tokens)
+    assert np.abs(short - expected).max() < tolerances.DENSE_LOGITS
+    assert np.abs(long - expected).max() > 1000 * tolerances.DENSE_LOGITS
 
 
 @pytest.mark.parametrize(
@@ -189,8 +236,8 @@ def test_kv_groups_follow_the_windows() -> None:
     config = tiny_config("gemma3_text")
     metadata = build_graph(MemoryCheckpoint.of(tiny_model(config), config)).metadata_props
     assert json.loads(metadata["enginewright.kv_groups"]) == [
-        {"layers": [0, 2], "kv_heads": 3, "head_dim": 10, "window": 7},
-        {"layers": [1], "kv_heads": 3, "head_dim": 10, "window": 0},
+        {"layers": [0, 2], "kv_heads": 3, "head_dim": 10, "window": 7, "planes": ["key", "value"]},
+        {"layers": [1], "kv_heads": 3, "head_dim": 10, "window": 0, "planes": ["key", "value"]},
     ]
     assert metadata["enginewright.max_seq_len"] == "512"
 
@@ -207,9 +254,9 @@ def test_a_block_says_whose_cache_it_is() -> None:
         blocks[7].write(graph, x, "model.layers.9.self_attn", 7, table)
     model = graph.finish(Head(vocab=307, tied=False).write(graph, x, "model.embed_tokens"))
     assert json.loads(model.metadata_props["enginewright.kv_groups"]) == [
-        {"layers": [3, 8], "kv_heads": 2, "head_dim": 8, "window": 0},
-        {"layers": [1], "kv_heads": 3, "head_dim": 8, "window": 0},
-        {"layers": [7], "kv_heads": 2, "head_dim": 8, "window": 5},
+        {"layers": [3, 8], "kv_heads": 2, "head_dim": 8, "window": 0, "planes": ["key", "value"]},
+        {"layers": [1], "kv_heads": 3, "head_dim": 8, "window": 0, "planes": ["key", "value"]},
+        {"layers": [7], "kv_heads": 2, "head_dim": 8, "window": 5, "planes": ["key", "value"]},
     ]
     pairs = [f"{kind}.{layer}" for layer in blocks for kind in ("key", "value")]
     assert [value.name for value in model.graph.inputs[2:]] == [f"past_{pair}" for pair in pairs]
@@ -286,8 +333,20 @@ def test_tensors_that_may_be_left_over() -> None:
 
 
 REFUSED: list[tuple[str, Mapping[str, Any], str, int]] = [
-    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'.*llama3, yarn", 3),
-    ("llama", {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0]}}, "rope_type = 'longrope'", 3),
+    ("llama", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type = 'ntk'.*longrope, yarn", 3),
+    ("llama", {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0]}}, "short_factor is not a list of 4", 1),
+    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3}}, "long_factor is not a list of 3", 1),
+    ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, which rotates 18 of 12", 1),
+    ("phi3", {"partial_rotary_factor": 0.25}, "which rotates 3 of 12 columns", 1),
+    ("phi3", {"attention_bias": True}, "attention_bias = True .only False", 3),
+    ("mistral", {"sliding_window": -1}, "sliding_window is -1, not above 0", 1),
+    ("mistral", {"sliding_window": 1 << 40}, "sliding_window = 1099511627776", 3),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries, but num_hidden_layers is 3", 1),
+    ("starcoder2", {"hidden_act": "tanh"}, "hidden_act = 'tanh'.*gelu_new", 3),
+    ("gpt2", {"n_embd": 61}, "n_embd is 61, no multiple of n_head, 5", 1),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True", 3),
+    ("granite", {"residual_multiplier": 0.0}, "residual_multiplier is 0.0, not above 0", 1),
+    ("cohere2", {"use_qk_norm": True}, "use_qk_norm = True", 3),
     ("llama", {"rope_scaling": {**LINEAR, "mrope_section": [2, 1, 1]}}, "mrope_section", 3),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor is missing", 1),
     ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor", 1),
@@ -311,8 +370,8 @@ REFUSED: list[tuple[str, Mapping[str, Any], str, int]] = [
         "both rope_scaling and rope_parameters",
         3,
     ),
-    ("gemma3", {}, "'gemma3' are not implemented.*Did you mean gemma3_text", 3),
-    ("qwen4", {}, "known are gemma3_text, llama, qwen2, qwen3.*Did you mean qwen", 3),
+    ("gemma4", {}, "'gemma4' are not implemented.*Did you mean gemma", 3),
+    ("qwen4", {}, "known are .*, qwen2, qwen3.*Did you mean qwen", 3),
     ("../llama", {}, "are not implemented", 3),
     ("blocks", {}, "are not implemented", 3),
     ("bert", {}, "'bert' are not implemented", 3),
@@ -356,4 +415,5 @@ def test_the_type_of_the_model_is_needed() -> None:
 
 
 def test_every_family_is_tested() -> None:
-    assert set(model_types()) == set(FAMILIES) == {family for family, _ in CASES}
+    assert {family for family, _ in CASES} == set(FAMILIES)
+    assert set(model_types()) == {*FAMILIES, *HYBRIDS}, "those of tests/test_hybrids.py, too"

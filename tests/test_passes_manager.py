@@ -178,7 +178,7 @@ def _unwritten_output(model: ir.Model) -> None:
         (_twice, r"norm writes layers\.0\.attention: a name that is taken"),
         (_one_name, "two inputs or weights of the graph have one name"),
         (_unknown_op, r"norm is of an unknown op \.RmsNormalization"),
-        (_unknown_plugin, r"rope is of an unknown op enginewright\.RopeTables: known: AddRmsNorm, "),
+        (_unknown_plugin, r"rope is of an unknown op enginewright\.RopeTables: known: Activation, AddRmsNorm, "),
         (_missing_attribute, "rope is no RopeTable: its attributes are none, not scale: float"),
         (_wrong_attribute, "rope is no RopeTable: its attributes are scale: int, not scale: float"),
         (_missing_input, "rope is no RopeTable: it lacks inv_freq"),

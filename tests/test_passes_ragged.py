@@ -16,7 +16,16 @@ from enginewright.passes.quant import Bf16, QuantConfig
 from enginewright.plugins.kv_write import STORED, pool_dtype
 from enginewright.plugins.target import CPU_TARGET
 from tests import tolerances
-from tests.helpers.graphs import CASES, QUANTS, DenseRun, dense_graph, graph_before, random_tokens, relative_error
+from tests.helpers.graphs import (
+    CASES,
+    QUANTS,
+    STATE_CASES,
+    DenseRun,
+    dense_graph,
+    graph_before,
+    random_tokens,
+    relative_error,
+)
 from tests.helpers.onnx_run import Array
 from tests.helpers.ragged import GARBAGE, RaggedRun
 
@@ -79,7 +88,7 @@ def round_what_attention_reads(model: ir.Model) -> None:
 
 
 @pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *STATE_CASES])
 def test_packed_sequences_are_as_each_by_itself(case: str, quant: QuantConfig) -> None:
     dense, to_ragged = graph_before(case, "to_ragged", quant)
     ragged = dense.clone()
@@ -93,7 +102,7 @@ def test_packed_sequences_are_as_each_by_itself(case: str, quant: QuantConfig) -
         assert relative_error(actual[name], rows) < bound, name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "qwen3_5_text"])
 @pytest.mark.parametrize("kv_dtype", STORED)
 @pytest.mark.parametrize("name", ["fuse_rope_kv_write", "round_in_producer", "gather_early"])
 def test_results_are_the_same_before_and_after(name: str, case: str, kv_dtype: str) -> None:
@@ -136,6 +145,9 @@ def test_pools_of_codes_are_near_those_of_bf16(case: str, kv_dtype: str) -> None
     rows = pools["key_pool.0"].astype(np.float64)
     heads = rows[np.abs(rows).max(axis=(1, 2)) < GARBAGE / 2]  # that were written
     assert len(heads) == sum(LENGTHS.values())
+    if kv_dtype == "u4":  # of 16 equal steps, some of them twice
+        assert max(len(np.unique(row)) for row in heads.reshape(-1, heads.shape[-1])) <= 16
+        return
     codes = heads / np.abs(heads).max(axis=-1, keepdims=True) * {"i8": 127, "e4m3": 448}[kv_dtype]
     nearest = np.round(codes) if kv_dtype == "i8" else codes.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
     np.testing.assert_allclose(codes, nearest, atol=1e-4)
@@ -158,15 +170,16 @@ def test_the_comparison_sees_faults(attribute: str, change: Callable[[float], fl
 
 
 FINAL_OPS = {
-    "Add", "AddRmsNorm", "Cast", "EmbedBf16", "EmbedW8", "Gather", "GemmBf16", "GemmFp8A16", "GemmMxfp4A8", "GemmW4A8",
-    "GemmW8A16", "GemmW8A8", "PagedAttention", "QuantizeRows", "RMSNormalization", "Reshape", "RmsNorm", "RopeKvWrite",
-    "RopeTable", "Softcap", "Split",
+    "Activation", "Add", "AddRmsNorm", "Cast", "CombineExperts", "EmbedBf16", "EmbedW8", "Gather", "GemmBf16",
+    "GemmFp8A16", "GemmMxfp4A8", "GemmW4A8", "GemmW8A16", "GemmW8A8", "LayerNorm", "PagedAttention", "QuantizeRows",
+    "RMSNormalization", "Reshape", "RmsNorm", "Rope", "RopeKvWrite", "RopeTable", "Route", "Softcap", "SortRows",
+    "Split",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("quant", "kv_dtype"),
-    [*((quant, "bf16") for quant in QUANTS), (Bf16(), "i8"), (Bf16(), "e4m3")],
+    [*((quant, "bf16") for quant in QUANTS), (Bf16(), "i8"), (Bf16(), "e4m3"), (Bf16(), "u4")],
     ids=lambda x: getattr(x, "name", x),
 )
 @pytest.mark.parametrize("case", CASES)
@@ -265,10 +278,19 @@ def test_what_cannot_be_packed_is_named(spoil: object, message: str) -> None:
         to_ragged(model)
 
 
-def test_a_layer_without_rotation_has_no_kernel() -> None:
+@pytest.mark.parametrize(
+    ("skipped", "ropes"), [(slice(2, 4), 0), (slice(2, 3), 1)], ids=["neither is rotated", "only keys are"]
+)
+def test_layers_without_rotation(skipped: slice, ropes: int) -> None:
+    """Where queries and keys are not both rotated, what there is of it has a kernel of its own."""
     model = dense_graph("llama")
-    for node in [node for node in model.graph if node.op_type == "RotaryEmbedding"][2:4]:
+    for node in [node for node in model.graph if node.op_type == "RotaryEmbedding"][skipped]:
         assert node.inputs[0] is not None
         ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
-    with pytest.raises(EngineError, match=r"layers\.1\.attention\.kv_write \(KvWrite\) has no kernel.*not rotated"):
-        run_pipeline(model, Bf16())
+    expected = dense_logits(model)
+    finished, results = run_pipeline(model, Bf16())
+    assert results["fuse_rope_kv_write"].rewrites == 3
+    assert [node.op_type for node in finished.graph].count("Rope") == ropes
+    actual, _ = ragged_logits(finished)
+    for name in LENGTHS:
+        assert relative_error(actual[name], expected[name]) < tolerances.ENGINE_LOGITS["bf16"]

@@ -201,12 +201,6 @@ REFUSALS: list[tuple[str, str, Spoil, str]] = [
     ),
     (
         "fuse_rope_kv_write",
-        "llama",
-        bypass(f"{K}.rotated"),
-        "layers.1.attention attends to queries or keys that are not rotated.",
-    ),
-    (
-        "fuse_rope_kv_write",
         "gemma3_text",
         rewire("layers.1.self_attn.k_norm.joined.rotated", 1, "rope.local.cos"),
         "layers.1.attention rotates queries and keys by different angles.",

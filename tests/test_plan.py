@@ -22,8 +22,11 @@ from tests.helpers.tiny import tiny_checkpoint
 CONFIG = RuntimeConfig(max_num_seqs=2, max_model_len=64, threads=1)
 STATE = {
     "type": "recurrent",
-    "layers": [7],
-    "tensors": [{"name": "conv", "shape": [3, 8], "dtype": "f32"}],
+    "layers": [7, 9],
+    "tensors": [
+        {"name": "conv", "shape": [3, 8], "dtype": "f32"},
+        {"name": "state", "shape": [5], "dtype": "f32"},
+    ],
     "snapshot_tokens": 512,
 }
 
@@ -111,13 +114,11 @@ def test_a_dim_that_the_runtime_cannot_count_is_refused_by_name(engine: Path, te
     assert error.value.exit_code == 6
 
 
-def test_a_cache_that_no_executor_has_is_refused_by_name(engine: Path, text: bytes, tmp_path: Path) -> None:
-    plan = _use(lambda fields: fields["caches"].append(STATE), text)
-    state = Plan.from_json(plan).caches[-1]
-    assert isinstance(state, RecurrentState) and state.bytes_per_sequence == 3 * 8 * 4
-    with pytest.raises(NoCodeForMachineError, match="RecurrentState") as error:
-        _open(engine, tmp_path, plan)
-    assert error.value.exit_code == 6
+def test_tensors_lie_side_by_side_in_a_slot(text: bytes) -> None:
+    state = Plan.from_json(_use(lambda fields: fields["caches"].append(STATE), text)).caches[-1]
+    assert isinstance(state, RecurrentState) and state.bytes_per_sequence == 2 * (3 * 8 + 5) * 4
+    starts = [state.offset_bytes(layer, part) for layer in state.layers for part in state.parts]
+    assert starts == [0, 96, 116, 212]
 
 
 def test_planes_lie_side_by_side_in_a_block(text: bytes) -> None:

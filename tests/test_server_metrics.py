@@ -11,7 +11,6 @@ from enginewright import __version__
 from enginewright.runtime.core import EngineCore
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import runtime_config
-from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.metrics import Histogram, token_bounds
 from tests.helpers.serving import COMPLETIONS, LENGTH, LIMITS, Running, running, tiny_engine, wait_until
@@ -154,15 +153,11 @@ def test_tokens_of_steps(server: Running) -> None:
 
 
 def test_a_request_waits_in_the_queue_until_it_is_admitted() -> None:
-    class Nobody:
-        def put(self, delta: Delta) -> None: ...
-        def fail(self, error: Exception) -> None: ...
-
     with Engine.open(tiny_engine()) as engine:
         core = EngineCore(engine, runtime_config(**LIMITS | {"max_num_seqs": 1}))
         try:
             params = SamplingParams(max_tokens=3, ignore_eos=True)
-            first, second = (core.request([5, 6, 7], params, Nobody()) for _ in range(2))
+            first, second = (core.request([5, 6, 7], params, lambda _: None) for _ in range(2))
             core.add(first)
             core.add(second)
             assert first.queue_s is None

@@ -44,11 +44,10 @@ class Ask:
     rises: bool = False
     deltas: list[Delta] = field(default_factory=list)
 
-    def put(self, delta: Delta) -> None:
-        self.deltas.append(delta)
-
-    def fail(self, error: EngineError) -> None:
-        raise error
+    def put(self, item: Delta | EngineError) -> None:
+        if isinstance(item, EngineError):
+            raise item
+        self.deltas.append(item)
 
     def answers(self) -> list[tuple[list[SampledToken], str, str | None, int | str | None]]:
         whole = []
@@ -90,14 +89,14 @@ def run(running: EngineCore, asks: list[Ask]) -> None:
             ask = waiting.pop(0)
             vocab = running.engine.plan.vocab_size
             ladders = [Ladder(vocab, 40 * choice, highest=60) for choice in range(ask.params.n)] if ask.rises else ()
-            going[ask] = running.request(ask.prompt, ask.params, ask, grammars=ladders)
+            going[ask] = running.request(ask.prompt, ask.params, ask.put, grammars=ladders)
             running.add(going[ask])
         told = running.step()
         for ask, request in going.items():
             if ask.leave is not None and sum(len(delta.tokens) for delta in ask.deltas) >= ask.leave:
                 told += running.abort(request)
         for request, delta in told:
-            request.sink.put(delta)
+            request.sink(delta)
         step += 1
 
 

@@ -60,6 +60,9 @@ class EmulatedDevice:
     def copy(self, to: int, source: int, nbytes: int) -> None:
         self._ask(lambda: ctypes.memmove(to, source, nbytes))
 
+    def zero(self, address: int, nbytes: int) -> None:
+        self._ask(lambda: ctypes.memset(address, 0, nbytes))
+
     def synchronize(self) -> None:
         self._do(self._num_asked)
 

@@ -274,6 +274,7 @@ DEVICE float square_root(float x) { return __builtin_sqrtf(x); }
 DEVICE float divide(float a, float b) { return a / b; }
 DEVICE float round_half_even(float x) { return __builtin_nearbyintf(x); }
 DEVICE float tanh_of(float x) { return __builtin_tanhf(x); }
+DEVICE float erfc_of(float x) { return __builtin_erfcf(x); }
 DEVICE float log_of(float x) { return __builtin_logf(x); }
 DEVICE double log_of(double x) { return __builtin_log(x); }
 DEVICE float cos_of(float x) { return __builtin_cosf(x); }

@@ -37,6 +37,7 @@ class Attention:
     out: str = "bf16"
     crowded: bool = False
     wgmma: bool = False
+    sinks: bool = False
 
     @property
     def scale(self) -> float:
@@ -86,6 +87,7 @@ class Attention:
             "partials": matrix(np.full((slots, partial), np.nan, np.float32), "f32"),
             "counters": matrix(np.zeros((len(chunks), 8), np.int32), "i32"),
             **kv.pools.operands,
+            **({"sinks": vector("f32", sinks_of(heads).numpy())} if self.sinks else {}),
         }
 
     def run(
@@ -119,7 +121,11 @@ class Attention:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         behind = torch.arange(chunk.start, chunk.end)[:, None] - torch.arange(chunk.end)  # [query, key]
         seen = (behind >= 0) & (behind < self.window) if self.window else behind >= 0
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if self.sinks:
+            sinks = sinks_of(self.heads).double()[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : chunk.end]
         return torch.einsum("hqk,khd->qhd", weights, v)
 
     def errors(self, chunks: Sequence[Chunk], results: Sequence[np.ndarray]) -> list[float]:
@@ -149,6 +155,11 @@ def sizes_of(chunks: Sequence[Chunk]) -> StepSizes:
         kv_blocks=-(-longest // 32),
         kv_splits=-(-longest // SPLIT),
     )
+
+
+def sinks_of(heads: Heads) -> torch.Tensor:
+    """A logit a head: some that nobody notices, some that take nearly all."""
+    return torch.linspace(-9, 9, heads.heads)
 
 
 @functools.cache

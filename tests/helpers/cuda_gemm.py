@@ -139,7 +139,7 @@ class Problem:
         if gemm.bias:
             self.weights["bias"] = normal(gemm.rows) * 3
         x, x_scale = normal(MOST_TOKENS, gemm.columns), torch.rand(MOST_TOKENS, gemm.groups, generator=generator)
-        self.x = x[: self.tokens].bfloat16()  # a token is the same in any company
+        self.x = x[: self.tokens].bfloat16()  # a token is the same in any batch
         self.x_scale = x_scale[: self.tokens] * 0.1 + 0.01
         if gemm.x_type == "i8":
             self.x = (self.x.float() * 40).round().clamp(-127, 127).to(torch.int8)

@@ -9,7 +9,7 @@ from enginewright.plan import Linear
 from enginewright.plugins.kernel import Matrix
 from enginewright.plugins.kv_write import BLOCK_SIZE, kv_row_bytes, padded_head_dim
 from tests.helpers.cuda_call import Operand
-from tests.helpers.paged_kv import Chunk, Heads, bits, codes_of
+from tests.helpers.paged_kv import Chunk, Heads, bits, codes_of, nibbles_of
 
 POISON = 0xFF  # NaN in every dtype that has one; scales of int8 are NaN
 
@@ -36,6 +36,15 @@ class Pools:
         for half, x in enumerate((k, v)):
             tiles = self.memory[:, 0, half]  # [blocks, kv_heads, tile_bytes]
             padded = torch.nn.functional.pad(x, (0, self.pad - self.head_dim))
+            if self.dtype == "u4":  # of 8 codes, those of even columns first
+                codes, scales = nibbles_of(x)
+                low, high = codes.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].unflatten(-1, (4, 2)).unbind(-1)
+                half = BLOCK_SIZE * self.pad // 2
+                by_token = tiles[..., :half].reshape(*tiles.shape[:2], BLOCK_SIZE, -1)
+                by_token[block, :, at] = (low | high << 4).flatten(-2).numpy()
+                by_token = tiles[..., half:].view(np.uint16).reshape(*tiles.shape[:2], BLOCK_SIZE, -1)
+                by_token[block, :, at] = bits(scales.flatten(-2))
+                continue
             if self.dtype != "bf16":
                 padded, scale = codes_of(padded, self.dtype)
                 scales = tiles[..., BLOCK_SIZE * self.pad :].view(np.float32)

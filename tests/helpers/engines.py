@@ -14,7 +14,7 @@ from enginewright.passes.quant import QuantConfig
 
 
 @cache
-def _folder() -> Path:
+def folder_of_engines() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="enginewright-tests-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -24,7 +24,7 @@ def _folder() -> Path:
 def built(checkpoint: Path, quant: str | QuantConfig, kv_cache_dtype: str = "bf16") -> Path:
     """The engine of a checkpoint, for the CPU; the gate would take longer than the build."""
     method = quant_config(quant) if isinstance(quant, str) else quant
-    output = _folder() / f"{len(list(_folder().iterdir()))}-{method.name}.engine"
+    output = folder_of_engines() / f"{len(list(folder_of_engines().iterdir()))}-{method.name}.engine"
     config = BuildConfig(quant=method, kv_cache_dtype=kv_cache_dtype, gate=None)
     build_engine(open_checkpoint(str(checkpoint)), config, output)
     return output

@@ -27,14 +27,23 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
+    # All experts: a rounding that changes who is chosen is no small error.
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1], "num_experts_per_tok": 7}),
     "gemma3_text": ("gemma3_text", {}),
     "gemma3_text, capped": ("gemma3_text", {"attn_logit_softcapping": 1.5, "tie_word_embeddings": False}),
+}
+
+# The same for layers that carry a state, in a graph with others that attend.
+STATE_CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "lfm2": ("lfm2", {"conv_bias": True}),
+    "qwen3_5_text": ("qwen3_5_text", {}),
+    "nemotron_h": ("nemotron_h", {}),
 }
 
 
 @cache
 def checkpoint_of(case: str) -> MemoryCheckpoint:
-    family, overrides = CASES[case]
+    family, overrides = (CASES | STATE_CASES)[case]
     config = tiny_config(family, **overrides)
     return MemoryCheckpoint.of(tiny_model(config), config)
 

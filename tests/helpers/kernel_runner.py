@@ -21,9 +21,9 @@ Linear = tuple[int, ...]  # constant, and the factors of tokens, sequences, logi
 
 COLUMN_ALIGN = 64  # as plan.py has it
 GAP_BYTES = 64  # between buffers: nobody's memory, which `make sanitize` watches
-ITEM_BYTES = {"f32": 4, "bf16": 2, "i8": 1}
+ITEM_BYTES = {"f32": 4, "bf16": 2, "i8": 1, "i32": 4}
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "e2m1"}
-ONE_COLUMN = (1, 0, 0, 0, 0, 0)
+ONE_COLUMN = ONE_ROW = (1, 0, 0, 0, 0, 0)
 TOKENS = (0, 1, 0, 0, 0, 0)
 
 
@@ -36,11 +36,13 @@ def aligned(data: bytes | memoryview) -> NDArray[np.uint8]:
 
 
 def weight(value: torch.Tensor, layout: str = "plain", dtype: str | None = None) -> _cpu.OperandSpec:
-    """A packed weight. Vectors become [1, columns]. dtype: u4 for UINT8, if it is not given."""
-    rows, columns = value.shape if value.ndim == 2 else (1, value.shape[0])
+    """A packed weight. Vectors become [1, columns]; several matrices are [matrices, rows, columns]. dtype: u4 for
+    UINT8, if it is not given.
+    """
+    matrices, rows, columns = (1,) * (3 - value.ndim) + tuple(value.shape)
     form = PackedForm(dtype or NAMES[value.dtype], tuple(value.shape), layout)
     data = aligned(b"".join(pack(value, form)))
-    return _cpu.OperandSpec.weight(data, form.dtype, layout, rows, columns)
+    return _cpu.OperandSpec.weight(data, form.dtype, layout, rows, columns, matrices)
 
 
 @dataclass(frozen=True)

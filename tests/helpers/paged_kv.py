@@ -53,6 +53,28 @@ def random_text(heads: Heads, length: int, seed: int, spread: float = 2.0) -> Te
     return Text(normal(heads.heads, spread), normal(heads.kv_heads, 1), normal(heads.kv_heads, 1))
 
 
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """FLOAT [..., D], blocks of it by Hadamard matrices, by the fast transform, in the kernels' order of sums."""
+    order, half = x.shape[-1] & -x.shape[-1], 1
+    blocks = x.float().unflatten(-1, (-1, order))
+    while half < order:
+        first, second = blocks.unflatten(-1, (-1, 2, half)).unbind(-2)
+        blocks, half = torch.stack((first + second, first - second), -2).flatten(-3), half * 2
+    return (blocks * torch.tensor(order**-0.5, dtype=torch.float32)).flatten(-2)
+
+
+def nibbles_of(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows padded to groups of 32, as codes (uint8, one a number), and [..., groups, (scale, zero)] in bf16."""
+    x = torch.nn.functional.pad(rows.float(), (0, -rows.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    least, span, tiny = x.amin(-1), x.amax(-1) - x.amin(-1), torch.tensor(2.0**-100)
+    first, step = least.bfloat16().float(), (span / 15).bfloat16().float()
+    zero = torch.where(first.abs() < torch.maximum(step * 2**-10, tiny), 0, first)
+    scale = torch.where(step < torch.maximum(first.abs() * 2**-14, tiny), 0, step)
+    inverse = torch.where(scale > 0, 1 / scale, 0)
+    codes = ((x - zero[..., None]) * inverse[..., None]).nan_to_num(0).clamp(0, 15).round().to(torch.uint8)
+    return codes.flatten(-2), torch.stack((scale + (x * 0).sum(-1), zero), -1).bfloat16()
+
+
 def bits(values: torch.Tensor) -> NDArray[np.generic]:
     """Of bf16 (or what is rounded to it) or FP8; int8 as it is."""
     if values.dtype == torch.int8:
@@ -76,6 +98,10 @@ def stored(rows: torch.Tensor, dtype: str) -> torch.Tensor:
     """What rows of bf16 are worth to attention, float64: themselves, or their codes with a scale."""
     if dtype == "bf16":
         return rows.double()
+    if dtype == "u4":
+        codes, scales = nibbles_of(rows)
+        scale, zero = scales.float()[..., None].unbind(-2)
+        return (codes.unflatten(-1, (-1, 32)) * scale + zero).bfloat16().flatten(-2)[..., : rows.shape[-1]].double()
     codes, scale = codes_of(rows, dtype)
     return codes.double() * scale.double()
 
@@ -93,13 +119,23 @@ class PoolViews:
     """K and V of one layer, as arrays that share the pools' memory: bits of bf16 or FP8, or int8 codes; and scales.
 
     keys: [blocks, kv_heads, groups, dims / N, 16 tokens, N]; values: [blocks, kv_heads, tokens / N, dims, N]; N is 2 of
-    bf16 and 4 of codes. key_scales, value_scales: float32 [blocks, kv_heads, tokens], empty with bf16.
+    bf16 and 4 of codes. key_scales, value_scales: float32 [blocks, kv_heads, tokens], empty with bf16. Of 4 bits, bytes
+    are [blocks, kv_heads, groups, dims / 4, 16 tokens, 2] and [blocks, kv_heads, tokens / 2, dims / 2, 2], scales and
+    zeros bits of bf16 [blocks, kv_heads, groups or tokens / 2, dims / 32, 2, tokens].
     """
 
     def __init__(self, heads: Heads, pools: _cpu.CacheBlocks, layer: int) -> None:
         self.heads, count, width = heads, heads.kv_heads, heads.head_dim_pad
         keys, values = (pools.plane(layer, name) for name in PLANES)
         self.dtype, size = {"int8": "i8", "uint8": "e4m3", "uint16": "bf16"}[keys.dtype.name], BLOCK_SIZE * width
+        if keys.shape[-1] < size:
+            self.dtype, size, self.depth = "u4", size // 2, 2
+            self.keys = keys[..., :size].reshape(-1, count, BLOCK_SIZE // 16, width // 4, 16, 2)
+            self.values = values[..., :size].reshape(-1, count, BLOCK_SIZE // 2, width // 2, 2)
+            key_scales, value_scales = (pool[..., size:].view(np.uint16) for pool in (keys, values))
+            self.key_scales = key_scales.reshape(-1, count, BLOCK_SIZE // 16, width // 32, 2, 16)
+            self.value_scales = value_scales.reshape(-1, count, BLOCK_SIZE // 2, width // 32, 2, 2)
+            return
         self.depth = 2 if self.dtype == "bf16" else 4
         self.keys = keys[..., :size].reshape(-1, count, BLOCK_SIZE // 16, width // self.depth, 16, self.depth)
         self.values = values[..., :size].reshape(-1, count, BLOCK_SIZE // self.depth, width, self.depth)
@@ -110,6 +146,14 @@ class PoolViews:
         missing = self.heads.head_dim_pad - self.heads.head_dim
         k, v = (torch.nn.functional.pad(x, (0, missing)) for x in (k, v))
         block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        if self.dtype == "u4":
+            (k, k_scales), (v, v_scales) = nibbles_of(k), nibbles_of(v)
+            self.key_scales[block, :, at // 16, :, :, at % 16] = bits(k_scales)
+            self.value_scales[block, :, at // 2, :, :, at % 2] = bits(v_scales)
+            (low, high), (even, odd) = (x.unflatten(-1, (-1, 2, n)).unbind(-2) for x, n in ((k, 2), (v, 8)))
+            self.keys[block, :, at // 16, :, at % 16] = (low | high << 4).numpy()
+            self.values[block, :, at // 2, :, at % 2] = (even | odd << 4).flatten(-2).numpy()
+            return
         if self.dtype != "bf16":
             (k, k_scale), (v, v_scale) = codes_of(k, self.dtype), codes_of(v, self.dtype)
             self.key_scales[block, :, at], self.value_scales[block, :, at] = k_scale[..., 0], v_scale[..., 0]
@@ -120,7 +164,11 @@ class PoolViews:
     def poison(self, random: np.random.Generator) -> None:
         """Large numbers in every slot, NaN in block 0; of either sign."""
         for pool, scales in ((self.keys, self.key_scales), (self.values, self.value_scales)):
-            if self.dtype != "bf16":
+            if self.dtype == "u4":
+                pool[:] = random.integers(0, 256, pool.shape)
+                scales[:] = bits(torch.from_numpy(random.choice([1.0, -1.0, 3e30, -3e30], scales.shape)))
+                scales[0] = 0x7FC0  # NaN
+            elif self.dtype != "bf16":
                 codes = range(-127, 128) if self.dtype == "i8" else [*range(127), *range(128, 255)]
                 pool[:] = random.choice(codes, pool.shape)
                 scales[:] = random.choice([1.0, 3e30], scales.shape)

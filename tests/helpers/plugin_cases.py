@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from enginewright.plugins import DOMAIN, PLUGINS, Plugin
+from enginewright.plugins.kv_write import STORED as KV_STORED
 from enginewright.plugins.kv_write import pool_dtype
 from enginewright.plugins.plugin import CODES
 from tests.helpers.onnx_run import Array
@@ -17,16 +18,35 @@ INT8, INT32, INT64, UINT8 = ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT
 Operand = tuple[ir.DataType, tuple[int | str, ...]]
 # What symbolic dimensions are when a graph is run. A block has 4 slots.
 SIZES = {"T": 5, "P": 3, "tokens": 7, "slots": 24, "sequences": 2, "sequences + 1": 3, "kv_blocks": 2}
-SIZES |= {"P + T": 8}
-ONE = {**SIZES, "T": 1, "P": 0, "tokens": 1, "sequences": 1, "sequences + 1": 2, "P + T": 1}
+SIZES |= {"P + T": 8, "states": 4, "3 * T": 15, "3 * tokens": 21}
+ONE = {
+    **SIZES,
+    "T": 1,
+    "P": 0,
+    "tokens": 1,
+    "sequences": 1,
+    "sequences + 1": 2,
+    "P + T": 1,
+    "3 * T": 3,
+    "3 * tokens": 3,
+}
 INDICES: Mapping[str, Sequence[int]] = {  # values that must be in range, or fit each other
     "slots": [23, 4, 9, 0, 17, 5, 12],
     "query_start": [0, 3, 7],
     "kv_len": [5, 8],
     "block_table": [4, 1, 5, 2],
+    "state_slots": [2, 0],
     "columns": [10, 0, 3, 3, 7, 1, 9, 2, 8, 5, 4],
+    "places": [4, 9, 20, 0, 10, 14, 1, 11, 15, 5, 12, 16, 2, 6, 17, 3, 7, 18, 8, 13, 19],
+    "starts": [0, 9, 9, 14, 21],  # one expert has no rows
 }
-INDICES_OF_ONE: Mapping[str, Sequence[int]] = {**INDICES, "query_start": [0, 1], "kv_len": [1]}
+INDICES_OF_ONE: Mapping[str, Sequence[int]] = {
+    **INDICES,
+    "query_start": [0, 1],
+    "kv_len": [1],
+    "places": [2, 0, 1],
+    "starts": [0, 1, 1, 2, 3],
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +131,7 @@ def _gemms_in_runs() -> list[Case]:
 
 HEADS = {"heads": 6, "kv_heads": 3, "head_dim": 10}
 SEEN = {**HEADS, "scale": 0.3, "block_size": 4}
-STORED = (BFLOAT16, INT8, FP8)
+STORED = tuple(KV_STORED.values())
 
 
 def _pools(stored: ir.DataType) -> dict[str, Operand]:
@@ -121,6 +141,7 @@ def _pools(stored: ir.DataType) -> dict[str, Operand]:
 ROWS: Operand = (FLOAT, ("tokens", 11))
 NEW: dict[str, Operand] = {"k": (FLOAT, ("tokens", 30)), "v": (FLOAT, ("tokens", 30))}
 SLOTS: dict[str, Operand] = {"slots": (INT32, ("tokens",))}
+SINKS: dict[str, Operand] = {"sinks": (FLOAT, (6,))}
 PAGED: dict[str, Operand] = {
     "q": (BFLOAT16, ("tokens", 60)),
     "query_start": (INT32, ("sequences + 1",)),
@@ -136,11 +157,163 @@ PAST: dict[str, Operand] = {
 }
 
 
+# Where tokens are of several sequences with a state each, and where they are of one.
+PACKED_STATE: dict[str, Operand] = {"query_start": (INT32, ("sequences + 1",)), "slots": (INT32, ("sequences",))}
+
+
+def _convolutions() -> list[Case]:
+    cases = []
+    for rows, states, slots in ((("tokens",), "states", PACKED_STATE), ((1, "T"), 1, {})):
+        x: Operand = (FLOAT, (*rows, 11))
+        for width, more in ((3, ("before", "behind")), (4, ("bias",)), (2, ()), (4, ("bias", "before"))):
+            operands = {"x": x, "taps": (FLOAT, (11, width)), **dict.fromkeys(more, x), **slots}
+            operands["state"] = (FLOAT, (states, width - 1, 11))
+            if "bias" in more:
+                operands["bias"] = (FLOAT, (11,))
+            for activation, to in (("silu", FLOAT), ("none", BFLOAT16)):
+                cases.append(Case("CausalConv", operands, {"activation": activation, "to": int(to)}))
+    return cases
+
+
+def _delta_rules() -> list[Case]:
+    return [
+        Case(
+            "GatedDelta",
+            {
+                **dict.fromkeys(("query", "key"), (FLOAT, (*rows, key_heads * 5))),
+                "value": (FLOAT, (*rows, 6 * 7)),
+                **dict.fromkeys(("decay", "beta"), (FLOAT, (*rows, 6))),
+                **dict.fromkeys(("log_a", "dt_bias"), (FLOAT, (6,))),
+                "state": (FLOAT, (states, 6, 5, 7)),
+                **slots,
+            },
+            {"heads": 6, "key_heads": key_heads, "scale": 0.4, "epsilon": 1e-6},
+        )
+        for rows, states, slots in ((("tokens",), "states", PACKED_STATE), ((1, "T"), 1, {}))
+        for key_heads in (2, 6)
+    ]
+
+
+def _selective_states() -> list[Case]:
+    return [
+        Case(
+            "SelectiveState",
+            {
+                **dict.fromkeys(("query", "key"), (FLOAT, (*rows, key_heads * 5))),
+                "value": (FLOAT, (*rows, 6 * 7)),
+                "decay": (FLOAT, (*rows, 6)),
+                **dict.fromkeys(("log_a", "dt_bias", "skip"), (FLOAT, (6,))),
+                "state": (FLOAT, (states, 6, 5, 7)),
+                **slots,
+            },
+            {"heads": 6, "key_heads": key_heads, "dt_min": dt_min},
+        )
+        for rows, states, slots in ((("tokens",), "states", PACKED_STATE), ((1, "T"), 1, {}))
+        for key_heads, dt_min in ((2, 0.0), (6, 0.5))
+    ]
+
+
 def _tables(rotary: int) -> dict[str, Operand]:
     return {"cos": (FLOAT, ("tokens", rotary // 2)), "sin": (FLOAT, ("tokens", rotary // 2))}
 
 
+# Latent attention: 3 heads, latent vectors of 10 columns, and 4 that are rotated.
+LATENT: dict[str, Operand] = {
+    "q": (FLOAT, ("tokens", 30)),
+    "q_rope": (FLOAT, ("tokens", 12)),
+    "c": (FLOAT, ("tokens", 10)),
+    "k_rope": (FLOAT, ("tokens", 4)),
+}
+LATENT_POOL: dict[str, Operand] = {"latent_pool": (BFLOAT16, ("slots", 1, 14))}
+
+
+def _of_one_text(operands: Mapping[str, Operand]) -> dict[str, Operand]:
+    """The same of the tokens of one sequence."""
+    return {name: (dtype, (1, "T", *dims[1:])) for name, (dtype, dims) in operands.items()}
+
+
+ROUTING: dict[str, int | float | str] = {
+    "top": 3,
+    "scores": "softmax",
+    "groups": 1,
+    "chosen_groups": 1,
+    "group_best": 2,
+    "normalized": 1,
+    "scale": 1.0,
+}
+
+
+def _routes() -> list[Case]:
+    cases = []
+    for rows in (("tokens",), (1, "T")):
+        x: dict[str, Operand] = {"x": (FLOAT, (*rows, 11)), "weight": (FLOAT, (12, 11))}
+        vector: Operand = (FLOAT, (12,))
+        rounded: dict[str, Operand] = {**x, "weight": (BFLOAT16, (12, 11))}
+        grouped = {"scores": "sigmoid", "groups": 4, "chosen_groups": 2, "scale": 2.5}
+        cases.append(Case("Route", x, ROUTING))
+        cases.append(Case("Route", {**rounded, "bias": vector}, {**ROUTING, "normalized": 0}))
+        cases.append(Case("Route", {**x, "correction": vector}, {**ROUTING, **grouped}))
+        cases.append(Case("Route", {**rounded, "bias": vector, "correction": vector}, {**ROUTING, "group_best": 1}))
+    return cases
+
+
+def _products_of_experts() -> list[Case]:
+    """Of four experts, one of which has no rows."""
+    cases, starts = [], {"starts": (INT32, (1, 5))}
+    eights: dict[str, Operand] = {"weight": (INT8, (40, 45)), "scale": (FLOAT, (40,))}
+    fours: dict[str, Operand] = {"weight": (UINT8, (40, 45)), "scale": (BFLOAT16, (40, 2)), "zero": (INT8, (40, 2))}
+    codes: dict[str, Operand] = {"x": (INT8, ("3 * tokens", 45)), "x_scale": (FLOAT, ("3 * tokens", 2))}
+    rounded: dict[str, Operand] = {"x": (BFLOAT16, ("3 * tokens", 45))}
+    for epilogue, bias in (
+        ("none", {"bias": (FLOAT, (40,))}),
+        ("swiglu", {}),
+        ("swiglu_clamped", {"bias": (FLOAT, (40,))}),
+    ):
+        given = {"epilogue": epilogue, "to": int(FLOAT)}
+        plain: dict[str, Operand] = {"x": (FLOAT, ("3 * tokens", 45)), "weight": (FLOAT, (40, 45))}
+        for op, operands, attributes in (
+            ("GroupedLinear", plain, given),
+            ("GemmBf16", {**rounded, "weight": (BFLOAT16, (40, 45))}, {**given, "to": int(BFLOAT16)}),
+            ("GemmW8A16", {**rounded, **eights}, given),
+            ("GemmW8A8", {**codes, **eights}, {**given, "group": 32}),
+            ("GemmW4A8", {**codes, **fours}, {**given, "group": 32}),
+        ):
+            cases.append(Case(op, {**operands, **bias, **starts}, attributes))  # type: ignore[dict-item]
+    return cases
+
+
 CASES: list[Case] = [
+    *_routes(),
+    *_products_of_experts(),
+    *(
+        Case(
+            "SortRows",
+            {"x": (FLOAT, (*rows, 45)), "places": (INT32, (*rows, 3)), **largest},
+            {"to": int(to), "group": group},
+        )
+        for rows in (("tokens",), (1, "T"))
+        for to, group, largest in (
+            (FLOAT, 0, {}),
+            (BFLOAT16, 0, {}),
+            *((code, 0, {}) for code in CODES),
+            (INT8, 32, {}),
+            (INT8, 32, {"largest": (FLOAT, (2,))}),
+        )
+        if rows != (1, "T") or to == FLOAT
+    ),
+    *(
+        Case(
+            "CombineExperts",
+            {
+                "y": (FLOAT, (f"3 * {rows[-1]}", 11)),
+                "places": (INT32, (*rows, 3)),
+                "share": (FLOAT, (*rows, 3)),
+                **{name: (FLOAT, (*rows, columns)) for name, columns in more.items()},
+            },
+        )
+        for rows in (("tokens",), (1, "T"))
+        for more in ({}, {"shared": 11}, {"shared": 11, "gate": 1})
+    ),
     *(
         Case(op, dict.fromkeys(operands, (FLOAT, (*rows, 11))) | {"weight": (FLOAT, (11,))}, _norm(to))
         for op, operands in (("RmsNorm", ["x"]), ("AddRmsNorm", ["x", "delta"]))
@@ -174,7 +347,11 @@ CASES: list[Case] = [
     ),
     *(Case("Rope", {"x": (FLOAT, ("tokens", 30)), **_tables(rotary)}, {"heads": 3}) for rotary in (10, 6)),
     *(
-        Case("KvWrite", {**NEW, **_pools(stored), **SLOTS}, {"kv_heads": 3, "head_dim": 10, "stored": int(stored)})
+        Case(
+            "KvWrite",
+            {"q": (FLOAT, ("tokens", 60)), **NEW, **_pools(stored), **SLOTS},
+            {**HEADS, "stored": int(stored)},
+        )
         for stored in STORED
     ),
     *(
@@ -188,7 +365,7 @@ CASES: list[Case] = [
     *(
         Case(
             "PagedAttention",
-            {**PAGED, **_pools(stored)},
+            {**PAGED, **_pools(stored), **sinks},
             {
                 **SEEN,
                 "window": window,
@@ -198,21 +375,95 @@ CASES: list[Case] = [
                 "to": int(to),
             },
         )
-        for window, softcap, to in ((0, 0.0, FLOAT), (3, 0.0, BFLOAT16), (0, 2.0, FLOAT), (1, 2.0, BFLOAT16))
+        for window, softcap, to, sinks in (
+            (0, 0.0, FLOAT, {}),
+            (3, 0.0, BFLOAT16, {}),
+            (0, 2.0, FLOAT, SINKS),
+            (1, 2.0, BFLOAT16, {}),
+        )
         for stored in STORED
     ),
     *(
         Case(
             "CausalWindow",
-            PAST,
+            {**PAST, **sinks},
             {"q_num_heads": 6, "kv_num_heads": 3, "scale": 0.3, "softcap": softcap, "window": window},
         )
-        for window, softcap in ((3, 0.0), (1, 2.0))
+        for window, softcap, sinks in ((3, 0.0, {}), (1, 2.0, SINKS), (0, 0.0, SINKS))
+    ),
+    *(
+        Case("HeadLinear", {"x": (FLOAT, (*rows, 33)), "weight": (FLOAT, (15, 11))}, {"heads": 3})
+        for rows in (("tokens",), (1, "T"))
+    ),
+    *(
+        Case("HeadGemm", {"x": (BFLOAT16, (*rows, 33)), "weight": (BFLOAT16, (15, 11))}, {"heads": 3, "to": int(to)})
+        for rows in (("tokens",), (1, "T"))
+        for to in (FLOAT, BFLOAT16)
+    ),
+    Case(
+        "LatentAttention",
+        {**_of_one_text({**LATENT, **_tables(4)}), "past_latent": (FLOAT, (1, 1, "P", 14))},
+        {"heads": 3, "scale": 0.3},
+    ),
+    Case("LatentWrite", {**LATENT, **_tables(4), **LATENT_POOL, **SLOTS}, {"heads": 3}),
+    *(
+        Case(
+            "LatentPagedAttention",
+            {**PAGED, "q": (BFLOAT16, ("tokens", 42)), **LATENT_POOL},
+            {"heads": 3, "head_dim": 14, "value_dim": 10, "scale": 0.3, "block_size": 4, "to": int(to)},
+        )
+        for to in (FLOAT, BFLOAT16)
     ),
     *(
         Case("GatherColumns", {"x": (FLOAT, (*rows, 11)), "columns": (INT32, (11,))}, {"to": int(to), "group": 0})
         for rows in (("tokens",), (1, "T"))
         for to in (FLOAT, BFLOAT16, *CODES)
+    ),
+    *_convolutions(),
+    *_delta_rules(),
+    *_selective_states(),
+    *(
+        Case(
+            "GatedRmsNorm",
+            {**dict.fromkeys(("x", "z"), (FLOAT, (*rows, 33))), "weight": (FLOAT, (width,))},
+            {**_norm(to), "run": run, "gate": gate},
+        )
+        for rows in (("tokens",), (1, "T"))
+        for width, run, gate in ((11, 11, "after"), (33, 33, "before"), (33, 11, "before"))
+        for to in (FLOAT, BFLOAT16, *CODES)
+    ),
+    *(
+        Case("Activation", {"x": (FLOAT, (*rows, 12)), **gate}, {"activation": activation, "to": int(to), "group": 0})
+        for rows, to, activation, gate in (
+            (("tokens",), FLOAT, "sigmoid", {"gate": (FLOAT, ("tokens", 12))}),
+            (("tokens",), INT8, "sigmoid", {"gate": (FLOAT, ("tokens", 3))}),
+            ((1, "T"), BFLOAT16, "silu", {"gate": (FLOAT, (1, "T", 1))}),
+            ((1, "T"), FLOAT, "gelu", {}),
+            (("tokens",), FP8, "gelu_tanh", {}),
+            (("tokens",), FLOAT, "relu2", {}),
+        )
+    ),
+    *(
+        Case("LayerNorm", {"x": (FLOAT, (*rows, 11)), "weight": (FLOAT, (11,)), **bias}, _norm(to))
+        for rows, to, bias in (
+            (("tokens",), FLOAT, {}),
+            ((1, "T"), FLOAT, {"bias": (FLOAT, (11,))}),
+            (("tokens",), BFLOAT16, {"bias": (FLOAT, (11,))}),
+            (("tokens",), INT8, {}),
+        )
+    ),
+    *(
+        Case("EmbedPositions", {"positions": (dtype, rows), "table": (FLOAT, (31, 9))})
+        for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
+    ),
+    *(
+        Case("PositionScale", {"x": (FLOAT, (*rows, 11)), "positions": (dtype, rows)}, {"beta": 0.3, "original": 5})
+        for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
+    ),
+    Case(  # nothing is rotated
+        "RopeKvWrite",
+        {"q": (FLOAT, ("tokens", 60)), **NEW, **_pools(BFLOAT16), **SLOTS},
+        {**HEADS, "stored": int(BFLOAT16)},
     ),
     *(Case("Softcap", {"x": (FLOAT, rows)}, {"cap": 3.0}) for rows in (("tokens", 11), (1, "T", 11))),
     # Scales of INT8 that are given.
@@ -246,8 +497,11 @@ def feed(name: str, operand: Operand, sizes: Mapping[str, int], indices: Mapping
     dtype, dims = operand
     shape = [dim if isinstance(dim, int) else sizes[dim] for dim in dims]
     random = np.random.default_rng(len(name))
+    if name == "slots" and dims == ("sequences",):
+        name = "state_slots"
     if name in indices:
-        return np.array(indices[name][: int(np.prod(shape))], dtype.numpy()).reshape(shape)
+        given = np.array(indices[name][: int(np.prod(shape))], dtype.numpy())
+        return (given.argsort().argsort().astype(dtype.numpy()) if name == "places" else given).reshape(shape)
     if dtype in (INT8, INT32, INT64):
         return random.integers(0, 31, shape).astype(dtype.numpy())
     if dtype == UINT8:  # codes of 4 bits

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from tests.helpers.onnx_run import Array, Oracle
 
 BLOCK_SIZE = 32
+NUM_SLOTS = 5  # of recurrent states; the first is nobody's
 GARBAGE = 3e4  # what a slot holds before it is written; a reference that reads it is far off, but finite
 
 Tokens = Sequence[int] | npt.NDArray[np.int64]
@@ -18,10 +19,11 @@ Tokens = Sequence[int] | npt.NDArray[np.int64]
 
 @dataclass
 class _Sequence:
-    """blocks: of each KV group, in the order of the sequence's positions."""
+    """blocks: of each KV group, in the order of the sequence's positions. slot: of all its recurrent states."""
 
     length: int
     blocks: list[list[int]]
+    slot: int
 
 
 @dataclass
@@ -41,7 +43,9 @@ class RaggedRun:
     def __post_init__(self) -> None:
         self._oracle = Oracle(self.model)
         self._windows = [group["window"] for group in json.loads(self.model.metadata_props["enginewright.kv_groups"])]
+        self._states = json.loads(self.model.metadata_props["enginewright.state_groups"])
         random = np.random.default_rng(self.seed)
+        self._free_slots = [*random.permutation(np.arange(1, NUM_SLOTS)).tolist()]
         self._free = [[*random.permutation(np.arange(1, self.num_blocks)).tolist()] for _ in self._windows]
         self._random = random
         self._sequences: dict[str, _Sequence] = {}
@@ -49,7 +53,8 @@ class RaggedRun:
         for value in self.model.graph.inputs:
             if "_pool." in str(value.name):
                 assert value.shape is not None and value.dtype is not None
-                shape = (self.num_blocks * BLOCK_SIZE, *value.shape.dims[1:])
+                is_state = str(value.shape[0]).startswith("state_slots")
+                shape = (NUM_SLOTS if is_state else self.num_blocks * BLOCK_SIZE, *value.shape.dims[1:])
                 garbage = random.choice([-GARBAGE, GARBAGE], size=shape)
                 self.pools[str(value.name)] = garbage.astype(value.dtype.numpy())
 
@@ -71,7 +76,9 @@ class RaggedRun:
         starts = [0]
         slots: list[list[int]] = [[] for _ in groups]
         for name, own in new.items():
-            sequence = self._sequences.setdefault(name, _Sequence(0, [[] for _ in groups]))
+            if name not in self._sequences:
+                self._begin(name)
+            sequence = self._sequences[name]
             at = range(sequence.length, sequence.length + len(own))
             for group in groups:
                 blocks = sequence.blocks[group]
@@ -94,7 +101,16 @@ class RaggedRun:
             feeds[f"block_table.{group}"] = [
                 self._table(self._sequences[name], group, len(own), width) for name, own in new.items()
             ]
+        for index in range(len(self._states)):
+            feeds[f"state_slots.{len(self._windows) + index}"] = [self._sequences[name].slot for name in new]
         return {name: np.array(values, np.int32) for name, values in feeds.items()}, starts
+
+    def _begin(self, name: str) -> None:
+        slot = self._free_slots.pop()
+        self._sequences[name] = _Sequence(0, [[] for _ in self._windows], slot)
+        for state in self._states:
+            for layer, part in ((layer, part) for layer in state["layers"] for part in state["tensors"]):
+                self.pools[f"{part}_pool.{layer}"][slot] = 0
 
     def _table(self, sequence: _Sequence, group: int, new_tokens: int, width: int) -> list[int]:
         window, blocks = self._windows[group], sequence.blocks[group]

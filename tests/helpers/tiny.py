@@ -10,13 +10,35 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from enginewright.builder.checkpoint.base import TensorInfo, TokenizerFiles
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
+MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "minimax_m2", "ernie4_5_moe", "deepseek_v3")
+# Of mixtures: that every expert is chosen, so that engines, which round what routers read, choose as transformers does.
+ALL_EXPERTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe": {"num_experts_per_tok": 7},
+    "mixtral": {"num_experts_per_tok": 5},
+    "gpt_oss": {"num_experts_per_tok": 5},
+    "glm4_moe": {"num_experts_per_tok": 12, "n_group": 1, "topk_group": 1},
+    "minimax_m2": {"num_experts_per_tok": 7},
+    "ernie4_5_moe": {"moe_k": 7},
+    "deepseek_v3": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+}
+# What covers the kernels: others are put together of the same.
+OF_KERNELS = ("llama", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")
+HYBRIDS = (
+    "granitemoehybrid",
+    "lfm2",
+    "nemotron_h",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+)  # with layers that carry a state
 BEGIN, END, TURN = "<|begin|>", "<|end|>", "<|turn|>"  # ids 0, 1, 2
 VOCAB_SIZE = 307  # a prime, above the 256 bytes that a byte-level vocabulary starts from
 
+# A family's tiny_config, beside what all have: awkward sizes, and what only this family does.
 _SIZES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"hidden_size": 48, "intermediate_size": 74, "num_attention_heads": 6, "num_key_value_heads": 3},
     "qwen2": {"hidden_size": 50, "intermediate_size": 111, "num_attention_heads": 5, "num_key_value_heads": 1},
@@ -26,6 +48,85 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 3,
         "num_key_value_heads": 1,
         "head_dim": 24,
+    },
+    "qwen3_moe": {
+        "hidden_size": 48,
+        "intermediate_size": 37,
+        "moe_intermediate_size": 21,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+    },
+    "mixtral": {
+        "rms_norm_eps": 1e-5,
+        "hidden_size": 48,
+        "intermediate_size": 21,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+    "gpt_oss": {
+        "rms_norm_eps": 1e-5,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 10,
+        "sliding_window": 7,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "glm4_moe": {
+        "rms_norm_eps": 1e-5,
+        "hidden_size": 48,
+        "intermediate_size": 37,
+        "moe_intermediate_size": 21,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 20,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 12,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "minimax_m2": {
+        "hidden_size": 48,
+        "intermediate_size": 21,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "rotary_dim": 10,
+        "num_local_experts": 7,
+        "num_experts_per_tok": 3,
+    },
+    "ernie4_5_moe": {
+        "rms_norm_eps": 1e-5,
+        "hidden_size": 40,
+        "intermediate_size": 37,
+        "moe_intermediate_size": 21,
+        "moe_num_experts": 7,
+        "moe_num_shared_experts": 2,
+        "moe_k": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
     },
     "gemma3_text": {
         "hidden_size": 72,
@@ -38,7 +139,218 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "final_logit_softcapping": 9.0,
     },
+    "qwen3_5_text": {
+        "hidden_size": 40,
+        "intermediate_size": 37,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 18,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "deepseek_v3": {
+        "hidden_size": 48,
+        "intermediate_size": 74,
+        "moe_intermediate_size": 22,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "q_lora_rank": 40,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 10,
+        "v_head_dim": 16,
+    },
+    "qwen3_next": {
+        "hidden_size": 40,
+        "intermediate_size": 37,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 18,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "moe_intermediate_size": 21,
+        "shared_expert_intermediate_size": 33,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_5_moe_text": {
+        "hidden_size": 40,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 18,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "moe_intermediate_size": 21,
+        "shared_expert_intermediate_size": 33,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+    },
+    "granitemoehybrid": {
+        "hidden_size": 40,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 37,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 11,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 0.5,
+    },
+    "nemotron_h": {
+        "hidden_size": 36,
+        "intermediate_size": 51,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 14,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 18,
+        "n_groups": 2,
+        "ssm_state_size": 11,
+        "num_hidden_layers": 5,
+        "hybrid_override_pattern": "M-*M-",
+    },
+    "lfm2": {
+        "hidden_size": 42,
+        "intermediate_size": 74,
+        "block_multiple_of": 13,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+    "mistral": {
+        "hidden_size": 80,
+        "intermediate_size": 74,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 80,
+        "sliding_window": 7,
+    },
+    "phi3": {
+        "hidden_size": 60,
+        "intermediate_size": 37,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "original_max_position_embeddings": 128,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 7.5]},
+        "sliding_window": 150,
+    },
+    "smollm3": {
+        "hidden_size": 48,
+        "intermediate_size": 74,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "no_rope_layers": [1, 0, 1],
+    },
+    "olmo2": {"hidden_size": 48, "intermediate_size": 37, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "olmo3": {
+        "hidden_size": 72,
+        "intermediate_size": 37,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    },
+    "granite": {
+        "hidden_size": 50,
+        "intermediate_size": 74,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 0.5,
+    },
+    "gemma2": {
+        "hidden_size": 72,
+        "intermediate_size": 111,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 17,
+        "sliding_window": 7,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 9.0,
+    },
+    "ministral3": {
+        "hidden_size": 48,
+        "intermediate_size": 74,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 20,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.3,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "glm4": {
+        "hidden_size": 48,
+        "intermediate_size": 37,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+    },
+    "ernie4_5": {
+        "hidden_size": 48,
+        "intermediate_size": 37,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 7,
+        "head_dim": 10,
+        "use_bias": True,
+    },
+    "hunyuan_v1_dense": {
+        "hidden_size": 48,
+        "intermediate_size": 37,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+    },
+    "starcoder2": {
+        "hidden_size": 60,
+        "intermediate_size": 111,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "sliding_window": 7,
+    },
+    "gpt2": {"n_embd": 60, "n_layer": 3, "n_head": 5, "n_positions": 512},
+    "cohere2": {
+        "hidden_size": 60,
+        "intermediate_size": 37,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "logit_scale": 0.7,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }
+FAMILIES = tuple(family for family in _SIZES if family not in HYBRIDS)
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}<|turn|>\n{% endfor %}"
@@ -51,11 +363,11 @@ user: Hello, who are you? assistant: I am a tiny model. Größe, naïve, 東京,
 
 def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
     """What config.json of a tiny model of a family (one of FAMILIES) holds."""
+    common = {} if family == "gpt2" else {"num_hidden_layers": 3, "max_position_embeddings": 512}
     return {
         "model_type": family,
         "vocab_size": VOCAB_SIZE,
-        "num_hidden_layers": 3,
-        "max_position_embeddings": 512,
+        **common,
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": None,
@@ -71,20 +383,40 @@ def tiny_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
     """
     settings = {key: value for key, value in config.items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(config["model_type"], **json.loads(json.dumps(settings))), attn_implementation="eager"
+        AutoConfig.for_model(config["model_type"], **json.loads(json.dumps(settings))),
+        attn_implementation="eager",
+        experts_implementation="eager",
     ).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
-                values = 0.2 * values + (0.0 if config["model_type"].startswith("gemma") else 1.0)
-            elif name.endswith(".bias") or "embed" in name:
+            if "norm" in name or ".ln_" in name:
+                # Of some families, weights are stored less 1.
+                less_1 = config["model_type"].startswith(("gemma", "qwen3_5", "qwen3_next"))
+                values = 0.2 * values + (0.0 if less_1 and "linear_attn" not in name else 1.0)
+            elif name.endswith(".bias") or "embed" in name or ".wte" in name or ".wpe" in name:
                 values = 0.3 * values
             else:
                 values = values * parameter.shape[-1] ** -0.5
+            if "experts." in name and parameter.dim() > 1:
+                # Experts are alike, so that a token that goes to another one, since two scores are nearly the same and
+                # an engine rounds activations, changes little, and a wrong expert everywhere still shows.
+                values = values[:1] + 0.2 * values
             parameter.copy_(values.to(torch.bfloat16))
+        for name, buffer in model.named_buffers():
+            if "correction" in name:
+                buffer.copy_((0.2 * torch.randn(buffer.shape, generator=generator)).to(torch.bfloat16))
+        _use_long_factors(model)
     return model  # type: ignore[no-any-return]
+
+
+def _use_long_factors(model: PreTrainedModel) -> None:
+    """LongRoPE's frequencies are those of long sequences for all of them, as an engine has it."""
+    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
+    if getattr(rotary, "rope_type", None) == "longrope":
+        longest = model.config.max_position_embeddings
+        rotary.original_inv_freq.copy_(ROPE_INIT_FUNCTIONS["longrope"](model.config, seq_len=longest)[0])
 
 
 @dataclass

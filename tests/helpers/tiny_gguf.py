@@ -7,47 +7,43 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+# Architecture in the file → model_type.
 ARCHITECTURES = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
-    "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    **{name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "smollm3", "granite", "olmo2", "glm4", "ernie4_5")},
+    "gemma3": "gemma3_text",
+    "hunyuan-dense": "hunyuan_v1_dense",
+    "cohere2": "cohere2",
+    "qwen3moe": "qwen3_moe",
 }
-CONFIGS: dict[str, type[PretrainedConfig]] = {
-    "llama": LlamaConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "gemma3": Gemma3TextConfig,
-}
+PAIRED = ("llama", "smollm3", "granite")  # rows of q and k lie as pairs
 TOKENS = ["<unk>", "<s>", "</s>", *(chr(code) for code in range(33, 97))]
 
 
 def tiny_model(architecture: str, **changes: Any) -> PreTrainedModel:
     """A random model of awkward sizes. Norm weights are such that 1 + w is exact in float32."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 71,
         "hidden_size": 60 if architecture == "qwen2" else 54,
         "intermediate_size": 61,
-        "num_hidden_layers": 7 if architecture == "gemma3" else 2,
+        "num_hidden_layers": {"gemma3": 7, "gemma2": 3, "smollm3": 5, "cohere2": 5}.get(architecture, 2),
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 331,
-        "rms_norm_eps": 1e-5,
+        "pad_token_id": None,
+        "layer_norm_eps" if architecture == "cohere2" else "rms_norm_eps": 1e-5,
     }
-    if architecture != "qwen2":  # whose heads have hidden / heads dimensions
+    if architecture not in ("qwen2", "smollm3", "granite", "olmo2", "cohere2"):  # whose heads are hidden / heads wide
         sizes["head_dim"] = 18
+    if architecture in ("olmo2", "cohere2"):
+        sizes["hidden_size"] = 60
+    if architecture in ("smollm3", "granite"):
+        sizes["hidden_size"] = 108
+    if architecture == "glm4":
+        sizes["partial_rotary_factor"] = 4 / 9
     torch.manual_seed(7)
-    config = CONFIGS[architecture](**(sizes | changes))
+    config = AutoConfig.for_model(ARCHITECTURES[architecture], **(sizes | changes))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     for parameter in model.parameters():
         parameter.data = torch.randint(-200, 200, parameter.shape).float() / 256
@@ -62,6 +58,19 @@ def state_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return state
 
 
+def _apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gates and ups of experts, which transformers has in one tensor, as two."""
+    parts: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = value.chunk(2, dim=1)
+            stem = name.removesuffix("gate_up_proj")
+            parts |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+        else:
+            parts[f"{name}.weight" if ".experts." in name else name] = value
+    return parts
+
+
 class TinyGguf(gguf.GGUFWriter):
     """A writer with everything that a file needs to be opened, but for the tensors."""
 
@@ -73,12 +82,39 @@ class TinyGguf(gguf.GGUFWriter):
         self.add_feed_forward_length(config.intermediate_size)
         self.add_head_count(config.num_attention_heads)
         self.add_head_count_kv(config.num_key_value_heads)
-        self.add_layer_norm_rms_eps(config.rms_norm_eps)
+        if architecture == "cohere2":
+            self.add_layer_norm_eps(config.layer_norm_eps)
+        else:
+            self.add_layer_norm_rms_eps(config.rms_norm_eps)
         if getattr(config, "head_dim", None):
             self.add_key_length(config.head_dim)
             self.add_value_length(config.head_dim)
         self.architecture = architecture
         self.config = config
+        self._add_own(config)
+
+    def _add_own(self, config: PretrainedConfig) -> None:
+        """What the converter writes of this architecture alone."""
+        match self.architecture:
+            case "qwen3moe":
+                self.add_expert_count(config.num_experts)
+                self.add_expert_used_count(config.num_experts_per_tok)
+                self.add_expert_feed_forward_length(config.moe_intermediate_size)
+            case "gemma2":
+                self.add_sliding_window(config.sliding_window)
+                self.add_attn_logit_softcapping(config.attn_logit_softcapping)
+                self.add_final_logit_softcapping(config.final_logit_softcapping)
+            case "granite":
+                self.add_attention_scale(config.attention_multiplier)
+                self.add_embedding_scale(config.embedding_multiplier)
+                self.add_residual_scale(config.residual_multiplier)
+                self.add_logit_scale(config.logits_scaling)
+            case "glm4":
+                self.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+            case "cohere2":
+                self.add_sliding_window(config.sliding_window)
+                self.add_logit_scale(config.logit_scale)
+                self.add_rope_scaling_type(gguf.RopeScalingType.NONE)
 
     def add_spelled_vocabulary(
         self, tokens: Sequence[str] = TOKENS, types: Sequence[int] | None = None, scores: Sequence[float] | None = None
@@ -99,16 +135,17 @@ class TinyGguf(gguf.GGUFWriter):
 
     def add_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """The model's tensors, changed as the converter changes them."""
-        names = gguf.get_tensor_name_map(ARCHITECTURES[self.architecture], self.config.num_hidden_layers)
-        for hf_name, tensor in state.items():
+        arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
+        names = gguf.get_tensor_name_map(arch, self.config.num_hidden_layers)
+        for hf_name, tensor in _apart(state).items():
             name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
             assert name is not None
             values = tensor.numpy()
-            if self.architecture == "gemma3" and "norm" in hf_name:
+            if self.architecture.startswith("gemma") and "norm" in hf_name:
                 values = values + np.float32(1)
-            if self.architecture == "llama" and "q_proj" in hf_name:
+            if self.architecture in PAIRED and "q_proj" in hf_name:
                 values = interleave(values, self.config.num_attention_heads)
-            if self.architecture == "llama" and "k_proj" in hf_name:
+            if self.architecture in PAIRED and "k_proj" in hf_name:
                 values = interleave(values, self.config.num_key_value_heads)
             self.add_tensor(name, np.ascontiguousarray(values))
 

@@ -20,7 +20,7 @@ def attentions() -> Iterator[Attention]:
         kv_heads = int(random.integers(1, 3))
         yield Attention(
             Heads(group * kv_heads, kv_heads, dim),
-            ("bf16", "i8", "e4m3")[index % 3],
+            ("bf16", "i8", "e4m3", "u4")[index % 4],
             window=int(random.choice([0, 0, 1, 31, 128, 300])),
             softcap=float(random.choice([0.0, 5.0])),
             out=str(random.choice(["bf16", "f32"])),

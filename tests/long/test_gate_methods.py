@@ -9,11 +9,12 @@ from safetensors.torch import load_file, save_file
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.gate.config import GateConfig
+from enginewright.dtypes import KV_CACHES
 from enginewright.errors import QualityGateError
 from enginewright.passes.quant import METHODS, W8A8, Fp8, Int8Sq, QuantConfig
 
 ROOM = 0.8  # of what a limit allows at most
-CASES = [(method(), kv_cache_dtype) for method in METHODS for kv_cache_dtype in ("bf16", "int8", "fp8")]
+CASES = [(method(), kv_cache_dtype) for method in METHODS for kv_cache_dtype in KV_CACHES]
 CASES += [(Fp8(fp8_scales=scales), "bf16") for scales in ("tensor", "block")]
 
 

@@ -1,0 +1,67 @@
+"""Engines of every family that other tests do not build: what transformers computes, and the same bits in any batch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from enginewright import _cpu
+from enginewright.builder.assembly import assemble
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.builder.progress import Silent
+from enginewright.passes.quant import W8A8, Bf16, Int4Rtn, QuantConfig
+from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.memory_plan import RuntimeConfig
+from enginewright.runtime.score import score
+from tests import tolerances
+from tests.helpers.graphs import relative_error
+from tests.helpers.tiny import ALL_EXPERTS, FAMILIES, MIXTURES, OF_KERNELS, MemoryCheckpoint, tiny_config, tiny_model
+
+ON_GPUS = [family for family in FAMILIES if family not in (*OF_KERNELS, *MIXTURES)]
+OTHERS = [*ON_GPUS, "deepseek_v3"]
+LENGTHS = (1, 2, 33, 61, 290)  # longer than windows, a KV block, and a split of attention
+CUTS = (512, 7)  # tokens a step, at most
+QUANTS: tuple[QuantConfig, ...] = (Bf16(), W8A8(), Int4Rtn())
+
+
+def logits_of(engine: Engine, isa: str, texts: Sequence[Sequence[int]], cut: int) -> list[np.ndarray]:
+    """All logits of texts that are one batch, which is cut into steps."""
+    config = RuntimeConfig(isa=isa, threads=2, max_num_batched_tokens=cut, max_num_seqs=len(texts), max_model_len=320)
+    return score(CpuExecutor(engine, config), [list(text) for text in texts])
+
+
+@pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
+@pytest.mark.parametrize("family", OTHERS)
+def test_an_engine_computes_what_transformers_does(family: str, quant: QuantConfig, tmp_path: Path) -> None:
+    """Prompts, chunks of them beside each other, and the same bits when a text is alone."""
+    config = tiny_config(family, **ALL_EXPERTS.get(family, {}))
+    model, path = tiny_model(config), tmp_path / "tiny.engine"
+    build_engine(MemoryCheckpoint.of(model, config), BuildConfig(quant=quant, gate=None), path)
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(0, config["vocab_size"], (length,), generator=generator).tolist() for length in LENGTHS]
+    with torch.inference_mode():
+        expected = [model(torch.tensor([text])).logits[0].numpy() for text in texts]
+    isas = _cpu.isa_names() if isinstance(quant, Bf16) else _cpu.isa_names()[:1]
+    for isa in isas:
+        with Engine.open(path) as engine:
+            alone = [logits_of(engine, isa, [text], CUTS[0])[0] for text in texts]
+            for cut in CUTS:
+                together = logits_of(engine, isa, texts, cut)
+                for length, one, other in zip(LENGTHS, alone, together, strict=True):
+                    assert np.array_equal(one, other), f"{length} tokens, cut at {cut}, {isa}"
+        for rows, reference in zip(alone, expected, strict=True):
+            assert relative_error(rows, reference) < tolerances.ENGINE_LOGITS[quant.name]
+
+
+@pytest.mark.parametrize("family", ON_GPUS)
+def test_every_op_has_a_kernel_on_gpus(family: str) -> None:
+    """tests/long computes with them, in emulation."""
+    config = tiny_config(family)
+    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    made = assemble(checkpoint, BuildConfig(quant=W8A8(), targets=("cuda:sm_80",), gate=None), Silent())
+    (plan,) = made.plans.values()
+    assert plan.target == "cuda" and all(call.launches for call in plan.calls)
+    assert checkpoint.reads == []

@@ -1,0 +1,122 @@
+"""Models with pictures: their text model is built, and what else they hold is named."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from enginewright.builder.models import build_graph, check_config
+from enginewright.errors import UnsupportedModelError
+from tests import tolerances
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config
+from tests.test_models import STEPS, graph_logits
+
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+OTHERS: dict[str, dict[str, Any]] = {"gemma3": {"mm_tokens_per_image": 4, "image_token_index": 5}, "mistral3": {}}
+CASES = [("gemma3", "gemma3_text"), ("mistral3", "mistral"), ("mistral3", "ministral3")]
+
+
+def whole_config(wrapper: str, text_type: str) -> dict[str, Any]:
+    text = tiny_config(text_type, **({"final_logit_softcapping": None} if wrapper == "gemma3" else {}))
+    return {"model_type": wrapper, "text_config": text, "vision_config": VISION, "image_token_index": 5}
+
+
+def whole_checkpoint(wrapper: str, text_type: str) -> tuple[MemoryCheckpoint, np.ndarray, np.ndarray]:
+    """As transformers has it; and of some tokens, its logits."""
+    values = whole_config(wrapper, text_type)
+    settings = json.loads(json.dumps({**values, **OTHERS[wrapper]}))
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(settings.pop("model_type"), **settings), attn_implementation="eager"
+    ).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 0.3 if "embed" in name or parameter.dim() < 2 else parameter.shape[-1] ** -0.5
+            parameter.copy_((torch.randn(parameter.shape, generator=generator) * scale).to(torch.bfloat16))
+    if wrapper == "gemma3":
+        embedding = model.model.language_model.embed_tokens
+        embedding.embed_scale.copy_(embedding.embed_scale.to(torch.bfloat16))
+    tokens = np.random.default_rng(0).integers(6, values["text_config"]["vocab_size"], (1, sum(STEPS)))
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens), use_cache=False).logits.numpy()
+    tied = model.config.tie_word_embeddings
+    stored = {
+        name: value.to(torch.bfloat16)
+        for name, value in model.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
+    return MemoryCheckpoint(json.loads(model.config.to_json_string()), stored), tokens, logits
+
+
+def as_published(name: str) -> str:
+    """The order of names in the hub's checkpoints."""
+    if name.startswith("model.language_model."):
+        return "language_model.model." + name.removeprefix("model.language_model.")
+    return "language_model." + name if name.startswith("lm_head") else name.removeprefix("model.")
+
+
+@pytest.mark.parametrize(("wrapper", "text_type"), CASES)
+def test_the_text_model_is_transformers(wrapper: str, text_type: str) -> None:
+    checkpoint, tokens, expected = whole_checkpoint(wrapper, text_type)
+    assert any("vision_tower" in name for name in checkpoint.stored)
+    published = {as_published(name): value for name, value in checkpoint.stored.items()}
+    for stored in (checkpoint.stored, published):
+        graph = build_graph(MemoryCheckpoint(checkpoint.config, stored))
+        assert np.abs(graph_logits(graph, tokens) - expected).max() < tolerances.DENSE_LOGITS
+        notes = json.loads(graph.metadata_props["enginewright.notes"])
+        counts = [sum(part in name for name in checkpoint.stored) for part in ("vision_tower", "multi_modal_projector")]
+        assert list(notes.values()) == counts
+        assert [*notes] == [
+            "vision_tower is left out, since only texts can be read",
+            "multi_modal_projector is left out, since only texts can be read",
+        ]
+
+
+def test_other_parts_and_keys_are_refused() -> None:
+    config = whole_config("gemma3", "gemma3_text")
+    check_config(config)
+    with pytest.raises(UnsupportedModelError, match="audio_config"):
+        check_config({**config, "audio_config": {}})
+    with pytest.raises(UnsupportedModelError, match="n_routed_experts = 8"):
+        check_config({**config, "text_config": {**config["text_config"], "n_routed_experts": 8}})
+    with pytest.raises(UnsupportedModelError, match="models of type 'qwen9'"):
+        check_config({**config, "text_config": {**config["text_config"], "model_type": "qwen9"}})
+    checkpoint, _, _ = whole_checkpoint("gemma3", "gemma3_text")
+    checkpoint.stored = {**checkpoint.stored, "audio_tower.weight": torch.zeros(1)}
+    with pytest.raises(UnsupportedModelError, match=r"audio_tower\.weight"):
+        build_graph(checkpoint)
+
+
+def test_published_configs_of_the_whole() -> None:
+    """Gemma 3 4B's text_config leaves out what is transformers' default."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    top = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0",
+    }
+    check_config({**top, "text_config": text, "vision_config": {"model_type": "siglip_vision_model"}})
