@@ -20,7 +20,6 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig, sequence_bytes
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
-from enginewright.runtime.supported import paged_caches
 from enginewright_bench.machine_facts import machine_facts
 from enginewright_bench.roofline import Roofline, measure_roofline, read_buffer
 
@@ -252,14 +251,14 @@ def _limits(engine: Engine, config: ProfileConfig, threads: int | None) -> Runti
         max_model_len=length,
         max_num_seqs=sequences,
         max_num_batched_tokens=tokens,
-        kv_cache_memory=sequences * sequence_bytes(paged_caches(engine.plan), length, tokens),
+        kv_cache_memory=sequences * sequence_bytes(engine.plan.caches, length, tokens),
         threads=threads,
     )
 
 
 def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
     """A step of the scheduler's making, but for the prompts that come before it: their KV is zeros."""
-    groups, limits = paged_caches(executor.plan), executor.memory_plan.limits
+    groups, limits = executor.plan.caches, executor.memory_plan.limits
     cache = Cache(groups, executor.memory_plan.num_blocks, limits.tokens, limits.sequences)
     new_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
     nothing: tuple[list[Any], ...] = tuple([] for _ in groups)
@@ -282,12 +281,12 @@ def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
 
 
 def _kv_memory(executor: CpuExecutor, plan: StepPlan) -> list[NDArray[Any]]:
-    """The KV blocks of a step, to be read with the weights: caches keep less of both than of weights alone."""
+    """The blocks and slots of a step, to be read with the weights: caches keep less of both than of weights alone."""
     return [
-        pool.blocks()[block]
+        pool.places()[place]
         for part in plan.parts
-        for pool, table in zip(executor.pools, part.sequence.held, strict=True)
-        for block in table.held
+        for pool, held in zip(executor.pools, part.sequence.held, strict=True)
+        for place in held.held
     ]
 
 
@@ -333,7 +332,7 @@ def _shape(call: KernelCall, engine: Engine) -> str:
     if matrix is not None:
         gated = str(call.attributes.get("epilogue", "none"))
         return f"{matrix[0]} x {matrix[1]}" + ("" if gated == "none" else f" {gated}")
-    if "heads" in call.attributes:
+    if "kv_heads" in call.attributes:
         window = call.attributes.get("window", 0)
         heads, kv_heads, head_dim = (call.attributes[name] for name in ("heads", "kv_heads", "head_dim"))
         return f"{heads}/{kv_heads} x {head_dim}" + (f" of {window}" if window else "")

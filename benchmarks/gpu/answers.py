@@ -61,11 +61,10 @@ class Heard:
     def __init__(self) -> None:
         self.tokens: Answer = []
 
-    def put(self, delta: Delta) -> None:
-        self.tokens += delta.tokens
-
-    def fail(self, error: EngineError) -> None:
-        raise error
+    def put(self, item: Delta | EngineError) -> None:
+        if isinstance(item, EngineError):
+            raise item
+        self.tokens += item.tokens
 
 
 def answered(
@@ -80,10 +79,10 @@ def answered(
             for prompt in kind.prompts():
                 heard[kind.name].append(Heard())
                 grammars = [Ladder(VOCAB_SIZE, prompt[-1])] if kind.ladder else ()
-                core.add(core.request(prompt, kind.params, heard[kind.name][-1], grammars=grammars))
+                core.add(core.request(prompt, kind.params, heard[kind.name][-1].put, grammars=grammars))
         while core.has_work:
             for request, delta in core.step():
-                request.sink.put(delta)
+                request.sink(delta)
         core.close()
     return {name: [one.tokens for one in told] for name, told in heard.items()}
 

@@ -12,20 +12,13 @@ import numpy as np
 from exchange import Prompts, Tokens, private_stdout, serve
 
 from enginewright import __version__
-from enginewright.errors import EngineError
 from enginewright.runtime.core import EngineCore, Request
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.memory_plan import RuntimeConfig, runtime_config
-from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.score import score
-
-
-class Nobody:
-    def put(self, delta: Delta) -> None: ...
-    def fail(self, error: EngineError) -> None: ...
 
 
 class Ours:
@@ -46,7 +39,7 @@ class Ours:
 
     def open(self, prompts: Prompts, room: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=room + len(prompts), ignore_eos=True)
-        self.open_requests = [self.core.request(prompt, params, Nobody()) for prompt in prompts]
+        self.open_requests = [self.core.request(prompt, params, lambda _: None) for prompt in prompts]
         for request in self.open_requests:
             self.core.add(request)
         while any(request.first_token_s is None for request in self.open_requests):
