@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from enginewright.errors import EngineError, UsageError
-from enginewright_bench.figures import Answer, Failure
+from enginewright_bench.figures import Failure, RequestRecord
 
 MAX_EVENT_BYTES = 16 << 20
 MAX_ERROR_BYTES = 4096
@@ -69,7 +69,7 @@ class AnswerReader:
 
     _decoder = msgspec.json.Decoder(_Event)
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: RequestRecord) -> None:
         self._answer = answer
         self._rest = b""
         self._ended = False
@@ -158,7 +158,7 @@ class Client:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise unreachable(self._url, str(error) or "it did not answer in time") from error
 
-    async def ask(self, path: str, body: bytes, answer: Answer) -> None:
+    async def ask(self, path: str, body: bytes, answer: RequestRecord) -> None:
         """Send a request and note in `answer` what comes of it, failure included."""
         answer.sent_s = self.now()
         try:
@@ -176,7 +176,7 @@ class Client:
             answer.failure = Failure("connection dropped", str(error) or type(error).__name__)
         answer.end_s = self.now()
 
-    async def _stream(self, path: str, body: bytes, answer: Answer) -> None:
+    async def _stream(self, path: str, body: bytes, answer: RequestRecord) -> None:
         async with self._session.post(self._url + path, data=body, allow_redirects=False) as response:
             if response.status != 200:
                 raise _Failed(f"HTTP {response.status}", _message(await _read(response, MAX_ERROR_BYTES)))

@@ -46,7 +46,7 @@ class Failure:
 
 
 @dataclass
-class Answer:
+class RequestRecord:
     """What became of one request. Times are seconds since the run began.
 
     max_tokens: that were asked for. due_s: when its turn was; sent_s: when it went off. piece_s: when each piece of its
@@ -119,7 +119,7 @@ class Goodput:
             limits[name] = limit
         return cls(**limits)
 
-    def is_met(self, answer: Answer) -> bool:
+    def is_met(self, answer: RequestRecord) -> bool:
         """An answer of one token has no time per output token, and meets every limit of it."""
         values = ((answer.ttft_s, self.ttft), (answer.tpot_s or 0.0, self.tpot), (answer.e2e_s, self.e2e))
         return all(limit is None or value * 1e3 <= limit for value, limit in values)
@@ -166,7 +166,7 @@ class ServeFigures:
     good_requests_per_s: float | None
 
 
-def serve_figures(answers: Sequence[Answer], goodput: Goodput | None = None) -> ServeFigures:
+def serve_figures(answers: Sequence[RequestRecord], goodput: Goodput | None = None) -> ServeFigures:
     done = [answer for answer in answers if answer.failure is None]
     failures = [answer.failure for answer in answers if answer.failure is not None]
     seconds = max(answer.end_s for answer in answers) - min(answer.sent_s for answer in answers)
@@ -198,13 +198,15 @@ def serve_figures(answers: Sequence[Answer], goodput: Goodput | None = None) -> 
     )
 
 
-def most_at_once(answers: Iterable[Answer]) -> int:
+def most_at_once(answers: Iterable[RequestRecord]) -> int:
     """Requests that were under way at the same time."""
     changes = sorted(change for answer in answers for change in ((answer.sent_s, 1), (answer.end_s, -1)))
     return int(np.cumsum([step for _, step in changes]).max(initial=0))  # at one time, an end before a beginning
 
 
-def tokens_over_time(answers: Iterable[Answer], max_bins: int, min_bin_s: float) -> tuple[FloatArray, FloatArray]:
+def tokens_over_time(
+    answers: Iterable[RequestRecord], max_bins: int, min_bin_s: float
+) -> tuple[FloatArray, FloatArray]:
     """Generated tokens per second in equal parts of the run, up to the last token.
 
     An answer's tokens are spread over its pieces. There must be an answer.

@@ -13,7 +13,7 @@ import numpy as np
 
 from enginewright.errors import EngineError, UsageError
 from enginewright_bench.cpu_time import cpu_seconds
-from enginewright_bench.figures import PERCENTILE_METHOD, Answer, Goodput, ServeFigures, serve_figures
+from enginewright_bench.figures import PERCENTILE_METHOD, Goodput, RequestRecord, ServeFigures, serve_figures
 from enginewright_bench.machine_facts import machine_facts
 from enginewright_bench.workload import (
     ARRIVALS,
@@ -134,7 +134,7 @@ class ServeReport:
     config: ServeConfig
     model: str
     machine: Mapping[str, Any]
-    answers: Sequence[Answer]
+    answers: Sequence[RequestRecord]
     figures: ServeFigures
     server_cpu_s: float | None
     client_cpu_s: float
@@ -183,7 +183,7 @@ async def _run(config: ServeConfig, items: Sequence[Item]) -> ServeReport:
         model = config.model or await _first_model(client)
         await _warm_up(client, config, model)
         bodies = [_body(config, model, item) for item in items]
-        answers = [Answer(item.max_tokens) for item in items]
+        answers = [RequestRecord(item.max_tokens) for item in items]
         facts = machine_facts("aiohttp")
         server, own = _server_cpu(config.server_pid), time.process_time()
         progress = asyncio.create_task(_say_progress(answers))
@@ -197,11 +197,13 @@ async def _run(config: ServeConfig, items: Sequence[Item]) -> ServeReport:
     return ServeReport(config, model, facts, answers, serve_figures(answers, config.goodput), spent, own)
 
 
-async def _load(client: "Client", config: ServeConfig, bodies: Sequence[bytes], answers: Sequence[Answer]) -> None:
+async def _load(
+    client: "Client", config: ServeConfig, bodies: Sequence[bytes], answers: Sequence[RequestRecord]
+) -> None:
     """Send every request when its turn is, and wait for the answers."""
     places = asyncio.Semaphore(config.max_concurrency or len(bodies))
 
-    async def ask(body: bytes, answer: Answer) -> None:
+    async def ask(body: bytes, answer: RequestRecord) -> None:
         try:
             await client.ask(config.endpoint.path, body, answer)
         finally:
@@ -252,7 +254,7 @@ async def _warm_up(client: "Client", config: ServeConfig, model: str) -> None:
     """
     alphabet = WORDS if config.workload.dataset is not None else config.endpoint.alphabet
     for item in synthetic(config.workload, alphabet, config.warm_up, WARM_UP):
-        answer = Answer(item.max_tokens)
+        answer = RequestRecord(item.max_tokens)
         await client.ask(config.endpoint.path, _body(config, model, item), answer)
         if answer.failure is not None:
             why, fix = f"{answer.failure.kind}: {answer.failure.detail}", ""
@@ -265,7 +267,7 @@ async def _warm_up(client: "Client", config: ServeConfig, model: str) -> None:
             raise EngineError("the server did not answer the first request", why, fix)
 
 
-async def _say_progress(answers: Sequence[Answer]) -> None:
+async def _say_progress(answers: Sequence[RequestRecord]) -> None:
     while True:
         await asyncio.sleep(PROGRESS_S)
         ended = [answer for answer in answers if answer.end_s]

@@ -63,7 +63,7 @@ def typed(name: str, dtype: ir.DataType, dims: Sequence[int | ir.SymbolicDim]) -
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearLayer:
     """x weightᵀ (+ bias), found in a graph: MatMul(x, Transpose(weight)), and Add if there is a bias; or the same of
     several experts, each over its own rows of x: GroupedLinear.
     """
@@ -89,7 +89,7 @@ class Linear:
         return [x[starts[expert] : starts[expert + 1]] for x, starts in zip(inputs, self.starts, strict=True)]
 
 
-def linears_of(model: ir.Model) -> Iterator[Linear]:
+def linears_of(model: ir.Model) -> Iterator[LinearLayer]:
     """All linear layers; a layer whose weight is another's, too, as often as it is one."""
     for node in nodes_of(model, "MatMul"):
         if (linear := linear_of(node.outputs[0])) is not None:
@@ -99,10 +99,10 @@ def linears_of(model: ir.Model) -> Iterator[Linear]:
             yield linear
 
 
-def linear_of(output: ir.Value | None) -> Linear | None:
+def linear_of(output: ir.Value | None) -> LinearLayer | None:
     """The linear layer that writes a value, if one does."""
     if output is not None and (node := made_by(output, GROUPED_LINEAR.name, DOMAIN)) is not None:
-        return Linear(operand(node, 0), operand(node, 1), optional(node, 2), output, (node,))
+        return LinearLayer(operand(node, 0), operand(node, 1), optional(node, 2), output, (node,))
     add = made_by(output, "Add")
     product, bias = (output, None) if add is None else (add.inputs[0], add.inputs[1])
     if bias is not None and not (bias.is_initializer() and bias.shape is not None and len(bias.shape) == 1):
@@ -120,10 +120,10 @@ def linear_of(output: ir.Value | None) -> Linear | None:
     nodes = (transpose, matmul) if add is None else (transpose, matmul, add)
     if add is not None and not only_used_by(matmul.outputs[0], add):
         return None
-    return Linear(x, weight, bias, output, nodes)
+    return LinearLayer(x, weight, bias, output, nodes)
 
 
-def head_of(model: ir.Model) -> Linear:
+def head_of(model: ir.Model) -> LinearLayer:
     """The linear layer that makes logits."""
     logits: ir.Value | None = next(value for value in model.graph.outputs if value.name == "logits")
     softcap = made_by(logits, SOFTCAP.name, DOMAIN)

@@ -16,7 +16,7 @@ import onnx_ir as ir
 import torch
 from torch.nn import functional as F
 
-from enginewright.passes.graph import Linear, head_of, linear_of, made_by
+from enginewright.passes.graph import LinearLayer, head_of, linear_of, made_by
 from enginewright.passes.torch_ops import GATES, Compute, compute_of
 from enginewright.passes.weights import RowReader, open_rows, read, shape_of
 from enginewright.plugins.grouped_linear import GROUPED_LINEAR, STARTS
@@ -37,7 +37,7 @@ Instead = Mapping[int, Other]  # by text
 
 
 class Visit(Protocol):
-    def __call__(self, linear: Linear, inputs: Sequence[torch.Tensor]) -> Instead | None:
+    def __call__(self, linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> Instead | None:
         """Sees a linear layer before it is computed, and what it reads in each text, [tokens, K]; of experts the rows
         of all of them, and where each one's start (`linear.starts`).
 
@@ -49,7 +49,7 @@ class Visit(Protocol):
 class Streamed:
     """Texts that were computed up to the head; logits are, when they are asked for."""
 
-    def __init__(self, head: Linear, behind: Sequence[ir.Node], hidden: Sequence[torch.Tensor]) -> None:
+    def __init__(self, head: LinearLayer, behind: Sequence[ir.Node], hidden: Sequence[torch.Tensor]) -> None:
         """behind: the nodes that make logits of what the head gives. hidden: what it reads, [1, tokens, K] a text."""
         self._behind, self._hidden = behind, hidden
         rows, reader = shape_of(head.weight)[0], open_rows(head.weight)
@@ -144,7 +144,7 @@ def _linear(other: Other, node: ir.Node, x: torch.Tensor, weight: torch.Tensor) 
 
 
 def _grouped(
-    linear: Linear, inputs: Sequence[torch.Tensor], instead: Instead, pool: ThreadPoolExecutor
+    linear: LinearLayer, inputs: Sequence[torch.Tensor], instead: Instead, pool: ThreadPoolExecutor
 ) -> list[torch.Tensor]:
     """Experts, one after the other, so that a weight is read once for all texts, and one expert's at a time."""
     reader, experts = open_rows(linear.weight), linear.experts
@@ -174,7 +174,7 @@ def _grouped(
     return [torch.cat(parts) for parts in results]
 
 
-def _divided(model: ir.Model, head: Linear) -> tuple[list[ir.Node], list[ir.Node]]:
+def _divided(model: ir.Model, head: LinearLayer) -> tuple[list[ir.Node], list[ir.Node]]:
     """The nodes in front of the head, without transpositions of weights; and those that make logits of its output."""
     before: list[ir.Node] = []
     behind: list[ir.Node] = []

@@ -1,6 +1,6 @@
-"""What a family of targets decides: an object for each, which passes, lowering and the gate ask.
+"""What a platform decides: an object for each, which passes, lowering and the gate ask.
 
-`enginewright.targets` has their names, and what people may write. A third family is a class here, an executor in
+`enginewright.targets` has their names, and what people may write. A third platform is a class here, an executor in
 `runtime/devices.py`, and kernels by its name in the files of the ops that it runs.
 """
 
@@ -14,7 +14,7 @@ import onnx_ir as ir
 from enginewright.plan import Launch
 from enginewright.plugins.kernel import Matrix
 from enginewright.plugins.sampling_cuda import SAMPLING_SOURCES, sampling_launch
-from enginewright.targets import CPU, CUDA, PTX, SMS, architectures, families_of
+from enginewright.targets import CPU, CUDA, PTX, SMS, architectures, platforms_of
 
 
 class Activations(NamedTuple):
@@ -25,7 +25,7 @@ class Activations(NamedTuple):
 
 
 class Target(ABC):
-    """A family of targets, as the compiler knows it: there is one graph and one plan for each."""
+    """A platform, as the compiler knows it: there is one graph and one plan for each."""
 
     name: ClassVar[str]  # as `enginewright.targets` has it, and the engine's section `plan/<name>`
     runs_in_builds: ClassVar[bool]  # whether builds run the engine to measure it, or compute what it would give
@@ -106,7 +106,7 @@ CPU_TARGET = CpuTarget()
 
 
 def targets_of(names: Iterable[str]) -> list[Target]:
-    """Of names such as `cuda:sm_90a`: an object for each family, in the order of their first names."""
+    """Of names such as `cuda:sm_90a`: an object for each platform, in the order of their first names."""
     given = tuple(names)
-    families: dict[str, Target] = {CPU: CPU_TARGET, CUDA: CudaTarget(tuple(architectures(given)))}
-    return [families[family] for family in families_of(given)]
+    platforms: dict[str, Target] = {CPU: CPU_TARGET, CUDA: CudaTarget(tuple(architectures(given)))}
+    return [platforms[platform] for platform in platforms_of(given)]

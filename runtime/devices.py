@@ -15,7 +15,7 @@ from enginewright.runtime.machine import num_cores
 from enginewright.runtime.memory_plan import MemoryPlan, RuntimeConfig
 from enginewright.runtime.sampling import Draw
 from enginewright.runtime.step_plan import StepOutputs, StepPlan
-from enginewright.targets import CPU, CUDA, architectures, choose_code, families_of
+from enginewright.targets import CPU, CUDA, architectures, choose_code, platforms_of
 
 AUTO = "auto"
 
@@ -62,10 +62,10 @@ def open_engine(path: str | Path, device: str = AUTO, *, verify: bool = False) -
         raise UsageError(f"{device!r} is no device", fix="There are auto, cpu, cuda, and cuda:1 for the second GPU.")
     if target == AUTO:
         with EngineFile.open(path, check_sections=False) as file:
-            families = families_of(file.manifest.targets)
+            platforms = platforms_of(file.manifest.targets)
             able = architectures(file.manifest.targets)
         target = CUDA if _gpu_runs(able) else CPU
-        if target not in families:
+        if target not in platforms:
             raise NoCodeForMachineError(
                 f"{path} has code for GPUs alone, {', '.join(f'{CUDA}:{name}' for name in able)}",
                 "there is none here that runs it, or no driver, or cuda-bindings is not installed",

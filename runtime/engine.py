@@ -17,7 +17,7 @@ from enginewright.manifest import WEIGHTS, Manifest, SectionForm
 from enginewright.plan import Plan
 from enginewright.runtime.generation_config import fault_of
 from enginewright.runtime.tokenizer import Tokenizer
-from enginewright.targets import CPU, TARGETS, architectures, choose_code, families_of
+from enginewright.targets import CPU, TARGETS, architectures, choose_code, platforms_of
 
 # Of tokenizer_config.json: texts that requests read.
 TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -40,7 +40,7 @@ class Engine:
         """Open an engine.
 
         Args:
-            target: what to run on, a family of targets: `cpu` or `cuda`.
+            target: what to run on, a platform: `cpu` or `cuda`.
             verify: hash the weights, too.
 
         Raises:
@@ -49,8 +49,8 @@ class Engine:
         """
         file = EngineFile.open(path)
         try:
-            if target not in families_of(file.manifest.targets):
-                able = [name for name in TARGETS if target in families_of([name])]
+            if target not in platforms_of(file.manifest.targets):
+                able = [name for name in TARGETS if target in platforms_of([name])]
                 raise NoCodeForMachineError(
                     f"{path} has no code for {target}",
                     f"it was built for {', '.join(file.manifest.targets)}",

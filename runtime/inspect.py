@@ -12,7 +12,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.machine import free_memory
 from enginewright.runtime.memory_plan import FREE_SHARE, RuntimeConfig, plan_memory, sequence_bytes
 from enginewright.runtime.quality import QUALITY, QualityReport, describe_quality
-from enginewright.targets import CPU, PTX, architectures, families_of
+from enginewright.targets import CPU, PTX, architectures, platforms_of
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -27,7 +27,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
         CorruptEngineError: the file is damaged.
     """
     with EngineFile.open(path, check_sections=False) as file:
-        target = next(iter(families_of(file.manifest.targets)), CPU)
+        target = next(iter(platforms_of(file.manifest.targets)), CPU)
     with Engine.open(path, target) as engine:
         manifest, plan = engine.manifest, engine.plan
         config = RuntimeConfig(max_num_seqs=manifest.limits.max_batch_size, kv_cache_memory=1 << 60)

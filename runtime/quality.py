@@ -104,7 +104,7 @@ class Full(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What the gate measured of one family of targets."""
+    """What the gate measured on one platform."""
 
     isa: str  # instruction set that ran the engine; "cuda, simulated": what GPUs would compute
     checks: tuple[Check, ...]
@@ -125,7 +125,7 @@ class QualityReport(msgspec.Struct, frozen=True):
 
     gate: str  # "quick", "full", or "off", where nothing is measured
     measured: Measured | None = None
-    also: tuple[Measured, ...] = ()  # what was measured for other families of targets
+    also: tuple[Measured, ...] = ()  # what was measured on other platforms
 
     @property
     def failed(self) -> Measured | None:

@@ -11,10 +11,10 @@ import pytest
 from enginewright.errors import UsageError
 from enginewright_bench.cpu_time import CLOCK_TICKS, cpu_seconds
 from enginewright_bench.figures import (
-    Answer,
     Distribution,
     Failure,
     Goodput,
+    RequestRecord,
     most_at_once,
     serve_figures,
     tokens_over_time,
@@ -29,7 +29,7 @@ def by_hand(values: list[float], percent: float) -> float:
     return low + (high - low) * (place - math.floor(place))
 
 
-def random_answers(count: int, seed: int) -> list[Answer]:
+def random_answers(count: int, seed: int) -> list[RequestRecord]:
     """Whole and failed ones, of one token and of many, with several tokens in a piece."""
     draw = random.Random(seed)
     answers = []
@@ -39,7 +39,7 @@ def random_answers(count: int, seed: int) -> list[Answer]:
         times = [sent + draw.uniform(0.01, 1)]
         while len(times) < draw.choice([1, 2, 7, 31]):
             times.append(times[-1] + draw.expovariate(50))
-        answer = Answer(max_tokens=draw.randint(1, 40), due_s=due, sent_s=sent, piece_s=times)
+        answer = RequestRecord(max_tokens=draw.randint(1, 40), due_s=due, sent_s=sent, piece_s=times)
         answer.end_s = times[-1] + draw.uniform(0, 0.01)
         answer.tokens, answer.prompt_tokens = len(times) + draw.choice([0, 0, 3]), draw.randint(1, 300)
         answer.cached_tokens, answer.has_usage = draw.randint(0, answer.prompt_tokens), draw.random() < 0.8
@@ -102,7 +102,7 @@ def test_figures_are_what_the_times_say(count: int, seed: int) -> None:
 
 
 def test_a_run_in_which_everything_failed_at_once_has_figures() -> None:
-    figures = serve_figures([Answer(1, failure=Failure("timeout", "x"))])
+    figures = serve_figures([RequestRecord(1, failure=Failure("timeout", "x"))])
     assert (figures.done, figures.failed, figures.requests_per_s) == (0, 1, 0)
     assert figures.ttft_ms is figures.tpot_ms is figures.gap_ms is figures.e2e_ms is None
     assert figures.good is None
@@ -113,7 +113,7 @@ def test_requests_at_once_are_counted_at_every_moment() -> None:
     moments = [answer.sent_s for answer in answers]
     expected = max(sum(a.sent_s <= moment < a.end_s for a in answers) for moment in moments)
     assert most_at_once(answers) == expected > 1
-    one_after_another = [Answer(1, sent_s=float(n), end_s=float(n + 1)) for n in range(3)]
+    one_after_another = [RequestRecord(1, sent_s=float(n), end_s=float(n + 1)) for n in range(3)]
     assert most_at_once(one_after_another) == 1
 
 

@@ -14,7 +14,7 @@ import pytest
 from enginewright.errors import EngineError, UsageError
 from enginewright_bench import serving
 from enginewright_bench.client import AnswerReader
-from enginewright_bench.figures import Answer, Goodput
+from enginewright_bench.figures import Goodput, RequestRecord
 from enginewright_bench.plot import check_plot, draw
 from enginewright_bench.report import describe_serve
 from enginewright_bench.serving import (
@@ -210,8 +210,8 @@ def test_a_run_without_an_answer_is_a_failure() -> None:
         report.check()
 
 
-def events(*blocks: bytes) -> Answer:
-    answer = Answer(9)
+def events(*blocks: bytes) -> RequestRecord:
+    answer = RequestRecord(9)
     reader = AnswerReader(answer)
     for number, block in enumerate(blocks):
         reader.feed(block, float(number))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from enginewright.errors import EngineError, UsageError
-from enginewright.passes.graph import Linear, nodes_of
+from enginewright.passes.graph import LinearLayer, nodes_of
 from enginewright.passes.pass_manager import run_passes
 from enginewright.passes.pipeline import run_for_target, run_pipeline
 from enginewright.passes.quant import W8A8, Int4Awq, Int4Gptq, Int4Rtn, Int8Sq, Int8Wo, QuantConfig, quant_config
@@ -57,7 +57,7 @@ def test_scaling_the_sites_changes_no_result(case: str) -> None:
         site.apply(torch.exp2(6 * torch.rand(site.channels, generator=random) - 3))
     seen: list[float] = []
 
-    def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+    def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
         if not linear.starts:  # those of experts are not scaled
             seen.append(float(inputs[0].abs().amax(0).max() / inputs[0].abs().amax(0).median()))
 
@@ -109,7 +109,7 @@ def output_error(model: ir.Model, quant: QuantConfig) -> float:
     run_passes(model, quant.prepare(Calibration(TEXTS)))
     errors = []
 
-    def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+    def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
         weight, x = read(linear.weight), torch.cat(list(inputs))
         kept = weight if stored(linear.weight) else quant.restore(*quant.quantize(weight, "weight"))
         y = x @ weight.t()
@@ -202,7 +202,7 @@ def test_static_scales_are_of_what_was_seen() -> None:
     quant = Int8Sq(32, "static")
     streamed: dict[str, torch.Tensor] = {}
 
-    def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+    def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
         streamed[str(linear.weight.name)] = torch.nn.functional.pad(torch.cat(list(inputs)).abs(), (0, 96)).amax(0)
 
     smoothed = fused_graph("llama")

@@ -5,14 +5,14 @@ from random import Random
 
 import pytest
 
-from enginewright.code import CodeArchive, Launch, read_code, write_code
+from enginewright.code import CodeArchive, CompiledKernel, read_code, write_code
 from enginewright.errors import CorruptEngineError
 from tests.helpers.header_fuzz import damaged
 
 KERNELS = {
-    "add_rms_norm@1<576, 1, 32>": (Launch("_ZN12enginewright3addE"), b"\x7fELF" + bytes(range(97))),
-    "gemm@1": (Launch("gemm", shared_bytes=99_328, num_warps=8, scratch_bytes=384), b"x" * 64),
-    "empty": (Launch("none"), b""),
+    "add_rms_norm@1<576, 1, 32>": (CompiledKernel("_ZN12enginewright3addE"), b"\x7fELF" + bytes(range(97))),
+    "gemm@1": (CompiledKernel("gemm", shared_bytes=99_328, num_warps=8, scratch_bytes=384), b"x" * 64),
+    "empty": (CompiledKernel("none"), b""),
 }
 
 
@@ -20,17 +20,19 @@ def read(data: bytes) -> CodeArchive:
     return read_code(memoryview(data), "code/sm_80")
 
 
-def contents(data: bytes) -> dict[str, tuple[Launch, bytes]]:
+def contents(data: bytes) -> dict[str, tuple[CompiledKernel, bytes]]:
     archive = read(data)
-    fields = Launch.__struct_fields__
+    fields = CompiledKernel.__struct_fields__
     return {
-        name: (Launch(*(getattr(launch, field) for field in fields)), bytes(archive.cubin(name)))
+        name: (CompiledKernel(*(getattr(launch, field) for field in fields)), bytes(archive.cubin(name)))
         for name, launch in archive.launches.items()
     }
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, {}, {f"k{n}": (Launch("s" * n), b"c" * n * 37) for n in range(1, 90)}])
-def test_what_is_written_is_read(kernels: dict[str, tuple[Launch, bytes]]) -> None:
+@pytest.mark.parametrize(
+    "kernels", [KERNELS, {}, {f"k{n}": (CompiledKernel("s" * n), b"c" * n * 37) for n in range(1, 90)}]
+)
+def test_what_is_written_is_read(kernels: dict[str, tuple[CompiledKernel, bytes]]) -> None:
     data = write_code(kernels)
     assert contents(data) == kernels
     assert len(data) % 64 == 0
@@ -65,7 +67,7 @@ def test_a_kernel_that_is_not_there() -> None:
 @pytest.mark.parametrize("name", ["", "a" * 256, 'a"b', "tab\t", "ü"])
 def test_names_that_no_reader_accepts_are_not_written(name: str) -> None:
     with pytest.raises(ValueError):
-        write_code({name: (Launch("s"), b"")})
+        write_code({name: (CompiledKernel("s"), b"")})
 
 
 def test_every_cut_and_every_changed_bit_is_found_or_harmless() -> None:

@@ -10,7 +10,17 @@ import torch
 
 from enginewright import _cpu
 from tests.helpers.kernel_runner import ITEM_BYTES, ONE_COLUMN, KernelRunner, weight
-from tests.helpers.paged_kv import SPLIT, Chunk, Heads, PagedKv, Text, kv_blocks, kv_operands, random_text, stored
+from tests.helpers.paged_kv import (
+    SPLIT,
+    AttendedText,
+    Chunk,
+    Heads,
+    PagedKv,
+    kv_blocks,
+    kv_operands,
+    random_text,
+    stored,
+)
 from tests.tolerances import ATTENTION, ATTENTION_UNIFORM, BF16_ROUNDING
 
 ISAS = _cpu.isa_names()
@@ -127,7 +137,7 @@ def sinks_of(heads: Heads) -> torch.Tensor:
 
 
 @functools.cache
-def text(heads: Heads, length: int, seed: int = 0) -> Text:
+def text(heads: Heads, length: int, seed: int = 0) -> AttendedText:
     return random_text(heads, length, seed)
 
 
@@ -196,7 +206,7 @@ def test_exactly_the_visible_positions_count(isa: str, kv: str, window: int) -> 
     """With queries of zero every visible position has the same weight, exactly, and the result is the mean of V."""
     heads = Heads(6, 2, 16)
     base = text(heads, 600)
-    flat = Text(torch.zeros_like(base.q), base.k, base.v)
+    flat = AttendedText(torch.zeros_like(base.q), base.k, base.v)
     chunks = [Chunk(flat, 0, 290), Chunk(flat, 599, 600), Chunk(flat, 255, 258), Chunk(flat, 500, 513)]
     Attention(heads, window, kv=kv).check(isa, chunks, threads=2, tolerance=ATTENTION_UNIFORM[kv])
 

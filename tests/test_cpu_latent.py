@@ -10,7 +10,7 @@ import torch
 
 from enginewright import _cpu
 from tests.helpers.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, weight
-from tests.helpers.paged_kv import BLOCK_SIZE, SPLIT, Chunk, Heads, PagedKv, PoolViews, Text, bits, random_text
+from tests.helpers.paged_kv import BLOCK_SIZE, SPLIT, AttendedText, Chunk, Heads, PagedKv, PoolViews, bits, random_text
 from tests.test_cpu_attention import KV_BLOCKS, KV_SPLITS, SEQUENCE_ENDS, SEQUENCES, Attention
 from tests.tolerances import BF16_ROUNDING
 
@@ -124,9 +124,9 @@ class Latent:
     def __init__(self, heads: int, width: int, value_dim: int) -> None:
         self.heads, self.value_dim = Heads(heads, 1, width), value_dim
 
-    def text(self, length: int, seed: int = 0) -> Text:
+    def text(self, length: int, seed: int = 0) -> AttendedText:
         text = random_text(self.heads, length, seed)
-        return Text(text.q, text.k, text.k)
+        return AttendedText(text.q, text.k, text.k)
 
     def expected(self, isa: str, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         return [result[..., : self.value_dim] for result in Attention(self.heads).run(isa, chunks)]

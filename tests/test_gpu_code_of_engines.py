@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from enginewright.cli import main
-from enginewright.code import Launch, write_code
+from enginewright.code import CompiledKernel, write_code
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError
 from enginewright.runtime.count import format_bytes
@@ -16,9 +16,11 @@ from tests.helpers.engines import built, copied
 from tests.helpers.tiny import tiny_checkpoint
 
 CODE = {
-    "code/sm_80": write_code({"rope@1": (Launch("_Zrope"), b"for 8.0")}),
-    "code/sm_90a": write_code({"rope@1": (Launch("_Zrope"), b"for 9.0"), "gemm@1": (Launch("gemm"), b"more")}),
-    "code/ptx": write_code({"rope@1": (Launch("_Zrope"), b".version 9.0")}),
+    "code/sm_80": write_code({"rope@1": (CompiledKernel("_Zrope"), b"for 8.0")}),
+    "code/sm_90a": write_code(
+        {"rope@1": (CompiledKernel("_Zrope"), b"for 9.0"), "gemm@1": (CompiledKernel("gemm"), b"more")}
+    ),
+    "code/ptx": write_code({"rope@1": (CompiledKernel("_Zrope"), b".version 9.0")}),
 }
 TARGETS = ("cuda:sm_80", "cuda:sm_90a", "cuda:ptx")
 

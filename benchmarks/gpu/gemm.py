@@ -47,7 +47,7 @@ SHAPES = (
 
 
 @dataclass(frozen=True)
-class Format:
+class WeightFormat:
     """weight: dtype as packed. group: columns that a scale is for; 0 is a row's. x: dtype. beside: of the kernels that
     engines have, where this is Hopper's wgmma instead, for many tokens.
     """
@@ -111,14 +111,14 @@ class Format:
 
 
 FORMATS = (
-    Format("bf16", "GemmBf16", "bf16"),
-    Format("int8", "GemmW8A16", "i8"),
-    Format("fp8", "GemmFp8A16", "e4m3"),
-    Format("w8a8", "GemmW8A8", "i8", x="i8"),
-    Format("fp8a8", "GemmFp8A8", "e4m3", x="e4m3"),
-    Format("fp8a8 blocks", "GemmFp8A8", "e4m3", group=128, x="e4m3"),
-    Format("int4", "GemmW4A16", "u4", group=128),
-    Format("mxfp4", "GemmMxfp4A16", "e2m1", group=32),
+    WeightFormat("bf16", "GemmBf16", "bf16"),
+    WeightFormat("int8", "GemmW8A16", "i8"),
+    WeightFormat("fp8", "GemmFp8A16", "e4m3"),
+    WeightFormat("w8a8", "GemmW8A8", "i8", x="i8"),
+    WeightFormat("fp8a8", "GemmFp8A8", "e4m3", x="e4m3"),
+    WeightFormat("fp8a8 blocks", "GemmFp8A8", "e4m3", group=128, x="e4m3"),
+    WeightFormat("int4", "GemmW4A16", "u4", group=128),
+    WeightFormat("mxfp4", "GemmMxfp4A16", "e2m1", group=32),
 )
 HOPPER = tuple(replace(format, name=f"{format.name} wgmma", beside=format.name) for format in FORMATS)
 
@@ -145,7 +145,7 @@ class Weights:
         shape = (self.shape.features, self.shape.columns)
         return torch.randn(shape, dtype=torch.bfloat16, device=self.bench.at).mul_(self.shape.columns**-0.5)
 
-    def packed(self, format: Format) -> list[Tensors]:
+    def packed(self, format: WeightFormat) -> list[Tensors]:
         if format.weights == "bf16":
             return [{"weight": r16(weight, self.shape.gated)} for weight in self.plain]
         forms = format.forms(self.shape)
@@ -212,7 +212,7 @@ def of_triton(bench: GpuBench, shape: Shape, plain: list[torch.Tensor], x: torch
     return bench.ours(works)
 
 
-def measure(bench: Bench, report: Report, roofline: Roofline, shape: Shape, calls: dict[Format, OpCall]) -> None:
+def measure(bench: Bench, report: Report, roofline: Roofline, shape: Shape, calls: dict[WeightFormat, OpCall]) -> None:
     weights = Weights(bench, shape)
     packed = {name: weights.packed(format) for name, format in {format.weights: format for format in calls}.items()}
     first: dict[str, torch.Tensor] = {}  # token 0 of each format, from the fewest tokens
@@ -270,7 +270,7 @@ def measure(bench: Bench, report: Report, roofline: Roofline, shape: Shape, call
             report.add(f"gemm/{shape.name}/{tokens}/{name}", **values)
 
 
-def bytes_of(shape: Shape, format: Format | None, tokens: int) -> int:
+def bytes_of(shape: Shape, format: WeightFormat | None, tokens: int) -> int:
     """That a product has to read and write. format: None is torch's, or Triton's."""
     weight = 2 * shape.features * shape.columns
     if format is not None:
@@ -279,7 +279,9 @@ def bytes_of(shape: Shape, format: Format | None, tokens: int) -> int:
     return weight + 2 * tokens * (shape.columns + out)
 
 
-def prepared(bench: Bench, report: Report, formats: Sequence[Format]) -> Iterator[tuple[Shape, dict[Format, OpCall]]]:
+def prepared(
+    bench: Bench, report: Report, formats: Sequence[WeightFormat]
+) -> Iterator[tuple[Shape, dict[WeightFormat, OpCall]]]:
     """Calls whose kernels compile, a shape; all of them are compiled at once if they do."""
     calls = {(shape, format): format.call(shape, bench.sm) for shape in SHAPES for format in formats}
     kernels = {place: kernels_of(place[0], call) for place, call in calls.items()}

@@ -29,7 +29,7 @@ FORMS = 'JSON lines (.jsonl: {"text": …}, {"prompt": …, "completion": …} o
 
 
 @dataclass(frozen=True)
-class Text:
+class CalibrationText:
     """One text of the calibration data."""
 
     content: str | list[dict[str, Any]]  # a text, or messages with role and content
@@ -46,7 +46,7 @@ class _Line(msgspec.Struct):
 _LINE = msgspec.json.Decoder(_Line)
 
 
-def read_texts(ref: str) -> list[Text]:
+def read_texts(ref: str) -> list[CalibrationText]:
     """The texts of a file, or of a data set of the hub: owner/name, owner/name@revision, owner/name:file.
 
     Raises:
@@ -140,12 +140,12 @@ def _read(path: Path, name: str) -> str:
         raise UsageError(f"{name} cannot be used for calibration", why, f"Give {FORMS}, in UTF-8.") from error
 
 
-def _lines(content: str, name: str) -> Iterator[Text]:
+def _lines(content: str, name: str) -> Iterator[CalibrationText]:
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
             where = f"{name}, line {number}"
             try:
-                yield Text(_of_line(_LINE.decode(line)), where)
+                yield CalibrationText(_of_line(_LINE.decode(line)), where)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 raise UsageError(where, str(error), f"Give {FORMS}.") from error
 
@@ -160,7 +160,7 @@ def _of_line(line: _Line) -> str | list[dict[str, Any]]:
     raise ValueError('it has neither "text", "prompt" with "completion", nor "messages"')
 
 
-def _pieces(content: str, name: str) -> Iterator[Text]:
+def _pieces(content: str, name: str) -> Iterator[CalibrationText]:
     """Whole lines as long as a sample, and long lines in parts."""
     begin = 0
     while begin < len(content):
@@ -168,5 +168,5 @@ def _pieces(content: str, name: str) -> Iterator[Text]:
         if not 0 < end <= begin + 2 * PIECE_CHARACTERS:
             end = begin + PIECE_CHARACTERS
         if content[begin:end].strip():
-            yield Text(content[begin:end], f"{name}, character {begin}")
+            yield CalibrationText(content[begin:end], f"{name}, character {begin}")
         begin = end

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from enginewright.builder.assembly import BuildConfig
-from enginewright.builder.calibration.data import Text, is_remote, read_texts
+from enginewright.builder.calibration.data import CalibrationText, is_remote, read_texts
 from enginewright.builder.calibration.synthetic import generate_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.progress import Progress
@@ -123,7 +123,7 @@ def _read_samples(ref: str, checkpoint: Checkpoint, count: int) -> Samples:
     return Samples(tuple(samples), ref)
 
 
-def _encode(text: Text, tokenizer: Tokenizer) -> list[int]:
+def _encode(text: CalibrationText, tokenizer: Tokenizer) -> list[int]:
     """The first tokens of a text."""
     if isinstance(text.content, str):
         return tokenizer.encode(text.content[:MOST_CHARACTERS])[:SAMPLE_TOKENS]

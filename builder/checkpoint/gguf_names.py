@@ -83,7 +83,7 @@ ARCHITECTURES = {
 
 
 @dataclass(frozen=True)
-class Source:
+class RestoredTensor:
     """A tensor in the file, and what brings its values back to the Hugging Face model's."""
 
     tensor: GgufTensor
@@ -104,7 +104,7 @@ def find_architecture(header: GgufHeader) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def map_tensors(header: GgufHeader, architecture: Architecture, heads: int, kv_heads: int) -> dict[str, Source]:
+def map_tensors(header: GgufHeader, architecture: Architecture, heads: int, kv_heads: int) -> dict[str, RestoredTensor]:
     """Hugging Face name -> where its values come from.
 
     Args:
@@ -115,7 +115,7 @@ def map_tensors(header: GgufHeader, architecture: Architecture, heads: int, kv_h
         UnsupportedModelError: a tensor has no place in the architecture.
         EngineError: Q or K has rows that the heads do not divide.
     """
-    sources: dict[str, Source] = {}
+    sources: dict[str, RestoredTensor] = {}
     for name, tensor in header.tensors.items():
         if name == ROPE_FACTORS:
             continue
@@ -135,9 +135,9 @@ def map_tensors(header: GgufHeader, architecture: Architecture, heads: int, kv_h
                 raise EngineError(f"tensor {name} has {tensor.shape[0]} rows", f"not an even number for {count} heads")
             restore = partial(_halves_apart, heads=count)
         if "{}" in hf_name:
-            sources |= {hf_name.format(i): Source(part, restore) for i, part in enumerate(_matrices_of(tensor))}
+            sources |= {hf_name.format(i): RestoredTensor(part, restore) for i, part in enumerate(_matrices_of(tensor))}
         else:
-            sources[hf_name] = Source(tensor, restore)
+            sources[hf_name] = RestoredTensor(tensor, restore)
     return sources
 
 

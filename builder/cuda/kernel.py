@@ -2,7 +2,7 @@
 
 import msgspec
 
-from enginewright.code import Launch
+from enginewright.code import CompiledKernel
 
 
 class Instance(msgspec.Struct, frozen=True, tag=True):
@@ -55,7 +55,7 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
     cubin: machine code; the text of PTX for "ptx". symbol: the kernel's name in it. registers: of a thread.
     local_bytes: memory of a thread for what its registers do not hold: spills, and arrays with a computed index.
     static_shared_bytes: of a block. All three are 0 for PTX, where the driver compiles. shared_bytes, num_warps,
-    scratch_bytes: as `code.Launch` has them; 0 for CUDA C++, where who launches says them.
+    scratch_bytes: as `code.CompiledKernel` has them; 0 for CUDA C++, where who launches says them.
     """
 
     cubin: bytes
@@ -68,8 +68,8 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
     scratch_bytes: int = 0
 
     @property
-    def launch(self) -> Launch:
-        return Launch(self.symbol, self.shared_bytes, self.num_warps, self.scratch_bytes)
+    def launch(self) -> CompiledKernel:
+        return CompiledKernel(self.symbol, self.shared_bytes, self.num_warps, self.scratch_bytes)
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -18,9 +18,9 @@ from enginewright.builder.gate.full import full_values, measure_full
 from enginewright.builder.gate.intervals import LOOKS, intervals
 from enginewright.builder.gate.layers import FileWeights, layer_errors
 from enginewright.builder.gate.simulate import blocks, simulate
-from enginewright.builder.gate.texts import Text, held_out
+from enginewright.builder.gate.texts import HeldOutText, held_out
 from enginewright.builder.progress import Progress
-from enginewright.passes.graph import Linear, head_of, linear_of, nodes_of
+from enginewright.passes.graph import LinearLayer, head_of, linear_of, nodes_of
 from enginewright.passes.quant import QuantConfig
 from enginewright.passes.streaming import Streamed, Visit, stream
 from enginewright.passes.weights import shape_of
@@ -121,7 +121,7 @@ class _Work:
     def watch(progress: Progress) -> Visit:
         """For `stream`: a layer is done when the next one is visited, which is near enough."""
 
-        def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+        def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
             progress.advance(sum(map(len, inputs)) * math.prod(shape_of(linear.weight)))
 
         return visit
@@ -135,7 +135,7 @@ class _OnTarget:
     subject: Subject
     target: Target
     engine: Engine
-    texts: Sequence[Text]
+    texts: Sequence[HeldOutText]
     threads: int
     progress: Progress
     layers: tuple[LayerError, ...] = ()  # the worst first

@@ -10,7 +10,7 @@ import torch
 
 from enginewright.builder.lower import PackedForm, unpack_rows
 from enginewright.manifest import ROWS
-from enginewright.passes.graph import Linear
+from enginewright.passes.graph import LinearLayer
 from enginewright.passes.quant import QuantConfig
 from enginewright.passes.quant.method import stored
 from enginewright.passes.quant.quantize import table_methods
@@ -100,7 +100,7 @@ class _Errors:
         self._done = done
         self._weights, self._quant, self._formats, self._target, self._pool = weights, quant, formats, target, pool
 
-    def of_linear(self, linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+    def of_linear(self, linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
         weight, x = linear.weight, torch.cat(list(inputs))
         method = self._formats.get(weight, self._quant)
         source, file = open_rows(weight), self._weights.rows(weight, method)

@@ -33,7 +33,7 @@ svg .dot, svg .bar { fill: var(--c); }
 
 
 def page(report: QualityReport, measured: Measured, about: About) -> str:
-    """measured: the first of the report; each family of targets has a part of its own."""
+    """measured: the first of the report; each platform has a part of its own."""
     verdict = "refused" if report.failed else "passed"
     recipe = ", ".join(f"{key} {value}" for key, value in about.recipe.items())
     body = [

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from enginewright.builder.gate.kv import attended
 from enginewright.builder.gate.layers import FileWeights
-from enginewright.passes.graph import Linear, head_of, linears_of
+from enginewright.passes.graph import LinearLayer, head_of, linears_of
 from enginewright.passes.quant import QuantConfig
 from enginewright.passes.quant.method import stored
 from enginewright.passes.quant.quantize import table_methods
@@ -47,7 +47,7 @@ def simulate(
         rows = weights.rows(weight, method)
         weight.const_value = RowsTensor(str(weight.name), torch.float32, shape_of(weight), _again(rows))
 
-    def rounding(linear: Linear, inputs: Sequence[torch.Tensor]) -> Instead:
+    def rounding(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> Instead:
         method = methods[linear.weight]
         return dict.fromkeys(range(len(inputs)), Other(lambda x: method.round_activations(x, target)))
 

@@ -12,7 +12,7 @@ _MARK = "===== "  # and the name of the text that follows
 
 
 @dataclass(frozen=True)
-class Text:
+class HeldOutText:
     """A text of the held-out file."""
 
     name: str  # what the report calls it
@@ -21,7 +21,7 @@ class Text:
 
 def held_out(
     tokenizer: Tokenizer, vocab_size: int, most_tokens: int | None = None, longest: int | None = None
-) -> list[Text]:
+) -> list[HeldOutText]:
     """The texts in the model's tokens, each cut by the same share so that they have no more than `most_tokens` in all,
     and none more than `longest`.
 
@@ -31,10 +31,10 @@ def held_out(
     texts = []
     for entry in HELD_OUT.read_text(encoding="utf-8").split(_MARK)[1:]:
         name, _, text = entry.partition("\n")
-        texts.append(Text(name, tokenizer.encode(text.strip())))
+        texts.append(HeldOutText(name, tokenizer.encode(text.strip())))
     total = sum(len(text.tokens) for text in texts)
     share = 1.0 if most_tokens is None else min(most_tokens / total, 1.0)
-    texts = [Text(text.name, text.tokens[: int(len(text.tokens) * share)][:longest]) for text in texts]
+    texts = [HeldOutText(text.name, text.tokens[: int(len(text.tokens) * share)][:longest]) for text in texts]
     unknown = max(max(text.tokens, default=0) for text in texts)
     if unknown >= vocab_size:
         raise UnsupportedModelError(

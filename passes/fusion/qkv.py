@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from enginewright.passes.fusion.siblings import stack
-from enginewright.passes.graph import Linear, linear_of, nodes_of
+from enginewright.passes.graph import LinearLayer, linear_of, nodes_of
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import DOMAIN
 
@@ -34,8 +34,8 @@ class FuseQkv:
         return PassResult(rewrites, tuple(refusals))
 
 
-def _gates(attention: ir.Node, x: ir.Value) -> list[Linear]:
-    """Linear layers of x that gate the attention's output."""
+def _gates(attention: ir.Node, x: ir.Value) -> list[LinearLayer]:
+    """LinearLayer layers of x that gate the attention's output."""
     users = [user for user in attention.outputs[0].consumers() if user.op_type == "Activation"]
     gates = [linear_of(user.inputs[1]) for user in users if len(user.inputs) > 1]
     return [gate for gate in gates if gate is not None and gate.x is x]

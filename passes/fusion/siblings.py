@@ -1,15 +1,15 @@
-"""Linear layers of one input become one: their weights are stacked, and the product is split."""
+"""LinearLayer layers of one input become one: their weights are stacked, and the product is split."""
 
 from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from enginewright.passes.graph import Linear, only_used_by, replace, standard, typed
+from enginewright.passes.graph import LinearLayer, only_used_by, replace, standard, typed
 from enginewright.passes.quant.method import stack_weights
 from enginewright.passes.weights import shape_of, stacked
 
 
-def stack(siblings: Sequence[Linear], part: str) -> str | None:
+def stack(siblings: Sequence[LinearLayer], part: str) -> str | None:
     """Fuse linear layers into MatMul(x, Transpose(stacked weights)) (+ Add) and Split.
 
     Args:

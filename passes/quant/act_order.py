@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 
 from enginewright.passes.fusion.gated import gated_product
-from enginewright.passes.graph import Linear, linear_of, made_by, nodes_of, only_used_by, typed
+from enginewright.passes.graph import LinearLayer, linear_of, made_by, nodes_of, only_used_by, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import StoredTensor
 from enginewright.passes.weights import RowReader, RowsTensor, open_rows, shape_of
@@ -38,7 +38,7 @@ class SortColumns:
     name: str = "sort_columns"
 
     def __call__(self, model: ir.Model) -> PassResult:
-        by_input: dict[ir.Value, list[Linear]] = {}
+        by_input: dict[ir.Value, list[LinearLayer]] = {}
         for matmul in nodes_of(model, "MatMul"):
             if (linear := linear_of(matmul.outputs[0])) is not None:
                 by_input.setdefault(linear.x, []).append(linear)
@@ -63,7 +63,7 @@ class SortColumns:
         return PassResult(rewrites, notes=tuple(notes))
 
 
-def _have_one_order(linears: Sequence[Linear]) -> bool:
+def _have_one_order(linears: Sequence[LinearLayer]) -> bool:
     """Whether all of them can be sorted in the same way."""
     weights = [one.weight.const_value for one in linears]
     orders = [weight.order for weight in weights if isinstance(weight, ActOrdered)]
@@ -71,7 +71,7 @@ def _have_one_order(linears: Sequence[Linear]) -> bool:
     return alike and all(_has_weights_alone(one) for one in linears)
 
 
-def _gather(x: ir.Value, order: torch.Tensor, linears: Sequence[Linear]) -> None:
+def _gather(x: ir.Value, order: torch.Tensor, linears: Sequence[LinearLayer]) -> None:
     """Let these layers read x in an order."""
     first = linears[0].nodes[1]  # nodes were found in the graph's order
     graph = first.graph
@@ -87,7 +87,7 @@ def _gather(x: ir.Value, order: torch.Tensor, linears: Sequence[Linear]) -> None
         linear.nodes[1].replace_input_with(0, gather.outputs[0])
 
 
-def _producers(linear: Linear) -> tuple[Linear, Linear] | None:
+def _producers(linear: LinearLayer) -> tuple[LinearLayer, LinearLayer] | None:
     """The two projections whose rows x has as its columns, where nobody else sees them."""
     product = made_by(linear.x, "Mul")
     gated = gated_product(product) if product is not None else None
@@ -101,7 +101,7 @@ def _producers(linear: Linear) -> tuple[Linear, Linear] | None:
     return (gate, up) if alone and _has_weights_alone(gate) and _has_weights_alone(up) else None
 
 
-def _has_weights_alone(linear: Linear) -> bool:
+def _has_weights_alone(linear: LinearLayer) -> bool:
     """Whether no other layer reads the weight or the bias of one."""
     transpose, matmul = linear.nodes[:2]
     if not only_used_by(linear.weight, transpose) or not only_used_by(transpose.outputs[0], matmul):

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from enginewright.errors import UsageError
-from enginewright.passes.graph import Linear, head_of, linears_of
+from enginewright.passes.graph import LinearLayer, head_of, linears_of
 from enginewright.passes.pass_manager import Pass, PassResult
 from enginewright.passes.quant.bf16 import Bf16
 from enginewright.passes.quant.choose import Choose
@@ -114,7 +114,7 @@ def _probe(model: ir.Model, weights: Sequence[ir.Value], text: Sequence[int], th
     """One text for each weight, in which nothing but that is rounded, and one in which nothing is."""
     errors: dict[ir.Value, Sequence[float]] = {}
 
-    def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> Instead | None:
+    def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> Instead | None:
         if linear.weight not in weights:
             return None
         rows, name = open_rows(linear.weight), str(linear.weight.name)
@@ -136,7 +136,7 @@ def _probe(model: ir.Model, weights: Sequence[ir.Value], text: Sequence[int], th
     return costs
 
 
-def _errors(linear: Linear, inputs: Sequence[torch.Tensor]) -> list[float]:
+def _errors(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> list[float]:
     """Of a layer's result for the first text in each of FORMATS, squared; of experts those of all."""
     rows, errors = open_rows(linear.weight), [0.0] * len(FORMATS)
     count = shape_of(linear.weight)[0] // linear.experts

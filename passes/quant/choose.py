@@ -8,7 +8,7 @@ from functools import partial
 import onnx_ir as ir
 import torch
 
-from enginewright.passes.graph import Linear
+from enginewright.passes.graph import LinearLayer
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import Calibration, QuantConfig, StoredTensor, stored
 from enginewright.passes.streaming import one_thread_each, stream
@@ -44,7 +44,7 @@ class Choose:
 
         notes: list[str] = []
 
-        def choices(linear: Linear, inputs: Sequence[torch.Tensor]) -> Iterator[ChooseRows]:
+        def choices(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> Iterator[ChooseRows]:
             """Of each matrix in a layer's weight."""
             if linear.experts == 1:
                 if linear.x not in studied:
@@ -57,7 +57,7 @@ class Choose:
                 notes.extend([UNSEEN] * (seen != expert))
                 yield self.study(linear.rows_of(seen, inputs), threads)
 
-        def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+        def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
             nonlocal rewrites
             if stored(linear.weight):
                 return
@@ -79,7 +79,7 @@ class Choose:
         return PassResult(rewrites, notes=tuple(notes))
 
 
-def nearest_seen(linear: Linear, expert: int) -> int:
+def nearest_seen(linear: LinearLayer, expert: int) -> int:
     """The expert itself, or, if no text has rows for it, the nearest one that some text has rows for."""
     seen = [one for one in range(linear.experts) if any(each[one] < each[one + 1] for each in linear.starts)]
     return min(seen, key=lambda one: (abs(one - expert), one))

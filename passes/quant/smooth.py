@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 from torch.nn import functional as F
 
-from enginewright.passes.graph import Linear
+from enginewright.passes.graph import LinearLayer
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import Calibration, QuantConfig
 from enginewright.passes.quant.smoothing_sites import Site, sites
@@ -43,7 +43,7 @@ class Smooth:
         first = {site.linears[0].weight: site for site in found}
         factors: dict[ir.Value, torch.Tensor] = {}
 
-        def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+        def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
             if linear.weight in first:
                 factors[linear.weight] = self._factors(first[linear.weight], torch.cat(list(inputs)))
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 
 from enginewright.passes.fusion.gated import gated_product
-from enginewright.passes.graph import Linear, head_of, linear_of, made_by, nodes_of, only_used_by
+from enginewright.passes.graph import LinearLayer, head_of, linear_of, made_by, nodes_of, only_used_by
 from enginewright.passes.quant.method import stored
 from enginewright.passes.weights import read, scale, shape_of
 from enginewright.plugins import DOMAIN
@@ -28,7 +28,7 @@ class Site:
     repeats: how many runs of head_dim channels of x, one behind the other, come from one run of `before`.
     """
 
-    linears: tuple[Linear, ...]
+    linears: tuple[LinearLayer, ...]
     before: tuple[ir.Value, ...]
     first: int
     channels: int
@@ -59,7 +59,7 @@ class Site:
 
 def sites(model: ir.Model) -> tuple[list[Site], list[str]]:
     """All of a dense graph, in its order; and why other linear layers have none, a sentence each."""
-    readers: dict[ir.Value, list[Linear]] = {}
+    readers: dict[ir.Value, list[LinearLayer]] = {}
     head = head_of(model)
     for node in nodes_of(model, "MatMul"):
         linear = linear_of(node.outputs[0])
@@ -76,7 +76,7 @@ def sites(model: ir.Model) -> tuple[list[Site], list[str]]:
     return found, refusals
 
 
-def _site(x: ir.Value, linears: tuple[Linear, ...]) -> Site | str:
+def _site(x: ir.Value, linears: tuple[LinearLayer, ...]) -> Site | str:
     if not only_used_by(x, *(linear.nodes[1] for linear in linears)):
         return "others than linear layers read it."
     if any(stored(linear.weight) for linear in linears):
@@ -102,7 +102,7 @@ def _site(x: ir.Value, linears: tuple[Linear, ...]) -> Site | str:
 
 
 def _rows(
-    value: ir.Value | None, user: ir.Node, linears: tuple[Linear, ...], repeats: int = 1, head_dim: int = 1
+    value: ir.Value | None, user: ir.Node, linears: tuple[LinearLayer, ...], repeats: int = 1, head_dim: int = 1
 ) -> Site | str:
     """Where a value is rows of a linear layer, perhaps one of several that were stacked."""
     if value is None or not only_used_by(value, user):

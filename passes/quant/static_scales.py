@@ -11,7 +11,7 @@ from typing import ClassVar
 import onnx_ir as ir
 import torch
 
-from enginewright.passes.graph import Linear
+from enginewright.passes.graph import LinearLayer
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.auto import free_weights
 from enginewright.passes.quant.method import Calibration, StoredTensor, in_runs, stored
@@ -55,7 +55,7 @@ class FixScales:
     def __call__(self, model: ir.Model) -> PassResult:
         largest: dict[ir.Value, torch.Tensor] = {}
 
-        def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+        def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
             if not stored(linear.weight):
                 seen = torch.stack([largest_seen(in_runs(x, self.group)) for x in inputs]).amax(0)
                 # As BFLOAT16 would hold it, so that it does not hang on its last bits.

@@ -23,7 +23,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 
 
-class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class CompiledKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How one kernel of an archive is found in its cubin, and what a launch of it takes.
 
     symbol: its name in the cubin. shared_bytes: dynamic shared memory that it was compiled for, and num_warps the
@@ -36,7 +36,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     scratch_bytes: Bytes = 0
 
 
-class _Entry(Launch, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+class _Entry(CompiledKernel, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """offset: of the cubin, from the section's start."""
 
     offset: Bytes
@@ -52,7 +52,7 @@ class CodeArchive:
     def __init__(self, data: memoryview, entries: Mapping[str, _Entry]) -> None:
         self._data = data
         self._entries = entries
-        self.launches: Mapping[str, Launch] = entries
+        self.launches: Mapping[str, CompiledKernel] = entries
 
     def cubin(self, name: str) -> memoryview:
         """Machine code (or the text of PTX) of one kernel, where the section lies.
@@ -66,7 +66,7 @@ class CodeArchive:
         return self._data[entry.offset : entry.offset + entry.nbytes]
 
 
-def write_code(kernels: Mapping[str, tuple[Launch, bytes]]) -> bytes:
+def write_code(kernels: Mapping[str, tuple[CompiledKernel, bytes]]) -> bytes:
     """The archive of these kernels, name → launch and cubin; the same bytes whatever their order.
 
     Raises:
@@ -125,11 +125,11 @@ def _read(data: memoryview) -> CodeArchive:
     return CodeArchive(data, entries)
 
 
-def _placed(launches: Mapping[str, Launch], nbytes: Mapping[str, int], reserved: int) -> dict[str, _Entry]:
+def _placed(launches: Mapping[str, CompiledKernel], nbytes: Mapping[str, int], reserved: int) -> dict[str, _Entry]:
     """One kernel after another, in the order of their names."""
     end, entries = 8 + reserved, {}
     for name, launch in sorted(launches.items()):
-        fields = {field: getattr(launch, field) for field in Launch.__struct_fields__}
+        fields = {field: getattr(launch, field) for field in CompiledKernel.__struct_fields__}
         entries[name] = _Entry(offset=end, nbytes=nbytes[name], **fields)
         end += padded(nbytes[name])
     return entries

@@ -263,7 +263,7 @@ class KernelCall(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Everything an executor runs, in order."""
 
-    target: str  # the family: cpu, cuda
+    target: str  # the platform: cpu, cuda
     dims: tuple[str, ...]  # names of a step's sizes: COMMON_DIMS, and behind these what else rows and columns follow
     inputs: tuple[Input, ...]
     caches: tuple[CacheGroup, ...]

@@ -1,6 +1,6 @@
 """Targets: what an engine has code for, and which of it runs on a GPU.
 
-A target is `cpu`, or `cuda:` and a GPU architecture: `cuda:sm_80`. `cpu` and `cuda` are families of targets, and an
+A target is `cpu`, or `cuda:` and a GPU architecture: `cuda:sm_80`. `cpu` and `cuda` are platforms, and an
 engine has a plan for each.
 """
 
@@ -31,12 +31,12 @@ def parse_targets(values: Iterable[str]) -> tuple[str, ...]:
     """
     found: set[str] = set()
     for value in values:
-        family = ""  # "cuda:", in words behind one that says so
+        platform = ""  # "cuda:", in words behind one that says so
         for word in re.split(r"[+,]", value.lower()):
             text = word.strip()
             if ":" in text:
-                family = text[: text.index(":") + 1]
-            found.add(_known(text if ":" in text or text == CPU else family + text, text))
+                platform = text[: text.index(":") + 1]
+            found.add(_known(text if ":" in text or text == CPU else platform + text, text))
     return tuple(target for target in TARGETS if target in found)
 
 
@@ -71,7 +71,7 @@ def _ending_with(text: str) -> list[str]:
     return [target for target in TARGETS if text and target.endswith(f":{text}")]
 
 
-def families_of(targets: Iterable[str]) -> list[str]:
+def platforms_of(targets: Iterable[str]) -> list[str]:
     """`cpu` and `cuda`, of targets such as `cuda:sm_90a`, each once."""
     return list(dict.fromkeys(target.partition(":")[0] for target in targets))
 

@@ -15,7 +15,7 @@ from enginewright.plugins.kernel import Call, CudaKernel, Matrix
 from tests.emulator.kernels import EmulationError, Kernels
 from tests.helpers.cuda_call import POISON, Operand, as_bf16, empty, from_bf16, instances, run, strided, vector
 from tests.helpers.cuda_kv import PagedKv
-from tests.helpers.paged_kv import SPLIT, Chunk, Heads, Text, random_text, stored
+from tests.helpers.paged_kv import SPLIT, AttendedText, Chunk, Heads, random_text, stored
 from tests.tolerances import BF16_ROUNDING, CUDA_ATTENTION
 
 KERNEL = PLUGINS["PagedAttention"].kernels["cuda"]
@@ -163,7 +163,7 @@ def sinks_of(heads: Heads) -> torch.Tensor:
 
 
 @functools.cache
-def text(heads: Heads, length: int, seed: int = 0) -> Text:
+def text(heads: Heads, length: int, seed: int = 0) -> AttendedText:
     return random_text(heads, length, seed)
 
 

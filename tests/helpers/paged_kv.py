@@ -26,7 +26,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Text:
+class AttendedText:
     """What attention sees of a sequence; bf16. q: [length, heads, head_dim], k, v: [length, kv_heads, head_dim]."""
 
     q: torch.Tensor
@@ -38,19 +38,19 @@ class Text:
 class Chunk:
     """A sequence's tokens start … end - 1 in one step; those before are in the pools."""
 
-    text: Text
+    text: AttendedText
     start: int
     end: int
 
 
-def random_text(heads: Heads, length: int, seed: int, spread: float = 2.0) -> Text:
+def random_text(heads: Heads, length: int, seed: int, spread: float = 2.0) -> AttendedText:
     """Scores have a deviation of about `spread` under the scale head_dim ** -0.5."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(count: int, factor: float) -> torch.Tensor:
         return (torch.randn(length, count, heads.head_dim, generator=generator) * factor).bfloat16()
 
-    return Text(normal(heads.heads, spread), normal(heads.kv_heads, 1), normal(heads.kv_heads, 1))
+    return AttendedText(normal(heads.heads, spread), normal(heads.kv_heads, 1), normal(heads.kv_heads, 1))
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
