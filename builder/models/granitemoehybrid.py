@@ -7,7 +7,16 @@ import onnx_ir as ir
 
 from enginewright.builder.config import MOST_COLUMNS, MOST_HEAD_DIM, MOST_HEADS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
-from enginewright.builder.models.blocks import Attention, Embedding, GatedMlp, GraphWriter, Head, Heads, RmsNorm
+from enginewright.builder.models.blocks import (
+    Attention,
+    Embedding,
+    GatedMlp,
+    Head,
+    Heads,
+    Layer,
+    RmsNorm,
+    write_decoder,
+)
 from enginewright.builder.models.blocks.layers import read_kinds, read_layer_count, read_taps
 from enginewright.builder.models.blocks.mamba2 import Mamba2
 from enginewright.builder.models.blocks.mlp import read_activation
@@ -50,22 +59,14 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     max_positions = config.read_size("max_position_embeddings", default=2048)
     config.refuse_unread(HARMLESS if rotates else HARMLESS | WITHOUT_ROPE)
 
-    graph = GraphWriter(weights, max_positions)
-    table = rope.write(graph) if rope is not None else None
-    x = embedding.write(graph, "model.embed_tokens")
-    for layer, is_attention in enumerate(attends):
-        name = f"model.layers.{layer}"
-        h = norm.write(graph, x, f"{name}.input_layernorm")
-        if is_attention:
-            h = attention.write(graph, h, f"{name}.self_attn", layer, table)
-        else:
-            h = mamba.write(graph, h, f"{name}.mamba", layer)
-        x = graph.add(x, h)
-        h = norm.write(graph, x, f"{name}.post_attention_layernorm")
-        weights.cut(f"{name}.shared_mlp.input_linear", mlp.cut_fused(f"{name}.shared_mlp"))
-        x = graph.add(x, mlp.write(graph, h, f"{name}.shared_mlp"))
-    h = last.write(graph, x, "model.norm")
-    return graph.finish(head.write(graph, h, "model.embed_tokens"))
+    for index in range(len(attends)):
+        name = f"model.layers.{index}.shared_mlp"
+        weights.cut(f"{name}.input_linear", mlp.cut_fused(name))
+    layers = [
+        Layer(attention if own else mamba, mlp, norm, ("self_attn" if own else "mamba", "shared_mlp"), rope=rope)
+        for own in attends
+    ]
+    return write_decoder(weights, max_positions, embedding, layers, last, head)
 
 
 def _read_mamba(config: ConfigReader, hidden: int, epsilon: float) -> Mamba2:

@@ -7,7 +7,16 @@ import onnx_ir as ir
 
 from enginewright.builder.config import MOST_COLUMNS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
-from enginewright.builder.models.blocks import Attention, Embedding, GatedMlp, GraphWriter, Head, Heads, RmsNorm
+from enginewright.builder.models.blocks import (
+    Attention,
+    Embedding,
+    GatedMlp,
+    Head,
+    Heads,
+    Layer,
+    RmsNorm,
+    write_decoder,
+)
 from enginewright.builder.models.blocks.layers import read_kinds, read_layer_count, read_taps
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.models.blocks.short_conv import ShortConv
@@ -45,21 +54,18 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     max_positions = config.read_size("max_position_embeddings")
     config.refuse_unread(HARMLESS)
 
-    graph = GraphWriter(weights, max_positions)
-    table = rope.write(graph)
-    x = embedding.write(graph, "model.embed_tokens")
-    for layer, is_attention in enumerate(attends):
-        name = f"model.layers.{layer}"
-        h = norm.write(graph, x, f"{name}.operator_norm")
-        if is_attention:
-            h = attention.write(graph, h, f"{name}.self_attn", layer, table)
-        else:
-            h = conv.write(graph, h, f"{name}.conv", layer)
-        x = graph.add(x, h)
-        h = norm.write(graph, x, f"{name}.ffn_norm")
-        x = graph.add(x, mlp.write(graph, h, f"{name}.feed_forward"))
-    h = norm.write(graph, x, "model.embedding_norm")
-    return graph.finish(head.write(graph, h, "model.embed_tokens"))
+    layers = [
+        Layer(
+            attention if own else conv,
+            mlp,
+            norm,
+            ("self_attn" if own else "conv", "feed_forward"),
+            ("operator_norm", "ffn_norm"),
+            rope=rope,
+        )
+        for own in attends
+    ]
+    return write_decoder(weights, max_positions, embedding, layers, norm, head, norm_name="model.embedding_norm")
 
 
 def _mlp_width(config: ConfigReader) -> int:

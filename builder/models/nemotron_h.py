@@ -1,18 +1,25 @@
 """Nemotron-H: Mamba-2, attention without positions, and MLPs, each a layer of its own.
 https://arxiv.org/abs/2504.03624"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from enginewright.builder.config import MOST_COLUMNS, MOST_HEAD_DIM, MOST_HEADS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
-from enginewright.builder.models.blocks import Attention, Embedding, GraphWriter, Head, Heads, RmsNorm
-from enginewright.builder.models.blocks.graph import short
+from enginewright.builder.models.blocks import (
+    Attention,
+    Embedding,
+    Head,
+    Heads,
+    Layer,
+    Mlp,
+    RmsNorm,
+    write_decoder,
+)
 from enginewright.builder.models.blocks.layers import read_taps
 from enginewright.builder.models.blocks.mamba2 import Mamba2
 from enginewright.builder.weights import Weights
-from enginewright.plugins.plugin import width_of
 
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # in hybrid_override_pattern
 OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -67,27 +74,20 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     if config.read(int, "sliding_window", default=None) is not None:
         raise config.unsupported("sliding_window is given", "transformers has no windows in this family.")
     mamba = _read_mamba(config)
-    write_mlp = _read_mlp(config)
+    mlp = _read_mlp(config)
     max_positions = config.read_size("max_position_embeddings", default=4096)
     config.refuse_unread(HARMLESS)
     weights.leave_out("mtp.", "of the part that guesses further tokens, which is left out")
     if any(name.startswith("backbone.") for name in weights.tensors.names):
         weights.inside("backbone")
 
-    graph = GraphWriter(weights, max_positions)
-    x = embedding.write(graph, "model.embeddings")
-    for layer, kind in enumerate(kinds):
-        name = f"model.layers.{layer}"
-        h = norm.write(graph, x, f"{name}.norm")
-        if kind == "linear_attention":
-            h = mamba.write(graph, h, f"{name}.mixer", layer)
-        elif kind == "full_attention":
-            h = attention.write(graph, h, f"{name}.mixer", layer, None)
-        else:
-            h = write_mlp(graph, h, f"{name}.mixer")
-        x = graph.add(x, h)
-    h = norm.write(graph, x, "model.norm_f")
-    return graph.finish(head.write(graph, h, "model.embeddings"))
+    # Each layer is one part, which has one name, whatever it is.
+    def layer(mixer: Attention | Mamba2 | None, mlp: Mlp | None = None) -> Layer:
+        return Layer(mixer, mlp, norm, names=("mixer", "mixer"), before=("norm", "norm"))
+
+    of_kind = {"linear_attention": layer(mamba), "full_attention": layer(attention), "mlp": layer(None, mlp)}
+    names = ("model.embeddings", "model.norm_f")
+    return write_decoder(weights, max_positions, embedding, [of_kind[kind] for kind in kinds], norm, head, *names)
 
 
 def _read_kinds(config: ConfigReader) -> Sequence[str]:
@@ -129,15 +129,9 @@ def _read_mamba(config: ConfigReader) -> Mamba2:
     )
 
 
-def _read_mlp(config: ConfigReader) -> Callable[[GraphWriter, ir.Value, str], ir.Value]:
+def _read_mlp(config: ConfigReader) -> Mlp:
     width = config.read_size("intermediate_size", default=21504, most=MOST_COLUMNS)
     bias = config.read(bool, "mlp_bias", default=False)
     if (activation := config.read(str, "mlp_hidden_act", default="relu2")) != "relu2":
         raise config.unsupported(f"mlp_hidden_act = {activation!r}", "Implemented is relu2.")
-
-    def write(graph: GraphWriter, x: ir.Value, tensor: str) -> ir.Value:
-        up = graph.linear(x, f"{tensor}.up_proj", width, bias)
-        active = graph.activation("relu2", up, f"{short(tensor)}.active")
-        return graph.linear(active, f"{tensor}.down_proj", width_of(x), bias)
-
-    return write
+    return Mlp(width, activation, bias, "up_proj", "down_proj")

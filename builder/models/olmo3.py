@@ -31,7 +31,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     local, everywhere = read_local_and_global(config, theta, theta, attention.heads.dim, max_positions)
     slides = [(index + 1) % 4 != 0 for index in range(read_layer_count(config))]
     layers = [
-        replace(layer, attention=replace(attention, window=window), rope=local if window else everywhere)
+        replace(layer, mixer=replace(attention, window=window), rope=local if window else everywhere)
         for window in read_windows(config, slides, read_window(config, default=4096))
     ]
     config.refuse_unread()

@@ -14,4 +14,4 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
-    return hybrid.build_hybrid(config, weights, lambda config, layers: [GatedMlp.read(config).write] * layers, HARMLESS)
+    return hybrid.build_hybrid(config, weights, lambda config, layers: [GatedMlp.read(config)] * layers, HARMLESS)

@@ -8,6 +8,7 @@ import onnx_ir as ir
 from enginewright.builder.config import MOST_HEAD_DIM, MOST_HEADS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerState
 from enginewright.builder.models.blocks.layers import read_taps
+from enginewright.builder.models.blocks.rope import RopeTable
 from enginewright.builder.weights import Weights
 from enginewright.plugins.causal_conv import CAUSAL_CONV
 from enginewright.plugins.gated_delta import GATED_DELTA
@@ -47,8 +48,10 @@ class GatedDeltaNet:
             fused,
         )
 
-    def write(self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int) -> ir.Value:
-        """layer: whose states they are."""
+    def write(
+        self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable | None = None
+    ) -> ir.Value:
+        """layer: whose states they are. rope: not used, since a state has seen tokens in their order."""
         keys, values, name = self.key_heads * self.key_dim, self.heads * self.dim, f"layers.{layer}.linear_attention"
         if self.fused:
             self._cut(graph.weights, tensor)

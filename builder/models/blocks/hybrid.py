@@ -7,18 +7,16 @@ import onnx_ir as ir
 from enginewright.builder.config import MOST_COLUMNS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks.attention import Attention, Heads
+from enginewright.builder.models.blocks.decoder import Layer, write_decoder
 from enginewright.builder.models.blocks.embedding import Embedding
 from enginewright.builder.models.blocks.experts import Experts, Routing
 from enginewright.builder.models.blocks.gated_delta_net import GatedDeltaNet
-from enginewright.builder.models.blocks.graph import GraphWriter
 from enginewright.builder.models.blocks.head import Head
 from enginewright.builder.models.blocks.layers import read_kinds, read_layer_count, read_sparse_layers
 from enginewright.builder.models.blocks.mlp import GatedMlp, read_activation
 from enginewright.builder.models.blocks.norm import RmsNorm
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
-
-WriteMlp = Callable[[GraphWriter, ir.Value, str], ir.Value]  # (graph, x, name in the checkpoint) → what x is added to
 
 _GUESSES = "It is about guesses of further tokens, which the model does without."
 HARMLESS = {
@@ -32,11 +30,11 @@ HARMLESS = {
 def build_hybrid(
     config: ConfigReader,
     weights: Weights,
-    read_mlps: Callable[[ConfigReader, int], Sequence[WriteMlp]],
+    read_mlps: Callable[[ConfigReader, int], Sequence[GatedMlp | Experts]],
     harmless: Mapping[str, Harmless] = HARMLESS,
     fused: bool = False,
 ) -> ir.Model:
-    """The whole model: each layer is x + mixer(norm(x)), and then the same with its MLP.
+    """The whole model.
 
     Args:
         read_mlps: (config, number of layers) → the MLP of each layer.
@@ -54,24 +52,16 @@ def build_hybrid(
     config.refuse_unread(harmless)
     weights.leave_out("mtp.", "of the part that guesses further tokens, which is left out")
 
-    graph = GraphWriter(weights, max_positions)
-    table = rope.write(graph)
-    x = embedding.write(graph, "model.embed_tokens")
-    for layer, (is_attention, write_mlp) in enumerate(zip(attends, mlps, strict=True)):
-        name = f"model.layers.{layer}"
-        h = norm.write(graph, x, f"{name}.input_layernorm")
-        if is_attention:
-            h = attention.write(graph, h, f"{name}.self_attn", layer, table)
-        else:
-            h = recurrence.write(graph, h, f"{name}.linear_attn", layer)
-        x = graph.add(x, h)
-        h = norm.write(graph, x, f"{name}.post_attention_layernorm")
-        x = graph.add(x, write_mlp(graph, h, f"{name}.mlp"))
-    h = norm.write(graph, x, "model.norm")
-    return graph.finish(head.write(graph, h, "model.embed_tokens"))
+    layers = [
+        Layer(attention, mlp, norm, rope=rope)
+        if is_attention
+        else Layer(recurrence, mlp, norm, names=("linear_attn", "mlp"), rope=rope)
+        for is_attention, mlp in zip(attends, mlps, strict=True)
+    ]
+    return write_decoder(weights, max_positions, embedding, layers, norm, head)
 
 
-def read_experts(config: ConfigReader, layers: int) -> Sequence[WriteMlp]:
+def read_experts(config: ConfigReader, layers: int) -> Sequence[GatedMlp | Experts]:
     """Experts beside an MLP that all tokens share, with a gate of its own; plain MLPs in the layers that are named."""
     activation = read_activation(config)
     shared = GatedMlp(config.read_size("shared_expert_intermediate_size", most=MOST_COLUMNS), activation)
@@ -86,7 +76,7 @@ def read_experts(config: ConfigReader, layers: int) -> Sequence[WriteMlp]:
     is_sparse = read_sparse_layers(config)
     width = config.read_size("intermediate_size", default=shared.width, most=MOST_COLUMNS)
     plain = GatedMlp(width, activation)
-    return [experts.write if sparse else plain.write for sparse in is_sparse[:layers]]
+    return [experts if sparse else plain for sparse in is_sparse[:layers]]
 
 
 def _read_attends(config: ConfigReader) -> Sequence[bool]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerState
+from enginewright.builder.models.blocks.rope import RopeTable
 from enginewright.plugins.causal_conv import CAUSAL_CONV
 from enginewright.plugins.gated_rms_norm import GATED_RMS_NORM
 from enginewright.plugins.plugin import width_of
@@ -25,8 +26,10 @@ class Mamba2:
     conv_bias: bool = True
     dt_min: float = 0.0  # the least step
 
-    def write(self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int) -> ir.Value:
-        """layer: whose states they are."""
+    def write(
+        self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable | None = None
+    ) -> ir.Value:
+        """layer: whose states they are. rope: not used, since a state has seen tokens in their order."""
         values, keys, name = self.heads * self.dim, self.groups * self.state, f"layers.{layer}.mamba"
         mixed_width = values + 2 * keys
         projected = graph.linear(x, f"{tensor}.in_proj", values + mixed_width + self.heads, self.bias)

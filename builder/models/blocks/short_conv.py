@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerState
+from enginewright.builder.models.blocks.rope import RopeTable
 from enginewright.plugins.causal_conv import CAUSAL_CONV
 from enginewright.plugins.plugin import width_of
 
@@ -16,8 +17,10 @@ class ShortConv:
     width: int  # tokens that a convolution sees, its own included
     bias: bool = False  # of all three
 
-    def write(self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int) -> ir.Value:
-        """layer: whose state it is."""
+    def write(
+        self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable | None = None
+    ) -> ir.Value:
+        """layer: whose state it is. rope: not used, since a state has seen tokens in their order."""
         channels, name = width_of(x), f"layers.{layer}.conv"
         projected = graph.linear(x, f"{tensor}.in_proj", 3 * channels, self.bias)
         before, behind, v = graph.split(projected, f"{name}.gates", channels, channels, channels)
