@@ -43,6 +43,7 @@ class Weights:
         self._ignored: set[str] = set()
         self._any_quantized = False
         self._inside = "model."
+        self._renamed: dict[str, str] = {}
         self._notes: dict[str, int] = {}
 
     @property
@@ -91,6 +92,10 @@ class Weights:
     def inside(self, prefix: str) -> None:
         """What blocks call `model.…` has the name `prefix.…` in the checkpoint."""
         self._inside = f"{prefix}."
+
+    def renamed(self, end: str, stored: str) -> None:
+        """Tensors whose name ends in `end` may end in `stored` instead in the checkpoint."""
+        self._renamed[end] = stored
 
     def leave_out(self, prefix: str, note: str) -> None:
         """Tensors whose name begins with `prefix` are left over, and people are told: note, of the weights."""
@@ -233,7 +238,9 @@ class Weights:
         return value if every and whole == name else pick_weight(name, value, place.rows)
 
     def _stored_as(self, name: str) -> str:
-        return f"{self._inside}{name.removeprefix('model.')}" if name.startswith("model.") else name
+        name = f"{self._inside}{name.removeprefix('model.')}" if name.startswith("model.") else name
+        others = [name.removesuffix(end) + stored for end, stored in self._renamed.items() if name.endswith(end)]
+        return next((other for other in others if self.tensors.find(other) is not None), name)
 
     def _has(self, name: str) -> bool:
         return self.tensors.find(self._stored_as(name)) is not None

@@ -106,6 +106,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("olmo2", {"attention_bias": True, "num_key_value_heads": None}),
     ("olmo3", {"rope_scaling": None, "layer_types": None, "num_hidden_layers": 5}),
     ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("granitemoe", {"attention_bias": True, "tie_word_embeddings": True, "num_experts_per_tok": 1}),
+    ("granitemoeshared", {"shared_intermediate_size": 0}),
     (
         "gemma2",
         {"attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": ["full_attention"] * 3},

@@ -66,7 +66,7 @@ def _read_experts(config: ConfigReader, mlp: GatedMlp) -> Experts:
             config, correction=("gate.e_score_correction_bias",), groups=8, chosen_groups=4, scale=2.5
         ),
         width,
-        Experts.read_epilogue(config),
+        Experts.read_activation(config),
         shared=GatedMlp(width * shared, mlp.activation) if shared else None,
         names=ExpertNames(shared="shared_experts"),
     )

@@ -46,7 +46,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     experts = Experts(
         Routing.read(config, "moe_num_experts", top_keys=("moe_k",), correction=CORRECTION),
         width,
-        Experts.read_epilogue(config),
+        Experts.read_activation(config),
         shared=replace(mlp, width=shared * width) if shared else None,
         names=ExpertNames(shared="shared_experts"),
     )

@@ -43,7 +43,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     experts = Experts(
         Routing.read_grouped(config, *counts, correction=correction),
         width,
-        Experts.read_epilogue(config),
+        Experts.read_activation(config),
         shared=replace(mlp, width=shared * width) if shared else None,
         names=ExpertNames(shared="shared_experts"),
     )

@@ -47,8 +47,8 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
     attention = Attention(Heads.read(config, default_dim=128), head_norm=norm, norms_all_heads=True)
     routing = Routing.read(config, "num_local_experts", "num_experts", scores="sigmoid", correction=CORRECTION)
-    width, epilogue = Experts.read_width(config, "intermediate_size"), Experts.read_epilogue(config)
-    experts = Experts(routing, width, epilogue, names=NAMES)
+    width, activation = Experts.read_width(config, "intermediate_size"), Experts.read_activation(config)
+    experts = Experts(routing, width, activation, names=NAMES)
     count, dim = read_layer_count(config), attention.heads.dim
     if any(kind != 1 for kind in config.read_list(int, "attn_type_list") or ()):
         raise config.unsupported("attn_type_list has layers of linear attention", "Only 1 is implemented.")

@@ -37,7 +37,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
         "num_local_experts",
         normalized=config.read(bool, "norm_topk_prob", default=False),
     )
-    experts = Experts(routing, Experts.read_width(config), Experts.read_epilogue(config))
+    experts = Experts(routing, Experts.read_width(config), Experts.read_activation(config))
     is_sparse = read_sparse_layers(config)
     attentions = [
         Attention(heads, bias=bias, output_bias=bias, head_norm=norm, window=window)

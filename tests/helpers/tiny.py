@@ -14,7 +14,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from enginewright.builder.checkpoint.base import TensorInfo, TokenizerFiles
 
-MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "minimax_m2", "ernie4_5_moe", "deepseek_v3")
+MIXTURES = (
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "glm4_moe",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "deepseek_v3",
+    "granitemoe",
+    "granitemoeshared",
+)
 # Of mixtures: that every expert is chosen, so that engines, which round what routers read, choose as transformers does.
 ALL_EXPERTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"num_experts_per_tok": 7},
@@ -24,6 +34,8 @@ ALL_EXPERTS: Mapping[str, Mapping[str, Any]] = {
     "minimax_m2": {"num_experts_per_tok": 7},
     "ernie4_5_moe": {"moe_k": 7},
     "deepseek_v3": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    "granitemoe": {"num_experts_per_tok": 5},
+    "granitemoeshared": {"num_experts_per_tok": 5},
 }
 # What covers the kernels: others are put together of the same.
 OF_KERNELS = ("llama", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")
@@ -205,7 +217,9 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
         "hidden_size": 40,
         "num_attention_heads": 5,
         "num_key_value_heads": 1,
-        "num_local_experts": 0,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 21,
         "shared_intermediate_size": 37,
         "mamba_n_heads": 4,
         "mamba_n_groups": 2,
@@ -281,6 +295,31 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.4,
         "logits_scaling": 0.5,
+    },
+    "granitemoe": {
+        "hidden_size": 50,
+        "intermediate_size": 21,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 0.5,
+    },
+    "granitemoeshared": {
+        "hidden_size": 50,
+        "intermediate_size": 21,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 0.5,
+        "shared_intermediate_size": 37,
     },
     "gemma2": {
         "hidden_size": 72,

@@ -9,8 +9,9 @@ import onnx_ir as ir
 
 from enginewright.builder.config import MOST_COLUMNS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, short
-from enginewright.builder.models.blocks.mlp import GatedMlp, read_activation
+from enginewright.builder.models.blocks.mlp import GatedMlp, Mlp, read_activation
 from enginewright.plugins.combine_experts import COMBINE_EXPERTS
+from enginewright.plugins.gemm import GATED
 from enginewright.plugins.grouped_linear import GROUPED_LINEAR
 from enginewright.plugins.plugin import width_of
 from enginewright.plugins.route import ROUTE
@@ -102,27 +103,35 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    gate_up_fused: str = "experts.gate_up_proj"
+    gate_up_fused: str = "experts.gate_up_proj"  # of up alone, where experts have no gate
     down_fused: str = "experts.down_proj"
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
+    latent: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Σ share · down(act(gate(x)) · up(x)) over a token's experts, and the shared MLP's result if there is one."""
+    """Σ share · down(act(gate(x)) · up(x)) over a token's experts, and the shared MLP's result if there is one.
+
+    Without a gate it is down(act(up(x))). With latent columns experts read a projection of x, and another one of their
+    sum is the result.
+    """
 
     routing: Routing
     width: int  # columns of gate and of up, of one expert
-    epilogue: str = "swiglu"  # what becomes of gate and up: plugins/gemm.py
+    # What becomes of gate and up, of plugins/gemm.py; without a gate, what becomes of up, of plugins/activation.py.
+    activation: str = "swiglu"
     bias: bool = False  # of gate, up and down
     interleaved: bool = False  # fused tensors are [experts, columns, rows], and rows of gate and up alternate in them
-    shared: GatedMlp | None = None  # an MLP that all tokens go through
-    shared_is_gated: bool = False  # its result is multiplied by a sigmoid of x
+    latent: int = 0  # columns that experts read and give; 0: those of x
+    shared: GatedMlp | Mlp | None = None  # an MLP that all tokens go through
+    shared_is_gated: bool = False  # its result is multiplied by a sigmoid of x; not beside latent columns
     names: ExpertNames = field(default_factory=ExpertNames)
 
     @staticmethod
-    def read_epilogue(config: ConfigReader, *keys: str) -> str:
+    def read_activation(config: ConfigReader, *keys: str) -> str:
+        """Of experts with a gate."""
         return EPILOGUES[read_activation(config, *keys)]
 
     @staticmethod
@@ -136,16 +145,25 @@ class Experts:
             tensor = graph.weights.first_of(*either).removesuffix(router)
         name = short(tensor)
         places, share, starts = self._route(graph, x, tensor, name)
-        (rows,) = graph.plugin(SORT_ROWS, [x, places], f"{name}.sorted", to=int(ir.DataType.FLOAT), group=0).outputs
-        gate_up, down = self._weights(graph, tensor, width_of(x))
-        gated = self._product(graph, rows, gate_up, starts, f"{name}.experts.gate_up_proj", self.epilogue)
-        y = self._product(graph, gated, down, starts, f"{name}.experts.down_proj", "none")
-        parts = [y, places, share]
+        inner, outer = (f"{tensor}.{own}" for own in self.names.latent)
+        read = graph.linear(x, inner, self.latent) if self.latent else x
+        (rows,) = graph.plugin(SORT_ROWS, [read, places], f"{name}.sorted", to=int(ir.DataType.FLOAT), group=0).outputs
+        up, down = self._weights(graph, tensor, width_of(read))
+        gated = self.activation in GATED
+        first = short(f"{tensor}.{self.names.gate_up_fused}")
+        h = self._product(graph, rows, up, starts, first, self.activation if gated else "none")
+        if not gated:
+            h = graph.activation(self.activation, h, f"{name}.experts.active")
+        parts = [self._product(graph, h, down, starts, f"{name}.experts.down_proj", "none"), places, share]
+        shared = list[ir.Value]()
         if self.shared is not None:
-            parts.append(self.shared.write(graph, x, f"{tensor}.{self.names.shared}"))
+            shared.append(self.shared.write(graph, x, f"{tensor}.{self.names.shared}"))
             if self.shared_is_gated:
-                parts.append(graph.linear(x, f"{tensor}.{self.names.shared_gate}", 1))
-        return graph.plugin(COMBINE_EXPERTS, parts, f"{name}.mixed").outputs[0]
+                shared.append(graph.linear(x, f"{tensor}.{self.names.shared_gate}", 1))
+        if not self.latent:
+            return graph.plugin(COMBINE_EXPERTS, [*parts, *shared], f"{name}.mixed").outputs[0]
+        mixed = graph.linear(graph.plugin(COMBINE_EXPERTS, parts, f"{name}.mixed").outputs[0], outer, width_of(x))
+        return graph.add(mixed, shared[0]) if shared else mixed
 
     def _route(self, graph: GraphWriter, x: ir.Value, tensor: str, name: str) -> Sequence[ir.Value]:
         routing, router = self.routing, f"{tensor}.{self.names.router}"
@@ -174,31 +192,32 @@ class Experts:
     def _weights(
         self, graph: GraphWriter, tensor: str, columns: int
     ) -> tuple[tuple[ir.Value, ir.Value | None], tuple[ir.Value, ir.Value | None]]:
-        """Of gate and up, one behind the other for each expert, and of down; each with its bias."""
+        """Of gate and up, one behind the other for each expert, or of up alone, and of down; each with its bias."""
         weights, names, experts, width = graph.weights, self.names, self.routing.experts, self.width
-        gate_up_fused, down_fused = f"{tensor}.{names.gate_up_fused}", f"{tensor}.{names.down_fused}"
-        order = [*range(0, 2 * width, 2), *range(1, 2 * width, 2)] if self.interleaved else None
-        if weights.has_fused(gate_up_fused) or self.interleaved:
-            gate_up = weights.fused(gate_up_fused, (experts, 2 * width, columns), self.interleaved, order)
+        first = (names.gate, names.up) if self.activation in GATED else (names.up,)
+        rows = len(first) * width
+        up_fused, down_fused = f"{tensor}.{names.gate_up_fused}", f"{tensor}.{names.down_fused}"
+        order = [*range(0, rows, 2), *range(1, rows, 2)] if self.interleaved else None
+        if weights.has_fused(up_fused) or self.interleaved:
+            up = weights.fused(up_fused, (experts, rows, columns), self.interleaved, order)
             down = weights.fused(down_fused, (experts, columns, width), self.interleaved)
             if not self.bias:
-                return (gate_up, None), (down, None)
-            gate_up_bias = weights.fused(f"{gate_up_fused}_bias", (experts, 2 * width), order=order)
-            return (gate_up, gate_up_bias), (down, weights.fused(f"{down_fused}_bias", (experts, columns)))
+                return (up, None), (down, None)
+            up_bias = weights.fused(f"{up_fused}_bias", (experts, rows), order=order)
+            return (up, up_bias), (down, weights.fused(f"{down_fused}_bias", (experts, columns)))
         each = [f"{tensor}.{names.one.format(expert)}" for expert in range(experts)]
 
         def stacked(name: str, parts: Sequence[str], shape: tuple[int, ...], kind: str) -> ir.Value:
             return weights.stacked(f"{name}.{kind}", [f"{one}.{part}.{kind}" for one in each for part in parts], shape)
 
-        both, down_name = (names.gate, names.up), (names.down,)
         return (
             (
-                stacked(gate_up_fused, both, (width, columns), "weight"),
-                stacked(gate_up_fused, both, (width,), "bias") if self.bias else None,
+                stacked(up_fused, first, (width, columns), "weight"),
+                stacked(up_fused, first, (width,), "bias") if self.bias else None,
             ),
             (
-                stacked(down_fused, down_name, (columns, width), "weight"),
-                stacked(down_fused, down_name, (columns,), "bias") if self.bias else None,
+                stacked(down_fused, (names.down,), (columns, width), "weight"),
+                stacked(down_fused, (names.down,), (columns,), "bias") if self.bias else None,
             ),
         )
 

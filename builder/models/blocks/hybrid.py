@@ -69,7 +69,7 @@ def read_experts(config: ConfigReader, layers: int) -> Sequence[GatedMlp | Exper
     experts = Experts(
         Routing.read(config, "num_experts", "num_local_experts", normalized=normalized),
         Experts.read_width(config),
-        Experts.read_epilogue(config),
+        Experts.read_activation(config),
         shared=shared,
         shared_is_gated=True,
     )

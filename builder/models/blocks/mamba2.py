@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from enginewright.builder.config import MOST_HEAD_DIM, MOST_HEADS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerState
+from enginewright.builder.models.blocks.layers import read_taps
 from enginewright.builder.models.blocks.rope import RopeTable
 from enginewright.plugins.causal_conv import CAUSAL_CONV
 from enginewright.plugins.gated_rms_norm import GATED_RMS_NORM
@@ -25,6 +27,33 @@ class Mamba2:
     bias: bool = False  # of in_proj and out_proj
     conv_bias: bool = True
     dt_min: float = 0.0  # the least step
+
+    @staticmethod
+    def read(config: ConfigReader, values: int, epsilon: float) -> "Mamba2":
+        """Of a config whose keys begin with `mamba_`. values: columns of all heads."""
+        heads = config.read_size("mamba_n_heads", default=128, most=MOST_HEADS)
+        groups = config.read_size("mamba_n_groups", default=1, most=MOST_HEADS)
+        if config.holds("mamba_d_head", "auto") or config.holds("mamba_d_head", None):
+            dim = values // heads
+        else:
+            dim = config.read_size("mamba_d_head", most=MOST_HEAD_DIM)
+        if heads * dim != values:
+            raise config.error(f"mamba_n_heads is {heads}, and mamba_d_head {dim}, but all heads have {values} columns")
+        if heads % groups:
+            raise config.error(f"mamba_n_heads is {heads}, no multiple of mamba_n_groups, which is {groups}")
+        limits = config.read(list, "time_step_limit", default=[0.0, None])
+        if len(limits) != 2 or limits[0] != 0 or limits[1] not in (None, float("inf"), {"__float__": "Infinity"}):
+            raise config.unsupported(f"time_step_limit = {limits}", "Implemented is [0, Infinity].")
+        return Mamba2(
+            heads,
+            dim,
+            groups,
+            state=config.read_size("mamba_d_state", default=256, most=MOST_HEAD_DIM),
+            width=read_taps(config, "mamba_d_conv", 4),
+            epsilon=epsilon,
+            bias=config.read(bool, "mamba_proj_bias", default=False),
+            conv_bias=config.read(bool, "mamba_conv_bias", default=True),
+        )
 
     def write(
         self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable | None = None
