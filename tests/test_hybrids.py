@@ -37,6 +37,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in HYBRIDS),
     ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
     ("lfm2", {"layer_types": None, "full_attn_idxs": [0], "tie_embedding": False, "rope_theta": 777.0}),
+    ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0, "num_experts_per_tok": 5}),
     ("qwen3_5_text", {"layer_types": None, "num_hidden_layers": 4, "linear_conv_kernel_dim": 2}),
     ("qwen3_5_text", {"linear_num_key_heads": 6, "attention_bias": True, "tie_word_embeddings": True}),
     ("granitemoehybrid", {"position_embedding_type": "rope", "mamba_proj_bias": True, "layer_types": None}),
@@ -71,7 +72,7 @@ def engine_of(family: str, quant: str = "bf16", longest: int = LONGEST) -> Path:
 
 
 def config_of(family: str, longest: int = LONGEST) -> dict[str, Any]:
-    untied = {"tie_embedding": False} if family == "lfm2" else {}
+    untied = {"tie_embedding": False} if family.startswith("lfm2") else {}
     return tiny_config(family, max_position_embeddings=longest, tie_word_embeddings=False, **untied)
 
 

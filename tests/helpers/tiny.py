@@ -42,6 +42,7 @@ OF_KERNELS = ("llama", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")
 HYBRIDS = (
     "granitemoehybrid",
     "lfm2",
+    "lfm2_moe",
     "nemotron_h",
     "qwen3_5_text",
     "qwen3_5_moe_text",
@@ -251,6 +252,18 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 1,
         "layer_types": ["conv", "full_attention", "conv"],
     },
+    "lfm2_moe": {
+        "hidden_size": 42,
+        "intermediate_size": 74,
+        "moe_intermediate_size": 21,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.7,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
     "mistral": {
         "hidden_size": 80,
         "intermediate_size": 74,
@@ -444,7 +457,7 @@ def tiny_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
                 values = values[:1] + 0.2 * values
             parameter.copy_(values.to(torch.bfloat16))
         for name, buffer in model.named_buffers():
-            if "correction" in name:
+            if "correction" in name or name.endswith("expert_bias"):
                 buffer.copy_((0.2 * torch.randn(buffer.shape, generator=generator)).to(torch.bfloat16))
         _use_long_factors(model)
     return model  # type: ignore[no-any-return]
