@@ -37,11 +37,13 @@ def activation_on_cuda(binding: KernelBinding) -> CudaKernel:
     def launches(call: Call) -> tuple[Launch, ...]:
         x, out = call.operands["x"], call.operands["out"]
         gate, scale = call.operands.get("gate"), call.operands.get("scale")
+        rows, copies = call.copies("out")
         kernel = expression(
             "activation",
             "Activation",
             applied=f"Function::{call.attributes['activation']}",
-            rows=call.rows("out"),
+            rows=rows,
+            copies=copies,
             columns=out.columns,
             padded=out.columns if out.dtype == "f32" else out.padded,
             x_stride=x.stride,

@@ -125,6 +125,15 @@ def test_activations(function: str, dtype: str, gates: int) -> None:
     check_outside(out, 5)
 
 
+def test_activations_of_several_rows_a_token() -> None:
+    """Of experts: three for each of five tokens."""
+    rows, x = linear(tokens=3), np.random.default_rng(12).standard_normal((15, 70)).astype(np.float32)
+    out = empty("bf16", rows, 15, 70, 192, 128)
+    run("Activation", {"x": strided("f32", rows, x, 77), "out": out}, activation="relu2", group=0)
+    np.testing.assert_array_equal(from_bf16(out.values[:15, :70]), from_bf16(as_bf16(np.maximum(x, 0) ** 2)))
+    check_outside(out, 15)
+
+
 def test_rope_alone() -> None:
     """The first 6 of 10 columns of each head turn."""
     x = np.random.default_rng(9).standard_normal((5, 70)).astype(np.float32)

@@ -43,6 +43,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("granitemoehybrid", {"position_embedding_type": "rope", "mamba_proj_bias": True, "layer_types": None}),
     ("granitemoehybrid", {"num_local_experts": 0}),
     ("nemotron_h", {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 0.4, "n_groups": 6}),
+    ("nemotron_h", {"hybrid_override_pattern": "ME*EE", "moe_latent_size": 27, "n_group": 1, "topk_group": 1}),
     ("nemotron_h", {"hybrid_override_pattern": None, "layers_block_type": ["mamba", "attention", *["mlp"] * 3]}),
     ("qwen3_5_text", {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default", "partial_rotary_factor": 0.5,
                                           "mrope_interleaved": True, "mrope_section": [2, 2, 2]}}),
@@ -235,11 +236,7 @@ def test_a_wrapper_gives_its_text_model() -> None:
 
 @pytest.mark.parametrize("family", [*HYBRIDS, "qwen3_5"])
 def test_what_transformers_saves_can_be_built(family: str) -> None:
-    # What is built has no experts in these families, which transformers' defaults have.
-    without: dict[str, dict[str, Any]] = {
-        "nemotron_h": {"layers_block_type": ["linear_attention", "mlp"]},
-    }
-    config = AutoConfig.for_model(family, dtype=torch.bfloat16, **without.get(family, {}))
+    config = AutoConfig.for_model(family, dtype=torch.bfloat16)
     for written in (config.to_json_string(use_diff=True), config.to_json_string(use_diff=False)):
         check_config(json.loads(written))
 
@@ -251,7 +248,8 @@ def test_what_transformers_saves_can_be_built(family: str) -> None:
         ("granitemoehybrid", {"time_step_limit": [0.1, 0.2]}, r"time_step_limit = \[0.1, 0.2\]"),
         ("granitemoehybrid", {"mamba_d_head": 7}, "mamba_n_heads is 4, and mamba_d_head 7"),
         ("granitemoehybrid", {"layer_types": ["mamba", "mlp", "mamba"]}, "layer_types has 'mlp'"),
-        ("nemotron_h", {"hybrid_override_pattern": "M-E*-"}, "a layer is 'moe'"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-X*-"}, "a layer is 'X'"),
+        ("nemotron_h", {"moe_latent_size": 27, "mlp_bias": True}, "mlp_bias = True beside moe_latent_size"),
         ("nemotron_h", {"hybrid_override_pattern": "M-*"}, "3 layers are named, but num_hidden_layers is 5"),
         ("nemotron_h", {"hybrid_override_pattern": None}, "neither layers_block_type nor hybrid_override_pattern"),
         ("nemotron_h", {"n_groups": 4}, "no multiple of n_groups"),

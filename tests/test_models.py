@@ -393,7 +393,7 @@ def test_what_is_not_implemented_is_refused_by_name(
     assert checkpoint.reads == []
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "granitemoehybrid", "lfm2_moe"])
+@pytest.mark.parametrize("family", [*FAMILIES, "granitemoehybrid", "lfm2_moe", "nemotron_h"])
 def test_a_checkpoint_in_a_folder_is_the_same_model(tmp_path: Path, family: str) -> None:
     config = tiny_config(family)
     tokens = np.random.default_rng(0).integers(0, config["vocab_size"], (1, sum(STEPS)))

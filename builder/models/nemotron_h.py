@@ -1,4 +1,4 @@
-"""Nemotron-H: Mamba-2, attention without positions, and MLPs, each a layer of its own.
+"""Nemotron-H and Nemotron 3: Mamba-2, attention without positions, MLPs and experts, each a layer of its own.
 https://arxiv.org/abs/2504.03624"""
 
 from collections.abc import Sequence
@@ -10,15 +10,18 @@ from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import (
     Attention,
     Embedding,
+    ExpertNames,
+    Experts,
     Head,
     Heads,
     Layer,
+    Mamba2,
     Mlp,
     RmsNorm,
+    Routing,
     write_decoder,
 )
 from enginewright.builder.models.blocks.layers import read_taps
-from enginewright.builder.models.blocks.mamba2 import Mamba2
 from enginewright.builder.weights import Weights
 
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # in hybrid_override_pattern
@@ -26,6 +29,7 @@ OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 _INITIAL = "It is about initial values, which training has changed."
 _SCAN = "It says how states are computed, and changes rounding at most."
+_NO_ROPE = "Attention has no positions."
 _GUESSES = "It is about guesses of further tokens, which the model does without."
 HARMLESS = {
     "chunk_size": Harmless(_SCAN),
@@ -34,34 +38,39 @@ HARMLESS = {
     "mamba_ssm_cache_dtype": Harmless("States are kept in fp32.", ("float32",)),
     "mtp_hybrid_override_pattern": Harmless(_GUESSES),
     "mtp_layers_block_type": Harmless(_GUESSES),
+    "norm_eps": Harmless("layer_norm_epsilon is what transformers reads."),
     "num_logits_to_keep": Harmless("It says what transformers returns beside the last logits."),
     "num_nextn_predict_layers": Harmless(_GUESSES),
     "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "partial_rotary_factor": Harmless(_NO_ROPE),
     "rescale_prenorm_residual": Harmless(_INITIAL),
     "residual_in_fp32": Harmless("The residual is fp32."),
     "rms_norm_eps": Harmless("layer_norm_epsilon is what transformers reads."),
+    "rope_theta": Harmless(_NO_ROPE),
     "time_step_floor": Harmless(_INITIAL),
     "time_step_limit": Harmless("The least step is time_step_min, and there is no largest one, in transformers, too."),
     "time_step_max": Harmless(_INITIAL),
     "use_mamba_kernels": Harmless(_SCAN),
-    # Of experts, where no layer has any.
-    **dict.fromkeys(
-        (
-            "moe_intermediate_size",
-            "moe_latent_size",
-            "moe_shared_expert_intermediate_size",
-            "moe_shared_expert_overlap",
-            "n_group",
-            "n_routed_experts",
-            "n_shared_experts",
-            "norm_topk_prob",
-            "num_experts_per_tok",
-            "routed_scaling_factor",
-            "topk_group",
-        ),
-        Harmless("It is about experts, of which the model has none: a layer that had some would be refused."),
-    ),
 }
+EXPERTS = {
+    "moe_shared_expert_overlap": Harmless("It says how devices share the work."),
+    "n_shared_experts": Harmless("There is one, of the width that moe_shared_expert_intermediate_size says."),
+}
+WITHOUT_EXPERTS = dict.fromkeys(
+    (
+        *EXPERTS,
+        "moe_intermediate_size",
+        "moe_latent_size",
+        "moe_shared_expert_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "routed_scaling_factor",
+        "topk_group",
+    ),
+    Harmless("It is about experts, which no layer has."),
+)
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
@@ -74,18 +83,20 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     if config.read(int, "sliding_window", default=None) is not None:
         raise config.unsupported("sliding_window is given", "transformers has no windows in this family.")
     mamba = _read_mamba(config)
-    mlp = _read_mlp(config)
+    mlp = _read_mlp(config, "intermediate_size", 21504)
+    experts = _read_experts(config) if "moe" in kinds else None
     max_positions = config.read_size("max_position_embeddings", default=4096)
-    config.refuse_unread(HARMLESS)
+    config.refuse_unread({**HARMLESS, **(EXPERTS if experts else WITHOUT_EXPERTS)})
     weights.leave_out("mtp.", "of the part that guesses further tokens, which is left out")
     if any(name.startswith("backbone.") for name in weights.tensors.names):
         weights.inside("backbone")
 
     # Each layer is one part, which has one name, whatever it is.
-    def layer(mixer: Attention | Mamba2 | None, mlp: Mlp | None = None) -> Layer:
+    def layer(mixer: Attention | Mamba2 | None, mlp: Mlp | Experts | None = None) -> Layer:
         return Layer(mixer, mlp, norm, names=("mixer", "mixer"), before=("norm", "norm"))
 
-    of_kind = {"linear_attention": layer(mamba), "full_attention": layer(attention), "mlp": layer(None, mlp)}
+    of_kind = {"linear_attention": layer(mamba), "full_attention": layer(attention)}
+    of_kind |= {"mlp": layer(None, mlp), "moe": layer(None, experts)}
     names = ("model.embeddings", "model.norm_f")
     return write_decoder(weights, max_positions, embedding, [of_kind[kind] for kind in kinds], norm, head, *names)
 
@@ -102,8 +113,8 @@ def _read_kinds(config: ConfigReader) -> Sequence[str]:
     if count is not None and count != len(kinds):
         raise config.error(f"{len(kinds)} layers are named, but num_hidden_layers is {count}")
     for kind in kinds:
-        if kind not in ("linear_attention", "full_attention", "mlp"):
-            raise config.unsupported(f"a layer is {kind!r}", "Implemented are linear_attention, full_attention, mlp.")
+        if kind not in KINDS.values():
+            raise config.unsupported(f"a layer is {kind!r}", f"Implemented are {', '.join(KINDS.values())}.")
     return kinds
 
 
@@ -129,9 +140,25 @@ def _read_mamba(config: ConfigReader) -> Mamba2:
     )
 
 
-def _read_mlp(config: ConfigReader) -> Mlp:
-    width = config.read_size("intermediate_size", default=21504, most=MOST_COLUMNS)
+def _read_mlp(config: ConfigReader, key: str, default: int) -> Mlp:
+    """key: its width; default: where the config does not say it."""
+    width = config.read_size(key, default=default, most=MOST_COLUMNS)
     bias = config.read(bool, "mlp_bias", default=False)
     if (activation := config.read(str, "mlp_hidden_act", default="relu2")) != "relu2":
         raise config.unsupported(f"mlp_hidden_act = {activation!r}", "Implemented is relu2.")
     return Mlp(width, activation, bias, "up_proj", "down_proj")
+
+
+def _read_experts(config: ConfigReader) -> Experts:
+    latent = config.read(int, "moe_latent_size", default=None)
+    shared = _read_mlp(config, "moe_shared_expert_intermediate_size", 7688)
+    if latent is not None and shared.bias:
+        raise config.unsupported("mlp_bias = True beside moe_latent_size", "Projections to latent columns have none.")
+    return Experts(
+        Routing.read_grouped(config, correction=("gate.e_score_correction_bias",)),
+        Experts.read_width(config),
+        shared.activation,
+        latent=0 if latent is None else config.read_size("moe_latent_size", most=MOST_COLUMNS),
+        shared=shared,
+        names=ExpertNames(gate_up_fused="experts.up_proj", shared="shared_experts"),
+    )

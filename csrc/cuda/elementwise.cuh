@@ -61,7 +61,8 @@ DEVICE float activated(float x) {
 // columns of x (0: there is no gate).
 struct Activation {
   Function applied;
-  int rows;  // of the matrix, in a step: the position of their dim
+  int rows;    // of the matrix, in a step: the position of their dim
+  int copies;  // rows for each of that
   int columns, padded, x_stride, gate_stride, each, out_stride, group, scale_stride;
   Type type;
 };
@@ -71,7 +72,7 @@ template <Activation S>
 KERNEL(ELEMENTWISE_THREADS)
 activation(const Sizes* sizes, const float* x, const float* gate, stored_t<S.type>* out, float* scale) {
   int row = block_x();
-  if (row >= (*sizes)[S.rows]) return;
+  if (row >= (*sizes)[S.rows] * S.copies) return;
   x += int64_t{row} * S.x_stride;
   gate += int64_t{row} * S.gate_stride;
   constexpr RowOut OUT{S.type, S.columns, S.padded, S.out_stride, S.group, S.scale_stride};
