@@ -193,8 +193,8 @@ class Weights:
                 whole = RowsTensor(name, torch.float32, of_all, lambda: _of_experts(read(), rows, transposed))
             value = whole.initializer()
             if order is not None:
-                places = [expert * rows + row for expert in range(experts) for row in order]
-                value = pick_weight(name, value, places)
+                places = torch.arange(0, experts * rows, rows)[:, None] + torch.tensor(order)
+                value = pick_weight(name, value, places.flatten())
             self._values[name] = value
         return self._values[name]
 

@@ -108,11 +108,11 @@ def stacked(name: str, parts: Sequence[ir.Value]) -> ir.Value:
     return RowsTensor(name, dtype, (sum(sizes), *shape_of(parts[0])[1:]), open).initializer()
 
 
-def picked(name: str, source: ir.Value, rows: Sequence[int]) -> ir.Value:
+def picked(name: str, source: ir.Value, rows: Sequence[int] | torch.Tensor) -> ir.Value:
     """Some rows of an initializer, in this order. Neighbours here should be near each other there: what lies between
     them is read, too.
     """
-    index = torch.tensor(rows, dtype=torch.int64)
+    index = torch.as_tensor(rows, dtype=torch.int64)
 
     def open() -> RowReader:
         reader = open_rows(source)

@@ -199,7 +199,7 @@ def stack_weights(name: str, weights: Sequence[ir.Value]) -> ir.Value | str:
     return StoredTensor(name, config, parts).initializer()
 
 
-def pick_weight(name: str, weight: ir.Value, rows: Sequence[int]) -> ir.Value:
+def pick_weight(name: str, weight: ir.Value, rows: Sequence[int] | torch.Tensor) -> ir.Value:
     """Some rows of a weight, in this order; in its format, where it is quantized already."""
     already = stored(weight)
     if already is None:
