@@ -43,7 +43,7 @@ WRAPPERS = {
         ("boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "vision_config"),
     ),
     "mistral3": Wrapper(
-        "Mistral Small 3.1 and Ministral 3 with pictures: their text model, mistral or ministral3.",
+        "Mistral Small 3.1 and 4, and Ministral 3, with pictures: their text model, mistral, mistral4 or ministral3.",
         "mistral",
         {"num_key_value_heads": 8},
         (

@@ -20,7 +20,7 @@ from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.checkpoint.base import TokenizerFiles
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, NotEnoughMemoryError, UnsupportedModelError, UsageError
-from enginewright.passes.quant import W8A8, QuantConfig
+from enginewright.passes.quant import QuantConfig
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig
@@ -30,7 +30,6 @@ from tests import tolerances
 from tests.helpers.graphs import QUANTS, relative_error
 from tests.helpers.tiny import (
     ALL_EXPERTS,
-    MIXTURES,
     OF_KERNELS,
     MemoryCheckpoint,
     tiny_checkpoint,
@@ -70,15 +69,6 @@ def test_a_build_reads_each_tensor_once(quant: QuantConfig, tmp_path: Path) -> N
 def test_an_engine_computes_what_transformers_does(
     family: str, overrides: dict[str, object], quant: QuantConfig, tmp_path: Path
 ) -> None:
-    check_logits(family, overrides, quant, tmp_path)
-
-
-@pytest.mark.parametrize("family", [family for family in MIXTURES if family not in OF_KERNELS])
-def test_other_mixtures_compute_what_transformers_does(family: str, tmp_path: Path) -> None:
-    check_logits(family, dict(ALL_EXPERTS[family]), W8A8(), tmp_path)
-
-
-def check_logits(family: str, overrides: dict[str, object], quant: QuantConfig, tmp_path: Path) -> None:
     """All logits of texts of awkward lengths, longer than a window, a KV block, and a split of attention."""
     config = tiny_config(family, **overrides)
     model = tiny_model(config)

@@ -21,10 +21,13 @@ from tests.helpers.graphs import relative_error
 from tests.helpers.tiny import ALL_EXPERTS, FAMILIES, MIXTURES, OF_KERNELS, MemoryCheckpoint, tiny_config, tiny_model
 
 ON_GPUS = [family for family in FAMILIES if family not in (*OF_KERNELS, *MIXTURES)]
-OTHERS = [*ON_GPUS, "deepseek_v3"]
 LENGTHS = (1, 2, 33, 61, 290)  # longer than windows, a KV block, and a split of attention
 CUTS = (512, 7)  # tokens a step, at most
 QUANTS: tuple[QuantConfig, ...] = (Bf16(), W8A8(), Int4Rtn())
+CASES = [
+    *((family, quant) for family in (*ON_GPUS, "deepseek_v3") for quant in QUANTS),
+    *((family, W8A8()) for family in MIXTURES if family not in (*OF_KERNELS, "deepseek_v3")),
+]
 
 
 def logits_of(engine: Engine, isa: str, texts: Sequence[Sequence[int]], cut: int) -> list[np.ndarray]:
@@ -33,8 +36,7 @@ def logits_of(engine: Engine, isa: str, texts: Sequence[Sequence[int]], cut: int
     return score(CpuExecutor(engine, config), [list(text) for text in texts])
 
 
-@pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize(("family", "quant"), CASES, ids=[f"{family}-{quant.name}" for family, quant in CASES])
 def test_an_engine_computes_what_transformers_does(family: str, quant: QuantConfig, tmp_path: Path) -> None:
     """Prompts, chunks of them beside each other, and the same bits when a text is alone."""
     config = tiny_config(family, **ALL_EXPERTS.get(family, {}))

@@ -7,7 +7,6 @@ from enginewright.builder.config import ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import (
     Embedding,
-    ExpertNames,
     Experts,
     GatedMlp,
     Head,
@@ -17,9 +16,8 @@ from enginewright.builder.models.blocks import (
     Routing,
     write_decoder,
 )
-from enginewright.builder.models.blocks.latent_attention import LatentHeads
 from enginewright.builder.models.blocks.layers import read_layer_count
-from enginewright.builder.models.blocks.rope import latent_score_scale, read_rope
+from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
 
 _TRAINING = "It is about training, which is over."
@@ -38,17 +36,12 @@ HARMLESS = {
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
-    heads, mlp = LatentHeads.read(config), GatedMlp.read(config)
+    attention = LatentAttention.read(config, config.section("rope_scaling", "rope_parameters"))
+    mlp, count = GatedMlp.read(config), read_layer_count(config)
+    experts = Experts.read_shared(config, Routing.read_grouped(config, groups=8, chosen_groups=4, scale=2.5), mlp)
+    dense = config.read(int, "first_k_dense_replace", default=3)
     interleaved = config.read(bool, "rope_interleave", default=True)
-    attention = LatentAttention(
-        heads,
-        norm,
-        scale=heads.key_dim**-0.5 * latent_score_scale(config),
-        bias=config.read(bool, "attention_bias", default=False),
-    )
-    count, dense = read_layer_count(config), config.read(int, "first_k_dense_replace", default=3)
-    experts = _read_experts(config, mlp)
-    rope = read_rope(config, heads.rope_dim, interleaved=interleaved)
+    rope = read_rope(config, attention.heads.rope_dim, interleaved=interleaved)
     max_positions = config.read_size("max_position_embeddings")
     config.refuse_unread(HARMLESS)
     weights.ignore("rotary_emb.inv_freq")  # a buffer that some checkpoints have saved
@@ -56,17 +49,3 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
 
     layers = [Layer(attention, mlp if layer < dense else experts, norm, rope=rope) for layer in range(count)]
     return write_decoder(weights, max_positions, embedding, layers, norm, head)
-
-
-def _read_experts(config: ConfigReader, mlp: GatedMlp) -> Experts:
-    """The experts of a layer, with those that all tokens share as one MLP."""
-    width, shared = Experts.read_width(config), config.read(int, "n_shared_experts", default=1)
-    return Experts(
-        Routing.read_grouped(
-            config, correction=("gate.e_score_correction_bias",), groups=8, chosen_groups=4, scale=2.5
-        ),
-        width,
-        Experts.read_activation(config),
-        shared=GatedMlp(width * shared, mlp.activation) if shared else None,
-        names=ExpertNames(shared="shared_experts"),
-    )

@@ -1,8 +1,6 @@
 """ERNIE 4.5 with experts in some layers, and ones for all tokens; a rope of neighbouring columns.
 https://ernie.baidu.com/blog/publication/ERNIE_Technical_Report.pdf"""
 
-from dataclasses import replace
-
 import onnx_ir as ir
 
 from enginewright.builder.config import ConfigReader
@@ -10,7 +8,6 @@ from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import (
     Attention,
     Embedding,
-    ExpertNames,
     Experts,
     GatedMlp,
     Head,
@@ -41,15 +38,9 @@ CORRECTION = ("moe_statics.e_score_correction_bias", "gate.moe_statics.e_score_c
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config, tied=True)
     attention = Attention(Heads.read(config))
-    mlp, width = GatedMlp.read(config), Experts.read_width(config)
-    shared = config.read(int, "moe_num_shared_experts", default=2)
-    experts = Experts(
-        Routing.read(config, "moe_num_experts", top_keys=("moe_k",), correction=CORRECTION),
-        width,
-        Experts.read_activation(config),
-        shared=replace(mlp, width=shared * width) if shared else None,
-        names=ExpertNames(shared="shared_experts"),
-    )
+    mlp = GatedMlp.read(config)
+    routing = Routing.read(config, "moe_num_experts", top_keys=("moe_k",), correction=CORRECTION)
+    experts = Experts.read_shared(config, routing, mlp, "moe_num_shared_experts", default=2)
     is_sparse = _sparse_layers(config)
     rope = read_rope(config, attention.heads.dim, default_theta=500_000.0, interleaved=True)
     max_positions = config.read_size("max_position_embeddings")

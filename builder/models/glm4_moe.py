@@ -1,8 +1,6 @@
 """GLM 4.5: half of each head is rotated; experts by corrected sigmoids, and one for all tokens.
 https://arxiv.org/abs/2508.06471"""
 
-from dataclasses import replace
-
 import onnx_ir as ir
 
 from enginewright.builder.config import ConfigReader
@@ -10,7 +8,6 @@ from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import (
     Attention,
     Embedding,
-    ExpertNames,
     Experts,
     GatedMlp,
     Head,
@@ -34,19 +31,8 @@ HARMLESS = {
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
-    mlp, shared, width = (
-        GatedMlp.read(config),
-        config.read(int, "n_shared_experts", default=1),
-        Experts.read_width(config),
-    )
-    counts, correction = ("n_routed_experts", "num_local_experts"), ("gate.e_score_correction_bias",)
-    experts = Experts(
-        Routing.read_grouped(config, *counts, correction=correction),
-        width,
-        Experts.read_activation(config),
-        shared=replace(mlp, width=shared * width) if shared else None,
-        names=ExpertNames(shared="shared_experts"),
-    )
+    mlp = GatedMlp.read(config)
+    experts = Experts.read_shared(config, Routing.read_grouped(config, "n_routed_experts", "num_local_experts"), mlp)
     heads, bias = Heads.read(config), config.read(bool, "attention_bias", default=False)
     has_norm = config.read(bool, "use_qk_norm", default=False)
     attention = Attention(heads, bias=bias, head_norm=norm if has_norm else None)

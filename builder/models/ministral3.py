@@ -25,11 +25,8 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     heads, mlp = Heads.read(config, default_dim=None if config.has("head_dim") else 128), GatedMlp.read(config)
     max_positions = config.read_size("max_position_embeddings")
     parameters = config.section("rope_parameters", "rope_scaling") or ConfigReader(ROPE, "rope_parameters")
-    parameters.read_size("max_position_embeddings", default=max_positions)  # it repeats the model's
-    beta = parameters.read(float, "llama_4_scaling_beta", default=0.0)
-    original = parameters.read_size("original_max_position_embeddings", default=max_positions)
+    scale = PositionScale.read(parameters, max_positions)
     rope = rope_from(parameters, config.read_positive("rope_theta", default=1e6), heads.dim, max_positions)
-    scale = PositionScale(beta, original) if beta else None
     attention = Attention(heads, position_scale=scale, window=read_window(config))
     layers = [Layer(attention, mlp, norm, rope=rope)] * read_layer_count(config)
     config.refuse_unread()

@@ -155,7 +155,7 @@ def _read_experts(config: ConfigReader) -> Experts:
     if latent is not None and shared.bias:
         raise config.unsupported("mlp_bias = True beside moe_latent_size", "Projections to latent columns have none.")
     return Experts(
-        Routing.read_grouped(config, correction=("gate.e_score_correction_bias",)),
+        Routing.read_grouped(config),
         Experts.read_width(config),
         shared.activation,
         latent=0 if latent is None else config.read_size("moe_latent_size", most=MOST_COLUMNS),

@@ -11,8 +11,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 
 from enginewright.builder.checkpoint.base import TensorInfo, TokenizerFiles
+
+# Which transformers has, and not among models of texts alone.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 MIXTURES = (
     "qwen3_moe",
@@ -22,6 +26,8 @@ MIXTURES = (
     "minimax_m2",
     "ernie4_5_moe",
     "deepseek_v3",
+    "glm4_moe_lite",
+    "mistral4",
     "granitemoe",
     "granitemoeshared",
 )
@@ -34,6 +40,8 @@ ALL_EXPERTS: Mapping[str, Mapping[str, Any]] = {
     "minimax_m2": {"num_experts_per_tok": 7},
     "ernie4_5_moe": {"moe_k": 7},
     "deepseek_v3": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    "mistral4": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
     "granitemoe": {"num_experts_per_tok": 5},
     "granitemoeshared": {"num_experts_per_tok": 5},
 }
@@ -181,6 +189,53 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 10,
         "v_head_dim": 16,
+    },
+    "glm4_moe_lite": {
+        "rms_norm_eps": 1e-4,
+        "hidden_size": 48,
+        "intermediate_size": 74,
+        "moe_intermediate_size": 22,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "q_lora_rank": None,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 14,
+        "v_head_dim": 16,
+    },
+    "mistral4": {
+        "hidden_size": 48,
+        "intermediate_size": 74,
+        "moe_intermediate_size": 22,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "n_group": 3,
+        "topk_group": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "q_lora_rank": 40,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "rope_parameters": {
+            "type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "original_max_position_embeddings": 64,
+            "max_position_embeddings": 512,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
     },
     "qwen3_next": {
         "hidden_size": 40,

@@ -58,6 +58,14 @@ class PositionScale:
     beta: float
     original: int  # positions
 
+    @staticmethod
+    def read(rope: ConfigReader, max_positions: int) -> "PositionScale | None":
+        """rope: its parameters, which have it. max_positions: the model's, which they may repeat."""
+        rope.read_size("max_position_embeddings", default=max_positions)
+        beta = rope.read(float, "llama_4_scaling_beta", default=0.0)
+        original = rope.read_size("original_max_position_embeddings", default=max_positions)
+        return PositionScale(beta, original) if beta else None
+
     def write(self, graph: GraphWriter, x: ir.Value) -> ir.Value:
         settings = {"beta": self.beta, "original": self.original}
         return graph.plugin(POSITION_SCALE, [x, graph.positions], f"{x.name}.scaled", **settings).outputs[0]

@@ -3,7 +3,7 @@ https://arxiv.org/abs/1701.06538
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
@@ -58,7 +58,8 @@ class Routing:
     def read_grouped(
         config: ConfigReader,
         *count_keys: str,
-        correction: tuple[str, ...],
+        scores: str = "sigmoid",
+        correction: tuple[str, ...] = ("gate.e_score_correction_bias",),
         groups: int = 1,
         chosen_groups: int = 1,
         scale: float = 1.0,
@@ -66,13 +67,14 @@ class Routing:
         """DeepSeek V3's: sigmoids, groups, and a correction that keeps experts equally busy.
 
         Args:
+            scores, correction: as Routing has them.
             groups, chosen_groups, scale: where the config does not say it.
         """
         groups = config.read_size("n_group", default=groups)
         routing = Routing.read(
             config,
             *(count_keys or ("n_routed_experts",)),
-            scores="sigmoid",
+            scores=scores,
             correction=correction,
             groups=groups,
             chosen_groups=config.read_size("topk_group", default=chosen_groups),
@@ -137,6 +139,25 @@ class Experts:
     @staticmethod
     def read_width(config: ConfigReader, key: str = "moe_intermediate_size") -> int:
         return config.read_size(key, most=MOST_COLUMNS)
+
+    @staticmethod
+    def read_shared(
+        config: ConfigReader, routing: Routing, mlp: GatedMlp, key: str = "n_shared_experts", default: int = 1
+    ) -> "Experts":
+        """DeepSeek V3's, with those that all tokens go through as one MLP.
+
+        Args:
+            mlp: of layers without experts.
+            key: what the config calls the number of those; default: where it does not say it.
+        """
+        width, shared = Experts.read_width(config), config.read(int, key, default=default)
+        return Experts(
+            routing,
+            width,
+            Experts.read_activation(config),
+            shared=replace(mlp, width=shared * width) if shared else None,
+            names=ExpertNames(shared="shared_experts"),
+        )
 
     def write(self, graph: GraphWriter, x: ir.Value, tensor: str) -> ir.Value:
         if self.names.block:

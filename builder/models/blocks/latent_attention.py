@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from enginewright.builder.config import MOST_COLUMNS, MOST_HEAD_DIM, MOST_HEADS, ConfigReader
+from enginewright.builder.models.blocks.attention import PositionScale
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerCache, short
 from enginewright.builder.models.blocks.norm import RmsNorm
-from enginewright.builder.models.blocks.rope import RopeTable
+from enginewright.builder.models.blocks.rope import RopeTable, latent_score_scale
 from enginewright.plugins.head_linear import HEAD_LINEAR
 from enginewright.plugins.latent_attention import LATENT_ATTENTION
 from enginewright.plugins.plugin import width_of
 
+NORM = RmsNorm(1e-6)  # of latent vectors, and of what queries are expanded from, whatever the config says of others
 COLUMNS_ALIGN, ROWS_ALIGN = 64, 16  # of a head's own weights, in whole lines and blocks of kernels
 
 
@@ -32,7 +34,8 @@ class LatentHeads:
     query_rank: int | None = None  # columns of what queries are expanded from; None: they are made of x itself
 
     @staticmethod
-    def read(config: ConfigReader) -> "LatentHeads":
+    def read(config: ConfigReader, whole_head: bool = False) -> "LatentHeads":
+        """whole_head: `head_dim`, where it is written beside the others, is of all columns, not of those rotated."""
         count = config.read_size("num_attention_heads", most=MOST_HEADS)
         if (kv_count := config.read_size("num_key_value_heads", default=count, most=MOST_HEADS)) != count:
             raise config.error(f"num_key_value_heads is {kv_count}, and every one of {count} heads has its own keys")
@@ -55,7 +58,10 @@ class LatentHeads:
             if dim % align:
                 raise config.unsupported(f"{name} = {dim}", f"Multiples of {align} are implemented.")
         # What transformers writes beside them.
-        for name, dim in (("qk_head_dim", heads.key_dim), ("head_dim", heads.rope_dim)):
+        for name, dim in (
+            ("qk_head_dim", heads.key_dim),
+            ("head_dim", heads.key_dim if whole_head else heads.rope_dim),
+        ):
             if (given := config.read_size(name, default=dim)) != dim:
                 raise config.error(f"{name} is {given}, and the other sizes of a head make it {dim}")
         return heads
@@ -70,9 +76,21 @@ class LatentAttention:
     """o(attention(q(x), latent(x))), as wide as x."""
 
     heads: LatentHeads
-    norm: RmsNorm  # of latent vectors, and of what queries are expanded from
     scale: float  # of the scores
     bias: bool = False  # of the projections that read x, and of o
+    position_scale: PositionScale | None = None  # of queries
+
+    @staticmethod
+    def read(
+        config: ConfigReader,
+        rope: ConfigReader | None,
+        position_scale: PositionScale | None = None,
+        whole_head: bool = False,
+    ) -> "LatentAttention":
+        """rope: its parameters. whole_head: as LatentHeads has it."""
+        heads = LatentHeads.read(config, whole_head)
+        bias = config.read(bool, "attention_bias", default=False)
+        return LatentAttention(heads, heads.key_dim**-0.5 * latent_score_scale(rope), bias, position_scale)
 
     def write(self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable | None) -> ir.Value:
         """layer: whose cache it is."""
@@ -85,7 +103,7 @@ class LatentAttention:
             key_order = [heads.latent_dim + row for row in rope.order(1, heads.rope_dim)]
             graph.weights.reorder(latent, [*range(heads.latent_dim), *key_order])
         c, k_rope = graph.split(graph.linear(x, latent, sum(widths), self.bias), f"{name}.latent", *widths)
-        c = self.norm.write(graph, c, f"{tensor}.kv_a_layernorm")
+        c = NORM.write(graph, c, f"{tensor}.kv_a_layernorm")
 
         expanded = heads.nope_dim + heads.value_dim  # rows of kv_b_proj that a head has: keys, then values
         absorb, expand = f"{tensor}.absorb", f"{tensor}.expand"
@@ -106,8 +124,10 @@ class LatentAttention:
         heads, projection = self.heads, f"{tensor}.q_proj"
         if heads.query_rank is not None:
             x = graph.linear(x, f"{tensor}.q_a_proj", heads.query_rank, self.bias)
-            x = self.norm.write(graph, x, f"{tensor}.q_a_layernorm")
+            x = NORM.write(graph, x, f"{tensor}.q_a_layernorm")
             projection = f"{tensor}.q_b_proj"
+        if self.position_scale is not None:  # of what queries are made of, without a bias: it is the same
+            x = self.position_scale.write(graph, x)
         nope, rotated = f"{projection}.nope", f"{projection}.rope"
         rope_rows = _rows(heads.count, heads.key_dim, heads.nope_dim, heads.key_dim)
         parts = {

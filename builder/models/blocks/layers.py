@@ -20,16 +20,18 @@ def read_taps(config: ConfigReader, key: str, default: int) -> int:
     return taps
 
 
-def read_kinds(config: ConfigReader, kinds: Mapping[str, Kind], default: Sequence[Kind]) -> Sequence[Kind]:
-    """What each layer is, by the name that `layer_types` has for it; `default` where the config has no such list."""
-    types = config.read_list(str, "layer_types")
+def read_kinds(
+    config: ConfigReader, kinds: Mapping[str, Kind], default: Sequence[Kind], key: str = "layer_types"
+) -> Sequence[Kind]:
+    """What each layer is, by the name that the list `key` has for it; `default` where the config has no such list."""
+    types = config.read_list(str, key)
     if types is None:
         return default
     if len(types) != len(default):
-        raise config.error(f"layer_types names {len(types)} layers, but num_hidden_layers is {len(default)}")
+        raise config.error(f"{key} names {len(types)} layers, but num_hidden_layers is {len(default)}")
     for name in types:
         if name not in kinds:
-            raise config.unsupported(f"layer_types has {name!r}", f"Implemented are {', '.join(kinds)}.")
+            raise config.unsupported(f"{key} has {name!r}", f"Implemented are {', '.join(kinds)}.")
     return [kinds[name] for name in types]
 
 

@@ -103,11 +103,10 @@ def read_local_and_global(
     return local, rope_from(scaling or newer, global_theta, head_dim, max_positions)
 
 
-def latent_score_scale(config: ConfigReader) -> float:
+def latent_score_scale(parameters: ConfigReader | None) -> float:
     """What the scores of latent attention are multiplied by where a rope that stretches contexts asks for it: squared,
     since it is meant for queries and for keys.
     """
-    parameters = config.section("rope_scaling", "rope_parameters")
     if parameters is None or parameters.read(str, "rope_type", "type", default="default") == "default":
         return 1.0
     mscale = parameters.read(float, "mscale_all_dim", default=0.0)
