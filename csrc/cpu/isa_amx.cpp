@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "attention_amx.h"
 #include "gemm_amx.h"
+#include "gemm_amx_a8.h"
 #include "head_gemm.h"
 #include "isa_end.h"
 
@@ -19,6 +20,8 @@ KernelTable amx_table() {
   KernelTable table = avx512_table();
   table["gemm_bf16@1"] = make_gemm<GemmBf16Amx>;
   table["gemm_fp8a16@1"] = make_fp8a16_amx;
+  table["gemm_mxfp4a8@1"] = make_gemm<GemmA8Amx<E2m1Codes<Avx512>>>;
+  table["gemm_w4a8@1"] = make_gemm<GemmA8Amx<U4Codes<Avx512>>>;
   table["gemm_w8a16@1"] = make_gemm<GemmW8A16Amx>;
   table["gemm_w8a8@1"] = make_w8a8_amx;
   table["head_gemm_bf16@1"] = make_kernel<HeadGemm<GemmBf16Amx>>;
