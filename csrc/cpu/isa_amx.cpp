@@ -9,6 +9,7 @@
 // Behind it, since they use Avx512.
 #include "attention.h"
 #include "attention_amx.h"
+#include "attention_amx_i8.h"
 #include "gemm_amx.h"
 #include "gemm_amx_a8.h"
 #include "head_gemm.h"
@@ -26,7 +27,7 @@ KernelTable amx_table() {
   table["gemm_w8a8@1"] = make_w8a8_amx;
   table["head_gemm_bf16@1"] = make_kernel<HeadGemm<GemmBf16Amx>>;
   table["latent_attention@1"] = make_latent_attention<Avx512, AmxSplitAttention>;
-  table["paged_attention@1"] = make_attention<Avx512, AmxSplitAttention>;
+  table["paged_attention@1"] = make_attention<Avx512, AmxSplitAttention, AmxSplitAttentionI8>;
   return table;
 }
 
