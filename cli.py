@@ -41,6 +41,7 @@ PROMPT_TOKENS = 256  # of an answer to --prompt without --max-tokens: a text tha
 model, form, calibration = section("Model"), section("Format"), section("Calibration")
 targets_section, gate_section, output_section = section("Targets"), section("Quality gate"), section("Output")
 prompt_section, sampling, machine = section("Prompt"), section("Sampling"), section("Machine")
+structure = section("Structure of the answer")
 address, overload = section("Address"), section("Overload")
 server, load, measurement = section("Server"), section("Load"), section("Measurement")
 
@@ -399,6 +400,25 @@ def export(model: str, path: Path, dtype: str) -> None:
     show_default="another one each time",
     help="Seed of the random draws: the same seed gives the same answer.",
 )
+@structure(
+    "--json-schema",
+    type=JsonObject(),
+    show_default="none",
+    help='The answer is JSON that follows this schema: \'{"type": "object", …}\', or "$(cat FILE)".',
+)
+@structure("--json-object", is_flag=True, default=None, help="The answer is a JSON object.")
+@structure("--regex", show_default="none", help="The whole answer matches this regular expression.")
+@structure(
+    "--choice",
+    multiple=True,
+    show_default="none",
+    help="The answer is this text, or another one of those that the option, given several times, names.",
+)
+@structure(
+    "--grammar",
+    show_default="none",
+    help='The answer follows this grammar, in Lark or llama.cpp\'s GBNF: "$(cat FILE)".',
+)
 @output_section(
     "--max-tokens",
     type=Count(),
@@ -456,6 +476,7 @@ def generate(
     from enginewright.runtime.llm import LLM
     from enginewright.runtime.params import default_params
     from enginewright.runtime.prompts import Conversation
+    from enginewright.runtime.structured_outputs import StructuredOutputsParams
 
     refuse_stray_question(context, engine)
     if sum(given is not None for given in (prompt, chat, batch)) != 1:
@@ -472,7 +493,11 @@ def generate(
             "--output goes with --input", "an answer to --prompt or --chat is printed", "Redirect it: > FILE"
         )
     limits = {name: options.pop(name) for name in LIMITS}
+    structure = {"json": options.pop("json_schema"), "choice": options.pop("choice") or None}
+    structure |= {name: options.pop(name) for name in ("json_object", "regex", "grammar")}
     sampling = {**options, "stop": options["stop"] or None}
+    if any(value is not None for value in structure.values()):
+        sampling["structured_outputs"] = StructuredOutputsParams(**structure)
     limits |= {} if batch else {"max_num_seqs": 1}
     with open_engine(engine, limits["device"], verify=verify) as opened, LLM(opened, **limits) as llm:
         if batch is not None:

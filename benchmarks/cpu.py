@@ -187,7 +187,7 @@ def fitting(
     wanted: Sequence[Point], model: Model, kind: str, engines: int, rounds: int
 ) -> tuple[list[Point], dict[str, str]]:
     """The points that the memory has room for with all engines at once, and why not the others."""
-    weights = (model.body_weights + model.head_weights) * BYTES[kind] * OVERHEAD
+    weights = (model.stored_weights + model.head_weights) * BYTES[kind] * OVERHEAD
     free, chosen, too_much = free_memory() * MEMORY_SHARE, [], {}
     for point in wanted:
         kv = point.prompts * point.positions(2 * rounds) * model.kv_values * BF16_KV

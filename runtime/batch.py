@@ -25,7 +25,7 @@ from enginewright.runtime.prompts import Prompt
 from enginewright.runtime.sampling import SampledToken, SamplingParams
 from enginewright.runtime.server.chat import ChatBody, ChatForm
 from enginewright.runtime.server.completions import CompletionBody, CompletionForm
-from enginewright.runtime.server.errors import ApiError, from_engine, nan_logits
+from enginewright.runtime.server.errors import ApiError, from_engine, of_answer
 from enginewright.runtime.server.form import Choice, Form, PromptPart, Usage
 from enginewright.runtime.server.protocol import Body, decode
 
@@ -231,8 +231,9 @@ def _openai_answer(llm: LLM, work: _Work, results: Sequence[RequestOutput]) -> t
     """Status and body of what the server would answer."""
     error = work.error
     outputs = [output for result in results for output in result.outputs]
-    if any(output.finish_reason == "error" for output in outputs):
-        error = nan_logits()
+    failed = [output for output in outputs if output.finish_reason == "error"]
+    if failed:
+        error = of_answer(failed[0].stop_reason)
     if error is not None:
         return error.status, error.body
     assert work.form is not None

@@ -18,8 +18,9 @@ from enginewright.errors import EngineError
 from enginewright.runtime.detokenizer import Detokenizer, StopMatcher, StopStrings
 from enginewright.runtime.devices import open_executor
 from enginewright.runtime.engine import Engine
+from enginewright.runtime.grammars import Grammars
 from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.outputs import DETOKENIZER, NAN_LOGITS, Delta
+from enginewright.runtime.outputs import DETOKENIZER, GRAMMAR, NAN_LOGITS, Delta
 from enginewright.runtime.prompt_cost import PromptCost
 from enginewright.runtime.prompts import check_prompt
 from enginewright.runtime.sampling import (
@@ -106,6 +107,7 @@ class EngineCore:
         self.engine = engine
         self._eos_token_ids = engine.eos_token_ids  # and tokenizer: read now, as the file may be changed later
         self.executor = open_executor(engine, config)
+        self._grammars = Grammars(engine.tokenizer, engine.plan.vocab_size, self._eos_token_ids)
         self._sampler = Sampler(self.executor.draw)
         self._scheduler = Scheduler(
             engine.plan.caches,
@@ -121,6 +123,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Give back what it runs in."""
+        self._grammars.close()
         self.executor.close()
 
     @property
@@ -160,10 +163,11 @@ class EngineCore:
         """A request that can be added.
 
         Args:
-            grammars: one for each of its completions, or none.
+            grammars: one for each of its completions, or none, which leaves it to params.structured_outputs.
 
         Raises:
             UsageError: prompt or parameters ask for what this engine cannot do.
+            EngineError: its tokenizer is of no use for structured outputs.
         """
         params = params.clone()  # whoever has given them may change them later
         plan, ends = self.engine.plan, () if params.ignore_eos else self._eos_token_ids
@@ -175,6 +179,8 @@ class EngineCore:
         seed = new_seed()
         rules = TokenRules(params, plan.vocab_size, ends)
         matcher = StopMatcher(params.stop) if params.stop else None
+        if params.structured_outputs is not None:
+            grammars = self._grammars.compile(params.structured_outputs, params.n)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prompt)
         for index, grammar in zip(range(params.n), grammars or [None] * params.n, strict=True):
@@ -288,7 +294,8 @@ class EngineCore:
             sequence.finish_reason = "stop"  # even if it was its last token
             stop_reason = completion.stops.found
         elif sequence.finish_reason == "error":
-            stop_reason = NAN_LOGITS
+            grammar = sequence.request.grammar if sequence.request is not None else None
+            stop_reason = GRAMMAR if grammar is not None and grammar.failed else NAN_LOGITS
         elif sequence.finish_reason == "stop" and token.token in completion.request.params.stop_token_ids:
             stop_reason = token.token
         return Delta(completion.index, text, () if token.is_nan else (token,), sequence.finish_reason, stop_reason)

@@ -9,6 +9,7 @@ import msgspec
 from enginewright.runtime.sampling import SampledToken
 
 NAN_LOGITS = "nan_logits"  # the model's logits are not numbers
+GRAMMAR = "grammar"  # to follow the grammar takes more than its limits allow
 DETOKENIZER = "detokenizer"  # a token could not be turned into text; the log says why
 
 
@@ -19,7 +20,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     text: str  # what the tokens add to the text
     tokens: tuple[SampledToken, ...]  # the sampled ones, a stop token included
     finish_reason: str | None = None  # "stop", "length", "error" or "abort" with the last delta; else None
-    # the stop string or token that ended it; of an error, NAN_LOGITS or DETOKENIZER
+    # the stop string or token that ended it; of an error, NAN_LOGITS, GRAMMAR or DETOKENIZER
     stop_reason: int | str | None = None
 
 

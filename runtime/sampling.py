@@ -8,7 +8,6 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from enum import Enum
 from itertools import starmap
 from operator import attrgetter
@@ -19,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from enginewright import _cpu
-from enginewright.errors import UsageError, shorten
+from enginewright.runtime.checks import require, require_known, require_number, require_whole
+from enginewright.runtime.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.token_mask import ALL, WORD_BITS, Grammar, Mask, mask_of, num_words
 
 MAX_CHOICES = 128
@@ -73,13 +73,11 @@ class SamplingParams:
     skip_special_tokens: bool = True  # in the text
     prompt_logprobs: int | None = None  # as logprobs, for the tokens of the prompt
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # what AsyncLLM.generate yields
+    structured_outputs: StructuredOutputsParams | None = None  # what the text has to be; a mapping may stand for it
 
     def __new__(cls, *args: Any, **options: Any) -> "SamplingParams":
         """Refuses names that are none; `__init__` would raise a TypeError."""
-        for name in options.keys() - cls.__dataclass_fields__.keys():
-            near = get_close_matches(name, cls.__dataclass_fields__, n=1)
-            why = f"did you mean {near[0]}?" if near else f"there are {', '.join(cls.__dataclass_fields__)}"
-            raise UsageError(f"there is no sampling parameter called {name}", why)
+        require_known(options, cls.__dataclass_fields__, "sampling parameter")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -87,49 +85,52 @@ class SamplingParams:
         self.stop = _as_tuple((self.stop,) if isinstance(self.stop, str) else self.stop)
         self.stop_token_ids = _as_tuple(self.stop_token_ids)
         self.logit_bias = {} if self.logit_bias is None else self.logit_bias
-        _require_whole("n", self.n, 1, MAX_CHOICES)
-        _require_number("temperature", self.temperature, 0, 1000)
-        _require_number("top_p", self.top_p, 0, 1)
-        _require(self.top_p > 0, "top_p", "must be above 0")
-        _require_whole("top_k", self.top_k, -1, 2**31 - 1)
-        _require_number("min_p", self.min_p, 0, 1)
-        _require_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _require_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        require_whole("n", self.n, 1, MAX_CHOICES)
+        require_number("temperature", self.temperature, 0, 1000)
+        require_number("top_p", self.top_p, 0, 1)
+        require(self.top_p > 0, "top_p", "must be above 0")
+        require_whole("top_k", self.top_k, -1, 2**31 - 1)
+        require_number("min_p", self.min_p, 0, 1)
+        require_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        require_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        require_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         if self.seed is not None:
-            _require_whole("seed", self.seed, -(2**63), 2**64 - 1)
-        _require(isinstance(self.stop, tuple), "stop", "must be strings")
-        _require(
+            require_whole("seed", self.seed, -(2**63), 2**64 - 1)
+        require(isinstance(self.stop, tuple), "stop", "must be strings")
+        require(
             all(isinstance(text, str) and text for text in self.stop), "stop", "must hold strings that are not empty"
         )
-        _require(len(self.stop) <= MAX_STOPS, "stop", f"must not hold more than {MAX_STOPS} strings")
+        require(len(self.stop) <= MAX_STOPS, "stop", f"must not hold more than {MAX_STOPS} strings")
         stop_chars = sum(map(len, self.stop))
-        _require(stop_chars <= MAX_STOP_CHARS, "stop", f"must not hold more than {MAX_STOP_CHARS} characters together")
-        _require(isinstance(self.stop_token_ids, tuple), "stop_token_ids", "must be token ids")
-        _require(len(self.stop_token_ids) <= MAX_STOPS, "stop_token_ids", f"must not hold more than {MAX_STOPS} ids")
+        require(stop_chars <= MAX_STOP_CHARS, "stop", f"must not hold more than {MAX_STOP_CHARS} characters together")
+        require(isinstance(self.stop_token_ids, tuple), "stop_token_ids", "must be token ids")
+        require(len(self.stop_token_ids) <= MAX_STOPS, "stop_token_ids", f"must not hold more than {MAX_STOPS} ids")
         for token in self.stop_token_ids:
-            _require_whole("stop_token_ids", token, 0, 2**31 - 1)
+            require_whole("stop_token_ids", token, 0, 2**31 - 1)
         if self.max_tokens is not None:
-            _require_whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        _require_whole("min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens)
+            require_whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        require_whole("min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _require_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
-        _require(isinstance(self.logit_bias, Mapping), "logit_bias", "must map token ids to numbers")
-        _require(
-            len(self.logit_bias) <= MAX_BIASED_TOKENS, "logit_bias", f"must not hold more than {MAX_BIASED_TOKENS}"
-        )
+                require_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        require(isinstance(self.logit_bias, Mapping), "logit_bias", "must map token ids to numbers")
+        require(len(self.logit_bias) <= MAX_BIASED_TOKENS, "logit_bias", f"must not hold more than {MAX_BIASED_TOKENS}")
         self.logit_bias = dict(self.logit_bias)
         for token, bias in self.logit_bias.items():
-            _require_whole("logit_bias", token, 0, 2**31 - 1)
-            _require_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+            require_whole("logit_bias", token, 0, 2**31 - 1)
+            require_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = ids = _as_tuple(self.allowed_token_ids)
             whole = isinstance(ids, tuple) and len(ids) > 0 and all(type(token) is int for token in ids)
-            _require(whole and min(ids) >= 0, "allowed_token_ids", "must be token ids, one at least")
+            require(whole and min(ids) >= 0, "allowed_token_ids", "must be token ids, one at least")
         for flag in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            _require(isinstance(getattr(self, flag), bool), flag, "must be True or False")
-        _require(isinstance(self.output_kind, RequestOutputKind), "output_kind", "must be a RequestOutputKind")
+            require(isinstance(getattr(self, flag), bool), flag, "must be True or False")
+        require(isinstance(self.output_kind, RequestOutputKind), "output_kind", "must be a RequestOutputKind")
+        if self.structured_outputs is not None:
+            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
+            rule = "makes no sense with structured_outputs, which say when the answer ends"
+            require(not self.ignore_eos, "ignore_eos", rule)
+            require(not self.min_tokens, "min_tokens", rule)
 
     def clone(self) -> "SamplingParams":
         """A copy that shares nothing with this one, checked as new ones are.
@@ -146,23 +147,6 @@ class SamplingParams:
 
 def _as_tuple(value: Any) -> Any:
     return () if value is None else tuple(value) if isinstance(value, list) else value
-
-
-def _require(holds: bool, name: str, rule: str) -> None:
-    if not holds:
-        raise UsageError(f"{name} {rule}")
-
-
-def _require_whole(name: str, value: Any, low: int, high: int) -> None:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_whole, name, f"must be a whole number, not {shorten(value)}")
-    _require(low <= value <= high, name, f"must be between {low} and {high}, not {shorten(value)}")
-
-
-def _require_number(name: str, value: Any, low: float, high: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    _require(is_number, name, f"must be a number, not {shorten(value)}")
-    _require(low <= value <= high, name, f"must be between {low} and {high}, not {shorten(value)}")  # NaN is neither
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
@@ -197,7 +181,7 @@ class TokenRules:
     def __init__(self, params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             token = max(getattr(params, name) or (), default=0)
-            _require(token < vocab_size, name, f"names token {token}, and the vocabulary has {vocab_size}")
+            require(token < vocab_size, name, f"names token {token}, and the vocabulary has {vocab_size}")
         held_back = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
         self.biases = _biases(params.logit_bias)
         self.biases_at_first = self.biases
@@ -207,7 +191,7 @@ class TokenRules:
         if params.allowed_token_ids is not None:
             allowed = set(params.allowed_token_ids)
             some = not params.min_tokens or not allowed <= set(held_back)
-            _require(some, "allowed_token_ids", "must hold tokens that do not end the answer, since it has min_tokens")
+            require(some, "allowed_token_ids", "must hold tokens that do not end the answer, since it has min_tokens")
             self.allowed = mask_of(allowed, vocab_size)
 
 

@@ -18,7 +18,11 @@ class Grammar(Protocol):
     """What an answer may be, as its tokens come: one object for each answer.
 
     Both calls are part of a step that other answers wait for, so they have to be quick, and must not raise.
+
+    failed: no token may come next since the grammar went beyond a limit; whoever reads it has called `allow`.
     """
+
+    failed: bool
 
     def allow(self, mask: Mask) -> None:
         """Set the bits of the tokens that may come next; all are 0 so far. With none of them the answer fails."""

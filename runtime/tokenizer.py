@@ -172,13 +172,17 @@ class Tokenizer:
     @cached_property
     def _decodes_bytes(self) -> bool:
         """Whether a text is the bytes of its tokens one behind the other, with nothing done to its beginning."""
-        decoder = msgspec.json.decode(self._tokenizer.to_str(), type=_Form).decoder
+        decoder = msgspec.json.decode(self.to_json(), type=_Form).decoder
         return decoder is not None and decoder.type == "ByteLevel"
 
     @cached_property
     def longest_token_chars(self) -> int:
         """Characters of the longest token as it is written in the vocabulary."""
         return max(map(len, self._tokenizer.get_vocab()))
+
+    def to_json(self) -> str:
+        """In tokenizers' own format."""
+        return str(self._tokenizer.to_str())
 
     @property
     def has_chat_template(self) -> bool:

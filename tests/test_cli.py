@@ -572,7 +572,10 @@ def test_help_has_each_option_in_a_section_and_with_its_default(words: tuple[str
     [
         ("build", ["Model", "Format", "Calibration", "Targets", "Quality gate", "Output", "Other"]),
         ("run", ["Address", "Limits", "KV cache", "Machine", "Overload", "Keys", "Log", "Other"]),
-        ("generate", ["Prompt", "Sampling", "Output", "Limits", "KV cache", "Machine", "Other"]),
+        (
+            "generate",
+            ["Prompt", "Sampling", "Structure of the answer", "Output", "Limits", "KV cache", "Machine", "Other"],
+        ),
     ],
 )
 def test_sections_of_help(command: str, sections: list[str]) -> None:

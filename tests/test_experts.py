@@ -12,7 +12,7 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.models import build_graph
 from enginewright.errors import EngineError
-from enginewright.passes.graph import Linear, linears_of
+from enginewright.passes.graph import LinearLayer, linears_of
 from enginewright.passes.pipeline import run_pipeline
 from enginewright.passes.quant import Int4Awq, Int4Gptq, Int8Sq, QuantConfig
 from enginewright.passes.quant.auto import Auto
@@ -38,7 +38,7 @@ def checkpoint() -> MemoryCheckpoint:
 def test_each_layer_is_seen_with_the_rows_of_each_expert(checkpoint: MemoryCheckpoint) -> None:
     model, seen = build_graph(checkpoint), 0
 
-    def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+    def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
         nonlocal seen
         if linear.experts == 1:
             assert not linear.starts
@@ -75,7 +75,7 @@ def test_an_expert_that_no_text_came_to_is_given_its_neighbours_rows(checkpoint:
     """Its codes are those that its own weight has with the neighbour's activations."""
     model, seen = build_graph(checkpoint), dict[str, list[tuple[int, ...]]]()
 
-    def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+    def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
         if linear.experts > 1:
             seen[str(linear.weight.name)] = list(linear.starts)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from enginewright.errors import EngineError
-from enginewright.passes.graph import Linear, nodes_of
+from enginewright.passes.graph import LinearLayer, nodes_of
 from enginewright.passes.pass_manager import run_passes
 from enginewright.passes.quant import Int4Rtn, Int8Wo, QuantConfig
 from enginewright.passes.quant.method import StoredTensor, stored
@@ -52,7 +52,7 @@ def test_every_linear_layer_but_the_head_is_seen_with_its_input() -> None:
     own(model)
     seen: dict[str, tuple[float, list[torch.Size]]] = {}
 
-    def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+    def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
         seen[str(linear.weight.name)] = (float(inputs[0].abs().max()), [x.shape for x in inputs])
 
     stream(model, texts(), visit)
@@ -69,7 +69,7 @@ def test_a_weight_that_a_visit_changes_is_computed_with() -> None:
     def result(change: bool) -> torch.Tensor:
         model = dense_graph("llama")
 
-        def visit(linear: Linear, inputs: Sequence[torch.Tensor]) -> None:
+        def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
             if change and linear.weight.name == "model.layers.1.mlp.down_proj.weight":
                 doubled = as_torch(linear.weight.const_value) * 2
                 linear.weight.const_value = ir.tensor_adapters.TorchTensor(doubled)
@@ -101,7 +101,7 @@ def test_restored_weights_are_near_and_are_quantized_to_themselves(quant: QuantC
 
 
 def store(model: ir.Model, config: QuantConfig, *names: str) -> None:
-    """Linear layers whose weight's name has one of these parts are stored in a format."""
+    """LinearLayer layers whose weight's name has one of these parts are stored in a format."""
     for node in nodes_of(model, "Transpose"):
         (weight,) = node.inputs
         assert weight is not None and weight.const_value is not None

@@ -19,7 +19,7 @@ from protocol.models import LLAMA_1B
 from benchmarks.gpu.bench import GpuBench, ratio
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.roofline import Roofline, reported
-from enginewright import LLM, SamplingParams
+from enginewright import LLM, RequestOutput, SamplingParams
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.runtime.cuda import device as cuda_device
 from tests.helpers.tiny import MemoryCheckpoint
@@ -142,17 +142,22 @@ class Subject:
         watched = WatchedDevice.latest if device == "cuda" else None
         return Subject(llm, step_bytes, plan.kv_bytes_per_token(), watched)
 
-    def seconds(self, count: int, prompt: int, tokens: int) -> float:
-        """For prompts of so many tokens, to the last of `tokens` answered ones."""
+    def answer(self, count: int, prompt: int, tokens: int) -> list[RequestOutput]:
+        """So many prompts of a length, each with an answer of `tokens`."""
         random = np.random.default_rng(0)
         prompts = random.integers(3, self.llm.engine.plan.vocab_size, (count, prompt)).tolist()
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        return self.llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+
+    def seconds(self, count: int, prompt: int, tokens: int) -> float:
+        """From the first of so many prompts to the last of `tokens` answered ones."""
         start = time.perf_counter()
-        self.llm.generate(prompts, params)
+        self.answer(count, prompt, tokens)
         return time.perf_counter() - start
 
     def step_seconds(self, batch: int, steps: int) -> float:
-        return (self.seconds(batch, DEPTH, steps + 1) - self.seconds(batch, DEPTH, 1)) / steps
+        """Of a step in which each of a batch decodes one token; prompts do not count."""
+        metrics = [output.metrics for output in self.answer(batch, DEPTH, steps + 1)]
+        return median(one.total_s - one.first_token_s for one in metrics) / steps
 
     def kernel_seconds(self, batch: int, steps: int) -> tuple[float, float]:
         """A step's time in kernels, and between them; noting it takes some microseconds, which are in the latter."""

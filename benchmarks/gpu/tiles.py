@@ -39,7 +39,7 @@ def variants(tiles: Tiles) -> Iterator[tuple[str, Tiles]]:
                 yield f"{name}={value}", replace(tiles, **{name: value})
 
 
-def calls_of(format: gemm.Format, shape: gemm.Shape, sm: str) -> dict[str, OpCall]:
+def calls_of(format: gemm.WeightFormat, shape: gemm.Shape, sm: str) -> dict[str, OpCall]:
     """By variant; none whose stages do not fit, nor one that launches nothing else than the present tiles."""
     found = {name: format.call(shape, sm, tiles) for name, tiles in variants(format.tiles)}
     present = found[PRESENT].launches
@@ -66,7 +66,7 @@ def compiles(bench: Bench, report: Report, kernels: Sequence[Instance]) -> bool:
 
 
 def measure(
-    bench: Bench, report: Report, format: gemm.Format, shape: gemm.Shape, weights: gemm.Weights
+    bench: Bench, report: Report, format: gemm.WeightFormat, shape: gemm.Shape, weights: gemm.Weights
 ) -> dict[int, dict[str, float]]:
     """By tokens and variant: how many times as fast it is as the present tiles."""
     calls, packed = compiled(bench, report, shape, calls_of(format, shape, bench.sm)), weights.packed(format)
@@ -104,7 +104,7 @@ def differ(one: OpCall, other: OpCall, tokens: int) -> bool:
     return first != second
 
 
-def summary(report: Report, format: gemm.Format, ratios: Sequence[dict[int, dict[str, float]]]) -> None:
+def summary(report: Report, format: gemm.WeightFormat, ratios: Sequence[dict[int, dict[str, float]]]) -> None:
     """Over all shapes: of each variant, the geometric mean; 1 where it changes nothing."""
     for kind, wanted in (("few tokens", lambda tokens: tokens <= FEW), ("many tokens", lambda tokens: tokens > FEW)):
         found = [by_name for one in ratios for tokens, by_name in one.items() if wanted(tokens)]

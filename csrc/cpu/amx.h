@@ -63,6 +63,13 @@ struct I8Product {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
   }
 };
+// A without a sign.
+struct U8Product {
+  template <int C, int A, int B>
+  static ENGINEWRIGHT_INLINE void dot() {
+    asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+  }
+};
 
 }  // namespace
 }  // namespace enginewright

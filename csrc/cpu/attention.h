@@ -399,11 +399,12 @@ class PagedAttention final : public Kernel {
 };
 
 // The kernel for what the planes hold.
-template <class S, class Bf16Split = SplitAttention<S>, class E4m3Split = SplitAttention<S, E4m3Lines<S>>>
+template <class S, class Bf16Split = SplitAttention<S>, class I8Split = SplitAttentionI8<S>,
+          class E4m3Split = SplitAttention<S, E4m3Lines<S>>>
 std::unique_ptr<Kernel> make_attention(const Operands& operands, const Attributes& attributes) {
   switch (operand(operands, "key").dtype) {
     case DType::i8:
-      return make_kernel<PagedAttention<S, SplitAttentionI8<S>>>(operands, attributes);
+      return make_kernel<PagedAttention<S, I8Split>>(operands, attributes);
     case DType::e4m3:
       return make_kernel<PagedAttention<S, E4m3Split>>(operands, attributes);
     case DType::u4:

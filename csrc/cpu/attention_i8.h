@@ -51,7 +51,9 @@ class SplitAttentionI8 : public SplitBase<S> {
       });
     }
     float units[tile_rows];  // of the weights
-    softmax(tile, kv, scratch, ahead, partial, units);
+    softmax(tile, kv, scratch, ahead, partial, units, [](int8_t* row, int64_t position, F weights) {
+      S::store_two_bytes(row + 2 * position, weights);
+    });
     for (int64_t dim = 0; dim < width_; dim += kKeyGroups * 16) {
       const int64_t blocks = (width_ - dim) / 16 < kKeyGroups ? (width_ - dim) / 16 : kKeyGroups;
       for_row_chunks<S::tile_tokens / 2>(tile.rows, [&](int64_t row, auto chunk) {
@@ -61,13 +63,41 @@ class SplitAttentionI8 : public SplitBase<S> {
     }
   }
 
- private:
-  using Power = typename SplitBase<S>::Power;
+ protected:
   using SplitBase<S>::width_;
-  static constexpr float kLargestWeight = (1 << 2 * S::byte_bits) - 1;
 
   int64_t q_stride() const { return 2 * width_; }
   static int8_t* codes(const TileScratch& scratch) { return reinterpret_cast<int8_t*>(scratch.p); }
+
+  // Scores to weights, in codes(): two bytes of each, put there by store(row, position, 16 weights); and max
+  // and sum of the partial rows. units: what one of a row's weights is. In sweeps over all rows, so that one
+  // starts while another's maximum is still folded.
+  template <class Store>
+  void softmax(const TileQueries<int8_t>& tile, const SplitKv<int8_t>& kv, const TileScratch& scratch,
+               Ahead<S>& ahead, float* partial, float* units, const Store& store) const {
+    const int64_t positions = kv.groups * kGroup;
+    const auto row_of = [&](int64_t row) { return scratch.scores + row * kSplitPositions; };
+    const auto max_sum = [&](int64_t row) { return partial + row * partial_floats(width_) + width_; };
+    Power powers[kMostTileRows];
+    float per_unit[kMostTileRows];
+    for (int64_t row = 0; row < tile.rows; ++row) {
+      powers[row] = this->prepare(row_of(row), kv.begin, positions, tile.low[row], tile.high[row],
+                                  this->scale_ * tile.scale[row], max_sum(row));
+    }
+    for (int64_t row = 0; row < tile.rows; ++row) {
+      units[row] = weights(kv, powers[row], row_of(row), ahead, max_sum(row), &per_unit[row]);
+    }
+    for (int64_t row = 0; row < tile.rows; ++row) {
+      const F factor = S::set1(per_unit[row]);
+      const float* weight = row_of(row);
+      int8_t* out = codes(scratch) + row * 2 * kSplitPositions;
+      for (int64_t i = 0; i < positions; i += kGroup) store(out, i, S::mul(S::load(weight + i), factor));
+    }
+  }
+
+ private:
+  using Power = typename SplitBase<S>::Power;
+  static constexpr float kLargestWeight = (1 << 2 * S::byte_bits) - 1;
 
   // scores (R, kSplitPositions), without the query's scale, of R queries and some groups of keys from g on; N
   // groups at once, then half as many.
@@ -124,33 +154,6 @@ class SplitAttentionI8 : public SplitBase<S> {
     }
   }
 
-  // Scores to weights, each (rows, kSplitPositions / 4, 2 bytes, 4 positions), and max and sum of the partial
-  // rows; units: what one of a row's weights is. In sweeps over all rows, so that one starts while another's
-  // maximum is still folded.
-  void softmax(const TileQueries<int8_t>& tile, const SplitKv<int8_t>& kv, const TileScratch& scratch,
-               Ahead<S>& ahead, float* partial, float* units) const {
-    const int64_t positions = kv.groups * kGroup;
-    const auto row_of = [&](int64_t row) { return scratch.scores + row * kSplitPositions; };
-    const auto max_sum = [&](int64_t row) { return partial + row * partial_floats(width_) + width_; };
-    Power powers[tile_rows];
-    float per_unit[tile_rows];
-    for (int64_t row = 0; row < tile.rows; ++row) {
-      powers[row] = this->prepare(row_of(row), kv.begin, positions, tile.low[row], tile.high[row],
-                                  this->scale_ * tile.scale[row], max_sum(row));
-    }
-    for (int64_t row = 0; row < tile.rows; ++row) {
-      units[row] = weights(kv, powers[row], row_of(row), ahead, max_sum(row), &per_unit[row]);
-    }
-    for (int64_t row = 0; row < tile.rows; ++row) {
-      const F factor = S::set1(per_unit[row]);
-      const float* weight = row_of(row);
-      int8_t* out = codes(scratch) + row * 2 * kSplitPositions;
-      for (int64_t i = 0; i < positions; i += kGroup) {
-        S::store_two_bytes(out + 2 * i, S::mul(S::load(weight + i), factor));
-      }
-    }
-  }
-
   // A query's prepared scores to e^(s - max s) * value_scale in fp32, and the sum. Returns what a unit of
   // them is as integers, and its inverse.
   float weights(const SplitKv<int8_t>& kv, Power power, float* scores, Ahead<S>& ahead, float* max_sum,
@@ -174,7 +177,8 @@ class SplitAttentionI8 : public SplitBase<S> {
     return (zero ? 0.0f : largest / kLargestWeight) + S::reduce_add(lost);
   }
 
-  // out (R, partial_floats) = w · v for `blocks` x 16 dims from `dim` on. w: R rows of softmax_row.
+  // out (R, partial_floats) = w · v for `blocks` x 16 dims from `dim` on. w: R rows of
+  // codes(), (kSplitPositions / 4, 2 bytes, 4 positions).
   template <int R, int N = wide<S, 2 * R>>
   ENGINEWRIGHT_INLINE void weigh(const int8_t* w, const float* scales, const SplitKv<int8_t>& kv, int64_t dim,
                                  int64_t blocks, Ahead<S>& ahead, float* out) const {

@@ -361,18 +361,10 @@ class GemmW8A8Amx {
   const GemmW8A8<Avx512> few_;
 };
 
-// Between runs of K tiles would have to go through memory: several runs take the way without tiles, and so do
-// runs of FP8 that have scales of their own.
-inline std::unique_ptr<Kernel> make_w8a8_amx(const Operands& operands, const Attributes& attributes) {
-  if (GemmOperands(operands, attributes, DType::i8, DType::i8).groups > 1) {
-    return make_gemm<GemmW8A8<Avx512>>(operands, attributes);
-  }
-  return make_gemm<GemmW8A8Amx>(operands, attributes);
-}
-
 using GemmW8A16Amx = Gemm8A16Amx<I8Lines<Avx512>, I8Floats>;
 using GemmFp8A16Amx = Gemm8A16Amx<E4m3Lines<Avx512>, E4m3Floats>;
 
+// Runs of FP8 that have scales of their own take the way without tiles.
 inline std::unique_ptr<Kernel> make_fp8a16_amx(const Operands& operands, const Attributes& attributes) {
   if (GemmOperands(operands, attributes, DType::bf16, DType::e4m3).run_scale != nullptr) {
     return make_gemm<GemmFp8A16<Avx512>>(operands, attributes);

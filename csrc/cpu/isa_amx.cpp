@@ -9,7 +9,9 @@
 // Behind it, since they use Avx512.
 #include "attention.h"
 #include "attention_amx.h"
+#include "attention_amx_i8.h"
 #include "gemm_amx.h"
+#include "gemm_amx_a8.h"
 #include "head_gemm.h"
 #include "isa_end.h"
 
@@ -19,11 +21,13 @@ KernelTable amx_table() {
   KernelTable table = avx512_table();
   table["gemm_bf16@1"] = make_gemm<GemmBf16Amx>;
   table["gemm_fp8a16@1"] = make_fp8a16_amx;
+  table["gemm_mxfp4a8@1"] = make_gemm<GemmA8Amx<E2m1Codes<Avx512>>>;
+  table["gemm_w4a8@1"] = make_gemm<GemmA8Amx<U4Codes<Avx512>>>;
   table["gemm_w8a16@1"] = make_gemm<GemmW8A16Amx>;
   table["gemm_w8a8@1"] = make_w8a8_amx;
   table["head_gemm_bf16@1"] = make_kernel<HeadGemm<GemmBf16Amx>>;
   table["latent_attention@1"] = make_latent_attention<Avx512, AmxSplitAttention>;
-  table["paged_attention@1"] = make_attention<Avx512, AmxSplitAttention>;
+  table["paged_attention@1"] = make_attention<Avx512, AmxSplitAttention, AmxSplitAttentionI8>;
   return table;
 }
 

@@ -45,8 +45,9 @@ KernelTable fma_table() {
       {"gemm_w8a16@1", make_gemm<GemmFma<S, I8Floats<S>>>},
       {"head_gemm_bf16@1", make_kernel<HeadGemm<GemmFma<S, Bf16Floats<S>>>>},
       {"latent_attention@1", make_latent_attention<S, SplitAttentionFma<S, Bf16Floats<S>, uint16_t>>},
-      {"paged_attention@1", make_attention<S, SplitAttentionFma<S, Bf16Floats<S>, uint16_t>,
-                                           SplitAttentionFma<S, E4m3Floats<S>, uint8_t>>},
+      {"paged_attention@1",
+       make_attention<S, SplitAttentionFma<S, Bf16Floats<S>, uint16_t>, SplitAttentionI8<S>,
+                      SplitAttentionFma<S, E4m3Floats<S>, uint8_t>>},
   };
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from enginewright.errors import EngineDeadError, EngineError, UsageError
-from enginewright.runtime.outputs import NAN_LOGITS
+from enginewright.runtime.outputs import GRAMMAR, NAN_LOGITS
 from enginewright.runtime.prompts import PromptTooLongError
 from enginewright.runtime.sampling import SamplingParams
 
@@ -63,12 +63,17 @@ def shutting_down(drain_seconds: float) -> ApiError:
     return ApiError(503, "the server is shutting down", code="server_shutdown", headers=retry_after(drain_seconds))
 
 
-def nan_logits() -> ApiError:
-    return ApiError(500, "the model's logits are not numbers", code=NAN_LOGITS)
-
-
 def internal() -> ApiError:
     return ApiError(500, "the server has failed; its log says why", code="internal_error")
+
+
+def of_answer(stop_reason: int | str | None) -> ApiError:
+    """The error of an answer that has failed alone."""
+    if stop_reason == NAN_LOGITS:
+        return ApiError(500, "the model's logits are not numbers", code=NAN_LOGITS)
+    if stop_reason == GRAMMAR:
+        return ApiError(400, "to follow the answer's grammar takes too long: make it simpler", code=GRAMMAR)
+    return internal()
 
 
 def from_engine(error: EngineError, prompt_key: str) -> ApiError:

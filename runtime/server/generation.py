@@ -11,11 +11,11 @@ from starlette.types import Receive, Send
 
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.async_llm import AsyncRequest
-from enginewright.runtime.outputs import NAN_LOGITS, Delta
+from enginewright.runtime.outputs import Delta
 from enginewright.runtime.prompts import Conversation, Prompt
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.admission import Reservation
-from enginewright.runtime.server.errors import ApiError, from_engine, internal, nan_logits, shutting_down
+from enginewright.runtime.server.errors import ApiError, from_engine, internal, of_answer, shutting_down
 from enginewright.runtime.server.form import DONE, Choice, Form, Usage
 from enginewright.runtime.server.log import RequestLog
 from enginewright.runtime.server.wire import ClientGone, send_json, until_gone
@@ -174,7 +174,7 @@ class Generation:
         if delta.finish_reason == "abort":
             raise shutting_down(0)
         if delta.finish_reason == "error":
-            raise nan_logits() if delta.stop_reason == NAN_LOGITS else internal()
+            raise of_answer(delta.stop_reason)
         metrics.whole.observe(now - self._arrived)
 
     def _usage(self) -> Usage:

@@ -8,14 +8,16 @@ or a mistake.
 import re
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from enginewright.errors import UsageError
 from enginewright.runtime.prompts import Prompt
 from enginewright.runtime.sampling import MAX_BIASED_TOKENS, MAX_STOPS
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Include
+from enginewright.runtime.structured_outputs import StructuredOutputsParams
 
 COMPLETION_TOKENS = 16  # of a completion that names no max_tokens, as in OpenAI's API
 MAX_KEY_CHARS = 64
@@ -53,10 +55,6 @@ OFF: Mapping[str, Sequence[Any]] = {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": (),
     "length_penalty": (1.0,),
     "logits_processors": ([],),
@@ -68,11 +66,9 @@ OFF: Mapping[str, Sequence[Any]] = {
     "priority": (0,),
     "prompt_embeds": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -113,6 +109,32 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None  # vLLM's: the usage so far, in each event
 
 
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a response_format."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # an answer always follows its schema
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def structure(self) -> dict[str, Any]:
+        """Arguments of StructuredOutputsParams; none if it asks for nothing."""
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ApiError(400, "response_format has no json_schema", param="response_format.json_schema")
+        match self.type:
+            case "json_schema" if self.json_schema is not None:
+                return {"json": self.json_schema.schema}
+            case "json_object":
+                return {"json_object": True}
+            case _:
+                return {}
+
+
 class Body(msgspec.Struct, kw_only=True):
     """What both kinds of request have; SAMPLING are SamplingParams' own names."""
 
@@ -139,10 +161,34 @@ class Body(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None  # fields of StructuredOutputsParams
+    guided_choice: list[str] | None = None  # older names of vLLM's for its fields
+    guided_grammar: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
 
     def sampling(self) -> dict[str, Any]:
         """Arguments of default_params, but for max_tokens and logprobs."""
-        return {name: getattr(self, name) for name in SAMPLING}
+        return {name: getattr(self, name) for name in SAMPLING} | {"structured_outputs": self._structure()}
+
+    def _structure(self) -> StructuredOutputsParams | None:
+        """What the answer has to be. Raises ApiError where several keys say it, or one says what cannot be."""
+        asked = {} if self.response_format is None else {"response_format": self.response_format.structure()}
+        asked["structured_outputs"] = self.structured_outputs or {}
+        for kind in ("choice", "grammar", "json", "regex"):
+            value = getattr(self, f"guided_{kind}")
+            asked[f"guided_{kind}"] = {} if value is None else {kind: value}
+        given = {key: arguments for key, arguments in asked.items() if arguments}
+        if len(given) > 1:
+            first, second, *_ = given
+            raise ApiError(400, f"{first} and {second} cannot be combined", param=second)
+        for key, arguments in given.items():
+            try:
+                return StructuredOutputsParams(**arguments)
+            except UsageError as error:
+                raise ApiError(400, f"{key}: {error}", param=key, code="invalid_value") from None
+        return None
 
     def prompts(self) -> list[Prompt]:
         """What is to be answered. Raises ApiError for what cannot be."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from enginewright.runtime.outputs import CompletionOutput, RequestOutput
     from enginewright.runtime.prompts import TextPrompt, TokensPrompt
     from enginewright.runtime.sampling import RequestOutputKind, SamplingParams
+    from enginewright.runtime.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -21,6 +22,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -41,6 +43,8 @@ def __getattr__(name: str) -> Any:
             module = "prompts"
         case "RequestOutputKind" | "SamplingParams":
             module = "sampling"
+        case "StructuredOutputsParams":
+            module = "structured_outputs"
         case _:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"enginewright.runtime.{module}"), name)

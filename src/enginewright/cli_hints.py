@@ -77,7 +77,11 @@ OPTIONS: Mapping[str, str] = {
         ("--system-prompt -sys", "Write --system, beside --chat."),
         ("--conversation -cnv", "Ask one question with --chat, or serve the engine with engine run."),
         ("--file -f", 'Give the text itself: --prompt "$(cat FILE)".'),
-        ("--grammar --json-schema --guided-decoding-backend --structured-outputs-config", _NOT_IMPLEMENTED),
+        ("--grammar-file", 'Give the grammar itself: --grammar "$(cat FILE)".'),
+        (
+            "--guided-decoding-backend --structured-outputs-config",
+            "Structured outputs need no setting: requests ask for them.",
+        ),
         ("--enable-auto-tool-choice --tool-call-parser --reasoning-parser", _NOT_IMPLEMENTED),
         ("--enable-lora --lora-modules --lora", _NOT_IMPLEMENTED),
         ("--speculative-config --speculative-model --model-draft -md", _NOT_IMPLEMENTED),

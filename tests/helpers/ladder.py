@@ -6,6 +6,8 @@ from enginewright.runtime.token_mask import WORD_BITS, Mask
 class Ladder:
     """taken: the tokens so far. What it did not allow fails at once."""
 
+    failed = False
+
     def __init__(self, vocab_size: int, start: int, highest: int = 5) -> None:
         self._vocab_size, self._last, self._highest = vocab_size, start, highest
         self.taken: list[int] = []

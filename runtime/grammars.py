@@ -1,0 +1,178 @@
+"""Grammars that answers follow, compiled and walked by llguidance (https://github.com/guidance-ai/llguidance).
+
+An answer's grammar is walked by a thread of its own, beside the layers of the step that needs its mask: llguidance lets
+go of Python's lock for all that takes time.
+"""
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from enginewright.errors import EngineError, UsageError
+from enginewright.runtime.structured_outputs import StructuredOutputsParams
+from enginewright.runtime.token_mask import Mask, num_words
+from enginewright.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+WALKERS = 4  # threads: so many grammars that take long hold up no other
+CACHED = 256  # compiled grammars that are kept
+
+# What may be between the parts of JSON: nothing, a space, or a new line and its indentation. With any number of them,
+# a model may write nothing else until its tokens end.
+WHITESPACE = r" |\n[ \t]{0,40}"
+
+# Of llguidance, below its own. What is beyond: grammars that are ambiguous without end, and expressions whose
+# automata explode. A mask takes 50 us as a rule; at these, 0.1 s.
+LIMITS: Mapping[str, Any] = {
+    "initial_lexer_fuel": 500_000,
+    "max_grammar_size": 100_000,
+    "max_items_in_row": 500,
+    "max_lexer_states": 20_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 10_000,
+    "verbose_errors": False,
+}
+
+
+class Grammars:
+    """What grammars of one engine share: its vocabulary as a trie, those that were compiled, and threads.
+
+    Nothing of it is made before the first request asks. `compile` may be called from any thread.
+
+    Args:
+        tokenizer: of the engine.
+        vocab_size: width of the logits.
+        eos_token_ids: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, eos_token_ids
+        self._lock = threading.Lock()  # of all that follows
+        self._trie: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the latest last
+        self._tasks: SimpleQueue[GrammarWalk | None] = SimpleQueue()  # None: the end of a thread
+        self._threads: list[threading.Thread] = []
+
+    def compile(self, wanted: StructuredOutputsParams, count: int) -> list["GrammarWalk"]:
+        """A grammar for each of `count` answers, whose first masks are being made.
+
+        Raises:
+            UsageError: it cannot be compiled, or takes too much.
+        """
+        matcher = self._compile(wanted)
+        return [GrammarWalk(matcher.deep_copy(), self._vocab_size, self._tasks) for _ in range(count)]
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _compile(self, wanted: StructuredOutputsParams) -> "LLMatcher":
+        from llguidance import LLMatcher, LLParserLimits  # takes 0.1 s
+
+        if not self._ends:
+            raise UsageError("structured_outputs need a model that ends its answers", "this one has no such token")
+        key = wanted.key
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key]
+            trie = self._ready_trie()
+        try:
+            matcher = LLMatcher(trie, _source(wanted), log_level=0, limits=LLParserLimits(**LIMITS))
+        except Exception as error:  # what reads GBNF raises no narrower class
+            raise UsageError("structured_outputs cannot be compiled", _reason(str(error))) from error
+        if matcher.is_error():
+            raise UsageError("structured_outputs cannot be compiled", _reason(matcher.get_error()))
+        with self._lock:
+            self._compiled[key] = matcher
+            if len(self._compiled) > CACHED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _ready_trie(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        if self._trie is None:
+            try:
+                self._trie = LLTokenizer(self._tokenizer.to_json(), self._vocab_size, list(self._ends))
+            except ValueError as error:
+                why = _reason(str(error))
+                raise EngineError("this engine's tokenizer cannot be used for structured outputs", why) from error
+            for number in range(WALKERS):
+                thread = threading.Thread(target=_walk, args=(self._tasks,), name=f"grammar-{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        return self._trie
+
+
+class GrammarWalk:
+    """One answer's way through its grammar: a Grammar (token_mask.py).
+
+    failed: no token may come next because a limit was passed.
+    """
+
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, tasks: "SimpleQueue[GrammarWalk | None]") -> None:
+        self._matcher, self._num_words, self._tasks = matcher, num_words(vocab_size), tasks
+        self._token: int | None = None  # that the next mask comes behind; None: it is the first
+        self._done: SimpleQueue[Mask] = SimpleQueue()
+        self._mask: Mask | None = None  # of the token that comes next; None: it is being made
+        self.failed = False
+        tasks.put(self)
+
+    def allow(self, mask: Mask) -> None:
+        if self._mask is None:
+            self._mask = self._done.get()
+        mask[:] = self._mask
+
+    def take(self, token: int) -> None:
+        self._mask, self._token = None, token
+        self._tasks.put(self)
+
+    def go_on(self) -> None:
+        """Make the next mask; none where the answer is complete."""
+        matcher, mask = self._matcher, np.zeros(self._num_words, np.uint32)
+        if self._token is not None:
+            matcher.consume_token(self._token)
+        if not matcher.is_error():
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+            mask[: len(bits)] = bits[: len(mask)]
+        self.failed = matcher.is_error()
+        self._done.put(mask)
+
+
+def _walk(tasks: "SimpleQueue[GrammarWalk | None]") -> None:
+    while (task := tasks.get()) is not None:
+        task.go_on()
+
+
+def _source(wanted: StructuredOutputsParams) -> str:
+    """In llguidance's own form. Raises ValueError."""
+    from llguidance import LLMatcher, regex_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if wanted.regex is not None:  # \d, \w and \s are those of ASCII
+        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(wanted.regex, 'dws')}/")
+    if wanted.choice is not None:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in wanted.choice))
+    if wanted.grammar is not None:
+        return LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
+    schema = dict(wanted.json) if isinstance(wanted.json, Mapping) else {"type": "object"}
+    if wanted.disable_any_whitespace:
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+    pattern = WHITESPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": pattern})
+
+
+def _reason(text: str) -> str:
+    """An error of llguidance's without the source that it shows below."""
+    return " ".join(re.split(r"^ *\d+ \|", text, maxsplit=1, flags=re.MULTILINE)[0].split())

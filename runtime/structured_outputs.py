@@ -1,0 +1,104 @@
+"""What an answer has to be: JSON, a match of a regular expression, one of several texts, or a sentence of a grammar."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgspec
+
+from enginewright.errors import UsageError, shorten
+from enginewright.runtime.checks import require, require_known
+
+MAX_CHARS = 128 << 10  # of a schema as JSON, an expression, a grammar, or all texts of a choice
+MAX_CHOICES = 10_000
+MAX_PROPERTIES = 1000  # of all objects of a schema: where all are optional, to compile them is quadratic
+
+
+@dataclass(slots=True)
+class StructuredOutputsParams:
+    """One of the first five, under vLLM's names.
+
+    Raises:
+        UsageError: none of them is given, or several, or one that cannot be.
+    """
+
+    json: str | Mapping[str, Any] | None = None  # a JSON schema, as text or as it is decoded
+    regex: str | None = None  # that the whole answer matches, in the syntax of Rust's regex crate
+    choice: Sequence[str] | None = None
+    grammar: str | None = None  # context-free: llguidance's Lark, or llama.cpp's GBNF
+    json_object: bool | None = None  # any JSON object
+    disable_any_whitespace: bool = False  # between the parts of JSON
+    whitespace_pattern: str | None = None  # regular expression of what may be there; None: a space or a new line
+
+    def __new__(cls, *args: Any, **options: Any) -> "StructuredOutputsParams":
+        """Refuses names that are none; `__init__` would raise a TypeError."""
+        require_known(options, cls.__dataclass_fields__, "structured output")
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json, str):
+            try:
+                self.json = msgspec.json.decode(self.json, type=dict[str, Any])
+            except (msgspec.MsgspecError, RecursionError) as error:
+                raise UsageError("structured_outputs.json is no JSON schema", str(error)) from error
+        kinds = [name for name in KINDS if getattr(self, name) is not None]
+        require(len(kinds) == 1, "structured_outputs", f"must have one of {', '.join(KINDS)}, not {len(kinds)}")
+        require(self.json_object in (None, True), "structured_outputs.json_object", "must be true")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            is_text = value is None or (isinstance(value, str) and value != "")
+            require(is_text, f"structured_outputs.{name}", f"must be a text, not {shorten(value)}")
+        require(
+            isinstance(self.json, Mapping | None),
+            "structured_outputs.json",
+            f"must be a JSON schema, not {shorten(self.json)}",
+        )
+        num_chars, kind = len(self.key), kinds[0]
+        require(num_chars <= MAX_CHARS, f"structured_outputs.{kind}", f"must not be longer than {MAX_CHARS} characters")
+        if self.choice is not None:
+            self._check_choice(self.choice)
+        if self.json is not None:
+            num_properties = sum(_num_properties(self.json))
+            rule = f"must not name more than {MAX_PROPERTIES} properties, not {num_properties}"
+            require(num_properties <= MAX_PROPERTIES, "structured_outputs.json", rule)
+        require(isinstance(self.disable_any_whitespace, bool), "disable_any_whitespace", "must be true or false")
+
+    @staticmethod
+    def _check_choice(choice: Sequence[str]) -> None:
+        some = isinstance(choice, list | tuple) and len(choice) > 0 and all(isinstance(one, str) for one in choice)
+        require(some, "structured_outputs.choice", "must be texts, one at least")
+        rule = f"must not hold more than {MAX_CHOICES} texts"
+        require(len(choice) <= MAX_CHOICES, "structured_outputs.choice", rule)
+
+    @classmethod
+    def of(cls, given: Any) -> "StructuredOutputsParams":
+        """One of these, or a mapping of its fields, checked. Raises UsageError for anything else."""
+        if isinstance(given, StructuredOutputsParams):
+            return cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
+        require(isinstance(given, Mapping), "structured_outputs", f"must be a mapping, not {shorten(given)}")
+        return cls(**given)
+
+    @property
+    def key(self) -> str:
+        """The same for what asks for the same."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        try:
+            return msgspec.json.encode(given).decode()
+        except (TypeError, ValueError, RecursionError) as error:  # also half of a surrogate pair
+            raise UsageError("structured_outputs holds what is no JSON", str(error)) from error
+
+
+KINDS = tuple(StructuredOutputsParams.__dataclass_fields__)[:5]
+
+
+def _num_properties(schema: Any) -> Iterator[int]:
+    """Of each object that a schema describes."""
+    rest = [schema]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, Mapping):
+            properties = one.get("properties")
+            yield len(properties) if isinstance(properties, Mapping) else 0
+            rest += one.values()
+        elif isinstance(one, list | tuple):
+            rest += one

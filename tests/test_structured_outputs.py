@@ -1,0 +1,284 @@
+"""Answers that have to be something: JSON of a schema, a match, one of some texts, a sentence of a grammar."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import openai
+import pydantic
+import pytest
+from click.testing import CliRunner
+
+from enginewright import LLM, SamplingParams, StructuredOutputsParams
+from enginewright.cli import main
+from enginewright.errors import UsageError
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "kind": {"enum": ["cat", "dog"]},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 2},
+    },
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+
+
+class Person(pydantic.BaseModel, extra="forbid"):
+    """What PERSON describes."""
+
+    name: str = pydantic.Field(max_length=5)
+    kind: Literal["cat", "dog"]
+    ages: list[Annotated[int, pydantic.Field(ge=0, le=99)]] = pydantic.Field(default=[], max_length=2)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(tiny_engine(), **LIMITS) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(served_model_names=("tiny",)) as opened:
+        yield opened
+
+
+def texts(llm: LLM, n: int = 4, **wanted: Any) -> list[str]:
+    """Random answers that have come to their own end."""
+    structured = StructuredOutputsParams(**wanted)
+    params = SamplingParams(n=n, max_tokens=400, seed=3, structured_outputs=structured)
+    (output,) = llm.generate(["An answer: "], params)
+    assert {one.finish_reason for one in output.outputs} == {"stop"}
+    return [one.text for one in output.outputs]
+
+
+def test_json_follows_its_schema(llm: LLM) -> None:
+    found = texts(llm, 8, json=PERSON)
+    assert len(set(found)) == 8
+    for text in found:
+        Person.model_validate_json(text)
+    assert found == texts(llm, 8, json=json.dumps(PERSON)), "the text of a schema is the schema"
+
+
+def test_a_structure_does_not_care_for_company(llm: LLM) -> None:
+    wanted = [{"json": PERSON}, {"regex": r"\d{2}-[a-c]+"}, {"choice": ["cat", "caterpillar"]}]
+    params = [SamplingParams(max_tokens=40, seed=1, structured_outputs=one) for one in wanted]  # type: ignore[arg-type]
+    free = SamplingParams(max_tokens=40, seed=1)
+    prompts = ["One: ", "Two: ", "Three: ", "Four: "]
+    together = llm.generate(prompts, [*params, free])
+    alone = [llm.generate([prompt], [one])[0] for prompt, one in zip(prompts, [*params, free], strict=True)]
+    assert [one.outputs[0] for one in together] == [one.outputs[0] for one in alone]
+
+
+@pytest.mark.parametrize(
+    ("schema", "pattern"),
+    [
+        ({"const": 'é"/'}, r'"é\\"/"'),
+        ({"type": "string", "format": "date"}, r'"\d{4}-\d\d-\d\d"'),
+        ({"type": "string", "pattern": "^[ab]{3}$"}, '"[ab]{3}"'),
+        ({"oneOf": [{"const": 1}, {"const": None}]}, "1|null"),
+        ({"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}, r"\[\s*(true|false)\s*,.*\]"),
+        ({"$defs": {"a": {"enum": [0.5]}}, "$ref": "#/$defs/a"}, r"0\.5"),
+    ],
+)
+def test_schemas(llm: LLM, schema: dict[str, Any], pattern: str) -> None:
+    for text in texts(llm, 2, json=schema):
+        json.loads(text)
+        assert re.fullmatch(pattern, text, re.DOTALL), text
+
+
+def test_whitespace_has_an_end(llm: LLM) -> None:
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
+    found = {*texts(llm, 8, json=schema)}
+    assert len(found) > 1 and all(re.fullmatch(r"(\S( |\n[ \t]{0,40})?)+", text) for text in found)
+    assert {*texts(llm, json=schema, disable_any_whitespace=True)} == {"[1,1,1]"}
+    assert all(text.replace("_", "") == "[1,1,1]" for text in texts(llm, json=schema, whitespace_pattern="_"))
+
+
+def test_other_structures(llm: LLM) -> None:
+    assert {*texts(llm, 16, choice=["a|b", '"d', "é\n"])} == {"a|b", '"d', "é\n"}
+    assert all(re.fullmatch(r"[0-9]{3}/[^\s]", text) for text in texts(llm, regex=r"\d{3}/\S"))
+    assert all(re.fullmatch("ab{1,3}", text) for text in texts(llm, grammar='start: "a" /b{1,3}/'))
+    assert all(re.fullmatch("[xy]z", text) for text in texts(llm, grammar='root ::= ("x" | "y") z\nz ::= "z"'))
+
+
+def test_the_end_is_the_grammars(llm: LLM) -> None:
+    (output,) = llm.generate(["x"], SamplingParams(max_tokens=2, structured_outputs={"json": PERSON}))
+    assert output.outputs[0].finish_reason == "length", "max_tokens cuts what is not complete"
+    params = SamplingParams(max_tokens=9, logprobs=1, structured_outputs={"choice": ["yes"]})
+    (choice,) = llm.generate(["x"], params)[0].outputs
+    assert choice.text == "yes" and choice.logprobs is not None
+    assert all(one[token].logprob < 0 for one, token in zip(choice.logprobs, choice.token_ids, strict=True))
+
+
+def test_a_grammar_beyond_its_limits_fails_alone(llm: LLM) -> None:
+    hard = SamplingParams(
+        max_tokens=400,
+        seed=0,
+        logit_bias=dict.fromkeys(llm.engine.eos_token_ids, -100),
+        structured_outputs={"grammar": 'start: s\ns: s s | s s s | "a" | ""'},  # type: ignore[arg-type]
+    )
+    free = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    failed, whole = llm.generate(["One", "Two"], [hard, free])
+    assert (failed.outputs[0].finish_reason, failed.outputs[0].stop_reason) == ("error", "grammar")
+    assert whole.outputs == llm.generate(["Two"], free)[0].outputs
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "must have one of json, regex, choice, grammar, json_object, not 0"),
+    ({"regex": "a", "choice": ["a"]}, "not 2"),
+    ({"jsn": {}}, "there is no structured output called jsn: did you mean json?"),
+    ({"json": "{"}, "is no JSON schema"),
+    ({"json": "[]"}, "is no JSON schema"),
+    ({"json": 5}, "structured_outputs.json must be a JSON schema, not 5"),
+    ({"json_object": False}, "json_object must be true"),
+    ({"regex": ""}, "structured_outputs.regex must be a text"),
+    ({"choice": []}, "must be texts, one at least"),
+    ({"choice": "yes"}, "must be texts"),
+    ({"choice": ["x"] * 10_001}, "must not hold more than 10000 texts"),
+    ({"grammar": "x" * 200_000}, "must not be longer than 131072 characters"),
+    ({"json": {"properties": {f"p{n}": {} for n in range(1001)}}}, "must not name more than 1000 properties, not 1001"),
+    ({"json": {"const": "\ud800"}}, "holds what is no JSON"),
+]
+UNCOMPILABLE: list[tuple[dict[str, Any], str]] = [
+    ({"json": {"type": "foo"}}, "Invalid type: foo"),
+    ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
+    ({"json": {"type": "string", "format": "wombat"}}, "Unknown format: wombat"),
+    ({"json": {"enum": []}}, "Unsatisfiable"),
+    ({"json": {"$ref": "#/$defs/none"}}, ""),
+    ({"json": {"allOf": [{"anyOf": [{"required": [f"{n}{m}"]} for n in range(9)]} for m in range(20)]}}, ""),
+    ({"regex": "(a"}, "unclosed group"),
+    ({"regex": "(" * 5000 + "a" + ")" * 5000}, ""),
+    ({"grammar": "start: other"}, 'unknown name: "other"'),
+    ({"grammar": "root ::= ("}, ""),
+    ({"grammar": "("}, ""),
+    ({"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "nested"),
+    ({"whitespace_pattern": "(", "json_object": True}, ""),
+]
+
+
+@pytest.mark.parametrize(("wanted", "why"), WRONG)
+def test_what_cannot_be_asked(wanted: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(why)):
+        SamplingParams(structured_outputs=wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("wanted", "why"), UNCOMPILABLE)
+def test_what_cannot_be_compiled(llm: LLM, wanted: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=f"structured_outputs cannot be compiled: .*{re.escape(why)}"):
+        llm.generate(["x"], SamplingParams(structured_outputs=wanted))  # type: ignore[arg-type]
+
+
+def test_deep_json_is_refused(llm: LLM) -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(500):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(UsageError, match="recursion limit exceeded"):
+        llm.generate(["x"], SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
+
+
+@pytest.mark.parametrize("also", [{"ignore_eos": True}, {"min_tokens": 2}])
+def test_what_would_keep_an_answer_from_its_end(also: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="makes no sense with structured_outputs"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True), **also)
+
+
+# Over HTTP
+
+
+def test_response_format(server: Running, llm: LLM) -> None:
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    asked = {"max_tokens": 400, "seed": 5, "temperature": 1}
+    found = client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Person, **asked)  # type: ignore[call-overload]
+    (choice,) = found.choices
+    assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Person)
+    named = {"type": "json_schema", "json_schema": {"name": "p", "schema": Person.model_json_schema(), "strict": True}}
+    body = {"messages": HELLO, "response_format": named, "stream": True}
+    events = server.post(CHAT, asked | body).events
+    Person.model_validate_json("".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1]))
+    answer = server.complete("x", ignore_eos=None, response_format={"type": "json_object"}, **asked)
+    if answer["choices"][0]["finish_reason"] == "stop":
+        assert isinstance(json.loads(answer["choices"][0]["text"]), dict)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"choice": ["ab", "ac"]}},
+        {"guided_choice": ["ab", "ac"]},
+        {"guided_regex": "a[bc]"},
+        {"guided_grammar": 'start: "a" /[bc]/'},
+        {"guided_json": {"enum": ["ab", "ac"]}},
+    ],
+)
+def test_vllms_names(server: Running, asked: dict[str, Any]) -> None:
+    (choice,) = server.complete("x", max_tokens=20, temperature=1, ignore_eos=None, **asked)["choices"]
+    assert choice["text"].strip('"') in ("ab", "ac") and choice["finish_reason"] == "stop"
+
+
+REFUSED: list[tuple[dict[str, Any], str | None]] = [
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_regex": "(a"}, "structured_outputs"),
+    ({"guided_json": {"type": "foo"}}, "structured_outputs"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+]
+
+
+@pytest.mark.parametrize(("asked", "param"), REFUSED)
+def test_refusals(server: Running, asked: dict[str, Any], param: str | None) -> None:
+    answer = server.post(COMPLETIONS, {"prompt": "x", **asked})
+    assert (answer.status, answer.error["param"]) == (400, param), answer.error
+
+
+def test_a_grammar_beyond_its_limits_over_http(server: Running) -> None:
+    grammar = 'start: s\ns: s s | s s s | "a" | ""'
+    ends = {str(token): -100 for token in (1, 2)}
+    answer = server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 400, "guided_grammar": grammar, "logit_bias": ends})
+    assert (answer.status, answer.error["code"]) == (400, "grammar")
+
+
+# The command
+
+
+def test_engine_generate(tmp_path: Path) -> None:
+    def run(*options: str) -> str:
+        result = CliRunner().invoke(main, ["generate", str(tiny_engine()), "-p", "x", "--temperature", "1", *options])
+        assert result.exit_code == 0, result.stderr
+        return result.stdout.strip()
+
+    assert run("--choice", "up", "--choice", "down") in ("up", "down")
+    Person.model_validate_json(run("--json-schema", json.dumps(PERSON), "--max-tokens", "400"))
+    assert re.fullmatch("a[0-9]", run("--regex", r"a\d"))
+    assert run("--grammar", 'start: "z"') == "z"
+
+
+def test_a_batch(tmp_path: Path) -> None:
+    lines = [
+        {"id": 1, "prompt": "x", "structured_outputs": {"choice": ["up"]}},
+        {
+            "custom_id": "2",
+            "method": "POST",
+            "url": COMPLETIONS,
+            "body": {
+                "prompt": "x",
+                "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 7}}},
+            },
+        },
+    ]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
+    result = CliRunner().invoke(main, ["generate", str(tiny_engine()), "--input", str(tmp_path / "in")])
+    assert result.exit_code == 0, result.stderr
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert first["text"] == "up" and second["response"]["body"]["choices"][0]["text"] == "7"
