@@ -11,7 +11,7 @@ from enginewright.builder.tensors import Read, Tensors
 from enginewright.errors import UnsupportedModelError
 from enginewright.passes.quant.act_order import ActOrdered
 from enginewright.passes.quant.method import forget_format, pick_weight, stack_weights, stored
-from enginewright.passes.weights import RowReader, RowsTensor, shape_of, turned_by_head
+from enginewright.passes.weights import RowReader, RowsTensor, open_rows, shape_of, turned_by_head
 
 STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 NAMES_SHOWN = 5
@@ -44,6 +44,7 @@ class Weights:
         self._any_quantized = False
         self._inside = "model."
         self._renamed: dict[str, str] = {}
+        self._factors: dict[str, torch.Tensor] = {}
         self._notes: dict[str, int] = {}
 
     @property
@@ -125,6 +126,15 @@ class Weights:
         """Rows of a layer, or numbers of a vector, are from now on in this order, of what they were."""
         place = self._stored.get(name, _Stored(name, len(order), range(len(order))))
         self._stored[name] = replace(place, rows=[place.rows[row] for row in order])
+
+    def multiply(self, name: str, *factors: tuple[int, float]) -> None:
+        """Rows of a layer's weight (not of its bias) are multiplied in fp32, after their rounding. In a format it is
+        restored.
+
+        Args:
+            factors: (rows, their factor), for all rows.
+        """
+        self._factors[f"{name}.weight"] = torch.cat([torch.full((rows, 1), factor) for rows, factor in factors])
 
     def table(self, name: str, shape: tuple[int, ...]) -> ir.Value:
         """As `tensor`, of a weight whose rows are looked up. In formats that no kernel looks up it is restored."""
@@ -256,11 +266,26 @@ class Weights:
         quantized = self._format.weight(self._stored_as(name), shape) if self._format and matrix else None
         self._any_quantized |= quantized is not None
         if quantized is not None:
-            return quantized.initializer()
+            return self._multiplied(name, quantized.initializer())
         across = transposed and matrix
         read = self._take(name, shape[::-1] if across else shape)
         turned = (lambda: read().t()) if across else read
-        return RowsTensor(name, torch.float32, shape, lambda: _rounded(turned, offset, scale)).initializer()
+        tensor = RowsTensor(name, torch.float32, shape, lambda: _rounded(turned, offset, scale))
+        return self._multiplied(name, tensor.initializer())
+
+    def _multiplied(self, name: str, value: ir.Value) -> ir.Value:
+        """As `multiply` has it."""
+        factors = self._factors.get(name)
+        if factors is None:
+            return value
+        if self._format and stored(value):
+            self._format.note("a weight that the model multiplies by a factor is restored to bfloat16")
+
+        def open() -> RowReader:
+            reader = open_rows(value)
+            return lambda begin, end: reader(begin, end) * factors[begin:end]
+
+        return RowsTensor(name, torch.float32, shape_of(value), open).initializer()
 
 
 def _rounded(read: Read, offset: float = 0.0, scale: float = 1.0) -> RowReader:

@@ -35,6 +35,8 @@ CUTS = (1, 7, 64)
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in HYBRIDS),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_n_heads": 6, "mamba_n_groups": 3, "ssm_multipliers": None}),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "mamba_d_ssm": None}),
     ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
     ("lfm2", {"layer_types": None, "full_attn_idxs": [0], "tie_embedding": False, "rope_theta": 777.0}),
     ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0, "num_experts_per_tok": 5}),
@@ -255,6 +257,9 @@ def test_what_transformers_saves_can_be_built(family: str) -> None:
         ("nemotron_h", {"n_groups": 4}, "no multiple of n_groups"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu'"),
         ("nemotron_h", {"sliding_window": 7}, "no windows"),
+        ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers has 1 factors, not 2"),
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias = True"),
+        ("falcon_h1", {"mamba_proj_bias": True}, "mamba_proj_bias = True"),
         ("lfm2", {"layer_types": ["conv", "mamba", "conv"]}, "layer_types has 'mamba'"),
         ("lfm2", {"layer_types": ["conv"]}, "names 1 layers, but num_hidden_layers is 3"),
         ("lfm2", {"conv_L_cache": 9}, "conv_L_cache = 9"),

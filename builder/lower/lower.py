@@ -38,6 +38,7 @@ from enginewright.plan import (
     RecurrentState,
     StateTensor,
     WeightOperand,
+    cache_of,
     linear,
 )
 from enginewright.plugins import binding_of, plugin_of
@@ -300,7 +301,7 @@ class _Lowering:
                 padded = -(-columns // COLUMN_ALIGN) * COLUMN_ALIGN if whole else operand.columns
                 return Matrix(dtype, rows, operand.columns, Buffer(dtype, rows, columns, 0).stride, padded)
             case CacheOperand():
-                (group,) = (group for group in self.groups if operand.layer in group.layers)
+                group = cache_of(self.groups, operand)
                 if isinstance(group, RecurrentState):
                     (tensor,) = (tensor for tensor in group.tensors if tensor.name == operand.part)
                     elements = math.prod(tensor.shape)

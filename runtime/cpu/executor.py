@@ -19,6 +19,7 @@ from enginewright.plan import (
     Operand,
     PagedCache,
     WeightOperand,
+    cache_of,
 )
 from enginewright.runtime import env
 from enginewright.runtime.count import format_bytes
@@ -164,7 +165,7 @@ class CpuExecutor:
                     buffer.stride - buffer.columns if whole else 0,
                 )
             case CacheOperand():
-                group = self.plan.cache_of(operand.layer)
+                group = cache_of(self.plan.caches, operand)
                 places, layer = self.pools[self.plan.caches.index(group)], group.layers.index(operand.layer)
                 if isinstance(places, _cpu.StateSlots):
                     return _cpu.OperandSpec.state(places, layer, operand.part)

@@ -30,6 +30,7 @@ from enginewright.plan import (
     RecurrentState,
     StepSizes,
     WeightOperand,
+    cache_of,
 )
 from enginewright.runtime.cuda.device import Device, Grid, OnGrid
 from enginewright.runtime.cuda.sampling import PIPELINE_SLOTS, DeviceSampler, SamplerLimits
@@ -188,10 +189,8 @@ class CudaExecutor:
                 buffer = self.plan.buffers[operand.index]
                 return self._buffers[operand.index] + operand.column * buffer.element_bytes
             case CacheOperand():
-                for pool, group in zip(self._pools, self.plan.caches, strict=True):
-                    if operand.layer in group.layers:
-                        return pool + group.offset_bytes(operand.layer, operand.part)
-        raise CorruptEngineError("the plan is damaged", f"{operand} is nowhere")
+                group = cache_of(self.plan.caches, operand)
+                return self._pools[self.plan.caches.index(group)] + group.offset_bytes(operand.layer, operand.part)
 
 
 def buckets_for(most: int) -> tuple[int, ...]:

@@ -207,6 +207,11 @@ class CacheOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     part: str  # the name of a plane or of a state's tensor
 
 
+def cache_of(groups: Sequence[CacheGroup], operand: CacheOperand) -> CacheGroup:
+    """The group that has a part of a layer's cache: a layer may be in two, with attention and a recurrence."""
+    return next(group for group in groups if operand.layer in group.layers and operand.part in group.parts)
+
+
 Operand = InputOperand | WeightOperand | BufferOperand | CacheOperand
 
 
@@ -327,9 +332,8 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
                         known = tensor.dtype in DTYPES and DTYPES[tensor.dtype].bytes
                         require(known, f"unknown dtype {tensor.dtype!r}")
             require(min(fields) > 0 and max(fields) < 2**31, "a cache has no size")
-        layers = [layer for group in self.caches for layer in group.layers]
-        require(len(set(layers)) == len(layers), "two caches are of one layer")
-        parts = {(layer, part) for group in self.caches for layer in group.layers for part in group.parts}
+        parts = [(layer, part) for group in self.caches for layer in group.layers for part in group.parts]
+        require(len(set(parts)) == len(parts), "two caches have the same part of one layer")
         for call in self.calls:
             cost = call.cost.of_token, call.cost.of_position, call.cost.window
             require(min(cost) >= 0 and max(cost) < 2**53, f"{call.kernel} has no cost")
@@ -411,7 +415,3 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
     def state_bytes_per_sequence(self) -> int:
         return sum(state.bytes_per_sequence for state in self.recurrent_states)
-
-    def cache_of(self, layer: int) -> CacheGroup:
-        """The group that has a layer's cache."""
-        return next(group for group in self.caches if layer in group.layers)

@@ -1,7 +1,7 @@
 """What decoders are put together from: each block is a frozen config that writes its own nodes into a graph."""
 
 from enginewright.builder.models.blocks.attention import Attention, Heads
-from enginewright.builder.models.blocks.decoder import Layer, write_decoder
+from enginewright.builder.models.blocks.decoder import Layer, SideBySide, write_decoder
 from enginewright.builder.models.blocks.embedding import Embedding
 from enginewright.builder.models.blocks.experts import ExpertNames, Experts, Routing
 from enginewright.builder.models.blocks.gated_delta_net import GatedDeltaNet
@@ -31,5 +31,6 @@ __all__ = [
     "RmsNorm",
     "Routing",
     "ShortConv",
+    "SideBySide",
     "write_decoder",
 ]

@@ -19,9 +19,25 @@ from enginewright.builder.models.blocks.rope import Rope, RopeTable
 from enginewright.builder.models.blocks.short_conv import ShortConv
 from enginewright.builder.weights import Weights
 
-Mixer = Attention | LatentAttention | GatedDeltaNet | Mamba2 | ShortConv  # looks at the tokens before
 TokenMlp = GatedMlp | Mlp | Experts  # looks at each token by itself
 Norm = RmsNorm | LayerNorm
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Attention and a recurrence that both read x, and whose results are added."""
+
+    attention: Attention
+    recurrence: Mamba2
+    name: str  # the recurrence's in the checkpoint, beside that of the attention
+
+    def write(self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable | None) -> ir.Value:
+        h = self.recurrence.write(graph, x, f"{tensor.rpartition('.')[0]}.{self.name}", layer)
+        return graph.add(h, self.attention.write(graph, x, tensor, layer, rope))
+
+
+# Looks at the tokens before.
+Mixer = Attention | LatentAttention | GatedDeltaNet | Mamba2 | ShortConv | SideBySide
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Mamba2:
     bias: bool = False  # of in_proj and out_proj
     conv_bias: bool = True
     dt_min: float = 0.0  # the least step
+    gate: str = "before"  # z is multiplied with before the norm, or "after" it; "alone": there is no norm
 
     @staticmethod
     def read(config: ConfigReader, values: int, epsilon: float) -> "Mamba2":
@@ -88,6 +89,9 @@ class Mamba2:
         ).outputs
         y.name = f"{name}.out"
         graph.present_state(layer, conv=conv, state=state)
+        if self.gate == "alone":
+            gated = graph.activation("silu", y, f"{name}.gated", gate=z)
+            return graph.linear(gated, f"{tensor}.out_proj", width_of(x), self.bias)
         weight = graph.weights.tensor(f"{tensor}.norm.weight", (values,))
         normed = graph.plugin(
             GATED_RMS_NORM,
@@ -95,7 +99,7 @@ class Mamba2:
             f"{name}.normed",
             epsilon=self.epsilon,
             run=values // self.groups,
-            gate="before",
+            gate=self.gate,
             to=int(ir.DataType.FLOAT),
             group=0,
         ).outputs[0]
