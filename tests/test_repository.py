@@ -144,3 +144,10 @@ def test_a_second_direction_of_imports_is_refused(tmp_path: Path) -> None:
     assert found.returncode == 1, found.stdout + found.stderr
     assert "enginewright.runtime -> torch" in found.stdout
     assert "enginewright.runtime -> enginewright.plugins" in found.stdout
+
+
+def test_the_example_of_contributing_is_a_family() -> None:
+    """One file of fewer than 60 lines, and one line of test."""
+    file, test = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert file == (ROOT / "builder/models/seed_oss.py").read_text() and file.count("\n") < 60
+    assert test.count("\n") == 1 and test in (ROOT / "tests/helpers/tiny.py").read_text()

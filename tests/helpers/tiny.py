@@ -48,6 +48,7 @@ ALL_EXPERTS: Mapping[str, Mapping[str, Any]] = {
 # What covers the kernels: others are put together of the same.
 OF_KERNELS = ("llama", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")
 HYBRIDS = (
+    "falcon_h1",
     "granitemoehybrid",
     "lfm2",
     "lfm2_moe",
@@ -286,6 +287,25 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
         "residual_multiplier": 0.4,
         "logits_scaling": 0.5,
     },
+    "falcon_h1": {
+        "hidden_size": 42,
+        "intermediate_size": 37,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "mamba_d_ssm": 54,
+        "mamba_n_heads": 3,
+        "mamba_d_state": 11,
+        "mamba_norm_before_gate": False,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.7,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.9,
+        "key_multiplier": 0.6,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.8,
+        "ssm_multipliers": [0.8, 1.1, 0.9, 1.3, 0.7],
+        "mlp_multipliers": [0.9, 0.6],
+    },
     "nemotron_h": {
         "hidden_size": 36,
         "intermediate_size": 51,
@@ -344,6 +364,7 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 7.5]},
         "sliding_window": 150,
     },
+    "seed_oss": {"hidden_size": 50, "intermediate_size": 37, "num_attention_heads": 5, "num_key_value_heads": 1},
     "smollm3": {
         "hidden_size": 48,
         "intermediate_size": 74,
