@@ -27,6 +27,7 @@ HARMLESS: Mapping[str, Harmless] = {
     **_all(
         "It says where the checkpoint comes from.",
         "_commit_hash",
+        "_model_name_or_path",
         "_name_or_path",
         "name_or_path",
         "transformers_version",
@@ -87,6 +88,7 @@ HARMLESS: Mapping[str, Harmless] = {
         "forced_eos_token_id",
         "pad_token_id",
         "sep_token_id",
+        "unk_token_id",
     ),
     **_all(
         "It is a default for requests, which are read from generation_config.json alone.",

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from enginewright.errors import EngineError
@@ -204,6 +205,15 @@ class EngineCore:
             self._completions[completion.sequence] = completion
             self._scheduler.add(completion.sequence)
 
+    def propose(self, completion: Completion, guesses: Sequence[int]) -> None:
+        """Tokens that may come next, one behind the other: the next step verifies as many as there is room for.
+
+        A guess is right where it is the token that is sampled there, so the answer is the same bits with or without. To
+        be called between steps, where none of its tokens is in flight.
+        """
+        if completion.sequence.is_running and not self._in_flight:
+            self._scheduler.propose(completion.sequence, guesses)
+
     def abort(self, request: Request) -> list[tuple[Request, Delta]]:
         """End what goes on of a request; its blocks are free again."""
         deltas = []
@@ -233,7 +243,7 @@ class EngineCore:
         plan, sampled = step.plan, self._sampler.end(step.rows)
         if plan.prompt_rows:
             sampled = self._take_prompt_rows(plan, sampled)
-        accepted = list(zip(sampled, strict=True))  # one token a sequence
+        accepted = self._accept(plan, sampled)
         now = time.perf_counter()
         self._scheduler.commit(plan, accepted)
         self._num_steps += 1
@@ -244,17 +254,18 @@ class EngineCore:
             completion = self._completions.get(sequence)
             if completion is None:  # it has ended meanwhile
                 continue
-            request, (token,) = completion.request, tokens
+            request = completion.request
             try:
                 if sequence.finish_reason is None and completion.stops is None:
-                    delta = Delta(completion.index, completion.detokenizer.push(token.token), tokens)
+                    text = "".join([completion.detokenizer.push(token.token) for token in tokens])
+                    delta = Delta(completion.index, text, tokens)
                 else:
-                    delta = self._take(completion, token)
+                    delta = self._take(completion, tokens)
             except Exception:
                 logger.exception("a token could not be turned into text; its request has failed, and no other")
                 self._scheduler.finish(sequence, "error")
                 sequence.finish_reason = "error"
-                delta = Delta(completion.index, "", () if token.is_nan else tokens, "error", DETOKENIZER)
+                delta = Delta(completion.index, "", _numbers(tokens), "error", DETOKENIZER)
             if request.first_token_s is None:
                 request.first_token_s = now - request.arrived_at
             if delta.finish_reason is not None:
@@ -262,8 +273,36 @@ class EngineCore:
                 if request.finished:
                     request.total_s = now - request.arrived_at
             deltas.append((request, delta))
-        self._num_generated += len(deltas)
+            self._num_generated += len(tokens)
+        if plan.has_grammar and not self._in_flight:
+            self._propose_forced(plan)
         return deltas
+
+    def _propose_forced(self, plan: StepPlan) -> None:
+        """Tokens that grammars leave no choice about are guesses that are right: they take no step each."""
+        for sequence in plan.sampling:
+            grammar = sequence.request.grammar if sequence.request is not None else None
+            if grammar is not None and grammar.forced and sequence.is_running:
+                self._scheduler.propose(sequence, grammar.forced)
+
+    @staticmethod
+    def _accept(plan: StepPlan, sampled: list[SampledToken]) -> list[tuple[SampledToken, ...]]:
+        """The tokens of each sequence of `plan.sampling`: one, and another behind each guess that was right."""
+        if not plan.verifying:
+            return list(zip(sampled, strict=True))
+        accepted, rows = [], iter(sampled)
+        for sequence in plan.sampling:
+            own = tuple(islice(rows, 1 + len(sequence.guesses)))
+            count = 1
+            for token, guess in zip(own, sequence.guesses, strict=False):
+                if token.is_nan or token.token != guess or guess in sequence.stop_token_ids:
+                    break
+                count += 1
+            for token in own[1:count]:
+                if not token.is_nan and sequence.request is not None:
+                    sequence.request.accept(token.token)
+            accepted.append(own[:count])
+        return accepted
 
     def _take_prompt_rows(self, plan: StepPlan, sampled: list[SampledToken]) -> list[SampledToken]:
         """Keep what a step says of the tokens of prompts; the rest, which is for `plan.sampling`.
@@ -276,42 +315,55 @@ class EngineCore:
                 sequence.every_logit = position + 1 < sequence.num_prompt_tokens
         prompt_rows = {row for row, _, _ in plan.prompt_rows}
         rest = [token for row, token in enumerate(sampled) if row not in prompt_rows]
-        for index, sequence in enumerate(plan.sampling):
+        row = 0
+        for sequence in plan.sampling:
             completion = self._completions.get(sequence)
             scored = completion.request.prompt_logprobs if completion is not None and completion.index == 0 else ()
             if any(token is not None and token.is_nan for token in scored):
-                rest[index] = SampledToken(0, is_nan=True)
+                rest[row] = SampledToken(0, is_nan=True)
+            row += 1 + len(sequence.guesses)
         return rest
 
-    def _take(self, completion: Completion, token: SampledToken) -> Delta:
-        """What a token adds that is the last one, or in a completion with stop strings."""
-        if completion.request.params.max_tokens == 0 and not token.is_nan:
+    def _take(self, completion: Completion, tokens: tuple[SampledToken, ...]) -> Delta:
+        """What tokens add of which one is the last, or in a completion with stop strings."""
+        if completion.request.params.max_tokens == 0 and not tokens[-1].is_nan:
             return Delta(completion.index, "", (), "length")
-        sequence, text = completion.sequence, self._text(completion, token)
+        sequence, stops, text = completion.sequence, completion.stops, ""
+        num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
+        for later in reversed(range(len(tokens))):  # how many come behind
+            token = tokens[-1 - later]
+            text += self._text(completion, token, num_output - later, None if later else sequence.finish_reason)
+            if stops is not None and stops.found is not None:
+                self._scheduler.finish(sequence, "stop")
+                sequence.finish_reason = "stop"  # even if it was its last token
+                return Delta(completion.index, text, _numbers(tokens[: len(tokens) - later]), "stop", stops.found)
         stop_reason: int | str | None = None
-        if completion.stops is not None and completion.stops.found is not None:
-            self._scheduler.finish(sequence, "stop")
-            sequence.finish_reason = "stop"  # even if it was its last token
-            stop_reason = completion.stops.found
-        elif sequence.finish_reason == "error":
+        if sequence.finish_reason == "error":
             grammar = sequence.request.grammar if sequence.request is not None else None
             stop_reason = GRAMMAR if grammar is not None and grammar.failed else NAN_LOGITS
-        elif sequence.finish_reason == "stop" and token.token in completion.request.params.stop_token_ids:
-            stop_reason = token.token
-        return Delta(completion.index, text, () if token.is_nan else (token,), sequence.finish_reason, stop_reason)
+        elif sequence.finish_reason == "stop" and tokens[-1].token in completion.request.params.stop_token_ids:
+            stop_reason = tokens[-1].token
+        return Delta(completion.index, text, _numbers(tokens), sequence.finish_reason, stop_reason)
 
     @staticmethod
-    def _text(completion: Completion, token: SampledToken) -> str:
-        sequence, stops, text = completion.sequence, completion.stops, ""
-        reason = sequence.finish_reason
+    def _text(completion: Completion, token: SampledToken, num_output: int, reason: str | None) -> str:
+        """What a token adds to the text.
+
+        Args:
+            num_output: which token of the completion it is, counted from 1.
+            reason: why the completion ends with it, if so.
+        """
+        stops, text = completion.stops, ""
         if not token.is_nan and reason != "stop":  # an end-of-text token is no text
             text = completion.detokenizer.push(token.token)
         if reason is not None:
             text += completion.detokenizer.flush()
-        if (
-            stops is None
-            or len(sequence.token_ids) - sequence.num_prompt_tokens <= completion.request.params.min_tokens
-        ):
+        if stops is None or num_output <= completion.request.params.min_tokens:
             return text
         text = stops.push(text)
         return text if reason is None or stops.found is not None else text + stops.flush()
+
+
+def _numbers(tokens: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
+    """Without one whose logits were NaN, which is the last."""
+    return tuple(token for token in tokens if not token.is_nan)

@@ -116,38 +116,59 @@ class Grammars:
 
 
 class GrammarWalk:
-    """One answer's way through its grammar: a Grammar (token_mask.py).
-
-    failed: no token may come next because a limit was passed.
-    """
+    """One answer's way through its grammar: a Grammar (token_mask.py)."""
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int, tasks: "SimpleQueue[GrammarWalk | None]") -> None:
         self._matcher, self._num_words, self._tasks = matcher, num_words(vocab_size), tasks
-        self._token: int | None = None  # that the next mask comes behind; None: it is the first
-        self._done: SimpleQueue[Mask] = SimpleQueue()
-        self._mask: Mask | None = None  # of the token that comes next; None: it is being made
+        self._lock = threading.Lock()  # of the matcher, while `go_on` has it
+        self._taken: SimpleQueue[int] = SimpleQueue()  # tokens that the matcher has yet to hear of
+        self._done: SimpleQueue[tuple[Mask, Sequence[int]] | None] = SimpleQueue()  # an entry for each `go_on`
+        self._num_under_way = 1  # of these, as `allow` knows it
+        self._mask: Mask = np.zeros(0, np.uint32)  # of the token that comes next
+        self.forced: Sequence[int] = ()
         self.failed = False
         tasks.put(self)
 
-    def allow(self, mask: Mask) -> None:
-        if self._mask is None:
-            self._mask = self._done.get()
-        mask[:] = self._mask
+    def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
+        while self._num_under_way:
+            self._num_under_way -= 1
+            latest = self._done.get()
+            if latest is not None:
+                self._mask, self.forced = latest
+        if not behind:
+            mask[:] = self._mask
+            return
+        taken = self._matcher.try_consume_tokens(list(behind))
+        if taken == len(behind):
+            mask[:] = self._next_mask()
+        self._matcher.rollback(taken)
 
     def take(self, token: int) -> None:
-        self._mask, self._token = None, token
+        self.forced = self.forced[1:] if self.forced and self.forced[0] == token else ()
+        self._num_under_way += 1
+        self._taken.put(token)
         self._tasks.put(self)
 
     def go_on(self) -> None:
-        """Make the next mask; none where the answer is complete."""
-        matcher, mask = self._matcher, np.zeros(self._num_words, np.uint32)
-        if self._token is not None:
-            matcher.consume_token(self._token)
-        if not matcher.is_error():
-            bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+        """Take up one token, and make the mask behind it if it is the last; in any thread, but in the tokens' order."""
+        with self._lock:
+            matcher = self._matcher
+            if not self._taken.empty():  # else it is the first mask
+                matcher.consume_token(self._taken.get())
+            if not self._taken.empty():
+                self._done.put(None)
+                return
+            mask = self._next_mask()
+            forced = [] if matcher.is_error() or matcher.is_stopped() else matcher.compute_ff_tokens()
+            self.failed = matcher.is_error()
+            self._done.put((mask, forced))
+
+    def _next_mask(self) -> Mask:
+        mask = np.zeros(self._num_words, np.uint32)
+        if not self._matcher.is_error():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
             mask[: len(bits)] = bits[: len(mask)]
-        self.failed = matcher.is_error()
-        self._done.put(mask)
+        return mask
 
 
 def _walk(tasks: "SimpleQueue[GrammarWalk | None]") -> None:

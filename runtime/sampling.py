@@ -294,20 +294,38 @@ class SamplingRequest:
     @property
     def biases(self) -> npt.NDArray[np.void]:
         """TOKEN_BIAS, each token once."""
+        return self.biases_behind(0)
+
+    def behind(self, guesses: Sequence[int]) -> "list[RowBehindGuesses]":
+        """What rows are for that come behind the first guess, the first two, …: as if these had been taken."""
+        return [RowBehindGuesses(self, guesses[: place + 1]) for place in range(len(guesses))]
+
+    def history_behind(self, guesses: Sequence[int]) -> npt.NDArray[np.void]:
+        return _NO_HISTORY if self._history is None else self._history.behind(guesses)
+
+    def biases_behind(self, count: int) -> npt.NDArray[np.void]:
         rules = self._rules
-        return rules.biases_at_first if self.num_output_tokens < self.params.min_tokens else rules.biases
+        return rules.biases_at_first if self.num_output_tokens + count < self.params.min_tokens else rules.biases
+
+    def accept(self, token: int) -> None:
+        """The answer goes on with a token that was sampled behind a guess that was right."""
+        self.position += 1
+        if self._history is not None:
+            self._history.append(token)
+        if self.grammar is not None:
+            self.grammar.take(token)
 
     def prompt_token(self, token: int) -> PromptToken:
         """What a row is for that scores this token of the prompt."""
         return PromptToken(token, self.params.prompt_logprobs or 0, self.vocab_size)
 
-    def allow(self, mask: Mask) -> None:
-        """Write which tokens may come next. A grammar has to know all tokens before."""
+    def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
+        """Write which tokens may come next, or behind guesses. A grammar has to know all tokens before."""
         if self.grammar is None:
             mask[:] = ALL if self._rules.allowed is None else self._rules.allowed
             return
         mask[:] = 0
-        self.grammar.allow(mask)
+        self.grammar.allow(mask, behind)
         if self._rules.allowed is not None:
             mask &= self._rules.allowed
 
@@ -328,6 +346,38 @@ class SamplingRequest:
             self.grammar.take(token)
 
 
+class RowBehindGuesses:
+    """A row that is sampled as if guesses had been taken. What comes of it is for `SamplingRequest.accept`."""
+
+    has_extras, needs_tokens = True, False
+
+    def __init__(self, request: SamplingRequest, guesses: Sequence[int]) -> None:
+        self.request, self.guesses = request, tuple(guesses)
+        self.row, self.vocab_size = request.row, request.vocab_size
+        self.grammar, self.is_masked = request.grammar, request.is_masked
+
+    @property
+    def position(self) -> int:
+        return self.request.position + len(self.guesses)
+
+    @property
+    def history(self) -> npt.NDArray[np.void]:
+        return self.request.history_behind(self.guesses)
+
+    @property
+    def biases(self) -> npt.NDArray[np.void]:
+        return self.request.biases_behind(len(self.guesses))
+
+    def allow(self, mask: Mask) -> None:
+        self.request.allow(mask, self.guesses)
+
+    def begin(self) -> None:
+        """The request has begun with the row before the guesses."""
+
+    def end(self, token: int | None) -> None:
+        """Whoever knows which guesses were right accepts the token."""
+
+
 class _History:
     """Tokens seen so far, each once, and how often each is in the output."""
 
@@ -344,6 +394,16 @@ class _History:
             self._entries[known] = (IN_FLIGHT, 1)
         return self._entries[: known + self.num_in_flight]
 
+    def behind(self, tokens: Sequence[int]) -> npt.NDArray[np.void]:
+        """The entries with these tokens, too."""
+        entries, new = self.entries.copy(), dict[int, int]()
+        for token in tokens:
+            if token in self._places:
+                entries["count"][self._places[token]] += 1
+            else:
+                new[token] = new.get(token, 0) + 1
+        return np.concatenate([entries, np.array(list(new.items()), dtype=_cpu.TOKEN_COUNT)])
+
     def append(self, token: int) -> None:
         place = self._places.get(token)
         if place is not None:
@@ -355,7 +415,7 @@ class _History:
             self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)])
 
 
-RowRequest = SamplingRequest | PromptToken  # what a row of logits is for
+RowRequest = SamplingRequest | RowBehindGuesses | PromptToken  # what a row of logits is for
 
 
 def _biases(values: Mapping[int, float]) -> npt.NDArray[np.void]:
@@ -453,7 +513,8 @@ class _Batch:
         """All requests know where they are."""
         if self._num_begun:
             for request in self.requests:
-                request.position += self._num_begun
+                if isinstance(request, SamplingRequest):  # others have none of their own
+                    request.position += self._num_begun
             self._num_begun = 0
 
     def arguments(self) -> tuple[Entries, Entries, Entries, Mask | None]:

@@ -3,7 +3,7 @@
 Token t is bit t % 32 of word t // 32, as in the masks of xgrammar and llguidance.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,15 +17,21 @@ ALL = np.uint32(0xFFFFFFFF)
 class Grammar(Protocol):
     """What an answer may be, as its tokens come: one object for each answer.
 
-    Both calls are part of a step that other answers wait for, so they have to be quick, and must not raise.
+    Calls are part of a step that other answers wait for, so they have to be quick, and must not raise.
 
     failed: no token may come next since the grammar went beyond a limit; whoever reads it has called `allow`.
+    forced: tokens that can only come next, one behind the other; the same holds.
     """
 
     failed: bool
+    forced: Sequence[int]
 
-    def allow(self, mask: Mask) -> None:
-        """Set the bits of the tokens that may come next; all are 0 so far. With none of them the answer fails."""
+    def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
+        """Set the bits of the tokens that may come next; all are 0 so far. With none of them the answer fails.
+
+        Args:
+            behind: tokens that may come before; where they may not, nothing is set.
+        """
 
     def take(self, token: int) -> None:
         """The answer goes on with this token, which was allowed; it may be its last one, an end-of-text token too."""

@@ -26,7 +26,7 @@ from enginewright.runtime.score import score
 from tests import tolerances
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.graphs import relative_error
-from tests.helpers.tiny import HYBRIDS, MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import ALL_EXPERTS, HYBRIDS, MemoryCheckpoint, tiny_config, tiny_model
 from tests.test_models import STEPS, graph_logits, reference_logits
 
 LONGEST = 1300
@@ -66,7 +66,7 @@ def test_logits_are_those_of_transformers(family: str, overrides: dict[str, Any]
 
 @cache
 def engine_of(family: str, quant: str = "bf16", longest: int = LONGEST) -> Path:
-    """Of a model for longer sequences, whose head is not its embedding: a tied tiny model repeats itself."""
+    """Of `config_of`."""
     config = config_of(family, longest)
     path = folder_of_engines() / f"{family}-{quant}-{longest}.engine"
     checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
@@ -75,8 +75,13 @@ def engine_of(family: str, quant: str = "bf16", longest: int = LONGEST) -> Path:
 
 
 def config_of(family: str, longest: int = LONGEST) -> dict[str, Any]:
-    untied = {"tie_embedding": False} if family.startswith("lfm2") else {}
-    return tiny_config(family, max_position_embeddings=longest, tie_word_embeddings=False, **untied)
+    """A model for longer sequences, whose head is not its embedding: a tied tiny model repeats itself.
+
+    Each token goes to all experts: which come second and third is a tie for one in thousands, and roundings decide it.
+    """
+    others = {"tie_embedding": False} if family.startswith("lfm2") else {}
+    others |= ALL_EXPERTS.get(family, {})
+    return tiny_config(family, max_position_embeddings=longest, tie_word_embeddings=False, **others)
 
 
 def texts(lengths: Sequence[int] = LENGTHS, seed: int = 3) -> list[list[int]]:

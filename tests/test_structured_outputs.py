@@ -116,6 +116,19 @@ def test_the_end_is_the_grammars(llm: LLM) -> None:
     assert all(one[token].logprob < 0 for one, token in zip(choice.logprobs, choice.token_ids, strict=True))
 
 
+def test_tokens_without_a_choice_take_no_step_each(llm: LLM) -> None:
+    text = "It is always the same. " * 6
+    before = llm.stats().num_steps
+    params = SamplingParams(max_tokens=200, seed=1, logprobs=3, structured_outputs={"regex": f"{text}[ab]{text}"})
+    (choice,) = llm.generate(["x"], params)[0].outputs
+    assert re.fullmatch(f"{text}[ab]{text}", choice.text) and choice.logprobs is not None
+    assert llm.stats().num_steps - before < len(choice.token_ids) / 4
+    (scored,) = llm.generate([[*llm.encode("x"), *choice.token_ids]], SamplingParams(max_tokens=0, prompt_logprobs=3))
+    assert scored.prompt_logprobs is not None
+    expected = scored.prompt_logprobs[-len(choice.token_ids) :]
+    assert choice.logprobs == expected, "as if each had been sampled by itself"
+
+
 def test_a_grammar_beyond_its_limits_fails_alone(llm: LLM) -> None:
     hard = SamplingParams(
         max_tokens=400,

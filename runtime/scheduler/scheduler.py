@@ -308,7 +308,7 @@ class Scheduler:
                 requests.append(sequence.request)
                 if sequence.guesses:
                     sequence.num_tokens += len(sequence.guesses)
-                    requests += [sequence.request] * len(sequence.guesses)
+                    requests += sequence.request.behind(sequence.guesses)
         verifying: list[TokenSequence] = []
         for part in parts[num_decodes:]:
             sequence = part.sequence

@@ -1,12 +1,14 @@
 """A grammar to try others with: from token to token it goes up by one to `highest` steps, round the vocabulary."""
 
+from collections.abc import Sequence
+
 from enginewright.runtime.token_mask import WORD_BITS, Mask
 
 
 class Ladder:
     """taken: the tokens so far. What it did not allow fails at once."""
 
-    failed = False
+    failed, forced = False, ()
 
     def __init__(self, vocab_size: int, start: int, highest: int = 5) -> None:
         self._vocab_size, self._last, self._highest = vocab_size, start, highest
@@ -15,8 +17,8 @@ class Ladder:
     def _steps(self) -> list[int]:
         return [(self._last + step) % self._vocab_size for step in range(1, self._highest + 1)]
 
-    def allow(self, mask: Mask) -> None:
-        assert not mask.any()
+    def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
+        assert not mask.any() and not behind
         for token in self._steps():
             mask[token // WORD_BITS] |= 1 << token % WORD_BITS
 

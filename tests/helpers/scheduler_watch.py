@@ -16,7 +16,14 @@ from enginewright.plan import CacheGroup, PagedCache, Plane, RecurrentState, Sta
 from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.dims import SPLIT_TOKENS
 from enginewright.runtime.memory_plan import MemoryPlan
-from enginewright.runtime.sampling import PromptToken, SampledToken, SamplingParams, SamplingRequest
+from enginewright.runtime.sampling import (
+    PromptToken,
+    RowBehindGuesses,
+    RowRequest,
+    SampledToken,
+    SamplingParams,
+    SamplingRequest,
+)
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import StepPlan
@@ -34,6 +41,11 @@ def group(window: int, block_size: int = BLOCK, kept_tokens: int = 0) -> PagedCa
 
 def recurrent(snapshot_tokens: int = 2 * BLOCK) -> RecurrentState:
     return RecurrentState((0,), (StateTensor("state", (4,), "f32"),), snapshot_tokens)
+
+
+def what_for(row: RowRequest) -> tuple[RowRequest, list[int]]:
+    """The request that a row is for, and the guesses that it comes behind."""
+    return (row.request, list(row.guesses)) if isinstance(row, RowBehindGuesses) else (row, [])
 
 
 def sequence_of(
@@ -144,8 +156,8 @@ class Watch:
         accepted = [self._sample(sequence) for sequence in plan.sampling]
         scored = {row for row, _, _ in plan.prompt_rows}
         sampled_rows = [row for row in range(len(plan.requests)) if row not in scored]
-        sampling = [sequence for sequence in plan.sampling for _ in range(1 + len(sequence.guesses))]
-        assert [plan.requests[row] for row in sampled_rows] == [sequence.request for sequence in sampling]
+        rows_of = [(one.request, one.guesses[:count]) for one in plan.sampling for count in range(1 + len(one.guesses))]
+        assert [what_for(plan.requests[row]) for row in sampled_rows] == rows_of
         assert list(plan.verifying) == [sequence for sequence in plan.sampling if sequence.guesses]
         owners = [part.sequence.request for part in plan.parts for _ in range(part.num_logit_rows)]
         rows = [row for row, owner in zip(plan.inputs["logit_rows"], owners, strict=True) if owner is not None]

@@ -44,6 +44,11 @@ ALL_EXPERTS: Mapping[str, Mapping[str, Any]] = {
     "mistral4": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
     "granitemoe": {"num_experts_per_tok": 5},
     "granitemoeshared": {"num_experts_per_tok": 5},
+    "granitemoehybrid": {"num_experts_per_tok": 5},
+    "lfm2_moe": {"num_experts_per_tok": 5},
+    "nemotron_h": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
+    "qwen3_5_moe_text": {"num_experts_per_tok": 5},
+    "qwen3_next": {"num_experts_per_tok": 5},
 }
 # What covers the kernels: others are put together of the same.
 OF_KERNELS = ("llama", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")

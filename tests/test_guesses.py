@@ -1,0 +1,90 @@
+"""Several tokens a step: guesses, right and wrong ones, change no bit of an answer."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.runtime.core import Completion, EngineCore
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.memory_plan import runtime_config
+from enginewright.runtime.outputs import Delta, merge
+from enginewright.runtime.sampling import SampledToken, SamplingParams
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+
+LIMITS: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 4, "max_num_batched_tokens": 32, "threads": 1}
+NEVER, VOCAB = 306, 307
+ASKED = [
+    SamplingParams(seed=1, max_tokens=60, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=45, repetition_penalty=1.3, frequency_penalty=0.5, ignore_eos=True),
+    SamplingParams(seed=2, n=2, max_tokens=40, min_tokens=30, stop_token_ids=list(range(0, VOCAB, 5))),
+    SamplingParams(seed=3, max_tokens=50, stop=["e", "t", "a"], min_tokens=9, allowed_token_ids=list(range(3, 300))),
+]
+
+
+@pytest.fixture(scope="module", params=["gemma3_text", "qwen3_5_text"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """One with windows, and one with a state that cannot be taken back."""
+    config = tiny_config(request.param, tie_word_embeddings=False)
+    build_engine(
+        MemoryCheckpoint.of(tiny_model(config), config),
+        BuildConfig(gate=None),
+        path := tmp_path_factory.mktemp("guesses") / "tiny.engine",
+    )
+    with Engine.open(path) as opened:
+        yield opened
+
+
+def answers(engine: Engine, guess: Any = None, **limits: Any) -> tuple[list[tuple[str, list[SampledToken], Any]], int]:
+    """Text, tokens and end of each answer, and how many steps they took.
+
+    Args:
+        guess: what of an answer's number, its tokens so far; None: no guesses.
+    """
+    core = EngineCore(engine, runtime_config(**{**LIMITS, **limits}))
+    prompts = torch.randint(3, 300, (len(ASKED), 21), generator=torch.Generator().manual_seed(5)).tolist()
+    deltas: dict[tuple[int, int], list[Delta]] = {}
+    going: list[tuple[int, Completion]] = []
+    for number, (prompt, params) in enumerate(zip(prompts, ASKED, strict=True)):
+        request = core.request(prompt, params, lambda _: None)
+        going += [(number, completion) for completion in request.completions]
+        core.add(request)
+    numbers = {id(completion.request): number for number, completion in going}
+    steps = 0
+    while core.has_work:
+        steps += 1
+        for request, delta in core.step():
+            deltas.setdefault((numbers[id(request)], delta.index), []).append(delta)
+        for number, completion in going:
+            sequence = completion.sequence
+            if guess is not None and not completion.finished and len(sequence.token_ids) > sequence.num_prompt_tokens:
+                written = sequence.token_ids[sequence.num_prompt_tokens :]
+                core.propose(completion, guess((number, completion.index), written))
+    core.close()
+    wholes = [merge(deltas[key])[0] for key in sorted(deltas)]
+    return [(whole.text, list(whole.tokens), (whole.finish_reason, whole.stop_reason)) for whole in wholes], steps
+
+
+@pytest.mark.parametrize("limits", [{}, {"kv_cache_memory": 200_000}], ids=["whole", "preempted"])
+def test_guesses_change_nothing(engine: Engine, limits: dict[str, Any]) -> None:
+    plain, plain_steps = answers(engine, **limits)
+    keys = [(number, index) for number, params in enumerate(ASKED) for index in range(params.n)]
+    known = {key: [one.token for one in tokens] for key, (_, tokens, _) in zip(keys, plain, strict=True)}
+    ends = {reason for _, _, (reason, _) in plain}
+    assert ends == {"length", "stop"}
+
+    def partly_right(key: tuple[int, int], written: list[int]) -> list[int]:
+        """Up to five, and every third time a wrong one among them."""
+        rest = known[key][len(written) : len(written) + len(written) % 6]
+        if rest and len(written) % 3 == 0:
+            rest[len(written) % len(rest)] = NEVER
+        return rest
+
+    guessed, steps = answers(engine, partly_right, **limits)
+    assert guessed == plain
+    takes_back = all(hasattr(group, "planes") for group in engine.plan.caches)
+    assert (steps < plain_steps) == takes_back
+    wrong, wrong_steps = answers(engine, lambda *_: [NEVER, NEVER], **limits)
+    assert wrong == plain and wrong_steps == plain_steps
