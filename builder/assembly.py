@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from enginewright.builder.progress import Progress
 from enginewright.dtypes import KV_CACHES
 from enginewright.engine_file import EngineWriter
 from enginewright.errors import EngineError, UsageError
-from enginewright.manifest import WEIGHTS, About, Limits
+from enginewright.manifest import DRAFT, WEIGHTS, About, Limits, plan_section
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.pipeline import run_for_target, run_pipeline
 from enginewright.passes.quant import Bf16, QuantConfig, quant_config
@@ -87,6 +87,7 @@ class Assembly:
     files: Mapping[str, bytes]
     results: Mapping[str, PassResult]
     notes: Sequence[str]
+    draft: Checkpoint | None = None  # the model of the role `draft`
 
     @property
     def weight_bytes(self) -> int:
@@ -95,7 +96,8 @@ class Assembly:
     @property
     def section_names(self) -> dict[str, str]:
         """Names of the graph's weights → names of the plan's."""
-        return {str(weight.value.name): name for name, weight in self.weights.items()}
+        own = {name for plan in self.plans.values() for name in plan.weight_names()}
+        return {str(weight.value.name): name for name, weight in self.weights.items() if name in own}
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -115,6 +117,8 @@ class Assembly:
     def about(self, sources: Mapping[str, str], **recipe: Any) -> About:
         """recipe: what else has changed the content."""
         config = self.config
+        if self.draft is not None:
+            recipe[DRAFT] = {"name": self.draft.name, "model_type": str(self.draft.config["model_type"])}
         return About(
             builder_version=__version__,
             name=self.checkpoint.name,
@@ -131,6 +135,7 @@ class Assembly:
             },
             sources=dict(sources),
             limits=Limits(max_seq_len=self.max_seq_len, max_batch_size=config.max_batch_size),
+            roles=(DRAFT,) if self.draft is not None else (),
         )
 
 
@@ -187,6 +192,56 @@ def assemble(
             *_template_notes(checkpoint.tokenizer),
         ],
     )
+
+
+def with_draft(target: Assembly, draft: Assembly) -> Assembly:
+    """What the engine of `target` holds with the model of `draft` beside its own. A weight that has the same name and
+    the same bytes in both is stored once.
+
+    Raises:
+        UsageError: their logits are not of the same tokens.
+    """
+    sizes = [next(iter(one.plans.values())).vocab_size for one in (target, draft)]
+    if sizes[0] != sizes[1]:
+        raise _no_draft(target.checkpoint, draft.checkpoint, f"it has {sizes[1]} tokens, and the model {sizes[0]}")
+    names = {
+        name: name if _same(weight, target.weights.get(name)) else f"{DRAFT}/{name}"
+        for name, weight in draft.weights.items()
+    }
+    own = {names[name]: weight for name, weight in draft.weights.items() if names[name] != name}
+    files = {
+        plan_section(platform, DRAFT): plan.with_weights(names.__getitem__).to_json()
+        for platform, plan in draft.plans.items()
+    }
+    return replace(
+        target,
+        draft=draft.checkpoint,
+        weights={**target.weights, **own},
+        kernels={**target.kernels, **draft.kernels},
+        files={**target.files, **files},
+        notes=[*target.notes, *(f"{DRAFT}: {note}" for note in draft.notes)],
+    )
+
+
+def _same(one: Weight, other: Weight | None) -> bool:
+    """Reads both as far as they are alike."""
+    if other is None or one.form != other.form:
+        return False
+    pieces = (pack_rows(open_rows(weight.value), weight.form) for weight in (one, other))
+    return all(mine() == its() for mine, its in zip(*pieces, strict=True))
+
+
+def check_tokenizer(checkpoint: Checkpoint, draft: Checkpoint) -> None:
+    """Raises UsageError where a draft's tokens are not those of the model that it is for."""
+    own, its = (json.loads(one.tokenizer.tokenizer_json) for one in (checkpoint, draft))
+    differing = [key for key in sorted({*own, *its}) if own.get(key) != its.get(key)]
+    if differing:
+        raise _no_draft(checkpoint, draft, f"its tokenizer.json differs in {', '.join(differing)}")
+
+
+def _no_draft(checkpoint: Checkpoint, draft: Checkpoint, why: str) -> UsageError:
+    fix = "Take a model of the same tokenizer and vocabulary."
+    return UsageError(f"{draft.name} is no draft for {checkpoint.name}", why, fix)
 
 
 def check_quant(checkpoint: Checkpoint, config: BuildConfig) -> None:
@@ -264,7 +319,7 @@ def _template_notes(tokenizer: TokenizerFiles) -> list[str]:
 def _files(checkpoint: Checkpoint, plans: Mapping[str, Plan]) -> dict[str, bytes]:
     """Sections that are not weights: plans, tokenizer, templates, defaults."""
     tokenizer = checkpoint.tokenizer
-    files = {f"plan/{target}": plan.to_json() for target, plan in plans.items()}
+    files = {plan_section(target): plan.to_json() for target, plan in plans.items()}
     files["tokenizer.json"] = tokenizer.tokenizer_json
     files["tokenizer_config.json"] = msgspec.json.encode(dict(tokenizer.config), order="sorted")
     files["generation_config.json"] = msgspec.json.encode(dict(checkpoint.generation_config), order="sorted")

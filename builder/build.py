@@ -17,8 +17,10 @@ from enginewright.builder.assembly import (
     assemble,
     check_place,
     check_quant,
+    check_tokenizer,
     chosen_quant,
     default_output,
+    with_draft,
 )
 from enginewright.builder.calibration import calibrate
 from enginewright.builder.checkpoint import Checkpoint
@@ -28,7 +30,7 @@ from enginewright.builder.gate import Subject, check_report_path, measure, refus
 from enginewright.builder.gate.layers import FileWeights
 from enginewright.builder.gate.simulate import simulate
 from enginewright.builder.progress import Progress, Silent
-from enginewright.manifest import About
+from enginewright.manifest import DRAFT, About
 from enginewright.passes.quant import quant_config
 from enginewright.passes.quant.method import Calibration
 from enginewright.plugins.target import targets_of
@@ -64,9 +66,17 @@ class BuildReport:
 
 
 def build_engine(
-    checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    config: BuildConfig,
+    output: Path,
+    progress: Progress | None = None,
+    draft: Checkpoint | None = None,
 ) -> BuildReport:
     """Build `output` from a checkpoint. It appears whole under its name, or not at all.
+
+    Args:
+        draft: a smaller model of the same tokenizer, which the engine holds in the role `draft`, built by the same
+            config. The gate does not measure it.
 
     Raises:
         UnsupportedModelError: the model, or something in it, is not implemented.
@@ -75,7 +85,7 @@ def build_engine(
         QualityGateError: the engine is too far from its source.
     """
     with _one_thread():
-        return _build(checkpoint, config, output, progress or Silent())
+        return _build(checkpoint, draft, config, output, progress or Silent())
 
 
 @contextmanager
@@ -89,9 +99,14 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress) -> BuildReport:
+def _build(
+    checkpoint: Checkpoint, draft: Checkpoint | None, config: BuildConfig, output: Path, progress: Progress
+) -> BuildReport:
     check_place(output)
     check_quant(checkpoint, config)
+    if draft is not None:
+        check_quant(draft, config)
+        check_tokenizer(checkpoint, draft)
     if architectures(config.targets):
         check_compiler()
     if config.report is not None:
@@ -101,9 +116,13 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
         _check_plan(checkpoint, config, output)
     samples = calibrate(checkpoint, config, output, progress)
     sources = begin(checkpoint.source_hashes)
+    draft_sources = begin(draft.source_hashes) if draft is not None else None
     threads, folder = env.num_threads() or num_cores(), output.absolute().parent
     calibration = Calibration(samples.texts, threads, folder) if samples else None
     assembly = assemble(checkpoint, config, progress, calibration)
+    if draft is not None:
+        of_draft = replace(config, dump_graphs=config.dump_graphs / DRAFT if config.dump_graphs else None)
+        assembly = with_draft(assembly, assemble(draft, of_draft, progress, calibration))
     if assembly.kernels:
         progress.phase("compile GPU kernels")
         code = code_sections(assembly.kernels, config.targets)
@@ -111,7 +130,10 @@ def _build(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: 
     with assembly.writer(output, evidence_sections=2) as writer:
         progress.phase("pack the weights", assembly.weight_bytes)
         assembly.write(writer, progress)
-        about = assembly.about(sources.result(), **(samples.recipe() if samples else {}))
+        hashes = dict(sources.result())
+        if draft_sources is not None:
+            hashes |= {f"{DRAFT}/{file}": value for file, value in draft_sources.result().items()}
+        about = assembly.about(hashes, **(samples.recipe() if samples else {}))
         writer.write_header(about)
         progress.phase("run it once")
         goldens = _goldens(assembly, writer.temporary_path)

@@ -13,13 +13,12 @@ import msgspec
 
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, EngineError, UsageError
-from enginewright.manifest import WEIGHTS, SectionForm
+from enginewright.manifest import PLANS, WEIGHTS, SectionForm
 from enginewright.plan import Plan
 from enginewright.runtime.goldens import GOLDENS, Golden, Goldens
 from enginewright.runtime.quality import QUALITY, QualityReport
 
-ABOUT = ("name", "model_type", "targets", "limits", "builder_version", "format_version")
-PLANS = "plan/"
+ABOUT = ("name", "model_type", "targets", "limits", "builder_version", "format_version", "roles")
 PARTS = ("about", "recipe", "sources", "sizes", "kernels")  # with both values of what differs
 FORM = ("dtype", "shape", "layout", "nbytes")  # of a section, in the order in which it is said
 LINES_SHOWN = 16  # of a part, unless all are asked for

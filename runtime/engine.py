@@ -1,5 +1,6 @@
 """An engine file, opened to be run."""
 
+import copy
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -12,8 +13,8 @@ from numpy.typing import NDArray
 from enginewright import _cpu
 from enginewright.code import CODE, CodeArchive, read_code
 from enginewright.engine_file import EngineFile
-from enginewright.errors import CorruptEngineError, NoCodeForMachineError
-from enginewright.manifest import WEIGHTS, Manifest, SectionForm
+from enginewright.errors import CorruptEngineError, NoCodeForMachineError, UsageError
+from enginewright.manifest import WEIGHTS, Manifest, SectionForm, plan_section
 from enginewright.plan import Plan
 from enginewright.runtime.generation_config import fault_of
 from enginewright.runtime.tokenizer import Tokenizer
@@ -32,8 +33,8 @@ class Engine:
 
     def __init__(self, file: EngineFile, target: str) -> None:
         self.file, self.target = file, target
-        self._mapped: _cpu.MappedFile | None = None
-        self.plan = Plan.from_json(bytes(file.section(f"plan/{target}")))
+        self._mapped: list[_cpu.MappedFile] = []  # one at most; those of all roles share it
+        self.plan = Plan.from_json(bytes(file.section(plan_section(target))))
 
     @classmethod
     def open(cls, path: str | Path, target: str = CPU, *, verify: bool = False) -> "Engine":
@@ -66,13 +67,26 @@ class Engine:
             file.close()
             raise
 
+    def for_role(self, role: str) -> "Engine":
+        """The same engine with the plan of another of its models, such as `draft`; closed with this one.
+
+        Raises:
+            UsageError: it has no such model.
+        """
+        if role not in self.manifest.roles:
+            there = f"it has {', '.join(self.manifest.roles)}" if self.manifest.roles else "it has one model alone"
+            raise UsageError(f"{self.file.path} has no {role} model", there, "Build it again with one.")
+        other = copy.copy(self)
+        other.plan = Plan.from_json(bytes(self.file.section(plan_section(self.target, role))))
+        return other
+
     @property
     def manifest(self) -> Manifest:
         return self.file.manifest
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights, as they are stored and mapped."""
+        """Bytes of the weights of all its models, as they are stored and mapped."""
         return sum(form.nbytes for name, form in self.file.sections.items() if name.startswith(WEIGHTS))
 
     def weight(self, name: str) -> tuple[memoryview, SectionForm]:
@@ -115,15 +129,15 @@ class Engine:
             EngineError: the engine is closed.
         """
         self.file.check_unchanged()
-        if self._mapped is None:
-            self._mapped = _cpu.MappedFile(self.file.mapping)
-        if self._mapped.faulted:
+        if not self._mapped:
+            self._mapped.append(_cpu.MappedFile(self.file.mapping))
+        if self._mapped[0].faulted:
             why = "its disk failed, or it was cut short for a moment (the system raised SIGBUS)"
             raise CorruptEngineError(f"{self.file.path} could not be read while it is in use", why, "Start again.")
 
     def check_in_use(self) -> None:
         """As `check_mapped_weights`, if the weights are used where they are mapped; else the file does not matter."""
-        if self._mapped is not None:
+        if self._mapped:
             self.check_mapped_weights()
 
     def _check_texts(self) -> None:
@@ -181,7 +195,7 @@ class Engine:
         return CorruptEngineError(f"section {section} of {self.file.path} cannot be used", why, fix)
 
     def close(self) -> None:
-        self._mapped = None
+        self._mapped.clear()
         self.file.close()
 
     def __enter__(self) -> "Engine":

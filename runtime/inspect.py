@@ -67,6 +67,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
                 }
                 for group in plan.paged_caches
             ],
+            "roles": {role: _role(engine.for_role(role), config) for role in manifest.roles},
             "recurrent_states": [
                 {
                     "layers": len(state.layers),
@@ -105,6 +106,20 @@ def _code(file: EngineFile) -> dict[str, dict[str, int]]:
     }
 
 
+def _role(engine: Engine, config: RuntimeConfig) -> dict[str, Any]:
+    """What a model beside the engine's own is, and takes."""
+    plan = engine.plan
+    return {
+        "vocab_size": plan.vocab_size,
+        "max_seq_len": plan.max_seq_len,
+        "steps": len(plan.calls),
+        "weight_bytes": sum(engine.weight(name)[1].nbytes for name in plan.weight_names()),
+        "arena_bytes": plan_memory(plan, config).arena_bytes,
+        "kv_bytes_per_token": plan.kv_bytes_per_token(),
+        "state_bytes_per_sequence": plan.state_bytes_per_sequence(),
+    }
+
+
 def _quality(engine: Engine) -> dict[str, Any] | None:
     """As the build has measured it; None if it had no gate yet."""
     if QUALITY not in engine.file.sections:
@@ -124,6 +139,10 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
         *(f"  {name:<10} {line}" for name, line in zip_longest(["quality"], quality, fillvalue="")),
         f"  plan       {summary['steps']} kernel calls of {', '.join(summary['kernels'])}",
     ]
+    for role, entry in summary["roles"].items():
+        takes = f"{format_bytes(entry['weight_bytes'])} weights, {format_bytes(entry['arena_bytes'])} arena"
+        per_token = f"{format_bytes(entry['kv_bytes_per_token'])} of KV per token"
+        lines.append(f"  {role:<10} {entry['steps']} kernel calls, {takes}, {per_token}")
     for architecture, code in summary["code"].items():
         just_in_time = ", compiled where it is loaded" if architecture == PTX else ""
         count = f"{code['kernels']} {'kernel' if code['kernels'] == 1 else 'kernels'}"

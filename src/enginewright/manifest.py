@@ -12,9 +12,14 @@ from typing import Annotated, Any
 import msgspec
 
 from enginewright.dtypes import DTYPES
+from enginewright.targets import platforms_of
 
 FORMAT_VERSION = 2  # of the file and all that is in it, the plans too; it rises when a reader of the last one is wrong
 WEIGHTS = "weights/"  # sections of this prefix are weights: large, typed, and hashed only on demand
+
+PLANS = "plan/"
+DRAFT = "draft"  # a smaller model of the same tokenizer
+ROLES = (DRAFT,)  # of plans beside the model's own
 
 MAX_BYTES = 2**53  # of a section or a file: whole numbers up to here survive every JSON reader
 MAX_NAME = 255
@@ -54,6 +59,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
     name, model_type: the model's. targets: what there is code for ("cpu"). recipe: every choice that changes
     the content, as JSON without fractions (write "0.5"). sources: input file, relative to its checkpoint → SHA-256.
+    roles: of the models that the engine has beside its own, each with a plan for each platform, among ROLES.
     """
 
     builder_version: str
@@ -63,9 +69,10 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     recipe: dict[str, Any]
     sources: dict[str, Sha256]
     limits: Limits
+    roles: tuple[str, ...] = ()
 
 
-class Manifest(About, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(About, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """sections: name → form. content_hash: SHA-256 over everything here but evidence, however it lies in the file."""
 
     format_version: Annotated[int, msgspec.Meta(ge=FORMAT_VERSION, le=FORMAT_VERSION)]
@@ -101,6 +108,7 @@ _DECODER = msgspec.json.Decoder(Manifest)
 
 def _content_hash(fields: Mapping[str, Any]) -> str:
     sections = {name: form for name, form in fields["sections"].items() if not form.evidence}
+    fields = {name: value for name, value in fields.items() if value or name != "roles"}  # as the manifest's JSON
     return hashlib.sha256(msgspec.json.encode({**fields, "sections": sections}, order="sorted")).hexdigest()
 
 
@@ -115,6 +123,27 @@ def _check(manifest: Manifest) -> None:
     _check_whole_numbers(manifest.recipe)
     for name, form in manifest.sections.items():
         check_form(name, form)
+    _check_roles(manifest)
+
+
+def plan_section(platform: str, role: str | None = None) -> str:
+    """Where a plan is; role: None is the engine's own model."""
+    return f"{PLANS}{role}/{platform}" if role else f"{PLANS}{platform}"
+
+
+def _check_roles(manifest: Manifest) -> None:
+    for role in manifest.roles:
+        if role not in ROLES:
+            raise ValueError(f"the role {role[:MAX_NAME]!r} is not known; there are {', '.join(ROLES)}")
+        if manifest.roles.count(role) > 1:
+            raise ValueError(f"the role {role!r} is there twice")
+        for platform in platforms_of(manifest.targets):
+            if plan_section(platform, role) not in manifest.sections:
+                raise ValueError(f"the role {role!r} has no plan: there is no section {plan_section(platform, role)!r}")
+    for name in manifest.sections:
+        role, slash, _ = name.removeprefix(PLANS).partition("/")
+        if name.startswith(PLANS) and slash and role not in manifest.roles:
+            raise ValueError(f"the section {name!r} is of a role that the manifest does not list")
 
 
 def _check_whole_numbers(recipe: Any) -> None:

@@ -7,7 +7,7 @@ The builder writes plans (`enginewright.builder.lower`), the runtime reads them;
 know of one. Encoded as canonical JSON in the engine file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -397,6 +397,17 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         """Of the weights that kernels read, each once, in the order of their first use."""
         operands = (operand for call in self.calls for operand in call.operands.values())
         return list(dict.fromkeys(operand.name for operand in operands if isinstance(operand, WeightOperand)))
+
+    def with_weights(self, renamed: Callable[[str], str]) -> "Plan":
+        """The same with other names of its weights."""
+        calls = []
+        for call in self.calls:
+            operands = {
+                role: WeightOperand(renamed(operand.name)) if isinstance(operand, WeightOperand) else operand
+                for role, operand in call.operands.items()
+            }
+            calls.append(msgspec.structs.replace(call, operands=operands))
+        return msgspec.structs.replace(self, calls=tuple(calls))
 
     @property
     def paged_caches(self) -> tuple[PagedCache, ...]:

@@ -1,0 +1,167 @@
+"""An engine with a second model, in the role `draft`."""
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from enginewright.builder.assembly import assemble, with_draft
+from enginewright.builder.build import BuildConfig, BuildReport, build_engine
+from enginewright.builder.checkpoint.base import TokenizerFiles
+from enginewright.builder.progress import Silent
+from enginewright.engine_file import EngineFile
+from enginewright.errors import UsageError
+from enginewright.manifest import Manifest
+from enginewright.plugins.target import targets_of
+from enginewright.runtime.devices import open_executor
+from enginewright.runtime.diff import compare
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.inspect import describe, summarize
+from enginewright.runtime.memory_plan import runtime_config
+from enginewright.runtime.score import score
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+
+CONFIG = BuildConfig(gate=None)
+EMBEDDING = "model.embed_tokens.weight"
+PROMPTS = [[5, 9, 200, 17, 33, 4, 99], [301]]
+
+
+def tiny(name: str, **changes: Any) -> MemoryCheckpoint:
+    config = tiny_config("llama", tie_word_embeddings=False, **changes)
+    return replace(MemoryCheckpoint.of(tiny_model(config), config), name=name)
+
+
+@dataclass
+class OtherTokenizer(MemoryCheckpoint):
+    """A checkpoint whose tokenizer has an added token less."""
+
+    @property
+    def tokenizer(self) -> TokenizerFiles:
+        files = super().tokenizer
+        content = msgspec.json.decode(files.tokenizer_json)
+        return replace(files, tokenizer_json=msgspec.json.encode({**content, "added_tokens": []}))
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[MemoryCheckpoint, MemoryCheckpoint]:
+    """A model, and a draft that shares its embedding and no other weight."""
+    target, draft = tiny("target"), tiny("draft", num_hidden_layers=1, intermediate_size=72)
+    changed = {name: value if name == EMBEDDING else value * -0.5 for name, value in draft.stored.items()}
+    return target, replace(draft, stored={**changed, EMBEDDING: target.stored[EMBEDDING]})
+
+
+@pytest.fixture(scope="module")
+def built(
+    models: tuple[MemoryCheckpoint, MemoryCheckpoint], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, BuildReport]:
+    target, draft = models
+    folder = tmp_path_factory.mktemp("draft")
+    return {
+        "both": build_engine(target, CONFIG, folder / "both.engine", draft=draft),
+        "again": build_engine(target, CONFIG, folder / "again.engine", draft=draft),
+        "target": build_engine(target, CONFIG, folder / "target.engine"),
+        "draft": build_engine(draft, CONFIG, folder / "draft.engine"),
+    }
+
+
+def logits_of(engine: Engine) -> list[np.ndarray[Any, Any]]:
+    executor = open_executor(engine, runtime_config(max_num_seqs=2, max_num_batched_tokens=8, kv_cache_memory="4m"))
+    try:
+        return list(score(executor, PROMPTS))
+    finally:
+        executor.close()
+
+
+def test_both_models_compute_what_they_do_alone(built: dict[str, BuildReport]) -> None:
+    with Engine.open(built["both"].path, verify=True) as both:
+        own, its = logits_of(both), logits_of(both.for_role("draft"))
+    for name, logits in ("target", own), ("draft", its):
+        with Engine.open(built[name].path) as alone:
+            for mine, other in zip(logits, logits_of(alone), strict=True):
+                assert np.array_equal(mine.view(np.uint32), other.view(np.uint32))
+    assert not np.array_equal(own[0], its[0])
+
+
+def test_same_inputs_give_the_same_bytes(built: dict[str, BuildReport]) -> None:
+    assert built["both"].path.read_bytes() == built["again"].path.read_bytes()
+    differing = compare(built["both"].path, built["target"].path)
+    assert differing["about"] == {"roles": [("draft",), ()]} and "draft.name" in differing["recipe"]
+
+
+def test_equal_weights_are_stored_once(built: dict[str, BuildReport]) -> None:
+    weights = {name: report.weight_bytes for name, report in built.items()}
+    with Engine.open(built["both"].path) as both:
+        shared = set(both.plan.weight_names()) & set(both.for_role("draft").plan.weight_names())
+        shared_bytes = [both.weight(name)[1].nbytes for name in shared]
+        assert shared == {EMBEDDING, "rope.inv_freq"}
+        assert both.weight_bytes == weights["both"] == weights["target"] + weights["draft"] - sum(shared_bytes)
+
+
+def test_inspect_shows_roles(built: dict[str, BuildReport]) -> None:
+    summary = summarize(built["both"].path)
+    assert summary["roles"]["draft"]["weight_bytes"] == built["draft"].weight_bytes
+    assert summary["roles"]["draft"]["kv_bytes_per_token"] == built["draft"].kv_bytes_per_token
+    assert summary["memory"]["weight_bytes"] == built["both"].weight_bytes
+    assert "\n  draft " in describe(summary)
+    alone = summarize(built["target"].path)
+    assert alone["roles"] == {} and "\n  draft " not in describe(alone)
+
+
+def test_an_engine_without_the_role(built: dict[str, BuildReport]) -> None:
+    with (
+        Engine.open(built["target"].path) as engine,
+        pytest.raises(UsageError, match=r"has no draft model.*one model alone"),
+    ):
+        engine.for_role("draft")
+
+
+def test_drafts_of_other_tokens_are_refused(models: tuple[MemoryCheckpoint, MemoryCheckpoint], tmp_path: Path) -> None:
+    target, draft = models
+    other = OtherTokenizer(draft.config, draft.stored, "other")
+    with pytest.raises(UsageError, match=r"other is no draft for target.*differs in added_tokens"):
+        build_engine(target, CONFIG, tmp_path / "x", draft=other)
+    with pytest.raises(UsageError, match=r"wide is no draft for target.*has 309 tokens, and the model 307"):
+        build_engine(target, CONFIG, tmp_path / "x", draft=tiny("wide", vocab_size=309))
+    assert not list(tmp_path.iterdir())
+
+
+def changed(path: Path, change: Any) -> bytes:
+    """A manifest that matches its content hash, though no builder would write it."""
+    with EngineFile.open(path) as file:
+        content = msgspec.json.decode(file.manifest.to_json())
+    change(content)
+    hashed = {name: value for name, value in content.items() if name != "content_hash"}
+    hashed["sections"] = {name: form for name, form in hashed["sections"].items() if not form.get("evidence")}
+    text = msgspec.json.encode(hashed, order="sorted")
+    return msgspec.json.encode({**content, "content_hash": hashlib.sha256(text).hexdigest()}, order="sorted")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.update(roles=["speaker"]), "the role 'speaker' is not known"),
+        (lambda content: content.update(roles=["draft", "draft"]), "is there twice"),
+        (lambda content: content["sections"].pop("plan/draft/cpu"), "no section 'plan/draft/cpu'"),
+        (lambda content: content.pop("roles"), "'plan/draft/cpu' is of a role"),
+        (lambda content: content.update(roles=[]), "'plan/draft/cpu' is of a role|canonical"),
+    ],
+)
+def test_roles_and_plans_belong_together(built: dict[str, BuildReport], change: Any, message: str) -> None:
+    path = built["both"].path
+    assert Manifest.from_json(changed(path, lambda content: None)).roles == ("draft",)
+    with pytest.raises(ValueError, match=message):
+        Manifest.from_json(changed(path, change))
+
+
+def test_gpus_have_a_plan_of_the_draft_too(
+    models: tuple[MemoryCheckpoint, MemoryCheckpoint],
+) -> None:
+    config = replace(CONFIG, targets=("cpu", "cuda:sm_90a"))
+    target, draft = (assemble(model, config, Silent()) for model in models)
+    both = with_draft(target, draft)
+    assert {f"plan/draft/{one.name}" for one in targets_of(config.targets)} <= set(both.files)
+    assert set(both.kernels) == {*target.kernels, *draft.kernels}
