@@ -21,6 +21,7 @@
 #include "attention_i8.h"
 #include "attention_latent.h"
 #include "attention_tile.h"
+#include "attention_u4.h"
 #include "kv.h"
 #include "operands.h"
 #include "rows.h"
@@ -28,12 +29,11 @@
 namespace enginewright {
 namespace {
 
-// Split: SplitAttention<S>, or another with the same members; its Element says what the planes hold, or where
-// these have 4 bits (`expands`), what a split of them becomes once for all queries of a tile.
-template <class S, class Split, bool expands = false>
+// Split: SplitAttention<S>, or another with the same members; its Element says what the planes hold.
+template <class S, class Split>
 class PagedAttention final : public Kernel {
   using Query = typename Split::Query;
-  using Element = std::conditional_t<expands, uint8_t, typename Split::Element>;
+  using Element = typename Split::Element;
   static constexpr bool scaled = sizeof(Element) == 1;
 
  public:
@@ -86,8 +86,8 @@ class PagedAttention final : public Kernel {
   }
 
   int64_t scratch_bytes() const override {
-    return Split::tile_rows * (2 * row_floats() * 4 + kSplitPositions * 6) + 2 * expanded_bytes() +
-           q_rows() * q_bytes() + round_up(kv_heads_ * tiles_of(1) * static_cast<int64_t>(sizeof(Tile)), 64) +
+    return Split::tile_rows * (2 * row_floats() * 4 + kSplitPositions * 6) + q_rows() * q_bytes() +
+           round_up(kv_heads_ * tiles_of(1) * static_cast<int64_t>(sizeof(Tile)), 64) +
            split_.scratch_bytes();
   }
 
@@ -127,7 +127,6 @@ class PagedAttention final : public Kernel {
   struct Scratch {
     TileScratch tile;
     float *total, *next;  // (tile_rows, row_floats)
-    std::byte* expanded;  // a split's keys, then its values
     std::byte* q;         // (q_rows, q_bytes)
     Tile* tiles;          // all of one token
   };
@@ -137,8 +136,7 @@ class PagedAttention final : public Kernel {
     scratch.next = scratch.total + Split::tile_rows * row_floats();
     scratch.tile.scores = scratch.next + Split::tile_rows * row_floats();
     scratch.tile.p = reinterpret_cast<uint16_t*>(scratch.tile.scores + Split::tile_rows * kSplitPositions);
-    scratch.expanded = reinterpret_cast<std::byte*>(scratch.tile.p + Split::tile_rows * kSplitPositions);
-    scratch.q = scratch.expanded + 2 * expanded_bytes();
+    scratch.q = reinterpret_cast<std::byte*>(scratch.tile.p + Split::tile_rows * kSplitPositions);
     scratch.tiles = reinterpret_cast<Tile*>(scratch.q + q_rows() * q_bytes());
     scratch.tile.own = worker.scratch + scratch_bytes() - split_.scratch_bytes();
     return scratch;
@@ -146,7 +144,6 @@ class PagedAttention final : public Kernel {
 
   int64_t q_rows() const { return heads_ < Split::tile_rows ? Split::tile_rows : heads_; }
   int64_t q_bytes() const { return 2 * keys_.dim_pad; }  // int8 has zeros in the second half
-  int64_t expanded_bytes() const { return expands ? kSplitPositions * keys_.dim_pad * 2 : 0; }
   int64_t row_floats() const { return partial_floats(keys_.dim_pad); }
   int64_t first_token(int64_t s) const { return query_start_.as<const int32_t>()[s * query_start_.stride]; }
   int64_t tokens(int64_t s) const { return first_token(s + 1) - first_token(s); }
@@ -194,7 +191,7 @@ class PagedAttention final : public Kernel {
       SplitKv<Element> kv = kv_of(item);
       kv.set_next(item + 1 < items.end ? kv_of(item + 1) : kv);
       split_.begin(mine.tiles[part].rows);
-      attend(mine.tiles[part], kv, mine, ahead, partial(split, first_head(part)));
+      split_.run(mine.tiles[part], kv, mine.tile, ahead, partial(split, first_head(part)));
     }
     worker.sync();
     const Range heads = share(heads_, worker);
@@ -273,7 +270,7 @@ class PagedAttention final : public Kernel {
         ahead.start(0);
       }
       kv.set_next(next);
-      attend(tile, kv, mine, ahead, split == first ? mine.total : mine.next);
+      split_.run(tile, kv, mine.tile, ahead, split == first ? mine.total : mine.next);
       for (int64_t r = 0; split > first && r < tile.rows; ++r) {
         split_.combine(mine.total + r * row_floats(), mine.next + r * row_floats());
       }
@@ -331,35 +328,6 @@ class PagedAttention final : public Kernel {
     return kv;
   }
 
-  void attend(const Tile& tile, const SplitKv<Element>& kv, const Scratch& mine, Ahead<S>& ahead,
-              float* partial) const {
-    if constexpr (expands) {
-      split_.run(tile, expanded(kv, mine), mine.tile, ahead, partial);
-    } else {
-      split_.run(tile, kv, mine.tile, ahead, partial);
-    }
-  }
-
-  // Positions of 4 bits as planes of bf16 have them.
-  SplitKv<uint16_t> expanded(const SplitKv<uint8_t>& kv, const Scratch& mine) const {
-    SplitKv<uint16_t> wide{};
-    auto* keys = reinterpret_cast<uint16_t*>(mine.expanded);
-    auto* values = reinterpret_cast<uint16_t*>(mine.expanded + expanded_bytes());
-    const auto scales = [](const float* pair) { return reinterpret_cast<const uint16_t*>(pair); };
-    wide.begin = kv.begin;
-    wide.groups = kv.groups;
-    for (int64_t g = 0; g < kv.groups; ++g) {
-      wide.keys[g] = keys + g * kGroup * keys_.dim_pad;
-      wide.values[g] = values + g * kGroup * keys_.dim_pad;
-      expand_u4_keys<S>(kv.keys[g], scales(kv.key_scales[g]), keys_.dim_pad,
-                        keys + g * kGroup * keys_.dim_pad);
-      expand_u4_values<S>(kv.values[g], scales(kv.value_scales[g]), keys_.dim_pad,
-                          values + g * kGroup * keys_.dim_pad);
-    }
-    wide.set_next(wide);
-    return wide;
-  }
-
   // `heads` KV heads of what split_kv() leads to; none where `split` is behind the sequence, or heads < 1.
   void look_ahead(int64_t s, int64_t kv_head, int64_t heads, int64_t low, int64_t high, int64_t split,
                   Ahead<S>& ahead) const {
@@ -408,7 +376,7 @@ std::unique_ptr<Kernel> make_attention(const Operands& operands, const Attribute
     case DType::e4m3:
       return make_kernel<PagedAttention<S, E4m3Split>>(operands, attributes);
     case DType::u4:
-      return make_kernel<PagedAttention<S, Bf16Split, true>>(operands, attributes);
+      return make_kernel<PagedAttention<S, U4Split<S, Bf16Split>>>(operands, attributes);
     default:
       return make_kernel<PagedAttention<S, Bf16Split>>(operands, attributes);
   }
