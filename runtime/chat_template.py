@@ -1,26 +1,17 @@
 """A model's chat template, rendered in a process that can be stopped (template_worker.py)."""
 
-import signal
-import subprocess
-import sys
-import threading
+import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
-from weakref import finalize
 
 from enginewright.errors import EngineError, UsageError, shorten
-from enginewright.runtime.env import worker_environment
-from enginewright.runtime.template_protocol import MAX_CPU_SECONDS, MAX_SECONDS, read_frames, to_frame
 from enginewright.runtime.tokenizer import SPECIAL_TOKENS, TEMPLATE_NAMES
+from enginewright.runtime.worker_process import WorkerProcess
 
 MAX_TEMPLATE_CHARS = 1 << 20
 # What template_kwargs may not set: it comes from the request or the engine, or the template relies on it.
 RESERVED_NAMES = frozenset((*SPECIAL_TOKENS, *TEMPLATE_NAMES, "raise_exception", "strftime_now"))
-_ENDED_BY: dict[int, str] = {
-    signal.SIGPROF: f"it takes more than {MAX_CPU_SECONDS:g} s of CPU time",
-    signal.SIGALRM: f"it takes more than {MAX_SECONDS:g} s",
-}
 
 
 class ChatTemplate:
@@ -41,9 +32,10 @@ class ChatTemplate:
             raise EngineError(
                 "the chat template is too long", f"{len(source)} characters, the limit is {MAX_TEMPLATE_CHARS}"
             )
-        self._source, self._now = source, now
-        self._lock = threading.Lock()
-        self._process = self._start()
+        self._now = now
+        self._worker = WorkerProcess("enginewright.runtime.template_worker", source)
+        if why := self._worker.start():
+            raise EngineError("the chat template cannot be read", *why.values())
 
     def render(
         self,
@@ -75,13 +67,10 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            frame = to_frame({"variables": variables, "now": self._now().isoformat()})
+            conversation = json.dumps({"variables": variables, "now": self._now().isoformat()}).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise UsageError("a message or a template argument holds what JSON does not", str(error)) from error
-        with self._lock:
-            if self._process.poll() is not None:
-                self._process = self._start()
-            reply = _ask(self._process, frame)
+        reply = self._worker.ask(conversation)
         match reply:
             case {"text": text}:
                 return str(text)
@@ -90,47 +79,3 @@ class ChatTemplate:
             case {"too_long": why}:
                 raise EngineError("the chat template does not come to an end", why)
         raise EngineError("the chat template failed", reply["failed"])
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process and give it the template."""
-        process = subprocess.Popen(
-            # Without site, which may take longer than all the rest; worker_environment has the path.
-            [sys.executable, "-S", "-P", "-m", "enginewright.runtime.template_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=worker_environment(),
-            process_group=0,  # Ctrl-C in a terminal is for its parent
-        )
-        finalize(self, _end, process)
-        reply = _ask(process, to_frame(self._source))
-        if reply:
-            raise EngineError("the chat template cannot be read", *reply.values())
-        return process
-
-
-def _ask(process: subprocess.Popen[bytes], frame: bytes) -> dict[str, str]:
-    """The reply to a frame, or why the process has ended instead."""
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(frame)
-        process.stdin.flush()
-        reply: dict[str, str] | None = next(read_frames(process.stdout), None)
-    except BrokenPipeError:
-        reply = None
-    if reply is not None:
-        return reply
-    _end(process)
-    status = process.returncode
-    return {"too_long": _ENDED_BY.get(-status) or f"its process has ended with status {status}"}
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process, if it has not ended, and close its pipes."""
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        try:
-            pipe.close()
-        except BrokenPipeError:  # what it did not read is of no use any more
-            continue

@@ -1,16 +1,15 @@
 """Grammars that answers follow, compiled and walked by llguidance (https://github.com/guidance-ai/llguidance).
 
-An answer's grammar is walked by a thread of its own, beside the layers of the step that needs its mask: llguidance lets
-go of Python's lock for all that takes time.
+A grammar is compiled in a process that may be stopped (grammar_worker.py), and where that went well, once more here. An
+answer's grammar is walked by a thread of its own, beside the layers of the step that needs its mask: llguidance lets go
+of Python's lock for all that takes time.
 """
 
-import json
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,28 +17,17 @@ from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.token_mask import Mask, num_words
 from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-WALKERS = 4  # threads: so many grammars that take long hold up no other
+THREADS = 4  # so many grammars that take long hold up no other
+# Of a thread: to compile descends once for each rule of a chain. What the worker compiles has eight times as much here.
+STACK_BYTES = 64 << 20
 CACHED = 256  # compiled grammars that are kept
 
-# What may be between the parts of JSON: nothing, a space, or a new line and its indentation. With any number of them,
-# a model may write nothing else until its tokens end.
-WHITESPACE = r" |\n[ \t]{0,40}"
-
-# Of llguidance, below its own. What is beyond: grammars that are ambiguous without end, and expressions whose
-# automata explode. A mask takes 50 us as a rule; at these, 0.1 s.
-LIMITS: Mapping[str, Any] = {
-    "initial_lexer_fuel": 500_000,
-    "max_grammar_size": 100_000,
-    "max_items_in_row": 500,
-    "max_lexer_states": 20_000,
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 10_000,
-    "verbose_errors": False,
-}
+Tasks = SimpleQueue[Callable[[], None] | None]  # None: the end of a thread
 
 
 class Grammars:
@@ -55,10 +43,11 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, eos_token_ids
+        self._worker = WorkerProcess("enginewright.runtime.grammar_worker")
         self._lock = threading.Lock()  # of all that follows
         self._trie: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the latest last
-        self._tasks: SimpleQueue[GrammarWalk | None] = SimpleQueue()  # None: the end of a thread
+        self._tasks: Tasks = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def compile(self, wanted: StructuredOutputsParams, count: int) -> list["GrammarWalk"]:
@@ -71,14 +60,13 @@ class Grammars:
         return [GrammarWalk(matcher.deep_copy(), self._vocab_size, self._tasks) for _ in range(count)]
 
     def close(self) -> None:
+        self._worker.close()
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
             thread.join()
 
     def _compile(self, wanted: StructuredOutputsParams) -> "LLMatcher":
-        from llguidance import LLMatcher, LLParserLimits  # takes 0.1 s
-
         if not self._ends:
             raise UsageError("structured_outputs need a model that ends its answers", "this one has no such token")
         key = wanted.key
@@ -87,12 +75,14 @@ class Grammars:
                 self._compiled.move_to_end(key)
                 return self._compiled[key]
             trie = self._ready_trie()
-        try:
-            matcher = LLMatcher(trie, _source(wanted), log_level=0, limits=LLParserLimits(**LIMITS))
-        except Exception as error:  # what reads GBNF raises no narrower class
-            raise UsageError("structured_outputs cannot be compiled", _reason(str(error))) from error
+        reply = self._worker.ask(key.encode())
+        if "source" not in reply:
+            raise UsageError("structured_outputs cannot be compiled", *reply.values())
+        made: SimpleQueue[LLMatcher] = SimpleQueue()
+        self._tasks.put(lambda: made.put(_matcher(trie, reply["source"])))
+        matcher = made.get()
         if matcher.is_error():
-            raise UsageError("structured_outputs cannot be compiled", _reason(matcher.get_error()))
+            raise UsageError("structured_outputs cannot be compiled", matcher.get_error().partition("\n")[0])
         with self._lock:
             self._compiled[key] = matcher
             if len(self._compiled) > CACHED:
@@ -100,34 +90,45 @@ class Grammars:
         return matcher
 
     def _ready_trie(self) -> "LLTokenizer":
-        from llguidance import LLTokenizer
+        from llguidance import LLTokenizer  # takes 0.1 s
 
         if self._trie is None:
             try:
                 self._trie = LLTokenizer(self._tokenizer.to_json(), self._vocab_size, list(self._ends))
             except ValueError as error:
-                why = _reason(str(error))
-                raise EngineError("this engine's tokenizer cannot be used for structured outputs", why) from error
-            for number in range(WALKERS):
-                thread = threading.Thread(target=_walk, args=(self._tasks,), name=f"grammar-{number}", daemon=True)
+                raise EngineError(
+                    "this engine's tokenizer cannot be used for structured outputs", str(error)
+                ) from error
+            before = threading.stack_size(STACK_BYTES)
+            for number in range(THREADS):
+                thread = threading.Thread(target=_work, args=(self._tasks,), name=f"grammar-{number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
+            threading.stack_size(before)
         return self._trie
+
+
+def _matcher(trie: "LLTokenizer", source: str) -> "LLMatcher":
+    from llguidance import LLMatcher
+
+    from enginewright.runtime.grammar_worker import limits
+
+    return LLMatcher(trie, source, log_level=0, limits=limits())
 
 
 class GrammarWalk:
     """One answer's way through its grammar: a Grammar (token_mask.py)."""
 
-    def __init__(self, matcher: "LLMatcher", vocab_size: int, tasks: "SimpleQueue[GrammarWalk | None]") -> None:
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, tasks: Tasks) -> None:
         self._matcher, self._num_words, self._tasks = matcher, num_words(vocab_size), tasks
-        self._lock = threading.Lock()  # of the matcher, while `go_on` has it
+        self._lock = threading.Lock()  # of the matcher, while `_go_on` has it
         self._taken: SimpleQueue[int] = SimpleQueue()  # tokens that the matcher has yet to hear of
-        self._done: SimpleQueue[tuple[Mask, Sequence[int]] | None] = SimpleQueue()  # an entry for each `go_on`
+        self._done: SimpleQueue[tuple[Mask, Sequence[int]] | None] = SimpleQueue()  # an entry for each `_go_on`
         self._num_under_way = 1  # of these, as `allow` knows it
         self._mask: Mask = np.zeros(0, np.uint32)  # of the token that comes next
         self.forced: Sequence[int] = ()
         self.failed = False
-        tasks.put(self)
+        tasks.put(self._go_on)
 
     def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
         while self._num_under_way:
@@ -147,9 +148,9 @@ class GrammarWalk:
         self.forced = self.forced[1:] if self.forced and self.forced[0] == token else ()
         self._num_under_way += 1
         self._taken.put(token)
-        self._tasks.put(self)
+        self._tasks.put(self._go_on)
 
-    def go_on(self) -> None:
+    def _go_on(self) -> None:
         """Take up one token, and make the mask behind it if it is the last; in any thread, but in the tokens' order."""
         with self._lock:
             matcher = self._matcher
@@ -171,29 +172,6 @@ class GrammarWalk:
         return mask
 
 
-def _walk(tasks: "SimpleQueue[GrammarWalk | None]") -> None:
+def _work(tasks: Tasks) -> None:
     while (task := tasks.get()) is not None:
-        task.go_on()
-
-
-def _source(wanted: StructuredOutputsParams) -> str:
-    """In llguidance's own form. Raises ValueError."""
-    from llguidance import LLMatcher, regex_to_lark
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    if wanted.regex is not None:  # \d, \w and \s are those of ASCII
-        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(wanted.regex, 'dws')}/")
-    if wanted.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in wanted.choice))
-    if wanted.grammar is not None:
-        return LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
-    schema = dict(wanted.json) if isinstance(wanted.json, Mapping) else {"type": "object"}
-    if wanted.disable_any_whitespace:
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
-    pattern = WHITESPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
-    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": pattern})
-
-
-def _reason(text: str) -> str:
-    """An error of llguidance's without the source that it shows below."""
-    return " ".join(re.split(r"^ *\d+ \|", text, maxsplit=1, flags=re.MULTILINE)[0].split())
+        task()

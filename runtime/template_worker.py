@@ -8,14 +8,10 @@ The names that a template may use are those of Hugging Face's chat templates: me
 bos_token, eos_token, raise_exception, strftime_now, the filter tojson, and the tag `generation`, which marks what the
 model says and prints its content.
 
-The first frame on stdin is the template, each one after it a conversation; see template_protocol.py.
+The first frame on stdin is the template, each one after it a conversation; see worker_protocol.py.
 """
 
 import json
-import resource
-import signal
-import sys
-from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -26,15 +22,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from enginewright.runtime.template_protocol import (
-    MAX_CPU_SECONDS,
-    MAX_MEMORY_BYTES,
-    MAX_OUTPUT_CHARS,
-    MAX_SECONDS,
-    read_frames,
-    to_frame,
-)
+from enginewright.runtime.worker_protocol import serve
 
+MAX_OUTPUT_CHARS = 16 << 20
 FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
 
 
@@ -116,39 +106,24 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _answer(frames: Iterator[Any], template: Template | None) -> tuple[Template | None, dict[str, str]] | None:
-    """The reply to the next frame, under the limits; None if there is no frame."""
-    try:
-        frame = next(frames, None)
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
-        signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
-        if frame is None:
-            return None
-        if template is None:
-            return compile_template(frame), {}
-        return template, {"text": render(template, frame)}
-    except Refused as error:
-        return template, {"refused": str(error)}
-    except TooLong:
-        return template, {"too_long": f"it prints more than {MAX_OUTPUT_CHARS} characters"}
-    except MemoryError:
-        return template, {"too_long": f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"}
-    except FAILURES as error:
-        return template, {"failed": str(error) or type(error).__name__}
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+class Answers:
+    """Replies to frames: the template, and then conversations."""
 
+    template: Template | None = None  # not yet
 
-def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    frames, template = read_frames(sys.stdin.buffer), None
-    while (answered := _answer(frames, template)) is not None:
-        template, reply = answered
-        sys.stdout.buffer.write(to_frame(reply))
-        sys.stdout.buffer.flush()
+    def __call__(self, frame: Any) -> dict[str, str]:
+        try:
+            if self.template is None:
+                self.template = compile_template(frame)
+                return {}
+            return {"text": render(self.template, frame)}
+        except Refused as error:
+            return {"refused": str(error)}
+        except TooLong:
+            return {"too_long": f"it prints more than {MAX_OUTPUT_CHARS} characters"}
+        except FAILURES as error:
+            return {"failed": str(error) or type(error).__name__}
 
 
 if __name__ == "__main__":
-    main()
+    serve(Answers())

@@ -158,6 +158,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"json": {"properties": {f"p{n}": {} for n in range(1001)}}}, "must not name more than 1000 properties, not 1001"),
     ({"json": {"const": "\ud800"}}, "holds what is no JSON"),
 ]
+CHAIN = "\n".join(f"r{n}: r{n + 1}" for n in range(5000))
 UNCOMPILABLE: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "foo"}}, "Invalid type: foo"),
     ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
@@ -172,6 +173,9 @@ UNCOMPILABLE: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "("}, ""),
     ({"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "nested"),
     ({"whitespace_pattern": "(", "json_object": True}, ""),
+    ({"grammar": f'start: r0\n{CHAIN}\nr5000: "x"'}, "nested too deeply"),
+    ({"grammar": "root ::= r0\n" + CHAIN.replace(":", " ::=") + '\nr5000 ::= "x"'}, ""),
+    ({"json": {"allOf": [{"type": "string", "pattern": f".*{n}.*"} for n in range(200)]}}, ""),
 ]
 
 

@@ -402,17 +402,17 @@ def test_a_template_that_was_stopped_renders_the_next_conversation() -> None:
     power = "(((messages | length + 2) ** 64) ** 64) ** 64"
     source = f"{{% if messages[0].content == 'loop' %}}{{{{ ({power}) ** 64 % 7 }}}}{{% endif %}}done"
     template = ChatTemplate(source)
-    process = template._process
+    process = template._worker._process
     for _ in range(2):
         with pytest.raises(EngineError, match="CPU time"):
             template.render([{"role": "user", "content": "loop"}], {})
         assert template.render([{"role": "user", "content": "Hi"}], {}) == "done"
-    assert template._process is not process and process.returncode == -signal.SIGPROF
+    assert template._worker._process is not process and process.returncode == -signal.SIGPROF
 
 
 def test_the_process_of_a_template_ends_with_it() -> None:
     template = ChatTemplate("x")
-    process = template._process
+    process = template._worker._process
     del template
     gc.collect()
     assert process.returncode is not None
