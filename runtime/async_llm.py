@@ -96,8 +96,11 @@ class AsyncLLM:
     def threads(self) -> int:
         return self._core.executor.threads
 
-    async def encode(self, prompt: Prompt) -> list[int]:
+    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt in any form, made in a thread of its own.
+
+        Args:
+            add_special_tokens: begin a text with what the model was trained to see there.
 
         Raises:
             UsageError: it is none of the forms that a prompt may have.
@@ -105,10 +108,21 @@ class AsyncLLM:
         """
         if self._thread.error is not None:
             raise self._thread.error
-        return await self._loop.run_in_executor(self._encoder, self._encode, prompt)
+        return await self._loop.run_in_executor(self._encoder, partial(self._encode, prompt, add_special_tokens))
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return encode_prompt(prompt, self.engine.tokenizer, self.max_model_len)
+    def _encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        tokenizer, most = self.engine.tokenizer, self.max_model_len
+        return encode_prompt(prompt, tokenizer, most, add_special_tokens=add_special_tokens)
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids, special tokens too, made in a thread of its own."""
+        work = partial(self.engine.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return await self._loop.run_in_executor(self._encoder, work)
+
+    async def decode_each(self, token_ids: list[int]) -> list[str]:
+        """The text of each of them by itself."""
+        decode = partial(self.engine.tokenizer.decode, skip_special_tokens=False)
+        return await self._loop.run_in_executor(self._encoder, lambda: list(map(decode, token_ids)))
 
     async def prepare(self, prompt: Prompt, params: SamplingParams, *, cache_salt: str = "") -> "AsyncRequest":
         """A request that can be started. Its prompt is encoded, and all else is made ready, in a thread of its own.

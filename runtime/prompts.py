@@ -78,8 +78,13 @@ def salt_of(prompt: Prompt, default: str = "") -> str:
     return salt
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
+def encode_prompt(
+    prompt: Prompt, tokenizer: Tokenizer, max_model_len: int, *, add_special_tokens: bool = True
+) -> list[int]:
     """Token ids of a prompt.
+
+    Args:
+        add_special_tokens: begin a text with what the model was trained to see there.
 
     Raises:
         UsageError: it is none of the forms that a prompt may have.
@@ -88,7 +93,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, max_model_len: int) -> l
     if isinstance(prompt, Mapping):
         return encode_prompt(_inside(prompt), tokenizer, max_model_len)
     if isinstance(prompt, str):
-        return _encode(prompt, tokenizer, max_model_len, add_special_tokens=True)
+        return _encode(prompt, tokenizer, max_model_len, add_special_tokens=add_special_tokens)
     if isinstance(prompt, Conversation):
         shown = shown_messages(prompt.messages)
         turn, names = prompt.add_generation_prompt, prompt.template_kwargs

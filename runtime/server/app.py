@@ -4,7 +4,7 @@ import hmac
 import time
 from hashlib import sha256
 from secrets import token_hex
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from enginewright import __version__
 from enginewright.errors import UsageError
 from enginewright.runtime.params import default_params
 from enginewright.runtime.server.chat import ChatBody, ChatForm
@@ -24,7 +25,10 @@ from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.log import RequestLog
 from enginewright.runtime.server.protocol import Body, decode
 from enginewright.runtime.server.service import Service
+from enginewright.runtime.server.tokenization import DetokenizeBody, TokenizeBody
 from enginewright.runtime.server.wire import ClientGone, header, read_body, send_error
+
+B = TypeVar("B", TokenizeBody, DetokenizeBody)
 
 OPEN_PATH = b"/health"  # to anybody: who restarts servers needs no key. Metrics tell what clients do, and want one.
 
@@ -41,6 +45,9 @@ class App:
                 Route("/v1/completions", CompletionRoute(service, CompletionBody, CompletionForm), methods=["POST"]),
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{name:path}", self._one_model),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/detokenize", self._detokenize, methods=["POST"]),
+                Route("/version", self._version),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
             ],
@@ -102,6 +109,32 @@ class App:
             "root": self._service.models[0],
             "max_model_len": self._service.llm.max_model_len,
         }
+
+    async def _tokenize(self, request: Request) -> Response:
+        body, llm = await self._read(request, TokenizeBody), self._service.llm
+        try:
+            ids = await llm.encode(body.text(), add_special_tokens=body.add_special_tokens is not False)
+        except UsageError as error:
+            raise from_engine(error, "prompt" if body.messages is None else "messages") from None
+        texts = await llm.decode_each(ids) if body.return_token_strs else None
+        return _json({"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids, "token_strs": texts})
+
+    async def _detokenize(self, request: Request) -> Response:
+        body, llm = await self._read(request, DetokenizeBody), self._service.llm
+        body.check(llm.engine.plan.vocab_size, llm.max_model_len)
+        return _json({"prompt": await llm.decode(body.tokens)})
+
+    async def _read(self, request: Request, kind: type[B]) -> B:
+        """The body of a request that no answer is generated for."""
+        data = await read_body(request.scope, request.receive, self._service.config.max_body_bytes)
+        body = decode(data, kind, self._service.llm.engine.plan.vocab_size)
+        if closed := self._service.why_closed():
+            raise closed
+        self._service.check_model(body.model)
+        return body
+
+    async def _version(self, request: Request) -> Response:
+        return _json({"version": __version__})
 
     async def _health(self, request: Request) -> Response:
         closed = self._service.why_unhealthy()

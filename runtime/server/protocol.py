@@ -217,7 +217,7 @@ class Body(msgspec.Struct, kw_only=True):
         )
 
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=msgspec.Struct)
 
 
 def decode(body: bytes, kind: type[B], vocab_size: int) -> B:
