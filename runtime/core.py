@@ -243,7 +243,7 @@ class EngineCore:
         plan, sampled = step.plan, self._sampler.end(step.rows)
         if plan.prompt_rows:
             sampled = self._take_prompt_rows(plan, sampled)
-        accepted = self._accept(plan, sampled)
+        accepted = self._accept(plan, sampled) if plan.verifying else list(zip(sampled, strict=True))
         now = time.perf_counter()
         self._scheduler.commit(plan, accepted)
         self._num_steps += 1
@@ -257,7 +257,9 @@ class EngineCore:
             request = completion.request
             try:
                 if sequence.finish_reason is None and completion.stops is None:
-                    text = "".join([completion.detokenizer.push(token.token) for token in tokens])
+                    text = completion.detokenizer.push(tokens[0].token)
+                    if len(tokens) > 1:
+                        text += "".join([completion.detokenizer.push(token.token) for token in tokens[1:]])
                     delta = Delta(completion.index, text, tokens)
                 else:
                     delta = self._take(completion, tokens)
@@ -273,7 +275,7 @@ class EngineCore:
                 if request.finished:
                     request.total_s = now - request.arrived_at
             deltas.append((request, delta))
-            self._num_generated += len(tokens)
+        self._num_generated += sum(len(delta.tokens) for _, delta in deltas) if plan.verifying else len(deltas)
         if plan.has_grammar and not self._in_flight:
             self._propose_forced(plan)
         return deltas
@@ -288,8 +290,6 @@ class EngineCore:
     @staticmethod
     def _accept(plan: StepPlan, sampled: list[SampledToken]) -> list[tuple[SampledToken, ...]]:
         """The tokens of each sequence of `plan.sampling`: one, and another behind each guess that was right."""
-        if not plan.verifying:
-            return list(zip(sampled, strict=True))
         accepted, rows = [], iter(sampled)
         for sequence in plan.sampling:
             own = tuple(islice(rows, 1 + len(sequence.guesses)))
