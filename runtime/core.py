@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+
+import msgspec
 
 from enginewright.errors import EngineError
 from enginewright.runtime.detokenizer import Detokenizer, StopMatcher, StopStrings
@@ -90,7 +91,7 @@ class Request:
         return all(completion.finished for completion in self.completions)
 
 
-class StepInFlight(NamedTuple):
+class StepInFlight(msgspec.Struct, frozen=True):
     """A step that has begun, and whose tokens have not been read."""
 
     plan: StepPlan
@@ -247,9 +248,10 @@ class EngineCore:
         now = time.perf_counter()
         self._scheduler.commit(plan, accepted)
         self._num_steps += 1
-        self._num_computed += plan.sizes.tokens
-        self._step_sizes[bisect_left(STEP_TOKENS, plan.sizes.tokens)] += 1
-        deltas = []
+        num_tokens = plan.sizes.tokens
+        self._num_computed += num_tokens
+        self._step_sizes[bisect_left(STEP_TOKENS, num_tokens)] += 1
+        deltas, several = [], bool(plan.verifying)
         for sequence, tokens in zip(plan.sampling, accepted, strict=True):
             completion = self._completions.get(sequence)
             if completion is None:  # it has ended meanwhile
@@ -258,7 +260,7 @@ class EngineCore:
             try:
                 if sequence.finish_reason is None and completion.stops is None:
                     text = completion.detokenizer.push(tokens[0].token)
-                    if len(tokens) > 1:
+                    if several:
                         text += "".join([completion.detokenizer.push(token.token) for token in tokens[1:]])
                     delta = Delta(completion.index, text, tokens)
                 else:
@@ -275,7 +277,7 @@ class EngineCore:
                 if request.finished:
                     request.total_s = now - request.arrived_at
             deltas.append((request, delta))
-        self._num_generated += sum(len(delta.tokens) for _, delta in deltas) if plan.verifying else len(deltas)
+        self._num_generated += sum(len(delta.tokens) for _, delta in deltas) if several else len(deltas)
         if plan.has_grammar and not self._in_flight:
             self._propose_forced(plan)
         return deltas

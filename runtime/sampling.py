@@ -216,7 +216,7 @@ class PromptToken:
     position = 0  # nothing is random
 
     def __init__(self, token: int, logprobs: int, vocab_size: int) -> None:
-        self.row = _row(logprobs, vocab_size)
+        self.row = _row(logprobs, vocab_size).tobytes()
         self.history, self.biases = _NO_HISTORY, _NO_BIASES
         self.vocab_size = vocab_size
         self.token = token
@@ -263,13 +263,14 @@ class SamplingRequest:
         # Of the token that comes next, in the whole text; one may be in flight before it. A Sampler may advance those
         # of requests without extras later.
         self.position = len(prompt)
+        self._may_end_at = len(prompt) + params.min_tokens
         row = _row(params.logprobs, vocab_size)
         row["seed"] = next(one for one in (params.seed, seed, new_seed()) if one is not None) % 2**64
         row["choice"] = choice
         row["top_k"] = max(params.top_k, 0)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
             row[name] = getattr(params, name)
-        self.row = row
+        self.row = row.tobytes()
         self._history = _History(prompt) if params.penalized else None
         self._rules = rules or TokenRules(params, vocab_size, eos_token_ids)
         self.grammar = grammar
@@ -277,11 +278,6 @@ class SamplingRequest:
         self.has_extras = self._history is not None or has_biases  # now, or later
         self.is_masked = self._rules.allowed is not None or grammar is not None  # some tokens may not be sampled
         self.needs_tokens = self._history is not None or grammar is not None  # `end` has to have them
-
-    @property
-    def num_output_tokens(self) -> int:
-        """One that is in flight is among them."""
-        return self.position - self.num_prompt_tokens
 
     @property
     def history(self) -> npt.NDArray[np.void]:
@@ -294,7 +290,7 @@ class SamplingRequest:
     @property
     def biases(self) -> npt.NDArray[np.void]:
         """TOKEN_BIAS, each token once."""
-        return self.biases_behind(0)
+        return self._rules.biases_at_first if self.position < self._may_end_at else self._rules.biases
 
     def behind(self, guesses: Sequence[int]) -> "list[RowBehindGuesses]":
         """What rows are for that come behind the first guess, the first two, …: as if these had been taken."""
@@ -304,8 +300,8 @@ class SamplingRequest:
         return _NO_HISTORY if self._history is None else self._history.behind(guesses)
 
     def biases_behind(self, count: int) -> npt.NDArray[np.void]:
-        rules = self._rules
-        return rules.biases_at_first if self.num_output_tokens + count < self.params.min_tokens else rules.biases
+        at_first = self.position + count < self._may_end_at
+        return self._rules.biases_at_first if at_first else self._rules.biases
 
     def accept(self, token: int) -> None:
         """The answer goes on with a token that was sampled behind a guess that was right."""
@@ -492,7 +488,7 @@ class _Batch:
 
     def __init__(self, requests: Sequence[RowRequest]) -> None:
         self.requests = tuple(requests)  # the same one, if it is one
-        self._rows = _joined([request.row for request in requests], _cpu.SAMPLING_ROW)
+        self._rows = np.frombuffer(bytearray().join([request.row for request in requests]), _cpu.SAMPLING_ROW)
         self._positions = self._rows["position"]
         self._plain = not any(map(_has_extras, requests))
         self._num_begun = 0  # tokens of each that requests of a plain batch do not count yet

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -70,7 +69,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         return self.sizes.tokens - self.num_decodes
 
 
-class StepOutputs(NamedTuple):
+class StepOutputs(msgspec.Struct, frozen=True):
     """What an executor gives for a step, by the names of the plan's outputs. The next step overwrites it."""
 
     logits: Logits  # [logit_rows, vocab_size]

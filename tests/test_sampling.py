@@ -241,7 +241,7 @@ def test_nan_fails_its_row_alone(filters: dict[str, Any], vocab: int) -> None:
     result, expected = Sampler().sample(bad, entries), Sampler().sample(clean, twins)
     assert [entry.is_nan for entry in result] == [False, True, True, True, False]
     assert [result[0], result[4]] == [expected[0], expected[4]]
-    assert [entry.num_output_tokens for entry in entries] == [1, 0, 0, 0, 1]
+    assert [entry.position - entry.num_prompt_tokens for entry in entries] == [1, 0, 0, 0, 1]
     assert result[1] == SampledToken(0, is_nan=True)
 
 
@@ -339,7 +339,7 @@ def test_tokens_outside_of_the_vocabulary_are_refused(name: str) -> None:
 
 def arguments(**change: Any) -> dict[str, Any]:
     """Of _cpu.sample, for two rows; `change` sets fields of the second row, or whole arguments."""
-    rows = np.concatenate([request(SamplingParams(), 10).row] * 2)
+    rows = np.frombuffer(bytearray(request(SamplingParams(), 10).row * 2), _cpu.SAMPLING_ROW)
     result = {
         "logits": np.zeros((2, 10), np.float32),
         "rows": rows,

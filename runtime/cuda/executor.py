@@ -84,7 +84,9 @@ class CudaExecutor:
         offsets, arena_bytes = self.plan.arena_offsets(limits)
         arena = device.allocate(arena_bytes)
         self._buffers = [arena + offset for offset in offsets]
-        self._place_bytes = [place_bytes(group) for group in self.plan.caches]
+        caches = self.plan.caches
+        self._place_bytes = [place_bytes(group) for group in caches]
+        self._states = [index for index, group in enumerate(caches) if isinstance(group, RecurrentState)]
         self._pools = [
             device.allocate(count * nbytes)
             for count, nbytes in zip(self.memory_plan.num_blocks, self._place_bytes, strict=True)
@@ -126,13 +128,15 @@ class CudaExecutor:
         """Begin one step. It is done when its logits, or the tokens that were sampled from them, have been read."""
         self.device.bind()
         sizes = plan.sizes
-        for pool, size, copies in zip(self._pools, self._place_bytes, plan.copies, strict=True):
-            for source, to in copies:
-                self.device.copy(pool + to * size, pool + source * size, size)
+        if any(plan.copies):
+            for pool, size, copies in zip(self._pools, self._place_bytes, plan.copies, strict=True):
+                for source, to in copies:
+                    self.device.copy(pool + to * size, pool + source * size, size)
         # A state begins with zeros. New blocks need none: attention reads no position that its queries do not see.
-        for group, pool, new in zip(self.plan.caches, self._pools, plan.new_blocks, strict=True):
-            for slot in new if isinstance(group, RecurrentState) else ():
-                self.device.zero(pool + slot * place_bytes(group), place_bytes(group))
+        for group in self._states:
+            pool, size = self._pools[group], self._place_bytes[group]
+            for slot in plan.new_blocks[group]:
+                self.device.zero(pool + slot * size, size)
         self._inputs.upload(plan.inputs, sizes)
         bucket = bucket_of(sizes, self._buckets)
         if bucket is not None:
@@ -201,9 +205,10 @@ def buckets_for(most: int) -> tuple[int, ...]:
 
 def bucket_of(sizes: StepSizes, buckets: Sequence[int]) -> int | None:
     """The sequences of the graph that takes a step; None if none does: it reads prompts, or has too many."""
-    if not sizes.tokens == sizes.sequences == sizes.logit_rows or sizes.tokens > buckets[-1]:
+    tokens, sequences, logit_rows = sizes.counts[:3]
+    if not tokens == sequences == logit_rows or tokens > buckets[-1]:
         return None
-    return buckets[bisect_left(buckets, sizes.tokens)]
+    return buckets[bisect_left(buckets, tokens)]
 
 
 class _Inputs:
