@@ -533,6 +533,12 @@ def generate(
     show_default="on a loopback address its own names, otherwise any",
     help="A name that requests may have in their Host header. The option may be given several times.",
 )
+@address(
+    "--tool-call-parser",
+    metavar="NAME",
+    show_default="the one that the model's chat template tells",
+    help="How the model writes calls of tools: hermes, qwen3_xml, llama3_json, mistral, …; a wrong name lists all.",
+)
 @LIMIT_OPTIONS
 @section("Limits")(
     "--prefill-chunk-size",

@@ -41,6 +41,10 @@ class Detokenizer:
         return text
 
     def _push(self, token: int) -> str:
+        if self._skip and token in self._tokenizer.shown_marks:
+            text = self.flush() + self._tokenizer.shown_marks[token]
+            self._ids.append(token)
+            return text
         if not self._holds and self._done < len(self._ids):
             self._start, self._done = len(self._ids) - 1, len(self._ids)
         self._ids.append(token)

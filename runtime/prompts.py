@@ -11,8 +11,14 @@ from enginewright.errors import UsageError, shorten
 from enginewright.runtime.tokenizer import Tokenizer
 
 FIRST_PIECE_CHARS = 4  # for each position of the model: a prompt of plain text that fits is encoded in one go
-# What a message's role is to the template. Tools are not implemented: there is no role for what they say.
-ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+# What a message's role is to the template.
+ROLES: Mapping[str, str] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 _EXAMPLE = 'Give messages such as [{"role": "user", "content": "Hello"}].'
 
 
@@ -37,6 +43,7 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]  # each with role and content
     add_generation_prompt: bool = True  # end with what the model's own messages begin with
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables, such as enable_thinking
+    tools: Sequence[Mapping[str, Any]] = ()  # that the model may call, each as OpenAI's API has it
 
 
 # A text; token ids; messages with role and content, or a Conversation; or one of the first two in a TextPrompt or a
@@ -97,7 +104,7 @@ def encode_prompt(
     if isinstance(prompt, Conversation):
         shown = shown_messages(prompt.messages)
         turn, names = prompt.add_generation_prompt, prompt.template_kwargs
-        text = tokenizer.render_chat(shown, add_generation_prompt=turn, template_kwargs=names)
+        text = tokenizer.render_chat(shown, add_generation_prompt=turn, template_kwargs=names, tools=prompt.tools)
         return _encode(text, tokenizer, max_model_len, add_special_tokens=False)  # the template has written them
     if not is_list(prompt):
         raise UsageError(
@@ -166,9 +173,11 @@ def _shown(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         known = ", ".join(ROLES)
-        why = "tools are not implemented" if role in ("tool", "function") else f"there are {known}"
-        raise UsageError(f"{where}.role is {shorten(role)}", why)
-    return {**message, "role": ROLES[role], "content": _text(message.get("content"), f"{where}.content")}
+        raise UsageError(f"{where}.role is {shorten(role)}", f"there are {known}")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""
+    return {**message, "role": ROLES[role], "content": _text(content, f"{where}.content")}
 
 
 def _text(content: Any, where: str) -> str:

@@ -10,6 +10,8 @@ import msgspec
 import tokenizers
 
 from enginewright.errors import CorruptEngineError, UsageError, shorten
+from enginewright.runtime.messages.formats import message_format
+from enginewright.runtime.messages.parser import MessageFormat
 
 if TYPE_CHECKING:
     from enginewright.runtime.chat_template import ChatTemplate
@@ -84,10 +86,18 @@ class Tokenizer:
             raise CorruptEngineError("the tokenizer cannot be read", str(error), "Build the engine again.") from error
         self.whole_texts: tuple[Mapping[int, str | None], ...] = (
             _WholeTexts(self._whole_text),
-            _WholeTexts(lambda token: "" if token in self.special_ids else self._whole_text(token)),
+            _WholeTexts(self._whole_text_skipping),
         )
+        self.use_message_format(message_format(chat_template))
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+
+    def use_message_format(self, form: MessageFormat) -> None:
+        """Read the model's messages so, whatever its chat template says. To be called before the first text."""
+        self.message_format = form
+        ids = {mark: self.token_id(mark) for mark in form.marks}
+        # Ids of its marks that are special tokens: texts have them all the same.
+        self.shown_marks = {token: mark for mark, token in ids.items() if token in self.special_ids}
 
     @property
     def vocab_size(self) -> int:
@@ -169,6 +179,11 @@ class Tokenizer:
         text = self.decode([token], skip_special_tokens=False)
         return None if REPLACEMENT in text or not self._decodes_bytes else text
 
+    def _whole_text_skipping(self, token: int) -> str | None:
+        if token in self.special_ids:
+            return None if token in self.shown_marks else ""
+        return self._whole_text(token)
+
     @cached_property
     def _decodes_bytes(self) -> bool:
         """Whether a text is the bytes of its tokens one behind the other, with nothing done to its beginning."""
@@ -188,17 +203,23 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._source is not None
 
+    def template_names(self, name: str) -> bool:
+        """Whether the chat template has a variable of this name."""
+        return self._source is not None and name in self._source
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """A conversation as the model was trained to see it.
 
         Args:
             messages: each with role and content.
+            tools: that the model may call, each as OpenAI's API has it.
             add_generation_prompt: end with what the model's own messages begin with.
             template_kwargs: further variables of the template, such as Qwen3's enable_thinking.
 
@@ -206,7 +227,9 @@ class Tokenizer:
             UsageError: the model has no chat template, it refuses the messages, or a name is reserved.
             EngineError: the template fails, or takes too long or too much memory.
         """
-        names = {name: self.config.get(name) or "" for name in SPECIAL_TOKENS}
+        names: dict[str, Any] = {name: self.config.get(name) or "" for name in SPECIAL_TOKENS}
+        if tools:
+            names["tools"] = list(tools)
         return self._template.render(
             messages, names, add_generation_prompt=bool(add_generation_prompt), template_kwargs=template_kwargs
         )

@@ -2,6 +2,7 @@
 
 import hmac
 import time
+from functools import partial
 from hashlib import sha256
 from secrets import token_hex
 from typing import Any, TypeVar
@@ -185,17 +186,19 @@ class CompletionRoute:
             if closed is not None:
                 raise closed
             model, prompts = service.check_model(body.model), body.prompts()
-            params = default_params(service.llm.engine, **body.params())
+            tokenizer = service.llm.engine.tokenizer
+            params = default_params(service.llm.engine, **body.params_for(tokenizer))
             form = self._form(
                 f"{self._form.id_prefix}{token_hex(12)}",
                 model,
                 service.fingerprint,
-                service.llm.engine.tokenizer,
+                tokenizer,
                 body.include(),
             )
             log.request_id, log.model = form.id, model
             salt = f"{scope['tenant']}{body.cache_salt or ''}"
-            await Generation(service, form, params, arrived, log).run(prompts, salt, bool(body.stream), receive, send)
+            generation = Generation(service, form, params, arrived, log, partial(body.parser, tokenizer))
+            await generation.run(prompts, salt, bool(body.stream), receive, send)
         except UsageError as error:
             raise from_engine(error, self._form.prompt_key) from None
         except ClientGone:

@@ -1,15 +1,22 @@
 """POST /v1/chat/completions: a conversation goes on."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from secrets import token_hex
+from typing import Any, Literal
 
 import msgspec
 
+from enginewright.runtime.messages.calls import Call
+from enginewright.runtime.messages.parser import MessageParser, Piece, Reasoning, Text
+from enginewright.runtime.outputs import Delta
 from enginewright.runtime.prompts import ROLES, Conversation, Prompt
 from enginewright.runtime.sampling import MAX_LOGPROBS, SampledToken
 from enginewright.runtime.server.errors import ApiError
-from enginewright.runtime.server.form import REPLACEMENT, Choice, Form, encode, shown
+from enginewright.runtime.server.form import REPLACEMENT, Choice, Form, Include, encode, shown
 from enginewright.runtime.server.protocol import Body, check_keys, convert, is_off, not_implemented
+from enginewright.runtime.server.tools import ToolCall, Tools
+from enginewright.runtime.tokenizer import Tokenizer
 
 # What clients send back of the answers that they got, or keep for themselves: templates do not see it.
 KEPT_BY_CLIENTS = frozenset(
@@ -27,11 +34,10 @@ KEPT_BY_CLIENTS = frozenset(
         "type",
     )
 )
+OPENING_TOKENS = 8  # of a prompt's end, that may begin the reasoning
 NOTHING: Sequence[Any] = ([], {}, "", False)
 # Keys that would change what the model sees, and are not implemented.
-MESSAGE_OFF = dict.fromkeys(
-    ("audio", "function_call", "images", "refusal", "tool_call_id", "tool_calls", "tools", "weight"), NOTHING
-)
+MESSAGE_OFF = dict.fromkeys(("audio", "function_call", "images", "refusal", "tools", "weight"), NOTHING)
 PART_OFF = dict.fromkeys(("audio_url", "file", "image_url", "input_audio", "refusal", "video_url"), NOTHING)
 
 
@@ -48,6 +54,8 @@ class Message(msgspec.Struct):
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    tool_call_id: str | None = None  # of the call that a tool's message answers
+    tool_calls: list[ToolCall] | None = None  # that an assistant's message has made
 
     @classmethod
     def read(cls, value: dict[str, Any], where: str) -> "Message":
@@ -62,18 +70,20 @@ class Message(msgspec.Struct):
         message = convert(value, cls, where)
         if message.role not in ROLES:
             known = ", ".join(ROLES)
-            why = "tools are not implemented" if message.role in ("tool", "function") else f"there are {known}"
-            raise ApiError(
-                400, f"{where}.role is {message.role[:20]!r}: {why}", param=f"{where}.role", code="invalid_value"
-            )
+            why = f"{where}.role is {message.role[:20]!r}: there are {known}"
+            raise ApiError(400, why, param=f"{where}.role", code="invalid_value")
         check_keys(_without_nothing(value), cls.__struct_fields__, KEPT_BY_CLIENTS, MESSAGE_OFF, where)
         return message
 
-    def for_template(self, where: str) -> dict[str, str]:
-        """What the model's chat template sees. Raises ApiError for a content that is no text."""
-        message = {"role": ROLES[self.role], "content": self._text(f"{where}.content")}
-        others = {name: getattr(self, name) for name in ("name", "reasoning", "reasoning_content")}
-        return message | {name: value for name, value in others.items() if value is not None}
+    def for_template(self, where: str) -> dict[str, Any]:
+        """What the model's chat template sees. Raises ApiError for a content or a call that cannot be shown."""
+        message: dict[str, Any] = {"role": ROLES[self.role], "content": self._text(f"{where}.content")}
+        others = {name: getattr(self, name) for name in ("name", "reasoning", "reasoning_content", "tool_call_id")}
+        message |= {name: value for name, value in others.items() if value is not None}
+        if self.tool_calls:
+            calls = [call.for_template(f"{where}.tool_calls[{place}]") for place, call in enumerate(self.tool_calls)]
+            message["tool_calls"] = calls
+        return message
 
     def _text(self, where: str) -> str:
         if isinstance(self.content, str):
@@ -103,6 +113,11 @@ def _without_nothing(value: dict[str, Any]) -> dict[str, Any]:
 
 class ChatBody(Body, kw_only=True):
     messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None  # False: one call at most
+    include_reasoning: bool | None = None  # False: it is left out
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -117,7 +132,47 @@ class ChatBody(Body, kw_only=True):
         for place, value in enumerate(self.messages):
             where = f"messages[{place}]"
             messages.append(Message.read(value, where).for_template(where))
-        return [Conversation(messages, self.add_generation_prompt is not False, self.chat_template_kwargs or {})]
+        tools = self._tools().shown
+        return [Conversation(messages, self.add_generation_prompt is not False, self._template_kwargs(), tools)]
+
+    def _tools(self) -> Tools:
+        return Tools(self.tools, self.tool_choice)
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            kwargs = {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            kwargs = {"enable_thinking": False}
+        return kwargs | (self.chat_template_kwargs or {})
+
+    def params_for(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        tools, params = self._tools(), self.params()
+        tools.check(tokenizer)
+        has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in self.messages)
+        if has_calls and not tokenizer.template_names("tool"):
+            raise ApiError(400, "messages: the model's chat template shows no calls of tools", param="messages")
+        if self.reasoning_effort not in (None, "none") and not tokenizer.template_names("reasoning_effort"):
+            raise not_implemented("reasoning_effort", "the model's chat template knows none")
+        grammar = tools.grammar(tokenizer, several=self.parallel_tool_calls is not False)
+        if grammar is not None:
+            if params["structured_outputs"] is not None:
+                raise ApiError(400, "tool_choice cannot be combined with a form of the answer", param="tool_choice")
+            params["structured_outputs"] = grammar
+        return params
+
+    def include(self) -> Include:
+        return replace(super().include(), reasoning=self.include_reasoning is not False)
+
+    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> MessageParser | None:
+        """Of an answer; None where all of it is text."""
+        form, schemas = tokenizer.message_format, self._tools().may_be_called
+        if form.reasoning is None and (form.calls is None or schemas is None):
+            return None
+        end = tokenizer.decode(prompt[-OPENING_TOKENS:], skip_special_tokens=False).rstrip()
+        in_reasoning = form.reasoning is not None and end.endswith(form.reasoning.open)
+        several = self.parallel_tool_calls is not False
+        return MessageParser(form, schemas, in_reasoning=in_reasoning, several=several)
 
     def params(self) -> dict[str, Any]:
         if self.top_logprobs is not None and not (self.logprobs and 0 <= self.top_logprobs <= MAX_LOGPROBS):
@@ -129,6 +184,11 @@ class ChatBody(Body, kw_only=True):
             "max_tokens": tokens,
             "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
         }
+
+
+def _called(call: Call) -> dict[str, Any]:
+    """Its id is of nine letters and digits: Mistral's templates take no others."""
+    return {"id": token_hex(5)[:9], "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class ChatForm(Form):
@@ -144,8 +204,47 @@ class ChatForm(Form):
     def _piece(self, text: str) -> bytes:
         return b',"delta":{"content":' + encode(text) + b"}"
 
+    def chunk(self, choice: Choice, delta: Delta) -> bytes:
+        if choice.parser is None:
+            return super().chunk(choice, delta)
+        pieces = choice.parser.push(delta.text)
+        if delta.finish_reason is not None:
+            pieces += choice.parser.end()
+        first = choice.parser.num_calls - sum(isinstance(piece, Call) for piece in pieces)
+        message = self._message(pieces, first)
+        if not message and delta.finish_reason is None and not self.include.logprobs:
+            return b""
+        return self._chunk(choice, delta, b',"delta":' + encode(message))
+
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": choice.text}}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+        if choice.parser is not None:
+            pieces = [piece for delta in choice.deltas for piece in choice.parser.push(delta.text)]
+            message = {"role": "assistant", "content": None} | self._message(pieces + choice.parser.end(), None)
+            if "tool_calls" not in message:
+                message["content"] = message["content"] or ""
+        return {"message": message}
+
+    def _message(self, pieces: Sequence[Piece], first: int | None) -> dict[str, Any]:
+        """Keys of a message, or of a part of one.
+
+        Args:
+            first: which call of the choice the first one is, where calls are numbered.
+        """
+        text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+        reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+        message: dict[str, Any] = {"content": text} if text else {}
+        if reasoning and self.include.reasoning:  # both names are in use
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        calls = [_called(piece) for piece in pieces if isinstance(piece, Call)]
+        if calls:
+            numbered = [{"index": place, **call} for place, call in enumerate(calls, start=first or 0)]
+            message["tool_calls"] = calls if first is None else numbered
+        return message
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        calls = choice.parser is not None and choice.parser.num_calls > 0
+        return "tool_calls" if calls and choice.finish_reason == "stop" else choice.finish_reason
 
     def _response_keys(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """All choices have the same prompt."""

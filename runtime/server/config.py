@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from enginewright.errors import UsageError
+from enginewright.runtime.messages.formats import call_format
 from enginewright.runtime.server.hosts import is_host
 
 
@@ -25,6 +26,7 @@ class ServerConfig:
     max_logprobs_memory: int = 1 << 30  # bytes that the log-probabilities of all running requests may take
     max_connections: int | None = None  # None: as many as the limit of open files allows, up to a few thousand
     step_timeout: float = 60.0  # seconds of one step of the engine after which it counts as stalled; 0: never
+    tool_call_parser: str | None = None  # name of a CallFormat; None: the one that the chat template tells
     allowed_hosts: tuple[str, ...] = ()  # names in the Host header, beside the server's own; no ports
 
     def __post_init__(self) -> None:
@@ -43,6 +45,8 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}", "it must be at least 1")
+        if self.tool_call_parser is not None:
+            call_format(self.tool_call_parser)
         for name in self.allowed_hosts:
             if not is_host(name):
                 raise UsageError(f"allowed_hosts has {name!r}", "it must be a host alone, without scheme and port")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from enginewright.runtime.messages.parser import MessageParser
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.prompts import Prompt, text_of
 from enginewright.runtime.sampling import SampledToken
@@ -41,6 +42,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     deltas: list[Delta] = field(default_factory=list)  # kept where the completion is sent whole
+    parser: MessageParser | None = None  # of a message with reasoning or calls; None: all of it is text
 
     @property
     def text(self) -> str:
@@ -75,6 +77,7 @@ class Include:
     echo: bool = False  # the prompt before the completion, with its log-probabilities if those of tokens are shown
     usage: bool = False  # at the end of a stream
     usage_so_far: bool = False  # in each event of a stream
+    reasoning: bool = True  # beside the answer, where the model reasons
 
 
 class Form(ABC):
@@ -130,11 +133,19 @@ class Form(ABC):
         """The event of what was added to a choice; empty if nobody could see a difference."""
         if not delta.text and delta.finish_reason is None and not self.include.logprobs:
             return b""
+        return self._chunk(choice, delta, self._piece(delta.text))
+
+    def _chunk(self, choice: Choice, delta: Delta, piece: bytes) -> bytes:
         logprobs = encode(self.logprobs(choice, delta.tokens)) if self.include.logprobs else b"null"
         end = b',"finish_reason":null'
         if delta.finish_reason is not None:
-            end = b"," + encode({"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason})[1:-1]
-        return self._event(choice, self._piece(delta.text) + b',"logprobs":' + logprobs + end)
+            reasons = {"finish_reason": self.finish_reason(choice), "stop_reason": delta.stop_reason}
+            end = b"," + encode(reasons)[1:-1]
+        return self._event(choice, piece + b',"logprobs":' + logprobs + end)
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        """Of a choice that has ended, as the API calls it."""
+        return choice.finish_reason
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return event({"object": self.chunk_object, **self._about, "choices": [], "usage": usage.to_dict()})
@@ -146,7 +157,7 @@ class Form(ABC):
                 "index": choice.index,
                 **self._whole(choice),
                 "logprobs": self.logprobs(choice, choice.tokens) if self.include.logprobs else None,
-                "finish_reason": choice.finish_reason,
+                "finish_reason": self.finish_reason(choice),
                 "stop_reason": choice.stop_reason,
             }
             for choice in choices

@@ -4,13 +4,14 @@ import asyncio
 import logging
 import time
 from asyncio import TaskGroup
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Send
 
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.async_llm import AsyncRequest
+from enginewright.runtime.messages.parser import MessageParser
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.prompts import Conversation, Prompt
 from enginewright.runtime.sampling import SamplingParams
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NewParser = Callable[[Sequence[int]], MessageParser | None]
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -40,9 +42,19 @@ class Generation:
     Args:
         arrived: when the request came, by time.perf_counter.
         log: takes down what came of it.
+        new_parser: of a completion of a prompt, whose token ids it takes.
     """
 
-    def __init__(self, service: "Service", form: Form, params: SamplingParams, arrived: float, log: RequestLog) -> None:
+    def __init__(
+        self,
+        service: "Service",
+        form: Form,
+        params: SamplingParams,
+        arrived: float,
+        log: RequestLog,
+        new_parser: NewParser = lambda prompt: None,
+    ) -> None:
+        self._new_parser = new_parser
         self._service, self._form, self._params, self._arrived = service, form, params, arrived
         self._log = log
         self._first_token_s: float | None = None  # since its arrival
@@ -99,7 +111,12 @@ class Generation:
             part = self._form.prompt_part(prompt, request.token_ids, request.request.prompt_logprobs)
             first = len(self._requests) * self._params.n
             self._requests.append(request)
-            self._choices.append([Choice(index, part) for index in range(first, first + self._params.n)])
+            self._choices.append(
+                [
+                    Choice(index, part, parser=self._new_parser(request.token_ids))
+                    for index in range(first, first + self._params.n)
+                ]
+            )
         for request in self._requests:
             self._service.llm.start(request)
 

@@ -13,11 +13,13 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from enginewright.errors import UsageError
+from enginewright.runtime.messages.parser import MessageParser
 from enginewright.runtime.prompts import Prompt
 from enginewright.runtime.sampling import MAX_BIASED_TOKENS, MAX_STOPS
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Include
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
+from enginewright.runtime.tokenizer import Tokenizer
 
 COMPLETION_TOKENS = 16  # of a completion that names no max_tokens, as in OpenAI's API
 MAX_KEY_CHARS = 64
@@ -27,7 +29,6 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.DOTALL)
 IGNORED = frozenset(
     (
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -197,6 +198,14 @@ class Body(msgspec.Struct, kw_only=True):
     def params(self) -> dict[str, Any]:
         """Arguments of default_params."""
         raise NotImplementedError
+
+    def params_for(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """As `params`, with what depends on how the model writes. Raises ApiError for what it cannot do."""
+        return self.params()
+
+    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> MessageParser | None:
+        """Of an answer to a prompt; None where all of it is text."""
+        return None
 
     def include(self) -> Include:
         """What the response has beside the text of answers.

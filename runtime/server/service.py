@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 from enginewright.errors import EngineError
 from enginewright.runtime.async_llm import AsyncLLM
+from enginewright.runtime.messages.formats import call_format
 from enginewright.runtime.server.admission import Admission
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.errors import OVERLOAD_RETRY_S, ApiError, retry_after, shutting_down
@@ -22,6 +24,9 @@ class Service:
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         engine = llm.engine
         self.llm, self.config = llm, config
+        if config.tool_call_parser is not None:
+            form = engine.tokenizer.message_format
+            engine.tokenizer.use_message_format(replace(form, calls=call_format(config.tool_call_parser)))
         self.models = config.served_model_names or (engine.manifest.name,)
         # Where it is the same, the same seed gives the same completion.
         self.fingerprint = f"fp_{engine.manifest.content_hash[:12]}"

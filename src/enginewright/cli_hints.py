@@ -82,7 +82,10 @@ OPTIONS: Mapping[str, str] = {
             "--guided-decoding-backend --structured-outputs-config",
             "Structured outputs need no setting: requests ask for them.",
         ),
-        ("--enable-auto-tool-choice --tool-call-parser --reasoning-parser", _NOT_IMPLEMENTED),
+        (
+            "--enable-auto-tool-choice --reasoning-parser",
+            "Calls and reasoning are found by the model's chat template: leave it out (see --tool-call-parser).",
+        ),
         ("--enable-lora --lora-modules --lora", _NOT_IMPLEMENTED),
         ("--speculative-config --speculative-model --model-draft -md", _NOT_IMPLEMENTED),
         ("--block-size --swap-space --cpu-offload-gb --mlock", "It has no counterpart here: leave it out."),

@@ -37,6 +37,11 @@ HELLO = [{"role": "user", "content": "Hello"}]
 # Chat templates of tiny_engine, by its kind.
 TEMPLATES = {
     "fails at one message": "{{ messages[1].content + 'x' }}",
+    "calls tools": "{# <tool_call> arguments <think></think> #}{% for tool in tools or [] %}{{ tool.function.name }} "
+    "{% endfor %}{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }} {{ call.function.arguments.a }}"
+    "{% endfor %}; {% endfor %}assistant: {{ '<think>\n' if enable_thinking | default(false) }}",
+    "calls tools at once": "{# <tool_call> arguments #}{{ (tools or []) | length }}{{ messages[0].content }}",
     "thinks": "{{ messages | map(attribute='reasoning_content') | select | join }}{{ messages[0].content }}"
     "{% if add_generation_prompt %}{{ '' if enable_thinking | default(true) else 'no thinking' }}{% endif %}",
 }

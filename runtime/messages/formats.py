@@ -1,0 +1,45 @@
+"""The families of message formats, found by what a chat template writes."""
+
+from enginewright.errors import UsageError
+from enginewright.runtime.messages.calls import CallFormat
+from enginewright.runtime.messages.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from enginewright.runtime.messages.glm import GLM
+from enginewright.runtime.messages.hermes import HERMES
+from enginewright.runtime.messages.llama3_json import LLAMA3_JSON
+from enginewright.runtime.messages.mistral import MISTRAL, MISTRAL_NAMED
+from enginewright.runtime.messages.parser import MessageFormat, ReasoningFormat
+from enginewright.runtime.messages.pythonic import LFM2, PYTHONIC
+from enginewright.runtime.messages.qwen3_xml import QWEN3_XML
+
+# Those that share marks with a later one come before it.
+CALL_FORMATS = (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GLM,
+    QWEN3_XML,
+    HERMES,
+    MISTRAL_NAMED,
+    MISTRAL,
+    LFM2,
+    PYTHONIC,
+    LLAMA3_JSON,
+)
+REASONING_FORMATS = (ReasoningFormat("<think>", "</think>"), ReasoningFormat("[THINK]", "[/THINK]"))
+
+
+def message_format(chat_template: str | None) -> MessageFormat:
+    """How a model writes what its template shows again in the next turn."""
+    template = chat_template or ""
+    calls = (one for one in CALL_FORMATS if all(mark in template for mark in one.template_marks))
+    reasoning = (one for one in REASONING_FORMATS if one.close in template)
+    return MessageFormat(next(reasoning, None), next(calls, None))
+
+
+def call_format(name: str) -> CallFormat:
+    """Raises UsageError for a name that is none."""
+    for one in CALL_FORMATS:
+        if one.name == name:
+            return one
+    raise UsageError(
+        f"there is no tool call parser {name!r}", f"there are {', '.join(one.name for one in CALL_FORMATS)}"
+    )

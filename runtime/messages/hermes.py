@@ -1,0 +1,12 @@
+"""Hermes, Qwen2.5 and Qwen3: <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
+
+from enginewright.runtime.messages.calls import CallFormat, WrittenCalls, json_calls
+
+HERMES = CallFormat(
+    "hermes",
+    ("<tool_call>", "arguments"),
+    json_calls,
+    open="<tool_call>",
+    close="</tool_call>",
+    written=WrittenCalls('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
+)

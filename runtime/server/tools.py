@@ -1,0 +1,118 @@
+"""Tools in bodies of requests: what may be called, what has to be, and what was."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from enginewright.errors import UsageError
+from enginewright.runtime.messages.calls import Schemas, load
+from enginewright.runtime.messages.forced import forced_calls
+from enginewright.runtime.server.errors import ApiError
+from enginewright.runtime.server.protocol import convert
+from enginewright.runtime.structured_outputs import StructuredOutputsParams
+from enginewright.runtime.tokenizer import Tokenizer
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] = ""  # JSON
+
+
+class ToolCall(msgspec.Struct):
+    """A call that an assistant's message has made, as clients send it back."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+    def for_template(self, where: str) -> dict[str, Any]:
+        """Templates have arguments as an object. Raises ApiError for what is no JSON object."""
+        arguments = self.function.arguments or {}
+        try:
+            value = load(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            path = f"{where}.function.arguments"
+            raise ApiError(400, f"{path} must be a JSON object, as text", param=path, code="invalid_value")
+        function = {"name": self.function.name, "arguments": value}
+        return {"id": self.id or "", "type": "function", "function": function}
+
+
+class Tools:
+    """The tools of a request.
+
+    Args:
+        tools, choice: as the body has them.
+
+    Raises:
+        ApiError: they cannot be.
+    """
+
+    def __init__(self, tools: Sequence[Any] | None, choice: Any) -> None:
+        given = list(tools or ())
+        if len(given) > MAX_TOOLS:
+            raise ApiError(400, f"tools must not hold more than {MAX_TOOLS} entries", param="tools")
+        self.schemas: dict[str, Mapping[str, Any]] = {}
+        for place, value in enumerate(given):
+            where = f"tools[{place}].function"
+            function = convert(value, Tool, f"tools[{place}]").function
+            if not _NAME.fullmatch(function.name):
+                rule = "must have 1 to 64 letters, digits, _, . or -"
+                raise ApiError(400, f"{where}.name {rule}", param=f"{where}.name", code="invalid_value")
+            if function.name in self.schemas:
+                raise ApiError(400, f"{where}.name: there are two tools of this name", param=f"{where}.name")
+            self.schemas[function.name] = function.parameters or {}
+        self.forced = self._forced(choice)
+        # What the template shows: nothing that may not be called.
+        self.shown: Sequence[Mapping[str, Any]] = () if choice == "none" else given
+        self.may_be_called: Schemas | None = self.schemas if self.shown else None
+
+    def _forced(self, choice: Any) -> Schemas:
+        """The tools of which one has to be called; empty: none has."""
+        match choice:
+            case None | "none" | "auto":
+                return {}
+            case "required" if self.schemas:
+                return self.schemas
+            case {"type": "function", "function": {"name": str(name)}} if name in self.schemas:
+                return {name: self.schemas[name]}
+        names = ", ".join(self.schemas) or "none"
+        why = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}} of one of tools'
+        raise ApiError(400, f"tool_choice {why}: {names}", param="tool_choice", code="invalid_value")
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Raises ApiError where the model knows no tools."""
+        if self.shown and (tokenizer.message_format.calls is None or not tokenizer.template_names("tools")):
+            why = "the model's chat template shows no tools"
+            if tokenizer.template_names("tools"):
+                why = "no parser for this model's calls is known: --tool-call-parser of engine run names one"
+            raise ApiError(400, f"tools: {why}", param="tools", code="unsupported_parameter")
+
+    def grammar(self, tokenizer: Tokenizer, *, several: bool) -> StructuredOutputsParams | None:
+        """Of an answer that has to call one of them. Raises ApiError where no such grammar is known."""
+        if not self.forced:
+            return None
+        ids = {mark: token for token, mark in tokenizer.shown_marks.items()}
+        try:
+            return forced_calls(tokenizer.message_format, self.forced, ids, several=several)
+        except UsageError as error:
+            raise ApiError(400, f"tool_choice: {error}", param="tool_choice", code="invalid_value") from None

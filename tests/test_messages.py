@@ -1,0 +1,290 @@
+"""Messages cut into reasoning, text and calls: each family's way of writing them, wherever a stream is cut."""
+
+import json
+import random
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from enginewright.errors import UsageError
+from enginewright.runtime.detokenizer import Detokenizer
+from enginewright.runtime.messages.calls import Call, CallFormat, json_calls
+from enginewright.runtime.messages.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from enginewright.runtime.messages.formats import CALL_FORMATS, REASONING_FORMATS, call_format, message_format
+from enginewright.runtime.messages.glm import GLM
+from enginewright.runtime.messages.hermes import HERMES
+from enginewright.runtime.messages.llama3_json import LLAMA3_JSON
+from enginewright.runtime.messages.mistral import MISTRAL, MISTRAL_NAMED
+from enginewright.runtime.messages.parser import MessageFormat, MessageParser, Piece, Reasoning, Text
+from enginewright.runtime.messages.pythonic import LFM2, PYTHONIC
+from enginewright.runtime.messages.qwen3_xml import QWEN3_XML
+from enginewright.runtime.tokenizer import Tokenizer
+from tests.helpers.tiny import MemoryCheckpoint
+
+THINK = REASONING_FORMATS[0]
+TOOLS = {
+    "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "add": {},
+}
+# A text that holds what ends calls, quotes and escapes.
+CITY = 'Sankt "Pölten" \\ </tool_call> ] } it\'s\nnew'
+WEATHER = {"city": CITY, "days": 3}
+ADD = {"a": 1, "b": [1.5, None, True, {"c": "d"}]}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _python(name: str, arguments: dict[str, object]) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def _hermes(name: str, arguments: object) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {_json(arguments)}}}\n</tool_call>'
+
+
+def _v3(name: str, arguments: object) -> str:
+    return (
+        f"<\uff5ctool\u2581call\u2581begin\uff5c>function<\uff5ctool\u2581sep\uff5c>{name}\n"
+        f"```json\n{_json(arguments)}\n```<\uff5ctool\u2581call\u2581end\uff5c>"
+    )
+
+
+def _v31(name: str, arguments: object) -> str:
+    return (
+        f"<\uff5ctool\u2581call\u2581begin\uff5c>{name}<\uff5ctool\u2581sep\uff5c>{_json(arguments)}"
+        "<\uff5ctool\u2581call\u2581end\uff5c>"
+    )
+
+
+def _deepseek(*calls: str) -> str:
+    return "".join(("<\uff5ctool\u2581calls\u2581begin\uff5c>", *calls, "<\uff5ctool\u2581calls\u2581end\uff5c>"))
+
+
+PLAIN = {"city": "Graz\nand 'more' \"quoted\"", "days": 3}  # where nothing marks the end of a text but the call's own
+XML = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nGraz\nand 'more' \"quoted\"\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)
+XML_ADD = f"<tool_call><function=add><parameter=a>1</parameter><parameter=b>{_json(ADD['b'])}</function></tool_call>"
+ARGS = (
+    "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Graz\nand 'more' \"quoted\"</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+)
+ARGS_ADD = (
+    "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>"
+    f"<arg_key>b</arg_key><arg_value>{_json(ADD['b'])}</arg_value></tool_call>"
+)
+BOTH = (("weather", WEATHER), ("add", ADD))
+PLAIN_BOTH = (("weather", PLAIN), ("add", ADD))
+# A format, two calls as it writes them, and what they are.
+CASES = {
+    "hermes": (HERMES, "\n".join(_hermes(*one) for one in BOTH), BOTH),
+    "qwen3_xml": (QWEN3_XML, f"{XML}\n{XML_ADD}", PLAIN_BOTH),
+    "glm": (GLM, f"{ARGS}\n{ARGS_ADD}", PLAIN_BOTH),
+    "mistral": (
+        MISTRAL,
+        "[TOOL_CALLS] " + _json([{"name": name, "arguments": arguments} for name, arguments in BOTH]),
+        BOTH,
+    ),
+    "mistral_named": (
+        MISTRAL_NAMED,
+        "".join(f"[TOOL_CALLS]{name}[ARGS]{_json(arguments)}" for name, arguments in BOTH),
+        BOTH,
+    ),
+    "deepseek_v3": (DEEPSEEK_V3, _deepseek("\n".join(_v3(*one) for one in BOTH)), BOTH),
+    "deepseek_v31": (DEEPSEEK_V31, _deepseek(*(_v31(*one) for one in BOTH)), BOTH),
+    "lfm2": (LFM2, f"<|tool_call_start|>[{', '.join(_python(*one) for one in BOTH)}]<|tool_call_end|>", BOTH),
+    "pythonic": (PYTHONIC, f"[{', '.join(_python(*one) for one in BOTH)}]", BOTH),
+    "llama3_json": (
+        LLAMA3_JSON,
+        "; ".join(_json({"name": name, "parameters": arguments}) for name, arguments in BOTH),
+        BOTH,
+    ),
+}
+
+
+def parse(form: MessageFormat, pieces: Sequence[str], *, tools: bool = True, in_reasoning: bool = False) -> list[Piece]:
+    """What comes of a message, texts joined."""
+    parser = MessageParser(form, TOOLS if tools else None, in_reasoning=in_reasoning)
+    found = [piece for text in pieces for piece in parser.push(text)] + parser.end()
+    joined: list[Piece] = []
+    for piece in found:
+        if joined and isinstance(piece, Text) and isinstance(joined[-1], Text):
+            joined[-1] = Text(joined[-1].text + piece.text)
+        elif joined and isinstance(piece, Reasoning) and isinstance(joined[-1], Reasoning):
+            joined[-1] = Reasoning(joined[-1].text + piece.text)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def values(pieces: Sequence[Piece]) -> list[tuple[str, object]]:
+    return [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, Call)]
+
+
+def cuts(text: str) -> list[list[str]]:
+    """The text in two, at each place, and character by character."""
+    return [[text[:place], text[place:]] for place in range(len(text) + 1)] + [list(text)]
+
+
+def test_each_format_has_a_case() -> None:
+    assert set(CASES) == {one.name for one in CALL_FORMATS}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_wherever_the_stream_is_cut(name: str) -> None:
+    calls, text, expected = CASES[name]
+    form = MessageFormat(THINK, calls)
+    lead = "" if calls.begins else "I look.\n\n"
+    message = f"<think>\nHm, <b> or\n <c>?\n</think>\n\n{lead}{text}"
+    for pieces in cuts(message):
+        found = parse(form, pieces)
+        assert found[0] == Reasoning("Hm, <b> or\n <c>?"), pieces
+        assert found[1:-2] == ([Text("I look.")] if lead else []), pieces
+        assert values(found) == [*expected], pieces
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_no_call_stays_as_it_was_written(name: str) -> None:
+    calls, text, _ = CASES[name]
+    form = MessageFormat(None, calls)
+    for end in range(1, len(text)):  # an answer that its number of tokens has cut
+        whole = parse(form, [text[:end]])
+        assert whole == parse(form, list(text[:end]))
+        if not values(whole):
+            assert whole == [Text(text[:end])]
+    assert parse(form, [text], tools=False) == [Text(text)]  # nothing may be called
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '<tool_call>{"name": "add", "arguments": [1]}</tool_call> and more',
+        "<tool_call>no JSON</tool_call> and more",
+        '<tool_call>{"name": 3}</tool_call>',
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+        '<tool_call>{"name": "add", "arguments": "no JSON"}</tool_call>',
+    ],
+)
+def test_a_call_that_cannot_be_read_is_text(broken: str) -> None:
+    assert parse(MessageFormat(THINK, HERMES), [broken]) == [Text(broken)]
+
+
+def test_a_call_in_the_reasoning_ends_it() -> None:
+    form, call = MessageFormat(THINK, HERMES), _hermes("add", ADD)
+    for pieces in cuts(f"\nI add.\n{call}\n</think>\n\nDone."):
+        found = parse(form, pieces, in_reasoning=True)
+        assert found[0] == Reasoning("I add.") and values(found) == [("add", ADD)], pieces
+    mentioned = 'The form is <tool_call>{"name": …}</tool_call>, or <tool_call>.'
+    for pieces in cuts(f"{mentioned}\n</think>\n\nDone."):
+        assert parse(form, pieces, in_reasoning=True) == [Reasoning(mentioned), Text("Done.")], pieces
+
+
+def test_a_call_in_place_of_one_that_never_ended() -> None:
+    call = _hermes("add", ADD)
+    for pieces in cuts(f"<tool_call> oh, {call}"):
+        found = parse(MessageFormat(None, HERMES), pieces)
+        assert found[0] == Text("<tool_call> oh,") and values(found) == [("add", ADD)], pieces
+
+
+@pytest.mark.parametrize("text", ["", " a", "a \n", "<", "a < b", "</think>", "  <th", "\\", '"'])
+def test_text_alone_is_unchanged(text: str) -> None:
+    for pieces in cuts(text):
+        assert parse(MessageFormat(THINK, HERMES), pieces) == ([Text(text)] if text else [])
+
+
+def test_reasoning_that_the_prompt_has_begun() -> None:
+    for pieces in cuts("\nSo.\n\n</think>\n\nYes."):
+        assert parse(MessageFormat(THINK), pieces, in_reasoning=True) == [Reasoning("So."), Text("Yes.")]
+    assert parse(MessageFormat(THINK), ["So."], in_reasoning=True) == [Reasoning("So.")]  # its tokens have ended
+
+
+def test_arguments_follow_the_schema() -> None:
+    text = "<tool_call><function=weather><parameter=city>12</parameter><parameter=days>12</function></tool_call>"
+    (call,) = parse(MessageFormat(None, QWEN3_XML), [text])
+    assert isinstance(call, Call) and json.loads(call.arguments) == {"city": "12", "days": 12}
+
+
+def test_one_call_where_several_are_not_wanted() -> None:
+    parser = MessageParser(MessageFormat(None, HERMES), TOOLS, several=False)
+    found = parser.push(_hermes("add", ADD) + _hermes("add", {})) + parser.end()
+    assert values(found) == [("add", ADD)]
+
+
+@pytest.mark.parametrize("unit", ["<tool_call>", "<tool_call></tool_call>", '<tool_call>"', "<", "\\", "<think>", "\n"])
+def test_time_is_linear(unit: str) -> None:
+    """Eight times as much text may take eight times as long, with much room: a square would be 64 times."""
+
+    def seconds(count: int) -> float:
+        parser = MessageParser(MessageFormat(THINK, HERMES), TOOLS)
+        start = time.process_time()
+        for _ in range(count):
+            parser.push(unit)
+        parser.end()
+        return time.process_time() - start
+
+    seconds(100)
+    assert min(seconds(8000) for _ in range(3)) < 24 * max(min(seconds(1000) for _ in range(3)), 0.002)
+
+
+def test_random_marks_lose_nothing() -> None:
+    """Texts of marks, quotes and letters: cut anywhere, the same; what is no call or reasoning is all there."""
+    rng = random.Random(7)
+    words = ["<tool_call>", "</tool_call>", '{"name": "add"}', '"', "\\", "x", " ", "\n", "<tool", "</", "[", "'"]
+    form = MessageFormat(None, HERMES)
+    for _ in range(300):
+        text = "".join(rng.choices(words, k=12))
+        whole = parse(form, [text])
+        assert parse(form, list(text)) == whole
+        if not values(whole):
+            assert whole == ([Text(text)] if text else [])
+
+
+TEMPLATES = {
+    "hermes": "{{ '<tool_call>' }} \\\"arguments\\\" {{ '<think></think>' }}",
+    "qwen3_xml": "<tool_call><function=name><parameter=key> arguments",
+    "glm": "<tool_call><arg_key>{{ arguments }}",
+    "mistral": "[TOOL_CALLS]",
+    "mistral_named": "[TOOL_CALLS]{{ name }}[ARGS]",
+    "deepseek_v3": "<\uff5ctool\u2581call\u2581begin\uff5c><\uff5ctool\u2581sep\uff5c>```json",
+    "deepseek_v31": "<\uff5ctool\u2581call\u2581begin\uff5c><\uff5ctool\u2581sep\uff5c>",
+    "lfm2": "<|tool_list_start|>",
+    "pythonic": "[func_name1(params_name1=params_value1)]",
+    "llama3_json": "<|start_header_id|> dictionary of argument name and its value",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_tells_the_format(name: str) -> None:
+    found = message_format(TEMPLATES[name]).calls
+    assert isinstance(found, CallFormat) and found is call_format(name)
+
+
+def test_templates_without() -> None:
+    assert message_format(None) == message_format("{{ messages }}") == MessageFormat()
+    assert message_format(TEMPLATES["hermes"]).reasoning == THINK
+    with pytest.raises(UsageError, match="no tool call parser 'x'"):
+        call_format("x")
+
+
+def test_marks_are_shown_although_they_are_special_tokens() -> None:
+    """Also where one comes in the middle of a character, and only those of the format."""
+    files = MemoryCheckpoint({}, {}).tokenizer
+    tokenizer = Tokenizer(files.tokenizer_json, {}, None)
+    mark, other = (tokenizer.token_id(token) for token in ("<|turn|>", "<|end|>"))
+    assert mark in tokenizer.special_ids and other in tokenizer.special_ids
+    cut = tokenizer.encode("🙂", add_special_tokens=False)[:1]
+    text = tokenizer.encode("a b", add_special_tokens=False)
+    tokens = [*text, mark, *text, *cut, mark, other, *text]
+
+    def shown() -> str:
+        detokenizer = Detokenizer(tokenizer, text)
+        return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
+
+    assert shown() == "a ba b\ufffda b"
+    tokenizer = Tokenizer(files.tokenizer_json, {}, None)
+    tokenizer.use_message_format(MessageFormat(None, CallFormat("turns", (), json_calls, open="<|turn|>")))
+    assert shown() == "a b<|turn|>a b\ufffd<|turn|>a b"

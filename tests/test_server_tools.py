@@ -1,0 +1,258 @@
+"""Tools and reasoning over HTTP: what is shown to the model, and what its messages become."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from enginewright import LLM, SamplingParams, StructuredOutputsParams
+from enginewright.errors import UsageError
+from enginewright.runtime.messages.calls import Call, CallFormat
+from enginewright.runtime.messages.forced import forced_calls
+from enginewright.runtime.messages.formats import CALL_FORMATS, REASONING_FORMATS
+from enginewright.runtime.messages.hermes import HERMES
+from enginewright.runtime.messages.mistral import MISTRAL
+from enginewright.runtime.messages.parser import MessageFormat, MessageParser
+from enginewright.runtime.server.config import ServerConfig
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
+
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+MESSAGE = f"<think>\nHm.\n</think>\n\nI add.\n{CALL}\n{CALL}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(engine=tiny_engine("calls tools"), served_model_names=("tiny",)) as opened:
+        yield opened
+
+
+def say(server: Running, text: str, **options: Any) -> Any:
+    """A chat whose answer is this text."""
+    wanted = {"choice": [text]}
+    return server.chat(structured_outputs=wanted, max_tokens=400, ignore_eos=False, **options)
+
+
+def joined(events: list[Any]) -> tuple[dict[str, Any], str]:
+    """The message of a stream, as a client puts it together, and why it ended."""
+    assert events[-1] == "[DONE]"
+    message: dict[str, Any] = {}
+    for (choice,) in (event["choices"] for event in events[:-1]):
+        for key, value in choice["delta"].items():
+            message[key] = message[key] + value if key in message else value
+    return message, events[-2]["choices"][0]["finish_reason"]
+
+
+def test_reasoning_text_and_calls(server: Running) -> None:
+    whole = say(server, MESSAGE, tools=TOOLS)["choices"][0]
+    message = whole["message"]
+    calls = message.pop("tool_calls")
+    assert message == {"role": "assistant", "content": "I add.", "reasoning": "Hm.", "reasoning_content": "Hm."}
+    assert [call["function"] for call in calls] == [{"name": "add", "arguments": '{"a": 1}'}] * 2
+    assert len({call["id"] for call in calls}) == 2 and all(call["type"] == "function" for call in calls)
+    assert whole["finish_reason"] == "tool_calls"
+
+    streamed, reason = joined(say(server, MESSAGE, tools=TOOLS, stream=True))
+    again = streamed.pop("tool_calls")
+    assert streamed == message and reason == "tool_calls"
+    assert [(call["index"], call["function"]) for call in again] == list(enumerate(call["function"] for call in calls))
+
+
+def test_without_tools_calls_are_text(server: Running) -> None:
+    for options in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        whole = say(server, MESSAGE, **options)["choices"][0]
+        assert whole["message"]["content"] == f"I add.\n{CALL}\n{CALL}" and whole["finish_reason"] == "stop"
+        assert joined(say(server, MESSAGE, stream=True, **options))[0]["content"] == f"I add.\n{CALL}\n{CALL}"
+
+
+def test_one_call_and_no_reasoning_if_asked(server: Running) -> None:
+    options = {"tools": TOOLS, "parallel_tool_calls": False, "include_reasoning": False}
+    message = say(server, MESSAGE, **options)["choices"][0]["message"]
+    assert len(message["tool_calls"]) == 1 and "reasoning" not in message and "reasoning_content" not in message
+
+
+def test_a_call_alone_has_no_content(server: Running) -> None:
+    message = say(server, CALL, tools=TOOLS)["choices"][0]["message"]
+    assert message["content"] is None and len(message["tool_calls"]) == 1
+
+
+def test_reasoning_that_the_prompt_begins(server: Running) -> None:
+    text, kwargs = "Hm.\n</think>\n\nYes.", {"enable_thinking": True}
+    message = say(server, text, chat_template_kwargs=kwargs)["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
+    streamed, _ = joined(say(server, text, chat_template_kwargs=kwargs, stream=True))
+    assert (streamed["reasoning_content"], streamed["content"]) == ("Hm.", "Yes.")
+    cut = server.chat(
+        structured_outputs={"choice": [text]}, max_tokens=1, chat_template_kwargs=kwargs, ignore_eos=False
+    )
+    assert cut["choices"][0]["message"]["content"] == "" and cut["choices"][0]["finish_reason"] == "length"
+    message = say(server, "Yes.", reasoning_effort="none", chat_template_kwargs=kwargs)  # the latter is more exact
+    assert message["choices"][0]["message"]["reasoning"] == "Yes."
+    assert "reasoning" not in say(server, "Yes.", reasoning_effort="none")["choices"][0]["message"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=str)
+def test_a_call_that_is_wanted_comes(choice: Any) -> None:
+    """From a model whose answers are noise."""
+    with running(engine=tiny_engine("calls tools at once")) as server:
+        for seed in range(3):
+            sampling = {"temperature": 1.0, "seed": seed, "max_tokens": 2000, "ignore_eos": False}
+            body = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": seed > 0, **sampling}
+            answer = server.chat(**body)["choices"][0]
+            assert answer["finish_reason"] == "tool_calls"
+            calls = [call["function"] for call in answer["message"]["tool_calls"]]
+            assert seed > 0 or len(calls) == 1
+            assert {call["name"] for call in calls} <= ({"add", "stop"} if choice == "required" else {"add"})
+            assert all(json.loads(call["arguments"])["a"] in range(10) for call in calls if call["name"] == "add")
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(tiny_engine(), **LIMITS) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("form", [one for one in CALL_FORMATS if one.written is not None], ids=lambda one: one.name)
+def test_forced_calls_are_read_again(llm: LLM, form: CallFormat) -> None:
+    """What a grammar makes of noise is what the parser takes for calls."""
+    schemas, whole = {"add": ADD, "double": ADD}, MessageFormat(None, form)
+    forced = forced_calls(whole, schemas, {}, several=True)
+    (output,) = llm.generate(["Now: "], SamplingParams(n=4, max_tokens=2000, seed=1, structured_outputs=forced))
+    for one in output.outputs:
+        parser = MessageParser(whole, schemas)
+        pieces = parser.push(one.text) + parser.end()
+        assert one.finish_reason == "stop" and pieces, one.text
+        assert all(isinstance(piece, Call) and json.loads(piece.arguments)["a"] in range(10) for piece in pieces), one
+
+
+def test_forced_calls_after_reasoning(llm: LLM) -> None:
+    """The grammar follows the thought of a model that ends it, and then wants a call."""
+    forced = forced_calls(MessageFormat(REASONING_FORMATS[0], HERMES), {"add": ADD}, {}, several=False)
+    grammar = forced.grammar or ""
+    with_thought = grammar.replace("/(.|\\n)*/", "/Hm, hm/").replace("reasoning?", "reasoning")
+    assert with_thought != grammar
+    wanted = StructuredOutputsParams(grammar=with_thought)
+    (output,) = llm.generate(["Now: "], SamplingParams(max_tokens=400, structured_outputs=wanted))
+    assert re.fullmatch(r'Hm, hm</think>\s*<tool_call>\n\{"name": "add", .*\}\n</tool_call>', output.outputs[0].text)
+
+
+def test_marks_that_are_special_tokens() -> None:
+    written = forced_calls(MessageFormat(None, MISTRAL), {"add": ADD}, {"[TOOL_CALLS]": 9}, several=False).grammar
+    assert written is not None and 'start: <[9]> "["' in written and "[TOOL_CALLS]" not in written
+
+
+def test_calls_and_results_are_shown_to_the_model(server: Running) -> None:
+    call = {"id": "abc123def", "type": "function", "function": {"name": "add", "arguments": '{"a": 77}'}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abc123def", "content": "78"},
+    ]
+    tokens = server.post("/tokenize", {"messages": messages}).json["tokens"]
+    text = server.post("/detokenize", {"tokens": tokens}).json["prompt"]
+    assert text == "user: Hello; assistant: <tool_call>add 77; tool: 78; assistant: "
+    plain = server.chat()["usage"]["prompt_tokens"]
+    assert server.chat(tools=TOOLS)["usage"]["prompt_tokens"] > plain
+    assert server.chat(tools=TOOLS, tool_choice="none")["usage"]["prompt_tokens"] == plain
+
+
+def test_openais_client(server: Running) -> None:
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    wanted = {"structured_outputs": {"choice": [MESSAGE]}}
+    body: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": TOOLS, "max_tokens": 400}
+    (choice,) = client.chat.completions.create(**body, extra_body=wanted).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
+    with client.chat.completions.stream(**body, extra_body=wanted) as stream:
+        final = stream.get_final_completion().choices[0].message
+    assert final.tool_calls is not None
+    assert [call.function.arguments for call in final.tool_calls] == ['{"a": 1}'] * 2  # type: ignore[union-attr]
+    messages = [
+        *HELLO,
+        choice.message,
+        {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "2"},
+    ]
+    assert client.chat.completions.create(**{**body, "messages": messages}).choices
+
+
+def _function(**keys: Any) -> list[Any]:
+    return [{"type": "function", "function": keys}]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"tools": [{}]}, "tools[0].type", "missing"),
+        ({"tools": [3]}, "tools[0]", "expected `object`"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type", "custom"),
+        ({"tools": _function(description="x")}, "tools[0].function.name", "missing"),
+        ({"tools": _function(name="a b")}, "tools[0].function.name", "1 to 64 letters"),
+        ({"tools": _function(name="f") * 2}, "tools[1].function.name", "two tools"),
+        ({"tools": _function(name="f", x=1)}, "tools[0].function.x", "unknown field"),
+        ({"tools": _function(name="f", parameters=[])}, "tools[0].function.parameters", "expected `object"),
+        ({"tools": [_function(name=f"f{place}")[0] for place in range(129)]}, "tools", "more than 128"),
+        ({"tool_choice": "required"}, "tool_choice", "of one of tools: none"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "add, stop"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "add, stop"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "cannot be combined",
+        ),
+        (
+            {"tools": _function(name="f", parameters={"type": "object", "properties": 3}), "tool_choice": "required"},
+            "structured_outputs",
+            "cannot be compiled",
+        ),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "knows none"),
+        ({"reasoning_effort": "much"}, "reasoning_effort", "invalid enum"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "tool"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "must be a JSON object",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
+            "messages[0].tool_calls[0].function",
+            "missing",
+        ),
+    ],
+)
+def test_what_cannot_be(server: Running, body: dict[str, Any], param: str, words: str) -> None:
+    answer = server.post(CHAT, {"messages": HELLO, **body})
+    assert (answer.status, answer.error["param"]) == (400, param), answer.body
+    assert words in answer.error["message"]
+
+
+def test_a_model_without_tools() -> None:
+    with running() as server:
+        answer = server.post(COMPLETIONS, {"prompt": "x", "tools": TOOLS})
+        assert (answer.status, answer.error["param"]) == (400, "tools")
+        answer = server.post(CHAT, {"messages": HELLO, "tools": TOOLS})
+        assert (answer.status, answer.error["param"]) == (400, "tools")
+        assert "template shows no tools" in answer.error["message"]
+        answer = server.post(CHAT, {"messages": [*HELLO, {"role": "tool", "content": "x"}]})
+        assert (answer.status, answer.error["param"]) == (400, "messages")
+
+
+def test_a_parser_by_name() -> None:
+    with running(engine=tiny_engine("calls tools"), tool_call_parser="glm") as server:
+        call = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+        message = say(server, call, tools=TOOLS)["choices"][0]["message"]
+        assert [one["function"] for one in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
+        answer = server.post(CHAT, {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"})
+        assert answer.status == 400 and "no grammar is known" in answer.error["message"]
+    with pytest.raises(UsageError, match=r"no tool call parser 'none'.*hermes"):
+        ServerConfig(tool_call_parser="none")
