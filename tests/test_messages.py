@@ -11,8 +11,15 @@ from enginewright.errors import UsageError
 from enginewright.runtime.detokenizer import Detokenizer
 from enginewright.runtime.messages.calls import Call, CallFormat, json_calls
 from enginewright.runtime.messages.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
-from enginewright.runtime.messages.formats import CALL_FORMATS, REASONING_FORMATS, call_format, message_format
+from enginewright.runtime.messages.formats import (
+    CALL_FORMATS,
+    REASONING_FORMATS,
+    call_format,
+    message_format,
+    new_parser,
+)
 from enginewright.runtime.messages.glm import GLM
+from enginewright.runtime.messages.harmony import HARMONY
 from enginewright.runtime.messages.hermes import HERMES
 from enginewright.runtime.messages.llama3_json import LLAMA3_JSON
 from enginewright.runtime.messages.mistral import MISTRAL, MISTRAL_NAMED
@@ -108,7 +115,9 @@ CASES = {
 
 def parse(form: MessageFormat, pieces: Sequence[str], *, tools: bool = True, in_reasoning: bool = False) -> list[Piece]:
     """What comes of a message, texts joined."""
-    parser = MessageParser(form, TOOLS if tools else None, in_reasoning=in_reasoning)
+    parser = new_parser(form, TOOLS if tools else None, in_reasoning=in_reasoning)
+    if parser is None:
+        return [Text("".join(pieces))]
     found = [piece for text in pieces for piece in parser.push(text)] + parser.end()
     joined: list[Piece] = []
     for piece in found:
@@ -131,7 +140,45 @@ def cuts(text: str) -> list[list[str]]:
 
 
 def test_each_format_has_a_case() -> None:
-    assert set(CASES) == {one.name for one in CALL_FORMATS}
+    assert {*CASES, "harmony"} == {one.name for one in CALL_FORMATS}
+
+
+HARMONY_CALL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize("end", ["<|call|>", ""])  # which ends the answer, and is no text then
+def test_harmony_wherever_the_stream_is_cut(end: str) -> None:
+    other = f"<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{_json(WEATHER)}"
+    message = (
+        f"<|channel|>analysis<|message|>Hm, <|.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        f"<|start|>assistant{HARMONY_CALL}{_json(ADD)}<|call|>{other}{end}"
+    )
+    for pieces in cuts(message):
+        found = parse(MessageFormat(None, HARMONY), pieces)
+        assert found[:2] == [Reasoning("Hm, <|."), Text("I look.")], pieces
+        assert values(found) == [("add", ADD), ("weather", WEATHER)], pieces
+    for pieces in cuts(
+        "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+    ):
+        assert parse(MessageFormat(None, HARMONY), pieces, tools=False) == [Reasoning("So."), Text("Yes.")], pieces
+
+
+def test_harmony_loses_nothing() -> None:
+    form = MessageFormat(None, HARMONY)
+    for text in (
+        f"{HARMONY_CALL}[1]",
+        f"{HARMONY_CALL}no JSON",
+        "<|channel|>comment",
+        "Hello <|chan",
+        "<|start|>" * 150,
+    ):
+        for pieces in cuts(text):
+            assert parse(form, pieces) == [Text(text)], pieces
+    for pieces in cuts(f"{HARMONY_CALL}{_json(ADD)}"):  # nothing may be called
+        assert parse(form, pieces, tools=False) == [Text(f"{HARMONY_CALL}{_json(ADD)}")]
+    parser = new_parser(form, TOOLS, several=False)
+    assert parser is not None
+    assert values(parser.push(f"{HARMONY_CALL}{{}}<|call|>" * 3) + parser.end()) == [("add", {})]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -214,12 +261,27 @@ def test_one_call_where_several_are_not_wanted() -> None:
     assert values(found) == [("add", ADD)]
 
 
-@pytest.mark.parametrize("unit", ["<tool_call>", "<tool_call></tool_call>", '<tool_call>"', "<", "\\", "<think>", "\n"])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "<|channel|>",
+        "<|channel|>x to=f<|message|>",
+        "<tool_call>",
+        "<tool_call></tool_call>",
+        '<tool_call>"',
+        "<",
+        "\\",
+        "<think>",
+        "\n",
+    ],
+)
 def test_time_is_linear(unit: str) -> None:
     """Eight times as much text may take eight times as long, with much room: a square would be 64 times."""
 
     def seconds(count: int) -> float:
-        parser = MessageParser(MessageFormat(THINK, HERMES), TOOLS)
+        calls = HARMONY if unit.startswith("<|") else HERMES
+        parser = new_parser(MessageFormat(THINK, calls), TOOLS)
+        assert parser is not None
         start = time.process_time()
         for _ in range(count):
             parser.push(unit)
@@ -253,6 +315,7 @@ TEMPLATES = {
     "deepseek_v31": "<\uff5ctool\u2581call\u2581begin\uff5c><\uff5ctool\u2581sep\uff5c>",
     "lfm2": "<|tool_list_start|>",
     "pythonic": "[func_name1(params_name1=params_value1)]",
+    "harmony": "<|channel|>analysis<|message|>",
     "llama3_json": "<|start_header_id|> dictionary of argument name and its value",
 }
 

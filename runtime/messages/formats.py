@@ -1,18 +1,20 @@
 """The families of message formats, found by what a chat template writes."""
 
 from enginewright.errors import UsageError
-from enginewright.runtime.messages.calls import CallFormat
+from enginewright.runtime.messages.calls import CallFormat, Schemas
 from enginewright.runtime.messages.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from enginewright.runtime.messages.glm import GLM
+from enginewright.runtime.messages.harmony import HARMONY, HarmonyParser
 from enginewright.runtime.messages.hermes import HERMES
 from enginewright.runtime.messages.llama3_json import LLAMA3_JSON
 from enginewright.runtime.messages.mistral import MISTRAL, MISTRAL_NAMED
-from enginewright.runtime.messages.parser import MessageFormat, ReasoningFormat
+from enginewright.runtime.messages.parser import MessageFormat, MessageParser, ReasoningFormat
 from enginewright.runtime.messages.pythonic import LFM2, PYTHONIC
 from enginewright.runtime.messages.qwen3_xml import QWEN3_XML
 
 # Those that share marks with a later one come before it.
 CALL_FORMATS = (
+    HARMONY,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     GLM,
@@ -33,6 +35,20 @@ def message_format(chat_template: str | None) -> MessageFormat:
     calls = (one for one in CALL_FORMATS if all(mark in template for mark in one.template_marks))
     reasoning = (one for one in REASONING_FORMATS if one.close in template)
     return MessageFormat(next(reasoning, None), next(calls, None))
+
+
+Parser = MessageParser | HarmonyParser
+
+
+def new_parser(
+    form: MessageFormat, schemas: Schemas | None, *, in_reasoning: bool = False, several: bool = True
+) -> Parser | None:
+    """For a message; arguments as of a MessageParser. None where all of it is text."""
+    if form.calls is HARMONY:
+        return HarmonyParser(schemas, several=several)
+    if form.reasoning is None and (form.calls is None or schemas is None):
+        return None
+    return MessageParser(form, schemas, in_reasoning=in_reasoning, several=several)
 
 
 def call_format(name: str) -> CallFormat:

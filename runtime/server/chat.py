@@ -8,7 +8,8 @@ from typing import Any, Literal
 import msgspec
 
 from enginewright.runtime.messages.calls import Call
-from enginewright.runtime.messages.parser import MessageParser, Piece, Reasoning, Text
+from enginewright.runtime.messages.formats import Parser, new_parser
+from enginewright.runtime.messages.parser import Piece, Reasoning, Text
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.prompts import ROLES, Conversation, Prompt
 from enginewright.runtime.sampling import MAX_LOGPROBS, SampledToken
@@ -164,15 +165,13 @@ class ChatBody(Body, kw_only=True):
     def include(self) -> Include:
         return replace(super().include(), reasoning=self.include_reasoning is not False)
 
-    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> MessageParser | None:
+    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> Parser | None:
         """Of an answer; None where all of it is text."""
         form, schemas = tokenizer.message_format, self._tools().may_be_called
-        if form.reasoning is None and (form.calls is None or schemas is None):
-            return None
         end = tokenizer.decode(prompt[-OPENING_TOKENS:], skip_special_tokens=False).rstrip()
         in_reasoning = form.reasoning is not None and end.endswith(form.reasoning.open)
         several = self.parallel_tool_calls is not False
-        return MessageParser(form, schemas, in_reasoning=in_reasoning, several=several)
+        return new_parser(form, schemas, in_reasoning=in_reasoning, several=several)
 
     def params(self) -> dict[str, Any]:
         if self.top_logprobs is not None and not (self.logprobs and 0 <= self.top_logprobs <= MAX_LOGPROBS):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from enginewright.runtime.messages.parser import MessageParser
+from enginewright.runtime.messages.formats import Parser
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.prompts import Prompt, text_of
 from enginewright.runtime.sampling import SampledToken
@@ -42,7 +42,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     deltas: list[Delta] = field(default_factory=list)  # kept where the completion is sent whole
-    parser: MessageParser | None = None  # of a message with reasoning or calls; None: all of it is text
+    parser: Parser | None = None  # of a message with reasoning or calls; None: all of it is text
 
     @property
     def text(self) -> str:

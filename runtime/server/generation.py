@@ -11,7 +11,7 @@ from starlette.types import Receive, Send
 
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.async_llm import AsyncRequest
-from enginewright.runtime.messages.parser import MessageParser
+from enginewright.runtime.messages.formats import Parser
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.prompts import Conversation, Prompt
 from enginewright.runtime.sampling import SamplingParams
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NewParser = Callable[[Sequence[int]], MessageParser | None]
+NewParser = Callable[[Sequence[int]], Parser | None]
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from enginewright.errors import UsageError
-from enginewright.runtime.messages.parser import MessageParser
+from enginewright.runtime.messages.formats import Parser
 from enginewright.runtime.prompts import Prompt
 from enginewright.runtime.sampling import MAX_BIASED_TOKENS, MAX_STOPS
 from enginewright.runtime.server.errors import ApiError
@@ -203,7 +203,7 @@ class Body(msgspec.Struct, kw_only=True):
         """As `params`, with what depends on how the model writes. Raises ApiError for what it cannot do."""
         return self.params()
 
-    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> MessageParser | None:
+    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> Parser | None:
         """Of an answer to a prompt; None where all of it is text."""
         return None
 
