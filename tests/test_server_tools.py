@@ -15,7 +15,8 @@ from enginewright.runtime.messages.forced import forced_calls
 from enginewright.runtime.messages.formats import CALL_FORMATS, REASONING_FORMATS
 from enginewright.runtime.messages.hermes import HERMES
 from enginewright.runtime.messages.mistral import MISTRAL
-from enginewright.runtime.messages.parser import MessageFormat, MessageParser
+from enginewright.runtime.messages.parser import MessageFormat, MessageParser, Reasoning, Text
+from enginewright.runtime.server.chat import ChatBody
 from enginewright.runtime.server.config import ServerConfig
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
 
@@ -89,18 +90,31 @@ def test_a_call_alone_has_no_content(server: Running) -> None:
 
 
 def test_reasoning_that_the_prompt_begins(server: Running) -> None:
-    text, kwargs = "Hm.\n</think>\n\nYes.", {"enable_thinking": True}
-    message = say(server, text, chat_template_kwargs=kwargs)["choices"][0]["message"]
-    assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
-    streamed, _ = joined(say(server, text, chat_template_kwargs=kwargs, stream=True))
-    assert (streamed["reasoning_content"], streamed["content"]) == ("Hm.", "Yes.")
-    cut = server.chat(
-        structured_outputs={"choice": [text]}, max_tokens=1, chat_template_kwargs=kwargs, ignore_eos=False
-    )
-    assert cut["choices"][0]["message"]["content"] == "" and cut["choices"][0]["finish_reason"] == "length"
-    message = say(server, "Yes.", reasoning_effort="none", chat_template_kwargs=kwargs)  # the latter is more exact
-    assert message["choices"][0]["message"]["reasoning"] == "Yes."
-    assert "reasoning" not in say(server, "Yes.", reasoning_effort="none")["choices"][0]["message"]
+    tokens = {"max_tokens": 4, "ignore_eos": True}
+    kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
+    whole = server.chat(**tokens, **kwargs)["choices"][0]["message"]
+    streamed, reason = joined(server.chat(**tokens, **kwargs, stream=True))
+    assert whole["content"] == "" and whole["reasoning"] == whole["reasoning_content"] == streamed["reasoning"]
+    assert streamed["content"] == "" and reason == "length"
+    for off in ({"reasoning_effort": "none"}, {}):
+        assert "reasoning" not in server.chat(**tokens, **off)["choices"][0]["message"]
+    assert "reasoning" in server.chat(**tokens, **kwargs, reasoning_effort="none")["choices"][0]["message"]
+
+    tokenizer = server.llm.engine.tokenizer
+    for name, expected in (("<think>\n", [Reasoning("So."), Text("Yes.")]), ("x", [Text("So.</think>Yes.")])):
+        (parser,) = ChatBody(messages=HELLO).parsers(tokenizer, tokenizer.encode(f"assistant: {name}"), 1)
+        assert parser is not None and parser.push("So.</think>Yes.") + parser.end() == expected
+
+
+def test_an_answer_of_a_structure_is_text(server: Running) -> None:
+    """Whatever stands in its texts, and although the prompt has begun the reasoning."""
+    schema = {"type": "string", "const": "<think>a</think><tool_call>"}
+    options = {"max_tokens": 100, "ignore_eos": False, "chat_template_kwargs": {"enable_thinking": True}}
+    form = {"type": "json_schema", "json_schema": {"schema": schema, "name": "x"}}
+    message = server.chat(**options, response_format=form, tools=TOOLS)["choices"][0]["message"]
+    assert json.loads(message["content"]) == schema["const"] and "reasoning" not in message
+    message = server.chat(**options, structured_outputs={"choice": ["Yes."]})["choices"][0]["message"]
+    assert message["content"] == "Yes." and "reasoning" not in message
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=str)

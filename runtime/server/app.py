@@ -197,7 +197,7 @@ class CompletionRoute:
             )
             log.request_id, log.model = form.id, model
             salt = f"{scope['tenant']}{body.cache_salt or ''}"
-            generation = Generation(service, form, params, arrived, log, partial(body.parser, tokenizer))
+            generation = Generation(service, form, params, arrived, log, partial(body.parsers, tokenizer))
             await generation.run(prompts, salt, bool(body.stream), receive, send)
         except UsageError as error:
             raise from_engine(error, self._form.prompt_key) from None

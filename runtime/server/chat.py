@@ -165,13 +165,15 @@ class ChatBody(Body, kw_only=True):
     def include(self) -> Include:
         return replace(super().include(), reasoning=self.include_reasoning is not False)
 
-    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> Parser | None:
-        """Of an answer; None where all of it is text."""
-        form, schemas = tokenizer.message_format, self._tools().may_be_called
+    def parsers(self, tokenizer: Tokenizer, prompt: Sequence[int], count: int) -> Sequence[Parser | None]:
+        form, structure, schemas = tokenizer.message_format, self._structure(), self._tools().may_be_called
+        if structure is not None and (structure.json is not None or structure.json_object):
+            return [None] * count  # marks in its texts are texts
         end = tokenizer.decode(prompt[-OPENING_TOKENS:], skip_special_tokens=False).rstrip()
-        in_reasoning = form.reasoning is not None and end.endswith(form.reasoning.open)
+        # What has to be of a structure is so from its first token on: the reasoning was not begun.
+        in_reasoning = form.reasoning is not None and structure is None and end.endswith(form.reasoning.open)
         several = self.parallel_tool_calls is not False
-        return new_parser(form, schemas, in_reasoning=in_reasoning, several=several)
+        return [new_parser(form, schemas, in_reasoning=in_reasoning, several=several) for _ in range(count)]
 
     def params(self) -> dict[str, Any]:
         if self.top_logprobs is not None and not (self.logprobs and 0 <= self.top_logprobs <= MAX_LOGPROBS):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NewParser = Callable[[Sequence[int]], Parser | None]
+NewParsers = Callable[[Sequence[int], int], Sequence[Parser | None]]
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -42,7 +42,7 @@ class Generation:
     Args:
         arrived: when the request came, by time.perf_counter.
         log: takes down what came of it.
-        new_parser: of a completion of a prompt, whose token ids it takes.
+        new_parsers: of a prompt's completions; it takes the prompt's token ids, and how many.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Generation:
         params: SamplingParams,
         arrived: float,
         log: RequestLog,
-        new_parser: NewParser = lambda prompt: None,
+        new_parsers: NewParsers,
     ) -> None:
-        self._new_parser = new_parser
+        self._new_parsers = new_parsers
         self._service, self._form, self._params, self._arrived = service, form, params, arrived
         self._log = log
         self._first_token_s: float | None = None  # since its arrival
@@ -111,12 +111,8 @@ class Generation:
             part = self._form.prompt_part(prompt, request.token_ids, request.request.prompt_logprobs)
             first = len(self._requests) * self._params.n
             self._requests.append(request)
-            self._choices.append(
-                [
-                    Choice(index, part, parser=self._new_parser(request.token_ids))
-                    for index in range(first, first + self._params.n)
-                ]
-            )
+            parsers = self._new_parsers(request.token_ids, self._params.n)
+            self._choices.append([Choice(index, part, parser=one) for index, one in enumerate(parsers, start=first)])
         for request in self._requests:
             self._service.llm.start(request)
 

@@ -203,9 +203,9 @@ class Body(msgspec.Struct, kw_only=True):
         """As `params`, with what depends on how the model writes. Raises ApiError for what it cannot do."""
         return self.params()
 
-    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> Parser | None:
-        """Of an answer to a prompt; None where all of it is text."""
-        return None
+    def parsers(self, tokenizer: Tokenizer, prompt: Sequence[int], count: int) -> Sequence[Parser | None]:
+        """Of `count` answers to a prompt; None where all of it is text."""
+        return [None] * count
 
     def include(self) -> Include:
         """What the response has beside the text of answers.
