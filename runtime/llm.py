@@ -143,6 +143,7 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         on_progress: Progress | None = None,
         cache_salt: str = "",
         **vllm_options: Any,
@@ -151,13 +152,17 @@ class LLM:
 
         Args:
             messages: one conversation, a list of messages with role and content; or several. A content is a text, or
-                a list of {"type": "text", "text": …}. A role is system, developer (the same), user or assistant.
+                a list of {"type": "text", "text": …}. A role is system, developer (the same), user,
+                assistant or tool.
             add_generation_prompt: it is the model's turn; else the prompt ends with the last message.
             chat_template_kwargs: further names that the template may use, such as enable_thinking.
+            tools: that the template shows the model, each as OpenAI's API has it. Calls are in the text.
         """
         check_call_options(vllm_options)
         names = {} if chat_template_kwargs is None else chat_template_kwargs
-        conversations = [Conversation(one, add_generation_prompt, names) for one in conversations_of(messages)]
+        conversations = [
+            Conversation(one, add_generation_prompt, names, tools or ()) for one in conversations_of(messages)
+        ]
         return self._complete(conversations, sampling_params, use_tqdm, on_progress, cache_salt)
 
     def stream(

@@ -228,6 +228,8 @@ class Tokenizer:
             EngineError: the template fails, or takes too long or too much memory.
         """
         names: dict[str, Any] = {name: self.config.get(name) or "" for name in SPECIAL_TOKENS}
+        if tools and not self.template_names("tools"):
+            raise UsageError("tools cannot be shown to this model", "its chat template has none")
         if tools:
             names["tools"] = list(tools)
         return self._template.render(

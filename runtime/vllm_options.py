@@ -108,7 +108,7 @@ _CALL_OPTIONS: Mapping[str, _Option] = {
     "priority": _Option("requests run in the order in which they come", _or_none(_one_of(0))),
     "prompt_adapter_request": _Option("adapters are not implemented", _NOTHING),
     "tokenization_kwargs": _Option("prompts are tokenized as the model was trained to see them", _NOTHING),
-    "tools": _Option("tools are not implemented", _one_of(None, [], ())),
+    "tools": _Option("tools are for chat, whose template shows them", _one_of(None, [], ())),
     "trace_headers": _Option("requests are not traced", _NOTHING),
 }
 

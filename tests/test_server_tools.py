@@ -182,6 +182,15 @@ def test_calls_and_results_are_shown_to_the_model(server: Running) -> None:
     assert server.chat(tools=TOOLS, tool_choice="none")["usage"]["prompt_tokens"] == plain
 
 
+def test_llm_shows_tools_too(llm: LLM) -> None:
+    with LLM(tiny_engine("calls tools"), **LIMITS) as opened:
+        params = SamplingParams(max_tokens=1)
+        (plain,), (shown,) = opened.chat(HELLO, params), opened.chat(HELLO, params, tools=TOOLS)
+        assert len(shown.prompt_token_ids) > len(plain.prompt_token_ids)
+    with pytest.raises(UsageError, match="tools cannot be shown"):
+        llm.chat(HELLO, SamplingParams(max_tokens=1), tools=TOOLS)
+
+
 def test_openais_client(server: Running) -> None:
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
     wanted = {"structured_outputs": {"choice": [MESSAGE]}}
