@@ -111,7 +111,7 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
     else:
         keys.refuse("rope.dimension_count", head_dim)
     keys.refuse("attention.causal", True)
-    if architecture.model_type != "qwen3_moe":
+    if architecture.model_type not in ("qwen3_moe", "mixtral"):
         keys.refuse("expert_count", 0)
         keys.refuse("expert_used_count", 0)
     names = header.tensors.keys()
@@ -130,10 +130,13 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
         "max_position_embeddings": keys.size("context_length"),
         "tie_word_embeddings": "output.weight" not in names,
     }
-    if architecture.model_type == "cohere2":
-        config["layer_norm_eps"] = keys.positive("attention.layer_norm_epsilon")
-    else:
-        config["rms_norm_eps"] = keys.positive("attention.layer_norm_rms_epsilon")
+    match architecture.model_type:
+        case "cohere2":
+            config["layer_norm_eps"] = keys.positive("attention.layer_norm_epsilon")
+        case "starcoder2":
+            config["norm_epsilon"] = keys.positive("attention.layer_norm_epsilon")
+        case _:
+            config["rms_norm_eps"] = keys.positive("attention.layer_norm_rms_epsilon")
     if config["num_hidden_layers"] > len(names):
         raise EngineError(
             f"the GGUF file is said to have {config['num_hidden_layers']} layers", f"in {len(names)} tensors"
@@ -152,9 +155,9 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
     match architecture.model_type:
         case "llama" | "granite" | "smollm3":
             config |= {"attention_bias": has_biases["attn_q"], "mlp_bias": has_biases["ffn_up"]}
-        case "qwen3" | "qwen3_moe" | "olmo2" | "glm4" | "hunyuan_v1_dense" | "cohere2":
+        case "qwen3" | "qwen3_moe" | "olmo2" | "olmo3" | "glm4" | "hunyuan_v1_dense" | "cohere2":
             config["attention_bias"] = has_biases["attn_q"]
-        case "ernie4_5":
+        case "ernie4_5" | "starcoder2":
             config["use_bias"] = has_biases["attn_q"]
     match architecture.model_type:
         case "qwen2" | "qwen3":
@@ -178,6 +181,19 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
                 "moe_intermediate_size": keys.size("expert_feed_forward_length"),
                 "norm_topk_prob": True,  # llama.cpp normalizes whatever the model says
             }
+        case "mixtral":
+            config |= {
+                "num_local_experts": keys.size("expert_count"),
+                "num_experts_per_tok": keys.size("expert_used_count"),
+            }
+        case "olmo3":
+            window = keys.size("attention.sliding_window")
+            config |= {"sliding_window": window, "layer_types": _layer_types(keys, config["num_hidden_layers"], 4)}
+        case "phi3":
+            # The file has 0 where no layer has a window.
+            config["sliding_window"] = keys.find(int, "attention.sliding_window") or None
+        case "starcoder2":
+            config["hidden_act"] = "gelu_pytorch_tanh"  # the file does not have its windows, nor has llama.cpp
         case "glm4":
             config["partial_rotary_factor"] = part
         case "cohere2":

@@ -47,6 +47,20 @@ EXPERTS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+# StarCoder 2 calls the MLP's matrices c_fc and c_proj.
+NO_GATE = ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+FUSED = {
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 GLM4_NORMS = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_self_attn_layernorm",
@@ -79,6 +93,13 @@ ARCHITECTURES = {
     "ernie4_5": Architecture("ernie4_5", PROJECTIONS | TWO_NORMS),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", PROJECTIONS | TWO_NORMS | HUNYUAN_NORMS),
     "cohere2": Architecture("cohere2", PROJECTIONS | {"attn_norm": "input_layernorm"}),
+    "phi3": Architecture("phi3", FUSED | TWO_NORMS),
+    "starcoder2": Architecture("starcoder2", NO_GATE | TWO_NORMS),
+}
+# (architecture, key) → what the architecture stands for in a file with the key, where that is not 0.
+VARIANTS = {
+    ("llama", "expert_count"): Architecture("mixtral", ATTENTION | MIXTRAL_EXPERTS | TWO_NORMS, paired_rope=True),
+    ("olmo2", "attention.sliding_window"): replace(ARCHITECTURES["olmo2"], model_type="olmo3"),
 }
 
 
@@ -101,6 +122,9 @@ def find_architecture(header: GgufHeader) -> Architecture:
             f"known are {', '.join(ARCHITECTURES)}",
             "Build from the model's safetensors checkpoint instead.",
         )
+    for (base, key), variant in VARIANTS.items():
+        if name == base and header.metadata.get(f"{base}.{key}"):
+            return variant
     return ARCHITECTURES[name]
 
 

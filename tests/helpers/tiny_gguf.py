@@ -9,15 +9,22 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-# Architecture in the file → model_type.
+# Family → model_type; the family is the architecture in the file but for WRITTEN_AS.
 ARCHITECTURES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "smollm3", "granite", "olmo2", "glm4", "ernie4_5")},
     "gemma3": "gemma3_text",
     "hunyuan-dense": "hunyuan_v1_dense",
     "cohere2": "cohere2",
     "qwen3moe": "qwen3_moe",
+    "phi3": "phi3",
+    "starcoder2": "starcoder2",
+    "mixtral": "mixtral",
+    "olmo3": "olmo3",
 }
-PAIRED = ("llama", "smollm3", "granite")  # rows of q and k lie as pairs
+WRITTEN_AS = {"mixtral": "llama", "olmo3": "olmo2"}  # family → architecture in the file, where that is another
+LAYER_NORM_KEYS = {"cohere2": "layer_norm_eps", "starcoder2": "norm_epsilon"}
+NO_HEAD_DIM = ("olmo3", "phi3", "starcoder2")
+PAIRED = ("mixtral", "llama", "smollm3", "granite")  # rows of q and k lie as pairs
 TOKENS = ["<unk>", "<s>", "</s>", *(chr(code) for code in range(33, 97))]
 
 
@@ -27,16 +34,23 @@ def tiny_model(architecture: str, **changes: Any) -> PreTrainedModel:
         "vocab_size": 71,
         "hidden_size": 60 if architecture == "qwen2" else 54,
         "intermediate_size": 61,
-        "num_hidden_layers": {"gemma3": 7, "gemma2": 3, "smollm3": 5, "cohere2": 5}.get(architecture, 2),
+        "num_hidden_layers": {"gemma3": 7, "gemma2": 3, "smollm3": 5, "cohere2": 5, "olmo3": 5}.get(architecture, 2),
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 331,
         "pad_token_id": None,
-        "layer_norm_eps" if architecture == "cohere2" else "rms_norm_eps": 1e-5,
+        LAYER_NORM_KEYS.get(architecture, "rms_norm_eps"): 1e-5,
     }
-    if architecture not in ("qwen2", "smollm3", "granite", "olmo2", "cohere2"):  # whose heads are hidden / heads wide
+    if architecture not in (
+        "qwen2",
+        "smollm3",
+        "granite",
+        "olmo2",
+        "cohere2",
+        *NO_HEAD_DIM,
+    ):  # whose heads are hidden / heads wide
         sizes["head_dim"] = 18
-    if architecture in ("olmo2", "cohere2"):
+    if architecture in ("olmo2", "cohere2", *NO_HEAD_DIM):
         sizes["hidden_size"] = 60
     if architecture in ("smollm3", "granite"):
         sizes["hidden_size"] = 108
@@ -75,15 +89,15 @@ class TinyGguf(gguf.GGUFWriter):
     """A writer with everything that a file needs to be opened, but for the tensors."""
 
     def __init__(self, path: Path, architecture: str, config: PretrainedConfig) -> None:
-        super().__init__(path, architecture)
+        super().__init__(path, WRITTEN_AS.get(architecture, architecture))
         self.add_context_length(config.max_position_embeddings)
         self.add_embedding_length(config.hidden_size)
         self.add_block_count(config.num_hidden_layers)
         self.add_feed_forward_length(config.intermediate_size)
         self.add_head_count(config.num_attention_heads)
         self.add_head_count_kv(config.num_key_value_heads)
-        if architecture == "cohere2":
-            self.add_layer_norm_eps(config.layer_norm_eps)
+        if architecture in LAYER_NORM_KEYS:
+            self.add_layer_norm_eps(getattr(config, LAYER_NORM_KEYS[architecture]))
         else:
             self.add_layer_norm_rms_eps(config.rms_norm_eps)
         if getattr(config, "head_dim", None):
@@ -100,6 +114,16 @@ class TinyGguf(gguf.GGUFWriter):
                 self.add_expert_count(config.num_experts)
                 self.add_expert_used_count(config.num_experts_per_tok)
                 self.add_expert_feed_forward_length(config.moe_intermediate_size)
+            case "mixtral":
+                self.add_expert_count(config.num_local_experts)
+                self.add_expert_used_count(config.num_experts_per_tok)
+            case "olmo3":
+                self.add_sliding_window(config.sliding_window)
+                self.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+            case "phi3":
+                self.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+                self.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+                self.add_sliding_window(config.sliding_window or 0)
             case "gemma2":
                 self.add_sliding_window(config.sliding_window)
                 self.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -135,7 +159,7 @@ class TinyGguf(gguf.GGUFWriter):
 
     def add_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """The model's tensors, changed as the converter changes them."""
-        arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
+        arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.arch)
         names = gguf.get_tensor_name_map(arch, self.config.num_hidden_layers)
         for hf_name, tensor in _apart(state).items():
             name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
