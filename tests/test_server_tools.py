@@ -259,6 +259,16 @@ def test_what_cannot_be(server: Running, body: dict[str, Any], param: str, words
     assert words in answer.error["message"]
 
 
+@pytest.mark.parametrize("depth", [100, 960, 5000])
+def test_deep_parameters_are_no_error_of_ours(server: Running, depth: int) -> None:
+    deep = b'{"properties":' * depth + b"{}" + b"}" * depth
+    tools = b'[{"type":"function","function":{"name":"f","parameters":' + deep + b"}}]"
+    for choice in (b'"required"', b'"auto"'):
+        body = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1,"tools":' + tools + b',"tool_choice":'
+        answer = server.post(CHAT, body + choice + b"}")
+        assert answer.status in (200, 400), answer.body
+
+
 def test_a_model_without_tools() -> None:
     with running() as server:
         answer = server.post(COMPLETIONS, {"prompt": "x", "tools": TOOLS})
