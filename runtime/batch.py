@@ -19,6 +19,7 @@ import msgspec
 
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.llm import LLM
+from enginewright.runtime.messages.formats import Parser
 from enginewright.runtime.outputs import CompletionOutput, Delta, Logprob, RequestOutput, to_dicts
 from enginewright.runtime.params import default_params
 from enginewright.runtime.prompts import Prompt
@@ -76,7 +77,8 @@ class _Work(msgspec.Struct):
     params: SamplingParams | None = None  # of all its prompts
     form: Form | None = None  # of a request of OpenAI's form
     error: ApiError | None = None  # why a request of OpenAI's form was refused
-    given: list[Prompt] = []  # prompts of OpenAI's form, as the body has them
+    body: Body | None = None  # likewise
+    given: list[Prompt] = []  # its prompts
 
 
 def read_requests(path: Path) -> list[BatchRequest | OpenAIBatchRequest]:
@@ -194,7 +196,7 @@ def _prepare_openai(llm: LLM, request: OpenAIBatchRequest, common: Mapping[str, 
         body = decode(request.body, body_type, llm.engine.plan.vocab_size)
         if body.stream:
             raise ApiError(400, "stream: answers to a batch are not streamed", param="stream")
-        given = {name: value for name, value in body.params().items() if value is not None}
+        given = {name: value for name, value in body.params_for(llm.engine.tokenizer).items() if value is not None}
         if isinstance(body, CompletionBody) and body.max_tokens is None and common.get("max_tokens") is not None:
             del given["max_tokens"]  # the API's own default
         params, include = default_params(llm.engine, **{**common, **given}), body.include()
@@ -214,7 +216,7 @@ def _prepare_openai(llm: LLM, request: OpenAIBatchRequest, common: Mapping[str, 
         llm.engine.tokenizer,
         include,
     )
-    return _Work(request, prompts, params, form, given=given_prompts)
+    return _Work(request, prompts, params, form, body=body, given=given_prompts)
 
 
 def _encode(llm: LLM, prompt: Prompt) -> list[int]:
@@ -236,7 +238,7 @@ def _openai_answer(llm: LLM, work: _Work, results: Sequence[RequestOutput]) -> t
         error = of_answer(failed[0].stop_reason)
     if error is not None:
         return error.status, error.body
-    assert work.form is not None
+    assert work.form is not None and work.body is not None
     usage = Usage(
         prompt_tokens=sum(len(result.prompt_token_ids) for result in results),
         completion_tokens=sum(len(output.token_ids) for output in outputs),
@@ -247,11 +249,13 @@ def _openai_answer(llm: LLM, work: _Work, results: Sequence[RequestOutput]) -> t
         ids, named = result.prompt_token_ids, result.prompt_logprobs or []
         scored = [None if one is None else _sampled(token, one) for token, one in zip(ids, named, strict=False)]
         part = work.form.prompt_part(prompt, ids, scored)
-        choices += [_choice(len(choices) + index, output, part) for index, output in enumerate(result.outputs)]
+        parsers = work.body.parsers(llm.engine.tokenizer, ids, len(result.outputs))
+        for output, parser in zip(result.outputs, parsers, strict=True):
+            choices.append(_choice(len(choices), output, part, parser))
     return 200, work.form.body(choices, usage)
 
 
-def _choice(index: int, output: CompletionOutput, prompt: PromptPart) -> Choice:
+def _choice(index: int, output: CompletionOutput, prompt: PromptPart, parser: Parser | None) -> Choice:
     """A finished answer in the form that the server keeps of one that it sends whole."""
     tokens = list(map(SampledToken, output.token_ids))
     if output.logprobs is not None:
@@ -264,6 +268,7 @@ def _choice(index: int, output: CompletionOutput, prompt: PromptPart) -> Choice:
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         deltas=[delta],
+        parser=parser,
     )
 
 

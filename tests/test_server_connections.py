@@ -275,8 +275,8 @@ def test_descriptors_do_not_run_out() -> None:
         most = 0
         for _ in range(3):
             crowd = [connect() for _ in range(300)]
+            said = read_to_end(crowd[-1])  # it is answered, or closed at once: all before it have been seen
             most = max(most, len(list(Path(f"/proc/{opened.pid}/fd").iterdir())))
-            said = read_to_end(crowd[-1])  # it is answered, or closed at once
             assert said == b"" or b" 503 " in said.splitlines()[0]
             first.sendall(HEALTH)
             assert b" 200 " in read_answer(first).splitlines()[0], "who was there first is served"

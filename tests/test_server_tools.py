@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -10,6 +11,7 @@ import pytest
 
 from enginewright import LLM, SamplingParams, StructuredOutputsParams
 from enginewright.errors import UsageError
+from enginewright.runtime.batch import run_batch
 from enginewright.runtime.messages.calls import Call, CallFormat
 from enginewright.runtime.messages.forced import forced_calls
 from enginewright.runtime.messages.formats import CALL_FORMATS, REASONING_FORMATS
@@ -189,6 +191,24 @@ def test_llm_shows_tools_too(llm: LLM) -> None:
         assert len(shown.prompt_token_ids) > len(plain.prompt_token_ids)
     with pytest.raises(UsageError, match="tools cannot be shown"):
         llm.chat(HELLO, SamplingParams(max_tokens=1), tools=TOOLS)
+
+
+def test_a_batch_has_them_too(tmp_path: Path) -> None:
+    """Lines of OpenAI's batch form are answered as the server would."""
+    body = {"messages": HELLO, "tools": TOOLS, "max_tokens": 400, "structured_outputs": {"choice": [MESSAGE]}}
+    refused = {"messages": HELLO, "tools": TOOLS, "tool_choice": "any"}
+    lines = [
+        {"custom_id": str(place), "method": "POST", "url": CHAT, "body": one}
+        for place, one in enumerate((body, refused))
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with LLM(tiny_engine("calls tools"), **LIMITS) as opened:
+        run_batch(opened, tmp_path / "in.jsonl", tmp_path / "out.jsonl", {})
+    first, second = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    (choice,) = first["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning"] == "Hm."
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["add"] * 2
+    assert second["response"]["status_code"] == 400
 
 
 def test_openais_client(server: Running) -> None:
