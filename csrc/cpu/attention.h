@@ -1,11 +1,12 @@
-// paged_attention@1: causal attention of a ragged batch over paged KV (attention_split.h has the arithmetic).
+// paged_attention@1: attention of a ragged batch over paged KV (attention_split.h has the arithmetic).
 //
 // q: bf16 [tokens, heads * head_dim]; key, value: planes (kv.h); query_start: i32
 // [sequences + 1]; kv_len: i32 [sequences]; block_table: i32 [sequences, blocks]; out: f32 or bf16 [tokens,
 // heads * head_dim]; partials: f32 [splits, heads * (dim_pad + 16)], this kernel's own memory, with a row for
-// each split of the longest sequence. The query at position p sees max(0, p - window + 1) … p; window 0 is
-// all. sinks?: f32 [heads], a logit of each head that belongs to no position and joins the softmax's sum,
-// when all splits are combined: what a split gives does not depend on it.
+// each split of the longest sequence. The query at position p sees max(0, p - window + 1) … p + lookahead, as
+// far as there are keys; window 0 is all. Where lookahead is not 0, a sequence's tokens are all in the step.
+// sinks?: f32 [heads], a logit of each head that belongs to no position and joins the softmax's sum, when all
+// splits are combined: what a split gives does not depend on it.
 //
 // latent_attention@1: the same where all heads share one vector a position, the plane `latent`, which is the
 // key, and whose first value_dim columns are the value; out: [tokens, heads * value_dim].
@@ -51,6 +52,9 @@ class PagedAttention final : public Kernel {
         keys_(cache_plane(operands, Split::latent ? "latent" : "key")),
         values_(cache_plane(operands, Split::latent ? "latent" : "value")),
         window_(Split::latent ? 0 : integer(attributes, "window", 0, int64_t{1} << 31)),
+        lookahead_(attributes.count("lookahead") == 0  // as in engines of before there was one
+                       ? 0
+                       : integer(attributes, "lookahead", 0, int64_t{1} << 31)),
         group_(heads_ / kv_heads_),
         code_bytes_(keys_.code_bytes()),
         sinks_(operands.count("sinks") == 0 ? nullptr
@@ -64,7 +68,7 @@ class PagedAttention final : public Kernel {
     } else {
       require_known(operands, attributes,
                     {"q", "key", "value", "query_start", "kv_len", "block_table", "sinks", "partials", "out"},
-                    {"heads", "kv_heads", "head_dim", "scale", "window", "softcap"});
+                    {"heads", "kv_heads", "head_dim", "scale", "window", "lookahead", "softcap"});
       require(number(attributes, "softcap") >= 0, "the attribute 'softcap' must not be negative");
     }
     require(heads_ % kv_heads_ == 0, "'kv_heads' does not divide 'heads'");
@@ -96,7 +100,7 @@ class PagedAttention final : public Kernel {
     Work work = touched({&q_, &out_}, sizes);
     int64_t seen = 0;  // positions, by all queries
     for (int64_t s = 0; s < sizes[kSequences]; ++s) {
-      for (int64_t p = kv_len(s) - tokens(s); p < kv_len(s); ++p) seen += p + 1 - first_seen(p);
+      for (int64_t p = kv_len(s) - tokens(s); p < kv_len(s); ++p) seen += last_seen(s, p) + 1 - first_seen(p);
       work.kv_bytes +=
           positions_seen(s) * (keys_.token_bytes() + (Split::latent ? 0 : values_.token_bytes()));
     }
@@ -150,6 +154,9 @@ class PagedAttention final : public Kernel {
   int64_t kv_len(int64_t s) const { return kv_len_.as<const int32_t>()[s * kv_len_.stride]; }
   int64_t first_seen(int64_t position) const {
     return window_ == 0 || position < window_ ? 0 : position - window_ + 1;
+  }
+  int64_t last_seen(int64_t s, int64_t position) const {
+    return position + lookahead_ < kv_len(s) ? position + lookahead_ : kv_len(s) - 1;
   }
   int64_t positions_seen(int64_t s) const { return kv_len(s) - first_seen(kv_len(s) - tokens(s)); }
 
@@ -244,7 +251,7 @@ class PagedAttention final : public Kernel {
   Range seen(const Item& item) const {
     const int64_t past = kv_len(item.s) - tokens(item.s);
     const int64_t first = tile_begin(item.s, item.tile), last = tile_begin(item.s, item.tile + 1) - 1;
-    return {first_seen(past + first / group_), past + last / group_ + 1};
+    return {first_seen(past + first / group_), last_seen(item.s, past + last / group_) + 1};
   }
 
   // `following` is worth fetching if its KV is not that of `item`.
@@ -295,8 +302,9 @@ class PagedAttention final : public Kernel {
       const uint16_t* from = q_.as<const uint16_t>() + (first_token(s) + token) * q_.stride +
                              (kv_head * group_ + member) * head_dim_;
       split_.put_query(from, head_dim_, r, tile);
-      tile.high[r] = kv_len(s) - tokens(s) + token;
-      tile.low[r] = first_seen(tile.high[r]);
+      const int64_t position = kv_len(s) - tokens(s) + token;
+      tile.low[r] = first_seen(position);
+      tile.high[r] = last_seen(s, position);
       if (++member == group_) member = 0, ++token;
     }
     return tile;
@@ -359,7 +367,7 @@ class PagedAttention final : public Kernel {
   const Operand q_, out_, partials_, query_start_, kv_len_, block_table_;
   const int64_t heads_, kv_heads_, head_dim_, value_dim_;
   const CachePlane keys_, values_;
-  const int64_t window_, group_, code_bytes_;
+  const int64_t window_, lookahead_, group_, code_bytes_;
   const float* const sinks_;  // null: none
   int block_shift_ = 0;       // log2 of the block size
   const Split split_;

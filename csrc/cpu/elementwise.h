@@ -1,6 +1,7 @@
 // Kernels that work on each element by itself, and gather_rows.
 //
 //   add@1          out = a + b                     f32 [rows, columns]
+//   scale@1        out = x * factor                f32; factor: f32 [1]
 //   softcap@1      out = cap * tanh(x / cap)       f32
 //   activation@1   out = act(x), or x * act(gate)  f32, to f32, bf16, or i8 with 'scale' (quantize.h)
 //   position_scale@1  out = x * (1 + beta * log(1 + floor(position / original)))   f32; positions: i32 [rows]
@@ -70,6 +71,32 @@ class Add final : public Kernel {
 
  private:
   const Operand a_, b_, out_;
+};
+
+template <class S>
+class Scale final : public Kernel {
+ public:
+  using F = typename S::F;
+  Scale(const Operands& operands, const Attributes& attributes)
+      : x_(matrix(operands, "x", DType::f32)),
+        factor_(vector_weight(operands, "factor", 1)),
+        out_(matrix(operands, "out", DType::f32)) {
+    require_known(operands, attributes, {"x", "factor", "out"}, {});
+    require_same_rows(x_, out_);
+    require_columns(x_, out_.columns);
+  }
+  Work work(const Sizes& sizes) const override { return elementwise_work({&x_, &out_}, out_, 1, sizes); }
+  void run(const Sizes& sizes, Worker& worker) const override { for_pieces<S>(out_, *this, sizes, worker); }
+
+  ENGINEWRIGHT_INLINE F all(int64_t row, int64_t column) const {
+    return S::mul(RowReader<S>(x_, row).at(column), S::set1(*factor_.as<const float>()));
+  }
+  ENGINEWRIGHT_INLINE F first(int64_t row, int64_t column, int64_t n) const {
+    return S::mul(RowReader<S>(x_, row).first(column, n), S::set1(*factor_.as<const float>()));
+  }
+
+ private:
+  const Operand x_, factor_, out_;
 };
 
 template <class S>

@@ -13,16 +13,19 @@
 #include "bf16_lines.h"
 #include "gemm_epilogue.h"
 #include "gemm_operands.h"
+#include "memory.h"
 #include "operands.h"
 
 namespace enginewright {
 namespace {
 
-constexpr int64_t kPrefetchLines = 32;  // ahead in each block, where weights come from memory
+// How weights come: from L2, from memory in N streams, or in one.
+enum class Source { l2, streams, stream };
+constexpr int64_t kPrefetchStreams = 2048, kPrefetchStream = 4096;  // bytes ahead in each
 
 // acc[m][n] = x[m] · `bytes` of block n. x: (M, k_pad) bf16, rows x_stride apart; weight: N blocks,
 // block_bytes apart.
-template <class S, class Lines, int M, int N, bool prefetch>
+template <class S, class Lines, int M, int N, Source source>
 ENGINEWRIGHT_INLINE void gemm_tile(const uint16_t* x, int64_t x_stride, const std::byte* weight,
                                    int64_t block_bytes, int64_t bytes, typename S::F (&acc)[M][N]) {
   ENGINEWRIGHT_UNROLL
@@ -35,7 +38,8 @@ ENGINEWRIGHT_INLINE void gemm_tile(const uint16_t* x, int64_t x_stride, const st
     ENGINEWRIGHT_UNROLL
     for (int n = 0; n < N; ++n) {
       const std::byte* line = weight + n * block_bytes + at;
-      if (prefetch) S::prefetch_l2(line + kPrefetchLines * 64);
+      if (source == Source::streams) S::prefetch_l2(line + kPrefetchStreams);
+      if (source == Source::stream) S::prefetch(line + kPrefetchStream);
       Lines::load(line, lines[n]);
     }
     ENGINEWRIGHT_UNROLL
@@ -65,10 +69,11 @@ class Strip {
         blocks_(blocks) {}
 
   void run(int64_t tokens) const {
-    if (tokens == 1) return pass_blocks<1, S::gemv_blocks, true>(0, 0);
+    if (reads_one_stream() && tokens <= S::tile_tokens) return pass_stream<S::tile_tokens>(tokens);
+    if (tokens == 1) return pass_blocks<1, S::gemv_blocks, Source::streams>(0, 0);
     int64_t row = 0;
     for (; row + S::tile_tokens <= tokens; row += S::tile_tokens) {
-      pass_blocks<S::tile_tokens, S::tile_blocks, false>(row, 0);
+      pass_blocks<S::tile_tokens, S::tile_blocks, Source::l2>(row, 0);
     }
     pass_rest<S::tile_tokens - 1>(row, tokens - row);
   }
@@ -77,49 +82,59 @@ class Strip {
   template <int M>
   void pass_rest(int64_t row, int64_t tokens) const {
     if constexpr (M > 0) {
-      if (tokens == M) return pass_blocks<M, S::tile_blocks, false>(row, 0);
+      if (tokens == M) return pass_blocks<M, S::tile_blocks, Source::l2>(row, 0);
       pass_rest<M - 1>(row, tokens);
     }
   }
 
+  // Few tokens, M at most, past all blocks, two of which are finished together.
+  template <int M>
+  void pass_stream(int64_t tokens) const {
+    if constexpr (M > 1) {
+      if (tokens < M) return pass_stream<M - 1>(tokens);
+    }
+    pass_blocks<M, 2, Source::stream>(0, 0);
+  }
+
   // M tokens past all blocks from `block`, N at once while there are N, then half as many. N is a power of 2
   // and at least 2, so that the pairs of a gated epilogue, an even number of blocks, are never divided.
-  template <int M, int N, bool prefetch>
+  template <int M, int N, Source source>
   void pass_blocks(int64_t row, int64_t block) const {
-    for (; block + N <= blocks_; block += N) tile<M, N, prefetch>(row, block);
+    // A block of one token is one chain of dots, which two chains hide where a line is two of them.
+    constexpr int kAtOnce = source != Source::stream ? N : N > 1 && M == 1 ? Lines::kPairs : 1;
+    for (; block + N <= blocks_; block += N) {
+      float sums[N][M][16];
+      for (int n = 0; n < N; n += kAtOnce) tile<M, kAtOnce, source>(row, block + n, sums + n);
+      finish_.blocks(row, M, first_block_ + block, N, sums[0][0], M * 16);
+    }
     if constexpr (N > 1) {
-      if (block < blocks_) pass_blocks<M, N / 2, prefetch>(row, block);
+      if (block < blocks_) pass_blocks<M, N / 2, source>(row, block);
     }
   }
 
-  template <int M, int N, bool prefetch>
-  void tile(int64_t row, int64_t block) const {
+  template <int M, int N, Source source>
+  ENGINEWRIGHT_INLINE void tile(int64_t row, int64_t block, float (*sums)[M][16]) const {
     const uint16_t* x = g_.x.as<const uint16_t>() + row * g_.x.stride;
     const std::byte* weight = weight_ + block * block_bytes_;
-    float sums[N][M][16];
-    if (g_.run_scale != nullptr) {
-      sum_runs<M, N, prefetch>(x, weight, block, sums);
-    } else {
-      F acc[M][N];
-      gemm_tile<S, Lines, M, N, prefetch>(x, g_.x.stride, weight, block_bytes_, block_bytes_, acc);
+    if (g_.run_scale != nullptr) return sum_runs<M, N, source>(x, weight, block, sums);
+    F acc[M][N];
+    gemm_tile<S, Lines, M, N, source>(x, g_.x.stride, weight, block_bytes_, block_bytes_, acc);
+    ENGINEWRIGHT_UNROLL
+    for (int m = 0; m < M; ++m) {
       ENGINEWRIGHT_UNROLL
-      for (int m = 0; m < M; ++m) {
-        ENGINEWRIGHT_UNROLL
-        for (int n = 0; n < N; ++n) S::store(sums[n][m], acc[m][n]);
-      }
+      for (int n = 0; n < N; ++n) S::store(sums[n][m], acc[m][n]);
     }
-    finish_.blocks(row, M, first_block_ + block, N, sums[0][0], M * 16);
   }
 
-  template <int M, int N, bool prefetch>
-  void sum_runs(const uint16_t* x, const std::byte* weight, int64_t block, float (&sums)[N][M][16]) const {
+  template <int M, int N, Source source>
+  void sum_runs(const uint16_t* x, const std::byte* weight, int64_t block, float (*sums)[M][16]) const {
     const int64_t run_bytes = g_.group / (2 * Lines::kPairs) * 64;
     const float* scales = g_.run_scale + (first_block_ + block) * g_.groups * 16;
     for (int64_t run = 0; run < g_.groups; ++run, scales += 16) {
       const int64_t at = run * run_bytes, left = block_bytes_ - at;
       F acc[M][N];
-      gemm_tile<S, Lines, M, N, prefetch>(x + run * g_.group, g_.x.stride, weight + at, block_bytes_,
-                                          left < run_bytes ? left : run_bytes, acc);
+      gemm_tile<S, Lines, M, N, source>(x + run * g_.group, g_.x.stride, weight + at, block_bytes_,
+                                        left < run_bytes ? left : run_bytes, acc);
       ENGINEWRIGHT_UNROLL
       for (int n = 0; n < N; ++n) {
         const F scale = S::load(scales + n * g_.groups * 16);

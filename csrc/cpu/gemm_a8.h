@@ -93,8 +93,8 @@ class GemmA8 {
     const int64_t begin = mine.begin * g_.unit_blocks, end = mine.end * g_.unit_blocks;
     for (int64_t row = 0; row < tokens; row += most) {
       const Panel panel = panel_at(row, tokens - row < most ? tokens - row : most, scratch);
-      if (panel.tokens <= kTokens) {
-        few<kTokens>(panel, begin, end);
+      if (panel.tokens <= kDirect) {
+        few<kDirect>(panel, begin, end);
       } else if (g_.groups == 1) {
         pass_groups<kTokens, kBlocks>(panel, begin, end);
       } else {
@@ -110,10 +110,12 @@ class GemmA8 {
   static constexpr int kTokens = S::tile_tokens, kBlocks = S::tile_blocks, kLines = Codes::lines;
   static constexpr int64_t kLineK = 4 * kLines;                                 // of K, in 64 bytes
   static constexpr int kRunTokens = S::run_tokens, kRunBlocks = S::run_blocks;  // of several runs
-  static constexpr int64_t kPanelBytes = 1 << 19;                               // of x: a part of L2
-  static constexpr int64_t kPrefetchBytes = 2048;                               // ahead in each block
-  static constexpr int64_t kPrefetchAgain = 256;  // since a core with many lines on their way drops some
-  static constexpr int64_t kPrefetchScales = 32;  // runs ahead
+  static constexpr int kDirect = S::direct_tokens, kMostTokens = kDirect > kRunTokens ? kDirect : kRunTokens;
+  static constexpr int64_t kPanelBytes = 1 << 19;   // of x: a part of L2
+  static constexpr int64_t kPrefetchStream = 4096;  // ahead in the only stream
+  static constexpr int64_t kPrefetchBytes = 2048;   // ahead in each of several
+  static constexpr int64_t kPrefetchAgain = 256;    // since a core with many lines on their way drops some
+  static constexpr int64_t kPrefetchScales = 32;    // runs ahead
   static_assert(kLeastL1Bytes / 256 * 192 / 16 / kRunBlocks >= GemmOperands::kLongestGroup);
   static_assert(kRunTokens >= kTokens && kRunBlocks <= kBlocks);
 
@@ -133,8 +135,8 @@ class GemmA8 {
 
   // What a tile's tokens have of their own in a run of K.
   struct Run {
-    int32_t first[kRunTokens];  // what sums begin with, or are to be multiplied by zero
-    float scale[kRunTokens];
+    int32_t first[kMostTokens];  // what sums begin with, or are to be multiplied by zero
+    float scale[kMostTokens];
   };
 
   struct Panel {
@@ -148,7 +150,7 @@ class GemmA8 {
     auto* sums = reinterpret_cast<float*>(scratch + piece_bytes_);
     const Panel panel{row, tokens, scratch, sums, reinterpret_cast<Run*>(sums + tokens * kBlocks * 16)};
     const int32_t zero = g_.group_zero != nullptr ? 1 : Codes::zero;
-    const int64_t tile = tile_tokens();
+    const int64_t tile = tokens <= kDirect ? kDirect : tile_tokens();
     for (int64_t m = 0; m < tokens; ++m) {
       const float* scales = g_.x_scale + (row + m) * g_.x_scale_stride;
       for (int64_t g = 0; g < g_.groups; ++g) {
@@ -165,7 +167,7 @@ class GemmA8 {
   // Of a run that begins at k, up to `end`.
   int64_t depth(int64_t k, int64_t end) const { return end - k < g_.group ? end - k : g_.group; }
 
-  // As many blocks at once as registers hold sums of, twice. Their number is a power of 2, and at least 2
+  // As many blocks together as registers hold sums of, twice. Their number is a power of 2, and at least 2
   // while there are 2 blocks, so that the pairs of a gated epilogue are never divided.
   template <int M>
   void few(const Panel& panel, int64_t block, int64_t end) const {
@@ -186,9 +188,24 @@ class GemmA8 {
     }
   }
 
-  // The M tokens of a panel past N blocks.
+  // The M tokens of a panel past N blocks: past one after the other, or past all at once, as memory is read
+  // faster.
   template <int M, int N>
   void direct_tile(const Panel& panel, int64_t block) const {
+    float out[N][M][16];
+    if constexpr (M <= kTokens) {
+      if (!reads_one_stream()) {
+        pass<M, N>(panel, block, out);
+        return finish_.blocks(panel.row, M, block, N, out[0][0], M * 16);
+      }
+    }
+    for (int n = 0; n < N; ++n) pass<M, 1>(panel, block + n, out + n);
+    finish_.blocks(panel.row, M, block, N, out[0][0], M * 16);
+  }
+
+  // out = x · weightᵀ of M tokens and N blocks, which come from memory in N streams.
+  template <int M, int N>
+  ENGINEWRIGHT_INLINE void pass(const Panel& panel, int64_t block, float (*out)[M][16]) const {
     F sums[M][N];
     each<M, N>([&](int m, int n) { sums[m][n] = S::zero(); });
     const std::byte* line = g_.block(block);
@@ -200,12 +217,16 @@ class GemmA8 {
       begin(run, block, g, acc);
       const std::byte* end = line + depth(g * g_.group, k_end_) / kLineK * 64;
       for (; line < end; line += 64, k += kLineK, ahead += 64) {
-        if (ahead == block_end) ahead += (N - 1) * g_.block_bytes;  // the next N
+        if (N > 1 && ahead == block_end) ahead += (N - 1) * g_.block_bytes;  // the next N
         Line w[N][kLines];
         ENGINEWRIGHT_UNROLL
         for (int n = 0; n < N; ++n) {
-          S::prefetch_l2(ahead + n * g_.block_bytes);
-          S::prefetch(line + n * g_.block_bytes + kPrefetchAgain);
+          if constexpr (N == 1) {
+            S::prefetch(line + kPrefetchStream);
+          } else {
+            S::prefetch_l2(ahead + n * g_.block_bytes);
+            S::prefetch(line + n * g_.block_bytes + kPrefetchAgain);
+          }
           Codes::load(line + n * g_.block_bytes, w[n]);
         }
         ENGINEWRIGHT_UNROLL
@@ -213,9 +234,7 @@ class GemmA8 {
       }
       fold(acc, run, block, g, sums);
     }
-    float out[N][M][16];
     each<M, N>([&](int m, int n) { S::store(out[n][m], sums[m][n]); });
-    finish_.blocks(panel.row, M, block, N, out[0][0], M * 16);
   }
 
   // What the sums of run g begin with, of M tokens of a tile and N blocks.

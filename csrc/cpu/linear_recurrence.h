@@ -5,19 +5,21 @@
 //                      dt = softplus(decay + dt_bias), g = exp(-exp(log_a) * dt), b = sigmoid(beta)
 //                      k = key / sqrt(|key|^2 + epsilon), q = scale * query / sqrt(|query|^2 + epsilon)
 //                      S = g S;  S = S + k (b (value - S^T k))^T;  out = S^T q
+//                      With a decay for each row of S it is Kimi's, arXiv:2510.26692: g is diagonal.
 //   selective_state@1  Mamba-2, Dao & Gu 2024 (arXiv:2405.21060), where query and key are called C and B.
 //                      dt = max(softplus(decay + dt_bias), dt_min), g = exp(-exp(log_a) * dt)
 //                      S = g S + key (dt value)^T;  out = S^T query + skip * value
 //
 // query, key: f32 [tokens, key_heads * K]; value, out: f32 [tokens, heads * V]; decay, beta: f32 [tokens,
 // heads]; log_a, dt_bias, skip: f32 [heads]. Heads h * heads / key_heads ... share query and key head h.
+// Of the gated delta rule decay may be f32 [tokens, heads * K], and dt_bias f32 [heads * K].
 // state: f32 [heads, K, V] a sequence, laid out as [heads][V / 16][K][16]; the last columns of V, where they
 // are fewer than 16, as [K][V % 16].
 //
 // Columns of V know nothing of each other: a few are taken through a tile of tokens with their part of S in
 // the first cache. Rows of S are summed in kSums sums, by their index, and these in one tree. Threads share
 // heads, parts of their columns where there are few, and in these sequences; so a long prompt beside others
-// is every thread's. A decay for each row of S (Kimi's) would be another `Decay` below.
+// is every thread's.
 #pragma once
 
 #include "recurrence.h"
@@ -41,8 +43,9 @@ class LinearRecurrence final : public Kernel {
         key_heads_(integer(attributes, "key_heads", 1, 1 << 16)),
         rows_(key_.columns / key_heads_),
         columns_(value_.columns / heads_),
+        by_row_(Delta && decay_.columns != heads_),
         log_a_(vector_weight(operands, "log_a", heads_).template as<const float>()),
-        dt_bias_(vector_weight(operands, "dt_bias", heads_).template as<const float>()),
+        dt_bias_(vector_weight(operands, "dt_bias", decay_.columns).template as<const float>()),
         skip_(Delta ? nullptr : vector_weight(operands, "skip", heads_).template as<const float>()),
         scale_(Delta ? static_cast<float>(number(attributes, "scale")) : 1.0f),
         epsilon_(Delta ? static_cast<float>(number(attributes, "epsilon")) : 1.0f),
@@ -59,14 +62,14 @@ class LinearRecurrence final : public Kernel {
     require_columns(query_, key_.columns);
     require_columns(value_, heads_ * columns_);
     require_columns(out_, value_.columns);
-    require_columns(decay_, heads_);
+    require_columns(decay_, by_row_ ? heads_ * rows_ : heads_);
     require_columns(beta_, heads_);
     require(epsilon_ > 0, "the attribute 'epsilon' must be positive");
   }
 
   void add_checks(StepChecks& checks) const override { sequences_.add_checks(checks); }
 
-  int64_t scratch_bytes() const override { return 2 * kTile * row_floats() * 4; }
+  int64_t scratch_bytes() const override { return kRows * kTile * row_floats() * 4; }
 
   Work work(const Sizes& sizes) const override {
     Work work = touched({&query_, &key_, &value_, &decay_, &beta_, &out_}, sizes);
@@ -82,29 +85,43 @@ class LinearRecurrence final : public Kernel {
       const int64_t s = item % sizes[kSequences], part = item / sizes[kSequences] % parts;
       const int64_t head = item / sizes[kSequences] / parts;
       const Range own = parts == 1 ? Range{0, groups()} : Range{part, part + 1};
-      run_head(sequences_.tokens(s), head, own, sequences_.state(s) + head * rows_ * columns_,
-               reinterpret_cast<float*>(worker.scratch));
+      float* const state = sequences_.state(s) + head * rows_ * columns_;
+      float* const scratch = reinterpret_cast<float*>(worker.scratch);
+      if (by_row_) {
+        if constexpr (Delta) run_head<RowDecay>(sequences_.tokens(s), head, own, state, scratch);
+      } else {
+        run_head<HeadDecay>(sequences_.tokens(s), head, own, state, scratch);
+      }
     }
   }
 
  private:
   using F = typename S::F;
   static constexpr int64_t kTile = 8;            // tokens
+  static constexpr int64_t kRows = 4;            // of scratch, for each token: below
   static constexpr int64_t kItemsPerThread = 4;  // heads, or their columns are shared, too
   static constexpr int kSums = 4;
   // Vectors of columns that are summed at once: with kSums, as many sums as hide the latency of one.
   static constexpr int kVectors = S::tile_blocks / 2;
   static constexpr int64_t kGroup = 16 * kVectors;  // columns
 
-  // What S is multiplied with before a token, and its S^T k is divided by.
+  // What S is multiplied with before a token. Of S^T k the decay of a head is behind the sum; that of a row
+  // is in what the row is multiplied with, (rows).
   struct HeadDecay {
     float factor;
-    ENGINEWRIGHT_INLINE F of_row(int64_t) const { return S::set1(factor); }
+    ENGINEWRIGHT_INLINE float of_row(int64_t) const { return factor; }
     ENGINEWRIGHT_INLINE F of_sum(F sum) const { return S::mul(S::set1(factor), sum); }
   };
+  struct RowDecay {
+    const float* factors;  // (rows)
+    ENGINEWRIGHT_INLINE float of_row(int64_t i) const { return factors[i]; }
+    ENGINEWRIGHT_INLINE F of_sum(F sum) const { return sum; }
+  };
+  template <class Decay>
   struct Token {
     const float *query, *key;  // (rows), normalized
-    HeadDecay decay;
+    const float* held;         // (rows), what is read of S: the key, with its rows' decays
+    Decay decay;
     float beta;          // what a value is taken up with
     const float* value;  // of the head
     float* out;
@@ -117,12 +134,13 @@ class LinearRecurrence final : public Kernel {
     return x.as<const float>() + token * x.stride + column;
   }
 
+  template <class Decay>
   void run_head(Range tokens, int64_t head, Range own, float* state, float* scratch) const {
-    Token tile[kTile];
+    Token<Decay> tile[kTile];
     for (int64_t first = tokens.begin; first < tokens.end; first += kTile) {
       const int64_t count = tokens.end - first < kTile ? tokens.end - first : kTile;
       for (int64_t t = 0; t < count; ++t) {
-        tile[t] = prepared(first + t, head, scratch + 2 * t * row_floats());
+        prepare(first + t, head, scratch + kRows * t * row_floats(), tile[t]);
       }
       for (int64_t group = own.begin; group < own.end; ++group) {
         const int64_t column = group * kGroup;
@@ -137,7 +155,8 @@ class LinearRecurrence final : public Kernel {
   }
 
   // Fewer columns than a group has.
-  void run_last(const Token* tile, int64_t count, float* state, int64_t column) const {
+  template <class Decay>
+  void run_last(const Token<Decay>* tile, int64_t count, float* state, int64_t column) const {
     for (; column + 16 <= columns_; column += 16, state += 16 * rows_) {
       for (int64_t t = 0; t < count; ++t) step<1>(tile[t], state, column);
     }
@@ -146,26 +165,49 @@ class LinearRecurrence final : public Kernel {
     }
   }
 
-  Token prepared(int64_t token, int64_t head, float* scratch) const {
-    const int64_t from = head / (heads_ / key_heads_) * rows_;
-    const float* query = row(query_, token, from);
-    const float* key = row(key_, token, from);
+  void prepare(int64_t token, int64_t head, float* scratch, Token<HeadDecay>& to) const {
     const float x = row(decay_, token, head)[0] + dt_bias_[head];
-    const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));  // above, they are the same number
-    const float dt = softplus < dt_min_ ? dt_min_ : softplus;
-    const float decay = std::exp(-std::exp(log_a_[head]) * dt);
-    const int64_t column = head * columns_;
-    const float* value = row(value_, token, column);
-    float* out = out_.as<float>() + token * out_.stride + column;
+    const float dt = std::max(softplus(x), dt_min_);
+    to.decay.factor = std::exp(-std::exp(log_a_[head]) * dt);
+    place(token, head, scratch, to);
+    to.held = to.key;
+    if constexpr (!Delta) to.beta = dt;
+  }
+
+  void prepare(int64_t token, int64_t head, float* scratch, Token<RowDecay>& to) const {
+    float *factors = scratch + 2 * row_floats(), *held = scratch + 3 * row_floats();
+    const float rate = std::exp(log_a_[head]);
+    const float *decay = row(decay_, token, head * rows_), *bias = dt_bias_ + head * rows_;
+    place(token, head, scratch, to);
+    for (int64_t i = 0; i < rows_; ++i) {
+      factors[i] = std::exp(-rate * softplus(decay[i] + bias[i]));
+      held[i] = factors[i] * to.key[i];
+    }
+    to.decay.factors = factors;
+    to.held = held;
+  }
+
+  // Everything but the decay.
+  template <class Decay>
+  void place(int64_t token, int64_t head, float* scratch, Token<Decay>& to) const {
+    const int64_t from = head / (heads_ / key_heads_) * rows_, column = head * columns_;
+    to.query = row(query_, token, from);
+    to.key = row(key_, token, from);
+    to.value = row(value_, token, column);
+    to.out = out_.as<float>() + token * out_.stride + column;
     if constexpr (Delta) {
-      normalize(query, scale_, scratch);
-      normalize(key, 1.0f, scratch + row_floats());
-      const float beta = 1.0f / (1.0f + std::exp(-row(beta_, token, head)[0]));
-      return {scratch, scratch + row_floats(), {decay}, beta, value, out, 0.0f};
+      normalize(to.query, scale_, scratch);
+      normalize(to.key, 1.0f, scratch + row_floats());
+      to.query = scratch;
+      to.key = scratch + row_floats();
+      to.beta = 1.0f / (1.0f + std::exp(-row(beta_, token, head)[0]));
     } else {
-      return {query, key, {decay}, dt, value, out, skip_[head]};
+      to.skip = skip_[head];
     }
   }
+
+  // Above 20 it is the same number.
+  static float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
   void normalize(const float* x, float scale, float* out) const {
     const auto load = [&](int64_t i) {
@@ -180,8 +222,9 @@ class LinearRecurrence final : public Kernel {
 
   // One token in `n` columns of a head from `column` on: V vectors of 16, or fewer columns than 16. Their
   // part of S is [V][rows][n].
-  template <int V>
-  ENGINEWRIGHT_INLINE void step(const Token& token, float* state, int64_t column, int64_t n = 16) const {
+  template <int V, class Decay>
+  ENGINEWRIGHT_INLINE void step(const Token<Decay>& token, float* state, int64_t column,
+                                int64_t n = 16) const {
     const bool tail = n < 16;
     const int64_t rows = rows_;  // no store can change it
     const auto load = [=](const float* p) { return tail ? S::load_first(p, n) : S::load(p); };
@@ -191,7 +234,7 @@ class LinearRecurrence final : public Kernel {
     if constexpr (Delta) {  // what S holds under the key already is not taken up again
       clear<V>(sums);
       const auto read = [&](int64_t i, int p) __attribute__((always_inline)) {
-        const F k = S::set1(token.key[i]);
+        const F k = S::set1(token.held[i]);
         ENGINEWRIGHT_UNROLL for (int v = 0; v < V; ++v) {
           sums[p][v] = S::fma(k, load(state + (v * rows + i) * n), sums[p][v]);
         }
@@ -204,7 +247,7 @@ class LinearRecurrence final : public Kernel {
     ENGINEWRIGHT_UNROLL for (int v = 0; v < V; ++v) taken[v] = S::mul(S::set1(token.beta), taken[v]);
     clear<V>(sums);
     const auto write = [&](int64_t i, int p) __attribute__((always_inline)) {
-      const F k = S::set1(token.key[i]), q = S::set1(token.query[i]), g = token.decay.of_row(i);
+      const F k = S::set1(token.key[i]), q = S::set1(token.query[i]), g = S::set1(token.decay.of_row(i));
       ENGINEWRIGHT_UNROLL for (int v = 0; v < V; ++v) {
         float* at = state + (v * rows + i) * n;
         const F next = S::fma(k, taken[v], S::mul(g, load(at)));
@@ -244,6 +287,7 @@ class LinearRecurrence final : public Kernel {
 
   const Operand query_, key_, value_, decay_, beta_, out_;
   const int64_t heads_, key_heads_, rows_, columns_;
+  const bool by_row_;  // whether each row of S has a decay of its own
   const float *const log_a_, *const dt_bias_, *const skip_;
   const float scale_, epsilon_, dt_min_;
   const StateSequences sequences_;

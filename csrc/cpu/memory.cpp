@@ -3,6 +3,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <new>
 #include <stdexcept>
 
@@ -42,6 +46,23 @@ int64_t l1_bytes() {
   if (said > kLeastL1Bytes) return said;
 #endif
   return kLeastL1Bytes;
+}
+
+bool reads_one_stream() {
+#if defined(__x86_64__)
+  // Zen 5 (family 1Ah), on which weights of one token pass at 95 % of the roofline so, at 75 % in eight
+  // streams.
+  static const bool zen5 = [] {
+    uint32_t a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_AMD_ebx || !__get_cpuid(1, &a, &b, &c, &d))
+      return false;
+    const uint32_t base = a >> 8 & 0xf, extended = a >> 20 & 0xff;
+    return base == 0xf && base + extended >= 0x1a;
+  }();
+  return zen5;
+#else
+  return false;
+#endif
 }
 
 int64_t checked_mul(int64_t a, int64_t b) {

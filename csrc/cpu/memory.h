@@ -1,4 +1,4 @@
-// Zeroed memory from the system, page aligned and committed as it is touched; and what caches it has.
+// Zeroed memory from the system, page aligned and committed as it is touched; and how this machine reads it.
 #pragma once
 
 #include <cstddef>
@@ -26,6 +26,8 @@ class Memory {
 // Of a core's first cache of data: what the system says, at least kLeastL1Bytes.
 constexpr int64_t kLeastL1Bytes = 32 << 10;
 int64_t l1_bytes();
+// Whether a core reads memory faster in one stream than in several at once.
+bool reads_one_stream();
 
 // a * b for sizes of memory: std::invalid_argument for a negative factor or a product above 2^62.
 int64_t checked_mul(int64_t a, int64_t b);

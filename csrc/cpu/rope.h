@@ -5,6 +5,7 @@
 //   rope@1           out = rope(x), f32.
 //   rope_kv_write@1  rope(q) to q_out, rope(k) and v to the planes at `slots`, as attention reads them
 //   (kv.h).
+//   rope_queries@1   rope(q) to q_out alone, for attention to what another layer wrote to the planes.
 //                    (x[i], x[i + R/2]) turns by angle i for i < R/2; dims from R on pass unchanged. Without
 //                    cos and sin all of them do.
 //
@@ -115,18 +116,16 @@ class Rope final : public Kernel {
   const int64_t heads_, head_dim_;
 };
 
+// Queries, the tables that they are turned by, and the planes that they are meant for.
 template <class S>
-class RopeKvWrite final : public Kernel {
+class QueryRows {
  public:
-  RopeKvWrite(const Operands& operands, const Attributes& attributes)
+  QueryRows(const Operands& operands, const Attributes& attributes)
       : q_(matrix(operands, "q", DType::f32)),
-        k_(matrix(operands, "k", DType::f32)),
-        v_(matrix(operands, "v", DType::f32)),
         turns_(operands.count("cos") != 0),
         cos_(turns_ ? matrix(operands, "cos", DType::f32) : Operand{}),
         sin_(turns_ ? matrix(operands, "sin", DType::f32) : Operand{}),
         q_out_(matrix(operands, "q_out", DType::bf16)),
-        slots_(step_input(operands, "slots")),
         heads_(integer(attributes, "heads", 1, 1 << 16)),
         kv_heads_(integer(attributes, "kv_heads", 1, 1 << 16)),
         head_dim_(integer(attributes, "head_dim", 1, 1 << 16)),
@@ -134,21 +133,87 @@ class RopeKvWrite final : public Kernel {
         values_(cache_plane(operands, "value")),
         half_(cos_.columns),
         writer_(keys_, values_) {
-    require_known(operands, attributes, {"q", "k", "v", "cos", "sin", "slots", "key", "value", "q_out"},
-                  {"heads", "kv_heads", "head_dim"});
-    for (const Operand* other : {&k_, &v_, &q_out_, &slots_}) require_same_rows(q_, *other);
+    require_same_rows(q_, q_out_);
     require(turns_ == (operands.count("sin") != 0), "'cos' and 'sin' are there together or not at all");
     if (turns_) {
       for (const Operand* table : {&cos_, &sin_}) require_same_rows(q_, *table);
     }
     require_columns(q_, heads_ * head_dim_);
     require_columns(q_out_, heads_ * head_dim_);
-    require_columns(k_, kv_heads_ * head_dim_);
-    require_columns(v_, kv_heads_ * head_dim_);
     require_columns(sin_, half_);
-    require_columns(slots_, 1);
     require(2 * half_ <= head_dim_, "the rotation is wider than a head");
     require_planes(keys_, values_, kv_heads_, head_dim_);
+  }
+
+ protected:
+  static const float* row(const Operand& x, int64_t token, int64_t column) {
+    return x.as<const float>() + token * x.stride + column;
+  }
+
+  // x, a head, turned; head_dim floats.
+  ENGINEWRIGHT_INLINE void rotate(const float* x, int64_t token, float* out) const {
+    rotate_head<S>(x, row(cos_, token, 0), row(sin_, token, 0), half_, head_dim_, out);
+  }
+
+  // scratch: room for a head.
+  void write_query(int64_t token, int64_t head, std::byte* scratch) const {
+    auto* turned = reinterpret_cast<float*>(scratch);
+    rotate(row(q_, token, head * head_dim_), token, turned);
+    writer_.write_query(turned, q_out_.as<uint16_t>() + token * q_out_.stride + head * head_dim_);
+    if (head == heads_ - 1) RowWriter<S>(q_out_, token).zero_pad(q_out_);
+  }
+
+  const Operand q_;
+  const bool turns_;
+  const Operand cos_, sin_, q_out_;
+  const int64_t heads_, kv_heads_, head_dim_;
+  const CachePlane keys_, values_;
+  const int64_t half_;
+  const KvWriter<S> writer_;
+};
+
+template <class S>
+class RopeQueries final : public Kernel, private QueryRows<S> {
+ public:
+  RopeQueries(const Operands& operands, const Attributes& attributes) : QueryRows<S>(operands, attributes) {
+    require_known(operands, attributes, {"q", "cos", "sin", "key", "value", "q_out"},
+                  {"heads", "kv_heads", "head_dim"});
+  }
+
+  int64_t scratch_bytes() const override { return this->keys_.dim_pad * 4; }
+
+  Work work(const Sizes& sizes) const override {
+    Work work = touched({&this->q_, &this->cos_, &this->sin_, &this->q_out_}, sizes);
+    work.fp32_ops = 6 * this->q_.rows.at(sizes) * this->heads_ * this->half_;
+    return work;
+  }
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    const Range mine = share(this->q_.rows.at(sizes) * this->heads_, worker);
+    for (int64_t item = mine.begin; item < mine.end; ++item) {
+      this->write_query(item / this->heads_, item % this->heads_, worker.scratch);
+    }
+  }
+};
+
+template <class S>
+class RopeKvWrite final : public Kernel, private QueryRows<S> {
+  using Base = QueryRows<S>;
+  using Base::cos_, Base::half_, Base::head_dim_, Base::heads_, Base::keys_, Base::kv_heads_, Base::q_,
+      Base::q_out_, Base::sin_, Base::values_, Base::writer_;
+
+ public:
+  RopeKvWrite(const Operands& operands, const Attributes& attributes)
+      : Base(operands, attributes),
+        k_(matrix(operands, "k", DType::f32)),
+        v_(matrix(operands, "v", DType::f32)),
+        slots_(step_input(operands, "slots")) {
+    require_known(operands, attributes, {"q", "k", "v", "cos", "sin", "slots", "key", "value", "q_out"},
+                  {"heads", "kv_heads", "head_dim"});
+    for (const Operand* other : {&k_, &v_, &slots_}) require_same_rows(q_, *other);
+    require_columns(k_, kv_heads_ * head_dim_);
+    require_columns(v_, kv_heads_ * head_dim_);
+    require_columns(slots_, 1);
   }
 
   int64_t scratch_bytes() const override { return keys_.dim_pad * 4 + writer_.scratch_bytes(); }
@@ -171,7 +236,7 @@ class RopeKvWrite final : public Kernel {
     for (int64_t item = mine.begin; item < mine.end; ++item) {
       const int64_t token = item / units, unit = item % units;
       if (unit < heads_) {
-        write_query(token, unit, worker.scratch);
+        this->write_query(token, unit, worker.scratch);
       } else {
         write_kv(token, unit - heads_, worker.scratch);
       }
@@ -179,36 +244,14 @@ class RopeKvWrite final : public Kernel {
   }
 
  private:
-  const float* row(const Operand& x, int64_t token, int64_t column) const {
-    return x.as<const float>() + token * x.stride + column;
-  }
-
-  // x, a head, turned; head_dim floats.
-  ENGINEWRIGHT_INLINE void rotate(const float* x, int64_t token, float* out) const {
-    rotate_head<S>(x, row(cos_, token, 0), row(sin_, token, 0), half_, head_dim_, out);
-  }
-
-  void write_query(int64_t token, int64_t head, std::byte* scratch) const {
-    auto* turned = reinterpret_cast<float*>(scratch);
-    rotate(row(q_, token, head * head_dim_), token, turned);
-    writer_.write_query(turned, q_out_.as<uint16_t>() + token * q_out_.stride + head * head_dim_);
-    if (head == heads_ - 1) RowWriter<S>(q_out_, token).zero_pad(q_out_);
-  }
-
   void write_kv(int64_t token, int64_t head, std::byte* scratch) const {
     auto* turned = reinterpret_cast<float*>(scratch);
-    rotate(row(k_, token, head * head_dim_), token, turned);
-    writer_.write(turned, row(v_, token, head * head_dim_), slots_.as<const int32_t>()[token * slots_.stride],
-                  head, scratch + keys_.dim_pad * 4);
+    this->rotate(this->row(k_, token, head * head_dim_), token, turned);
+    writer_.write(turned, this->row(v_, token, head * head_dim_),
+                  slots_.as<const int32_t>()[token * slots_.stride], head, scratch + keys_.dim_pad * 4);
   }
 
-  const Operand q_, k_, v_;
-  const bool turns_;
-  const Operand cos_, sin_, q_out_, slots_;
-  const int64_t heads_, kv_heads_, head_dim_;
-  const CachePlane keys_, values_;
-  const int64_t half_;
-  const KvWriter<S> writer_;
+  const Operand k_, v_, slots_;
 };
 
 }  // namespace

@@ -52,10 +52,13 @@ ENGINEWRIGHT_INLINE void store(float* x, const Lanes& lanes, int64_t n) {
   }
 }
 
-// x becomes e^x, for x <= 0 within 2 ulp: exactly 1 at 0, exactly 0 from -87 down. Cody-Waite reduction, then
-// the polynomial of Cephes' expf. Adding 1.5 * 2^23 rounds to an integer that lands in the low bits.
+constexpr float kZeroBelow = -87.0f;  // e^x is taken as 0 from here down
+
+// x becomes e^x, for x <= 0 within 2 ulp: exactly 1 at 0, exactly 0 from kZeroBelow down. Cody-Waite
+// reduction, then the polynomial of Cephes' expf. Adding 1.5 * 2^23 rounds to an integer that lands in the
+// low bits.
 ENGINEWRIGHT_INLINE void exp_of_negative(Lanes& x) {
-  const Lanes lowest = Lanes{} - 87.0f, clamped = x > lowest ? x : lowest;
+  const Lanes lowest = Lanes{} + kZeroBelow, clamped = x > lowest ? x : lowest;
   const Lanes shifted = clamped * 1.44269504088896341f + 12582912.0f;
   const Lanes n = shifted - 12582912.0f;
   const Lanes r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -89,12 +92,20 @@ ENGINEWRIGHT_CLONES bool block_maxima(const float* x, int64_t n, float* block_ma
   return any == 0;
 }
 
-// weights = e^((x - max) * inverse_temperature), and their sum in each block.
-ENGINEWRIGHT_CLONES void weigh(const float* x, int64_t n, float max, float inverse_temperature,
-                               float* weights, double* block_mass) {
+// weights = e^((x - max) * inverse_temperature), and their sum in each block. block_max: of x, or null. A
+// block whose maximum has no weight is not looked at: of a grammar's few allowed tokens most blocks hold
+// none.
+ENGINEWRIGHT_CLONES void weigh(const float* x, int64_t n, const float* block_max, float max,
+                               float inverse_temperature, float* weights, double* block_mass) {
   for (int64_t start = 0; start < n; start += kBlock) {
+    const int64_t end = std::min(start + kBlock, n);
+    if (block_max != nullptr && (block_max[start / kBlock] - max) * inverse_temperature <= kZeroBelow) {
+      std::fill(weights + start, weights + end, 0.0f);
+      block_mass[start / kBlock] = 0;
+      continue;
+    }
     Lanes lane{};
-    for (int64_t i = start; i < std::min(start + kBlock, n); i += kLanes) {
+    for (int64_t i = start; i < end; i += kLanes) {
       Lanes weight;
       load(x + i, n - i, kMinusInfinity, weight);
       weight = (weight - max) * inverse_temperature;
@@ -243,35 +254,60 @@ int64_t draw(const float* weights, int64_t n, const std::vector<double>& block_m
   return last;
 }
 
-// What is not finite stays, and fails the row whether it is allowed or not.
-ENGINEWRIGHT_CLONES void mask(float* x, int64_t n, const uint32_t* allowed) {
-  for (int64_t start = 0; start < n; start += 32) {
-    const uint32_t word = allowed[start / 32];
-    if (word == ~uint32_t{0}) continue;
-    const int64_t end = std::min<int64_t>(start + 32, n);
-    for (int64_t i = start; i < end; ++i) {
-      const bool stays = (word >> (i - start) & 1) != 0 || !(x[i] <= FLT_MAX);
-      x[i] = stays ? x[i] : kMinusInfinity;
+// `masked` is x where a token is allowed, and -inf elsewhere; block_max becomes its maxima. x is finite or
+// -inf.
+ENGINEWRIGHT_CLONES void mask(const float* x, int64_t n, const uint32_t* allowed, float* masked,
+                              float* block_max) {
+  IntLanes bit_of_lane;
+  for (int32_t j = 0; j < kLanes; ++j) bit_of_lane[j] = 1 << j;
+  for (int64_t start = 0; start < n; start += kBlock) {
+    const int64_t end = std::min(start + kBlock, n);
+    const uint32_t low = allowed[start / 32], high = start + 32 < n ? allowed[start / 32 + 1] : 0;
+    uint64_t bits = uint64_t{high} << 32 | low;
+    if (bits == 0) {
+      std::fill(masked + start, masked + end, kMinusInfinity);
+      block_max[start / kBlock] = kMinusInfinity;
+      continue;
     }
+    if (bits == ~uint64_t{0}) {
+      std::copy(x + start, x + end, masked + start);
+      continue;
+    }
+    Lanes most = Lanes{} + kMinusInfinity;
+    for (int64_t i = start; i < end; i += kLanes, bits >>= kLanes) {
+      Lanes value;
+      load(x + i, n - i, kMinusInfinity, value);
+      const IntLanes here = IntLanes{} + static_cast<int32_t>(bits & 0xFFFF);
+      value = (here & bit_of_lane) != 0 ? value : Lanes{} + kMinusInfinity;
+      store(masked + i, value, n - i);
+      most = value > most ? value : most;
+    }
+    float max = kMinusInfinity;
+    for (int64_t j = 0; j < kLanes; ++j) max = most[j] > max ? most[j] : max;
+    block_max[start / kBlock] = max;
   }
 }
 
-const float* adjust(const float* logits, int64_t vocab, const SamplingRow& row, Span<TokenCount> history,
-                    Span<TokenBias> biases, const uint32_t* allowed, std::vector<float>& adjusted) {
-  const bool penalized =
-      row.repetition_penalty != 1.0f || row.frequency_penalty != 0.0f || row.presence_penalty != 0.0f;
-  if (!penalized) history.size = 0;
-  if (allowed == nullptr && biases.size == 0 && history.size == 0) return logits;
-  adjusted.assign(logits, logits + vocab);
-  for (const auto [token, bias] : biases) adjusted[token] += bias;
+// The logits with biases, penalties and the mask; block_max, which is theirs, becomes that of the result.
+// False if what is added is beyond all floats.
+bool adjust(const float* logits, int64_t vocab, const SamplingRow& row, Span<TokenCount> history,
+            Span<TokenBias> biases, const uint32_t* allowed, std::vector<float>& adjusted,
+            std::vector<float>& block_max) {
+  adjusted.resize(vocab);
+  if (allowed != nullptr) {
+    mask(logits, vocab, allowed, adjusted.data(), block_max.data());
+    if (biases.size + history.size == 0) return true;
+  } else {
+    std::copy(logits, logits + vocab, adjusted.data());
+  }
+  for (const auto [token, bias] : biases) adjusted[token] += bias;  // -inf stays -inf
   for (const auto [token, count] : history) {
     float& x = adjusted[token];
     x = x > 0.0f ? x / row.repetition_penalty : x * row.repetition_penalty;
     x -= row.frequency_penalty * static_cast<float>(count);
     x -= count > 0 ? row.presence_penalty : 0.0f;
   }
-  if (allowed != nullptr) mask(adjusted.data(), vocab, allowed);
-  return adjusted.data();
+  return block_maxima(adjusted.data(), vocab, block_max.data());
 }
 
 // Temperature, top-k, top-p, min-p and the draw. `max` is the largest of x, and finite.
@@ -295,7 +331,8 @@ int32_t sample_token(const float* x, int64_t vocab, float max, const SamplingRow
   scratch.weights.resize(n);
   scratch.block_mass.resize(blocks_of(n));
   float* weights = scratch.weights.data();
-  weigh(x, n, max, 1.0f / row.temperature, weights, scratch.block_mass.data());
+  weigh(x, n, some ? nullptr : scratch.block_max.data(), max, 1.0f / row.temperature, weights,
+        scratch.block_mass.data());
   Floor floor{0.0f, std::numeric_limits<int32_t>::max()};
   if (row.top_p < 1.0f) floor = nucleus(weights, n, row.top_p, scratch);
   if (row.min_p > floor.weight) floor = {row.min_p, std::numeric_limits<int32_t>::max()};
@@ -327,7 +364,7 @@ SampledRow sample_row(const float* logits, int64_t vocab, const SamplingRow& row
   if (row.logprobs) {
     scratch.weights.resize(vocab);
     scratch.block_mass.resize(blocks_of(vocab));
-    weigh(logits, vocab, max, 1.0f, scratch.weights.data(), scratch.block_mass.data());
+    weigh(logits, vocab, block_max.data(), max, 1.0f, scratch.weights.data(), scratch.block_mass.data());
     log_total = max + std::log(sum(scratch.block_mass));
   }
   if (row.top_logprobs > 0) {
@@ -339,9 +376,15 @@ SampledRow sample_row(const float* logits, int64_t vocab, const SamplingRow& row
     }
   }
 
-  const float* x = adjust(logits, vocab, row, history, biases, allowed, scratch.adjusted);
-  if (x != logits) {
-    if (!block_maxima(x, vocab, block_max.data())) return {0, RowStatus::not_finite, 0.0f};
+  const bool penalized =
+      row.repetition_penalty != 1.0f || row.frequency_penalty != 0.0f || row.presence_penalty != 0.0f;
+  if (!penalized) history.size = 0;
+  const float* x = logits;
+  if (allowed != nullptr || biases.size + history.size > 0) {
+    if (!adjust(logits, vocab, row, history, biases, allowed, scratch.adjusted, block_max)) {
+      return {0, RowStatus::not_finite, 0.0f};
+    }
+    x = scratch.adjusted.data();
     max = *std::max_element(block_max.begin(), block_max.end());
     if (max == kMinusInfinity) return {0, RowStatus::no_token, 0.0f};
   }

@@ -28,7 +28,7 @@ struct Avx2 {
   struct Bytes4 {
     __m256i signs, largest;  // themselves, and their absolute values
   };
-  static constexpr int tile_tokens = 2, tile_blocks = 2, gemv_blocks = 4;  // of gemm_a8.h
+  static constexpr int tile_tokens = 2, tile_blocks = 2, gemv_blocks = 4, direct_tokens = 2;  // of gemm_a8.h
   static constexpr int run_tokens = 2, run_blocks = 2;
 
   static ENGINEWRIGHT_INLINE F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }

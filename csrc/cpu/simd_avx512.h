@@ -21,7 +21,7 @@ struct Avx512Vnni {
   };
   using I = __m512i;
   using Bytes4 = __m512i;
-  static constexpr int tile_tokens = 6, tile_blocks = 4, gemv_blocks = 8;
+  static constexpr int tile_tokens = 6, tile_blocks = 4, gemv_blocks = 8, direct_tokens = 8;
   static constexpr int run_tokens = 7, run_blocks = 2;
 
   static ENGINEWRIGHT_INLINE __mmask16 below(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }

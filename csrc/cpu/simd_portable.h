@@ -42,6 +42,7 @@
 //   prefetch(ptr) prefetch_l2(ptr) towards L1, or L2
 //   tile_tokens, tile_blocks       the GEMM tile whose accumulators fit the registers; gemv_blocks: blocks of
 //                                  16 rows that one token passes together; both powers of 2, at least 2
+//   direct_tokens                  that weights pass at once as they come from memory, at least tile_tokens
 //   run_tokens, run_blocks         the tile whose accumulators fit twice, as those of a run of K and of all
 #pragma once
 
@@ -96,7 +97,7 @@ struct Portable {
   struct Bytes4 {
     int8_t x[4];
   };
-  static constexpr int tile_tokens = 2, tile_blocks = 2, gemv_blocks = 2;
+  static constexpr int tile_tokens = 2, tile_blocks = 2, gemv_blocks = 2, direct_tokens = 2;
   static constexpr int run_tokens = 2, run_blocks = 2;
 
   static ENGINEWRIGHT_INLINE F set1(float x) {

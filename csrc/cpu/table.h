@@ -16,6 +16,7 @@
 #include "kernel.h"
 #include "latent_write.h"
 #include "linear_recurrence.h"
+#include "mean_rows.h"
 #include "norm.h"
 #include "quantize.h"
 #include "rope.h"
@@ -72,14 +73,17 @@ KernelTable make_table(KernelTable table) {
       {"gemm_w8a8@1", make_gemm<GemmW8A8<S>>},
       {"latent_write@1", make_kernel<LatentWrite<S>>},
       {"layer_norm@1", make_kernel<LayerNorm<S>>},
+      {"mean_rows@1", make_kernel<MeanRows<S>>},
       {"position_scale@1", make_kernel<PositionScale<S>>},
       {"quantize_rows@1", make_kernel<QuantizeRows<S>>},
       {"rms_norm@1", make_kernel<RmsNorm<S>>},
       {"rope@1", make_kernel<Rope<S>>},
+      {"rope_queries@1", make_kernel<RopeQueries<S>>},
       {"rope_kv_write@1", make_kernel<RopeKvWrite<S>>},
       {"rope_table@1", make_kernel<RopeTable<S>>},
       {"route@1", make_kernel<Route<S>>},
       {"selective_state@1", make_kernel<LinearRecurrence<S, false>>},
+      {"scale@1", make_kernel<Scale<S>>},
       {"softcap@1", make_kernel<Softcap<S>>},
       {"sort_rows@1", make_kernel<SortRows<S>>},
   });
