@@ -15,12 +15,14 @@ from enginewright.builder.ahead import in_order
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.base import TokenizerFiles
 from enginewright.builder.checkpoint.quantized import format_name
+from enginewright.builder.embedding_limits import check_embedding
 from enginewright.builder.gate import GateConfig
 from enginewright.builder.generation_config import check_generation_config
 from enginewright.builder.lower import Lowered, Weight, lower, pack_rows
 from enginewright.builder.models import build_graph
 from enginewright.builder.progress import Progress
 from enginewright.dtypes import KV_CACHES
+from enginewright.embedding import EMBEDDING
 from enginewright.engine_file import EngineWriter
 from enginewright.errors import EngineError, UsageError
 from enginewright.manifest import DRAFT, WEIGHTS, About, Limits, plan_section
@@ -153,6 +155,9 @@ def assemble(
     """
     progress.phase("import the model")
     model = build_graph(checkpoint, config.max_seq_len)
+    embedding = model.metadata_props.get("enginewright.embedding")
+    if embedding is not None:
+        check_embedding(config.targets, config.method, config.calib_data, config.gate, config.report)
     max_seq_len = _max_seq_len(config, int(model.metadata_props["enginewright.max_seq_len"]))
     imported, dense = model.clone(), list[ir.Model]()
     progress.phase("calibrate and run passes" if calibration else "run the passes")
@@ -174,6 +179,8 @@ def assemble(
     progress.phase("read the tokenizer")
     check_generation_config(checkpoint.generation_config, plans[first.name].vocab_size)
     files = _files(checkpoint, plans)
+    if embedding is not None:
+        files[EMBEDDING] = embedding.encode()
     notes = Counter(json.loads(model.metadata_props["enginewright.notes"]))
     notes.update(note for result in results.values() for note in result.notes)
     return Assembly(
@@ -202,6 +209,9 @@ def with_draft(target: Assembly, draft: Assembly) -> Assembly:
         UsageError: their logits are not of the same tokens.
     """
     sizes = [next(iter(one.plans.values())).vocab_size for one in (target, draft)]
+    for one in (target, draft):
+        if not all(plan.generates for plan in one.plans.values()):
+            raise _no_draft(target.checkpoint, draft.checkpoint, f"{one.checkpoint.name} writes no text")
     if sizes[0] != sizes[1]:
         raise _no_draft(target.checkpoint, draft.checkpoint, f"it has {sizes[1]} tokens, and the model {sizes[0]}")
     names = {

@@ -8,8 +8,9 @@ there is nothing to do for the former, and it is not launched.
 from dataclasses import dataclass, replace
 
 from enginewright.dtypes import DTYPES
+from enginewright.errors import UnsupportedModelError
 from enginewright.plan import Extent, Launch, Linear, linear
-from enginewright.plugins.architectures import ArchSpec, by_architecture
+from enginewright.plugins.architectures import ARCHITECTURES, ArchSpec, by_architecture
 from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, cuda_type, expression
 from enginewright.plugins.kv_cuda import kv_constant
 from enginewright.plugins.kv_write import shared_row_bytes
@@ -55,8 +56,8 @@ class _Shape:
 
     @property
     def prefill_bytes(self) -> int:
-        """Beside keys and values: queries."""
-        return PREFILL_ROWS * self.pad * DTYPES["bf16"].bytes
+        """Beside keys and values: queries, where they fit."""
+        return 0 if self.pad > 256 else PREFILL_ROWS * self.pad * DTYPES["bf16"].bytes
 
     @property
     def decode_bytes(self) -> int:
@@ -83,6 +84,9 @@ def _counters(call: Call) -> tuple[str, Linear, int]:
 
 
 def _launches(call: Call) -> tuple[Launch, ...]:
+    if call.attributes["lookahead"]:
+        what = "attention to positions behind a query has no kernel for cuda"
+        raise UnsupportedModelError(what, "there is one for cpu alone", "Build it with --target cpu.")
     shape = _shape_of(call)
     kv_bytes = shape.kv_bytes(call.operands["key"].dtype)
     prefill = _prefill("paged_prefill", call, PREFILL_ROWS, THREADS, kv_bytes + shape.prefill_bytes)
@@ -93,6 +97,13 @@ def _launches(call: Call) -> tuple[Launch, ...]:
         threads=THREADS,
         shared_bytes=kv_bytes + shape.decode_bytes,
     )
+    needed = max(prefill.shared_bytes, decode.shared_bytes)
+    if small := [name for name in call.architectures if ARCHITECTURES[name].shared_bytes < needed]:
+        raise UnsupportedModelError(
+            f"heads of {call.attributes['head_dim']} columns are too wide for paged attention on {', '.join(small)}",
+            f"their keys and values take {needed} bytes of shared memory, more than a block may have there",
+            "Build with --kv-cache-dtype int8, whose heads may be twice as wide, or for GPUs that have more.",
+        )
 
     def prefill_on(arch: ArchSpec) -> list[Launch]:
         wgmma = wgmma_launches(call) if arch.wgmma_prefill and not call.batch_invariant else []

@@ -3,7 +3,9 @@ https://arxiv.org/abs/2412.06464
 
 query, key: FLOAT [1, T, key_heads·K] or [tokens, key_heads·K]. value, out: FLOAT [..., heads·V]. decay, beta: FLOAT
 [..., heads]. log_a, dt_bias: FLOAT [heads]. state: FLOAT [slots, heads, K, V] (plugins/recurrence.py). Heads
-h·heads/key_heads … share head h of queries and keys. Of each token, with S the state of a head:
+h·heads/key_heads … share head h of queries and keys. Where each row of a state has a decay of its own (Kimi's delta
+attention, https://arxiv.org/abs/2510.26692), decay is FLOAT [..., heads·K] and dt_bias FLOAT [heads·K], and g below is
+a diagonal matrix. Of each token, with S the state of a head:
 
     g = exp(-exp(log_a) · softplus(decay + dt_bias))        k = key / √(|key|² + epsilon)
     b = sigmoid(beta)                                       q = scale · query / √(|query|² + epsilon)
@@ -50,7 +52,8 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
         return write.op("Reshape", repeated, [-1, heads, rows])
 
     def step(inner: Writer, state: ir.Value, row: Sequence[ir.Value]) -> tuple[ir.Value, ir.Value]:
-        q, k, v, g, b = row  # [heads, rows, 1], [heads, rows, 1], [heads, 1, columns], [heads, 1, 1], [heads, 1, 1]
+        # [heads, rows, 1] both, [heads, 1, columns], [heads, 1 or rows, 1], [heads, 1, 1]
+        q, k, v, g, b = row
         kept = inner.op("Mul", g, state)
         held = inner.op("ReduceSum", inner.op("Mul", k, kept), [1], keepdims=1)  # [heads, 1, columns]
         delta = inner.op("Mul", b, inner.op("Sub", v, held))
@@ -59,12 +62,15 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
 
     q, k = by_head(query, float_of(node, "scale")), by_head(key, 1.0)
     softplus = write.op("Softplus", write.op("Add", decay, dt_bias))
-    g = write.op("Exp", write.op("Neg", write.op("Mul", write.op("Exp", log_a), softplus)))
+    by_row = width_of(decay) // heads  # 1, or rows
+    rate = write.op("Reshape", write.op("Exp", log_a), [heads, 1])
+    each = write.op("Mul", rate, write.op("Reshape", softplus, [-1, heads, by_row]))
+    g = write.op("Exp", write.op("Neg", each))
     scanned = [
         write.op("Reshape", q, [-1, heads, rows, 1]),
         write.op("Reshape", k, [-1, heads, rows, 1]),
         write.op("Reshape", value, [-1, heads, 1, columns]),
-        write.op("Reshape", g, [-1, heads, 1, 1]),
+        write.op("Reshape", g, [-1, heads, by_row, 1]),
         write.op("Reshape", write.op("Sigmoid", beta), [-1, heads, 1, 1]),
     ]
     states = [optional(node, index) for index in range(7, 10)]

@@ -111,8 +111,8 @@ def _by_expert(write: Writer, node: ir.Node, starts: ir.Value, reference: Refere
         if value is None or divided is None:
             own.append(None)
             continue
-        if value is divided:  # rows of x, or their scales
-            part = body.op("Slice", value, begin, end, np.zeros(1, np.int32))
+        if not isinstance(dims_of(value)[0], int):  # rows of x, or their scales
+            part = body.op("Slice", divided, begin, end, np.zeros(1, np.int32))
             part.shape = ir.Shape([None, *dims_of(value)[1:]])
         else:
             part = body.op("Gather", divided, index, axis=0)
@@ -140,12 +140,15 @@ def _by_expert(write: Writer, node: ir.Node, starts: ir.Value, reference: Refere
 
 def _divided(write: Writer, value: ir.Value | None, experts: int) -> ir.Value | None:
     """A weight or what belongs to it, [E · N, …], as [E, N, …]; what has rows of its own as it is."""
-    if value is None or not isinstance(rows := dims_of(value)[0], int):
+    if value is None:
+        return None
+    rows, shape = dims_of(value)[0], value.shape
+    if value.dtype == ir.DataType.FLOAT8E4M3FN:  # of which onnxruntime gathers nothing, and takes no rows
+        value = write.cast(value, ir.DataType.FLOAT)
+        value.dtype, value.shape = ir.DataType.FLOAT, shape
+    if not isinstance(rows, int):
         return value
     dims = (experts, rows // experts, *dims_of(value)[1:])
-    if value.dtype == ir.DataType.FLOAT8E4M3FN:  # which onnxruntime gathers nothing of
-        value = write.cast(value, ir.DataType.FLOAT)
-        value.dtype = ir.DataType.FLOAT
     apart = write.op("Reshape", value, np.array(dims, np.int64))
     apart.type, apart.shape = value.type, ir.Shape(dims)
     return apart

@@ -5,11 +5,20 @@ from dataclasses import replace
 from functools import partial
 from math import gcd
 
-from enginewright.plan import Launch, Linear
+from enginewright.plan import Extent, Launch, Linear
 from enginewright.plugins import gemm
 from enginewright.plugins.architectures import ARCHITECTURES, ArchSpec, by_architecture
 from enginewright.plugins.gemm_format import CHUNK, FORMATS, GemmDesc, GemmFormat
-from enginewright.plugins.gemm_tiles import TILES, GemmConfig, Split, Tiles, configs, feature_blocks, of_experts
+from enginewright.plugins.gemm_tiles import (
+    TILES,
+    GemmConfig,
+    Split,
+    Tiles,
+    configs,
+    feature_blocks,
+    of_experts,
+    of_heads,
+)
 from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, ceil_div, cuda_type, expression
 
 ARGUMENTS = ("x", "weight", "x_scale", "scale", "zero", "bias", "out")
@@ -60,13 +69,12 @@ def desc_of(call: Call, format: GemmFormat) -> GemmDesc:
 
 def _launch_of_experts(call: Call, desc: GemmDesc, config: GemmConfig) -> Launch:
     """Blocks in x are as many as tiles could be: those that rows fill, and one for each expert."""
-    tile = {name: getattr(config, name) for name in TILE}
-    out, features = call.operands["out"], blocks(ceil_div(desc.blocks_of_16, config.features // 16))
+    out = call.operands["out"]
     rows = Linear(desc.experts * config.tokens, out.rows.terms)
     return Launch(
-        expression(config.kernel, "Gemm", **_fields(call, desc), **tile, experts=desc.experts),
+        expression(config.kernel, "Gemm", **_fields(call, desc), **_tile(config), experts=desc.experts),
         arguments=(*ARGUMENTS, "starts"),
-        grid=(blocks(rows, config.tokens), features, ONE),
+        grid=(blocks(rows, config.tokens), _features(desc, config), ONE),
         threads=config.threads,
         shared_bytes=config.shared_bytes,
         rows=out.rows,
@@ -75,11 +83,41 @@ def _launch_of_experts(call: Call, desc: GemmDesc, config: GemmConfig) -> Launch
     )
 
 
+def heads_on_cuda(binding: KernelBinding) -> CudaKernel:
+    """Of bf16 weights, one for each head."""
+    return binding.on_cuda(_launches_of_heads, gemm_heads="gemm_heads")
+
+
+def _launches_of_heads(call: Call) -> tuple[Launch, ...]:
+    heads, weight, out = int(call.attributes["heads"]), call.operands["weight"], call.operands["out"]
+    features = weight.rows.constant // heads
+    own = {
+        "weight": replace(weight, rows=Linear(features)),
+        "out": replace(out, columns=features, padded=features),
+    }
+    one = replace(call, operands={**call.operands, **own}, attributes={"epilogue": "none"})
+    desc = desc_of(one, FORMATS["bf16"])
+    zeros_behind = 0 if out.dtype == "f32" else out.padded - out.columns
+    return tuple(
+        Launch(
+            expression(config.kernel, "Gemm", **_fields(one, desc), **_tile(config), zeros_behind=zeros_behind),
+            arguments=("x", "weight", "out"),
+            grid=(blocks(out.rows, config.tokens), _features(desc, config), blocks(heads)),
+            threads=config.threads,
+            shared_bytes=config.shared_bytes,
+            rows=out.rows,
+            low=config.low,
+            high=config.high,
+        )
+        for config in of_heads(desc, TILES["bf16"])
+    )
+
+
 def _launch(call: Call, desc: GemmDesc, config: GemmConfig) -> Launch:
-    tile = {name: getattr(config, name) for name in TILE}
+    tile = _tile(config)
     if config.split_chunks:
         tile["split_chunks"] = config.split_chunks
-    out, features = call.operands["out"], blocks(ceil_div(desc.blocks_of_16, config.features // 16))
+    out, features = call.operands["out"], _features(desc, config)
     few = config.kernel == "gemm_small"
     return Launch(
         expression(config.kernel, "Gemm", **_fields(call, desc), **tile),
@@ -91,6 +129,15 @@ def _launch(call: Call, desc: GemmDesc, config: GemmConfig) -> Launch:
         low=config.low,
         high=config.high,
     )
+
+
+def _tile(config: GemmConfig) -> dict[str, int]:
+    return {name: getattr(config, name) for name in TILE}
+
+
+def _features(desc: GemmDesc, config: GemmConfig) -> Extent:
+    """Blocks in the dimension of the grid that goes through features."""
+    return blocks(ceil_div(desc.blocks_of_16, config.features // 16))
 
 
 def _fields(call: Call, desc: GemmDesc) -> Mapping[str, int | bool | str]:

@@ -5,7 +5,7 @@ what `python -m benchmarks.gpu --parts tiles` finds on a GPU is to replace them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from enginewright.plugins.architectures import ArchSpec
 from enginewright.plugins.gemm_format import CHUNK, GemmDesc
@@ -121,6 +121,11 @@ def of_experts(gemm: GemmDesc, tiles: Tiles) -> list[GemmConfig]:
         )
         low = most + 1
     return found
+
+
+def of_heads(gemm: GemmDesc, tiles: Tiles) -> list[GemmConfig]:
+    """For each number of tokens, one: as an expert that has all of them. gemm: of one head."""
+    return [replace(config, kernel="gemm_heads") for config in of_experts(replace(gemm, experts=1), tiles)]
 
 
 def _small(gemm: GemmDesc, arch: ArchSpec, tiles: Tiles) -> list[GemmConfig]:

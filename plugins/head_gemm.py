@@ -8,11 +8,14 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from enginewright.plan import Cost
+from enginewright.plugins.gemm_cuda import heads_on_cuda
 from enginewright.plugins.head_linear import product_by_head, rows_of
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, dtype_attribute, int_of, operand, width_of
 from enginewright.plugins.writer import Writer
-from enginewright.targets import CPU
+from enginewright.targets import CPU, CUDA
+
+KERNEL = KernelBinding("head_gemm_bf16@1", ("x", "weight"), ("out",), ("heads",))
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -38,5 +41,5 @@ HEAD_GEMM = Plugin(
     infer=_infer,
     cost=_cost,
     by_rows=True,
-    kernels={CPU: KernelBinding("head_gemm_bf16@1", ("x", "weight"), ("out",), ("heads",))},
+    kernels={CPU: KERNEL, CUDA: heads_on_cuda(KERNEL)},
 )

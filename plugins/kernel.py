@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from enginewright.plan import COMMON_DIMS, Extent, Launch, Linear, linear
+from enginewright.triton_instance import TritonInstance
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class KernelBinding:
     attributes: tuple[str, ...] = ()  # those of the node that the kernel is given
     # role of an output → index of the input whose memory it may take
     in_place: Mapping[str, int] = field(default_factory=dict)
-    # call → (role, rows, columns) of an f32 buffer that only this call uses
-    scratch: "Callable[[Call], tuple[str, Linear, int]] | None" = None
+    # call → (role, rows, columns) of an f32 buffer that only this call uses, if it wants one
+    scratch: "Callable[[Call], tuple[str, Linear, int] | None] | None" = None
     # role → dtype of a weight that has a byte for each number in the graph alone
     packed: Mapping[str, str] = field(default_factory=dict)
 
@@ -43,6 +44,7 @@ class Matrix:
     padded: int  # columns: the matrix's own, and those behind them that hold zeros
     layout: str = "plain"
     block_stride: int = 0  # of a cache's plane: bytes from one block to the next
+    column: int = 0  # of its buffer, or element of a slot, where it begins
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,14 @@ class Call:
 
 
 class Specialization(NamedTuple):
-    """A kernel with its constants. source: its header in csrc/cuda. expression: its C++ name there. architectures: that
-    it is compiled for; () is all.
+    """A kernel with its constants. source: its header in csrc/cuda, or its file of Triton there. expression: its C++
+    name there. architectures: that it is compiled for; () is all. triton: what is compiled, of a kernel in Triton.
     """
 
     source: str
     expression: str
     architectures: tuple[str, ...] = ()
+    triton: TritonInstance | None = None
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,14 @@ class CudaKernel(KernelBinding):
     """A kernel for GPUs: also what is launched for a call.
 
     sources: function → its header in csrc/cuda. counters: call → (operand, rows, columns) of an i32 buffer that only
-    this call uses: zeros before the first step, and afterwards what the step before has left.
+    this call uses: zeros before the first step, and afterwards what the step before has left. triton: call → the
+    kernels in Triton among its launches, which have their expressions.
     """
 
     launches: Callable[[Call], tuple[Launch, ...]] = lambda _: ()
     sources: Mapping[str, str] = field(default_factory=dict)
     counters: Callable[[Call], tuple[str, Linear, int]] | None = None
+    triton: Callable[[Call], Sequence[TritonInstance]] = lambda _: ()
 
 
 def cuda_type(dtype: str) -> str:

@@ -115,16 +115,25 @@ def written(
 ) -> Sequence[ir.Value]:
     """Queries, keys and values, FLOAT, as attention reads them: q_out, and the pools with the others at their slots."""
     stored, head_dim = dtype_attribute(node, "stored"), int_of(node, "head_dim")
-    heads = (int_of(node, name) for name in ("heads", "kv_heads", "kv_heads"))
-    q, k, v = (write.op("Reshape", x, [-1, count, head_dim]) for x, count in zip(new, heads, strict=True))
+    q, *others = new
+    k, v = (write.op("Reshape", x, [-1, int_of(node, "kv_heads"), head_dim]) for x in others)
     if DTYPES[STORED_NAMES[stored]].kv_group:
-        q, k = (_hadamard(write, x, head_dim) for x in (q, k))
+        k = _hadamard(write, k, head_dim)
     at = write.op("Unsqueeze", write.cast(slots, ir.DataType.INT64), [-1])
     rows = [as_stored(write, x, pool, stored) for x, pool in zip((k, v), pools, strict=True)]
     return [
-        write.cast(write.op("Reshape", q, [0, -1]), ir.DataType.BFLOAT16),
+        queries_as_read(write, node, q),
         *(write.op("ScatterND", pool, at, x) for x, pool in zip(rows, pools, strict=True)),
     ]
+
+
+def queries_as_read(write: Writer, node: ir.Node, q: ir.Value) -> ir.Value:
+    """Queries, FLOAT [tokens, heads·D], as attention reads them: q_out."""
+    stored, head_dim = dtype_attribute(node, "stored"), int_of(node, "head_dim")
+    by_head = write.op("Reshape", q, [-1, int_of(node, "heads"), head_dim])
+    if DTYPES[STORED_NAMES[stored]].kv_group:
+        by_head = _hadamard(write, by_head, head_dim)
+    return write.cast(write.op("Reshape", by_head, [0, -1]), ir.DataType.BFLOAT16)
 
 
 def types_of(node: ir.Node) -> Sequence[TypeAndDims]:

@@ -11,12 +11,13 @@ import onnx_ir as ir
 
 from enginewright.plan import Cost
 from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.latent_cuda import latent_attention_on_cuda
 from enginewright.plugins.masked_attention import masked_attention
 from enginewright.plugins.paged_attention import partials
 from enginewright.plugins.paged_context import PagedContext
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, dtype_attribute, float_of, int_of, operand
 from enginewright.plugins.writer import Writer
-from enginewright.targets import CPU
+from enginewright.targets import CPU, CUDA
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -45,6 +46,14 @@ def _cost(node: ir.Node) -> Cost:
     return Cost(of_position=2 * int_of(node, "heads") * (int_of(node, "head_dim") + int_of(node, "value_dim")))
 
 
+KERNEL = KernelBinding(
+    "latent_attention@1",
+    ("q", "latent", "query_start", "kv_len", "block_table"),
+    ("out",),
+    ("heads", "head_dim", "value_dim", "scale"),
+    scratch=partials,
+)
+
 LATENT_PAGED_ATTENTION = Plugin(
     name="LatentPagedAttention",
     inputs=("q", "latent_pool", "query_start", "kv_len", "block_table"),
@@ -53,13 +62,5 @@ LATENT_PAGED_ATTENTION = Plugin(
     reference=_reference,
     infer=_infer,
     cost=_cost,
-    kernels={
-        CPU: KernelBinding(
-            "latent_attention@1",
-            ("q", "latent", "query_start", "kv_len", "block_table"),
-            ("out",),
-            ("heads", "head_dim", "value_dim", "scale"),
-            scratch=partials,
-        )
-    },
+    kernels={CPU: KERNEL, CUDA: latent_attention_on_cuda(KERNEL)},
 )

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from enginewright.plugins.kernel import KernelBinding
+from enginewright.plan import Launch
+from enginewright.plugins.kernel import ONE, Call, KernelBinding, blocks, expression
+from enginewright.plugins.kv_cuda import kv_constant
 from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, dtype_of, int_of, operand, width_of
 from enginewright.plugins.rope import rotated
 from enginewright.plugins.writer import Writer
-from enginewright.targets import CPU
+from enginewright.targets import CPU, CUDA
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -41,6 +43,34 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
     return [(ir.DataType.BFLOAT16, (dims_of(q)[0], width)), (dtype_of(pool), dims_of(pool))]
 
 
+KERNEL = KernelBinding(
+    "latent_write@1",
+    ("q", "q_rope", "c", "k_rope", "cos", "sin", "latent", "slots"),
+    ("q_out", ""),
+    ("heads",),
+)
+THREADS = 128  # of a block on a GPU
+WARPS = THREADS // 32
+
+
+def _launches(call: Call) -> tuple[Launch, ...]:
+    operands, heads = call.operands, int(call.attributes["heads"])
+    kernel = expression(
+        "latent_write",
+        "LatentWrite",
+        kv=kv_constant(operands["latent"], operands["latent"], 1),
+        heads=heads,
+        latent=operands["c"].columns,
+        half=operands["cos"].columns,
+        **{f"{role}_stride": operands[role].stride for role in ("q", "q_rope", "c", "k_rope")},
+        table_stride=operands["cos"].stride,
+        out_stride=operands["q_out"].stride,
+        padded=operands["q_out"].padded,
+    )
+    arguments = ("q", "q_rope", "c", "k_rope", "cos", "sin", "slots", "latent", "q_out")
+    return (Launch(kernel, arguments, (blocks(operands["q"].rows), blocks(heads + 1, WARPS), ONE), THREADS),)
+
+
 LATENT_WRITE = Plugin(
     name="LatentWrite",
     inputs=("q", "q_rope", "c", "k_rope", "cos", "sin", "latent_pool", "slots"),
@@ -48,12 +78,5 @@ LATENT_WRITE = Plugin(
     attributes={"heads": int},
     reference=_reference,
     infer=_infer,
-    kernels={
-        CPU: KernelBinding(
-            "latent_write@1",
-            ("q", "q_rope", "c", "k_rope", "cos", "sin", "latent", "slots"),
-            ("q_out", ""),
-            ("heads",),
-        )
-    },
+    kernels={CPU: KERNEL, CUDA: KERNEL.on_cuda(_launches, latent_write="latent_write")},
 )

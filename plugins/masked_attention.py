@@ -5,6 +5,8 @@ import onnx_ir as ir
 
 from enginewright.plugins.writer import Writer
 
+EVERYTHING = 2**31 - 1  # as a lookahead: however long the text is
+
 
 def masked_attention(
     write: Writer,
@@ -33,9 +35,9 @@ def masked_attention(
     return write.op("MatMul", write.op("Div", weights, total), v)
 
 
-def in_window(write: Writer, query: ir.Value, key: ir.Value, window: int) -> ir.Value:
+def in_window(write: Writer, query: ir.Value, key: ir.Value, window: int, lookahead: int = 0) -> ir.Value:
     """Whether a query at position `query` sees a key at position `key`; window 0 sees all that came before."""
-    visible = write.op("LessOrEqual", key, query)
+    visible = write.op("LessOrEqual", key, write.op("Add", query, lookahead) if lookahead else query)
     if not window:
         return visible
     return write.op("And", visible, write.op("Greater", key, write.op("Sub", query, window)))

@@ -1,10 +1,11 @@
-"""Causal attention of packed tokens to the KV pools, through a block table a sequence.
+"""Attention of packed tokens to the KV pools, through a block table a sequence.
 
 q: BFLOAT16 [tokens, heads·D]. key_pool, value_pool: [slots, kv_heads, D], as kv_write.py has them, and `stored`; where
 `queries` is INT8, queries are rounded as such keys are. A slot is block · block_size + its place in the block.
 query_start: INT32 [sequences + 1], where each sequence's tokens begin. kv_len: INT32 [sequences], positions after this
 step. block_table: INT32 [sequences, kv_blocks]. out: `to` [tokens, heads·D]. Query heads h·heads/kv_heads … share kv
-head h. window 0 and softcap 0 mean none. sinks: FLOAT [heads], as causal_window.py has them.
+head h. window 0 and softcap 0 mean none. A query sees `lookahead` positions behind its own, as far as there are keys: 0
+is causal; otherwise a sequence's tokens are all in the step. sinks: FLOAT [heads], as window_attention.py has them.
 https://arxiv.org/abs/2309.06180
 """
 
@@ -39,7 +40,7 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     heads, kv_heads, head_dim = (int_of(node, name) for name in ("heads", "kv_heads", "head_dim"))
     context = PagedContext(write, q, tables, int_of(node, "block_size"))
     keys, values = context.of(key_pool), context.of(value_pool)
-    visible = context.visible(keys, int_of(node, "window"))
+    visible = context.visible(keys, int_of(node, "window"), int_of(node, "lookahead"))
     grouped = write.op(
         "Reshape", write.cast(q, ir.DataType.FLOAT), [-1, kv_heads, heads // kv_heads, head_dim]
     )  # [tokens, kv_heads, group, head_dim]
@@ -72,7 +73,7 @@ KERNEL = KernelBinding(
     "paged_attention@1",
     ("q", "key", "value", "query_start", "kv_len", "block_table", "sinks"),
     ("out",),
-    ("heads", "kv_heads", "head_dim", "scale", "window", "softcap"),
+    ("heads", "kv_heads", "head_dim", "scale", "window", "lookahead", "softcap"),
     scratch=partials,
 )
 
@@ -86,6 +87,7 @@ PAGED_ATTENTION = Plugin(
         "head_dim": int,
         "scale": float,
         "window": int,
+        "lookahead": int,
         "softcap": float,
         "block_size": int,
         "stored": int,

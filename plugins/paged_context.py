@@ -40,9 +40,13 @@ class PagedContext:
         flat = write.op("Reshape", by_sequence, write.op("Concat", sequences, [-1, heads, dim], axis=0))
         return write.op("Transpose", write.op("Gather", flat, self._sequence, axis=0), perm=[0, 2, 1, 3])
 
-    def visible(self, keys: ir.Value, window: int = 0) -> ir.Value:
+    def visible(self, keys: ir.Value, window: int = 0, lookahead: int = 0) -> ir.Value:
         """BOOL [tokens, 1, 1, positions]: which of `keys`, given by `of`, a token sees; window 0 is no limit."""
         write = self._write
         positions = write.op("Squeeze", write.op("Shape", keys, start=2, end=3))
         key_at = write.op("Range", write.constant(0), positions, write.constant(1))
-        return in_window(write, write.op("Unsqueeze", self._query_at, [1, 2, 3]), key_at, window)
+        seen = in_window(write, write.op("Unsqueeze", self._query_at, [1, 2, 3]), key_at, window, lookahead)
+        if not lookahead:
+            return seen
+        ends = write.op("Unsqueeze", write.op("Gather", self._kv_len, self._sequence), [1, 2, 3])
+        return write.op("And", seen, write.op("Less", key_at, ends))

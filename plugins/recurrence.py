@@ -3,6 +3,7 @@
 In a dense graph such an op has one sequence, whose state comes in as past and goes out as present. In a ragged graph
 there are the states of all sequences in a pool of slots, query_start INT32 [sequences + 1] says where each sequence's
 tokens begin, and slots INT32 [sequences] which slot it has; the pool comes out changed, and a lowering works in place.
+kv_len INT32 [sequences], positions after this step, changes no result: kernels that take many tokens at once cut by it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +12,8 @@ import onnx_ir as ir
 
 from enginewright.plugins.writer import Writer
 
-STATE_INPUTS = ("state", "query_start?", "slots?")  # the last ones of such an op
-STATE_ROLES = ("state", "query_start", "slots")
+STATE_INPUTS = ("state", "query_start?", "slots?", "kv_len?")  # the last ones of such an op
+STATE_ROLES = ("state", "query_start", "slots", "")  # for kernels that take one token after the other
 
 # (writer, a sequence's state, of one token what was scanned) → the state behind it, and the token's row of the result
 Step = Callable[[Writer, ir.Value, Sequence[ir.Value]], tuple[ir.Value, ir.Value]]
@@ -24,7 +25,7 @@ def token_by_token(
     """The states behind all tokens, and a row of the result for each token.
 
     Args:
-        states: what the node has as STATE_INPUTS.
+        states: what the node has as the first three of STATE_INPUTS.
         scanned: FLOAT, a row for each token.
     """
     pool, query_start, slots = states

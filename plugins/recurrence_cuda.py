@@ -1,8 +1,14 @@
-"""What GPUs launch for recurrences: csrc/cuda/recurrence.cuh."""
+"""What GPUs launch for recurrences: csrc/cuda/recurrence.cuh, and for prompts, where that is switched on, what
+recurrence_triton.py has."""
+
+from dataclasses import replace
+from functools import partial
 
 from enginewright.dtypes import DTYPES
 from enginewright.plan import Launch, linear
+from enginewright.plugins.architectures import ARCHITECTURES, ArchSpec, by_architecture
 from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, cuda_type, expression
+from enginewright.plugins.recurrence_triton import chunk_instances, chunk_launches, chunk_scratch
 
 THREADS = 128
 WARPS = THREADS // 32
@@ -41,7 +47,8 @@ def conv_on_cuda(binding: KernelBinding) -> CudaKernel:
 def recurrence_on_cuda(binding: KernelBinding, *, delta: bool) -> CudaKernel:
     """delta: the gated delta rule, and not Mamba-2."""
 
-    def launches(call: Call) -> tuple[Launch, ...]:
+    def launches_on(call: Call, arch: ArchSpec) -> tuple[Launch, ...]:
+        chunked = _chunked(call, arch)
         operands, attributes = call.operands, call.attributes
         heads, key_heads = int(attributes["heads"]), int(attributes["key_heads"])
         rows, columns = operands["key"].columns // key_heads, operands["value"].columns // heads
@@ -49,6 +56,8 @@ def recurrence_on_cuda(binding: KernelBinding, *, delta: bool) -> CudaKernel:
             "linear_recurrence",
             "LinearRecurrence",
             delta=delta,
+            by_row=_by_row(call),
+            decodes=chunked,
             heads=heads,
             key_heads=key_heads,
             rows=rows,
@@ -69,10 +78,29 @@ def recurrence_on_cuda(binding: KernelBinding, *, delta: bool) -> CudaKernel:
             lanes *= 2
         arguments = ("query", "key", "value", "decay", "beta", "log_a", "dt_bias", "skip")
         grid = blocks(columns, THREADS // lanes), blocks(heads), blocks(linear(sequences=1))
-        shared_bytes = (2 * rows + 2 * WARPS) * F32_BYTES
-        return (Launch(kernel, (*arguments, "state", "query_start", "slots", "out"), grid, THREADS, shared_bytes),)
+        shared_bytes = ((3 if _by_row(call) else 2) * rows + 2 * WARPS) * F32_BYTES
+        step = Launch(kernel, (*arguments, "state", "query_start", "slots", "out"), grid, THREADS, shared_bytes)
+        return (step, *(chunk_launches(call, delta) if chunked else ()))
 
-    return binding.on_cuda(launches, linear_recurrence="recurrence")
+    def chunked_anywhere(call: Call) -> bool:
+        return any(_chunked(call, ARCHITECTURES[name]) for name in call.architectures)
+
+    return replace(
+        binding.on_cuda(lambda call: by_architecture(call, partial(launches_on, call)), linear_recurrence="recurrence"),
+        inputs=(*binding.inputs[:-1], "kv_len"),
+        scratch=lambda call: chunk_scratch(call, delta) if chunked_anywhere(call) else None,
+        triton=lambda call: chunk_instances(call, delta) if chunked_anywhere(call) else (),
+    )
+
+
+def _chunked(call: Call, arch: ArchSpec) -> bool:
+    """Whether sequences with several tokens in a step go through chunks."""
+    return arch.chunked_recurrence and not call.batch_invariant and not _by_row(call)
+
+
+def _by_row(call: Call) -> bool:
+    """Whether each row of a state has a decay of its own."""
+    return call.operands["decay"].columns != int(call.attributes["heads"])
 
 
 def gated_norm_on_cuda(binding: KernelBinding) -> CudaKernel:

@@ -8,7 +8,6 @@ from enginewright.errors import EngineError, UnsupportedModelError
 from enginewright.plugins.activation import ACTIVATION
 from enginewright.plugins.add_rms_norm import ADD_RMS_NORM
 from enginewright.plugins.causal_conv import CAUSAL_CONV
-from enginewright.plugins.causal_window import CAUSAL_WINDOW
 from enginewright.plugins.combine_experts import COMBINE_EXPERTS
 from enginewright.plugins.elementwise_cuda import by_element
 from enginewright.plugins.embed_bf16 import EMBED_BF16
@@ -35,19 +34,24 @@ from enginewright.plugins.latent_attention import LATENT_ATTENTION
 from enginewright.plugins.latent_paged_attention import LATENT_PAGED_ATTENTION
 from enginewright.plugins.latent_write import LATENT_WRITE
 from enginewright.plugins.layer_norm import LAYER_NORM
+from enginewright.plugins.mean_rows import MEAN_ROWS
 from enginewright.plugins.paged_attention import PAGED_ATTENTION
 from enginewright.plugins.plugin import DOMAIN, Plugin
+from enginewright.plugins.pool import POOL
 from enginewright.plugins.position_scale import POSITION_SCALE
 from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
 from enginewright.plugins.rms_norm import RMS_NORM
 from enginewright.plugins.rope import ROPE
 from enginewright.plugins.rope_kv_write import ROPE_KV_WRITE
+from enginewright.plugins.rope_queries import ROPE_QUERIES
 from enginewright.plugins.rope_table import ROPE_TABLE
 from enginewright.plugins.route import ROUTE
+from enginewright.plugins.scale import SCALE
 from enginewright.plugins.selective_state import SELECTIVE_STATE
 from enginewright.plugins.softcap import SOFTCAP
 from enginewright.plugins.sort_rows import SORT_ROWS
 from enginewright.plugins.target import Target
+from enginewright.plugins.window_attention import WINDOW_ATTENTION
 from enginewright.targets import CPU, CUDA
 
 PLUGINS: Mapping[str, Plugin] = {
@@ -56,7 +60,7 @@ PLUGINS: Mapping[str, Plugin] = {
         ACTIVATION,
         ADD_RMS_NORM,
         CAUSAL_CONV,
-        CAUSAL_WINDOW,
+        WINDOW_ATTENTION,
         COMBINE_EXPERTS,
         EMBED_BF16,
         EMBED_POSITIONS,
@@ -81,14 +85,18 @@ PLUGINS: Mapping[str, Plugin] = {
         LATENT_PAGED_ATTENTION,
         LATENT_WRITE,
         LAYER_NORM,
+        MEAN_ROWS,
         PAGED_ATTENTION,
+        POOL,
         POSITION_SCALE,
         QUANTIZE_ROWS,
         RMS_NORM,
         ROPE,
         ROPE_KV_WRITE,
+        ROPE_QUERIES,
         ROPE_TABLE,
         ROUTE,
+        SCALE,
         SELECTIVE_STATE,
         SOFTCAP,
         SORT_ROWS,

@@ -37,21 +37,30 @@ THREADS = 128  # of a block on a GPU
 WARPS = THREADS // 32
 
 
+def rope_constants(call: Call) -> dict[str, int]:
+    """Of queries and the tables that they are rotated by."""
+    q, q_out, cos = (call.operands.get(role) for role in ("q", "q_out", "cos"))
+    assert q is not None and q_out is not None
+    return {
+        "heads": int(call.attributes["heads"]),
+        "half": cos.columns if cos else 0,
+        "q_stride": q.stride,
+        "table_stride": cos.stride if cos else 0,
+        "out_stride": q_out.stride,
+        "padded": q_out.padded,
+    }
+
+
 def _launches(call: Call) -> tuple[Launch, ...]:
-    operands, cos = call.operands, call.operands.get("cos")
+    operands = call.operands
     heads, kv_heads = int(call.attributes["heads"]), int(call.attributes["kv_heads"])
     kernel = expression(
         "rope_kv_write",
         "RopeKvWrite",
         kv=kv_constant(operands["key"], operands["value"], kv_heads),
-        heads=heads,
-        half=cos.columns if cos else 0,
-        q_stride=operands["q"].stride,
+        **rope_constants(call),
         k_stride=operands["k"].stride,
         v_stride=operands["v"].stride,
-        table_stride=cos.stride if cos else 0,
-        out_stride=operands["q_out"].stride,
-        padded=operands["q_out"].padded,
     )
     arguments = ("q", "k", "v", "cos", "sin", "slots", "key", "value", "q_out")
     grid = blocks(operands["q"].rows), blocks(heads + 2 * kv_heads, WARPS), ONE

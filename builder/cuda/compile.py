@@ -13,12 +13,13 @@ import msgspec
 import enginewright
 from enginewright.builder.cuda import nvrtc, triton_kernel
 from enginewright.builder.cuda.cache import CompileCache
-from enginewright.builder.cuda.kernel import Compiled, Failed, Instance, Job, TritonInstance
+from enginewright.builder.cuda.kernel import Compiled, Failed, Instance, Job
 from enginewright.builder.cuda.workers import compile_all
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime import env
 from enginewright.runtime.machine import num_cores
 from enginewright.targets import CUDA, parse_targets
+from enginewright.triton_instance import TritonInstance
 
 Kernel = Instance | TritonInstance
 SOURCES = Path(enginewright.__file__).parent / "csrc" / CUDA

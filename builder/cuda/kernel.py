@@ -3,6 +3,7 @@
 import msgspec
 
 from enginewright.code import CompiledKernel
+from enginewright.triton_instance import TritonInstance
 
 
 class Instance(msgspec.Struct, frozen=True, tag=True):
@@ -14,31 +15,6 @@ class Instance(msgspec.Struct, frozen=True, tag=True):
 
     source: str
     expression: str
-
-
-class TritonInstance(msgspec.Struct, frozen=True, tag=True):
-    """One kernel in Triton, specialized.
-
-    module, function: where it is. signature: argument → type, in order, as Triton writes them ("*bf16"); pointers are
-    aligned to 16 bytes. constants: argument → value, of those that are tl.constexpr. A launch passes the arguments of
-    the signature, then the address of `scratch_bytes` for each block, and a null pointer.
-    """
-
-    module: str
-    function: str
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, int | bool], ...]
-    num_warps: int
-    num_stages: int
-
-    @property
-    def source(self) -> str:
-        """Relative to the folder of sources."""
-        return f"{self.module.removeprefix('enginewright.csrc.cuda.').replace('.', '/')}.py"
-
-    @property
-    def expression(self) -> str:
-        return f"{self.function}<{', '.join(f'{name}={value}' for name, value in self.constants)}>"
 
 
 class Job(msgspec.Struct, frozen=True):

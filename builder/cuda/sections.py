@@ -18,7 +18,7 @@ def code_sections(kernels: Mapping[str, Specialization], targets: Iterable[str])
     """
     wanted = {
         sm: {
-            name: Instance(kernel.source, kernel.expression)
+            name: kernel.triton or Instance(kernel.source, kernel.expression)
             for name, kernel in kernels.items()
             if sm in (kernel.architectures or (sm,))
         }

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from enginewright.builder.cuda.kernel import TritonInstance
+from enginewright.triton_instance import TritonInstance
 
 
 class Tiles(NamedTuple):

@@ -1,4 +1,4 @@
-"""Compiles one kernel in Triton, as the wheel of the extra [cuda-build] has it."""
+"""Compiles one kernel in Triton, as the wheel of the extra [cuda-triton] has it."""
 
 import importlib
 import subprocess
@@ -6,8 +6,9 @@ import tempfile
 from pathlib import Path
 
 from enginewright.builder.cuda.cubin import resources
-from enginewright.builder.cuda.kernel import Compiled, Failed, TritonInstance
+from enginewright.builder.cuda.kernel import Compiled, Failed
 from enginewright.targets import PTX
+from enginewright.triton_instance import TritonInstance
 
 WHEELS = {"triton": ""}  # wheel → how its version begins
 OPTIONS = {"enable_fp_fusion": False}  # results do not depend on what the compiler fuses
@@ -31,7 +32,9 @@ def compile_triton(instance: TritonInstance, sm: str) -> Compiled | Failed:
     constants = dict(instance.constants)
     signature = dict(instance.signature) | dict.fromkeys(constants, "constexpr")
     aligned = {
-        (index,): [["tt.divisibility", 16]] for index, (_, type) in enumerate(instance.signature) if type[0] == "*"
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, type) in enumerate(instance.signature)
+        if type[0] == "*" and name not in instance.unaligned
     }
     options = {**OPTIONS, "num_warps": instance.num_warps, "num_stages": instance.num_stages}
     with tempfile.TemporaryDirectory() as folder:  # Triton's own cache, which does not know of what we set

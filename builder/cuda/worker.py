@@ -9,9 +9,10 @@ import sys
 
 import msgspec
 
-from enginewright.builder.cuda.kernel import Compiled, Failed, Job, TritonInstance
+from enginewright.builder.cuda.kernel import Compiled, Failed, Job
 from enginewright.builder.cuda.nvrtc import compile_cpp
 from enginewright.builder.cuda.triton_kernel import compile_triton
+from enginewright.triton_instance import TritonInstance
 
 _JOB = msgspec.json.Decoder(Job)
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -45,9 +45,11 @@ from enginewright.plugins import binding_of, plugin_of
 from enginewright.plugins.gemm import starts_of
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix, Specialization
 from enginewright.plugins.kv_write import BLOCK_SIZE, STORED_NAMES, kv_row_bytes, padded_head_dim
+from enginewright.plugins.mean_rows import KERNEL as MEAN
 from enginewright.plugins.plugin import dtype_attribute, dtype_of
 from enginewright.plugins.route import ROUTE, experts_of
 from enginewright.plugins.target import Target
+from enginewright.triton_instance import TritonInstance
 
 # The name of a value that is a plane of a layer's cache, as it comes in or as a kernel has written to it.
 POOL_NAME = re.compile(r"(?P<part>\w+)_pool\.(?P<layer>\d+)(\..*)?")
@@ -64,10 +66,12 @@ INPUT_SHAPES = {
     "tokens": (linear(tokens=1), Linear(1)),
     "positions": (linear(tokens=1), Linear(1)),
     "slots": (linear(tokens=1), Linear(1)),
+    "token_types": (linear(tokens=1), Linear(1)),
     "query_start": (linear(1, sequences=1), Linear(1)),
     "kv_len": (linear(sequences=1), Linear(1)),
     "block_table": (linear(sequences=1), linear(kv_blocks=1)),
     "state_slots": (linear(sequences=1), Linear(1)),
+    "first_rows": (linear(sequences=1), Linear(1)),
     "logit_rows": (linear(logit_rows=1), Linear(1)),
 }
 
@@ -186,8 +190,10 @@ class _Lowering:
         outputs = {name: view.buffer for name, view in results.items()}
         nominal = nominal_sizes(self.dims, self.groups)
         slots = assign_slots(self.buffers, self.calls, outputs.values(), nominal, self.lasting)
-        logits = results["logits"]
-        sampling = self.target.sampling(self._matrix(BufferOperand(logits.buffer, logits.column, logits.columns)))
+        logits = results.get("logits")
+        sampling = None
+        if logits is not None:
+            sampling = self.target.sampling(self._matrix(BufferOperand(logits.buffer, logits.column, logits.columns)))
         plan = Plan(
             target=self.target.name,
             dims=tuple(self.dims),
@@ -196,11 +202,30 @@ class _Lowering:
             buffers=tuple(Buffer(*entry, slot) for entry, slot in zip(self.buffers, slots, strict=True)),
             calls=tuple(self.calls),
             outputs=outputs,
-            vocab_size=logits.columns,
+            vocab_size=self._vocab_size(),
             max_seq_len=max_seq_len,
+            whole_texts=self._takes_whole_texts(),
             sampling=self._named(*sampling) if sampling else None,
         )
         return Lowered(plan, self.weights, self.kernels)
+
+    def _takes_whole_texts(self) -> bool:
+        """Whether a kernel wants all tokens of a sequence in one step."""
+        pools = any(isinstance(each, InputOperand) and each.name == "first_rows" for each in self._operands())
+        return pools or any(call.kernel == MEAN.kernel or call.attributes.get("lookahead") for call in self.calls)
+
+    def _operands(self) -> Iterator[Operand]:
+        return (operand for call in self.calls for operand in call.operands.values())
+
+    def _vocab_size(self) -> int:
+        """Rows of the table that tokens are looked up in."""
+        (tokens,) = (value for value in self.graph.inputs if value.name == "tokens")
+        return next(
+            _shape(value)[0]
+            for node in tokens.consumers()
+            for value in node.inputs
+            if value is not None and value.is_initializer()
+        )
 
     def _split(self, node: ir.Node) -> None:
         source = self.views[_input(node, 0)]
@@ -232,8 +257,9 @@ class _Lowering:
         attributes = {
             name: attribute.value for name, attribute in node.attributes.items() if name in binding.attributes
         }
-        if binding.scratch is not None:
-            role, rows, columns = binding.scratch(self._call(operands, attributes))
+        scratch = binding.scratch and binding.scratch(self._call(operands, attributes))
+        if scratch is not None:
+            role, rows, columns = scratch
             operands[role] = self._extra("f32", rows, columns)
         if isinstance(binding, CudaKernel) and binding.counters is not None:
             role, rows, columns = binding.counters(self._call(operands, attributes))
@@ -245,7 +271,8 @@ class _Lowering:
         launches: tuple[Launch, ...] = ()
         if isinstance(binding, CudaKernel):
             call = self._call(operands, attributes)
-            launches = tuple(self._named(one, binding.sources) for one in binding.launches(call))
+            triton = {one.expression: one for one in binding.triton(call)}
+            launches = tuple(self._named(one, binding.sources, triton) for one in binding.launches(call))
         self.calls.append(KernelCall(binding.kernel, operands, attributes, launches, self._cost(node)))
 
     def _cost(self, node: ir.Node) -> Cost:
@@ -264,7 +291,9 @@ class _Lowering:
         matrices = {role: self._matrix(operand) for role, operand in operands.items()}
         return Call(matrices, attributes, self.target.architectures, self.batch_invariant, self.dims)
 
-    def _named(self, launch: Launch, sources: Mapping[str, str]) -> Launch:
+    def _named(
+        self, launch: Launch, sources: Mapping[str, str], triton: Mapping[str, TritonInstance] | None = None
+    ) -> Launch:
         """The same launch by its kernel's name in the code: `rms_norm-`, and a hash of the specialization."""
         self._use_dims(launch.rows, *(extent.rows for extent in launch.grid))
         function = launch.kernel.partition("<")[0]
@@ -273,7 +302,9 @@ class _Lowering:
         if name in self.kernels:  # another launch has it, too, perhaps on other architectures; () is all of them
             before = self.kernels[name].architectures
             architectures = tuple(dict.fromkeys((*before, *architectures))) if before and architectures else ()
-        self.kernels[name] = Specialization(sources[function], launch.kernel, architectures)
+        instance = (triton or {}).get(launch.kernel)
+        source = instance.source if instance else sources[function]
+        self.kernels[name] = Specialization(source, launch.kernel, architectures, instance)
         return msgspec.structs.replace(launch, kernel=name)
 
     def _use_dims(self, *sizes: Linear) -> None:
@@ -299,14 +330,21 @@ class _Lowering:
                 dtype, rows, columns = self.buffers[operand.index]
                 whole = operand.columns == columns
                 padded = -(-columns // COLUMN_ALIGN) * COLUMN_ALIGN if whole else operand.columns
-                return Matrix(dtype, rows, operand.columns, Buffer(dtype, rows, columns, 0).stride, padded)
+                stride = Buffer(dtype, rows, columns, 0).stride
+                return Matrix(dtype, rows, operand.columns, stride, padded, column=operand.column)
             case CacheOperand():
                 group = cache_of(self.groups, operand)
                 if isinstance(group, RecurrentState):
                     (tensor,) = (tensor for tensor in group.tensors if tensor.name == operand.part)
                     elements = math.prod(tensor.shape)
                     return Matrix(
-                        tensor.dtype, Linear(), elements, elements, elements, block_stride=group.bytes_per_sequence
+                        tensor.dtype,
+                        Linear(),
+                        elements,
+                        elements,
+                        elements,
+                        block_stride=group.bytes_per_sequence,
+                        column=group.offset_bytes(operand.layer, operand.part) // DTYPES[tensor.dtype].bytes,
                     )
                 (plane,) = (plane for plane in group.planes if plane.name == operand.part)
                 padded = padded_head_dim(plane.dim)

@@ -1,12 +1,12 @@
-// What is done to each element of a row: its sum with another one (add), another type (cast), cap · tanh(x /
-// cap) (softcap), or nothing but to be taken from another row (gather).
+// What is done to each element of a row: its sum with another one (add), another type (cast), its product
+// with a number (scale), cap · tanh(x / cap) (softcap), or nothing but to be taken from another row (gather).
 #pragma once
 
 #include "rows.cuh"
 
 namespace enginewright {
 
-enum class Operation { add, cast, softcap, gather };
+enum class Operation { add, cast, scale, softcap, gather };
 
 // Strides are elements from one row to the next. `padded`: columns that are written, zeros behind `columns`.
 struct Elementwise {
@@ -20,7 +20,8 @@ struct Elementwise {
 constexpr int ELEMENTWISE_THREADS = 256;
 constexpr int ELEMENTWISE_COLUMNS = 2048;  // of a block
 
-// A block is a run of columns of a row. other: what is added; source: of each row, the row of x that it is.
+// A block is a run of columns of a row. other: what is added, or the one factor; source: of each row, the row
+// of x that it is.
 template <Elementwise S>
 KERNEL(ELEMENTWISE_THREADS)
 elementwise(const Sizes* sizes, const stored_t<S.x_type>* x, const float* other, const int32_t* source,
@@ -37,6 +38,7 @@ elementwise(const Sizes* sizes, const stored_t<S.x_type>* x, const float* other,
       float value = c < S.columns ? to_float(from[c]) : 0.0f;
       if constexpr (S.operation == Operation::add)
         value = c < S.columns ? value + other[int64_t{row} * S.other_stride + c] : 0.0f;
+      if constexpr (S.operation == Operation::scale) value *= *other;
       if constexpr (S.operation == Operation::softcap) value = tanh_of(divide(value, S.cap)) * S.cap;
       to[c] = from_float<stored_t<S.out_type>>(value);
     }

@@ -25,6 +25,7 @@ constexpr bool E4M3_CORES = SM == 89 || SM == 120;
 // padded: columns of out that are written, zeros behind its own. What follows is the shape of a block of
 // threads: gemm_small.cuh and gemm_large.cuh say what of it they take. split_chunks: where gemm_large is to
 // add as gemm_small does, the chunks of one of its splits. experts: matrices in the weight of gemm_experts.
+// zeros_behind: columns of out behind gemm_heads' last head that are written.
 struct Gemm {
   Format format;
   Epilogue epilogue;
@@ -35,6 +36,7 @@ struct Gemm {
   int feature_warps, token_warps, k_warps, turns, units, tiles, splits, stages, shared_bytes;
   int split_chunks = 0;
   int experts = 0;
+  int zeros_behind = 0;
 
   constexpr bool gated() const { return epilogue != Epilogue::none; }
   constexpr int outputs() const { return gated() ? features / 2 : features; }

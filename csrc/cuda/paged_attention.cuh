@@ -19,12 +19,14 @@
 // inverse_of.
 //
 // A split is 128 positions, whose scores a warp holds as 64 registers a lane beside o (64 of head_dim 128);
-// half as many where head_dim is beyond 128. The CPU's 256 would take a second level of sums.
+// half as many where head_dim is beyond 128. The CPU's 256 would take a second
+// level of sums.
 #pragma once
 
 #include "kv.cuh"
 #include "paged_step.cuh"
 #include "rows.cuh"
+#include "splits.cuh"
 
 namespace enginewright {
 
@@ -72,19 +74,7 @@ DEVICE uint32_t widened(uint32_t codes) {
   }
 }
 
-// What a total and the next split's result are multiplied by when they are added, and the maximum of both.
-struct Fold {
-  float keep, take, maximum;
-};
-DEVICE Fold fold_of(float total, float next) {
-  float maximum = fmaxf(total, next), from = maximum == -INF ? 0.0f : maximum;
-  return {exp2_fast(total - from), exp2_fast(next - from), maximum};
-}
-DEVICE float folded(float total, float next, const Fold& fold) {
-  return fma(total, fold.keep, next * fold.take);
-}
-
-// Lanes have elements of 16 rows as the fragments of device.cuh: rows g and g + 8. Maxima are of s * log2(e).
+// Lanes have elements of 16 rows as the fragments of device.cuh: rows g and g + 8.
 template <PagedAttention S>
 struct Attention {
   static constexpr bool EXPANDS = S.kv.type == Type::u4;  // to bf16, in shared memory
@@ -95,6 +85,7 @@ struct Attention {
                        TILE_BYTES = SPLIT * ROW_BYTES;
   static constexpr int SCALE_BYTES = CODES ? SPLIT * 4 : 0;
   static constexpr int STEPS = DIM / 16, COLUMN_GROUPS = DIM / 16;
+  static constexpr bool KEEPS_QUERIES = DIM <= 256;  // paged_prefill's, in shared memory
   static_assert(S.kv.block_size % QUARTER == 0 && DIM % 32 == 0);
 
   // In shared memory: keys and values of a split, and their scales.

@@ -46,15 +46,12 @@ struct Decode : Attention<S> {
     float o[OWN_GROUPS][2][4] = {}, most[2] = {-INF, -INF}, sums[2] = {0.0f, 0.0f};
   };
 
-  // What a sequence's splits give, apart: [DIM] of each row, then their maxima, then their sums.
-  struct Partial {
-    float *o, *maxima, *sums;
-    DEVICE Partial(float* partials, int slot, int kv_head, int row_tile)
-        : o(partials + int64_t{slot} * S.partial_stride +
-            (kv_head * ROW_TILES + row_tile) * TILE_ROWS * (DIM + 2)),
-          maxima(o + TILE_ROWS * DIM),
-          sums(maxima + TILE_ROWS) {}
-  };
+  // What a sequence's splits give, apart.
+  using Partial = enginewright::Partial<TILE_ROWS, DIM>;
+  static DEVICE Partial partial_of(float* partials, int slot, int kv_head, int row_tile) {
+    return Partial(partials + int64_t{slot} * S.partial_stride +
+                   (kv_head * ROW_TILES + row_tile) * Partial::FLOATS);
+  }
 
   // Of sequence i; none if it is paged_prefill's.
   static DEVICE int splits_of(const Step& step, int i) {
@@ -62,18 +59,6 @@ struct Decode : Attention<S> {
     if (rows > A::FEW) return 0;
     auto span = A::span_of(step.sequence(i), 0, rows);
     return span.last_split() - span.first_split() + 1;
-  }
-
-  // warp: the fewest splits that a sequence is not taken apart for.
-  static DEVICE int bound_of(const Step& step, const Sizes& sizes) {
-    int room = S.partials + S.partials_per_kv_split * sizes[S.splits];
-    for (int bound = 1;; bound *= 2) {
-      int splits = 0;
-      for (int i = lane(); i < sizes.sequences(); i += WARP)
-        if (int count = splits_of(step, i); count > bound) splits += count;
-      for (int mask = WARP / 2; mask > 0; mask /= 2) splits += shuffle_xor(splits, mask);
-      if (splits <= room) return bound;
-    }
   }
 
   // block: splits `split` to `last` of 16 rows, folded.
@@ -187,17 +172,8 @@ struct Decode : Attention<S> {
                              const Sequence& sequence, int kv_head, int row_tile, int rows) {
     for (int i = thread_index(); i < rows * (DIM / 4); i += ATTENTION_THREADS) {
       int row = i / (DIM / 4), column = i % (DIM / 4) * 4;
-      float o[4] = {}, most = -INF, sum = 0.0f;
-      UNROLL_BY(4)  // results that are read at once
-      for (int j = 0; j < count; ++j) {
-        Partial next(partials, slot + j, kv_head, row_tile);
-        Words4 words = load16(next.o + row * DIM + column);
-        Fold fold = fold_of(most, next.maxima[row]);
-        most = fold.maximum;
-        sum = folded(sum, next.sums[row], fold);
-        uint32_t bits[4] = {words.x, words.y, words.z, words.w};
-        for (int c = 0; c < 4; ++c) o[c] = folded(o[c], float_of_bits(bits[c]), fold);
-      }
+      float o[4], most, sum;
+      partial_of(partials, slot, kv_head, row_tile).fold(o, most, sum, S.partial_stride, count, row, column);
       float inverse = A::inverse_of(sum, most, sinks, kv_head, row_tile * TILE_ROWS + row);
       for (int c = 0; c < 4; c += 2)
         A::write(out, sequence, kv_head, row_tile * TILE_ROWS + row, column + c, o[c] * inverse,
@@ -215,7 +191,8 @@ paged_decode(const Sizes* sizes, const bf16* q, const unsigned char* keys, const
   using D = Decode<S>;
   constexpr int ITEMS = S.kv.heads * D::ROW_TILES;  // of a sequence, or a split
   Step step{query_start, kv_len, block_table, (*sizes)[S.table_width]};
-  int bound = D::bound_of(step, *sizes);
+  int bound = bound_of(S.partials + S.partials_per_kv_split * (*sizes)[S.splits], sizes->sequences(),
+                       [&](int i) { return D::splits_of(step, i); });
   auto items_in_whole = [&](int i) {
     int splits = D::splits_of(step, i);
     return 0 < splits && splits <= bound ? ITEMS : 0;
@@ -225,14 +202,9 @@ paged_decode(const Sizes* sizes, const bf16* q, const unsigned char* keys, const
     return splits > bound ? splits * ITEMS : 0;
   };
   for (int item = block_x();; item += grid_x()) {
-    // Sequences in whole come first: what is short fills up the end.
-    int index = item, found = find_sequence(index, sizes->sequences(), items_in_whole);
-    bool apart = found < 0;
-    int before = index;  // items of those that are taken apart
-    if (apart) found = find_sequence(index, sizes->sequences(), items_apart);
+    auto [found, index, before, apart] = find_item(item, sizes->sequences(), items_in_whole, items_apart);
     if (found < 0) return;
-    int slot = (before - index) / ITEMS, kv_head = index % S.kv.heads,
-        row_tile = index / S.kv.heads % D::ROW_TILES;
+    int slot = before / ITEMS, kv_head = index % S.kv.heads, row_tile = index / S.kv.heads % D::ROW_TILES;
     Sequence sequence = step.sequence(found);
     int first_row = row_tile * TILE_ROWS, rows = sequence.tokens * D::GROUP - first_row;
     if (rows <= 0) continue;
@@ -252,7 +224,7 @@ paged_decode(const Sizes* sizes, const bf16* q, const unsigned char* keys, const
         D::write(out, sequence, kv_head, first_row + row, column, x * inverse[i], y * inverse[i]);
       });
     } else {
-      D::write_partial({partials, slot + split, kv_head, row_tile}, total, rows);
+      D::write_partial(D::partial_of(partials, slot + split, kv_head, row_tile), total, rows);
       if (!D::is_last(counters + found * S.counter_stride + kv_head * D::ROW_TILES + row_tile, count))
         continue;
       D::combine(out, sinks, partials, slot, count, sequence, kv_head, row_tile, rows);

@@ -8,6 +8,9 @@
 // shared memory for its 16 rows, which on paper takes as long as tensor cores work on them on an A100, and
 // longer on an H100, whose speed wgmma alone would reach. That decoding gives the same bits costs a multiply
 // and an add of o for each split of 128, beside some 250 mma of them (unmeasured).
+//
+// Beyond head_dim 256 queries are read from global memory for each split, which leaves room for keys
+// and values, and o is more than a lane has registers for (unmeasured).
 #pragma once
 
 #include "paged_attention.cuh"
@@ -43,8 +46,13 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
   typename A::Rows rows(sequence, own);
   Words4* queries = reinterpret_cast<Words4*>(shared_memory<unsigned char>() + A::SHARED_BYTES) +
                     thread_index();  // [STEPS][threads]
-  for (int i = 0; i < A::STEPS; ++i)
-    queries[i * ATTENTION_THREADS] = A::queries(q, sequence, kv_head, rows, i);
+  if constexpr (A::KEEPS_QUERIES)
+    for (int i = 0; i < A::STEPS; ++i)
+      queries[i * ATTENTION_THREADS] = A::queries(q, sequence, kv_head, rows, i);
+  auto query = [&](int i) {
+    if constexpr (A::KEEPS_QUERIES) return queries[i * ATTENTION_THREADS];
+    return A::queries(q, sequence, kv_head, rows, i);
+  };
   auto own_span = rows.span();
   float o[A::COLUMN_GROUPS][2][4] = {}, most[2] = {-INF, -INF}, sums[2] = {0.0f, 0.0f};
 
@@ -58,7 +66,7 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
     sync_threads();  // everybody's keys are there
     if (sees) {
       float s[A::SPLIT / 8][4];
-      A::multiply_keys(s, [&](int i) { return queries[i * ATTENTION_THREADS]; }, shared.keys, 0);
+      A::multiply_keys(s, query, shared.keys, 0);
       A::adjust(s, rows, begin, whole, shared.key_scales);
       A::maxima(of_split, s);
       A::weigh(p, sum, s, of_split, shared.value_scales);

@@ -43,4 +43,20 @@ DEVICE int find_sequence(int& index, int sequences, Count count) {
   return -1;
 }
 
+// A work item of a sequence, -1 if there are not so many. index: of the sequence's. before: items of other
+// sequences that are taken apart, if this one is.
+struct Item {
+  int sequence, index, before;
+  bool apart;
+};
+
+// warp: of sequences in whole, and then of those that are taken apart: what is short fills up the end.
+template <class InWhole, class Apart>
+DEVICE Item find_item(int index, int sequences, InWhole items_in_whole, Apart items_apart) {
+  int found = find_sequence(index, sequences, items_in_whole), before = index;
+  bool apart = found < 0;
+  if (apart) found = find_sequence(index, sequences, items_apart);
+  return {found, index, before - index, apart};
+}
+
 }  // namespace enginewright

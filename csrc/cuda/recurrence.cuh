@@ -60,9 +60,11 @@ causal_conv(const Sizes* sizes, const float* x, const float* taps, const float* 
 }
 
 // heads: of values; key_heads: of queries and keys. rows, columns: of a head's state, [heads][rows][columns].
-// delta: the gated delta rule; otherwise Mamba-2, with `skip` in place of beta.
+// delta: the gated delta rule; otherwise Mamba-2, with `skip` in place of beta. by_row: each row of a state
+// has a decay of its own. decodes: sequences with several tokens in the step are left to
+// triton/recurrence.py.
 struct LinearRecurrence {
-  bool delta;
+  bool delta, by_row, decodes;
   int heads, key_heads, rows, columns;
   int query_stride, key_stride, value_stride, decay_stride, beta_stride, out_stride;
   int64_t slot_stride;
@@ -85,8 +87,14 @@ DEVICE float column_sum(float x) {
   return x;
 }
 
+// log(1 + e^x): where e^x is small, its series; where it is large, x.
+DEVICE float softplus(float x) {
+  float power = exp2_fast(x * LOG2E);
+  return x > 20.0f ? x : power < 1e-4f ? fma(-0.5f * power, power, power) : log_of(1.0f + power);
+}
+
 // A block has columns of a head of a sequence. Grid: groups of columns, heads, sequences. Shared memory:
-// query and key, and two floats for each warp.
+// query and key, two floats for each warp, and what rows keep where each has a decay.
 template <LinearRecurrence S>
 KERNEL(RECURRENCE_THREADS)
 linear_recurrence(const Sizes* sizes, const float* query, const float* key, const float* value,
@@ -96,7 +104,9 @@ linear_recurrence(const Sizes* sizes, const float* query, const float* key, cons
   constexpr int THREADS = RECURRENCE_THREADS, LANES = S.lanes(), ROWS = ceil_div(S.rows, LANES);
   int s = block_z(), head = block_y();
   if (s >= sizes->sequences()) return;
-  float *q = shared_memory<float>(), *k = q + S.rows, *partial = k + S.rows;
+  if (S.decodes && query_start[s + 1] - query_start[s] > 1) return;
+  float *q = shared_memory<float>(), *k = q + S.rows, *partial = k + S.rows,
+        *keeps = partial + 2 * THREADS / WARP;
   int column = block_x() * S.block_columns() + thread_index() / LANES, part = thread_index() % LANES;
   bool there = column < S.columns;
   float* own = state + int64_t{slots[s]} * S.slot_stride + int64_t{head} * S.rows * S.columns + column;
@@ -107,7 +117,7 @@ linear_recurrence(const Sizes* sizes, const float* query, const float* key, cons
     held[i] = there && row < S.rows ? own[int64_t{row} * S.columns] : 0.0f;
   }
   int from = head / (S.heads / S.key_heads) * S.rows;
-  float rate = exp2_fast(log_a[head] * LOG2E), offset = dt_bias[head];
+  float rate = exp2_fast(log_a[head] * LOG2E);
   for (int t = query_start[s]; t < query_start[s + 1]; ++t) {
     sync_threads();  // the last token's query and key have been read
     float squares[2] = {0.0f, 0.0f};
@@ -116,6 +126,11 @@ linear_recurrence(const Sizes* sizes, const float* query, const float* key, cons
       k[row] = key[int64_t{t} * S.key_stride + from + row];
       squares[0] = fma(q[row], q[row], squares[0]);
       squares[1] = fma(k[row], k[row], squares[1]);
+      if constexpr (S.by_row) {
+        int own_row = head * S.rows + row;
+        float dt = softplus(decay[int64_t{t} * S.decay_stride + own_row] + dt_bias[own_row]);
+        keeps[row] = exp2_fast(-rate * dt * LOG2E);
+      }
     }
     float of_query = 1.0f, of_key = 1.0f;
     if constexpr (S.delta) {
@@ -132,19 +147,21 @@ linear_recurrence(const Sizes* sizes, const float* query, const float* key, cons
     } else {
       sync_threads();
     }
-    float x = decay[int64_t{t} * S.decay_stride + head] + offset;
-    float power = exp2_fast(x * LOG2E);
-    // log(1 + e): where e is small, its series; where it is large, x.
-    float dt = x > 20.0f ? x : power < 1e-4f ? fma(-0.5f * power, power, power) : log_of(1.0f + power);
-    if constexpr (!S.delta) dt = dt < S.dt_min ? S.dt_min : dt;
-    float kept = exp2_fast(-rate * dt * LOG2E);
+    float dt = 0.0f, kept = 1.0f;  // of the head
+    if constexpr (!S.by_row) {
+      dt = softplus(decay[int64_t{t} * S.decay_stride + head] + dt_bias[head]);
+      if constexpr (!S.delta) dt = dt < S.dt_min ? S.dt_min : dt;
+      kept = exp2_fast(-rate * dt * LOG2E);
+    }
+    auto row_keeps = [&](int row) { return S.by_row ? keeps[row] : kept; };
     float given = there ? value[int64_t{t} * S.value_stride + head * S.columns + column] : 0.0f;
     float taken = given;
     if constexpr (S.delta) {
       float sum = 0.0f;
       UNROLL
       for (int i = 0; i < ROWS; ++i)
-        if (int row = i * LANES + part; row < S.rows) sum = fma(k[row], held[i], sum);
+        if (int row = i * LANES + part; row < S.rows)
+          sum = fma(S.by_row ? k[row] * keeps[row] : k[row], held[i], sum);
       float share = activated<Function::sigmoid>(beta[int64_t{t} * S.beta_stride + head]);
       taken = share * (given - kept * of_key * column_sum<LANES>(sum));
     } else {
@@ -154,7 +171,7 @@ linear_recurrence(const Sizes* sizes, const float* query, const float* key, cons
     UNROLL
     for (int i = 0; i < ROWS; ++i)
       if (int row = i * LANES + part; row < S.rows) {
-        held[i] = fma(of_key * k[row], taken, kept * held[i]);
+        held[i] = fma(of_key * k[row], taken, row_keeps(row) * held[i]);
         sum = fma(q[row], held[i], sum);
       }
     sum = of_query * column_sum<LANES>(sum);

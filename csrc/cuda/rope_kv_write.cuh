@@ -1,6 +1,6 @@
 // Rotary embedding of queries and keys (plugins/rope_kv_write.py), and the write of keys and values to their
 // slots in the KV pools (kv.cuh): (x[i], x[i + half]) turns by angle i for i < half; columns from 2 half on
-// pass unchanged. And rope alone.
+// pass unchanged. The same for queries alone (plugins/rope_queries.py); and rope alone.
 #pragma once
 
 #include "kv.cuh"
@@ -11,15 +11,20 @@ namespace enginewright {
 // Strides are elements from one row to the next. padded: columns of q_out, zeros behind heads * head_dim.
 struct RopeKvWrite {
   Kv kv;
-  int heads, half, q_stride, k_stride, v_stride, table_stride, out_stride, padded;
+  int heads, half, q_stride, table_stride, out_stride, padded, k_stride, v_stride;
+};
+struct RopeQueries {
+  Kv kv;
+  int heads, half, q_stride, table_stride, out_stride, padded;
 };
 
 constexpr int ROPE_KV_WRITE_THREADS = 128;
 
 // The rotation of a head that KvHead holds.
-template <RopeKvWrite S>
+template <auto S>
 struct RopeHead : KvHead<S.kv> {
-  using KvHead<S.kv>::PAIRS, KvHead<S.kv>::column;
+  using Base = KvHead<S.kv>;
+  using Base::PAIRS, Base::column;
 
   static DEVICE void turn(float (&x)[PAIRS][2], const float* from, const float* cos, const float* sin) {
     for (int pair = 0; pair < PAIRS; ++pair)
@@ -31,6 +36,19 @@ struct RopeHead : KvHead<S.kv> {
         float across = from[first ? c + S.half : angle] * sin[angle], along = x[pair][i] * cos[angle];
         x[pair][i] = first ? along - across : along + across;
       }
+  }
+
+  // A warp: a head of a token's queries. cos, sin: of the token.
+  static DEVICE void write_queries(int64_t token, int head, const float* q, const float* cos,
+                                   const float* sin, bf16* q_out) {
+    float x[PAIRS][2];
+    const float* from = q + token * S.q_stride + head * S.kv.head_dim;
+    bf16* to = q_out + token * S.out_stride;
+    Base::read(x, from);
+    turn(x, from, cos, sin);
+    Base::write_query(to + head * S.kv.head_dim, x);
+    if (head == S.heads - 1)
+      for (int c = S.heads * S.kv.head_dim + lane(); c < S.padded; c += WARP) to[c] = bf16{0};
   }
 };
 
@@ -71,18 +89,11 @@ rope_kv_write(const Sizes* sizes, const float* q, const float* k, const float* v
   if (token >= sizes->tokens() || head >= S.heads + 2 * S.kv.heads) return;
   cos += token * S.table_stride;
   sin += token * S.table_stride;
-  float x[Head::PAIRS][2];
   if (head < S.heads) {
-    const float* from = q + token * S.q_stride + head * S.kv.head_dim;
-    bf16* to = q_out + token * S.out_stride + head * S.kv.head_dim;
-    Head::read(x, from);
-    Head::turn(x, from, cos, sin);
-    Head::write_query(to, x);
-    if (head == S.heads - 1)
-      for (int c = S.heads * S.kv.head_dim + lane(); c < S.padded; c += WARP)
-        q_out[token * S.out_stride + c] = bf16{0};
+    Head::write_queries(token, head, q, cos, sin, q_out);
     return;
   }
+  float x[Head::PAIRS][2];
   bool is_key = head < S.heads + S.kv.heads;
   head -= S.heads + (is_key ? 0 : S.kv.heads);
   const float* from = (is_key ? k + token * S.k_stride : v + token * S.v_stride) + head * S.kv.head_dim;
@@ -95,6 +106,17 @@ rope_kv_write(const Sizes* sizes, const float* q, const float* k, const float* v
   } else {
     Head::write_value(tile, at, x);
   }
+}
+
+// A warp a head of a token.
+template <RopeQueries S>
+KERNEL(ROPE_KV_WRITE_THREADS)
+rope_queries(const Sizes* sizes, const float* q, const float* cos, const float* sin, bf16* q_out) {
+  int64_t token = block_x();
+  int head = block_y() * (ROPE_KV_WRITE_THREADS / WARP) + warp();
+  if (token >= sizes->tokens() || head >= S.heads) return;
+  RopeHead<S>::write_queries(token, head, q, cos + token * S.table_stride, sin + token * S.table_stride,
+                             q_out);
 }
 
 }  // namespace enginewright

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from enginewright.errors import EngineError, NoCodeForMachineError, NotEnoughMemoryError
+from enginewright.code import CompiledKernel
+from enginewright.engine_header import REBUILD
+from enginewright.errors import CorruptEngineError, EngineError, NoCodeForMachineError, NotEnoughMemoryError
 from enginewright.runtime.count import format_bytes
 
 Bytes = NDArray[np.uint8]
@@ -98,11 +100,24 @@ def capability_of(index: int) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def describe_gpus() -> list[dict[str, Any]]:
+    """Of each GPU that this process may use: name, architecture, bytes, and the CUDA that its driver knows."""
+    gpus = []
+    for index in range(num_gpus()):
+        device = CudaDevice(index)  # how much is free is known only with a context
+        try:
+            facts = {"name": device.name, "architecture": device.architecture, "cuda": device.cuda_version}
+            gpus.append(facts | {"total_bytes": device.total_bytes, "free_bytes": device.free_bytes})
+        finally:
+            device.close()
+    return gpus
+
+
 class CudaDevice:
     """GPU number `index` of this process.
 
     Args:
-        code: of the engine: gives a kernel's cubin and its symbol there by name. Set before the first `launcher`.
+        code: of the engine: gives a kernel's cubin by name, and how it is launched. Set before the first `launcher`.
 
     Raises:
         NoCodeForMachineError: there is no such GPU, or no driver, or cuda-bindings is not installed.
@@ -118,8 +133,8 @@ class CudaDevice:
                 "pip install 'enginewright[cuda]', or run the engine on the CPU with --device cpu.",
             ) from error
         self._driver: Any = driver
-        self.code: Callable[[str], tuple[bytes, str]] | None = None
-        self._functions: dict[tuple[str, int], Any] = {}
+        self.code: Callable[[str], tuple[bytes, CompiledKernel]] | None = None
+        self._functions: dict[tuple[str, int], tuple[Any, CompiledKernel]] = {}
         self._owned: dict[tuple[str, int], Any] = {}  # what gives a thing back, and the thing, in the order of taking
         try:
             self._call("cuInit", 0)
@@ -157,6 +172,16 @@ class CudaDevice:
     def stream(self) -> int:
         """Its handle, for others that work with the same GPU."""
         return int(self._stream)
+
+    @property
+    def cuda_version(self) -> str:
+        """The newest that the driver knows: 13.0."""
+        version = int(self._call("cuDriverGetVersion"))
+        return f"{version // 1000}.{version % 1000 // 10}"
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self._call("cuDeviceTotalMem", self._device))
 
     @property
     def free_bytes(self) -> int:
@@ -213,7 +238,9 @@ class CudaDevice:
     def launcher(
         self, kernel: str, threads: int, shared_bytes: int, arguments: Sequence[int]
     ) -> Callable[[Grid], None]:
-        function = self._function(kernel, shared_bytes)
+        function, compiled = self._function(kernel, shared_bytes)
+        if compiled.num_warps:  # in Triton, which chooses a block, and passes two addresses more
+            threads, shared_bytes, arguments = 32 * compiled.num_warps, compiled.shared_bytes, (*arguments, 0, 0)
         # CUDA takes the addresses of the arguments; both arrays live as long as the launcher.
         values = (ctypes.c_uint64 * len(arguments))(*arguments)
         start = ctypes.addressof(values)
@@ -242,17 +269,22 @@ class CudaDevice:
         self._call("cuGraphUpload", whole, self._stream)
         return lambda: self._call("cuGraphLaunch", whole, self._stream)
 
-    def _function(self, kernel: str, shared_bytes: int) -> Any:
+    def _function(self, kernel: str, shared_bytes: int) -> tuple[Any, CompiledKernel]:
         key = kernel, shared_bytes
         if key not in self._functions:
             assert self.code is not None
-            cubin, symbol = self.code(kernel)
+            cubin, compiled = self.code(kernel)
+            if compiled.scratch_bytes:
+                raise CorruptEngineError(
+                    f"{kernel} cannot be launched", "it wants memory for each block, which no engine gives", REBUILD
+                )
+            shared_bytes = compiled.shared_bytes or shared_bytes
             module = self._own("cuModuleUnload", self._call("cuModuleLoadData", cubin))
-            function = self._call("cuModuleGetFunction", module, symbol.encode())
+            function = self._call("cuModuleGetFunction", module, compiled.symbol.encode())
             if shared_bytes > 48 << 10:  # more than every kernel has unasked
                 limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._call("cuFuncSetAttribute", function, limit, shared_bytes)
-            self._functions[key] = function
+            self._functions[key] = function, compiled
         return self._functions[key]
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ from enginewright.runtime.cuda.sampling import PIPELINE_SLOTS, DeviceSampler, Sa
 from enginewright.runtime.cuda.upload import upload_weights
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig, limits_of, place_bytes, plan_memory
-from enginewright.runtime.sampling import Draw, Entries, Fields
+from enginewright.runtime.sampling import MAX_LOGPROBS, Draw, Entries, Fields
 from enginewright.runtime.step_plan import StepOutputs, StepPlan
 from enginewright.runtime.token_mask import Mask
 
@@ -66,6 +66,7 @@ class CudaExecutor:
     """
 
     steps_ahead = PIPELINE_SLOTS - 1
+    max_top_logprobs = MAX_LOGPROBS
 
     def __init__(self, engine: Engine, device: Device, config: RuntimeConfig | None = None) -> None:
         config = config or RuntimeConfig()
@@ -92,7 +93,7 @@ class CudaExecutor:
             for count, nbytes in zip(self.memory_plan.num_blocks, self._place_bytes, strict=True)
         ]
         self._weights = upload_weights(engine, device, ALIGN)
-        self._logits = self._buffers[self.plan.logits]
+        self._logits = self._buffers[self.plan.result]
         known = device.allocate(4 * limits.tokens)
         places = {"sizes": self._inputs.sizes, "known": known, "logits": self._logits}
         places["logit_rows"] = self._inputs.addresses["logit_rows"]
@@ -146,7 +147,7 @@ class CudaExecutor:
         return StepOutputs(DeviceLogits(lambda: self._read(sizes.logit_rows)))
 
     def _read(self, count: int) -> NDArray[np.float32]:
-        rows = np.empty((count, self.plan.buffers[self.plan.logits].stride), np.float32)
+        rows = np.empty((count, self.plan.buffers[self.plan.result].stride), np.float32)
         self.device.download(rows.reshape(-1).view(np.uint8), self._logits)
         self.device.synchronize()
         return rows[:, : self.plan.vocab_size]

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from enginewright.dtypes import DTYPES
+from enginewright.embedding import RESULTS
 from enginewright.errors import CorruptEngineError
 
 ARENA_ALIGN_BYTES = 64
@@ -274,16 +275,23 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     caches: tuple[CacheGroup, ...]
     buffers: tuple[Buffer, ...]
     calls: tuple[KernelCall, ...]
-    outputs: dict[str, int]  # name → buffer: "logits", f32 [logit_rows, vocab_size], in every plan
+    # Name → buffer: "logits", f32 [logit_rows, vocab_size], or one of RESULTS, f32 with a row for each text that ends.
+    outputs: dict[str, int]
     vocab_size: int
     max_seq_len: int
     # What a GPU samples from the logits with, a block per row; its arguments are not operands but the runtime's.
     sampling: Launch | None = None
+    whole_texts: bool = False  # all tokens of a sequence are in one step, since tokens see those behind them
 
     @property
-    def logits(self) -> int:
-        """The buffer of the logits."""
-        return self.outputs["logits"]
+    def result(self) -> int:
+        """The buffer of the logits, or of what texts are embedded as."""
+        return next(iter(self.outputs.values()))
+
+    @property
+    def generates(self) -> bool:
+        """Whether it gives logits, of which tokens are sampled."""
+        return "logits" in self.outputs
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self, order="sorted")
@@ -364,8 +372,10 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
                 require(sane, f"{launch.kernel} has no grid")
         for name, index in self.outputs.items():
             require(0 <= index < len(self.buffers), f"the {name} are no buffer")
-        require("logits" in self.outputs, "there are no logits")
-        require(self.vocab_size == self.buffers[self.logits].columns, "the logits are not as wide as the vocabulary")
+        require(len(self.outputs) == 1 and {"logits", *RESULTS} >= set(self.outputs), "there are no logits")
+        result = self.buffers[self.result]
+        require(result.dtype == "f32", "what it gives is not f32")
+        require(not self.generates or self.vocab_size == result.columns, "the logits are not as wide as the vocabulary")
 
     def arena_offsets(self, limits: StepSizes) -> tuple[list[int], int]:
         """Byte offset of each buffer, and the arena's size, with every step size at its limit."""

@@ -1,5 +1,5 @@
-"""Attention to the last `window` positions, the query's own included, or to all of them, with sinks or without: what
-the standard op has no words for.
+"""Attention to the last `window` positions, the query's own included, or to all of them, and to `lookahead` positions
+behind the query, with sinks or without: what the standard op has no words for.
 
 The signature is that of ONNX's Attention (opset 24) with 3-D inputs and a past: q FLOAT [1, T, heads·D],
 k, v FLOAT [1, T, kv_heads·D], past_key, past_value FLOAT [1, kv_heads, P, D] → y FLOAT [1, T, heads·D],
@@ -30,8 +30,10 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     all_tokens = write.op("Shape", keys, start=2, end=3)
     zero, one = write.constant(0), write.constant(1)
     key_at = write.op("Range", zero, write.op("Squeeze", all_tokens), one)  # [P + T]
+    sees = int_of(node, "window"), int_of(node, "lookahead")
     query_at = write.op("Range", write.op("Squeeze", past_tokens), write.op("Squeeze", all_tokens), one)  # [T]
-    visible = in_window(write, write.op("Unsqueeze", query_at, [1]), key_at, int_of(node, "window"))  # [T, P + T]
+    # [T, P + T]
+    visible = in_window(write, write.op("Unsqueeze", query_at, [1]), key_at, *sees)
 
     sinks = optional(node, 5)
     if sinks is not None:
@@ -58,11 +60,18 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
     return [(ir.DataType.FLOAT, dims_of(q)), (ir.DataType.FLOAT, present), (ir.DataType.FLOAT, present)]
 
 
-CAUSAL_WINDOW = Plugin(
-    name="CausalWindow",
+WINDOW_ATTENTION = Plugin(
+    name="WindowAttention",
     inputs=("q", "k", "v", "past_key", "past_value", "sinks?"),
     outputs=("y", "present_key", "present_value"),
-    attributes={"q_num_heads": int, "kv_num_heads": int, "scale": float, "softcap": float, "window": int},
+    attributes={
+        "q_num_heads": int,
+        "kv_num_heads": int,
+        "scale": float,
+        "softcap": float,
+        "window": int,
+        "lookahead": int,
+    },
     reference=_reference,
     infer=_infer,
 )
