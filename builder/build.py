@@ -26,7 +26,14 @@ from enginewright.builder.calibration import calibrate
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.cuda.compile import check_compiler
 from enginewright.builder.cuda.sections import code_sections
-from enginewright.builder.gate import Subject, check_report_path, measure, refusal, write_report
+from enginewright.builder.gate import (
+    Subject,
+    check_report_path,
+    measure,
+    measure_vectors,
+    refusal,
+    write_report,
+)
 from enginewright.builder.gate.layers import FileWeights
 from enginewright.builder.gate.simulate import simulate
 from enginewright.builder.progress import Progress, Silent
@@ -195,7 +202,8 @@ def _gate(assembly: Assembly, path: Path, about: About, progress: Progress) -> Q
         return QualityReport("off")
     targets = targets_of(config.targets)
     subject = Subject(path, assembly.imported, assembly.dense, assembly.section_names, config.method, targets)
-    report = measure(config.gate, subject, progress)
+    generates = all(plan.generates for plan in assembly.plans.values())
+    report = (measure if generates else measure_vectors)(config.gate, subject, progress)
     if config.report is not None:
         write_report(report, about, config.report)
     for target, measured in zip(targets, (report.measured, *report.also), strict=True):

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any, TypeVar, overload
 
 from enginewright.builder.harmless_keys import HARMLESS, Harmless
+from enginewright.builder.pooling import Pooling
 from enginewright.errors import EngineError, UnsupportedModelError
 
 T = TypeVar("T")
@@ -30,11 +31,19 @@ MOST_TAPS = 8  # of a convolution: csrc/cpu/causal_conv.h
 class ConfigReader:
     """One JSON object of a checkpoint's config."""
 
-    def __init__(self, values: Mapping[str, Any], where: str = "config.json", max_seq_len: int | None = None) -> None:
-        """max_seq_len: positions of the longest sequence that is wanted; None is what the model was made for."""
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str = "config.json",
+        max_seq_len: int | None = None,
+        pooling: Pooling | None = None,
+    ) -> None:
+        """max_seq_len: positions of the longest sequence that is wanted; None is what the model was made for. pooling:
+        what stands in the place of a head; None is a model that generates text.
+        """
         self._values = values
         self._where = where
-        self.max_seq_len = max_seq_len
+        self.max_seq_len, self.pooling = max_seq_len, pooling
         self._read: set[str] = set()
 
     @overload
@@ -106,7 +115,7 @@ class ConfigReader:
             return None
         if not isinstance(value, Mapping):
             raise self.error(f"{key} is {_short(value)}, not an object")
-        return ConfigReader(value, f"{self._where}: {key}", self.max_seq_len)
+        return ConfigReader(value, f"{self._where}: {key}", self.max_seq_len, self.pooling)
 
     def error(self, why: str) -> EngineError:
         return EngineError(f"{self._where} cannot be used", why)

@@ -7,7 +7,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from enginewright.builder.assembly import Assembly, BuildConfig, assemble, check_place, check_quant
+from enginewright.builder.assembly import (
+    Assembly,
+    BuildConfig,
+    assemble,
+    check_place,
+    check_quant,
+    check_tokenizer,
+    with_draft,
+)
 from enginewright.builder.calibration import foresee_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
@@ -56,7 +64,9 @@ class Forecast:
         return vars(self) | {"output": str(self.output), "targets": list(self.kernels)}
 
 
-def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress) -> Forecast:
+def forecast(
+    checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress, draft: Checkpoint | None = None
+) -> Forecast:
     """What `build_engine` would do with the same arguments.
 
     Raises:
@@ -70,7 +80,11 @@ def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress
         raise UsageError("--dry-run writes nothing", "and --report does", "Leave one of them out.")
     samples = foresee_samples(checkpoint, config)
     assembly = assemble(checkpoint, config, progress)
-    draft = assemble(checkpoint, BuildConfig(quant=W8A8()), Silent()) if samples and not config.calib_data else None
+    if draft is not None:
+        check_quant(draft, config)
+        check_tokenizer(checkpoint, draft)
+        assembly = with_draft(assembly, assemble(draft, config, Silent()))
+    writer = assemble(checkpoint, BuildConfig(quant=W8A8()), Silent()) if samples and not config.calib_data else None
     file_bytes = _file_bytes(assembly)
     weight_bytes: Counter[str] = Counter()
     for weight in assembly.weights.values():
@@ -89,8 +103,8 @@ def forecast(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress
         weight_bytes=dict(weight_bytes),
         kv_bytes_per_token=assembly.kv_bytes_per_token,
         max_seq_len=assembly.max_seq_len,
-        # The draft is gone before the engine is begun; codes go when it is written.
-        disk_bytes=max(file_bytes + _temporary_bytes(assembly), _file_bytes(draft) if draft else 0),
+        # What writes texts to calibrate with is gone before the engine is begun; codes go when it is written.
+        disk_bytes=max(file_bytes + _temporary_bytes(assembly), _file_bytes(writer) if writer else 0),
         free_disk_bytes=shutil.disk_usage(output.absolute().parent).free,
         memory_bytes=_memory_bytes(assembly, samples["tokens"] if samples else 0),
         free_memory_bytes=free_memory(),

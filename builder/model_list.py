@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from enginewright.builder.checkpoint.gguf_names import ARCHITECTURES, VARIANTS
 from enginewright.builder.models import model_types
-from enginewright.builder.models.blocks import LatentAttention
 from enginewright.builder.wrappers import WRAPPERS
 from enginewright.passes.quant import METHODS
 from enginewright.targets import CPU, CUDA
 
 # Families that tests build from published weights, and those weights; all others from random ones.
-PUBLISHED_WEIGHTS = {"llama": "SmolLM2-135M"}
+PUBLISHED_WEIGHTS = {"bert": "all-MiniLM-L6-v2", "llama": "SmolLM2-135M"}
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,11 @@ An engine is built of a checkpoint whose `config.json` has one of these as its `
 {rows}
 
 - **GGUF**: the `general.architecture` of files that are read as well, in all formats that the `gguf` package
-  restores. Mistral's files are of architecture `llama`.
+  restores. Files of Mistral 7B and Nemo are of architecture `llama`; those of GLM 4.7 Flash are of `deepseek2`, and
+  read as `deepseek_v3`, which computes the same. Files of Mistral Small 4 that were made of transformers' checkpoint do
+  not say how much queries grow: engines of them are as long as the model was trained first, within which they do not.
 - **Quantizations**: all families have all of them: {methods}.
-- **Targets**: all families run on `{cpu}`, and have code for `{cuda}`, but for {cpu_alone}, whose latent attention has
-  no kernels there; [cuda.md](cuda.md) says how far that is tested.
+- **Targets**: all families run on `{cpu}`, and have code for `{cuda}`; [cuda.md](cuda.md) says how far that is tested.
 - **Tested against**: tiny models with random weights and awkward sizes give transformers' logits, as a graph in
   onnxruntime and as an engine; where weights are named, these as well.
 - **LongRoPE** (`phi3`) has factors for sequences up to a model's original length, and others for longer ones. Which
@@ -86,10 +86,7 @@ def as_markdown() -> str:
         for row in [*families(), *wrappers()]
     )
     methods = ", ".join(f"`{method.name}`" for method in METHODS)
-    # Families that have the block in their file.
-    latent = [name for name in model_types() if LatentAttention in vars(module_of(name)).values()]
-    cpu_alone = ", ".join(f"`{name}`" for name in latent)
-    return PAGE.format(rows="\n".join(rows), methods=methods, cpu=CPU, cuda=CUDA, cpu_alone=cpu_alone)
+    return PAGE.format(rows="\n".join(rows), methods=methods, cpu=CPU, cuda=CUDA)
 
 
 if __name__ == "__main__":

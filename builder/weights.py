@@ -1,6 +1,6 @@
 """A checkpoint's tensors as initializers that are read when somebody asks for their values, and not before."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -84,15 +84,17 @@ class Weights:
     def taps(self, name: str, channels: int, width: int) -> ir.Value:
         """The initializer [channels, width] of a depthwise convolution's weight, stored as [channels, 1, width]."""
         if name not in self._values:
-            read = self._take(name, (channels, 1, width))
+            stem, _, kind = name.rpartition(".")
+            place = self._stored.get(stem, _Stored(stem, channels, range(channels)))
+            read = self._take(f"{place.whole}.{kind}", (place.height, 1, width))
             shape, rows = (channels, width), _rounded
-            taps = RowsTensor(name, torch.float32, shape, lambda: rows(lambda: read()[:, 0]))
+            taps = RowsTensor(name, torch.float32, shape, lambda: rows(lambda: read()[list(place.rows), 0]))
             self._values[name] = taps.initializer()
         return self._values[name]
 
     def inside(self, prefix: str) -> None:
-        """What blocks call `model.…` has the name `prefix.…` in the checkpoint."""
-        self._inside = f"{prefix}."
+        """What blocks call `model.…` has the name `prefix.…` in the checkpoint, or `…` without a prefix."""
+        self._inside = f"{prefix}." if prefix else ""
 
     def renamed(self, end: str, stored: str) -> None:
         """Tensors whose name ends in `end` may end in `stored` instead in the checkpoint."""
@@ -103,7 +105,7 @@ class Weights:
         names = {name for name in self.tensors.names if name.startswith(prefix)}
         self._ignored |= names
         if names:
-            self._notes[note] = len(names)
+            self._notes[note] = self._notes.get(note, 0) + len(names)
 
     @property
     def notes(self) -> dict[str, int]:
@@ -146,9 +148,11 @@ class Weights:
         return value
 
     def exact(self, name: str, columns: int) -> ir.Value:
-        """A vector in fp32 as it is stored, perhaps as [1, columns]: of numbers that are compared or in exponents."""
+        """A vector in fp32 as it is stored, perhaps as [1, columns] or [1, 1, columns, 1]: of numbers that are
+        compared, or in exponents.
+        """
         if name not in self._values:
-            read = self._take(name, (columns,), (1, columns))
+            read = self._take(name, (columns,), (1, columns), (1, 1, columns, 1))
 
             def open() -> RowReader:
                 values = read().flatten().float()
@@ -157,8 +161,11 @@ class Weights:
             self._values[name] = RowsTensor(name, torch.float32, (columns,), open).initializer()
         return self._values[name]
 
-    def stacked(self, name: str, parts: Sequence[str], shape: tuple[int, ...]) -> ir.Value:
+    def stacked(self, name: str, parts: Sequence[str], shape: tuple[int, ...], factors: str | None = None) -> ir.Value:
         """Tensors of one shape, one behind the other along the rows, as one initializer of this name.
+
+        Args:
+            factors: as `fused` has it, of the parts.
 
         Raises:
             EngineError: one is not there, or is of another shape.
@@ -171,7 +178,7 @@ class Weights:
                 raise UnsupportedModelError("experts of one layer are stored in different formats", whole)
             if self._format and any(isinstance(value.const_value, ActOrdered) for value in values):
                 self._format.note("integers of experts in act-order are restored to bfloat16")
-            self._values[name] = whole
+            self._values[name] = whole if factors is None else self._by_expert(name, whole, factors, len(parts))
         return self._values[name]
 
     def has_fused(self, name: str) -> bool:
@@ -183,7 +190,12 @@ class Weights:
         return next((name for name in names if self._has(name)), names[-1])
 
     def fused(
-        self, name: str, shape: tuple[int, ...], transposed: bool = False, order: Sequence[int] | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        transposed: bool = False,
+        order: Sequence[int] | None = None,
+        factors: str | None = None,
     ) -> ir.Value:
         """The matrices of all experts, [experts, rows, columns], from one tensor: [experts · rows, columns]; and so
         vectors, [experts, rows]: [experts · rows].
@@ -191,6 +203,7 @@ class Weights:
         Args:
             transposed: they are stored as [experts, columns, rows].
             order: of the rows of each, as they are stored.
+            factors: a tensor [experts], which multiplies their matrices in fp32. In a format they are restored.
         """
         if name not in self._values:
             experts, rows, *columns = shape
@@ -202,6 +215,8 @@ class Weights:
                 of_all = (experts * rows, *columns)
                 whole = RowsTensor(name, torch.float32, of_all, lambda: _of_experts(read(), rows, transposed))
             value = whole.initializer()
+            if factors is not None:
+                value = self._by_expert(name, value, factors, experts)
             if order is not None:
                 places = torch.arange(0, experts * rows, rows)[:, None] + torch.tensor(order)
                 value = pick_weight(name, value, places.flatten())
@@ -276,13 +291,20 @@ class Weights:
     def _multiplied(self, name: str, value: ir.Value) -> ir.Value:
         """As `multiply` has it."""
         factors = self._factors.get(name)
-        if factors is None:
-            return value
+        return value if factors is None else self._by_rows(name, value, lambda: factors)
+
+    def _by_expert(self, name: str, value: ir.Value, factors: str, experts: int) -> ir.Value:
+        """The rows of each expert times its factor, of a tensor [experts], in fp32."""
+        read, rows = self._take(factors, (experts,)), shape_of(value)[0] // experts
+        return self._by_rows(name, value, lambda: read().float().repeat_interleave(rows)[:, None])
+
+    def _by_rows(self, name: str, value: ir.Value, read_factors: Callable[[], torch.Tensor]) -> ir.Value:
+        """Rows times their factors, [rows, 1], in fp32."""
         if self._format and stored(value):
             self._format.note("a weight that the model multiplies by a factor is restored to bfloat16")
 
         def open() -> RowReader:
-            reader = open_rows(value)
+            reader, factors = open_rows(value), read_factors()
             return lambda begin, end: reader(begin, end) * factors[begin:end]
 
         return RowsTensor(name, torch.float32, shape_of(value), open).initializer()

@@ -10,7 +10,7 @@ from enginewright.builder.checkpoint.base import Checkpoint, TensorInfo
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 
-_PICTURES = "It is about pictures, which are left out."
+_OTHERS = "It is about pictures or sounds, which are left out."
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,18 @@ class Wrapper:
     text_type: str  # the text model's type, where its config does not say it
     defaults: Mapping[str, Any]  # what transformers takes where the text model's config says nothing
     harmless: tuple[str, ...]  # keys of the whole config that are about the other parts
+    # Which those are: beginnings of tensors' names, with `model.` before them, or without.
+    left_out: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
 
 
+_OF_GEMMA = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+}
 _OF_QWEN = ("image_token_id", "video_token_id", "vision_config", "vision_end_token_id", "vision_start_token_id")
 
 # By the `model_type` of the whole.
@@ -30,17 +40,19 @@ WRAPPERS = {
     "gemma3": Wrapper(
         "Gemma 3 with pictures: its text model, gemma3_text.",
         "gemma3_text",
-        {
-            "vocab_size": 262_208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 131_072,
-        },
+        {**_OF_GEMMA, "vocab_size": 262_208, "num_hidden_layers": 26},
         ("boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "vision_config"),
+    ),
+    "gemma4": Wrapper(
+        "Gemma 4 with pictures and sounds: its text model, gemma4_text.",
+        "gemma4_text",
+        {**_OF_GEMMA, "vocab_size": 262_144, "num_hidden_layers": 30},
+        (
+            *("audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
+            *("boi_token_id", "eoi_token_id", "image_token_id", "video_token_id"),
+            *("vision_config", "vision_soft_tokens_per_image"),
+        ),
+        ("vision_tower", "embed_vision", "audio_tower", "embed_audio"),
     ),
     "mistral3": Wrapper(
         "Mistral Small 3.1 and 4, and Ministral 3, with pictures: their text model, mistral, mistral4 or ministral3.",
@@ -55,9 +67,15 @@ WRAPPERS = {
             "vision_feature_layer",
         ),
     ),
-    "qwen3_5": Wrapper("Qwen3.5 with pictures: its text model, qwen3_5_text.", "qwen3_5_text", {}, _OF_QWEN),
+    "qwen3_5": Wrapper(
+        "Qwen3.5 with pictures: its text model, qwen3_5_text.", "qwen3_5_text", {}, _OF_QWEN, ("visual",)
+    ),
     "qwen3_5_moe": Wrapper(
-        "Qwen3.5 with experts and pictures: its text model, qwen3_5_moe_text.", "qwen3_5_moe_text", {}, _OF_QWEN
+        "Qwen3.5 with experts and pictures: its text model, qwen3_5_moe_text.",
+        "qwen3_5_moe_text",
+        {},
+        _OF_QWEN,
+        ("visual",),
     ),
 }
 # Beginnings of names: in the whole → in the text model alone. transformers has had both orders.
@@ -66,7 +84,6 @@ RENAMED = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
 }
-LEFT_OUT = ("vision_tower", "multi_modal_projector", "visual")  # with `model.` before them, or without
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -84,7 +101,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     for kind, key in ((dict, "quantization_config"), (bool, "tie_word_embeddings")):  # of the whole, which counts
         if (value := whole.read(kind, key, default=None)) is not None:
             text[key] = value
-    whole.refuse_unread(dict.fromkeys(wrapper.harmless, Harmless(_PICTURES)))
+    whole.refuse_unread(dict.fromkeys(wrapper.harmless, Harmless(_OTHERS)))
     return text
 
 
@@ -93,13 +110,15 @@ class TextPart:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._sources = {_text_name(name): name for name in checkpoint.tensors if not _is_left_out(name)}
+        left_out = WRAPPERS[str(checkpoint.config["model_type"])].left_out
+        parts = {name: name.removeprefix("model.").partition(".")[0] for name in checkpoint.tensors}
+        self._sources = {_text_name(name): name for name, part in parts.items() if part not in left_out}
         self.tensors: Mapping[str, TensorInfo] = {
             name: checkpoint.tensors[source] for name, source in self._sources.items()
         }
         self.notes: dict[str, int] = {}
-        for part in LEFT_OUT:
-            if count := sum(_is_left_out(name) and part in name.split(".")[:2] for name in checkpoint.tensors):
+        for part in left_out:
+            if count := list(parts.values()).count(part):
                 self.notes[f"{part} is left out, since only texts can be read"] = count
 
     def read(self, name: str) -> torch.Tensor:
@@ -111,7 +130,3 @@ def _text_name(name: str) -> str:
         if name.startswith(beginning):
             return instead + name.removeprefix(beginning)
     return name
-
-
-def _is_left_out(name: str) -> bool:
-    return name.removeprefix("model.").partition(".")[0] in LEFT_OUT

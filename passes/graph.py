@@ -77,10 +77,14 @@ class LinearLayer:
     starts: tuple[tuple[int, ...], ...] = ()
 
     @property
+    def grouped(self) -> bool:
+        """Whether it is a GroupedLinear."""
+        return self.nodes[-1].op_type == GROUPED_LINEAR.name
+
+    @property
     def experts(self) -> int:
         """Matrices in the weight."""
-        node = self.nodes[-1]
-        return experts_of(operand(node, STARTS)) if node.op_type == GROUPED_LINEAR.name else 1
+        return experts_of(operand(self.nodes[-1], STARTS)) if self.grouped else 1
 
     def rows_of(self, expert: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of what the layer reads in each text, what one expert reads."""
@@ -123,9 +127,11 @@ def linear_of(output: ir.Value | None) -> LinearLayer | None:
     return LinearLayer(x, weight, bias, output, nodes)
 
 
-def head_of(model: ir.Model) -> LinearLayer:
-    """The linear layer that makes logits."""
-    logits: ir.Value | None = next(value for value in model.graph.outputs if value.name == "logits")
+def head_of(model: ir.Model) -> LinearLayer | None:
+    """The linear layer that makes logits; None in an embedding model."""
+    logits: ir.Value | None = next((value for value in model.graph.outputs if value.name == "logits"), None)
+    if logits is None:
+        return None
     softcap = made_by(logits, SOFTCAP.name, DOMAIN)
     head = linear_of(logits if softcap is None else softcap.inputs[0])
     assert head is not None, "no linear layer makes the logits"

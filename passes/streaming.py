@@ -49,11 +49,19 @@ class Visit(Protocol):
 class Streamed:
     """Texts that were computed up to the head; logits are, when they are asked for."""
 
-    def __init__(self, head: LinearLayer, behind: Sequence[ir.Node], hidden: Sequence[torch.Tensor]) -> None:
-        """behind: the nodes that make logits of what the head gives. hidden: what it reads, [1, tokens, K] a text."""
+    def __init__(self, head: LinearLayer | None, behind: Sequence[ir.Node], hidden: Sequence[torch.Tensor]) -> None:
+        """behind: the nodes that make logits of what the head gives. hidden: what it reads, [1, tokens, K] a text; or,
+        of an embedding model, what that gives, [1, 1, W].
+        """
         self._behind, self._hidden = behind, hidden
+        if head is None:
+            return
         rows, reader = shape_of(head.weight)[0], open_rows(head.weight)
         self._table = [_compact(reader(begin, min(begin + HEAD_ROWS, rows))) for begin in range(0, rows, HEAD_ROWS)]
+
+    def embedded(self) -> list[torch.Tensor]:
+        """Of each text, FLOAT [W]: for models that embed."""
+        return [each[0, 0] for each in self._hidden]
 
     @torch.inference_mode()
     def logits(self, text: int, begin: int, end: int) -> torch.Tensor:
@@ -94,11 +102,16 @@ def stream(
     head = head_of(model)
     nodes, behind = _divided(model, head)
     wanted = Counter(value for node in nodes for value in node.inputs)
-    wanted[head.x] += 1
-    tokens, positions, *_ = model.graph.inputs
+    result = model.graph.outputs[0] if head is None else head.x
+    wanted[result] += 1
+    whole = [torch.tensor([text]) for text in texts]
+    given = {
+        "tokens": whole,
+        "positions": [torch.arange(len(text)).unsqueeze(0) for text in texts],
+        "token_types": [torch.zeros_like(text) for text in whole],
+    }
     values: dict[ir.Value | None, Sequence[object]] = {
-        tokens: [torch.tensor([text]) for text in texts],
-        positions: [torch.arange(len(text)).unsqueeze(0) for text in texts],
+        value: given[value.name] for value in model.graph.inputs if value.name in given
     }
     with one_thread_each(threads) as pool:
         for node in nodes:
@@ -130,7 +143,7 @@ def stream(
                 wanted[value] -= 1
                 if not wanted[value]:
                     values.pop(value, None)
-    hidden = cast(list[torch.Tensor], values[head.x])
+    hidden = cast(list[torch.Tensor], values[result])
     return Streamed(head, behind, [round_for_head(x) for x in hidden] if round_for_head else hidden)
 
 
@@ -174,10 +187,12 @@ def _grouped(
     return [torch.cat(parts) for parts in results]
 
 
-def _divided(model: ir.Model, head: LinearLayer) -> tuple[list[ir.Node], list[ir.Node]]:
+def _divided(model: ir.Model, head: LinearLayer | None) -> tuple[list[ir.Node], list[ir.Node]]:
     """The nodes in front of the head, without transpositions of weights; and those that make logits of its output."""
     before: list[ir.Node] = []
     behind: list[ir.Node] = []
+    if head is None:
+        return [node for node in model.graph if node.op_type != "Transpose"], []
     logits = {head.output}
     for node in model.graph:
         if logits.intersection(value for value in node.inputs if value is not None):

@@ -1,21 +1,23 @@
 """The one switch of dialect: from one dense sequence [1, T] with past and present to packed tokens [tokens] of many
 sequences over KV pools.
 
-Inputs afterwards, INT32: tokens, positions [tokens]; query_start [sequences + 1]; kv_len [sequences]; logit_rows
-[logit_rows]; for each KV group g, slots.<g> [tokens] and block_table.<g> [sequences, kv_blocks]; for each group of
-recurrent states, which follow the KV groups, state_slots.<g> [sequences]. For each layer, in and out: key_pool.<layer>,
-value_pool.<layer> [slots.<g>, kv_heads, head_dim], as plugins/kv_write.py has them, or its states by their names, such
-as conv_pool.<layer>, [state_slots.<g>, …]. Output: logits [logit_rows, V].
+Inputs afterwards, INT32: tokens, positions, token_types [tokens]; query_start [sequences + 1]; kv_len [sequences];
+logit_rows [logit_rows]; first_rows [sequences], each text's first token; for each KV group g, slots.<g> [tokens] and
+block_table.<g> [sequences, kv_blocks]; for each group of recurrent states, which follow the KV groups, state_slots.<g>
+[sequences]. For each layer, in and out: key_pool.<layer>, value_pool.<layer> [slots.<g>, kv_heads, head_dim], as
+plugins/kv_write.py has them, or its states by their names, such as conv_pool.<layer>, [state_slots.<g>, …]. Output:
+logits [logit_rows, V]; of an embedding model a row for each text.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
+from enginewright.embedding import RESULTS
 from enginewright.errors import EngineError, UsageError
 from enginewright.passes.graph import nodes_of, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
@@ -23,10 +25,13 @@ from enginewright.plugins import DOMAIN, plugin_of
 from enginewright.plugins.kv_write import BLOCK_SIZE, KV_WRITE, STORED, pool_dtype
 from enginewright.plugins.latent_paged_attention import LATENT_PAGED_ATTENTION
 from enginewright.plugins.latent_write import LATENT_WRITE
+from enginewright.plugins.masked_attention import EVERYTHING
+from enginewright.plugins.mean_rows import MEAN_ROWS
 from enginewright.plugins.paged_attention import PAGED_ATTENTION
 from enginewright.plugins.plugin import width_of
 from enginewright.plugins.recurrence import STATE_INPUTS
 from enginewright.plugins.rope import ROPE
+from enginewright.plugins.rope_queries import ROPE_QUERIES
 from enginewright.plugins.route import renamed
 from enginewright.plugins.target import CPU_TARGET, Target
 
@@ -56,9 +61,10 @@ class _Switch:
 
     def run(self) -> int:
         graph = self.model.graph
-        self._pack_shapes()
+        pools = tuple(nodes_of(self.model, "Pool", domain=DOMAIN))
+        self._pack_shapes(_rows_of(pools))
         old_inputs = {value.name: value for value in graph.inputs}
-        for name in ("tokens", "positions"):
+        for name in [name for name in ("tokens", "positions", "token_types") if name in old_inputs]:
             old_inputs[name].name = None
             ir.convenience.replace_all_uses_with(old_inputs[name], self._input(name, TOKENS))
         for node in nodes_of(self.model, "RotaryEmbedding"):
@@ -66,33 +72,40 @@ class _Switch:
         kv, states = (json.loads(self.model.metadata_props[f"enginewright.{kind}_groups"]) for kind in ("kv", "state"))
         groups = {layer: group for group, entry in enumerate(kv) for layer in entry["layers"]}
         state_groups = {layer: group for group, entry in enumerate(states, len(kv)) for layer in entry["layers"]}
-        attentions = (*nodes_of(self.model, "Attention"), *nodes_of(self.model, "CausalWindow", domain=DOMAIN))
-        layers = {_layer(node): node for node in attentions}
-        for layer, node in sorted(layers.items()):
+        attentions = (*nodes_of(self.model, "Attention"), *nodes_of(self.model, "WindowAttention", domain=DOMAIN))
+        writers = {_layer(node): node for node in attentions if any(value.is_graph_output() for value in node.outputs)}
+        for layer, node in sorted(writers.items()):
             self._attention(node, layer, groups[layer])
+        readers = [node for node in attentions if node not in writers.values()]
+        for node in readers:
+            self._attention(node, layer := _layer(node), groups[layer], reads=True)
         latent = {_layer(node): node for node in nodes_of(self.model, "LatentAttention", domain=DOMAIN)}
         for layer, node in sorted(latent.items()):
             self._latent_attention(node, layer, groups[layer])
         recurrences = {self._recurrence(node, state_groups) for node in tuple(graph)} - {None}
-        self._choose_rows()
+        for node in pools:
+            self._pool(node)
+        if not pools:
+            self._choose_rows()
         graph.inputs[:] = [*self.inputs.values(), *self.pools]
-        logits = next(value for value in graph.outputs if value.name == "logits")
-        graph.outputs[:] = [logits, *self.written]
-        return len(layers) + len(latent) + len(recurrences)
+        result = next(value for value in graph.outputs if value.name in ("logits", *RESULTS))
+        graph.outputs[:] = [result, *self.written]
+        return len(attentions) + len(latent) + len(recurrences)
 
     def _input(self, name: str, *dims: int | ir.SymbolicDim) -> ir.Value:
         if name not in self.inputs:
             self.inputs[name] = typed(name, ir.DataType.INT32, dims)
         return self.inputs[name]
 
-    def _pack_shapes(self) -> None:
-        """[1, T, …] becomes [tokens, …], and so do the shapes that reshapes are given."""
+    def _pack_shapes(self, pooled: ir.SymbolicDim) -> None:
+        """[1, T, …] becomes [tokens, …], [1, S, …] [pooled, …], and so do the shapes that reshapes are given."""
+        packed = {"T": TOKENS, "S": pooled}
         for node in self.model.graph:
             for value in node.outputs:
                 assert value.shape is not None, value.name
                 dims = value.shape.dims
-                if len(dims) > 1 and dims[0] == 1 and str(dims[1]) == "T":
-                    value.shape = ir.Shape((TOKENS, *dims[2:]))
+                if len(dims) > 1 and dims[0] == 1 and str(dims[1]) in packed:
+                    value.shape = ir.Shape((packed[str(dims[1])], *dims[2:]))
                 else:  # rows that are sorted by expert
                     value.shape = ir.Shape([renamed(size, "T", TOKENS) for size in dims])
         for node in nodes_of(self.model, "Reshape"):
@@ -112,35 +125,46 @@ class _Switch:
         rope.name = node.name
         replace([node], [rope], [(node.outputs[0], rope.outputs[0])])
 
-    def _attention(self, node: ir.Node, layer: int, group: int) -> None:
+    def _attention(self, node: ir.Node, layer: int, group: int, reads: bool = False) -> None:
+        """layer: whose keys and values they are. reads: whether another attention writes them."""
         q, k, v, *masks = node.inputs[:4] if node.op_type == "Attention" else node.inputs[:3]
-        sinks = node.inputs[5:] if node.op_type == "CausalWindow" else ()
+        sinks = node.inputs[5:] if node.op_type == "WindowAttention" else ()
         assert q is not None and q.shape is not None
-        if node.op_type == "Attention" and (masks != [None] or node.attributes.get_int("is_causal", 0) != 1):
-            raise EngineError(
-                f"{node.name} has a mask or is not causal", "PagedAttention is causal and has no other mask"
-            )
+        if node.op_type == "Attention" and masks != [None]:
+            raise EngineError(f"{node.name} has a mask", "PagedAttention has a window and no other mask")
+        causal = node.op_type == "WindowAttention" or node.attributes.get_int("is_causal", 0) == 1
         heads, kv_heads = (node.attributes[name].as_int() for name in ("q_num_heads", "kv_num_heads"))
         width = q.shape.dims[-1]
         assert isinstance(width, int)
         shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": width // heads}
-        slots = ir.SymbolicDim(f"slots.{group}")
-        pools = [
-            typed(f"{kind}_pool.{layer}", pool_dtype(self.stored), (slots, shape["kv_heads"], shape["head_dim"]))
-            for kind in ("key", "value")
-        ]
-        slot = self._input(f"slots.{group}", TOKENS)
-        write = KV_WRITE.node([q, k, v, *pools, slot], **shape, stored=int(self.stored))
-        write.name = f"{node.name}.kv_write"
-        rounded, *written = write.outputs
+        if reads:
+            written = [
+                value for value in self.written if value.name in (f"key_pool.{layer}.out", f"value_pool.{layer}.out")
+            ]
+            write = ROPE_QUERIES.node([q, None, None, *written], **shape, stored=int(self.stored))
+            write.name = f"{node.name}.queries"
+        else:
+            slots = ir.SymbolicDim(f"slots.{group}")
+            pools = [
+                typed(f"{kind}_pool.{layer}", pool_dtype(self.stored), (slots, shape["kv_heads"], shape["head_dim"]))
+                for kind in ("key", "value")
+            ]
+            slot = self._input(f"slots.{group}", TOKENS)
+            write = KV_WRITE.node([q, k, v, *pools, slot], **shape, stored=int(self.stored))
+            write.name = f"{node.name}.kv_write"
+            written = list(write.outputs[1:])
+            for pool, output in zip(pools, written, strict=True):
+                output.name = f"{pool.name}.out"
+            self.pools += pools
+            self.written += written
+        rounded = write.outputs[0]
         rounded.name = f"{q.name}.rounded"
-        for pool, output in zip(pools, written, strict=True):
-            output.name = f"{pool.name}.out"
         attend = PAGED_ATTENTION.node(
             [rounded, *written, *self._tables(group), *sinks],
             **shape,
             scale=node.attributes.get_float("scale", shape["head_dim"] ** -0.5),
             window=node.attributes.get_int("window", 0),
+            lookahead=node.attributes.get_int("lookahead", 0) if causal else EVERYTHING,
             softcap=node.attributes.get_float("softcap", 0.0),
             block_size=BLOCK_SIZE,
             stored=int(self.stored),
@@ -148,8 +172,6 @@ class _Switch:
             to=int(ir.DataType.FLOAT),
         )
         attend.name = node.name
-        self.pools += pools
-        self.written += written
         graph = self.model.graph
         graph.outputs[:] = [value for value in graph.outputs if value not in node.outputs]
         replace([node], [write, attend], [(node.outputs[0], attend.outputs[0])])
@@ -211,6 +233,7 @@ class _Switch:
         tables = [
             self._input("query_start", ir.SymbolicDim("sequences + 1")),
             self._input(f"state_slots.{group}", SEQUENCES),
+            self._input("kv_len", SEQUENCES),
         ]
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         stepped = plugin.node([*node.inputs[:place], pool, *tables], **attributes)
@@ -224,6 +247,19 @@ class _Switch:
         replace([node], [stepped], [*zip(node.outputs[1:], stepped.outputs[1:], strict=True)])
         return int(found["layer"])
 
+    def _pool(self, node: ir.Node) -> None:
+        """A row of each text that ends in the step, or, where it takes all of them, of each that is in it."""
+        x, pooling = node.inputs[0], node.attributes["pooling"].as_string()
+        assert x is not None and x.dtype is not None and x.shape is not None
+        if pooling == "mean":
+            mean = MEAN_ROWS.node([x, self._input("query_start", ir.SymbolicDim("sequences + 1"))])
+            mean.name = node.name
+            replace([node], [mean], [(node.outputs[0], mean.outputs[0])])
+            return
+        rows = self._input(f"{'first' if pooling == 'first' else 'logit'}_rows", _rows_of([node]))
+        chosen = typed(str(node.name), x.dtype, (_rows_of([node]), *x.shape.dims[1:]))
+        replace([node], [standard("Gather", [x, rows], [chosen], str(node.name), axis=0)], [(node.outputs[0], chosen)])
+
     def _choose_rows(self) -> None:
         """Logits of the wanted rows alone."""
         logits = next(value for value in self.model.graph.outputs if value.name == "logits")
@@ -233,6 +269,11 @@ class _Switch:
         ir.convenience.replace_all_uses_with(logits, chosen, replace_graph_outputs=True)
         rows = self._input("logit_rows", LOGIT_ROWS)
         self.model.graph.append(standard("Gather", [logits, rows], [chosen], "logits", axis=0))
+
+
+def _rows_of(pools: Sequence[ir.Node]) -> ir.SymbolicDim:
+    """Of what is pooled: a text's last row may be that of a chunk, which is wanted for the last chunk alone."""
+    return LOGIT_ROWS if any(node.attributes["pooling"].as_string() == "last" for node in pools) else SEQUENCES
 
 
 def _layer(node: ir.Node) -> int:

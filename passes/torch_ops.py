@@ -73,20 +73,21 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> t
 def _attention(
     node: ir.Node, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Causal, from the first position on: there is no past. Behind that, CausalWindow may have sinks."""
+    """From the first position on: there is no past. Behind that, WindowAttention may have sinks."""
     sinks: torch.Tensor | None = others[2] if node.domain == DOMAIN and len(others) > 2 else None
     heads, kv_heads = int_of(node, "q_num_heads"), int_of(node, "kv_num_heads")
     q, k, v = (
         torch.unflatten(x, -1, (count, -1)).transpose(1, 2) for x, count in ((q, heads), (k, kv_heads), (v, kv_heads))
     )
     scale, softcap = float_of(node, "scale"), float_of(node, "softcap")
-    window = node.attributes.get_int("window", 0)
-    if not softcap and not window and sinks is None:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    window, lookahead = node.attributes.get_int("window", 0), node.attributes.get_int("lookahead", 0)
+    causal = node.attributes.get_int("is_causal", 1) == 1
+    if not softcap and not window and not lookahead and sinks is None:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
         return (y.transpose(1, 2).flatten(2),)
     at = torch.arange(q.shape[2])
     back = at.unsqueeze(1) - at
-    hidden = (back < 0) | (back >= (window or math.inf))
+    hidden = (back < -(lookahead if causal else math.inf)) | (back >= (window or math.inf))
     ys = []
     for head in range(heads):
         scores = q[:, head] @ k[:, head * kv_heads // heads].transpose(1, 2) * scale
@@ -155,6 +156,13 @@ def _position_scale(node: ir.Node, x: torch.Tensor, positions: torch.Tensor) -> 
     return (x * (1 + float_of(node, "beta") * torch.log(1 + lengths)).unsqueeze(-1),)
 
 
+def _pool(node: ir.Node, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    pooling = node.attributes["pooling"].as_string()
+    if pooling == "mean":
+        return (x.mean(1, keepdim=True),)
+    return (x[:, :1] if pooling == "first" else x[:, -1:],)
+
+
 def _softcap(node: ir.Node, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     cap = float_of(node, "cap")
     return (torch.tanh(x / cap) * cap,)
@@ -198,11 +206,12 @@ def _gated_delta(
         return normed.repeat_interleave(heads // key_heads, dim=1)  # [tokens, heads, K]
 
     q, k, v = by_head(query) * float_of(node, "scale"), by_head(key), torch.unflatten(value[0], -1, (heads, -1))
-    g, b = torch.exp(-log_a.exp() * F.softplus(decay[0] + dt_bias)), torch.sigmoid(beta[0])
+    softplus = torch.unflatten(F.softplus(decay[0] + dt_bias), -1, (heads, -1))  # [tokens, heads, 1 or K]
+    g, b = torch.exp(-log_a.exp()[:, None] * softplus), torch.sigmoid(beta[0])
     state = torch.zeros(heads, k.shape[2], v.shape[2])
     out = torch.empty_like(v)
     for token in range(len(v)):
-        state *= g[token, :, None, None]
+        state *= g[token].unsqueeze(2)
         delta = b[token, :, None] * (v[token] - torch.einsum("hkv,hk->hv", state, k[token]))
         state += k[token].unsqueeze(2) * delta.unsqueeze(1)
         out[token] = torch.einsum("hkv,hk->hv", state, q[token])
@@ -327,11 +336,13 @@ _OPS: Mapping[tuple[str, str], Compute] = {
     (DOMAIN, "SelectiveState"): _selective_state,
     (DOMAIN, "Activation"): _activation,
     (DOMAIN, "EmbedPositions"): lambda node, positions, table: (table[positions],),
+    (DOMAIN, "Pool"): _pool,
     (DOMAIN, "PositionScale"): _position_scale,
+    (DOMAIN, "Scale"): lambda node, x, factor: (x * factor,),
     (DOMAIN, "LayerNorm"): _layer_norm,
     (DOMAIN, "GatherColumns"): lambda node, x, columns: (x[..., columns.long()],),
     (DOMAIN, "RopeTable"): _rope_table,
-    (DOMAIN, "CausalWindow"): _attention,
+    (DOMAIN, "WindowAttention"): _attention,
     (DOMAIN, "HeadLinear"): _head_linear,
     (DOMAIN, "LatentAttention"): _latent_attention,
     (DOMAIN, "CombineExperts"): _combine_experts,

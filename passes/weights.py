@@ -69,7 +69,10 @@ def open_rows(value: ir.Value) -> RowReader:
 
 
 def scale(value: ir.Value, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None) -> None:
-    """Multiply an initializer's rows [N] or columns [K], when it is read; it stays the same initializer."""
+    """Multiply an initializer's rows [N] or columns, when it is read; it stays the same initializer.
+
+    columns: [matrices, K], of each of the matrices of N / matrices rows that it is.
+    """
     before = ir.Value(name=value.name, shape=value.shape, type=value.type, const_value=value.const_value)
 
     def open() -> RowReader:
@@ -79,7 +82,9 @@ def scale(value: ir.Value, rows: torch.Tensor | None = None, columns: torch.Tens
             values = reader(begin, end)
             if rows is not None:
                 values = values * rows[begin:end].view(-1, *[1] * (values.dim() - 1))
-            return values if columns is None else values * columns
+            if columns is not None:
+                values = values * columns[torch.arange(begin, end) * len(columns) // shape_of(value)[0]]
+            return values
 
         return scaled
 

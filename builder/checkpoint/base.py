@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from enginewright.builder.pooling import Pooling
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -41,6 +43,10 @@ class Checkpoint(Protocol):
 
     @property
     def tokenizer(self) -> TokenizerFiles: ...
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """What makes vectors of texts; None where the model generates text."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from enginewright.builder.checkpoint.base import TensorInfo, TokenizerFiles
 from enginewright.builder.checkpoint.files import INDEX_LIMIT_BYTES, SourceFolder, check_pulled, first_line
 from enginewright.builder.checkpoint.folder_tokenizer import TOKENIZER_FILES, check_tokenizer, read_tokenizer
+from enginewright.builder.checkpoint.sentence_transformers import dense_weights, module_texts, read_pooling
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 
 CONFIG = "config.json"
@@ -57,7 +58,9 @@ class FolderCheckpoint:
         self.config: Mapping[str, Any] = read_config(self._files)
         self.generation_config: Mapping[str, Any] = self._files.read_json(GENERATION_CONFIG)
         check_tokenizer(self._files)
+        self.pooling = read_pooling(self._files)
         self._shard_of: dict[str, str] = {}
+        self._prefixes: dict[str, str] = {}  # of the names in a file: `2_Dense.` of a layer behind the pooling
         self.tensors: Mapping[str, TensorInfo] = self._read_headers()
 
     @cached_property
@@ -70,7 +73,7 @@ class FolderCheckpoint:
         shard = self._shard_of[name]
         try:
             with safe_open(self._files.file(shard), framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(name)
+                tensor: torch.Tensor = file.get_tensor(name.removeprefix(self._prefixes.get(shard, "")))
         except (SafetensorError, OSError) as error:
             raise _unreadable(shard, self._files.path, error) from error
         if TensorInfo(tensor.dtype, tuple(tensor.shape)) != self.tensors[name]:
@@ -82,16 +85,20 @@ class FolderCheckpoint:
 
     @cached_property
     def _source_hashes(self) -> Mapping[str, str]:
-        texts = [CONFIG, GENERATION_CONFIG, MODELOPT_CONFIG, *TOKENIZER_FILES, INDEX]
+        texts = [CONFIG, GENERATION_CONFIG, MODELOPT_CONFIG, *TOKENIZER_FILES, INDEX, *module_texts(self._files)]
         present = {name for name in texts if self._files.find(name)} | set(self._shard_of.values())
         return {name: self._files.sha256(name) for name in sorted(present)}
 
     def _read_headers(self) -> dict[str, TensorInfo]:
         """Every tensor's dtype and shape, and in `_shard_of` its file; no tensor is read."""
         shards, index = weight_files(self._files)
+        dense = dense_weights(self._files)
+        self._prefixes |= {shard: f"{shard.rpartition('/')[0]}." for shard in dense}
+        shards = [*shards, *dense]
         tensors: dict[str, TensorInfo] = {}
         for shard in shards:
             for name, info in _read_header(self._files, shard).items():
+                name = self._prefixes.get(shard, "") + name
                 if name in tensors:
                     raise EngineError(
                         f"tensor {name} is in two files of {self._files.path}", f"{self._shard_of[name]} and {shard}"

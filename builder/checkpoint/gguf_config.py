@@ -5,89 +5,27 @@ Source: the keys that llama.cpp's convert_hf_to_gguf.py writes, and what its loa
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from enginewright.builder.checkpoint.gguf_families import (
+    FAMILIES,
+    LIKE_LLAMA,
+    Family,
+    Source,
+    granite_factors,
+    one_of,
+)
+from enginewright.builder.checkpoint.gguf_gemma import gemma2, gemma3, gemma4
 from enginewright.builder.checkpoint.gguf_header import GgufHeader
+from enginewright.builder.checkpoint.gguf_keys import Keys, layer_types, rope_scaling
 from enginewright.builder.checkpoint.gguf_names import Architecture
 from enginewright.errors import EngineError, UnsupportedModelError
 
-T = TypeVar("T", int, float, bool, str)
-
-# Keys without an effect on what is computed.
-IDLE_KEYS = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"}
-GEMMA3_PATTERN = 6  # every sixth layer is global
-GEMMA3_LOCAL_BASE = 10_000.0
-GEMMA3_27B_LAYERS = 62
-GEMMA2_27B_LAYERS = 46
 LLAMA3_CONTEXT_TOKENS = 8192
 LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0  # factors on frequencies: the same in every llama3 scaling that was published
 LLAMA3_RELATIVE_ERROR = 1e-5  # between float32 factors computed in another order
-
-
-class Keys:
-    """The metadata under `<architecture>.`, read by type. What nobody asked for is refused by `finish`."""
-
-    def __init__(self, header: GgufHeader) -> None:
-        self._architecture = str(header.metadata["general.architecture"])
-        prefix = self._architecture + "."
-        self._values = {key[len(prefix) :]: value for key, value in header.metadata.items() if key.startswith(prefix)}
-        self._read: set[str] = set()
-
-    def find(self, kind: type[T], key: str) -> T | None:
-        self._read.add(key)
-        value = self._values.get(key)
-        if kind is float and type(value) is int:
-            value = float(value)
-        if value is not None and type(value) is not kind:
-            raise UnsupportedModelError(
-                f"metadata {self._architecture}.{key} is a {type(value).__name__}", f"a {kind.__name__} is read"
-            )
-        return value
-
-    def get(self, kind: type[T], key: str, default: T | None = None) -> T:
-        value = self.find(kind, key)
-        if value is None:
-            value = default
-        if value is None:
-            raise EngineError(f"metadata {self._architecture}.{key} is missing", fix="Convert the model anew.")
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.get(int, key, default)
-        if not 0 < value < 1 << 31:
-            raise EngineError(f"metadata {self._architecture}.{key} is {value}")
-        return value
-
-    def positive(self, key: str, default: float | None = None) -> float:
-        value = self.get(float, key, default)
-        if not 0 < value < math.inf:
-            raise EngineError(f"metadata {self._architecture}.{key} is {value}")
-        return value
-
-    def refuse(self, key: str, *harmless: object) -> None:
-        """Raises:
-        UnsupportedModelError: the key is there with another than a harmless value.
-        """
-        self._read.add(key)
-        value = self._values.get(key)
-        if value is not None and value not in harmless:
-            raise UnsupportedModelError(f"metadata {self._architecture}.{key} = {value!r} is not implemented")
-
-    def layers(self, key: str, count: int) -> list[bool] | int | None:
-        """A flag for each of `count` layers, or a period."""
-        self._read.add(key)
-        value = self._values.get(key)
-        if isinstance(value, list) and len(value) >= count:
-            return [bool(flag) for flag in value[:count]]
-        if value is None or (type(value) is int and value > 0):
-            return value
-        raise EngineError(f"metadata {self._architecture}.{key} does not fit {count} layers")
-
-    def finish(self) -> None:
-        for key in sorted(self._values.keys() - self._read - IDLE_KEYS):
-            self.refuse(key)
 
 
 def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: torch.Tensor | None) -> dict[str, Any]:
@@ -100,79 +38,74 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
         UnsupportedModelError: the metadata asks for something that is not implemented here.
         EngineError: a needed key is missing or makes no sense.
     """
-    keys = Keys(header)
+    keys, model_type = Keys(header), architecture.model_type
+    family = FAMILIES.get(model_type, LIKE_LLAMA)
     hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
-    rotated = keys.find(int, "rope.dimension_count")
-    head_dim = keys.size("attention.key_length", rotated if architecture.paired_rope and rotated else hidden // heads)
-    keys.refuse("attention.value_length", head_dim)
-    part = 1.0
-    if architecture.model_type == "glm4" and rotated:
-        part = rotated / head_dim
-    else:
-        keys.refuse("rope.dimension_count", head_dim)
     keys.refuse("attention.causal", True)
-    if architecture.model_type not in ("qwen3_moe", "mixtral"):
-        keys.refuse("expert_count", 0)
-        keys.refuse("expert_used_count", 0)
     names = header.tensors.keys()
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise EngineError("tensor token_embd.weight is missing")
+    layers = keys.size("block_count")
+    if layers > len(names):
+        raise EngineError(f"the GGUF file is said to have {layers} layers", f"in {len(names)} tensors")
+    if architecture.guesses:
+        guesses = keys.find(int, "nextn_predict_layers") or 0
+        if not 0 <= guesses < layers:
+            raise EngineError(f"{guesses} of the GGUF file's {layers} layers are said to guess further tokens")
+        layers -= guesses
     config: dict[str, Any] = {
-        "model_type": architecture.model_type,
+        "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": keys.size("feed_forward_length"),
-        "num_hidden_layers": keys.size("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.size("attention.head_count_kv", heads),
-        "head_dim": head_dim,
         "max_position_embeddings": keys.size("context_length"),
         "tie_word_embeddings": "output.weight" not in names,
+        family.epsilon[1]: keys.positive(family.epsilon[0]),
     }
-    match architecture.model_type:
-        case "cohere2":
-            config["layer_norm_eps"] = keys.positive("attention.layer_norm_epsilon")
-        case "starcoder2":
-            config["norm_epsilon"] = keys.positive("attention.layer_norm_epsilon")
-        case _:
-            config["rms_norm_eps"] = keys.positive("attention.layer_norm_rms_epsilon")
-    if config["num_hidden_layers"] > len(names):
-        raise EngineError(
-            f"the GGUF file is said to have {config['num_hidden_layers']} layers", f"in {len(names)} tensors"
-        )
-    scaling = _rope_scaling(keys, config["max_position_embeddings"])
-    if not architecture.model_type.startswith("gemma"):
+    if "intermediate_size" not in family.absent:
+        config["intermediate_size"] = keys.size("feed_forward_length")
+    if "num_key_value_heads" not in family.absent:
+        config["num_key_value_heads"] = one_of(keys, "attention.head_count_kv", layers, heads)
+    head_dim, part = _head_dim(keys, architecture, family, hidden // heads)
+    if "head_dim" not in family.absent:
+        config["head_dim"] = head_dim
+    scaling = rope_scaling(keys, config["max_position_embeddings"])
+    if not model_type.startswith("gemma"):
         config |= {"hidden_act": "silu", "rope_theta": keys.positive("rope.freq_base", 10_000.0)}
     if rope_factors is not None:
-        if architecture.model_type != "llama":
-            raise UnsupportedModelError("rope factors are implemented for architecture llama alone")
+        if model_type not in ("llama", "gemma4_text"):
+            raise UnsupportedModelError("rope factors are implemented for architectures llama and gemma4 alone")
         if scaling is not None:
             raise UnsupportedModelError("rope factors beside a rope scaling are not implemented")
-        scaling = _llama3_scaling(rope_factors, config["rope_theta"], head_dim)
+        if model_type == "llama":
+            scaling = _llama3_scaling(rope_factors, config["rope_theta"], head_dim)
     config["rope_scaling"] = scaling
     has_biases = {part: any(name.endswith(f"{part}.bias") for name in names) for part in ("attn_q", "ffn_up")}
-    match architecture.model_type:
+    match model_type:
         case "llama" | "granite" | "smollm3":
             config |= {"attention_bias": has_biases["attn_q"], "mlp_bias": has_biases["ffn_up"]}
         case "qwen3" | "qwen3_moe" | "olmo2" | "olmo3" | "glm4" | "hunyuan_v1_dense" | "cohere2":
             config["attention_bias"] = has_biases["attn_q"]
         case "ernie4_5" | "starcoder2":
             config["use_bias"] = has_biases["attn_q"]
-    match architecture.model_type:
+    source = Source(keys, config, names, rope_factors)
+    config |= family.read(source)
+    match model_type:
         case "qwen2" | "qwen3":
             config["use_sliding_window"] = False
         case "gemma2":
-            config |= _gemma2(keys, config)
+            config |= gemma2(source)
         case "gemma3_text":
-            config |= _gemma3(keys, config)
+            config |= gemma3(source)
+        case "gemma4_text":
+            config |= gemma4(source)
         case "granite":
-            config |= {
-                "attention_multiplier": keys.positive("attention.scale", head_dim**-0.5),
-                "embedding_multiplier": keys.positive("embedding_scale", 1.0),
-                "residual_multiplier": keys.positive("residual_scale", 1.0),
-                "logits_scaling": keys.positive("logit_scale", 1.0),
-            }
+            config |= granite_factors(source)
+            # Of Granite 4 without states: what its converter writes of them, and of the MLP once more.
+            keys.idle(*(f"ssm.{key}" for key in ("conv_kernel", "group_count", "inner_size", "state_size")))
+            keys.idle("ssm.time_step_rank", "expert_shared_feed_forward_length")
         case "qwen3_moe":
             config |= {
                 "use_sliding_window": False,
@@ -188,85 +121,36 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
             }
         case "olmo3":
             window = keys.size("attention.sliding_window")
-            config |= {"sliding_window": window, "layer_types": _layer_types(keys, config["num_hidden_layers"], 4)}
+            config |= {"sliding_window": window, "layer_types": layer_types(keys, config["num_hidden_layers"], 4)}
         case "phi3":
             # The file has 0 where no layer has a window.
             config["sliding_window"] = keys.find(int, "attention.sliding_window") or None
         case "starcoder2":
             config["hidden_act"] = "gelu_pytorch_tanh"  # the file does not have its windows, nor has llama.cpp
-        case "glm4":
+        case "glm4" | "glm4_moe" | "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text":
             config["partial_rotary_factor"] = part
         case "cohere2":
             window = keys.size("attention.sliding_window")
             config |= {"logit_scale": keys.positive("logit_scale"), "sliding_window": window}
-            config["layer_types"] = _layer_types(keys, config["num_hidden_layers"], 4)
+            config["layer_types"] = layer_types(keys, config["num_hidden_layers"], 4)
             if hidden != heads * head_dim:
                 raise UnsupportedModelError(
                     "heads of another width than hidden / heads are not implemented for cohere2"
                 )
     keys.finish()
-    return config
+    return {key: value for key, value in config.items() if key not in family.dropped}
 
 
-def _rope_scaling(keys: Keys, context_tokens: int) -> dict[str, Any] | None:
-    old_factor = keys.find(float, "rope.scale_linear")
-    factor = keys.find(float, "rope.scaling.factor") or old_factor
-    kind = keys.get(str, "rope.scaling.type", "linear" if factor not in (None, 0.0, 1.0) else "none")
-    original = keys.find(int, "rope.scaling.original_context_length")
-    keys.refuse("rope.scaling.yarn_ext_factor", 1.0)
-    keys.refuse("rope.scaling.attn_factor", 1.0)
-    if kind == "none":
-        return None
-    if kind not in ("linear", "yarn") or not factor or not math.isfinite(factor):
-        raise UnsupportedModelError(f"rope scaling {kind!r} with factor {factor} is not implemented")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = original or context_tokens
-        for key, name in (("attn_factor", "attention_factor"), ("beta_fast", "beta_fast"), ("beta_slow", "beta_slow")):
-            if (value := keys.find(float, f"rope.scaling.yarn_{key}")) is not None:
-                scaling[name] = value
-    return scaling
-
-
-def _layer_types(keys: Keys, count: int, period: int) -> list[str]:
-    """Of each layer: one of `period` sees everything, where the file does not say which do."""
-    pattern = keys.layers("attention.sliding_window_pattern", count) or period
-    local = [(layer + 1) % pattern != 0 for layer in range(count)] if isinstance(pattern, int) else pattern
-    return ["sliding_attention" if flag else "full_attention" for flag in local]
-
-
-def _gemma2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    own = _gemma(keys, config, GEMMA2_27B_LAYERS)
-    window = keys.size("attention.sliding_window", 4096)
-    return own | {
-        "rope_theta": keys.positive("rope.freq_base", 10_000.0),
-        "layer_types": _layer_types(keys, config["num_hidden_layers"], 2),
-        "sliding_window": window,
-    }
-
-
-def _gemma3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    count, window = config["num_hidden_layers"], keys.find(int, "attention.sliding_window") or 0
-    types = _layer_types(keys, count, GEMMA3_PATTERN)
-    own = _gemma(keys, config, GEMMA3_27B_LAYERS) | {
-        "rope_theta": keys.positive("rope.freq_base", 10_000.0),
-        "rope_local_base_freq": keys.positive("rope.freq_base_swa", GEMMA3_LOCAL_BASE),
-        "layer_types": types if window else ["full_attention"] * count,
-    }
-    return own | ({"sliding_window": window} if window else {})
-
-
-def _gemma(keys: Keys, config: dict[str, Any], layers_of_27b: int) -> dict[str, Any]:
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "final_logit_softcapping": keys.find(float, "final_logit_softcapping"),
-        "attn_logit_softcapping": keys.find(float, "attn_logit_softcapping"),
-        # Not in the file. The 27B model scales by its hidden size over its heads, every other by head_dim.
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-        if config["num_hidden_layers"] == layers_of_27b
-        else config["head_dim"],
-    }
+def _head_dim(keys: Keys, architecture: Architecture, family: Family, default: int) -> tuple[int, float]:
+    """The width of a head, and the part of it that rope rotates."""
+    rotated = keys.find(int, "rope.dimension_count")
+    if "head_dim" in family.absent:
+        return default, 1.0
+    dim = keys.size("attention.key_length", rotated if architecture.paired_rope and rotated else default)
+    keys.refuse("attention.value_length", dim)
+    if not family.partial_rope:
+        keys.refuse("rope.dimension_count", dim)
+    return dim, rotated / dim if rotated else 1.0
 
 
 def _llama3_scaling(factors: torch.Tensor, base: float, head_dim: int) -> dict[str, Any] | None:

@@ -47,13 +47,14 @@ class GgufCheckpoint:
             _check_type(factors)
         config = synthesize(header, architecture, self._dequantized(factors) if factors else None)
         self._vocabulary = Vocabulary(header.metadata, config["vocab_size"])
-        self._sources = map_tensors(header, architecture, config["num_attention_heads"], config["num_key_value_heads"])
-        for tensor in {source.tensor.type: source.tensor for source in self._sources.values()}.values():
+        self._sources = map_tensors(header, architecture, config)
+        for tensor in {part.type: part for source in self._sources.values() for part in source.parts}.values():
             _check_type(tensor)
+        self.pooling = None  # whatever the file says: llama.cpp's embedding models are not read
         self.generation_config: Mapping[str, Any] = generation_config(self._vocabulary)
         self.config: Mapping[str, Any] = config
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(torch.float32, source.tensor.shape) for name, source in self._sources.items()
+            name: TensorInfo(torch.float32, source.shape) for name, source in self._sources.items()
         }
 
     @cached_property
@@ -62,7 +63,7 @@ class GgufCheckpoint:
 
     def read(self, name: str) -> torch.Tensor:
         source = self._sources[name]
-        return source.restore(self._dequantized(source.tensor))
+        return source.restore(*(self._dequantized(part) for part in source.parts))
 
     def source_hashes(self) -> Mapping[str, str]:
         return self._source_hashes

@@ -1,8 +1,9 @@
 """The tokenizer in a GGUF file's metadata, as tokenizers' JSON.
 
-Source: `tokenizer.ggml.*` of the GGUF specification. There are two kinds here. `gpt2` is byte-level BPE: merges
+Source: `tokenizer.ggml.*` of the GGUF specification. There are three kinds here. `gpt2` is byte-level BPE: merges
 are in the file, but of what splits a text into words only a name (`tokenizer.ggml.pre`). `llama` is
 SentencePiece's BPE: no merges, but a score for each piece, and the piece of the highest score is merged first.
+`gemma4` is like it, but with merges in the file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,31 +34,57 @@ class TokenType(IntEnum):
 class Splitting:
     """How a byte-level BPE cuts a text into words, and what else comes with it."""
 
-    pattern: str | None = None  # of a word; None: GPT-2's, which tokenizers has built in
+    patterns: tuple[str, ...] = ()  # of a word: each cuts what those before it left; (): GPT-2's, which tokenizers has
     digits: bool = False  # each digit is a word of its own
     nfc: bool = False  # texts are normalized to NFC first
     whole_words: bool = False  # a word that is a token is that token, whatever the merges say
     add_bos: bool = False  # where the file does not say
 
 
-# The patterns are those of the tokenizer.json of Llama 3 and Qwen 2; they differ in how digits are grouped.
+# The patterns are those of the models' tokenizer.json. Llama 3's and Qwen 2's differ in how digits are grouped.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LLAMA3 = Splitting(WORDS % "{1,3}", whole_words=True, add_bos=True)
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+SEED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+# A word has letters of upper case before those of lower case; o200k's may end as in "I'll", Mistral's Tekken's not.
+BY_CASE = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SHORT_FORMS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u30ff]+",  # Chinese and Japanese
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+LLAMA3 = Splitting((WORDS % "{1,3}",), whole_words=True, add_bos=True)
+O200K = Splitting((BY_CASE % (SHORT_FORMS, SHORT_FORMS, "{1,3}"),))
+CL100K = Splitting((WORDS % "{1,3}",))
+DIGITS = Splitting(digits=True)
 SPLITTINGS = {
     "default": Splitting(),
     "gpt-2": Splitting(),
-    "smollm": Splitting(digits=True),
-    "llama-bpe": LLAMA3,
-    "llama3": LLAMA3,
-    "llama-v3": LLAMA3,
-    "qwen2": Splitting(WORDS % "", nfc=True),
+    **dict.fromkeys(("smollm", "refact", "starcoder"), DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon-h1", "lfm2", "pixtral"), LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), CL100K),
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), O200K),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Splitting(DEEPSEEK3)),
+    "qwen2": Splitting((WORDS % "",), nfc=True),
+    "qwen35": Splitting((QWEN35,), nfc=True),
+    "seed-coder": Splitting((SEED,)),
+    "tekken": Splitting((BY_CASE % ("", "", ""),), whole_words=True, add_bos=True),
 }
 
 # Tokens that end a turn or a text, by what they are called: files rarely list more than one of a model's.
 END_TOKENS = (
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "<eos>"
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "<eos>",
+    "<turn|>", "<|tool_response>"
 )  # fmt: skip
 SAMPLING_KEYS = {
     "temp": "temperature",
@@ -156,11 +183,13 @@ def build_tokenizer(vocabulary: Vocabulary) -> TokenizerFiles:
                 )
             tokenizer, add_bos = _byte_level(vocabulary, splitting), splitting.add_bos
         case "llama":
-            tokenizer, add_bos = _sentencepiece(vocabulary), True
+            tokenizer, add_bos = _sentencepiece(vocabulary, _merges(vocabulary)), True
+        case "gemma4":
+            tokenizer, add_bos = _sentencepiece(vocabulary, _stored_merges(vocabulary), has_prefix=False), True
         case other:
             raise UnsupportedModelError(
                 f"a GGUF tokenizer of model {other!r} is not known",
-                "known are gpt2 and llama",
+                "known are gpt2, llama and gemma4",
                 "Build from the model's safetensors checkpoint instead.",
             )
     special = vocabulary.special_ids()
@@ -174,7 +203,9 @@ def build_tokenizer(vocabulary: Vocabulary) -> TokenizerFiles:
         ]
     )
     config: dict[str, Any] = {f"{name}_token": vocabulary.tokens[id] for name, id in special.items()}
-    config["add_bos_token"] = vocabulary.flag("add_bos_token", add_bos) and "bos" in special
+    # Gemma 4 needs it, and its first converters wrote that it does not; llama.cpp puts it there all the same.
+    always = vocabulary.text("model") == "gemma4"
+    config["add_bos_token"] = (always or vocabulary.flag("add_bos_token", add_bos)) and "bos" in special
     config["add_eos_token"] = vocabulary.flag("add_eos_token", False) and "eos" in special
     _add_ends(tokenizer, config, special)
     template = vocabulary.metadata.get("tokenizer.chat_template")
@@ -185,7 +216,9 @@ def generation_config(vocabulary: Vocabulary) -> dict[str, Any]:
     """generation_config.json: what ends a text, and how the model's makers sample, as far as the file tells."""
     special = vocabulary.special_ids()
     ends = [special.get("eos"), vocabulary.id("eot"), vocabulary.id("eom")]
-    ends += [vocabulary.ids[token] for token in vocabulary.of_type(TokenType.CONTROL) if token in END_TOKENS]
+    # Gemma 4's converter has `<|tool_response>` shown, though it ends a turn.
+    shown = vocabulary.of_type(TokenType.CONTROL, TokenType.USER_DEFINED)
+    ends += [vocabulary.ids[token] for token in shown if token in END_TOKENS]
     unique = list(dict.fromkeys(id for id in ends if id is not None))
     config: dict[str, Any] = {f"{name}_token_id": special[name] for name in ("bos", "pad") if name in special}
     if unique:
@@ -198,32 +231,35 @@ def generation_config(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _byte_level(vocabulary: Vocabulary, splitting: Splitting) -> Tokenizer:
-    pairs = [merge.split(" ") for merge in vocabulary.array("merges", str) or []]
-    if not pairs or any(len(pair) != 2 for pair in pairs):
-        raise EngineError("metadata tokenizer.ggml.merges is missing or not in pairs", fix="Convert the model anew.")
-    merges = [(left, right) for left, right in pairs]
-    tokenizer = Tokenizer(_bpe(vocabulary, merges, ignore_merges=splitting.whole_words))
+    tokenizer = Tokenizer(_bpe(vocabulary, _stored_merges(vocabulary), ignore_merges=splitting.whole_words))
     if splitting.nfc:
         tokenizer.normalizer = normalizers.NFC()
     steps: list[pre_tokenizers.PreTokenizer] = []
     if splitting.digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if splitting.pattern:
-        steps.append(pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splitting.pattern))
+    steps += [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitting.patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splitting.patterns))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+def _stored_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    pairs = [merge.split(" ") for merge in vocabulary.array("merges", str) or []]
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        raise EngineError("metadata tokenizer.ggml.merges is missing or not in pairs", fix="Convert the model anew.")
+    return [(left, right) for left, right in pairs]
+
+
+def _sentencepiece(vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], has_prefix: bool = True) -> Tokenizer:
+    """has_prefix: a space is put before a text, where the file does not say it."""
     if vocabulary.flag("remove_extra_whitespaces", False) or vocabulary.array("precompiled_charsmap", int):
         raise UnsupportedModelError("a SentencePiece tokenizer that normalizes text is not implemented")
-    prefix = vocabulary.flag("add_space_prefix", True)
+    prefix = vocabulary.flag("add_space_prefix", has_prefix)
     tokenizer = Tokenizer(
         _bpe(
             vocabulary,
-            _merges(vocabulary),
+            merges,
             unk_token=next(iter(vocabulary.of_type(TokenType.UNKNOWN)), None),
             fuse_unk=True,
             byte_fallback=bool(vocabulary.of_type(TokenType.BYTE)),

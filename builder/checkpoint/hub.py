@@ -34,6 +34,8 @@ from enginewright.builder.checkpoint.folder import (
     refuse_pickle,
 )
 from enginewright.builder.checkpoint.folder_tokenizer import TOKENIZER, TOKENIZER_FILES, check_tokenizer
+from enginewright.builder.checkpoint.sentence_transformers import OF_MODULE
+from enginewright.builder.checkpoint.sentence_transformers import TEXTS as MODULE_TEXTS
 from enginewright.checkpoint_ref import HUB_ID
 from enginewright.errors import EngineError, UsageError
 
@@ -185,7 +187,8 @@ def _refusals(hub_id: HubId, hint: str = "") -> Iterator[None]:
 
 
 def _is_text(name: str) -> bool:
-    return name in (CONFIG, GENERATION_CONFIG, MODELOPT_CONFIG, INDEX, *TOKENIZER_FILES, *OTHER_TOKENIZERS)
+    whole = (CONFIG, GENERATION_CONFIG, MODELOPT_CONFIG, INDEX, *TOKENIZER_FILES, *OTHER_TOKENIZERS, *MODULE_TEXTS)
+    return name in whole or OF_MODULE.fullmatch(name) is not None
 
 
 def _plain_weights(id: str, names: list[str]) -> list[str]:

@@ -4,5 +4,15 @@ from enginewright.builder.gate.config import GateConfig, parse_gate
 from enginewright.builder.gate.gate import Subject, measure
 from enginewright.builder.gate.refusal import refusal
 from enginewright.builder.gate.report import check_report_path, write_report
+from enginewright.builder.gate.vectors import measure_vectors
 
-__all__ = ["GateConfig", "Subject", "check_report_path", "measure", "parse_gate", "refusal", "write_report"]
+__all__ = [
+    "GateConfig",
+    "Subject",
+    "check_report_path",
+    "measure",
+    "measure_vectors",
+    "parse_gate",
+    "refusal",
+    "write_report",
+]

@@ -26,6 +26,7 @@ MEASURES = (
     Measure("top1", "share of positions at which the same token is the likeliest", least=True, highest=1),
     Measure("ppl", "perplexity, over the source's"),
     Measure("layer", "error of the worst layer's output, relative to it"),
+    Measure("cosine", "mean cosine of the vectors of texts and the source's", least=True, highest=1),
     Measure("needle", "share of the needles found that the source finds", least=True, highest=1, full=True),
     Measure("json", "share of answers asked for in JSON that are", least=True, highest=1, full=True),
     Measure("divergence", "tokens written before the source goes another way, median", least=True, full=True),

@@ -102,7 +102,9 @@ class _Work:
 
     @staticmethod
     def of(source: ir.Model) -> "_Work":
-        head = head_of(source).weight
+        logits = head_of(source)
+        assert logits is not None, "embedding models have a gate of their own"
+        head = logits.weight
         linears = [linear_of(node.outputs[0]) for node in nodes_of(source, "MatMul")]
         every = [linear.weight for linear in linears if linear is not None and linear.weight is not head]
         return _Work(sum(math.prod(shape_of(weight)) for weight in every), math.prod(shape_of(head)))

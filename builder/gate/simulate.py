@@ -51,7 +51,9 @@ def simulate(
         method = methods[linear.weight]
         return dict.fromkeys(range(len(inputs)), Other(lambda x: method.round_activations(x, target)))
 
-    head = methods[head_of(dense).weight]
+    logits = head_of(dense)
+    assert logits is not None, "embedding models are built for CPUs alone"
+    head = methods[logits.weight]
     compute = _attending(STORED[kv_dtype], target.queries(STORED[kv_dtype]))
     return stream(dense, texts, rounding, threads, lambda x: head.round_activations(x, target), compute)
 

@@ -5,17 +5,21 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
+import msgspec
 import onnx_ir as ir
 
 from enginewright.builder.checkpoint.base import Checkpoint
 from enginewright.builder.checkpoint.quantized import read_format
 from enginewright.builder.config import ConfigReader
+from enginewright.builder.pooling import Pooling
 from enginewright.builder.tensors import AssumedTensors, Tensors
 from enginewright.builder.weights import Weights
 from enginewright.builder.wrappers import WRAPPERS, TextPart, text_config
+from enginewright.embedding import EmbeddingConfig
 from enginewright.errors import UnsupportedModelError
 
 Build = Callable[[ConfigReader, Weights], ir.Model]
@@ -31,7 +35,8 @@ def build_graph(checkpoint: Checkpoint, max_seq_len: int | None = None) -> ir.Mo
     """The dense graph of a checkpoint, in standard ONNX and a few ops of ours. Reads no tensor.
 
     Inputs: tokens, positions INT64 [1, T]; past_key.<i>, past_value.<i> FLOAT [1, kv_heads, P, head_dim].
-    Outputs: logits FLOAT [1, T, vocab]; present_key.<i>, present_value.<i> FLOAT [1, kv_heads, P + T, head_dim].
+    Outputs: logits FLOAT [1, T, vocab], or of an embedding model embedding or score FLOAT [1, 1, width];
+    present_key.<i>, present_value.<i> FLOAT [1, kv_heads, P + T, head_dim].
 
     Args:
         max_seq_len: positions of the longest sequence that is wanted; None is what the model was made for.
@@ -42,9 +47,9 @@ def build_graph(checkpoint: Checkpoint, max_seq_len: int | None = None) -> ir.Mo
     """
     config = text_config(checkpoint.config)
     if config is checkpoint.config:
-        return _build(config, Tensors(checkpoint), max_seq_len)
+        return _build(config, Tensors(checkpoint), max_seq_len, pooling=checkpoint.pooling)
     part = TextPart(checkpoint)
-    return _build(config, Tensors(part), max_seq_len, part.notes)
+    return _build(config, Tensors(part), max_seq_len, part.notes, checkpoint.pooling)
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -57,7 +62,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         UnsupportedModelError: the type of the model, its rope, its quantization or another feature is not implemented.
         EngineError: the config cannot be used.
     """
-    _build(text_config(config), AssumedTensors())
+    _build(text_config(config), AssumedTensors(), pooling=Pooling("mean"))  # whatever it is: it refuses nothing
 
 
 def _build(
@@ -65,15 +70,31 @@ def _build(
     tensors: Tensors,
     max_seq_len: int | None = None,
     notes: Mapping[str, int] = MappingProxyType({}),
+    pooling: Pooling | None = None,
 ) -> ir.Model:
     config = ConfigReader(values, max_seq_len=max_seq_len)
+    if pooling is not None:
+        config.pooling = replace(pooling, embedding=_with_dimensions(pooling.embedding, config))
     format = read_format(config, tensors)
     weights = Weights(tensors, format)
+    if pooling is not None and not any(name.startswith("model.") for name in tensors.names):
+        weights.inside("")  # as a model is saved that never had a head
     model = _find(config.read(str, "model_type"))(config, weights)
     weights.refuse_left_over()
     weights.note_none_quantized()
     model.metadata_props["enginewright.notes"] = json.dumps({**notes, **weights.notes})
     return model
+
+
+def _with_dimensions(embedding: EmbeddingConfig, config: ConfigReader) -> EmbeddingConfig:
+    """What of a vector is one, too, of models that were trained so: https://arxiv.org/abs/2205.13147"""
+    dimensions = config.read_list(int, "matryoshka_dimensions")
+    any_dimensions = config.read(bool, "is_matryoshka", default=False)
+    if not dimensions:
+        return msgspec.structs.replace(embedding, any_dimensions=any_dimensions or embedding.any_dimensions)
+    if any(number <= 0 for number in dimensions):
+        raise config.error(f"matryoshka_dimensions is {dimensions}, with a number that is not above 0")
+    return msgspec.structs.replace(embedding, dimensions=tuple(dimensions))
 
 
 def _find(model_type: str) -> Build:

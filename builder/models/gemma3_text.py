@@ -7,13 +7,12 @@ import onnx_ir as ir
 import torch
 
 from enginewright.builder.config import ConfigReader
-from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import Attention, Embedding, GatedMlp, GraphWriter, Head, Heads, RmsNorm
 from enginewright.builder.models.blocks.layers import read_layer_count, read_windows
+from enginewright.builder.models.blocks.pooling import refuse_without
 from enginewright.builder.models.blocks.rope import read_local_and_global
 from enginewright.builder.weights import Weights
-
-HARMLESS = {"use_bidirectional_attention": Harmless("Every token attends to those before it alone.", (False,))}
+from enginewright.plugins.masked_attention import EVERYTHING
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
@@ -36,7 +35,10 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     local_theta = config.read_positive("rope_local_base_freq", default=10_000.0)
     global_theta = config.read_positive("rope_theta", default=1_000_000.0)
     local, everywhere = read_local_and_global(config, local_theta, global_theta, attention.heads.dim, max_positions)
-    config.refuse_unread(HARMLESS)
+    both_ways = config.read(bool, "use_bidirectional_attention", default=False)
+    if both_ways:  # EmbeddingGemma, https://arxiv.org/abs/2509.20354
+        refuse_without(config)
+    config.refuse_unread()
 
     graph = GraphWriter(weights, max_positions)
     local_table, global_table = local.write(graph, "rope.local"), everywhere.write(graph, "rope.global")
@@ -44,13 +46,21 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     for layer, window in enumerate(windows):
         name, table = f"model.layers.{layer}", local_table if window else global_table
         h = norm.write(graph, x, f"{name}.input_layernorm")
-        h = replace(attention, window=window).write(graph, h, f"{name}.self_attn", layer, table)
+        h = _seeing(attention, window, both_ways).write(graph, h, f"{name}.self_attn", layer, table)
         x = graph.add(x, norm.write(graph, h, f"{name}.post_attention_layernorm"))
         h = norm.write(graph, x, f"{name}.pre_feedforward_layernorm")
         h = mlp.write(graph, h, f"{name}.mlp")
         x = graph.add(x, norm.write(graph, h, f"{name}.post_feedforward_layernorm"))
     h = norm.write(graph, x, "model.norm")
     return graph.finish(head.write(graph, h, "model.embed_tokens"))
+
+
+def _seeing(attention: Attention, window: int, both_ways: bool) -> Attention:
+    """What a token of a layer sees: before it, or on both sides, where a window lies around it."""
+    if not both_ways:
+        return replace(attention, window=window)
+    reach = window // 2
+    return replace(attention, window=reach + 1 if window else 0, lookahead=reach if window else EVERYTHING)
 
 
 def _windows(config: ConfigReader) -> list[int]:

@@ -21,11 +21,12 @@ class FuseQkv:
 
     def __call__(self, model: ir.Model) -> PassResult:
         rewrites, refusals = 0, []
-        attentions = (*nodes_of(model, "Attention"), *nodes_of(model, "CausalWindow", domain=DOMAIN))
+        attentions = (*nodes_of(model, "Attention"), *nodes_of(model, "WindowAttention", domain=DOMAIN))
         for node in attentions:
             found = [linear_of(_projection(value)) for value in node.inputs[:3]]
-            siblings = [linear for linear in found if linear is not None]
-            if len(siblings) < 3:
+            # Keys and values may be the same product.
+            siblings = list({linear.output: linear for linear in found if linear is not None}.values())
+            if None in found:
                 refusal: str | None = f"{node.name} does not attend to three linear layers."
             else:
                 refusal = stack([*siblings, *_gates(node, siblings[0].x)], "qkv_proj")

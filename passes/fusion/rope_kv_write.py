@@ -10,6 +10,7 @@ from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import DOMAIN
 from enginewright.plugins.plugin import int_of
 from enginewright.plugins.rope_kv_write import ROPE_KV_WRITE
+from enginewright.plugins.rope_queries import ROPE_QUERIES
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,10 @@ class FuseRopeKvWrite:
     def __call__(self, model: ir.Model) -> PassResult:
         rewrites, refusals = 0, []
         for attention in nodes_of(model, "PagedAttention", domain=DOMAIN):
-            write = made_by(attention.inputs[1], "KvWrite", DOMAIN)
+            if (queries := made_by(attention.inputs[0], ROPE_QUERIES.name, DOMAIN)) is not None:
+                rewrites += _rotate_queries(queries)
+                continue
+            write = made_by(attention.inputs[0], "KvWrite", DOMAIN)
             assert write is not None, f"{attention.name} is not as ToRagged wrote it"
             q, k, *others = write.inputs
             tables: Sequence[ir.Value | None] = (None, None)
@@ -41,3 +45,16 @@ class FuseRopeKvWrite:
             replace([write, *ropes], [fused], list(zip(write.outputs, fused.outputs, strict=True)))
             rewrites += 1
         return PassResult(rewrites, tuple(refusals))
+
+
+def _rotate_queries(node: ir.Node) -> bool:
+    """Whether the rotation of queries alone was taken up."""
+    q, _, _, *pools = node.inputs
+    rope = made_by(q, "Rope", DOMAIN)
+    if rope is None or not only_used_by(rope.outputs[0], node):
+        return False
+    settings = {name: int_of(node, name) for name in ("heads", "kv_heads", "head_dim", "stored")}
+    fused = ROPE_QUERIES.node([*rope.inputs, *pools], **settings)
+    fused.name = node.name
+    replace([node, rope], [fused], [(node.outputs[0], fused.outputs[0])])
+    return True

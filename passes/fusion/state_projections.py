@@ -1,5 +1,6 @@
 """The projections that a gated delta net reads its input with become one matrix product."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -24,13 +25,22 @@ class FuseStateProjections:
 
 
 def _fuse(node: ir.Node) -> str | None:
-    """Stack what is convolved, the gate of the norm, and what decays and corrections are made of."""
+    """Stack what is convolved, the gate of the norm, and what decays and corrections are made of. Where queries, keys
+    and values are convolved apart (Kimi's): these, and what corrections are made of.
+    """
+    apart = [made_by(value, "CausalConv", DOMAIN) for value in node.inputs[:3]]
+    if None not in apart:
+        return _stack(node, [*(conv.inputs[0] for conv in apart if conv is not None), node.inputs[4]])
     split = made_by(node.inputs[0], "Split")
     conv = None if split is None else made_by(split.inputs[0], "CausalConv", DOMAIN)
     norm = next(iter(node.outputs[1].consumers()), None)
     if conv is None or norm is None or norm.op_type != "GatedRmsNorm":
         return f"{node.name} does not stand between a convolution and a norm."
-    found = [linear_of(value) for value in (conv.inputs[0], norm.inputs[1], node.inputs[3], node.inputs[4])]
+    return _stack(node, (conv.inputs[0], norm.inputs[1], node.inputs[3], node.inputs[4]))
+
+
+def _stack(node: ir.Node, values: Sequence[ir.Value | None]) -> str | None:
+    found = [linear_of(value) for value in values]
     siblings = [linear for linear in found if linear is not None]
     if len(siblings) < len(found):
         return f"{node.name} does not read four linear layers."

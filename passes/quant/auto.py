@@ -93,8 +93,11 @@ class MixUnseen:
 
 def free_weights(model: ir.Model) -> list[ir.Value]:
     """Of linear layers but the head that nothing has quantized yet."""
-    head = head_of(model).weight
-    return [linear.weight for linear in linears_of(model) if linear.weight is not head and not stored(linear.weight)]
+    head = head_of(model)
+    assert head is not None, "embedding models are not built so"
+    return [
+        linear.weight for linear in linears_of(model) if linear.weight is not head.weight and not stored(linear.weight)
+    ]
 
 
 Costs = Mapping[ir.Value, Sequence[float]]  # weight → by format, what it adds to the divergence, in nats

@@ -58,14 +58,16 @@ def table_methods(model: ir.Model, config: QuantConfig) -> dict[ir.Value, QuantC
     """
     tables = [gather.inputs[0] for gather in nodes_of(model, "Gather")]
     methods = {table: config.tables for table in tables if table is not None and table.is_initializer()}
-    head = head_of(model).weight
-    if head in methods and config.head != config.tables:
+    head = head_of(model)
+    if head is None:
+        return methods
+    if head.weight in methods and config.head != config.tables:
         raise UsageError(
             "--quantize-lm-head is not possible",
             "the head shares its table with the embedding, and that is int8 by row",
             "Leave it out.",
         )
-    return methods if head in methods else {**methods, head: config.head}
+    return methods if head.weight in methods else {**methods, head.weight: config.head}
 
 
 class _Run:

@@ -11,31 +11,38 @@ PATH_PREFIXES = ("./", "../", "/", "~")  # whoever types one means a path, not a
 HUB_ID = re.compile(r"(?P<owner>\w[\w.-]*)/(?P<name>\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
-def refuse_checkpoint(given: str | Path) -> None:
-    """Tell people who name a checkpoint in the place of an engine to build it, with the command.
+def find_checkpoint(given: str | Path) -> tuple[str, str] | None:
+    """What kind of checkpoint is named where an engine may be, and the model's name; None: it is no checkpoint.
 
     Args:
-        given: what was named: an engine file, a checkpoint's folder, a GGUF file, or a hub id. A text keeps the `./`
-            that says that it is a path; `Path` drops it.
+        given: an engine file, a checkpoint's folder, a GGUF file, or a hub id. A text keeps the `./` that says that it
+            is a path; `Path` drops it.
+    """
+    path = Path(given)
+    try:
+        if path.is_dir():
+            if (path / "config.json").is_file() or any(path.glob("*.gguf")):
+                return "a checkpoint's folder", path.resolve().name
+        elif path.suffix.lower() == ".gguf":
+            if path.is_file():
+                return "a GGUF checkpoint", path.stem
+        elif (match := HUB_ID.fullmatch(str(given))) and path.suffix != ".engine" and not path.parent.exists():
+            return "a model of the Hugging Face hub", match["name"]
+    except (OSError, ValueError):
+        return None  # Opening it says what is wrong.
+    return None
+
+
+def refuse_checkpoint(given: str | Path) -> None:
+    """Tell people who name a checkpoint in the place of an engine to build it, with the command.
 
     Raises:
         UsageError: it is a checkpoint.
     """
-    path = Path(given)
-    kind = name = ""
-    try:
-        if path.is_dir():
-            if (path / "config.json").is_file() or any(path.glob("*.gguf")):
-                kind, name = "a checkpoint's folder", path.resolve().name
-        elif path.suffix.lower() == ".gguf":
-            if path.is_file():
-                kind, name = "a GGUF checkpoint", path.stem
-        elif (match := HUB_ID.fullmatch(str(given))) and path.suffix != ".engine" and not path.parent.exists():
-            kind, name = "a model of the Hugging Face hub", match["name"]
-    except (OSError, ValueError):
-        return  # Opening it says what is wrong.
-    if not name:
+    path, found = Path(given), find_checkpoint(given)
+    if found is None:
         return
+    kind, name = found
     engine = f"{name}.engine"
     raise UsageError(
         f"{path} is {kind}, not an engine" if path.exists() else f"there is no engine {path}",

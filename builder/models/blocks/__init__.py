@@ -7,6 +7,7 @@ from enginewright.builder.models.blocks.experts import ExpertNames, Experts, Rou
 from enginewright.builder.models.blocks.gated_delta_net import GatedDeltaNet
 from enginewright.builder.models.blocks.graph import GraphWriter
 from enginewright.builder.models.blocks.head import Head
+from enginewright.builder.models.blocks.kimi_delta import KimiDelta
 from enginewright.builder.models.blocks.latent_attention import LatentAttention
 from enginewright.builder.models.blocks.mamba2 import Mamba2
 from enginewright.builder.models.blocks.mlp import GatedMlp, Mlp
@@ -23,6 +24,7 @@ __all__ = [
     "GraphWriter",
     "Head",
     "Heads",
+    "KimiDelta",
     "LatentAttention",
     "Layer",
     "LayerNorm",

@@ -1,4 +1,4 @@
-"""Causal attention, with queries in groups that share a head of keys and values."""
+"""Attention, with queries in groups that share a head of keys and values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ from enginewright.builder.models.blocks.graph import GraphWriter, LayerCache, P,
 from enginewright.builder.models.blocks.norm import RmsNorm
 from enginewright.builder.models.blocks.rope import RopeTable
 from enginewright.builder.weights import Weights
-from enginewright.plugins.causal_window import CAUSAL_WINDOW
+from enginewright.plugins.masked_attention import EVERYTHING
 from enginewright.plugins.plugin import dims_of, width_of
 from enginewright.plugins.position_scale import POSITION_SCALE
+from enginewright.plugins.window_attention import WINDOW_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,17 @@ class Heads:
         count = config.read_size("num_attention_heads", most=MOST_HEADS)
         dim = config.read_size("head_dim", default=default_dim or max(hidden // count, 1), most=MOST_HEAD_DIM)
         kv_count = config.read_size("num_key_value_heads", default=count, most=MOST_HEADS)
-        if count % kv_count:
-            raise config.error(f"num_attention_heads is {count}, no multiple of num_key_value_heads, {kv_count}")
-        if dim % 2:
-            raise config.error(f"head_dim is {dim}: rotary embeddings need an even one")
-        return Heads(count, kv_count, dim)
+        return Heads(count, kv_count, dim).checked(config)
+
+    def checked(self, config: ConfigReader) -> "Heads":
+        """These. Raises EngineError where groups are not equal, or where a head has no two halves."""
+        if self.count % self.kv_count:
+            raise config.error(
+                f"num_attention_heads is {self.count}, no multiple of num_key_value_heads, {self.kv_count}"
+            )
+        if self.dim % 2:
+            raise config.error(f"head_dim is {self.dim}: rotary embeddings need an even one")
+        return self
 
     def cut_fused(self, tensor: str) -> dict[str, Sequence[int]]:
         """The rows of q, k and v where they are one tensor, one behind the other: for Weights.cut."""
@@ -86,10 +93,14 @@ class Attention:
     norms_all_heads: bool = False  # the norm is of all heads together, not of each by itself
     norms_rotated: bool = False  # the norm is behind the rotation
     norm_names: tuple[str, str] = ("q_norm", "k_norm")  # in the checkpoint
+    value_norm: RmsNorm | None = None  # of each head of v
+    keys_are_values: bool = False  # v is what k is before its norm and rotation
+    reads: int | None = None  # the layer whose keys and values are read; None where the layer has its own
     output_name: str = "o_proj"  # in the checkpoint
     gated: bool = False  # o reads y · sigmoid(gate): q_proj has, for each head, its query and a gate as wide
     position_scale: PositionScale | None = None  # of queries
     window: int = 0  # positions that a query sees, its own included; 0 is all
+    lookahead: int = 0  # positions behind its own that a query sees; EVERYTHING is all, and 0 is causal
     softcap: float = 0.0  # scores stay within ±softcap; 0 is no limit
     sinks: bool = False  # each head has a logit that belongs to no position and joins the softmax's sum
 
@@ -100,20 +111,29 @@ class Attention:
             graph.weights.cut(f"{tensor}.q_proj", heads.cut_gated(f"{tensor}.q_proj", f"{tensor}.gate_proj"))
         if rope is not None and rope.interleaved:
             self._reorder(graph.weights, tensor, rope)
-        q, k, v = (
-            graph.linear(x, f"{tensor}.{part}_proj", count * heads.dim, self.bias)
-            for part, count in (("q", heads.count), ("k", heads.kv_count), ("v", heads.kv_count))
-        )
+        q_norm, k_norm = (f"{tensor}.{name}" for name in self.norm_names)
+        q = graph.linear(x, f"{tensor}.q_proj", heads.count * heads.dim, self.bias)
+        keys_and_values = None if self.reads is not None else self._project(graph, x, tensor)
         if self.position_scale is not None:
             q = self.position_scale.write(graph, q)
-        q_norm, k_norm = (f"{tensor}.{name}" for name in self.norm_names)
-        q, k = self._placed(graph, q, q_norm, rope), self._placed(graph, k, k_norm, rope)
+        q = self._placed(graph, q, q_norm, rope)
+        if keys_and_values is not None:
+            k, v = keys_and_values
+            k = self._placed(graph, k, k_norm, rope)
+            v = v if self.value_norm is None else self.value_norm.write_by_head(graph, v, f"{tensor}.v_norm", heads.dim)
+            graph.share(layer, [k, v, *graph.past(layer, LayerCache(heads.kv_count, heads.dim, self.window))])
         sinks = graph.weights.tensor(f"{tensor}.sinks", (heads.count,)) if self.sinks else None
-        y = self._attend(graph, q, k, v, sinks, layer)
+        y = self._attend(graph, q, sinks, layer)
         if self.gated:
             gate = graph.linear(x, f"{tensor}.gate_proj", heads.count * heads.dim, self.bias)
             y = graph.activation("sigmoid", y, f"layers.{layer}.attention.gated", gate)
         return graph.linear(y, f"{tensor}.{self.output_name}", width_of(x), self.output_bias)
+
+    def _project(self, graph: GraphWriter, x: ir.Value, tensor: str) -> tuple[ir.Value, ir.Value]:
+        """Keys and values, without norms and positions."""
+        width = self.heads.kv_count * self.heads.dim
+        k = graph.linear(x, f"{tensor}.k_proj", width, self.bias)
+        return k, k if self.keys_are_values else graph.linear(x, f"{tensor}.v_proj", width, self.bias)
 
     def _reorder(self, weights: Weights, tensor: str, rope: RopeTable) -> None:
         """Columns of a rope's pairs, which the checkpoint has side by side, move half a head apart."""
@@ -138,20 +158,26 @@ class Attention:
             return self.head_norm.write(graph, x, norm)
         return self.head_norm.write_by_head(graph, x, norm, self.heads.dim)
 
-    def _attend(
-        self, graph: GraphWriter, q: ir.Value, k: ir.Value, v: ir.Value, sinks: ir.Value | None, layer: int
-    ) -> ir.Value:
+    def _attend(self, graph: GraphWriter, q: ir.Value, sinks: ir.Value | None, layer: int) -> ir.Value:
         """To the past and the new keys: [1, T, heads.count · heads.dim]."""
         heads, name = self.heads, f"layers.{layer}.attention"
+        k, v, *past = graph.shared(layer if self.reads is None else self.reads)
         counts = {"q_num_heads": heads.count, "kv_num_heads": heads.kv_count}
         scores = {"scale": heads.dim**-0.5 if self.scale is None else self.scale, "softcap": self.softcap}
-        past = graph.past(layer, LayerCache(heads.kv_count, heads.dim, self.window))
-        if self.window or sinks is not None:
+        causal = self.lookahead == 0
+        plain = self.reads is None and (causal or self.lookahead == EVERYTHING)
+        if self.window or sinks is not None or not plain:
             inputs = [q, k, v, *past] if sinks is None else [q, k, v, *past, sinks]
-            node = graph.plugin(CAUSAL_WINDOW, inputs, name, **counts, **scores, window=self.window)
+            sees = {"window": self.window, "lookahead": self.lookahead}
+            node = graph.plugin(WINDOW_ATTENTION, inputs, name, **counts, **scores, **sees)
         else:
             dims = [dims_of(q), *[(1, heads.kv_count, P + T, heads.dim)] * 2]
-            node = graph.node("Attention", [q, k, v, None, *past], name, dims, **counts, is_causal=1, **scores)
+            node = graph.node(
+                "Attention", [q, k, v, None, *past], name, dims, **counts, is_causal=int(causal), **scores
+            )
         y, key, value = node.outputs
-        graph.present(layer, key, value)
+        if self.reads is None:
+            graph.present(layer, key, value)
+        else:  # the layer that is read gives them, too
+            key.name, value.name = f"{name}.key", f"{name}.value"
         return y

@@ -11,6 +11,7 @@ from enginewright.builder.models.blocks.experts import Experts
 from enginewright.builder.models.blocks.gated_delta_net import GatedDeltaNet
 from enginewright.builder.models.blocks.graph import GraphWriter
 from enginewright.builder.models.blocks.head import Head
+from enginewright.builder.models.blocks.kimi_delta import KimiDelta
 from enginewright.builder.models.blocks.latent_attention import LatentAttention
 from enginewright.builder.models.blocks.mamba2 import Mamba2
 from enginewright.builder.models.blocks.mlp import GatedMlp, Mlp
@@ -37,7 +38,7 @@ class SideBySide:
 
 
 # Looks at the tokens before.
-Mixer = Attention | LatentAttention | GatedDeltaNet | Mamba2 | ShortConv | SideBySide
+Mixer = Attention | LatentAttention | GatedDeltaNet | KimiDelta | Mamba2 | ShortConv | SideBySide
 
 
 @dataclass(frozen=True)

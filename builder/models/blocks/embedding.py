@@ -18,6 +18,7 @@ class Embedding:
     hidden: int  # its columns
     scale: float | None = None  # of the rows, None where they are taken as they are
     positions: int = 0  # rows of a table that is added by position; 0 where there is none
+    types: int = 0  # rows of a table that is added by whether a token is of a second text; 0 where there is none
 
     @staticmethod
     def read(config: ConfigReader) -> "Embedding":
@@ -26,14 +27,19 @@ class Embedding:
             hidden=config.read_size("hidden_size", most=MOST_COLUMNS),
         )
 
-    def write(self, graph: GraphWriter, tensor: str, positions_tensor: str = "") -> ir.Value:
-        """positions_tensor: of the table by position."""
+    def write(self, graph: GraphWriter, tensor: str, positions_tensor: str = "", types_tensor: str = "") -> ir.Value:
+        """positions_tensor: of the table by position. types_tensor: of the table by text."""
         rows = self._rows(graph, tensor)
-        if not self.positions:
-            return rows
-        table = graph.weights.tensor(f"{positions_tensor}.weight", (self.positions, self.hidden))
-        node = graph.plugin(EMBED_POSITIONS, [graph.positions, table], short(positions_tensor))
-        return graph.add(rows, node.outputs[0])
+        if self.positions:
+            rows = self._with(graph, rows, graph.positions, positions_tensor, self.positions)
+        if self.types:
+            rows = self._with(graph, rows, graph.token_types(), types_tensor, self.types)
+        return rows
+
+    def _with(self, graph: GraphWriter, rows: ir.Value, indices: ir.Value, tensor: str, size: int) -> ir.Value:
+        """Rows of another table of `size` rows added."""
+        table = graph.weights.tensor(f"{tensor}.weight", (size, self.hidden))
+        return graph.add(rows, graph.plugin(EMBED_POSITIONS, [indices, table], short(tensor)).outputs[0])
 
     def _rows(self, graph: GraphWriter, tensor: str) -> ir.Value:
         name, dims = short(tensor), (1, T, self.hidden)
@@ -41,5 +47,5 @@ class Embedding:
         rows = graph.op("Gather", [table, graph.tokens], name, dims, axis=0)
         if self.scale is None:
             return rows
-        factor = graph.constant("embedding_scale", np.array(self.scale, np.float32))
+        factor = graph.constant(f"{name}.scale", np.array(self.scale, np.float32))
         return graph.op("Mul", [rows, factor], f"{name}.scaled", dims)

@@ -70,7 +70,7 @@ class Routing:
             scores, correction: as Routing has them.
             groups, chosen_groups, scale: where the config does not say it.
         """
-        groups = config.read_size("n_group", default=groups)
+        groups = config.read_size("n_group", "num_expert_group", default=groups)
         routing = Routing.read(
             config,
             *(count_keys or ("n_routed_experts",)),
@@ -78,7 +78,8 @@ class Routing:
             correction=correction,
             groups=groups,
             chosen_groups=config.read_size("topk_group", default=chosen_groups),
-            normalized=config.read(bool, "norm_topk_prob", default=True),
+            top_keys=("num_experts_per_tok", "num_experts_per_token"),
+            normalized=config.read(bool, "norm_topk_prob", "moe_renormalize", default=True),
             scale=config.read_positive("routed_scaling_factor", default=scale),
         )
         experts, chosen = routing.experts, routing.chosen_groups
@@ -110,6 +111,7 @@ class ExpertNames:
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
     latent: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")
+    factors: str = ""  # the tensor [experts] that results of experts are multiplied by, where there is one
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,9 @@ class Experts:
     names: ExpertNames = field(default_factory=ExpertNames)
 
     @staticmethod
-    def read_activation(config: ConfigReader, *keys: str) -> str:
+    def read_activation(config: ConfigReader, *keys: str, default: str = "silu") -> str:
         """Of experts with a gate."""
-        return EPILOGUES[read_activation(config, *keys)]
+        return EPILOGUES[read_activation(config, *keys, default=default)]
 
     @staticmethod
     def read_width(config: ConfigReader, key: str = "moe_intermediate_size") -> int:
@@ -159,13 +161,14 @@ class Experts:
             names=ExpertNames(shared="shared_experts"),
         )
 
-    def write(self, graph: GraphWriter, x: ir.Value, tensor: str) -> ir.Value:
+    def write(self, graph: GraphWriter, x: ir.Value, tensor: str, scored: ir.Value | None = None) -> ir.Value:
+        """scored: what the router reads, where that is not x."""
         if self.names.block:
             router, layer = f".{self.names.router}.weight", tensor.rpartition(".")[0]
             either = (f"{tensor}{router}", f"{layer}.{self.names.block}{router}")
             tensor = graph.weights.first_of(*either).removesuffix(router)
         name = short(tensor)
-        places, share, starts = self._route(graph, x, tensor, name)
+        places, share, starts = self._route(graph, x if scored is None else scored, tensor, name)
         inner, outer = (f"{tensor}.{own}" for own in self.names.latent)
         read = graph.linear(x, inner, self.latent) if self.latent else x
         (rows,) = graph.plugin(SORT_ROWS, [read, places], f"{name}.sorted", to=int(ir.DataType.FLOAT), group=0).outputs
@@ -219,17 +222,21 @@ class Experts:
         rows = len(first) * width
         up_fused, down_fused = f"{tensor}.{names.gate_up_fused}", f"{tensor}.{names.down_fused}"
         order = [*range(0, rows, 2), *range(1, rows, 2)] if self.interleaved else None
-        if weights.has_fused(up_fused) or self.interleaved:
+        factors = f"{tensor}.{names.factors}" if names.factors else None
+        if weights.has_fused(up_fused):
             up = weights.fused(up_fused, (experts, rows, columns), self.interleaved, order)
-            down = weights.fused(down_fused, (experts, columns, width), self.interleaved)
+            down = weights.fused(down_fused, (experts, columns, width), self.interleaved, factors=factors)
             if not self.bias:
                 return (up, None), (down, None)
             up_bias = weights.fused(f"{up_fused}_bias", (experts, rows), order=order)
             return (up, up_bias), (down, weights.fused(f"{down_fused}_bias", (experts, columns)))
         each = [f"{tensor}.{names.one.format(expert)}" for expert in range(experts)]
 
-        def stacked(name: str, parts: Sequence[str], shape: tuple[int, ...], kind: str) -> ir.Value:
-            return weights.stacked(f"{name}.{kind}", [f"{one}.{part}.{kind}" for one in each for part in parts], shape)
+        def stacked(
+            name: str, parts: Sequence[str], shape: tuple[int, ...], kind: str, factors: str | None = None
+        ) -> ir.Value:
+            names = [f"{one}.{part}.{kind}" for one in each for part in parts]
+            return weights.stacked(f"{name}.{kind}", names, shape, factors)
 
         return (
             (
@@ -237,7 +244,7 @@ class Experts:
                 stacked(up_fused, first, (width,), "bias") if self.bias else None,
             ),
             (
-                stacked(down_fused, (names.down,), (columns, width), "weight"),
+                stacked(down_fused, (names.down,), (columns, width), "weight", factors),
                 stacked(down_fused, (names.down,), (columns,), "bias") if self.bias else None,
             ),
         )

@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from enginewright.builder.pooling import Pooling
 from enginewright.builder.weights import Weights
 from enginewright.plugins import DOMAIN, Plugin
 from enginewright.plugins.activation import ACTIVATION
 from enginewright.plugins.plugin import Dims, dims_of, width_of
+from enginewright.plugins.scale import SCALE
 
 OPSET = 24
 IR_VERSION = 10
@@ -60,8 +62,11 @@ class GraphWriter:
         self._constants: dict[str, ir.Value] = {}
         self._caches: dict[int, LayerCache] = {}
         self._states: dict[int, LayerState] = {}
+        self._shared: dict[int, Sequence[ir.Value]] = {}
+        self._types: list[ir.Value] = []
         self._past: list[ir.Value] = []
         self._present: list[ir.Value] = []
+        self._pooling: Pooling | None = None
 
     def op(self, op_type: str, inputs: Sequence[ir.Value], name: str, dims: Dims, **attributes: Attribute) -> ir.Value:
         """The one output of a standard op, FLOAT, which has the node's name."""
@@ -101,6 +106,10 @@ class GraphWriter:
             output.name = f"{name}.{index}"
         return list(node.outputs)
 
+    def scale(self, x: ir.Value, tensor: str) -> ir.Value:
+        """x times the one number of a tensor: plugins/scale.py."""
+        return self.plugin(SCALE, [x, self.weights.exact(tensor, 1)], short(tensor)).outputs[0]
+
     def activation(self, activation: str, x: ir.Value, name: str, gate: ir.Value | None = None) -> ir.Value:
         """activation(x), or x · activation(gate): plugins/activation.py."""
         inputs = [x] if gate is None else [x, gate]
@@ -108,8 +117,8 @@ class GraphWriter:
         return node.outputs[0]
 
     def linear(self, x: ir.Value, tensor: str, width: int, bias: bool = False) -> ir.Value:
-        """x weightᵀ (+ bias): [1, T, width]."""
-        name, dims = short(tensor), (1, T, width)
+        """x weightᵀ (+ bias), with as many rows as x."""
+        name, dims = short(tensor), (*dims_of(x)[:-1], width)
         weight = self.weights.tensor(f"{tensor}.weight", (width, width_of(x)))
         across = self.op("Transpose", [weight], f"{name}.transposed", (width_of(x), width), perm=[1, 0])
         if not bias:
@@ -136,6 +145,14 @@ class GraphWriter:
             value.name = f"present_{kind}.{layer}"
         self._present += values
 
+    def share(self, layer: int, values: Sequence[ir.Value]) -> None:
+        """Keeps what a layer's attention reads, for that of other layers."""
+        self._shared[layer] = values
+
+    def shared(self, layer: int) -> Sequence[ir.Value]:
+        """What the layer's attention reads."""
+        return self._shared[layer]
+
     def past_state(self, layer: int, state: LayerState) -> dict[str, ir.Value]:
         """The layer's recurrent state behind all positions before, [1, …] each, by name."""
         assert layer not in self._states, f"layer {layer} has a state already"
@@ -153,11 +170,23 @@ class GraphWriter:
             value.name = f"present_{name}.{layer}"
         self._present += present.values()
 
-    def finish(self, logits: ir.Value) -> ir.Model:
-        logits.name = "logits"
+    def token_types(self) -> ir.Value:
+        """0 for a token of the first text, 1 of the second one: INT64 [1, T]."""
+        if not self._types:
+            self._types.append(_input("token_types", ir.DataType.INT64, (1, T)))
+        return self._types[0]
+
+    def embeds(self, pooling: Pooling) -> None:
+        """The model gives one row for each text, and no logits."""
+        self._pooling = pooling
+        self._max_positions = min(self._max_positions, pooling.max_tokens or self._max_positions)
+
+    def finish(self, result: ir.Value) -> ir.Model:
+        """result: logits, or what the model embeds a text as."""
+        result.name = "logits" if self._pooling is None else self._pooling.embedding.result
         graph = ir.Graph(
-            [self.tokens, self.positions, *self._past],
-            [logits, *self._present],
+            [self.tokens, self.positions, *self._types, *self._past],
+            [result, *self._present],
             nodes=self._nodes,
             initializers=[*self.weights, *self._constants.values()],
             opset_imports={"": OPSET, DOMAIN: 1},
@@ -178,6 +207,8 @@ class GraphWriter:
             "enginewright.state_groups": json.dumps(states),
             "enginewright.max_seq_len": str(self._max_positions),
         }
+        if self._pooling is not None:
+            metadata["enginewright.embedding"] = self._pooling.embedding.to_json().decode()
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="enginewright", metadata_props=metadata)
 
     def _append(self, node: ir.Node, name: str) -> ir.Node:

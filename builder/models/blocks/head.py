@@ -1,4 +1,4 @@
-"""The head: from the residual stream to logits."""
+"""The head: from the residual stream to logits, or to a vector of the text."""
 
 from dataclasses import dataclass
 
@@ -6,16 +6,19 @@ import onnx_ir as ir
 
 from enginewright.builder.config import MOST_TOKENS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter
+from enginewright.builder.models.blocks.pooling import write_pooling
+from enginewright.builder.pooling import Pooling
 from enginewright.plugins.softcap import SOFTCAP
 
 
 @dataclass(frozen=True)
 class Head:
-    """Logits, [1, T, vocab]."""
+    """Logits, [1, T, vocab]; of an embedding model, which needs no head, [1, S, width]."""
 
     vocab: int
     tied: bool  # the embedding's table is the weight; a `lm_head` that is stored beside it is left over
     softcap: float = 0.0  # logits stay within ±softcap; 0 is no limit
+    pooling: Pooling | None = None  # of an embedding model
 
     @staticmethod
     def read(config: ConfigReader, tied: bool = False, softcap: float = 0.0) -> "Head":
@@ -24,12 +27,15 @@ class Head:
             vocab=config.read_size("vocab_size", most=MOST_TOKENS),
             tied=config.read(bool, "tie_word_embeddings", default=tied),
             softcap=softcap,
+            pooling=config.pooling,
         )
 
     def write(self, graph: GraphWriter, x: ir.Value, embedding: str) -> ir.Value:
         """embedding: the tensor that is the weight of a tied head."""
-        if self.tied:
+        if self.tied or self.pooling is not None:
             graph.weights.ignore("lm_head.weight")
+        if self.pooling is not None:
+            return write_pooling(graph, x, self.pooling)
         logits = graph.linear(x, embedding if self.tied else "lm_head", self.vocab)
         node = logits.producer()
         assert node is not None

@@ -34,8 +34,10 @@ class LatentHeads:
     query_rank: int | None = None  # columns of what queries are expanded from; None: they are made of x itself
 
     @staticmethod
-    def read(config: ConfigReader, whole_head: bool = False) -> "LatentHeads":
-        """whole_head: `head_dim`, where it is written beside the others, is of all columns, not of those rotated."""
+    def read(config: ConfigReader, whole_head: bool | None = False) -> "LatentHeads":
+        """whole_head: `head_dim`, where it is written beside the others, is of all columns, not of those rotated; None:
+        it is of nothing.
+        """
         count = config.read_size("num_attention_heads", most=MOST_HEADS)
         if (kv_count := config.read_size("num_key_value_heads", default=count, most=MOST_HEADS)) != count:
             raise config.error(f"num_key_value_heads is {kv_count}, and every one of {count} heads has its own keys")
@@ -58,10 +60,10 @@ class LatentHeads:
             if dim % align:
                 raise config.unsupported(f"{name} = {dim}", f"Multiples of {align} are implemented.")
         # What transformers writes beside them.
-        for name, dim in (
-            ("qk_head_dim", heads.key_dim),
-            ("head_dim", heads.key_dim if whole_head else heads.rope_dim),
-        ):
+        written = {"qk_head_dim": heads.key_dim}
+        if whole_head is not None:
+            written["head_dim"] = heads.key_dim if whole_head else heads.rope_dim
+        for name, dim in written.items():
             if (given := config.read_size(name, default=dim)) != dim:
                 raise config.error(f"{name} is {given}, and the other sizes of a head make it {dim}")
         return heads
@@ -85,7 +87,7 @@ class LatentAttention:
         config: ConfigReader,
         rope: ConfigReader | None,
         position_scale: PositionScale | None = None,
-        whole_head: bool = False,
+        whole_head: bool | None = False,
     ) -> "LatentAttention":
         """rope: its parameters. whole_head: as LatentHeads has it."""
         heads = LatentHeads.read(config, whole_head)

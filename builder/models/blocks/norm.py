@@ -18,6 +18,8 @@ class RmsNorm:
     epsilon: float
     offset: float = 0.0  # added to the weight: 1 where a checkpoint stores the weight less 1
     scale: float = 1.0  # of the result; it is in the weight, which is fp32
+    weighted: bool = True  # whether there is a weight; without one it counts as 1
+    weight_name: str = "weight"  # in the checkpoint
 
     @staticmethod
     def read(config: ConfigReader, offset: float = 0.0, epsilon: float = 1e-6) -> "RmsNorm":
@@ -25,14 +27,18 @@ class RmsNorm:
         return RmsNorm(config.read_positive("rms_norm_eps", default=epsilon), offset)
 
     def write(self, graph: GraphWriter, x: ir.Value, tensor: str) -> ir.Value:
-        weight = graph.weights.tensor(f"{tensor}.weight", (width_of(x),), self.offset, self.scale)
+        width = width_of(x)
+        if self.weighted:
+            weight = graph.weights.tensor(f"{tensor}.{self.weight_name}", (width,), self.offset, self.scale)
+        else:
+            weight = graph.constant(f"norm_{width}_by_{self.scale}", np.full(width, self.scale, np.float32))
         return graph.op("RMSNormalization", [x, weight], short(tensor), dims_of(x), axis=-1, epsilon=self.epsilon)
 
     def write_by_head(self, graph: GraphWriter, x: ir.Value, tensor: str, head_dim: int) -> ir.Value:
         """Of each head by itself; x: [1, T, heads · head_dim]."""
         (batch, tokens, width), heads, name = dims_of(x), width_of(x) // head_dim, short(tensor)
-        split = graph.constant(f"split_{heads}_heads", np.array([0, 0, heads, head_dim], np.int64))
-        joined = graph.constant(f"joined_{heads}_heads", np.array([0, 0, width], np.int64))
+        split = graph.constant(f"split_{heads}_heads_of_{head_dim}", np.array([0, 0, heads, head_dim], np.int64))
+        joined = graph.constant(f"joined_{heads}_heads_of_{head_dim}", np.array([0, 0, width], np.int64))
         by_head = graph.op("Reshape", [x, split], f"{name}.heads", (batch, tokens, heads, head_dim))
         return graph.op("Reshape", [self.write(graph, by_head, tensor), joined], f"{name}.joined", dims_of(x))
 

@@ -134,6 +134,9 @@ def rope_from(
     """
     parameters = ConfigReader({}, "rope_parameters") if parameters is None else parameters
     theta = parameters.read_positive("rope_theta", default=theta)
+    kind, scale = parameters.read(str, "rope_type", "type", default="default"), 1.0
+    if kind == "proportional":
+        return _proportional(parameters, theta, head_dim)
     part = _read_part(parameters, part) or 1.0
     rotated = int(head_dim * part)
     if part > 1 or rotated < 2 or rotated % 2:
@@ -141,7 +144,6 @@ def rope_from(
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     wavelengths = theta**exponents  # over 2π; [rotated / 2]
     original = parameters.read_size("original_max_position_embeddings", default=original_positions or max_positions)
-    kind, scale = parameters.read(str, "rope_type", "type", default="default"), 1.0
     match kind:
         case "default":
             inv_freq = 1.0 / wavelengths
@@ -163,7 +165,8 @@ def rope_from(
             inv_freq, scale = _yarn(parameters, wavelengths, theta, original, max_positions)
         case _:
             raise parameters.unsupported(
-                f"rope_type = {kind!r}", "Implemented rope types are default, dynamic, linear, llama3, longrope, yarn."
+                f"rope_type = {kind!r}",
+                "Implemented rope types are default, dynamic, linear, llama3, longrope, proportional, yarn.",
             )
     parameters.refuse_any_unread((*HARMLESS, *SECTIONS) if sectioned else HARMLESS)
     return Rope(inv_freq.numpy(), scale)
@@ -174,6 +177,19 @@ def _read_part(parameters: ConfigReader, default: float | None) -> float | None:
     if default is None and part != 1.0:
         raise parameters.unsupported(f"partial_rotary_factor = {part}", "The family rotates whole heads.")
     return None if default is None else part
+
+
+def _proportional(parameters: ConfigReader, theta: float, head_dim: int) -> Rope:
+    """Gemma 4's: of all pairs of a head, the first ones are rotated, and the others stand still."""
+    part = parameters.read_positive("partial_rotary_factor", default=1.0)
+    factor = parameters.read_positive("factor", default=1.0)
+    rotated = int(part * head_dim // 2)  # pairs
+    if not 0 < rotated <= head_dim // 2:
+        raise parameters.error(f"partial_rotary_factor is {part}, which rotates {rotated} of {head_dim // 2} pairs")
+    parameters.refuse_any_unread(HARMLESS)
+    inv_freq = torch.zeros(head_dim // 2)
+    inv_freq[:rotated] = 1.0 / (theta ** (torch.arange(0, 2 * rotated, 2, dtype=torch.float32) / head_dim))
+    return Rope((inv_freq / factor).numpy())
 
 
 def _llama3(parameters: ConfigReader, inv_freq: torch.Tensor, positions: int) -> torch.Tensor:

@@ -1,0 +1,170 @@
+"""Tensors that llama.cpp's converter stores in another form than the Hugging Face model, and what brings them back.
+
+Source: modify_tensors of the families in llama.cpp's conversion/*.py, and of MambaModel and Mamba2Model in mamba.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+Config = Mapping[str, Any]  # config.json, as gguf_config.py makes it
+
+
+def unchanged(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A tensor of a layer that has another form in the file, or several parts. It is used where all parts are there."""
+
+    name: str  # Hugging Face's, below the layer's
+    parts: tuple[str, ...]  # the file's, below the layer's
+    restore: Callable[..., torch.Tensor] = unchanged  # (config, *parts) → the model's tensor
+
+
+def _row_of_each(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
+    """A convolution's [channels, width] as [channels, 1, width]."""
+    return tensor.unsqueeze(1)
+
+
+def _flat(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten()
+
+
+def _logarithm(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
+    """The file has -exp(A_log), perhaps as [heads, 1]."""
+    return (-tensor).log().flatten()
+
+
+def _transposed(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.t()
+
+
+def _stacked(_config: Config, *parts: torch.Tensor) -> torch.Tensor:
+    """Rows of gate, then those of up: of one MLP, or of each expert."""
+    return torch.cat(parts, dim=-2)
+
+
+def _whole_kv(_config: Config, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """k: [heads, latent, nope_dim]; v: [heads, value_dim, latent]. Of each head the rows of k, then those of v."""
+    return torch.cat([k.transpose(1, 2), v], dim=1).flatten(0, 1)
+
+
+def _by_key_head(config: Config, qkv: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """Rows of all q, all k, all v and all z as those of each key head together."""
+    heads, width = config["linear_num_key_heads"], config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    parts = (qkv[:width], qkv[width : 2 * width], qkv[2 * width :], z)
+    return torch.cat([part.reshape(heads, -1, part.shape[-1]) for part in parts], dim=1).flatten(0, 1)
+
+
+def _grouped(config: Config, tensor: torch.Tensor) -> torch.Tensor:
+    """Rows of value heads: from those with the first place in each key head's group, then those with the second, … to
+    one group behind the other.
+    """
+    groups = config["linear_num_key_heads"]
+    shared = config["linear_num_value_heads"] // groups
+    return tensor.reshape(shared, groups, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+
+
+def _grouped_behind_keys(config: Config, tensor: torch.Tensor) -> torch.Tensor:
+    keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    return torch.cat([tensor[:keys], _grouped(config, tensor[keys:])])
+
+
+def _grouped_columns(config: Config, tensor: torch.Tensor) -> torch.Tensor:
+    return _grouped(config, tensor.t()).t()
+
+
+def _then(second: Callable[..., torch.Tensor], first: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """What two changes make together."""
+
+    def both(config: Config, *parts: torch.Tensor) -> torch.Tensor:
+        return second(config, first(config, *parts))
+
+    return both
+
+
+def mamba2(block: str) -> Sequence[Recipe]:
+    """block: what the layer calls it."""
+    return (
+        Recipe(f"{block}.A_log", ("ssm_a",), _logarithm),
+        Recipe(f"{block}.D", ("ssm_d",), _flat),
+        Recipe(f"{block}.dt_bias", ("ssm_dt.bias",)),
+        Recipe(f"{block}.conv1d.weight", ("ssm_conv1d.weight",), _row_of_each),
+        Recipe(f"{block}.norm.weight", ("ssm_norm.weight",), _flat),
+    )
+
+
+NET = "linear_attn"
+# Of Qwen3-Next, whose file has value heads in the model's order; files of older converters have in_proj_qkvz whole.
+FUSED_DELTA_NET = (
+    Recipe(f"{NET}.A_log", ("ssm_a",), _logarithm),
+    Recipe(f"{NET}.dt_bias", ("ssm_dt.bias",)),
+    Recipe(f"{NET}.conv1d.weight", ("ssm_conv1d.weight",), _row_of_each),
+    Recipe(f"{NET}.norm.weight", ("ssm_norm.weight",)),
+    Recipe(f"{NET}.in_proj_qkvz.weight", ("attn_qkv.weight", "attn_gate.weight"), _by_key_head),
+    Recipe(f"{NET}.in_proj_qkvz.weight", ("ssm_in.weight",)),
+)
+DELTA_NET = (
+    Recipe(f"{NET}.A_log", ("ssm_a",), _then(_grouped, _logarithm)),
+    Recipe(f"{NET}.dt_bias", ("ssm_dt.bias",), _grouped),
+    Recipe(f"{NET}.conv1d.weight", ("ssm_conv1d.weight",), _then(_row_of_each, _grouped_behind_keys)),
+    Recipe(f"{NET}.norm.weight", ("ssm_norm.weight",)),
+    Recipe(f"{NET}.in_proj_qkv.weight", ("attn_qkv.weight",), _grouped_behind_keys),
+    Recipe(f"{NET}.in_proj_z.weight", ("attn_gate.weight",), _grouped),
+    Recipe(f"{NET}.in_proj_b.weight", ("ssm_beta.weight",), _grouped),
+    Recipe(f"{NET}.in_proj_a.weight", ("ssm_alpha.weight",), _grouped),
+    Recipe(f"{NET}.out_proj.weight", ("ssm_out.weight",), _grouped_columns),
+)
+SHORT_CONV = (Recipe("conv.conv.weight", ("shortconv.conv.weight",), _row_of_each),)
+LATENT = (Recipe("self_attn.kv_b_proj.weight", ("attn_k_b.weight", "attn_v_b.weight"), _whole_kv),)
+SINKS = (Recipe("self_attn.sinks", ("attn_sinks.weight",)),)
+SHARED_MLP = tuple(
+    Recipe(f"shared_mlp.{name}.weight", tuple(f"{part}{end}.weight" for part in parts), restore)
+    for end in ("_shexp", "")
+    for name, parts, restore in (
+        ("input_linear", ("ffn_gate", "ffn_up"), _stacked),
+        ("output_linear", ("ffn_down",), unchanged),
+    )
+)
+GEMMA4 = (
+    Recipe("layer_scalar", ("layer_output_scale.weight",)),
+    Recipe("router.scale", ("ffn_gate_inp.scale",)),
+    Recipe("router.per_expert_scale", ("ffn_down_exps.scale",)),
+)
+GPT2 = tuple(
+    Recipe(f"{name}.weight", (f"{part}.weight",), _transposed)
+    for part, name in (
+        ("attn_qkv", "attn.c_attn"),
+        ("attn_output", "attn.c_proj"),
+        ("ffn_up", "mlp.c_fc"),
+        ("ffn_down", "mlp.c_proj"),
+    )
+)
+
+
+def correction(name: str) -> Sequence[Recipe]:
+    """What experts are chosen by beside their scores. Older files have no end behind the tensor's name."""
+    return tuple(Recipe(name, (part,)) for part in ("exp_probs_b.bias", "exp_probs_b"))
+
+
+def without_one(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor - 1
+
+
+def halves_apart(key: str) -> Callable[..., torch.Tensor]:
+    """Rows of each head from (0, half, 1, half + 1, …) back to (0, 1, …, half, half + 1, …).
+
+    Args:
+        key: of the config, which says how many heads there are.
+    """
+    return partial(_halves_apart, key)
+
+
+def _halves_apart(key: str, config: Config, tensor: torch.Tensor) -> torch.Tensor:
+    pairs = tensor.reshape(config[key], -1, 2, *tensor.shape[1:])  # [heads, head_dim / 2, 2, …]
+    return pairs.transpose(1, 2).reshape(tensor.shape)

@@ -1,0 +1,31 @@
+"""What a build of an embedding model cannot be asked for."""
+
+from enginewright.builder.gate import GateConfig
+from enginewright.errors import UnsupportedModelError, UsageError
+from enginewright.passes.quant import QuantConfig
+from enginewright.targets import CPU
+
+OF_TOKENS = ("kl", "top1", "ppl", "needle", "json", "divergence")  # limits of the gate that are about next tokens
+
+
+def check_embedding(
+    targets: tuple[str, ...], method: QuantConfig, calib_data: str | None, gate: GateConfig | None, report: object
+) -> None:
+    """Raises UsageError or UnsupportedModelError for options that are about text that is written, or about GPUs."""
+    if others := [target for target in targets if target != CPU]:
+        what = f"embedding models have no code for {', '.join(others)}"
+        raise UnsupportedModelError(what, "they run on CPUs alone", "Build it with --target cpu.")
+    if method.name == "auto":
+        why = "it weighs formats by what they do to next tokens, which an embedding model has none of"
+        raise UsageError("--quant auto is not possible", why, "Name another method.")
+    if method.calibrated and calib_data is None:
+        why = "an embedding model writes no text that it could be calibrated on"
+        raise UsageError(f"--quant {method.name} needs --calib-data here", why, "Name a file of texts.")
+    if gate is not None and gate.full:
+        raise UsageError("--gate full is not possible", "an embedding model writes no answers", "Use --gate quick.")
+    if gate is not None and (limits := [name for name in gate.limits if name in OF_TOKENS]):
+        why = "an embedding model has no next tokens"
+        raise UsageError(f"--gate {limits[0]}=… is not possible", why, "Its limits are cosine and layer.")
+    if report is not None and str(report).endswith(".html"):
+        why = "pages are about next tokens, which an embedding model has none of"
+        raise UsageError(f"--report {report} is not possible", why, "Name a .json file.")

@@ -1,0 +1,189 @@
+"""`engine run MODEL`: the engine of a checkpoint, built once, and then found in the cache.
+
+A folder of the cache is named after the checkpoint and what was asked for, and holds one engine. Heavy imports wait
+until there is something to build: a second start needs none of them.
+"""
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from enginewright import __version__
+from enginewright.checkpoint_ref import find_checkpoint
+from enginewright.errors import EngineError, NotEnoughMemoryError, UsageError
+from enginewright.runtime import env
+from enginewright.runtime.count import format_bytes
+from enginewright.runtime.cuda.device import CudaDevice, capability_of, num_gpus
+from enginewright.runtime.machine import free_memory
+from enginewright.targets import CPU, CUDA, SMS, choose_code, parse_targets
+
+if TYPE_CHECKING:
+    from enginewright.builder.checkpoint import Checkpoint
+
+FOLDER = "engines"  # in the cache
+SOURCE_SUFFIXES = (".gguf", ".jinja", ".json", ".model", ".safetensors")  # of files that an engine may depend on
+WEIGHT_SHARE = 0.75  # of the memory, for weights; KV cache and activations have the rest
+# Methods by target, the closest to the model first, with the bytes that a weight takes.
+CHOICES = {
+    CPU: (("int8-wo", 1.1), ("int4-awq", 0.65)),
+    CUDA: (("bf16", 2.0), ("int8-wo", 1.1), ("int4-awq", 0.65)),
+}
+
+
+def engine_files(
+    given: Sequence[Path], *, quant: str | None, device: str, memory: int | None, rebuild: bool
+) -> Sequence[Path]:
+    """Engine files and folders of them as they are, and the engines of checkpoints in their place.
+
+    Args:
+        quant, device, memory, rebuild: as of `cached_engine`.
+
+    Raises:
+        UsageError: an option is about builds, and there is no checkpoint; or as `cached_engine`.
+    """
+    checkpoints = {
+        path
+        for path in given
+        if find_checkpoint(path) is not None and not (path.is_dir() and any(path.glob("*.engine")))
+    }
+    if not checkpoints and (quant is not None or rebuild):
+        name = "--rebuild" if quant is None else "--quant"
+        raise UsageError(f"{name} is for models", "what is named is built already", "Leave it out, or name a MODEL.")
+    return [
+        cached_engine(str(path), quant=quant, device=device, memory=memory, rebuild=rebuild)
+        if path in checkpoints
+        else path
+        for path in given
+    ]
+
+
+def cached_engine(
+    model: str, *, quant: str | None = None, device: str = "auto", memory: int | None = None, rebuild: bool = False
+) -> Path:
+    """The engine of a checkpoint, which is built if the cache has none; what is done is said on stderr.
+
+    A model of the hub is known by its name and revision: it is built again if somebody asks for that. Files are known
+    by their names, sizes and times.
+
+    Args:
+        model: a checkpoint's folder, a GGUF file, or a hub id.
+        quant: a method; None takes the closest to the model whose weights fit the memory.
+        device: what the engine is to run on, as of `open_engine`.
+        memory: bytes that it may take; None is what is free there.
+        rebuild: build it also where the cache has it.
+
+    Raises:
+        UsageError, UnsupportedModelError, QualityGateError, EngineError: as a build.
+        NotEnoughMemoryError: no method makes it small enough.
+    """
+    target = _target(device)
+    asked = {"source": _identity(model), "quant": quant, "target": target, "version": __version__}
+    key = sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
+    folder = env.cache_folder() / FOLDER / key
+    with _locked(folder, model):
+        found = sorted(folder.glob("*.engine"))
+        if found and not rebuild:
+            _say(f"{model} was built before: {found[0]} (--rebuild builds it again)")
+            return found[0]
+        built = _build(model, quant, target, memory, folder)
+        for old in found:
+            if old != built:
+                old.unlink()
+        return built
+
+
+def _build(model: str, quant: str | None, target: str, memory: int | None, folder: Path) -> Path:
+    from enginewright.builder.build import BuildConfig, build_engine, chosen_quant, default_output
+    from enginewright.builder.checkpoint import open_checkpoint
+    from enginewright.builder.checkpoint.quantized import format_name
+    from enginewright.builder.console import ConsoleProgress
+    from enginewright.builder.models import check_config
+
+    with ConsoleProgress() as progress:
+        progress.phase("open the checkpoint")
+        checkpoint = open_checkpoint(model, check_config=check_config)
+        stored_as = format_name(checkpoint)
+        if quant is None and stored_as is None:
+            quant = _fitting_method(checkpoint, target, memory)
+        config = BuildConfig(quant=chosen_quant(quant), targets=parse_targets([target]))
+        path = folder / default_output(checkpoint, config)
+        build_engine(checkpoint, config, path, progress)
+    _say(f"{model} is built for {target}, with {quant or stored_as}: {path} takes {format_bytes(path.stat().st_size)}")
+    return path
+
+
+def _fitting_method(checkpoint: "Checkpoint", target: str, memory: int | None) -> str:
+    """The method closest to the model whose weights fit the memory."""
+    on_gpu = target != CPU
+    if memory is None:
+        memory = _free_gpu_memory() if on_gpu else free_memory()
+    num_weights = sum(prod(info.shape) for info in checkpoint.tensors.values())
+    choices = CHOICES[CUDA if on_gpu else CPU]
+    for method, weight_bytes in choices:
+        if num_weights * weight_bytes <= memory * WEIGHT_SHARE:
+            size = format_bytes(int(num_weights * weight_bytes))
+            _say(f"{checkpoint.name} is built with {method}: {size} of weights, and {format_bytes(memory)} of memory")
+            return method
+    least = int(num_weights * choices[-1][1] / WEIGHT_SHARE)
+    raise NotEnoughMemoryError(
+        f"{checkpoint.name} takes {format_bytes(least)} with {choices[-1][0]}",
+        f"{format_bytes(memory)} are there for it",
+        "Choose a method with --quant, or a smaller model.",
+    )
+
+
+def _target(device: str) -> str:
+    """What to build for: the GPU that is here, if it is wanted and there is code for it, or the CPU."""
+    kind, _, index = device.partition(":")
+    if kind == CPU or num_gpus() == 0:
+        return CPU
+    return f"{CUDA}:{choose_code(capability_of(int(index or 0)), SMS)}"
+
+
+def _free_gpu_memory() -> int:
+    device = CudaDevice(0)
+    try:
+        return device.free_bytes
+    finally:
+        device.close()
+
+
+def _identity(model: str) -> object:
+    """What an engine depends on, found without reading it: a hub id, or files with their sizes and times."""
+    path = Path(model)
+    if not path.exists():
+        return model
+    files = sorted(one for one in path.iterdir() if one.suffix in SOURCE_SUFFIXES) if path.is_dir() else [path]
+    stats = [(str(one.resolve()), one.stat()) for one in files if one.is_file()]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+@contextmanager
+def _locked(folder: Path, model: str) -> Iterator[None]:
+    """Make a folder, and wait until no other process builds into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise EngineError(f"{folder} cannot be made", why, "XDG_CACHE_HOME names another place for it.") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"{model} is being built by another process: waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

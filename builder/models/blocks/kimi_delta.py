@@ -1,0 +1,77 @@
+"""Kimi's delta attention: a gated delta net in whose states each channel of a key decays by itself.
+https://arxiv.org/abs/2510.26692"""
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from enginewright.builder.models.blocks.graph import GraphWriter, LayerState
+from enginewright.builder.models.blocks.norm import RmsNorm
+from enginewright.builder.models.blocks.rope import RopeTable
+from enginewright.plugins.causal_conv import CAUSAL_CONV
+from enginewright.plugins.gated_delta import GATED_DELTA
+from enginewright.plugins.plugin import width_of
+
+NORM_EPSILON = 1e-6  # of queries and keys, which is written into the model's code
+PARTS = ("q", "k", "v")
+
+
+@dataclass(frozen=True)
+class KimiDelta:
+    """o(norm(delta(silu(conv(q(x))), …k…, …v…, f(x), b(x))) · sigmoid(g(x))), as wide as x. f and g have few columns in
+    between, as many as a head."""
+
+    heads: int
+    dim: int  # columns of a head: of queries, keys and values
+    width: int  # tokens that the convolutions see, their own included
+    norm: RmsNorm  # of each head
+
+    def write(
+        self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable | None = None
+    ) -> ir.Value:
+        """layer: whose states they are. rope: not used, since a state has seen tokens in their order."""
+        columns, name, weights = self.heads * self.dim, f"layers.{layer}.linear_attention", graph.weights
+        self._find_taps(graph, tensor)
+        shapes = {f"conv_{part}": (self.width - 1, columns) for part in PARTS}
+        past = graph.past_state(layer, LayerState({**shapes, "state": (self.heads, self.dim, self.dim)}))
+        mixed, present = list[ir.Value](), dict[str, ir.Value]()
+        for part in PARTS:
+            projected = graph.linear(x, f"{tensor}.{part}_proj", columns)
+            taps = weights.taps(f"{tensor}.{part}_conv1d.weight", columns, self.width)
+            present[f"conv_{part}"], y = graph.plugin(
+                CAUSAL_CONV,
+                [projected, taps, None, None, None, past[f"conv_{part}"]],
+                f"{name}.conv_{part}",
+                activation="silu",
+                to=int(ir.DataType.FLOAT),
+            ).outputs
+            mixed.append(y)
+            y.name = f"{name}.{part}"
+        # transformers has them in a module of their own.
+        gate = weights.first_of(f"{tensor}.dt_bias", f"{tensor}.forget_gate.dt_bias").removesuffix(".dt_bias")
+        decay = graph.linear(graph.linear(x, f"{gate}.f_a_proj", self.dim), f"{gate}.f_b_proj", columns)
+        beta = graph.linear(x, f"{tensor}.b_proj", self.heads)
+        log_a, dt_bias = weights.exact(f"{gate}.A_log", self.heads), weights.exact(f"{gate}.dt_bias", columns)
+        state, y = graph.plugin(
+            GATED_DELTA,
+            [*mixed, decay, beta, log_a, dt_bias, past["state"]],
+            name,
+            heads=self.heads,
+            key_heads=self.heads,
+            scale=self.dim**-0.5,
+            epsilon=NORM_EPSILON,
+        ).outputs
+        y.name = f"{name}.out"
+        graph.present_state(layer, **present, state=state)
+        normed = self.norm.write_by_head(graph, y, f"{tensor}.o_norm", self.dim)
+        z = graph.linear(graph.linear(x, f"{tensor}.g_a_proj", self.dim), f"{tensor}.g_b_proj", columns)
+        gated = graph.activation("sigmoid", normed, f"{name}.gated", z)
+        return graph.linear(gated, f"{tensor}.o_proj", width_of(x))
+
+    def _find_taps(self, graph: GraphWriter, tensor: str) -> None:
+        """transformers has those of all three in one tensor."""
+        columns, names = self.heads * self.dim, [f"{tensor}.{part}_conv1d" for part in PARTS]
+        fused = f"{tensor}.conv1d"
+        if graph.weights.first_of(f"{names[0]}.weight", f"{fused}.weight").startswith(fused):
+            rows = {name: range(part * columns, (part + 1) * columns) for part, name in enumerate(names)}
+            graph.weights.cut(fused, rows)
