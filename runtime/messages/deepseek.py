@@ -2,7 +2,15 @@
 
 import re
 
-from enginewright.runtime.messages.calls import Call, CallFormat, Schemas, WrittenCalls, json_call, load
+from enginewright.runtime.messages.calls import (
+    Call,
+    CallFormat,
+    Schemas,
+    StreamedCalls,
+    WrittenCalls,
+    json_call,
+    load,
+)
 
 _BAR, _SPACE = "\uff5c", "\u2581"  # the full-width bar and the lower block of its special tokens
 
@@ -14,6 +22,7 @@ def _mark(*words: str) -> str:
 _FIRST, _LAST = _mark("tool", "calls", "begin"), _mark("tool", "calls", "end")
 _BEGIN, _SEPARATOR, _END = _mark("tool", "call", "begin"), _mark("tool", "sep"), _mark("tool", "call", "end")
 _CALL = re.compile(f"{_BEGIN}(.*?){_SEPARATOR}(.*?){_END}", re.DOTALL)
+_BEHIND = rf"\s*+(?:```)?\s*+{_END}"  # arguments
 _FENCED = re.compile(r"([^\n]+)\n```json\n(.*?)\n?```\s*", re.DOTALL)
 
 
@@ -36,15 +45,19 @@ def _format(name: str, mark: str, before_name: str, before_arguments: str, after
         name,
         (_BEGIN, mark),
         _read,
-        open=_FIRST,
-        close=_LAST,
-        written=WrittenCalls(
+        WrittenCalls(
             _BEGIN + before_name,
             before_arguments,
             after + _END,
             between=between,
             first=_FIRST,
             last=_LAST,
+        ),
+        open=_FIRST,
+        close=_LAST,
+        streamed=StreamedCalls(
+            re.compile(rf"(?:{_BEHIND})?\s*+{_BEGIN}{before_name}([^\n<]++){before_arguments}\s*+(?=\{{)"),
+            re.compile(rf"{_BEHIND}\s*|\s*"),
         ),
         marks=(_BEGIN, _SEPARATOR, _END),
     )

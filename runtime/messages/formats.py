@@ -3,7 +3,8 @@
 from enginewright.errors import UsageError
 from enginewright.runtime.messages.calls import CallFormat, Schemas
 from enginewright.runtime.messages.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
-from enginewright.runtime.messages.glm import GLM
+from enginewright.runtime.messages.gemma import FUNCTION_GEMMA, GEMMA4
+from enginewright.runtime.messages.glm import GLM, GLM47
 from enginewright.runtime.messages.harmony import HARMONY, HarmonyParser
 from enginewright.runtime.messages.hermes import HERMES
 from enginewright.runtime.messages.llama3_json import LLAMA3_JSON
@@ -17,6 +18,9 @@ CALL_FORMATS = (
     HARMONY,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    GEMMA4,
+    FUNCTION_GEMMA,
+    GLM47,
     GLM,
     QWEN3_XML,
     HERMES,
@@ -26,7 +30,11 @@ CALL_FORMATS = (
     PYTHONIC,
     LLAMA3_JSON,
 )
-REASONING_FORMATS = (ReasoningFormat("<think>", "</think>"), ReasoningFormat("[THINK]", "[/THINK]"))
+REASONING_FORMATS = (
+    ReasoningFormat("<think>", "</think>"),
+    ReasoningFormat("[THINK]", "[/THINK]"),
+    ReasoningFormat("<|channel>thought", "<channel|>", marks=("<|channel>",)),
+)
 
 
 def message_format(chat_template: str | None) -> MessageFormat:
@@ -41,14 +49,19 @@ Parser = MessageParser | HarmonyParser
 
 
 def new_parser(
-    form: MessageFormat, schemas: Schemas | None, *, in_reasoning: bool = False, several: bool = True
+    form: MessageFormat,
+    schemas: Schemas | None,
+    *,
+    in_reasoning: bool = False,
+    several: bool = True,
+    only_first: bool = False,
 ) -> Parser | None:
     """For a message; arguments as of a MessageParser. None where all of it is text."""
     if form.calls is HARMONY:
         return HarmonyParser(schemas, several=several)
     if form.reasoning is None and (form.calls is None or schemas is None):
         return None
-    return MessageParser(form, schemas, in_reasoning=in_reasoning, several=several)
+    return MessageParser(form, schemas, in_reasoning=in_reasoning, several=several, only_first=only_first)
 
 
 def call_format(name: str) -> CallFormat:

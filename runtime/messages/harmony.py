@@ -6,7 +6,7 @@
 import re
 from collections.abc import Sequence
 
-from enginewright.runtime.messages.calls import Call, CallFormat, Schemas, json_call, load
+from enginewright.runtime.messages.calls import Arguments, Call, CallFormat, Schemas, WrittenCalls, json_call, load
 from enginewright.runtime.messages.parser import Piece, Reasoning, Text
 
 _MESSAGE = "<|message|>"
@@ -14,6 +14,11 @@ _MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, "<|end|>", "<|c
 _BODY_ENDS = re.compile(r"<\|(?:start|channel|end|call|return)\|>")
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+# What the messages of an answer begin with: those before the last one, what stands behind each of these, and the last
+# one, unless it is a call.
+PREAMBLES = (f"<|channel|>analysis{_MESSAGE}", f"<|channel|>commentary{_MESSAGE}")
+NEXT = "<|end|><|start|>assistant"
+FINAL = f"<|channel|>final{_MESSAGE}"
 MAX_HEADER_CHARS = 1024  # what goes on without a body is no header
 _LONGEST = max(map(len, _MARKS))
 
@@ -27,19 +32,36 @@ def _read(text: str, schemas: Schemas) -> list[Call]:
     return [json_call({"name": recipient[1], "arguments": load(body.strip() or "{}")})]
 
 
-HARMONY = CallFormat("harmony", ("<|channel|>", _MESSAGE, "analysis"), _read, marks=_MARKS)
+HARMONY = CallFormat(
+    "harmony",
+    ("<|channel|>", _MESSAGE, "analysis"),
+    _read,
+    # A call ends the answer: <|call|> is one of the model's ends.
+    WrittenCalls("<|channel|>commentary to=functions.", f" <|constrain|>json{_MESSAGE}", "", between=None),
+    marks=_MARKS,
+)
 
 
 class HarmonyParser:
-    """As MessageParser. What comes before the first mark is text."""
+    """As MessageParser. What comes before the first mark is text.
+
+    Arguments of a tool that may be called come as they are, from their brace on; white space behind them is left out.
+    """
 
     def __init__(self, schemas: Schemas | None = None, *, several: bool = True) -> None:
         self._schemas, self._several = schemas, several
         self._rest = ""  # what was not looked at, or may go on as a mark
         self._header: str | None = None  # of the message that goes on, as far as it came; None: it has none
-        self._call: list[str] | None = None  # its body, if it is for a tool
+        self._call: list[str] | None = None  # its body, if it is for a tool, as far as it was not given
+        self._is_given: bool | None = None  # whether it is given as it comes; None: nothing has come of it
+        self._is_wanted = True  # or it is one call too many
         self._in_header = False
         self.num_calls = 0
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the message that goes on is an analysis."""
+        return self._header is not None and self._call is None and _ANALYSIS.search(self._header) is not None
 
     def push(self, text: str) -> list[Piece]:
         self._rest += text
@@ -102,15 +124,35 @@ class HarmonyParser:
 
     def _emit(self, pieces: list[Piece], text: str) -> None:
         if self._call is not None:
-            self._call.append(text)
-        elif text and self._header is not None and _ANALYSIS.search(self._header):
+            self._give(pieces, text)
+        elif text and self.in_reasoning:
             pieces.append(Reasoning(text))
         else:
             pieces += _text(text)
 
+    def _give(self, pieces: list[Piece], text: str) -> None:
+        """More of a call's body. White space is kept, since it may be behind the arguments."""
+        assert self._header is not None and self._call is not None
+        self._call.append(text)
+        if not text.strip():
+            return
+        if self._is_given is None:
+            recipient = _RECIPIENT.search(self._header)
+            name = recipient[1] if recipient is not None else ""
+            self._is_given = name in (self._schemas or ()) and text.lstrip().startswith("{")
+            self._is_wanted = self._several or not self.num_calls
+            if self._is_given and self._is_wanted:
+                self._call = [text.lstrip()]
+                self.num_calls += 1
+                pieces.append(Call(name, ""))
+        if self._is_given:
+            body = "".join(self._call)
+            self._call = [body[len(body.rstrip()) :]]
+            pieces += [Arguments(body.rstrip())] if self._is_wanted else []
+
     def _finish(self, pieces: list[Piece]) -> None:
         """A message has ended."""
-        if self._call is not None:
+        if self._call is not None and not self._is_given:
             whole = f"{self._header}{_MESSAGE}{''.join(self._call)}"
             try:
                 calls = _read(whole, self._schemas or {}) if self._schemas else []
@@ -121,7 +163,7 @@ class HarmonyParser:
             elif self._several or not self.num_calls:
                 pieces += calls
                 self.num_calls += 1
-        self._header, self._call = None, None
+        self._header, self._call, self._is_given = None, None, None
 
 
 def _text(text: str) -> Sequence[Piece]:

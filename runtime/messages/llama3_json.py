@@ -2,7 +2,7 @@
 
 import json
 
-from enginewright.runtime.messages.calls import Call, CallFormat, Schemas, WrittenCalls, json_call
+from enginewright.runtime.messages.calls import JSON_STREAMED, Call, CallFormat, Schemas, WrittenCalls, json_call
 
 
 def _read(text: str, schemas: Schemas) -> list[Call]:
@@ -21,6 +21,7 @@ LLAMA3_JSON = CallFormat(
     "llama3_json",
     ("<|start_header_id|>", "dictionary of argument name"),
     _read,
+    WrittenCalls('{"name": "', '", "parameters": ', "}", between="; "),
     begins="{",
-    written=WrittenCalls('{"name": "', '", "parameters": ', "}", between="; "),
+    streamed=JSON_STREAMED,
 )

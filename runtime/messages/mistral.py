@@ -1,8 +1,21 @@
 """Mistral: [TOOL_CALLS] and a list of {"name": …, "arguments": {…}}; since 2025, [TOOL_CALLS]NAME[ARGS]{…} for each."""
 
-from enginewright.runtime.messages.calls import Call, CallFormat, Schemas, WrittenCalls, json_call, json_calls, load
+import re
+
+from enginewright.runtime.messages.calls import (
+    JSON_STREAMED,
+    Call,
+    CallFormat,
+    Schemas,
+    StreamedCalls,
+    WrittenCalls,
+    json_call,
+    json_calls,
+    load,
+)
 
 _OPEN = "[TOOL_CALLS]"
+_HEAD = re.compile(r"\s*+(?:\[TOOL_CALLS\]\s*+)?([^\s\[{]++)\s*+(?:\[CALL_ID\][^\[{]*+)?\[ARGS\]\s*+(?=\{)")
 
 
 def _read_named(text: str, schemas: Schemas) -> list[Call]:
@@ -21,14 +34,16 @@ MISTRAL = CallFormat(
     "mistral",
     (_OPEN,),
     json_calls,
+    WrittenCalls('{"name": "', '", "arguments": ', "}", between=", ", first=f"{_OPEN}[", last="]"),
     open=_OPEN,
-    written=WrittenCalls('{"name": "', '", "arguments": ', "}", between=", ", first=f"{_OPEN}[", last="]"),
+    streamed=JSON_STREAMED,
 )
 MISTRAL_NAMED = CallFormat(
     "mistral_named",
     (_OPEN, "[ARGS]"),
     _read_named,
+    WrittenCalls(_OPEN, "[ARGS]", "", between=""),
     open=_OPEN,
-    written=WrittenCalls(_OPEN, "[ARGS]", "", between=""),
+    streamed=StreamedCalls(_HEAD, re.compile(r"\s*")),
     marks=("[ARGS]", "[CALL_ID]"),
 )
