@@ -32,18 +32,15 @@ class Admission:
         Raises:
             ApiError: 429, too many are waiting; 400, so many could never wait at once.
         """
-        answers = len(prompts) * params.n
+        answers = len(prompts) * params.num_candidates
         if answers > self._max_answers:
             raise ApiError(
                 400,
                 f"{answers} answers in one request: this server takes {self._max_answers} at most",
                 param="prompt" if len(prompts) > 1 else "n",
             )
-        if self.num_answers + answers > self._max_answers:
-            raise overloaded(f"{self.num_answers} answers wait for their first token")
         tokens = [guess(prompt) for prompt in prompts]
-        if self.num_tokens and self.num_tokens + sum(tokens) > self._max_tokens:
-            raise overloaded(f"prompts of {self.num_tokens} tokens wait")
+        self._check_queue(answers, sum(tokens))
         logprob_bytes = [self._logprob_bytes(count, params) for count in tokens]
         if sum(logprob_bytes) > self._max_logprob_bytes:
             raise ApiError(
@@ -54,12 +51,28 @@ class Admission:
             )
         if self.logprob_bytes + sum(logprob_bytes) > self._max_logprob_bytes:
             raise overloaded(f"log-probabilities of {format_bytes(self.logprob_bytes)} are being written")
-        return [Reservation(self, params.n, *sizes) for sizes in zip(tokens, logprob_bytes, strict=True)]
+        return [Reservation(self, params.num_candidates, *sizes) for sizes in zip(tokens, logprob_bytes, strict=True)]
+
+    def enter_texts(self, characters: int) -> "Reservation":
+        """A reservation for texts that are embedded: they count as one answer, however many they are.
+
+        Raises:
+            ApiError: 429, too many are waiting.
+        """
+        tokens = characters // CHARS_PER_TOKEN + 1
+        self._check_queue(1, tokens)
+        return Reservation(self, 1, tokens, 0)
+
+    def _check_queue(self, answers: int, tokens: int) -> None:
+        if self.num_answers + answers > self._max_answers:
+            raise overloaded(f"{self.num_answers} answers wait for their first token")
+        if self.num_tokens and self.num_tokens + tokens > self._max_tokens:
+            raise overloaded(f"prompts of {self.num_tokens} tokens wait")
 
     def _logprob_bytes(self, prompt_tokens: int, params: SamplingParams) -> int:
         """Memory that the log-probabilities of a prompt and its answers may take; each names one token more."""
         most = self._max_model_len if params.max_tokens is None else min(params.max_tokens, self._max_model_len)
-        answers = 0 if params.logprobs is None else params.n * most * (params.logprobs + 1)
+        answers = 0 if params.logprobs is None else params.num_candidates * most * (params.logprobs + 1)
         prompt = 0 if params.prompt_logprobs is None else min(prompt_tokens, self._max_model_len)
         return (answers + prompt * ((params.prompt_logprobs or 0) + 1)) * LOGPROB_BYTES
 

@@ -2,6 +2,9 @@
 
 import hmac
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from secrets import token_hex
@@ -15,35 +18,64 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from enginewright import __version__
-from enginewright.errors import UsageError
+from enginewright.runtime.async_llm import AsyncLLM
+from enginewright.runtime.embeddings import refuse_answers
 from enginewright.runtime.params import default_params
+from enginewright.runtime.prompts import Conversation, Prompt
+from enginewright.runtime.server.anthropic_body import read_messages
+from enginewright.runtime.server.anthropic_form import AnthropicError, MessagesForm
 from enginewright.runtime.server.chat import ChatBody, ChatForm
 from enginewright.runtime.server.completions import CompletionBody, CompletionForm
-from enginewright.runtime.server.errors import ApiError, from_engine, internal
+from enginewright.runtime.server.cors import Cors
+from enginewright.runtime.server.embeddings import EmbeddingBody, RerankBody, ScoreBody, TextsRoute
+from enginewright.runtime.server.engines import Engines
+from enginewright.runtime.server.errors import ApiError, internal, speaking_of
 from enginewright.runtime.server.form import Form, encode
-from enginewright.runtime.server.generation import Generation
+from enginewright.runtime.server.generation import Generation, template_errors
 from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.log import RequestLog
+from enginewright.runtime.server.page.routes import Page
 from enginewright.runtime.server.protocol import Body, decode
-from enginewright.runtime.server.service import Service
+from enginewright.runtime.server.responses_body import read_responses
+from enginewright.runtime.server.responses_form import ResponsesForm
+from enginewright.runtime.server.responses_store import StoredRoutes
 from enginewright.runtime.server.tokenization import DetokenizeBody, TokenizeBody
 from enginewright.runtime.server.wire import ClientGone, header, read_body, send_error
+from enginewright.runtime.server.work import check_timeout, work_of
+from enginewright.runtime.tokenizer import Tokenizer
 
 B = TypeVar("B", TokenizeBody, DetokenizeBody)
 
-OPEN_PATH = b"/health"  # to anybody: who restarts servers needs no key. Metrics tell what clients do, and want one.
+# To anybody, as the page is: who restarts servers needs no key. Metrics tell what clients do, and want one.
+HEALTH_PATH = b"/health"
 
 
 class App:
     """The ASGI application. Every request passes here first, where the Host header and the key are looked at."""
 
-    def __init__(self, service: Service, hosts: HostCheck) -> None:
-        self._service, self._hosts = service, hosts
-        self._keys = [sha256(key.encode()).hexdigest() for key in service.config.api_keys]
+    def __init__(self, engines: Engines, hosts: HostCheck) -> None:
+        self._engines, self._hosts = engines, hosts
+        self._cors = Cors(engines.config.allowed_origins)
+        self._keys = [sha256(key.encode()).hexdigest() for key in engines.config.api_keys]
+        page = Page() if engines.config.page else None
+        self._open_paths = {HEALTH_PATH} | (page.paths if page else set())
         self._starlette = Starlette(
             routes=[
-                Route("/v1/chat/completions", CompletionRoute(service, ChatBody, ChatForm), methods=["POST"]),
-                Route("/v1/completions", CompletionRoute(service, CompletionBody, CompletionForm), methods=["POST"]),
+                Route("/v1/chat/completions", CompletionRoute(engines, ChatForm, ChatBody), methods=["POST"]),
+                Route("/v1/completions", CompletionRoute(engines, CompletionForm, CompletionBody), methods=["POST"]),
+                Route("/v1/responses", ResponsesRoute(engines, ResponsesForm, ChatBody), methods=["POST"]),
+                *StoredRoutes(engines.responses).routes,
+                Route("/v1/messages", MessagesRoute(engines, MessagesForm, ChatBody), methods=["POST"]),
+                Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
+                Route("/v1/embeddings", TextsRoute(engines, EmbeddingBody, "embd", "input"), methods=["POST"]),
+                *(
+                    Route(path, TextsRoute(engines, body, path.rpartition("/")[2], key), methods=["POST"])
+                    for body, key, *paths in (
+                        (RerankBody, "documents", "/v1/rerank", "/v2/rerank", "/rerank"),
+                        (ScoreBody, "text_2", "/v1/score", "/score"),
+                    )
+                    for path in paths
+                ),
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{name:path}", self._one_model),
                 Route("/tokenize", self._tokenize, methods=["POST"]),
@@ -51,6 +83,7 @@ class App:
                 Route("/version", self._version),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
+                *(page.routes if page else ()),
             ],
             exception_handlers={ApiError: self._refuse, HTTPException: self._no_route, Exception: self._crash},
         )
@@ -59,18 +92,20 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["log"] = log = RequestLog(scope)
         try:
-            await self._answer(scope, receive, log.returning(send))
+            await self._answer(scope, receive, self._cors.returning(scope, log.returning(send)))
         finally:
             log.write()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._hosts.check(scope)
+            if (permission := self._cors.permission(scope)) is not None:
+                await send({"type": "http.response.start", "status": 204, "headers": permission})
+                await send({"type": "http.response.body", "body": b""})
+                return
             scope["tenant"] = self._tenant(scope)
         except ApiError as error:
-            self._service.metrics.rejected[error.status] += 1
-            scope["log"].error = error
-            await send_error(send, error)
+            await send_error(send, self._noted(error, scope))
             return
         await self._starlette(scope, receive, send)
 
@@ -80,80 +115,91 @@ class App:
         Every key is compared, in a time that depends on none of them. The path is the one that came over the wire:
         nothing that a router or a Host header makes of it plays a part.
         """
-        if not self._keys or scope["raw_path"] == OPEN_PATH:
+        if not self._keys or scope["raw_path"] in self._open_paths:
             return ""
-        values = header(scope, b"authorization")
+        values = header(scope, b"authorization") or [b"bearer " + key for key in header(scope, b"x-api-key")]
         scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
         given = sha256(key.strip()).hexdigest()
         known = [hmac.compare_digest(given, one) for one in self._keys]
         if scheme.lower() != b"bearer" or not any(known):
             raise ApiError(
                 401,
-                "Incorrect API key provided: send one of this server's keys as Authorization: Bearer …",
+                "Incorrect API key provided: send one of this server's keys as Authorization: Bearer … or X-Api-Key",
                 code="invalid_api_key",
                 headers=[(b"www-authenticate", b"Bearer")],
             )
         return given
 
     async def _list_models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model(name) for name in self._service.models]})
+        return _json({"object": "list", "data": [self._engines.card(name) for name in self._engines.names]})
 
     async def _one_model(self, request: Request) -> Response:
-        return _json(self._model(self._service.check_model(request.path_params["name"])))
-
-    def _model(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._service.started,
-            "owned_by": "enginewright",
-            "root": self._service.models[0],
-            "max_model_len": self._service.llm.max_model_len,
-        }
+        name, _ = self._engines.find(request.path_params["name"])
+        return _json(self._engines.card(name))
 
     async def _tokenize(self, request: Request) -> Response:
-        body, llm = await self._read(request, TokenizeBody), self._service.llm
-        try:
-            ids = await llm.encode(body.text(), add_special_tokens=body.add_special_tokens is not False)
-        except UsageError as error:
-            raise from_engine(error, "prompt" if body.messages is None else "messages") from None
-        texts = await llm.decode_each(ids) if body.return_token_strs else None
+        body = await self._read(request, TokenizeBody)
+        async with self._use(request, body.model) as llm:
+            ids = await _encode(llm, body.text(), add_special_tokens=body.add_special_tokens is not False)
+            texts = await llm.decode_each(ids) if body.return_token_strs else None
         return _json({"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids, "token_strs": texts})
 
     async def _detokenize(self, request: Request) -> Response:
-        body, llm = await self._read(request, DetokenizeBody), self._service.llm
-        body.check(llm.engine.plan.vocab_size, llm.max_model_len)
-        return _json({"prompt": await llm.decode(body.tokens)})
+        body = await self._read(request, DetokenizeBody)
+        async with self._use(request, body.model) as llm:
+            body.check(llm.engine.plan.vocab_size, llm.max_model_len)
+            return _json({"prompt": await llm.decode(body.tokens)})
+
+    async def _count_tokens(self, request: Request) -> Response:
+        """Of what POST /v1/messages would show to the model."""
+        data = await read_body(request.scope, request.receive, self._engines.config.max_body_bytes)
+        messages = read_messages(data, self._engines.max_vocab_size, counted=True)
+        with speaking_of(MessagesForm.prompt_key, MessagesForm.renames):
+            async with self._use(request, messages.chat.model) as llm:
+                messages.check(llm.engine.tokenizer)
+                messages.chat.params_for(llm.engine.tokenizer)
+                (prompt,) = messages.chat.prompts()
+                return _json({"input_tokens": len(await _encode(llm, prompt))})
 
     async def _read(self, request: Request, kind: type[B]) -> B:
         """The body of a request that no answer is generated for."""
-        data = await read_body(request.scope, request.receive, self._service.config.max_body_bytes)
-        body = decode(data, kind, self._service.llm.engine.plan.vocab_size)
-        if closed := self._service.why_closed():
-            raise closed
-        self._service.check_model(body.model)
-        return body
+        data = await read_body(request.scope, request.receive, self._engines.config.max_body_bytes)
+        return decode(data, kind, self._engines.max_vocab_size)
+
+    @asynccontextmanager
+    async def _use(self, request: Request, model: str | None) -> AsyncIterator[AsyncLLM]:
+        """The engine that such a request names."""
+        async with self._engines.use(model, request.receive) as (name, service):
+            request.scope["log"].model = name
+            yield service.llm
 
     async def _version(self, request: Request) -> Response:
         return _json({"version": __version__})
 
     async def _health(self, request: Request) -> Response:
-        closed = self._service.why_unhealthy()
+        closed = self._engines.why_unhealthy()
         if closed is None:
             return _json({"status": "ok"})
         return _json({"status": closed.code, "reason": closed.message}, closed.status)
 
     async def _metrics(self, request: Request) -> Response:
-        content, kind = self._service.metrics.render(request.headers.get("accept", ""))
+        content, kind = self._engines.metrics.render(request.headers.get("accept", ""))
         return Response(content, headers={"content-type": kind})
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        self._service.metrics.rejected[error.status] += 1
-        request.scope["log"].error = error
+        error = self._noted(error, request.scope)
         response = Response(error.body, error.status, media_type="application/json")
         response.raw_headers.extend(error.headers)
         return response
+
+    def _noted(self, error: ApiError, scope: Scope) -> ApiError:
+        """An error that goes out, counted and logged, in the form of the API that was asked."""
+        if scope["path"].startswith("/v1/messages"):
+            error = AnthropicError.of(error)
+        self._engines.reject(error.status, scope["log"].model)
+        scope["log"].error = error
+        return error
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -166,43 +212,78 @@ class App:
         return await self._refuse(request, internal())
 
 
+@dataclass(frozen=True)
+class Reading:
+    """A request that generates."""
+
+    body: Body
+    form: Callable[..., Form]  # of the response: takes what a Form does
+    # Raises ApiError for what the engine that is named cannot do.
+    check: Callable[[Tokenizer], None] = lambda _: None
+
+
 class CompletionRoute:
-    """POST of one of the two completion APIs.
+    """POST of one of the APIs that generate.
 
     Args:
-        body: the type of the request's body.
         form: the type of the response's JSON.
+        body: the type of the request's body.
     """
 
-    def __init__(self, service: Service, body: type[Body], form: type[Form]) -> None:
-        self._service, self._body, self._form = service, body, form
+    def __init__(self, engines: Engines, form: type[Form], body: type[Body]) -> None:
+        self._engines, self._form, self._body = engines, form, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived, service, log = time.perf_counter(), self._service, scope["log"]
+        arrived, log = time.perf_counter(), scope["log"]
         try:
-            data = await read_body(scope, receive, service.config.max_body_bytes)
-            body = decode(data, self._body, service.llm.engine.plan.vocab_size)
-            closed = service.why_closed()
-            if closed is not None:
-                raise closed
-            model, prompts = service.check_model(body.model), body.prompts()
-            tokenizer = service.llm.engine.tokenizer
-            params = default_params(service.llm.engine, **body.params_for(tokenizer))
-            form = self._form(
-                f"{self._form.id_prefix}{token_hex(12)}",
-                model,
-                service.fingerprint,
-                tokenizer,
-                body.include(),
-            )
-            log.request_id, log.model = form.id, model
-            salt = f"{scope['tenant']}{body.cache_salt or ''}"
-            generation = Generation(service, form, params, arrived, log, partial(body.parsers, tokenizer))
-            await generation.run(prompts, salt, bool(body.stream), receive, send)
-        except UsageError as error:
-            raise from_engine(error, self._form.prompt_key) from None
+            data = await read_body(scope, receive, self._engines.config.max_body_bytes)
+            request = self._read(data, scope["tenant"])
+            body = request.body
+            with speaking_of(self._form.prompt_key, self._form.renames):
+                work = work_of(scope, body.priority)
+                check_timeout(body.timeout)
+                async with self._engines.use(body.model, receive, body.timeout) as (model, service):
+                    log.model, engine = model, service.llm.engine
+                    refuse_answers(engine)
+                    request.check(engine.tokenizer)
+                    prompts, tokenizer = body.prompts(), engine.tokenizer
+                    params = default_params(engine, **body.params_for(tokenizer))
+                    id = f"{self._form.id_prefix}{token_hex(12)}"
+                    form = request.form(id, model, service.fingerprint, tokenizer, body.include())
+                    log.request_id = id
+                    salt = f"{scope['tenant']}{body.cache_salt or ''}"
+                    parsers, structure = partial(body.parsers, tokenizer), partial(body.structure, tokenizer)
+                    generation = Generation(service, form, params, arrived, log, parsers, structure, work, body.timeout)
+                    await generation.run(prompts, salt, bool(body.stream), receive, send)
         except ClientGone:
             log.is_gone = True
+
+    def _read(self, data: bytes, tenant: str) -> Reading:
+        """A request. Raises ApiError for what is none of this API."""
+        return Reading(decode(data, self._body, self._engines.max_vocab_size), self._form)
+
+
+class MessagesRoute(CompletionRoute):
+    """POST of Anthropic's API."""
+
+    def _read(self, data: bytes, tenant: str) -> Reading:
+        messages = read_messages(data, self._engines.max_vocab_size)
+        return Reading(messages.chat, self._form, messages.check)
+
+
+class ResponsesRoute(CompletionRoute):
+    """POST of the Responses API."""
+
+    def _read(self, data: bytes, tenant: str) -> Reading:
+        store, vocab_size = self._engines.responses, self._engines.max_vocab_size
+        request = read_responses(data, vocab_size, partial(store.conversation, tenant), may_store=store.max_count > 0)
+        return Reading(request.chat, partial(ResponsesForm, request, partial(store.put, tenant)))
+
+
+async def _encode(llm: AsyncLLM, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+    key = "messages" if isinstance(prompt, Conversation) else "prompt"
+    with speaking_of(key, {}), template_errors(prompt):
+        return await llm.encode(prompt, add_special_tokens=add_special_tokens)
 
 
 def _json(content: dict[str, Any], status: int = 200) -> Response:

@@ -2,21 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from secrets import token_hex
 from typing import Any, Literal
 
 import msgspec
 
-from enginewright.runtime.messages.calls import Call
+from enginewright.runtime.messages.calls import Arguments, Call
 from enginewright.runtime.messages.formats import Parser, new_parser
+from enginewright.runtime.messages.grammar import before_answer
 from enginewright.runtime.messages.parser import Piece, Reasoning, Text
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.prompts import ROLES, Conversation, Prompt
 from enginewright.runtime.sampling import MAX_LOGPROBS, SampledToken
 from enginewright.runtime.server.errors import ApiError
-from enginewright.runtime.server.form import REPLACEMENT, Choice, Form, Include, encode, shown
-from enginewright.runtime.server.protocol import Body, check_keys, convert, is_off, not_implemented
+from enginewright.runtime.server.form import REPLACEMENT, Choice, ChoicesForm, Include, encode, new_call_id, shown
+from enginewright.runtime.server.protocol import NOTHING, Body, check_keys, convert, not_implemented, without_nothing
 from enginewright.runtime.server.tools import ToolCall, Tools
+from enginewright.runtime.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.tokenizer import Tokenizer
 
 # What clients send back of the answers that they got, or keep for themselves: templates do not see it.
@@ -35,8 +36,6 @@ KEPT_BY_CLIENTS = frozenset(
         "type",
     )
 )
-OPENING_TOKENS = 8  # of a prompt's end, that may begin the reasoning
-NOTHING: Sequence[Any] = ([], {}, "", False)
 # Keys that would change what the model sees, and are not implemented.
 MESSAGE_OFF = dict.fromkeys(("audio", "function_call", "images", "refusal", "tools", "weight"), NOTHING)
 PART_OFF = dict.fromkeys(("audio_url", "file", "image_url", "input_audio", "refusal", "video_url"), NOTHING)
@@ -73,7 +72,7 @@ class Message(msgspec.Struct):
             known = ", ".join(ROLES)
             why = f"{where}.role is {message.role[:20]!r}: there are {known}"
             raise ApiError(400, why, param=f"{where}.role", code="invalid_value")
-        check_keys(_without_nothing(value), cls.__struct_fields__, KEPT_BY_CLIENTS, MESSAGE_OFF, where)
+        check_keys(without_nothing(value), cls.__struct_fields__, KEPT_BY_CLIENTS, MESSAGE_OFF, where)
         return message
 
     def for_template(self, where: str) -> dict[str, Any]:
@@ -101,15 +100,10 @@ def _text_of(value: dict[str, Any], where: str) -> str:
     part = convert(value, Part, where)
     if part.type != "text":
         raise not_implemented(f"{where}.type", f"{part.type[:40]!r}; the model reads parts of the type 'text'")
-    check_keys(_without_nothing(value), Part.__struct_fields__, KEPT_BY_CLIENTS, PART_OFF, where)
+    check_keys(without_nothing(value), Part.__struct_fields__, KEPT_BY_CLIENTS, PART_OFF, where)
     if part.text is None:
         raise ApiError(400, f"{where} has no text", param=f"{where}.text")
     return part.text
-
-
-def _without_nothing(value: dict[str, Any]) -> dict[str, Any]:
-    """Without keys, known or not, that ask for nothing."""
-    return {key: entry for key, entry in value.items() if not is_off(entry, NOTHING)}
 
 
 class ChatBody(Body, kw_only=True):
@@ -155,25 +149,38 @@ class ChatBody(Body, kw_only=True):
             raise ApiError(400, "messages: the model's chat template shows no calls of tools", param="messages")
         if self.reasoning_effort not in (None, "none") and not tokenizer.template_names("reasoning_effort"):
             raise not_implemented("reasoning_effort", "the model's chat template knows none")
-        grammar = tools.grammar(tokenizer, several=self.parallel_tool_calls is not False)
-        if grammar is not None:
-            if params["structured_outputs"] is not None:
-                raise ApiError(400, "tool_choice cannot be combined with a form of the answer", param="tool_choice")
-            params["structured_outputs"] = grammar
+        if tools.forced and self.use_beam_search:
+            raise ApiError(400, "tool_choice cannot be combined with use_beam_search", param="tool_choice")
+        if tools.forced and params["structured_outputs"] is not None:
+            raise ApiError(400, "tool_choice cannot be combined with a form of the answer", param="tool_choice")
         return params
+
+    def structure(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> StructuredOutputsParams | None:
+        """As it is asked for, from where the reasoning ends."""
+        wanted, place = self._structure(), tokenizer.reasoning_place(prompt)
+        if wanted is None:
+            return self._tools().structure(tokenizer, place, several=self.parallel_tool_calls is not False)
+        before = before_answer(tokenizer.message_format, tokenizer.mark_ids, place)
+        return wanted if before is None or wanted.before is not None else replace(wanted, before=before)
 
     def include(self) -> Include:
         return replace(super().include(), reasoning=self.include_reasoning is not False)
 
     def parsers(self, tokenizer: Tokenizer, prompt: Sequence[int], count: int) -> Sequence[Parser | None]:
         form, structure, schemas = tokenizer.message_format, self._structure(), self._tools().may_be_called
-        if structure is not None and (structure.json is not None or structure.json_object):
-            return [None] * count  # marks in its texts are texts
-        end = tokenizer.decode(prompt[-OPENING_TOKENS:], skip_special_tokens=False).rstrip()
-        # What has to be of a structure is so from its first token on: the reasoning was not begun.
-        in_reasoning = form.reasoning is not None and structure is None and end.endswith(form.reasoning.open)
-        several = self.parallel_tool_calls is not False
-        return [new_parser(form, schemas, in_reasoning=in_reasoning, several=several) for _ in range(count)]
+        is_json = structure is not None and (structure.json is not None or structure.json_object is not None)
+        # A structure that says what comes before it has all of the message, its reasoning, too.
+        is_whole = structure is not None and structure.before is not None
+        return [
+            new_parser(
+                form,
+                None if is_json else schemas,
+                in_reasoning=not is_whole and tokenizer.ends_in_reasoning(prompt),
+                several=self.parallel_tool_calls is not False,
+                only_first=is_json,  # marks in its texts are texts
+            )
+            for _ in range(count)
+        ]
 
     def params(self) -> dict[str, Any]:
         if self.top_logprobs is not None and not (self.logprobs and 0 <= self.top_logprobs <= MAX_LOGPROBS):
@@ -187,18 +194,28 @@ class ChatBody(Body, kw_only=True):
         }
 
 
-def _called(call: Call) -> dict[str, Any]:
-    """Its id is of nine letters and digits: Mistral's templates take no others."""
-    return {"id": token_hex(5)[:9], "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+def _called(pieces: Sequence[Piece], first: int) -> list[dict[str, Any]]:
+    """Calls, or parts of them, each with its number; arguments that come first are of the call before `first`."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if isinstance(piece, Call):
+            function = {"name": piece.name, "arguments": piece.arguments}
+            calls.append({"index": first, "id": new_call_id(), "type": "function", "function": function})
+            first += 1
+        elif isinstance(piece, Arguments):
+            if not calls:
+                calls.append({"index": first - 1, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += piece.text
+    return calls
 
 
-class ChatForm(Form):
+class ChatForm(ChoicesForm):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
     prompt_key = "messages"
 
-    def opening(self, choice: Choice) -> bytes:
+    def opening(self, choice: Choice, cached_tokens: int) -> bytes:
         role = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
         return self._event(choice, role)
 
@@ -208,9 +225,7 @@ class ChatForm(Form):
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         if choice.parser is None:
             return super().chunk(choice, delta)
-        pieces = choice.parser.push(delta.text)
-        if delta.finish_reason is not None:
-            pieces += choice.parser.end()
+        pieces = choice.push(delta)
         first = choice.parser.num_calls - sum(isinstance(piece, Call) for piece in pieces)
         message = self._message(pieces, first)
         if not message and delta.finish_reason is None and not self.include.logprobs:
@@ -220,28 +235,27 @@ class ChatForm(Form):
     def _whole(self, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text}
         if choice.parser is not None:
-            pieces = [piece for delta in choice.deltas for piece in choice.parser.push(delta.text)]
-            message = {"role": "assistant", "content": None} | self._message(pieces + choice.parser.end(), None)
+            pieces = [piece for delta in choice.deltas for piece in choice.push(delta)]
+            message = {"role": "assistant", "content": None} | self._message(pieces, 0)
+            for call in message.get("tool_calls", ()):
+                del call["index"]
             if "tool_calls" not in message:
                 message["content"] = message["content"] or ""
         return {"message": message}
 
-    def _message(self, pieces: Sequence[Piece], first: int | None) -> dict[str, Any]:
+    def _message(self, pieces: Sequence[Piece], first: int) -> dict[str, Any]:
         """Keys of a message, or of a part of one.
 
         Args:
-            first: which call of the choice the first one is, where calls are numbered.
+            first: number of the first call that begins in it.
         """
         text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
         reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
         message: dict[str, Any] = {"content": text} if text else {}
         if reasoning and self.include.reasoning:  # both names are in use
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
-        calls = [_called(piece) for piece in pieces if isinstance(piece, Call)]
-        if calls:
-            numbered = [{"index": place, **call} for place, call in enumerate(calls, start=first or 0)]
-            message["tool_calls"] = calls if first is None else numbered
-        return message
+        calls = _called(pieces, first)
+        return message | ({"tool_calls": calls} if calls else {})
 
     def finish_reason(self, choice: Choice) -> str | None:
         calls = choice.parser is not None and choice.parser.num_calls > 0

@@ -6,9 +6,8 @@ from typing import Any
 
 from enginewright.runtime.prompts import Prompt
 from enginewright.runtime.sampling import SampledToken
-from enginewright.runtime.server.errors import ApiError
-from enginewright.runtime.server.form import Choice, Form, Include, encode, shown
-from enginewright.runtime.server.protocol import COMPLETION_TOKENS, Body
+from enginewright.runtime.server.form import Choice, ChoicesForm, Include, encode, shown
+from enginewright.runtime.server.protocol import COMPLETION_TOKENS, Body, prompts_of
 
 
 class CompletionBody(Body, kw_only=True):
@@ -20,13 +19,7 @@ class CompletionBody(Body, kw_only=True):
 
     def prompts(self) -> list[Prompt]:
         """Raises ApiError where text and token ids are mixed, or there is none."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        kinds = {type(one) for one in self.prompt}
-        if len(kinds) != 1:
-            why = "is empty" if not kinds else "mixes texts, token ids and lists of them"
-            raise ApiError(400, f"prompt {why}", param="prompt", code="invalid_type")
-        return [self.prompt] if kinds == {int} else list(self.prompt)  # type: ignore[list-item, arg-type]
+        return prompts_of(self.prompt, "prompt")
 
     def params(self) -> dict[str, Any]:
         tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -39,13 +32,13 @@ class CompletionBody(Body, kw_only=True):
         return replace(super().include(), echo=bool(self.echo))
 
 
-class CompletionForm(Form):
+class CompletionForm(ChoicesForm):
     object = "text_completion"
     chunk_object = "text_completion"
     id_prefix = "cmpl-"
     prompt_key = "prompt"
 
-    def opening(self, choice: Choice) -> bytes:
+    def opening(self, choice: Choice, cached_tokens: int) -> bytes:
         if not self.include.echo:
             return b""
         logprobs = encode(self._of_prompt(choice)) if self.include.logprobs else b"null"

@@ -8,7 +8,7 @@ import logging
 import os
 import resource
 import time
-from collections import Counter
+from collections.abc import Callable
 
 from enginewright.errors import EngineError
 from enginewright.runtime.server.errors import OVERLOAD_RETRY_S, ApiError, retry_after
@@ -30,14 +30,14 @@ class ConnectionLimit:
 
     Args:
         max_connections: None is as many as the limit of open files allows, DEFAULT_MAX_CONNECTIONS at most.
-        rejected: refusals are counted here, by their status.
+        reject: called with the status of each refusal.
 
     Raises:
         EngineError: the limit of open files does not allow so many.
     """
 
-    def __init__(self, max_connections: int | None, rejected: Counter[int]) -> None:
-        self._rejected = rejected
+    def __init__(self, max_connections: int | None, reject: Callable[[int], None]) -> None:
+        self._reject = reject
         self.num_surplus = 0
         self._last_log_s = -LOG_INTERVAL_S
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -62,7 +62,7 @@ class ConnectionLimit:
             code="too_many_connections",
             headers=retry_after(OVERLOAD_RETRY_S),
         )
-        self._rejected[error.status] += 1
+        self._reject(error.status)
         now = time.monotonic()
         if now - self._last_log_s >= LOG_INTERVAL_S:
             self._last_log_s = now

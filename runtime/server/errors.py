@@ -3,7 +3,9 @@
 What clients read is written for them: never the text of an unexpected exception, a path or an address.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
@@ -14,6 +16,8 @@ from enginewright.runtime.sampling import SamplingParams
 
 MAX_MESSAGE_CHARS = 1000
 OVERLOAD_RETRY_S = 1
+
+OF_TEXTS = ("dimensions", "prompt_name", "text_1", "text_2", "truncate_prompt_tokens")  # keys of embeddings and scores
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -41,6 +45,18 @@ class ApiError(Exception):
         if self.status == 429:
             return "rate_limit_error"
         return "server_error" if self.status >= 500 else "invalid_request_error"
+
+    def renamed(self, renames: Mapping[str, str]) -> "ApiError":
+        """The same error for an API whose keys have other names: what is wrong begins with the key that is.
+
+        Args:
+            renames: the other name by a regular expression of the key.
+        """
+        for key, name in renames.items():
+            if self.param is not None and re.match(key, self.param):
+                param, text = (re.sub(f"^{key}", name, one) for one in (self.param, self.message))
+                return ApiError(self.status, text, param=param, code=self.code, headers=self.headers)
+        return self
 
     @property
     def body(self) -> bytes:
@@ -89,6 +105,21 @@ def from_engine(error: EngineError, prompt_key: str) -> ApiError:
     text = ": ".join(part for part in (error.what, error.why) if part)  # error.fix speaks of the command line
     code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
     first = prompt_key if text.startswith("the prompt ") else text.partition(" ")[0]
-    known = (prompt_key, "chat_template_kwargs", *SamplingParams.__dataclass_fields__)
+    known = (prompt_key, "chat_template_kwargs", "priority", *OF_TEXTS, *SamplingParams.__dataclass_fields__)
     param = first if first in known else None
     return ApiError(400, text, param=param, code=code)
+
+
+@contextmanager
+def speaking_of(prompt_key: str, renames: Mapping[str, str]) -> Iterator[None]:
+    """What is raised within, as an ApiError that has an API's own names for the keys of a chat.
+
+    Args:
+        prompt_key, renames: as of a Form.
+    """
+    try:
+        yield
+    except UsageError as error:
+        raise from_engine(error, prompt_key).renamed(renames) from None
+    except ApiError as error:
+        raise error.renamed(renames) from None

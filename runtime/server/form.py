@@ -1,17 +1,21 @@
-"""How completions are written as JSON, in both APIs. A chunk of a stream is assembled around what was encoded once."""
+"""How completions are written as JSON: what all APIs share, and what those share whose responses are choices."""
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from secrets import token_hex
 from typing import Any, ClassVar
 
 import msgspec
 
 from enginewright.runtime.messages.formats import Parser
+from enginewright.runtime.messages.parser import Piece, Text, joined
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.prompts import Prompt, text_of
 from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -36,6 +40,7 @@ class Choice:
     index: int
     prompt: PromptPart
     num_tokens: int = 0
+    num_reasoning_tokens: int = 0  # that began within the reasoning, as far as they were pushed
     num_chars: int = 0  # of its tokens' texts, as far as log-probabilities have been written
     echoed: bool = False  # whether those of its prompt have been
     last_s: float | None = None  # when it last grew
@@ -52,20 +57,38 @@ class Choice:
     def tokens(self) -> list[SampledToken]:
         return [token for delta in self.deltas for token in delta.tokens]
 
+    def push(self, delta: Delta) -> list[Piece]:
+        """The parts of its message that this adds. Each delta is to be given once, in order."""
+        if self.parser is None:
+            return [Text(delta.text)] if delta.text else []
+        pieces: list[Piece] = []
+        for start, end in pairwise((0, *delta.ends, len(delta.text))):
+            self.num_reasoning_tokens += bool(delta.tokens) and self.parser.in_reasoning
+            pieces += self.parser.push(delta.text[start:end])
+        return joined(pieces if delta.finish_reason is None else pieces + self.parser.end())
+
 
 @dataclass(frozen=True)
 class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    guessed_tokens: int = 0  # that were verified
+    accepted_tokens: int = 0  # of these, those that were right
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.guessed_tokens:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.accepted_tokens,
+                "rejected_prediction_tokens": self.guessed_tokens - self.accepted_tokens,
+            }
+        return usage
 
 
 @dataclass(frozen=True)
@@ -81,24 +104,20 @@ class Include:
 
 
 class Form(ABC):
-    """The id of a response, and the JSON around its choices.
+    """The id of a response, and the JSON of all that it says.
 
     Args:
         fingerprint: of the engine; the same seed gives the same answer where it is the same.
     """
 
-    object: ClassVar[str]
-    chunk_object: ClassVar[str]
     id_prefix: ClassVar[str]
     prompt_key: ClassVar[str]  # of a body, for errors
+    renames: ClassVar[Mapping[str, str]] = {}  # what this API calls keys of a chat; regular expressions
 
     def __init__(self, id: str, model: str, fingerprint: str, tokenizer: Tokenizer, include: Include) -> None:
-        self.id, self.include = id, include
+        self.id, self.model, self.include = id, model, include
+        self.created, self.fingerprint = int(time.time()), fingerprint
         self._tokenizer = tokenizer
-        self._about = {"id": id, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
-        head = encode({"object": self.chunk_object, **self._about})[:-1]
-        self._head = b"data: " + head + b',"choices":[{"index":'
-        self._tail = b'}],"usage":null}\n\n' if include.usage else b"}]}\n\n"
 
     def prompt_part(
         self, prompt: Prompt, token_ids: Sequence[int], logprobs: Sequence[SampledToken | None]
@@ -110,8 +129,45 @@ class Form(ABC):
         return PromptPart(text, token_ids, logprobs)
 
     @abstractmethod
-    def opening(self, choice: Choice) -> bytes:
-        """The event before a choice's first piece; empty if there is none."""
+    def opening(self, choice: Choice, cached_tokens: int) -> bytes:
+        """The events before a choice's first piece; empty if there are none.
+
+        Args:
+            cached_tokens: of its prompt, that were in the prefix cache.
+        """
+
+    @abstractmethod
+    def chunk(self, choice: Choice, delta: Delta) -> bytes:
+        """The events of what was added to a choice; empty if nobody could see a difference."""
+
+    @abstractmethod
+    def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The events at the end of a stream."""
+
+    @abstractmethod
+    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """All choices at once."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        return b"data: " + error.body + b"\n\n"
+
+
+class ChoicesForm(Form):
+    """A response of several choices, each with its log-probabilities.
+
+    A chunk of a stream is assembled around what was encoded once.
+    """
+
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, id: str, model: str, fingerprint: str, tokenizer: Tokenizer, include: Include) -> None:
+        super().__init__(id, model, fingerprint, tokenizer, include)
+        self._about = {"id": id, "created": self.created, "model": model, "system_fingerprint": fingerprint}
+        head = encode({"object": self.chunk_object, **self._about})[:-1]
+        self._head = b"data: " + head + b',"choices":[{"index":'
+        self._tail = b'}],"usage":null}\n\n' if include.usage else b"}]}\n\n"
 
     @abstractmethod
     def _piece(self, text: str) -> bytes:
@@ -130,7 +186,6 @@ class Form(ABC):
         return {}
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
-        """The event of what was added to a choice; empty if nobody could see a difference."""
         if not delta.text and delta.finish_reason is None and not self.include.logprobs:
             return b""
         return self._chunk(choice, delta, self._piece(delta.text))
@@ -147,11 +202,12 @@ class Form(ABC):
         """Of a choice that has ended, as the API calls it."""
         return choice.finish_reason
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return event({"object": self.chunk_object, **self._about, "choices": [], "usage": usage.to_dict()})
+    def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        if not self.include.usage:
+            return DONE
+        return event({"object": self.chunk_object, **self._about, "choices": [], "usage": usage.to_dict()}) + DONE
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """All choices at once."""
         whole = [
             {
                 "index": choice.index,
@@ -195,6 +251,16 @@ DONE = b"data: [DONE]\n\n"
 def event(value: Any) -> bytes:
     """A server-sent event."""
     return b"data: " + encode(value) + b"\n\n"
+
+
+def new_call_id() -> str:
+    """Of nine letters and digits: Mistral's templates take no others."""
+    return token_hex(5)[:9]
+
+
+def typed_event(type: str, **keys: Any) -> bytes:
+    """A server-sent event that says its type, as clients of the newer APIs want it."""
+    return b"event: " + type.encode() + b"\n" + event({"type": type, **keys})
 
 
 def shown(logprob: float | None) -> float:

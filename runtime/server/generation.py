@@ -4,22 +4,25 @@ import asyncio
 import logging
 import time
 from asyncio import TaskGroup
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Send
 
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.async_llm import AsyncRequest
+from enginewright.runtime.async_llm import AsyncRequest, Structure
 from enginewright.runtime.messages.formats import Parser
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.prompts import Conversation, Prompt
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.admission import Reservation
 from enginewright.runtime.server.errors import ApiError, from_engine, internal, of_answer, shutting_down
-from enginewright.runtime.server.form import DONE, Choice, Form, Usage
+from enginewright.runtime.server.form import Choice, Form, Usage
 from enginewright.runtime.server.log import RequestLog
 from enginewright.runtime.server.wire import ClientGone, send_json, until_gone
+from enginewright.runtime.server.work import timed_out
+from enginewright.runtime.work_class import WorkClass
 
 if TYPE_CHECKING:
     from enginewright.runtime.server.service import Service
@@ -34,6 +37,20 @@ EVENT_STREAM = [
 ]
 
 
+@contextmanager
+def template_errors(prompt: Prompt) -> Iterator[None]:
+    """Raises ApiError where the model's chat template cannot show a conversation."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except EngineError as error:
+        if not isinstance(prompt, Conversation):
+            raise
+        logger.warning("a conversation is refused: %s", error.what)  # why may quote it, and the log must not
+        raise ApiError(400, "the model's chat template cannot show these messages", param="messages") from None
+
+
 class Generation:
     """The completions of one request, n for each prompt, sent as they are written or all at once.
 
@@ -43,6 +60,8 @@ class Generation:
         arrived: when the request came, by time.perf_counter.
         log: takes down what came of it.
         new_parsers: of a prompt's completions; it takes the prompt's token ids, and how many.
+        structure: what a prompt's completions have to be; it takes the prompt's token ids.
+        timeout_s: since it came, after which it ends; None: never.
     """
 
     def __init__(
@@ -53,8 +72,12 @@ class Generation:
         arrived: float,
         log: RequestLog,
         new_parsers: NewParsers,
+        structure: Structure,
+        work: WorkClass,
+        timeout_s: float | None,
     ) -> None:
-        self._new_parsers = new_parsers
+        self._new_parsers, self._structure = new_parsers, structure
+        self._work, self._timeout_s = work, timeout_s
         self._service, self._form, self._params, self._arrived = service, form, params, arrived
         self._log = log
         self._first_token_s: float | None = None  # since its arrival
@@ -74,7 +97,7 @@ class Generation:
         self._reservations = self._service.admission.enter(prompts, self._params)
         self._service.live.add(self)
         self._service.throughput.begin()
-        watch = asyncio.create_task(self._watch(receive))
+        watch, timer = asyncio.create_task(self._watch(receive)), self._timer()
         try:
             await self._submit(prompts, salt)
             await (self._stream(send) if stream else self._whole(send))
@@ -89,6 +112,8 @@ class Generation:
             await self._fail(internal(), send)
         finally:
             watch.cancel()
+            if timer is not None:
+                timer.cancel()
             self._close()
 
     def stop(self, why: Exception) -> None:
@@ -96,6 +121,13 @@ class Generation:
         self._stopped = self._stopped or why
         for request in self._requests:
             request.abort()
+
+    def _timer(self) -> asyncio.TimerHandle | None:
+        """What ends the request when its time is over."""
+        if self._timeout_s is None:
+            return None
+        left = self._arrived + self._timeout_s - time.perf_counter()
+        return asyncio.get_running_loop().call_later(max(left, 0.0), self.stop, timed_out(self._timeout_s))
 
     async def _watch(self, receive: Receive) -> None:
         await until_gone(receive)
@@ -117,19 +149,14 @@ class Generation:
             self._service.llm.start(request)
 
     async def _prepare(self, prompt: Prompt, salt: str) -> AsyncRequest:
-        try:
-            return await self._service.llm.prepare(prompt, self._params, cache_salt=salt)
-        except UsageError:
-            raise
-        except EngineError as error:
-            if not isinstance(prompt, Conversation):
-                raise
-            logger.warning("a conversation is refused: %s", error.what)  # why may quote it, and the log must not
-            raise ApiError(400, "the model's chat template cannot show these messages", param="messages") from None
+        with template_errors(prompt):
+            return await self._service.llm.prepare(
+                prompt, self._params, cache_salt=salt, work=self._work, structure=self._structure
+            )
 
     async def _stream(self, send: Send) -> None:
         await _together([self._stream_prompt(number, send) for number in range(len(self._requests))])
-        end = self._form.usage_chunk(self._usage()) + DONE if self._form.include.usage else DONE
+        end = self._form.closing(self._all_choices, self._usage())
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _stream_prompt(self, number: int, send: Send) -> None:
@@ -139,7 +166,7 @@ class Generation:
             for delta in deltas:
                 choice = choices[delta.index]
                 if choice.last_s is None:
-                    pieces.append(form.opening(choice))
+                    pieces.append(form.opening(choice, self._requests[number].num_cached_tokens))
                 self._note(number, choice, delta)
                 pieces.append(form.chunk(choice, delta))
             if data := b"".join(pieces):
@@ -150,8 +177,7 @@ class Generation:
 
     async def _whole(self, send: Send) -> None:
         await _together([self._collect(number) for number in range(len(self._requests))])
-        choices = [choice for prompt in self._choices for choice in prompt]
-        arguments = choices, self._usage()
+        arguments = self._all_choices, self._usage()
         if self._params.logprobs is None and self._params.prompt_logprobs is None:
             body = self._form.body(*arguments)
         else:  # thousands of tokens have tens of thousands of names
@@ -190,11 +216,17 @@ class Generation:
             raise of_answer(delta.stop_reason)
         metrics.whole.observe(now - self._arrived)
 
+    @property
+    def _all_choices(self) -> list[Choice]:
+        return [choice for prompt in self._choices for choice in prompt]
+
     def _usage(self) -> Usage:
         return Usage(
             prompt_tokens=sum(request.num_prompt_tokens for request in self._requests),
-            completion_tokens=sum(choice.num_tokens for prompt in self._choices for choice in prompt),
+            completion_tokens=sum(choice.num_tokens for choice in self._all_choices),
             cached_tokens=sum(request.num_cached_tokens for request in self._requests),
+            guessed_tokens=sum(request.request.num_guessed_tokens for request in self._requests),
+            accepted_tokens=sum(request.request.num_accepted_tokens for request in self._requests),
         )
 
     async def _fail(self, error: ApiError, send: Send) -> None:
@@ -202,7 +234,7 @@ class Generation:
             raise error
         self._service.metrics.rejected[error.status] += 1
         self._log.error = error
-        await send({"type": "http.response.body", "body": b"data: " + error.body + b"\n\n", "more_body": False})
+        await send({"type": "http.response.body", "body": self._form.failure(error), "more_body": False})
 
     def _close(self) -> None:
         """Abort what still runs, and release all that the request has reserved."""
@@ -213,7 +245,7 @@ class Generation:
                 self._service.metrics.request_done(request.request, [choice.num_tokens for choice in choices])
         for reservation in self._reservations:
             reservation.close()
-        left = sum(choice.finish_reason is None for prompt in self._choices for choice in prompt)
+        left = sum(choice.finish_reason is None for choice in self._all_choices)
         self._service.metrics.finished["abort"] += left
         if self._requests:
             total_s = time.perf_counter() - self._arrived

@@ -117,6 +117,16 @@ class RequestLog:
             "finish_reasons": finish_reasons,
         }
 
+    def embedded(self, prompt_tokens: int, total_s: float, finish_reason: str) -> None:
+        """Record what the engine computed of the texts of this request; as `answered`."""
+        self._figures = {
+            "model": self.model,
+            "prompt_tokens": prompt_tokens,
+            "total_s": round(total_s, 4),
+            "tokens_per_s": round(prompt_tokens / total_s, 1),
+            "finish_reasons": {finish_reason: 1},
+        }
+
     def returning(self, send: Send) -> Send:
         """`send`, with the client's X-Request-Id among the headers of the response, if it sent one."""
         if self.client_id is None:
@@ -179,6 +189,12 @@ class Throughput:
         """There is work. To be called in the event loop."""
         if self._timer is None and logger.isEnabledFor(logging.INFO):
             self._wait(self._stats())
+
+    def end(self) -> None:
+        """There is no engine any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _wait(self, stats: Stats) -> None:
         self._before, self._since = stats, time.perf_counter()

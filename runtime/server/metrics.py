@@ -5,7 +5,7 @@ Everything belongs to the thread of the event loop; what the engine counts is re
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 
 from prometheus_client.exposition import choose_encoder
@@ -20,9 +20,45 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from enginewright import __version__
 from enginewright.runtime.core import Request
-from enginewright.runtime.stats import STEP_TOKENS, Stats
+from enginewright.runtime.memory_plan import KvBlocks
+from enginewright.runtime.stats import STEP_TOKENS, SpeculationStats, Stats
 
 PREFIX = "enginewright_"
+VLLM_PREFIX = "vllm:"
+VLLM_ENGINE = {"engine": "0"}  # the label of vLLM's data-parallel rank, which its dashboards group by
+# Ours that vLLM has, too, with the same meaning and labels; prometheus_client adds _total and the like.
+VLLM_NAMES = frozenset(
+    (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "num_preemptions",
+        "prompt_tokens",
+        "generation_tokens",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
+        "request_success",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_inference_time_seconds",
+        "request_time_per_output_token_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_max_num_generation_tokens",
+        "request_params_max_tokens",
+        "request_params_n",
+        "iteration_tokens_total",
+        "cache_config_info",
+    )
+)
 FINISH_REASONS = ("stop", "length", "abort", "error")
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -70,8 +106,33 @@ def token_bounds(most: int) -> list[int]:
     return [factor * power for power in powers for factor in (1, 2, 5) if factor * power <= most]
 
 
-class Metrics(Collector):
-    """Counters and histograms of requests and their completions.
+def rejections(counts: Mapping[int, int], model: str) -> Metric:
+    """Requests that got an error, by status."""
+    family = CounterMetricFamily(
+        PREFIX + "request_rejected", "Requests that got an error.", labels=["model_name", "status"]
+    )
+    for status, count in counts.items():
+        family.add_metric([model, str(status)], count)
+    return family
+
+
+def as_vllm(family: Metric) -> Metric | None:
+    """The same metric under vLLM's name and with its labels; None: vLLM has no such metric.
+
+    Source: vllm/v1/metrics/loggers.py. `lora_requests_info` is left out, as it is there where no adapters are served.
+    """
+    name = family.name.removeprefix(PREFIX)
+    if name not in VLLM_NAMES:
+        return None
+    renamed = Metric(VLLM_PREFIX + name, family.documentation, family.type)
+    for sample in family.samples:
+        rest = sample.name.removeprefix(PREFIX)
+        renamed.samples.append(sample._replace(name=VLLM_PREFIX + rest, labels={**sample.labels, **VLLM_ENGINE}))
+    return renamed
+
+
+class Metrics:
+    """Counters and histograms of requests to an engine and their completions.
 
     Args:
         stats: what the engine counts.
@@ -82,6 +143,8 @@ class Metrics(Collector):
 
     def __init__(self, stats: Callable[[], Stats], model: str, content_hash: str, max_model_len: int) -> None:
         self._stats, self._model, self._content_hash = stats, model, content_hash
+        self.cache: KvBlocks | None = None  # of the last time that the engine was opened
+        self.opening = Histogram(FIRST_TOKEN_S)  # once there is memory for the engine
         self.first_token = Histogram(FIRST_TOKEN_S)
         self.between_tokens = Histogram(BETWEEN_TOKENS_S)
         self.whole = Histogram(WHOLE_S)
@@ -94,9 +157,6 @@ class Metrics(Collector):
         self._n = Histogram(N_CHOICES)
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self.rejected: Counter[int] = Counter()
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
 
     def request_done(self, request: Request, num_tokens: Sequence[int]) -> None:
         """Count a prompt all of whose completions have ended well.
@@ -121,17 +181,15 @@ class Metrics(Collector):
         if request.params.max_tokens is not None:
             self._max_tokens.observe(request.params.max_tokens)
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The text of all metrics, and its content type.
+    def collect(self, *, is_open: bool) -> Iterator[Metric]:
+        """All of them.
 
         Args:
-            accept: the header in which a scraper says what it reads.
+            is_open: whether the engine is.
         """
-        encoder, content_type = choose_encoder(accept)
-        return encoder(self._registry), content_type
-
-    def collect(self) -> Iterator[Metric]:
         stats = self._stats()
+        yield self._gauge("engine_open", "Whether the engine is open: 1, or 0.", is_open)
+        yield self._histogram("engine_opening_seconds", "To open it, once there is memory for it.", self.opening)
         yield self._gauge("num_requests_running", "Completions in the engine's batch.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Completions that wait for a place in it.", stats.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.", stats.kv_usage)
@@ -140,18 +198,15 @@ class Metrics(Collector):
         yield self._counter("generation_tokens", "Tokens that were generated.", stats.generated_tokens)
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prompt_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found there.", stats.cached_prompt_tokens)
+        if stats.speculation is not None:
+            yield from self._speculation(stats.speculation)
         finished = CounterMetricFamily(
             PREFIX + "request_success", "Completions that have ended.", labels=["model_name", "finished_reason"]
         )
         for reason, count in self.finished.items():
             finished.add_metric([self._model, reason], count)
         yield finished
-        rejected = CounterMetricFamily(
-            PREFIX + "request_rejected", "Requests that got an error.", labels=["model_name", "status"]
-        )
-        for status, count in self.rejected.items():
-            rejected.add_metric([self._model, str(status)], count)
-        yield rejected
+        yield rejections(self.rejected, self._model)
         yield self._histogram("time_to_first_token_seconds", "Until the first token of a completion.", self.first_token)
         yield self._histogram("inter_token_latency_seconds", "From one token to the next.", self.between_tokens)
         yield self._histogram("e2e_request_latency_seconds", "Until the end of a completion.", self.whole)
@@ -174,15 +229,34 @@ class Metrics(Collector):
         steps = HistogramMetricFamily(PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=["model_name"])
         steps.add_metric([self._model], cumulative(STEP_TOKENS, stats.step_sizes), stats.computed_tokens)
         yield steps
+        if self.cache is not None:
+            cache = GaugeMetricFamily(
+                PREFIX + "cache_config_info",
+                "The KV cache; 1. Blocks are of the machine that the engine runs on, as vLLM's label has it.",
+                labels=["model_name", "block_size", "num_gpu_blocks"],
+            )
+            cache.add_metric([self._model, str(self.cache.block_size), str(self.cache.count)], 1)
+            yield cache
         build = GaugeMetricFamily(
             PREFIX + "build_info", "What serves; 1.", labels=["model_name", "version", "content_hash"]
         )
         build.add_metric([self._model, __version__, self._content_hash], 1)
         yield build
 
-    def describe(self) -> list[Metric]:
-        """Nothing: prometheus_client would otherwise collect once to learn the names."""
-        return []
+    def _speculation(self, stats: SpeculationStats) -> Iterator[Metric]:
+        guessed, accepted = sum(stats.guessed), sum(stats.accepted)
+        yield self._counter("spec_decode_num_drafts", "Completions, step by step, with guesses.", stats.num_drafts)
+        yield self._counter("spec_decode_num_draft_tokens", "Tokens that were guessed.", guessed)
+        yield self._counter("spec_decode_num_accepted_tokens", "Guesses that were right.", accepted)
+        for name, counts in ("draft", stats.guessed), ("accepted", stats.accepted):
+            family = CounterMetricFamily(
+                f"{PREFIX}spec_decode_num_{name}_tokens_per_pos",
+                "The same, by the place among the guesses of a completion.",
+                labels=["model_name", "position"],
+            )
+            for position, count in enumerate(counts):
+                family.add_metric([self._model, str(position)], count)
+            yield family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
@@ -199,3 +273,53 @@ class Metrics(Collector):
         buckets, total = values.buckets()
         family.add_metric([self._model], buckets, total)
         return family
+
+
+class MetricsPage(Collector):
+    """The text of all metrics.
+
+    Args:
+        engines: the metrics of each engine that has some, and whether it is open.
+        rejected: requests that got an error and named no engine, by status.
+        vllm_names: whether those that vLLM has, too, are there a second time, under its names.
+    """
+
+    def __init__(
+        self,
+        engines: Callable[[], Sequence[tuple[Metrics, bool]]],
+        rejected: Mapping[int, int],
+        *,
+        vllm_names: bool = False,
+    ) -> None:
+        self._engines, self._rejected, self._vllm_names = engines, rejected, vllm_names
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The text, and its content type.
+
+        Args:
+            accept: the header in which a scraper says what it reads.
+        """
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self._registry), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        """A family once, with the samples of all engines."""
+        families: dict[str, Metric] = {}
+        found = [family for metrics, is_open in self._engines() for family in metrics.collect(is_open=is_open)]
+        if self._rejected:
+            found.append(rejections(self._rejected, ""))
+        for family in found:
+            if family.name in families:
+                families[family.name].samples += family.samples
+            else:
+                families[family.name] = family
+        yield from families.values()
+        if self._vllm_names:
+            yield from filter(None, map(as_vllm, families.values()))
+
+    def describe(self) -> list[Metric]:
+        """Nothing: prometheus_client would otherwise collect once to learn the names."""
+        return []

@@ -46,25 +46,21 @@ OFF: Mapping[str, Sequence[Any]] = {
     "add_special_tokens": (),
     "audio": (),
     "bad_words": ([],),
-    "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "detokenize": (True,),
     "documents": ([],),
-    "early_stopping": (False,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "kv_transfer_params": (),
-    "length_penalty": (1.0,),
     "logits_processors": ([],),
     "media_io_kwargs": (),
     "mm_processor_kwargs": (),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "priority": (0,),
     "prompt_embeds": (),
     "reasoning_effort": ("none",),
     "return_token_ids": (False,),
@@ -74,15 +70,17 @@ OFF: Mapping[str, Sequence[Any]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
+CANDIDATES = ("best_of", "early_stopping", "length_penalty", "use_beam_search")  # answers beside those that are given
 SAMPLING = (
+    *CANDIDATES,
     "allowed_token_ids",
     "frequency_penalty",
     "ignore_eos",
@@ -102,6 +100,18 @@ SAMPLING = (
     "top_k",
     "top_p",
 )
+
+
+# Keys of vLLM's for chats that other APIs take as well, under the same names.
+EXTRAS = (
+    *(name for name in SAMPLING if name not in ("n", "prompt_logprobs", "stop", *CANDIDATES)),
+    "cache_salt",
+    "chat_template_kwargs",
+    "priority",
+    "structured_outputs",
+    "timeout",
+)
+NOTHING: Sequence[Any] = ([], {}, "", False)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -144,6 +154,12 @@ class Body(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     cache_salt: str | None = None
+    priority: int | None = None  # the lower, the more urgent
+    timeout: float | None = None  # seconds since the request's arrival, after which nobody wants its answer
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     allowed_token_ids: list[int] | None = None
     frequency_penalty: float | None = None
     ignore_eos: bool | None = None
@@ -203,6 +219,10 @@ class Body(msgspec.Struct, kw_only=True):
         """As `params`, with what depends on how the model writes. Raises ApiError for what it cannot do."""
         return self.params()
 
+    def structure(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> StructuredOutputsParams | None:
+        """What an answer to a prompt has to be; None: anything. Raises ApiError for what it cannot."""
+        return self._structure()
+
     def parsers(self, tokenizer: Tokenizer, prompt: Sequence[int], count: int) -> Sequence[Parser | None]:
         """Of `count` answers to a prompt; None where all of it is text."""
         return [None] * count
@@ -217,6 +237,12 @@ class Body(msgspec.Struct, kw_only=True):
             raise ApiError(400, "stream_options are for streams: set stream to true as well", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs are not sent in a stream; echo sends them", param="prompt_logprobs")
+        if self.stream and self.use_beam_search:
+            why = "use_beam_search cannot be streamed: which answers are the likeliest is known at the end"
+            raise ApiError(400, why, param="use_beam_search")
+        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
+            why = "best_of above n cannot be streamed: which answers are the best is known at the end"
+            raise ApiError(400, why, param="best_of")
         options = self.stream_options or StreamOptions()
         return Include(
             logprobs=self.params()["logprobs"] is not None,
@@ -226,10 +252,22 @@ class Body(msgspec.Struct, kw_only=True):
         )
 
 
-B = TypeVar("B", bound=msgspec.Struct)
+def prompts_of(value: str | list[int | str | list[int]], key: str) -> list[Prompt]:
+    """A text, token ids, or several of either.
+
+    Raises:
+        ApiError: text and token ids are mixed, or there is none.
+    """
+    if isinstance(value, str):
+        return [value]
+    kinds = {type(one) for one in value}
+    if len(kinds) != 1:
+        why = "is empty" if not kinds else "mixes texts, token ids and lists of them"
+        raise ApiError(400, f"{key} {why}", param=key, code="invalid_type")
+    return [value] if kinds == {int} else list(value)  # type: ignore[list-item, arg-type]
 
 
-def decode(body: bytes, kind: type[B], vocab_size: int) -> B:
+def decode(body: bytes, kind: type[S], vocab_size: int) -> S:
     """A body, its keys, sizes and types checked.
 
     Args:
@@ -238,8 +276,23 @@ def decode(body: bytes, kind: type[B], vocab_size: int) -> B:
     Raises:
         ApiError: 400, and which key is at fault.
     """
+    return of_keys(read_keys(body, kind.__struct_fields__), kind, vocab_size)
+
+
+def read_keys(
+    body: bytes,
+    fields: Collection[str],
+    ignored: Collection[str] = IGNORED,
+    off: Mapping[str, Sequence[Any]] = OFF,
+) -> dict[str, Any]:
+    """A body of which no key is unknown. Raises ApiError."""
     keys = _decode(body)
-    check_keys(keys, kind.__struct_fields__, IGNORED, OFF)
+    check_keys(keys, fields, ignored, off)
+    return keys
+
+
+def of_keys(keys: dict[str, Any], kind: type[S], vocab_size: int) -> S:
+    """A body whose keys are known, its sizes and types checked; arguments as of `decode`. Raises ApiError."""
     most = {"allowed_token_ids": vocab_size, "logit_bias": MAX_BIASED_TOKENS, "stop": MAX_STOPS}
     for name, count in (most | {"stop_token_ids": MAX_STOPS}).items():  # before each of the entries is looked at
         if isinstance(keys.get(name), list | dict) and len(keys[name]) > count:
@@ -281,6 +334,28 @@ def check_keys(
             raise ApiError(400, f"there is no key called {name}{hint}", param=name, code="unknown_parameter")
         if not is_off(value, off[key]) and not _is_no_tool(key, keys):
             raise not_implemented(f"{where}.{key}" if where else key)
+
+
+def without_nothing(value: dict[str, Any]) -> dict[str, Any]:
+    """Without keys, known or not, that ask for nothing."""
+    return {key: entry for key, entry in value.items() if not is_off(entry, NOTHING)}
+
+
+def read_kind(value: dict[str, Any], kinds: Mapping[str, type[S]], kept: Collection[str], where: str) -> S:
+    """A struct of the kind that the value's `type` says.
+
+    Args:
+        kept: keys that change nothing that the model sees.
+
+    Raises:
+        ApiError: 400, there is no such kind, or it is wrong.
+    """
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        known = ", ".join(kinds)
+        raise not_implemented(f"{where}.type", f"{str(kind)[:40]!r}; there are {known}")
+    check_keys(without_nothing(value), kinds[kind].__struct_fields__, ("type", *kept), {}, where)
+    return convert(value, kinds[kind], where)
 
 
 def not_implemented(key: str, why: str = "") -> ApiError:

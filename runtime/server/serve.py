@@ -1,12 +1,13 @@
-"""`engine run`: from an engine file to a server, and to its end."""
+"""`engine run`: from engine files to a server, and to its end."""
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,16 +15,23 @@ from typing import Any
 
 import uvicorn
 
-from enginewright.errors import EngineError
+from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.async_llm import AsyncLLM
+from enginewright.runtime.count import format_bytes
+from enginewright.runtime.devices import open_engine
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import places_of
+from enginewright.runtime.env import notify_socket
+from enginewright.runtime.memory_plan import places_of, runtime_config
 from enginewright.runtime.server.app import App
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.connections import ACCEPTS_AT_ONCE, ConnectionLimit
+from enginewright.runtime.server.engines import Engines, files_of
 from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.service import Service
+from enginewright.runtime.server.tls import Tls
 from enginewright.runtime.server.wire import LimitedHttp
+
+logger = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that the system holds until they are taken
 # Back from a step, the engine's thread waits this long for whoever runs Python: a chat being rendered, mostly. With
@@ -32,6 +40,9 @@ BACKLOG = 2048  # connections that the system holds until they are taken
 SWITCH_INTERVAL_S = 0.0005
 LAST_WORDS_S = 2.0  # for errors to reach clients whose responses were cut off
 CLOSE_S = 10.0  # for the engine to end its step and the tokenizer its text; then the process ends all the same
+
+
+Model = str | Path | Engine | Sequence[str | Path]  # one engine, or files and folders of them
 
 
 class Shutdown:
@@ -45,60 +56,111 @@ class Shutdown:
         (self.at_once if self.requested.is_set() else self.requested).set()
 
 
+def notify_systemd(state: str) -> None:
+    """Tell systemd, if it has started this process as a service of Type=notify. Source: sd_notify(3)."""
+    address = notify_socket()
+    if address is None:
+        return
+    if address.startswith("@"):
+        address = f"\0{address[1:]}"
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.sendto(state.encode(), address)
+    except OSError as error:
+        logger.warning("systemd does not hear %s: %s", state, error)
+
+
 def print_ready(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def serve(
-    model: str | Path | Engine, config: ServerConfig, *, announce: Callable[[str], None] = print_ready, **limits: Any
+    model: Model,
+    config: ServerConfig,
+    *,
+    announce: Callable[[str], None] = print_ready,
+    verify: bool = False,
+    **limits: Any,
 ) -> None:
-    """Serve an engine until SIGTERM or SIGINT, and its drain; a second signal ends that, too.
+    """Serve engines until SIGTERM or SIGINT, and a drain; a second signal ends that, too.
 
     Memory that a step uses cannot be given back: if one does not end, the process does, with exit code 1.
 
     Args:
-        model: an engine file, or an open engine (which stays open).
+        model: an engine file, or an open engine (which stays open). Several files or folders of them, or one where
+            the config limits how long or in what memory it is open, are opened when requests want them.
+        verify: hash the weights of an engine whenever it is opened.
         announce: called with one line for people once connections are taken.
         limits: fields of RuntimeConfig.
 
     Raises:
+        UsageError: the files of the certificate are wrong.
         EngineError: the address cannot be had, or the engine cannot be opened (errors.py).
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
+        tls = tls_of(config)
         with bind(config.host, config.port) as listener:
-            asyncio.run(_serve(model, config, listener, announce, limits))
+            asyncio.run(_serve(model, config, listener, announce, limits, tls, verify=verify))
     finally:
         sys.setswitchinterval(before)
 
 
 async def _serve(
-    model: str | Path | Engine,
+    model: Model,
     config: ServerConfig,
     listener: socket.socket,
     announce: Callable[[str], None],
     limits: dict[str, Any],
+    tls: Tls | None,
+    *,
+    verify: bool,
 ) -> None:
-    llm = AsyncLLM(model, **limits)
+    engines = await _engines(model, config, limits, verify=verify)
     try:
         shutdown, loop = Shutdown(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, _on_signal, shutdown, loop)
-        service = Service(llm, config)
+        if tls is not None:
+            loop.add_signal_handler(signal.SIGHUP, tls.reload)
         gc.collect()
         gc.freeze()  # what is there now stays: later collections, which hold up a step, need not look at it
-        await host(service, listener, shutdown, lambda: announce(_ready(service, listener)))
+
+        def ready() -> None:
+            announce(_ready(engines, listener))
+            notify_systemd("READY=1")
+
+        await host(engines, listener, shutdown, ready, tls)
     finally:
-        await _close(llm)
+        await _close(engines)
 
 
-async def _close(llm: AsyncLLM) -> None:
-    """Close an engine, or end the process where that takes too long."""
-    closing = asyncio.create_task(llm.close())
+async def _engines(model: Model, config: ServerConfig, limits: dict[str, Any], *, verify: bool) -> Engines:
+    """One engine that is opened now, or those that are opened when requests want them."""
+    if isinstance(model, Engine):
+        if config.on_demand:
+            raise UsageError("an open engine is served as it is", "memory and idle_seconds are for engine files")
+        return Engines.of(Service(AsyncLLM(model, **limits), config))
+    runtime = runtime_config(**limits)
+    files = files_of([model] if isinstance(model, str | Path) else model)
+    if len(files) > 1 or config.on_demand:
+        return Engines.of_files(files, config, runtime, verify=verify)
+    engine = open_engine(files[0], runtime.device, verify=verify)
+    try:
+        return Engines.of(Service(await AsyncLLM.open(engine, runtime), config))
+    except BaseException:
+        engine.close()
+        raise
+
+
+async def _close(engines: Engines) -> None:
+    """Close all engines, or end the process where that takes too long."""
+    closing = asyncio.create_task(engines.close())
     await asyncio.wait((closing,), timeout=CLOSE_S)
     if not closing.done():
-        what = f"a step of the engine has lasted {llm.step_s:.0f} s" if llm.step_s else "a prompt is being tokenized"
+        step_s = max((service.llm.step_s for service in engines.services), default=0.0)
+        what = f"a step of the engine has lasted {step_s:.0f} s" if step_s else "a prompt is being tokenized"
         print(f"engine: the server ends by force: {what} and does not end", file=sys.stderr, flush=True)
         os._exit(EngineError.exit_code)
     await closing
@@ -111,11 +173,18 @@ def _on_signal(shutdown: Shutdown, loop: asyncio.AbstractEventLoop) -> None:
             loop.remove_signal_handler(number)
 
 
-async def host(service: Service, listener: socket.socket, shutdown: Shutdown, ready: Callable[[], None]) -> None:
+async def host(
+    engines: Engines,
+    listener: socket.socket,
+    shutdown: Shutdown,
+    ready: Callable[[], None],
+    tls: Tls | None = None,
+) -> None:
     """Answer what comes to a bound socket, until the shutdown is requested.
 
     Args:
         ready: called when connections are taken.
+        tls: None: connections are in plain text.
 
     Raises:
         EngineError: another program has taken the address, or the limit of open files is too low.
@@ -125,12 +194,12 @@ async def host(service: Service, listener: socket.socket, shutdown: Shutdown, re
         listener.listen(BACKLOG)
     except OSError as error:
         raise _no_address(address[0], address[1], error) from error
-    limit = ConnectionLimit(service.config.max_connections, service.metrics.rejected)
-    hosts = HostCheck(address[0], service.config.host, service.config.allowed_hosts)
+    limit = ConnectionLimit(engines.config.max_connections, lambda status: engines.reject(status, None))
+    hosts = HostCheck(address[0], engines.config.host, engines.config.allowed_hosts)
     server = _Server(
         uvicorn.Config(
-            App(service, hosts),
-            http=partial(LimitedHttp, limit=limit, on_refusal=service.refuse_bytes),  # type: ignore[arg-type]
+            App(engines, hosts),
+            http=partial(LimitedHttp, limit=limit, on_refusal=engines.refuse_bytes),  # type: ignore[arg-type]
             backlog=ACCEPTS_AT_ONCE,
             ws="none",
             lifespan="off",
@@ -139,8 +208,9 @@ async def host(service: Service, listener: socket.socket, shutdown: Shutdown, re
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            ssl_context_factory=None if tls is None else lambda *_: tls.context,
         ),
-        service,
+        engines,
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     requested = asyncio.create_task(shutdown.requested.wait())
@@ -151,8 +221,9 @@ async def host(service: Service, listener: socket.socket, shutdown: Shutdown, re
             listener.listen(BACKLOG)  # asyncio has set it to what it takes at once
             ready()
         await asyncio.wait((serving, requested), return_when=asyncio.FIRST_COMPLETED)
-        service.draining = True
-        await _drain(service, shutdown)
+        engines.drain()
+        notify_systemd("STOPPING=1")
+        await _drain(engines, shutdown)
     finally:
         requested.cancel()
         server.should_exit = True
@@ -161,31 +232,31 @@ async def host(service: Service, listener: socket.socket, shutdown: Shutdown, re
             connection.transport.abort()
         await asyncio.wait((serving,), timeout=LAST_WORDS_S)
         if not serving.done():  # requests wait for a step of the engine, or for the tokenizer
-            await _close(service.llm)
+            await _close(engines)
         await serving
 
 
-async def _drain(service: Service, shutdown: Shutdown) -> None:
+async def _drain(engines: Engines, shutdown: Shutdown) -> None:
     """Let running requests go on for a while, and end those that are left with an error."""
-    idle = asyncio.create_task(service.until_idle())
+    idle = asyncio.create_task(engines.until_idle())
     at_once = asyncio.create_task(shutdown.at_once.wait())
-    timeout = service.config.drain_seconds
+    timeout = engines.config.drain_seconds
     await asyncio.wait((idle, at_once), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     at_once.cancel()
-    service.end_all()
+    engines.end_all()
     await asyncio.wait((idle,), timeout=LAST_WORDS_S)
     idle.cancel()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with an eye on connections and on the engine.
+    """uvicorn's, with an eye on connections and on the engines.
 
     Its own answer to a signal is to close the door first: /health could not say why.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, engines: Engines) -> None:
         super().__init__(config)
-        self._service = service
+        self._engines = engines
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -193,12 +264,17 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn calls it ten times a second."""
-        self._service.watch()
+        self._engines.watch()
         now = asyncio.get_running_loop().time()
         for connection in self.server_state.connections:
             if isinstance(connection, LimitedHttp) and connection.deadline < now:
                 connection.expire()
         return await super().on_tick(counter)
+
+
+def tls_of(config: ServerConfig) -> Tls | None:
+    """Raises UsageError for files that are no certificate and its key."""
+    return None if config.ssl_certfile is None else Tls(config.ssl_certfile, config.ssl_keyfile)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -230,14 +306,19 @@ def _no_address(host: str, port: int, error: OSError) -> EngineError:
     )
 
 
-def _ready(service: Service, listener: socket.socket) -> str:
+def _ready(engines: Engines, listener: socket.socket) -> str:
     """The line that says where the server is, and how much it can do at once."""
     host, port = listener.getsockname()[:2]
-    address = f"[{host}]" if ":" in host else host
+    scheme = "http" if engines.config.ssl_certfile is None else "https"
+    address = f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"
+    if not engines.services:
+        at_once = f"open on demand, in {format_bytes(engines.memory)} together"
+        return f"serving {', '.join(engines.names)} at {address} ({at_once})"
+    (service,) = engines.services
     memory_plan, plan = service.llm.memory_plan, service.llm.engine.plan
     length, chunk = memory_plan.max_model_len, memory_plan.limits.tokens
     places = zip(memory_plan.num_blocks, plan.caches, strict=True)
     whole = min(count // places_of(group, length, chunk) for count, group in places)
     most = memory_plan.limits.sequences
     fit = f"{most} completions at a time, {min(whole, most)} of them may have all {length} positions"
-    return f"serving {service.models[0]} at http://{address}:{port}/v1 ({fit})"
+    return f"serving {service.models[0]} at {address} ({fit})"

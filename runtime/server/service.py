@@ -1,37 +1,48 @@
-"""What all requests to a server share."""
+"""What all requests to an engine share."""
 
-import asyncio
 import logging
-import time
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from enginewright.errors import EngineError
 from enginewright.runtime.async_llm import AsyncLLM
+from enginewright.runtime.memory_plan import KvBlocks
 from enginewright.runtime.messages.formats import call_format
 from enginewright.runtime.server.admission import Admission
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.errors import OVERLOAD_RETRY_S, ApiError, retry_after, shutting_down
 from enginewright.runtime.server.generation import Generation
-from enginewright.runtime.server.log import Throughput, log_refused_bytes
+from enginewright.runtime.server.log import Throughput
 from enginewright.runtime.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from enginewright.runtime.server.embeddings import Texts
 
 logger = logging.getLogger(__name__)
 
 
 class Service:
-    """An engine, and the requests that use it. Everything belongs to the thread of the event loop."""
+    """An open engine, and the requests that use it. Everything belongs to the thread of the event loop.
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
+    Args:
+        models: what clients may call the engine; empty: as the config says, or its own name.
+        metrics: None: begins with it.
+    """
+
+    def __init__(
+        self, llm: AsyncLLM, config: ServerConfig, models: Sequence[str] = (), metrics: Metrics | None = None
+    ) -> None:
         engine = llm.engine
         self.llm, self.config = llm, config
         if config.tool_call_parser is not None:
             form = engine.tokenizer.message_format
             engine.tokenizer.use_message_format(replace(form, calls=call_format(config.tool_call_parser)))
-        self.models = config.served_model_names or (engine.manifest.name,)
+        self.models = models or config.served_model_names or (engine.manifest.name,)
         # Where it is the same, the same seed gives the same completion.
         self.fingerprint = f"fp_{engine.manifest.content_hash[:12]}"
-        self.started = int(time.time())
-        self.metrics = Metrics(llm.stats, self.models[0], engine.manifest.content_hash, llm.max_model_len)
+        self.metrics = metrics or Metrics(llm.stats, self.models[0], engine.manifest.content_hash, llm.max_model_len)
+        self.metrics.cache = KvBlocks.of(engine.plan.caches, llm.memory_plan.num_blocks)
         self.throughput = Throughput(llm.stats)
         self.admission = Admission(
             llm.memory_plan.limits.sequences + config.max_num_waiting,
@@ -39,7 +50,7 @@ class Service:
             config.max_logprobs_memory,
             llm.max_model_len,
         )
-        self.live: set[Generation] = set()  # requests that are running
+        self.live: set[Generation | Texts] = set()  # requests that are running
         self.draining = False  # whether the server ends, and takes no new requests
         self.stalled = False  # whether the engine's step under way does not end
 
@@ -68,11 +79,6 @@ class Service:
                 return ApiError(503, "the engine's file was changed while it is in use", code="engine_dead")
         return closed
 
-    def refuse_bytes(self, error: ApiError) -> None:
-        """Count and log a client whose bytes are no request."""
-        self.metrics.rejected[error.status] += 1
-        log_refused_bytes(error)
-
     def watch(self) -> None:
         """Notice a step that does not end, and that it has ended after all. To be called several times per second."""
         limit = self.config.step_timeout
@@ -82,25 +88,6 @@ class Service:
         elif self.stalled and not stalled and self.llm.is_alive:
             logger.warning("the step that had not ended within %g s has ended: requests are taken again", limit)
         self.stalled = stalled
-
-    def check_model(self, name: str | None) -> str:
-        """The name of the model for the response: the one in the request, or the first if there is none.
-
-        Raises:
-            ApiError: 404, it is none of ours.
-        """
-        if name is None:
-            return self.models[0]
-        if name not in self.models:
-            known = ", ".join(self.models)
-            raise ApiError(
-                404, f"there is no model {name[:100]!r} here, but {known}", param="model", code="model_not_found"
-            )
-        return name
-
-    async def until_idle(self) -> None:
-        while self.live:
-            await asyncio.sleep(0.02)
 
     def end_all(self) -> None:
         """End all running requests with an error."""

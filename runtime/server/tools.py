@@ -8,7 +8,8 @@ import msgspec
 
 from enginewright.errors import UsageError
 from enginewright.runtime.messages.calls import Schemas, load
-from enginewright.runtime.messages.forced import forced_calls
+from enginewright.runtime.messages.grammar import before_answer, only_calls, text_and_calls
+from enginewright.runtime.messages.parser import ReasoningPlace
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.protocol import convert
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
@@ -72,6 +73,7 @@ class Tools:
         if len(given) > MAX_TOOLS:
             raise ApiError(400, f"tools must not hold more than {MAX_TOOLS} entries", param="tools")
         self.schemas: dict[str, Mapping[str, Any]] = {}
+        self._strict: set[str] = set()  # those whose arguments follow their schema whenever they are called
         for place, value in enumerate(given):
             where = f"tools[{place}].function"
             function = convert(value, Tool, f"tools[{place}]").function
@@ -81,6 +83,8 @@ class Tools:
             if function.name in self.schemas:
                 raise ApiError(400, f"{where}.name: there are two tools of this name", param=f"{where}.name")
             self.schemas[function.name] = function.parameters or {}
+            if function.strict:
+                self._strict.add(function.name)
         self.forced = self._forced(choice)
         # What the template shows: nothing that may not be called.
         self.shown: Sequence[Mapping[str, Any]] = () if choice == "none" else given
@@ -107,12 +111,29 @@ class Tools:
                 why = "no parser for this model's calls is known: --tool-call-parser of engine run names one"
             raise ApiError(400, f"tools: {why}", param="tools", code="unsupported_parameter")
 
-    def grammar(self, tokenizer: Tokenizer, *, several: bool) -> StructuredOutputsParams | None:
-        """Of an answer that has to call one of them. Raises ApiError where no such grammar is known."""
-        if not self.forced:
+    def structure(
+        self, tokenizer: Tokenizer, place: ReasoningPlace, *, several: bool
+    ) -> StructuredOutputsParams | None:
+        """What an answer has to be: calls, or a text whose calls follow their schemas; None: anything.
+
+        Args:
+            place: where in the reasoning the prompt ends.
+            several: there may be more calls than one.
+
+        Raises:
+            ApiError: a tool cannot be held to its schema.
+        """
+        form, ids = tokenizer.message_format, tokenizer.mark_ids
+        if form.calls is None or not (self.forced or (self.shown and self._strict)):
             return None
-        ids = {mark: token for token, mark in tokenizer.shown_marks.items()}
+        before = before_answer(form, ids, place, is_text=False)
         try:
-            return forced_calls(tokenizer.message_format, self.forced, ids, several=several)
+            if self.forced:
+                grammar = only_calls(form.calls, self.forced, ids, several=several)
+                return StructuredOutputsParams(grammar=grammar, before=before)
+            schemas = {name: schema if name in self._strict else {} for name, schema in self.schemas.items()}
+            grammar = text_and_calls(form.calls, schemas, ids, several=several)
+            return StructuredOutputsParams(grammar=grammar, before=None if form.calls.open else before)
         except UsageError as error:
-            raise ApiError(400, f"tool_choice: {error}", param="tool_choice", code="invalid_value") from None
+            key = "tool_choice" if self.forced else "tools"
+            raise ApiError(400, f"{key}: {error}", param=key, code="invalid_value") from None

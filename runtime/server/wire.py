@@ -251,7 +251,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._wait(LINGER_S)
         self.flow.resume_reading()
         try:
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # not over TLS: the client reads the answer's length instead
+                self.transport.write_eof()
         except OSError:  # the client has gone
             self.transport.abort()
 

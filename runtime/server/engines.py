@@ -1,0 +1,489 @@
+"""The engines of a server by name, opened when a request wants them, and closed when their memory is wanted or idle.
+
+Everything belongs to the thread of the event loop. One engine is opened or closed at a time.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from starlette.types import Receive
+
+from enginewright.errors import (
+    CorruptEngineError,
+    EngineError,
+    NoCodeForMachineError,
+    NotEnoughMemoryError,
+    UsageError,
+)
+from enginewright.runtime.async_llm import AsyncLLM
+from enginewright.runtime.count import format_bytes
+from enginewright.runtime.devices import open_engine
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.machine import free_memory
+from enginewright.runtime.memory_plan import RuntimeConfig, limits_of, plan_memory
+from enginewright.runtime.server.config import ServerConfig
+from enginewright.runtime.server.errors import ApiError, internal, overloaded, shutting_down
+from enginewright.runtime.server.log import log_refused_bytes
+from enginewright.runtime.server.metrics import Metrics, MetricsPage
+from enginewright.runtime.server.responses_store import ResponseStore
+from enginewright.runtime.server.service import Service
+from enginewright.runtime.server.wire import ClientGone, until_gone
+from enginewright.runtime.server.work import timed_out
+from enginewright.runtime.stats import Stats
+from enginewright.targets import CPU
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.005  # from one look to the next whether the requests of an engine that is to be closed have ended
+SUFFIX = ".engine"
+
+
+class _AbandonedError(Exception):
+    """Nobody waits for an engine any more that is being opened."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an engine's file says of it."""
+
+    name: str  # of its model
+    content_hash: str
+    max_model_len: int  # positions, within the server's limits
+    vocab_size: int
+    target: str  # what it runs on here
+
+    @classmethod
+    def of(cls, engine: Engine, config: RuntimeConfig) -> "Facts":
+        """Raises UsageError for limits that are beyond what the engine was built for."""
+        length, _ = limits_of(engine.plan, config)
+        return cls(engine.manifest.name, engine.manifest.content_hash, length, engine.plan.vocab_size, engine.target)
+
+
+@dataclass(eq=False)
+class ServedEngine:
+    """An engine that requests can name: open with a service, or closed."""
+
+    names: Sequence[str]  # in requests; metrics have the first
+    path: Path | None  # of its file; None: it was open from the start, and stays so
+    facts: Facts | None  # None: its file cannot be read
+    metrics: Metrics | None = None  # of all times that this content was open; None without facts
+    service: Service | None = None  # while it is open
+    nbytes: int = 0  # that it takes while it is open: weights, activations and KV cache
+    users: set[object] = field(default_factory=set)  # requests that use it
+    waiting: set[object] = field(default_factory=set)  # requests that wait until it is open
+    opening: "asyncio.Task[ApiError | None] | None" = None  # gives why it cannot be opened
+    is_closing: bool = False  # once its last user has left; those who come meanwhile wait until it is open again
+    has_failed: bool = False  # when it was last opened
+    last_used: float = 0.0  # by time.monotonic
+    before: Stats = field(default_factory=Stats)  # when it was closed last; its totals go on from there
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request can begin: of one that stays open the service says itself why not."""
+        if self.path is None:
+            return True
+        return self.service is not None and not self.is_closing and self.service.llm.is_alive
+
+    @property
+    def state(self) -> str:
+        if self.is_closing:
+            return "closing"
+        if self.service is not None:
+            return "open"
+        return "opening" if self.opening is not None else "failed" if self.has_failed else "closed"
+
+    def stats(self) -> Stats:
+        return self.before if self.service is None else self.service.llm.stats().after(self.before)
+
+    def take(self, facts: Facts) -> None:
+        """What its file says now. Where that is another engine, its metrics begin anew."""
+        if self.metrics is None or self.facts is None or facts.content_hash != self.facts.content_hash:
+            self.before = Stats()
+            self.metrics = Metrics(self.stats, self.names[0], facts.content_hash, facts.max_model_len)
+        self.facts = facts
+
+
+class Engines:
+    """All engines of a server.
+
+    Args:
+        limits: of each engine.
+        memory: bytes that open engines may take together.
+        verify: hash an engine's weights each time that it is opened.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[ServedEngine],
+        config: ServerConfig,
+        limits: RuntimeConfig,
+        memory: int,
+        *,
+        verify: bool = False,
+    ) -> None:
+        self.all, self.config = engines, config
+        self._limits, self.memory, self._verify = limits, memory, verify
+        self._by_name = {name: engine for engine in engines for name in engine.names}
+        self._turn = asyncio.Lock()  # of the one that is opened or closed
+        self._idle_closing: asyncio.Task[None] | None = None
+        self._ended = asyncio.get_running_loop().create_future()  # done: nobody waits for an engine any more
+        self.responses = ResponseStore(config.responses_store, config.responses_memory)
+        self.draining = False  # whether the server ends, and takes no new requests
+        self.started = int(time.time())
+        self._rejected: Counter[int] = Counter()  # requests that name none of several engines, by status
+        self.metrics = MetricsPage(
+            lambda: [(one.metrics, one.service is not None) for one in engines if one.metrics is not None],
+            self._rejected,
+            vllm_names=config.metrics_compat == "vllm",
+        )
+
+    @classmethod
+    def of(cls, service: Service) -> "Engines":
+        """One engine that is open, and stays so."""
+        facts = replace(Facts.of(service.llm.engine, RuntimeConfig()), max_model_len=service.llm.max_model_len)
+        engine = ServedEngine(service.models, None, facts, service.metrics, service)
+        return cls([engine], service.config, RuntimeConfig(), memory=0)
+
+    @classmethod
+    def of_files(
+        cls, paths: Sequence[str | Path], config: ServerConfig, limits: RuntimeConfig, *, verify: bool = False
+    ) -> "Engines":
+        """Engines that are closed, and opened by requests. They are named after their files; a single one is named as
+        the config says, or as its model.
+
+        Raises:
+            UsageError: two have the same name, or the limits do not fit one.
+            EngineError: the only one cannot be opened.
+        """
+        engines: list[ServedEngine] = []
+        for path in paths:
+            engine = ServedEngine((Path(path).stem,), Path(path), None)
+            try:
+                with open_engine(path, limits.device) as opened:
+                    facts = Facts.of(opened, limits)
+            except (CorruptEngineError, NoCodeForMachineError) as error:
+                if len(paths) == 1:
+                    raise
+                logger.warning("%s cannot be served as it is: %s", path, error)
+                engine.has_failed = True
+            else:
+                engine.names = engine.names if len(paths) > 1 else config.served_model_names or (facts.name,)
+                engine.take(facts)
+            engines.append(engine)
+        _check_names(engines, config)
+        if config.memory is None and any(one.facts is not None and one.facts.target != CPU for one in engines):
+            why = "how much of the GPU's memory engines may take together has to be said"
+            raise UsageError("engines that are opened on demand need --memory on a GPU", why)
+        return cls(engines, config, limits, free_memory() if config.memory is None else config.memory, verify=verify)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._by_name)
+
+    @property
+    def services(self) -> list[Service]:
+        """Of the engines that are open."""
+        return [engine.service for engine in self.all if engine.service is not None]
+
+    @property
+    def max_vocab_size(self) -> int:
+        return max((engine.facts.vocab_size for engine in self.all if engine.facts is not None), default=0)
+
+    def find(self, name: str | None) -> tuple[str, ServedEngine]:
+        """The engine that a request names, and its name for the response; without a name the only one.
+
+        Raises:
+            ApiError: 404, there is none of that name; 400, there is none, and several could be meant.
+        """
+        known = ", ".join(self._by_name)
+        if name is None and len(self.all) > 1:
+            raise ApiError(400, f"model is needed: there are {known}", param="model")
+        name = name if name is not None else self.all[0].names[0]
+        if name not in self._by_name:
+            raise ApiError(
+                404, f"there is no model {name[:100]!r} here, but {known}", param="model", code="model_not_found"
+            )
+        return name, self._by_name[name]
+
+    @asynccontextmanager
+    async def use(
+        self, name: str | None, receive: Receive, timeout_s: float | None = None
+    ) -> AsyncIterator[tuple[str, Service]]:
+        """An engine, which stays open as long as it is used; opened before, if it is closed.
+
+        Args:
+            name: of a request.
+            receive: of the request, whose body has been read.
+            timeout_s: after which it no longer waits for one that is closed; None: never.
+
+        Yields:
+            Its name for the response, and its service.
+
+        Raises:
+            ApiError: as `find`, or the engine cannot be had.
+            ClientGone: the client has left meanwhile.
+        """
+        if self.draining:
+            raise shutting_down(self.config.drain_seconds)
+        name, engine = self.find(name)
+        user = object()
+        if engine.is_ready:
+            engine.users.add(user)
+        else:
+            await self._wait(engine, user, receive, timeout_s)
+        engine.last_used = time.monotonic()
+        try:
+            assert engine.service is not None
+            if closed := engine.service.why_closed():
+                raise closed
+            yield name, engine.service
+        finally:
+            engine.users.discard(user)
+            engine.last_used = time.monotonic()
+
+    async def _wait(self, engine: ServedEngine, user: object, receive: Receive, timeout_s: float | None) -> None:
+        """Wait until an engine is open; the request is among its users then."""
+        if len(engine.waiting) >= self.config.max_num_waiting:
+            raise overloaded(f"{len(engine.waiting)} requests wait until {engine.names[0]} is open")
+        engine.waiting.add(user)
+        if engine.opening is None:
+            engine.opening = asyncio.create_task(self._open(engine))
+        opening, gone = engine.opening, asyncio.create_task(until_gone(receive))
+        try:
+            ends = (opening, gone, self._ended)
+            done, _ = await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if timeout_s is not None and not done:
+                raise timed_out(timeout_s)
+            if user in engine.users:
+                return
+            if gone.done():
+                raise ClientGone
+            raise (opening.result() or internal()) if opening.done() else shutting_down(0)
+        except BaseException:
+            engine.users.discard(user)
+            raise
+        finally:
+            gone.cancel()
+            engine.waiting.discard(user)
+
+    async def _open(self, engine: ServedEngine) -> ApiError | None:
+        """Open an engine, and let those who wait use it; else why that cannot be."""
+        try:
+            async with self._turn:
+                if not engine.waiting:
+                    return None
+                if not engine.is_ready:
+                    await self._close(engine, "it has failed")
+                    await self._start(engine)
+                engine.users |= engine.waiting
+                return None
+        except _AbandonedError:
+            return None
+        except EngineError as error:
+            engine.has_failed = True
+            logger.error("%s cannot be opened: %s", engine.names[0], error)
+            return _unavailable(engine.names[0], error)
+        except Exception:
+            logger.exception("%s cannot be opened", engine.names[0])
+            return internal()
+        finally:
+            engine.opening = None
+
+    async def _start(self, engine: ServedEngine) -> None:
+        assert engine.path is not None
+        began = time.perf_counter()
+        opened = await asyncio.to_thread(open_engine, engine.path, self._limits.device, verify=self._verify)
+        try:
+            facts = Facts.of(opened, self._limits)
+            waits = time.perf_counter()
+            limits, nbytes = await self._make_room(engine, opened)
+            began += time.perf_counter() - waits
+            llm = await AsyncLLM.open(opened, limits)
+        except BaseException:
+            opened.close()
+            raise
+        engine.take(facts)
+        engine.service = Service(llm, self.config, engine.names, engine.metrics)
+        engine.nbytes, engine.has_failed = nbytes, False
+        seconds = time.perf_counter() - began
+        engine.service.metrics.opening.observe(seconds)
+        logger.info("%s is open after %.3f s and takes %s", engine.names[0], seconds, format_bytes(nbytes))
+
+    async def _make_room(self, engine: ServedEngine, opened: Engine) -> tuple[RuntimeConfig, int]:
+        """Close engines, the least recently used first, until there is memory for this one.
+
+        Returns:
+            Limits for it, with the size of its KV cache, and the bytes that it takes.
+
+        Raises:
+            NotEnoughMemoryError: it does not fit alone.
+        """
+        while True:
+            room = self.memory - sum(one.nbytes for one in self.all)
+            try:
+                planned = plan_memory(opened.plan, self._limits, opened.weight_bytes, free=room)
+                nbytes = opened.weight_bytes + planned.arena_bytes + planned.kv_bytes
+                why = NotEnoughMemoryError(
+                    f"{engine.path} takes {format_bytes(nbytes)}", f"engines may take {format_bytes(self.memory)}"
+                )
+                if nbytes <= room:
+                    return replace(self._limits, kv_cache_memory=planned.kv_bytes), nbytes
+            except NotEnoughMemoryError as error:
+                why = error
+            others = [one for one in self.all if one.service is not None]
+            if not others:
+                raise why
+            victim = min(others, key=lambda one: (bool(one.users), one.last_used))
+            victim.is_closing = True  # new requests for it wait until it is open again, so its users become fewer
+            try:
+                while victim.users:
+                    if not engine.waiting or self._ended.done():
+                        raise _AbandonedError
+                    await asyncio.sleep(POLL_S)
+                await self._close(victim, f"{engine.names[0]} wants its memory")
+            finally:
+                victim.is_closing = False
+
+    async def _close(self, engine: ServedEngine, why: str) -> None:
+        """Close an engine, if it is open."""
+        service = engine.service
+        if service is None:
+            return
+        engine.is_closing = True
+        try:
+            service.throughput.end()
+            await service.llm.close()
+        finally:
+            engine.before, engine.service, engine.is_closing, engine.nbytes = engine.stats(), None, False, 0
+        logger.info("%s is closed: %s", engine.names[0], why)
+
+    async def _close_idle(self) -> None:
+        async with self._turn:
+            for engine in self._idle():
+                await self._close(engine, "nobody asks for it")
+
+    def _idle(self) -> list[ServedEngine]:
+        """Open engines that nobody has used for as long as the config says."""
+        limit = self.config.idle_seconds
+        since = None if limit is None else time.monotonic() - limit
+        return [
+            one
+            for one in self.all
+            if since is not None and one.is_ready and one.path and not one.users and one.last_used < since
+        ]
+
+    def watch(self) -> None:
+        """Notice steps that do not end, and engines that nobody uses. To be called several times per second."""
+        for service in self.services:
+            service.watch()
+        if (self._idle_closing is None or self._idle_closing.done()) and self._idle():
+            self._idle_closing = asyncio.create_task(self._close_idle())
+
+    def why_unhealthy(self) -> ApiError | None:
+        """Why /health fails, if so. An engine that has failed and can be opened again is no reason."""
+        if self.draining:
+            return shutting_down(self.config.drain_seconds)
+        for engine in self.all:
+            if engine.service is not None and (engine.path is None or engine.is_ready):
+                stays = engine.path is None
+                if closed := engine.service.why_unhealthy() if stays else engine.service.why_closed():
+                    return closed
+        return None
+
+    def reject(self, status: int, name: str | None) -> None:
+        """Count a request that got an error.
+
+        Args:
+            name: of the engine that it was for; None: the only one, or nobody knows.
+        """
+        engine = self._by_name[name] if name is not None else self.all[0] if len(self.all) == 1 else None
+        counts = self._rejected if engine is None or engine.metrics is None else engine.metrics.rejected
+        counts[status] += 1
+
+    def refuse_bytes(self, error: ApiError) -> None:
+        """Count and log a client whose bytes are no request."""
+        self.reject(error.status, None)
+        log_refused_bytes(error)
+
+    def drain(self) -> None:
+        """Take no new requests."""
+        self.draining = True
+        for service in self.services:
+            service.draining = True
+
+    async def until_idle(self) -> None:
+        while any(service.live for service in self.services) or any(engine.waiting for engine in self.all):
+            await asyncio.sleep(0.02)
+
+    def end_all(self) -> None:
+        """End all requests with an error."""
+        if not self._ended.done():
+            self._ended.set_result(None)
+        for service in self.services:
+            service.end_all()
+
+    async def close(self) -> None:
+        """Close all engines, also those that are being opened."""
+        self.end_all()
+        openings = [engine.opening for engine in self.all if engine.opening is not None]
+        await asyncio.gather(*openings, *([self._idle_closing] if self._idle_closing is not None else []))
+        for service in self.services:
+            service.throughput.end()
+            await service.llm.close()
+
+    def card(self, name: str) -> dict[str, Any]:
+        """What /v1/models says of an engine."""
+        engine = self._by_name[name]
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "enginewright",
+            "root": engine.names[0],
+            "max_model_len": None if engine.facts is None else engine.facts.max_model_len,
+            "state": engine.state,
+        }
+
+
+def files_of(given: Sequence[str | Path]) -> list[str | Path]:
+    """What is given, with the engine files that are in a folder in its place."""
+    files: list[str | Path] = []
+    for path in given:
+        found = sorted(Path(path).glob(f"*{SUFFIX}")) if os.path.isdir(path) else []
+        files += found or [path]
+    return files
+
+
+def _check_names(engines: Sequence[ServedEngine], config: ServerConfig) -> None:
+    if len(engines) > 1 and config.served_model_names:
+        raise UsageError("--served-model-name names one engine", f"here are {len(engines)}, named after their files")
+    seen: dict[str, ServedEngine] = {}
+    for engine in engines:
+        other = seen.setdefault(engine.names[0], engine)
+        if other is not engine:
+            raise UsageError(
+                f"two engines have the name {engine.names[0]}",
+                f"{other.path} and {engine.path}",
+                "Rename one of the files.",
+            )
+
+
+_REASONS: dict[type[EngineError], str] = {
+    CorruptEngineError: "its file is damaged",
+    NoCodeForMachineError: "it has no code for this machine",
+    NotEnoughMemoryError: "it takes more memory than this server has",
+}
+
+
+def _unavailable(name: str, error: EngineError) -> ApiError:
+    """What clients hear of an engine that cannot be opened; the log says more, with paths."""
+    why = _REASONS.get(type(error), "the server's log says why")
+    return ApiError(503, f"the model {name} cannot be opened: {why}", param="model", code="model_unavailable")

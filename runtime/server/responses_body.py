@@ -1,0 +1,295 @@
+"""POST /v1/responses: a conversation of items, read as the chat that it stands for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Any, Literal
+
+import msgspec
+
+from enginewright.runtime.server.chat import ChatBody
+from enginewright.runtime.server.errors import ApiError, speaking_of
+from enginewright.runtime.server.protocol import EXTRAS, convert, not_implemented, of_keys, read_keys, read_kind
+from enginewright.runtime.server.tools import CalledFunction, ToolCall
+
+SAME = ("model", "parallel_tool_calls", "stream", *EXTRAS)  # keys that mean the same in a chat
+IGNORED = frozenset(
+    (
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "user",
+    )
+)
+OFF: Mapping[str, Sequence[Any]] = {
+    "access_programs": (),
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "max_tool_calls": (),
+    "moderation": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+RENAMES = {
+    r"max_(completion_)?tokens\b": "max_output_tokens",
+    r"messages\b": "input",
+    r"(input\[\d+\])\.function\.arguments": r"\1.arguments",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+# What clients send back of items that they got.
+KEPT = ("annotations", "logprobs", "phase", "prompt_cache_breakpoint")
+INCLUDED = ("reasoning.encrypted_content",)  # it asks for nothing: the reasoning is in its item, as text
+PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+
+
+class Item(msgspec.Struct, kw_only=True):
+    id: str | None = None
+    status: str | None = None
+
+
+class MessageItem(Item, kw_only=True):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[dict[str, Any]]
+
+
+class CallItem(Item, kw_only=True):
+    call_id: str
+    name: str
+    arguments: str  # JSON
+
+
+class OutputItem(Item, kw_only=True):
+    """What a call has returned."""
+
+    call_id: str
+    output: str | list[dict[str, Any]]
+
+
+class ReasoningItem(Item, kw_only=True):
+    summary: list[dict[str, Any]] = []
+    content: list[dict[str, Any]] | None = None
+
+
+class TextPart(msgspec.Struct):
+    text: str
+
+
+ITEMS: Mapping[str, type[Item]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": OutputItem,
+    "reasoning": ReasoningItem,
+}
+
+
+class FunctionTool(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # an answer always follows its schema
+
+
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None  # padding of OpenAI's, against who can see sizes but no text
+
+
+class ResponsesBody(msgspec.Struct):
+    """Keys that mean something else in a chat, or nothing."""
+
+    input: str | list[dict[str, Any]]
+    include: list[str] | None = None
+    instructions: str | None = None  # before the input; those of a previous response are not shown again
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    previous_response_id: str | None = None
+    reasoning: ReasoningConfig | None = None
+    store: bool | None = None
+    stream_options: StreamOptions | None = None
+    text: TextConfig | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def items(self) -> list[dict[str, Any]]:
+        """The input, each item with its type and an id."""
+        given = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        items = []
+        for value in given:
+            typed = {"type": "message", **value}
+            content = typed.get("content")
+            if typed["type"] == "message" and isinstance(content, str):
+                kind = "output_text" if typed.get("role") == "assistant" else "input_text"
+                typed["content"] = [{"type": kind, "text": content}]
+            about = {"id": f"{PREFIXES.get(str(typed['type']), '')}{token_hex(12)}", "status": "completed"}
+            items.append(about | {key: entry for key, entry in typed.items() if entry is not None})
+        return items
+
+    def chat(self) -> dict[str, Any]:
+        """Keys of a ChatBody, but for its messages. Raises ApiError for what cannot be."""
+        for value in self.include or ():
+            if value not in INCLUDED:
+                raise not_implemented("include", f"{value[:60]!r}; there is {', '.join(INCLUDED)}")
+        keys = {"max_completion_tokens": self.max_output_tokens} | self._tools()
+        if self.reasoning is not None:
+            if self.reasoning.summary not in (None, "auto"):
+                raise not_implemented("reasoning.summary", "the reasoning comes whole")
+            keys["reasoning_effort"] = self.reasoning.effort
+        if self.text is not None:
+            if self.text.verbosity not in (None, "medium"):
+                raise not_implemented("text.verbosity")
+            keys["response_format"] = self._format(self.text.format)
+        return keys
+
+    def _format(self, form: TextFormat | None) -> dict[str, Any] | None:
+        if form is None or form.type != "json_schema":
+            return None if form is None else {"type": form.type}
+        if form.schema is None:
+            raise ApiError(400, "text.format has no schema", param="text.format.schema")
+        return {"type": form.type, "json_schema": {"schema": form.schema}}
+
+    def _tools(self) -> dict[str, Any]:
+        kinds = {"function": FunctionTool}
+        functions = [read_kind(tool, kinds, (), f"tools[{place}]") for place, tool in enumerate(self.tools or ())]
+        names, choice = [function.name for function in functions], self.tool_choice
+        match choice:
+            case None | "none" | "auto":
+                pass
+            case "required" if names:
+                pass
+            case {"type": "function", "name": str(name), **others} if name in names and not others:
+                choice = {"type": "function", "function": {"name": name}}
+            case _:
+                rule = 'must be "none", "auto", "required" or {"type": "function", "name": …} of one of tools'
+                why = f"tool_choice {rule}: {', '.join(names) or 'none'}"
+                raise ApiError(400, why, param="tool_choice", code="invalid_value")
+        given = [
+            {key: entry for key, entry in msgspec.to_builtins(one).items() if entry is not None} for one in functions
+        ]
+        return {"tools": [{"type": "function", "function": one} for one in given], "tool_choice": choice}
+
+    def about(self, keys: Mapping[str, Any], *, is_stored: bool) -> dict[str, Any]:
+        """What the response repeats of its request."""
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": keys.get("parallel_tool_calls") is not False,
+            "previous_response_id": self.previous_response_id,
+            "reasoning": {"effort": None, "summary": None} | (keys.get("reasoning") or {}),
+            "store": is_stored,
+            "temperature": keys.get("temperature"),
+            "text": {"format": {"type": "text"}} | (keys.get("text") or {}),
+            "tool_choice": self.tool_choice or "auto",
+            "tools": self.tools or [],
+            "top_p": keys.get("top_p"),
+            "truncation": "disabled",
+        }
+
+
+@dataclass(frozen=True)
+class ResponsesRequest:
+    """A request as the chat that it stands for, and what its response needs of it."""
+
+    chat: ChatBody
+    about: Mapping[str, Any]  # what the response repeats
+    items: Sequence[Mapping[str, Any]]  # all of the conversation
+    is_stored: bool
+
+
+def read_responses(
+    data: bytes, vocab_size: int, conversation: Callable[[str], list[dict[str, Any]] | None], *, may_store: bool
+) -> ResponsesRequest:
+    """A body of the Responses API.
+
+    Args:
+        conversation: all items up to the end of a response, by its id; None: there is none.
+        may_store: whether responses are kept at all.
+
+    Raises:
+        ApiError: 400, and which key is at fault.
+    """
+    keys = read_keys(data, (*ResponsesBody.__struct_fields__, *SAME), IGNORED, OFF)
+    body = convert(keys, ResponsesBody)
+    if body.store and not may_store:
+        raise not_implemented("store", "this server keeps no responses (--responses-store)")
+    before: list[dict[str, Any]] = []
+    if body.previous_response_id is not None:
+        found = conversation(body.previous_response_id)
+        if found is None:
+            why = f"there is no response {body.previous_response_id[:100]!r} to go on from, or it is not kept any more"
+            raise ApiError(400, why, param="previous_response_id", code="previous_response_not_found")
+        before = found
+    items = before + body.items()
+    if len(items) == len(before):
+        raise ApiError(400, "input is empty", param="input")
+    chat = {name: keys[name] for name in SAME if keys.get(name) is not None} | body.chat()
+    chat["messages"] = _messages(body.instructions, items, len(before))
+    is_stored = may_store and body.store is not False
+    with speaking_of("input", RENAMES):
+        read = of_keys(chat, ChatBody, vocab_size)
+    return ResponsesRequest(read, body.about(keys, is_stored=is_stored), items, is_stored)
+
+
+def _messages(instructions: str | None, items: Sequence[dict[str, Any]], num_before: int) -> list[dict[str, Any]]:
+    """What the assistant has thought, said and called in one go is one message."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+
+    def assistant(*taken: str) -> dict[str, Any]:
+        """The assistant's message that goes on: a new one if the last one has one of these keys already."""
+        if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(key) for key in taken):
+            messages.append({"role": "assistant", "content": ""})
+        return messages[-1]
+
+    for place, value in enumerate(items, start=-num_before):
+        where = f"input[{place}]"
+        match read_kind(value, ITEMS, KEPT, where):
+            case MessageItem(role="assistant", content=content):
+                assistant("content", "tool_calls")["content"] = _text(content, f"{where}.content")
+            case MessageItem(role=role, content=content):
+                messages.append({"role": role, "content": _text(content, f"{where}.content")})
+            case ReasoningItem(summary=summary, content=thoughts):
+                named, parts = ("content", thoughts) if thoughts else ("summary", summary)
+                text = _text(parts, f"{where}.{named}", ("reasoning_text", "summary_text"))
+                assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
+            case CallItem(call_id=id, name=name, arguments=arguments):
+                with speaking_of("input", RENAMES):
+                    call = ToolCall(CalledFunction(name, arguments), id).for_template(where)
+                assistant().setdefault("tool_calls", []).append(call)
+            case OutputItem(call_id=id, output=output):
+                text = _text(output, f"{where}.output")
+                messages.append({"role": "tool", "tool_call_id": id, "content": text})
+    return messages
+
+
+def _text(content: str | list[dict[str, Any]], where: str, kinds: Sequence[str] = ("input_text", "output_text")) -> str:
+    """The text of parts that hold nothing else."""
+    if isinstance(content, str):
+        return content
+    known = dict.fromkeys(kinds, TextPart)
+    return "\n".join(read_kind(one, known, KEPT, f"{where}[{place}]").text for place, one in enumerate(content))

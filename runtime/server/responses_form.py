@@ -1,0 +1,160 @@
+"""Responses as OpenAI's Responses API has them."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from enginewright.runtime.messages.calls import Call
+from enginewright.runtime.messages.parser import Reasoning
+from enginewright.runtime.server.errors import ApiError
+from enginewright.runtime.server.form import Choice, Include, Usage, encode, typed_event
+from enginewright.runtime.server.parts import Part, PartsForm
+from enginewright.runtime.server.responses_body import PREFIXES, RENAMES, ResponsesRequest
+from enginewright.runtime.server.responses_store import StoredResponse
+from enginewright.runtime.tokenizer import Tokenizer
+
+
+class ResponsesForm(PartsForm):
+    """
+    Args:
+        keep: takes the id of a response that is to be kept, and the response, once it is complete.
+    """
+
+    id_prefix = "resp_"
+    prompt_key = "input"
+    renames = RENAMES
+
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        keep: Callable[[str, StoredResponse], None],
+        id: str,
+        model: str,
+        fingerprint: str,
+        tokenizer: Tokenizer,
+        include: Include,
+    ) -> None:
+        super().__init__(id, model, fingerprint, tokenizer, include)
+        self._request, self._keep = request, keep
+        self._num_events = 0
+
+    def opening(self, choice: Choice, cached_tokens: int) -> bytes:
+        response = self._response("in_progress", None)
+        return b"".join(self._event(f"response.{name}", response=response) for name in ("created", "in_progress"))
+
+    def _begin(self, part: Part) -> bytes:
+        empty: dict[str, Any] = {"arguments": ""} if part.kind is Call else {"content": []}
+        item = self._item(part, "in_progress") | empty
+        added = self._event("response.output_item.added", output_index=part.index, item=item)
+        return (
+            added
+            if part.kind is Call
+            else added + self._part_event("content_part.added", part, part=_content(part, ""))
+        )
+
+    def _growth(self, part: Part) -> bytes:
+        return self._part_event(f"{_stem(part)}.delta", part, delta=part.texts[-1], **_no_logprobs(part))
+
+    def _end(self, part: Part, *, is_cut: bool) -> bytes:
+        if part.kind is Call:
+            events = [self._part_event(f"{_stem(part)}.done", part, name=part.name, arguments=part.text)]
+        else:
+            events = [self._part_event(f"{_stem(part)}.done", part, text=part.text, **_no_logprobs(part))]
+            events.append(self._part_event("content_part.done", part, part=_content(part, part.text)))
+        item = self._item(part, "incomplete" if is_cut else "completed")
+        events.append(self._event("response.output_item.done", output_index=part.index, item=item))
+        return b"".join(events)
+
+    def _closing(self, choice: Choice, usage: Usage) -> bytes:
+        return self._event(f"response.{_status(choice)}", response=self._ended(choice, usage))
+
+    def failure(self, error: ApiError) -> bytes:
+        failed = {"error": {"code": "server_error", "message": error.message}}
+        return self._event("response.failed", response=self._response("failed", None) | failed)
+
+    def _body(self, choice: Choice, usage: Usage) -> bytes:
+        return encode(self._ended(choice, usage))
+
+    def _ended(self, choice: Choice, usage: Usage) -> dict[str, Any]:
+        """The complete response, which is kept if it was to be."""
+        details = {"incomplete_details": {"reason": "max_output_tokens"}} if choice.finish_reason == "length" else {}
+        counts = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": choice.num_reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        ended = {"completed_at": int(time.time()), "usage": counts}
+        response = self._response(_status(choice), choice) | details | ended
+        if self._request.is_stored:
+            self._keep(self.id, StoredResponse(encode(response), encode(self._request.items)))
+        return response
+
+    def _response(self, status: str, choice: Choice | None) -> dict[str, Any]:
+        """choice: that has ended; None: it has not."""
+        last = self._parts[-1] if self._parts else None
+        output = [self._item(part, _status(choice) if part is last else "completed") for part in self._parts]
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": None,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.model,
+            "output": output,
+            "usage": None,
+            **self._request.about,
+        }
+
+    def _item(self, part: Part, status: str) -> dict[str, Any]:
+        kind = _kind(part)
+        item: dict[str, Any] = {"id": _item_id(part), "type": kind, "status": status}
+        if kind == "function_call":
+            return item | {"call_id": part.call_id, "name": part.name, "arguments": part.text}
+        own: dict[str, Any] = (
+            {"summary": [], "encrypted_content": None} if kind == "reasoning" else {"role": "assistant"}
+        )
+        return item | own | {"content": [_content(part, part.text)]}
+
+    def _part_event(self, name: str, part: Part, /, **keys: Any) -> bytes:
+        place = {} if part.kind is Call else {"content_index": 0}
+        return self._event(f"response.{name}", item_id=_item_id(part), output_index=part.index, **place, **keys)
+
+    def _event(self, type: str, /, **keys: Any) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        return typed_event(type, sequence_number=number, **keys)
+
+
+def _status(choice: Choice | None) -> str:
+    """Of a response and of its last item."""
+    return "incomplete" if choice is None or choice.finish_reason == "length" else "completed"
+
+
+def _stem(part: Part) -> str:
+    """What the names of events about a part begin with."""
+    if part.kind is Call:
+        return "function_call_arguments"
+    return "reasoning_text" if part.kind is Reasoning else "output_text"
+
+
+def _content(part: Part, text: str) -> dict[str, Any]:
+    if part.kind is Reasoning:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _no_logprobs(part: Part) -> dict[str, Any]:
+    """Events of texts have them, whether they were wanted or not."""
+    return {"logprobs": []} if part.kind is not Call and part.kind is not Reasoning else {}
+
+
+def _item_id(part: Part) -> str:
+    return f"{PREFIXES[_kind(part)]}{part.id}"
+
+
+def _kind(part: Part) -> str:
+    return "function_call" if part.kind is Call else "reasoning" if part.kind is Reasoning else "message"
