@@ -2,18 +2,20 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from enginewright import __version__
 from enginewright.cli_help import JSON_OPTION, section
 from enginewright.cli_options import (
+    CHAT_TEMPLATE_OPTION,
     DEVICE_OPTION,
     ISA_OPTION,
     LIMIT_OPTIONS,
     LIMITS,
     QUANT_OPTIONS,
+    SAMPLING_OPTIONS,
     THREADS_OPTION,
     WORKLOAD,
     WORKLOAD_OPTIONS,
@@ -40,12 +42,11 @@ PROMPT_TOKENS = 256  # of an answer to --prompt without --max-tokens: a text tha
 # Sections of help; `engine COMMAND --help` lists them in the order in which their first options are declared.
 model, form, calibration = section("Model"), section("Format"), section("Calibration")
 targets_section, gate_section, output_section = section("Targets"), section("Quality gate"), section("Output")
-prompt_section, sampling, machine = section("Prompt"), section("Sampling"), section("Machine")
+prompt_section, machine = section("Prompt"), section("Machine")
 structure = section("Structure of the answer")
 address, overload = section("Address"), section("Overload")
 server, load, measurement = section("Server"), section("Load"), section("Measurement")
 
-MODELS_OWN = "the model's own (generation_config.json)"
 VERIFY_HELP = (
     "Check the hashes of the weights before the start, which takes about a second for 2 GiB. The hashes of all other "
     "parts of the file are always checked."
@@ -81,6 +82,7 @@ def main() -> None:
     \b
     engine build HuggingFaceTB/SmolLM2-135M-Instruct --quant int8-wo --output smollm2.engine
     engine generate smollm2.engine --chat "What is the capital of France?"
+    engine chat smollm2.engine
     engine run smollm2.engine
 
     `engine COMMAND --help` lists the options of a command. Options may be written with underscores, numbers as 32k, and
@@ -111,6 +113,12 @@ def main() -> None:
     type=Count(),
     default=32,
     help="Batch size that the engine file records for `engine inspect`; `engine run --max-num-seqs` sets the real one.",
+)
+@model(
+    "--draft",
+    show_default="none",
+    help="A smaller model of the same tokenizer, named like MODEL, that the engine holds as well: with --speculate "
+    "draft it guesses what MODEL says next.",
 )
 @form(
     "--quant",
@@ -208,6 +216,7 @@ def build(
     report: Path | None,
     dump_graphs: Path | None,
     dry_run: bool,
+    draft: str | None,
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -239,8 +248,9 @@ def build(
     with ConsoleProgress() as progress:
         progress.phase("open the checkpoint")
         checkpoint = open_checkpoint(model, only_cached=dry_run, check_config=check_config)
+        beside = open_checkpoint(draft, only_cached=dry_run, check_config=check_config) if draft else None
         path = output or default_output(checkpoint, config)
-        made = (forecast if dry_run else build_engine)(checkpoint, config, path, progress)
+        made = (forecast if dry_run else build_engine)(checkpoint, config, path, progress, beside)
     click.echo(json.dumps(made.to_dict()) if as_json else describe(made), err=not as_json)
 
 
@@ -286,6 +296,24 @@ def verify(engine: Path, goldens: bool, threads: int | None, isa: str | None, de
 
     report = run_verify(engine, goldens=goldens, threads=threads, isa=isa, device=device)
     click.echo(json.dumps(report) if as_json else "\n".join(f"{name:<12} {text}" for name, text in report.items()))
+
+
+@main.command()
+@click.argument("engine", type=EnginePath(), required=False)
+@LIMIT_OPTIONS
+@JSON_OPTION
+@click.pass_context
+def doctor(context: click.Context, engine: Path | None, as_json: bool, **limits: Any) -> None:
+    """Show what this machine has, and what ENGINE would do on it.
+
+    Nothing is run. The exit code is 0, and 1 if the engine cannot run here; warnings say what makes it slow.
+    """
+    from enginewright.runtime.doctor import describe, examine
+    from enginewright.runtime.memory_plan import runtime_config
+
+    report = examine(engine, runtime_config(**limits))
+    click.echo(json.dumps(report) if as_json else describe(report))
+    context.exit(1 if report["problems"] else 0)
 
 
 @main.command()
@@ -341,12 +369,7 @@ def export(model: str, path: Path, dtype: str) -> None:
     "-c", "--chat", show_default="none", help="A message that the model answers, put into its chat template."
 )
 @prompt_section("--system", show_default="none", help="A system message that stands before the message of --chat.")
-@prompt_section(
-    "--chat-template-kwargs",
-    type=JsonObject(),
-    show_default="none",
-    help='Variables of the chat template for --chat, as JSON: {"enable_thinking": false} turns Qwen3\'s thinking off.',
-)
+@CHAT_TEMPLATE_OPTION
 @prompt_section(
     "--input",
     "batch",
@@ -355,51 +378,7 @@ def export(model: str, path: Path, dtype: str) -> None:
     help='Answer a file of requests in one batch. Each line is {"prompt": …} or {"messages": […]}, with an "id" and '
     "sampling options if they differ, or OpenAI's batch form.",
 )
-@sampling(
-    "--temperature",
-    type=float,
-    show_default=f"{MODELS_OWN}, or 0",
-    help="Randomness of the answer: 0 always takes the likeliest token, 1 draws as the model's probabilities say.",
-)
-@sampling(
-    "--top-k", type=int, show_default=f"{MODELS_OWN}, or all", help="Draw only among this many of the likeliest tokens."
-)
-@sampling(
-    "--top-p",
-    type=float,
-    show_default=f"{MODELS_OWN}, or 1",
-    help="Draw only among the fewest likeliest tokens whose probabilities add up to this.",
-)
-@sampling(
-    "--min-p",
-    type=float,
-    show_default=f"{MODELS_OWN}, or 0",
-    help="Draw only tokens that are at least this likely, relative to the likeliest one.",
-)
-@sampling(
-    "--repetition-penalty",
-    type=float,
-    show_default=f"{MODELS_OWN}, or 1",
-    help="Above 1, tokens that are already in the prompt or the answer become less likely.",
-)
-@sampling(
-    "--presence-penalty",
-    type=float,
-    show_default="0",
-    help="Above 0, tokens that are already in the answer become less likely, from -2 to 2.",
-)
-@sampling(
-    "--frequency-penalty",
-    type=float,
-    show_default="0",
-    help="The same, but multiplied by how often the token is in the answer.",
-)
-@sampling(
-    "--seed",
-    type=int,
-    show_default="another one each time",
-    help="Seed of the random draws: the same seed gives the same answer.",
-)
+@SAMPLING_OPTIONS
 @structure(
     "--json-schema",
     type=JsonObject(),
@@ -517,6 +496,115 @@ def generate(
 
 @main.command()
 @click.argument("engine", type=EnginePath())
+@click.argument("texts", nargs=-1)
+@prompt_section(
+    "-i",
+    "--input",
+    "lines",
+    type=click.File(encoding="utf-8"),
+    show_default="none",
+    help="File with a text in each line, behind those of the command line; - is standard input.",
+)
+@prompt_section("--prompt-name", show_default="the model's own", help="Which of the model's prompts texts begin with.")
+@prompt_section(
+    "--truncate-prompt-tokens",
+    type=int,
+    show_default="longer texts are refused",
+    help="Number of tokens that are kept of a longer text; -1 is as many as fit.",
+)
+@output_section(
+    "--dimensions",
+    type=Count(),
+    show_default="all",
+    help="Numbers of a vector, where the model can do with fewer.",
+)
+@LIMIT_OPTIONS
+@machine("--verify", is_flag=True, help=VERIFY_HELP)
+def embed(
+    engine: Path,
+    texts: tuple[str, ...],
+    lines: TextIO | None,
+    prompt_name: str | None,
+    truncate_prompt_tokens: int | None,
+    dimensions: int | None,
+    verify: bool,
+    **limits: Any,
+) -> None:
+    """Print the vectors of texts: a line of JSON for each.
+
+    ENGINE is a file that `engine build` wrote from an embedding model.
+    """
+    from enginewright.runtime.devices import open_engine
+    from enginewright.runtime.llm import LLM
+
+    given = [*texts, *((line.rstrip("\n") for line in lines) if lines else ())]
+    if not given:
+        raise UsageError("engine embed takes texts", fix='Write them behind the engine: "…", or use --input.')
+    with open_engine(engine, limits["device"], verify=verify) as opened, LLM(opened, **limits) as llm:
+        outputs = llm.embed(
+            given, dimensions=dimensions, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens
+        )
+        for text, output in zip(given, outputs, strict=True):
+            fields = {"text": text, "embedding": output.outputs.embedding}
+            click.echo(json.dumps(fields | {"num_prompt_tokens": len(output.prompt_token_ids)}, ensure_ascii=False))
+
+
+@main.command(context_settings={"allow_extra_args": True})  # to say what a stray question needs
+@click.argument("engine", type=EnginePath())
+@prompt_section("--system", show_default="none", help="A system message that stands before the conversation.")
+@CHAT_TEMPLATE_OPTION
+@prompt_section(
+    "--no-thinking",
+    is_flag=True,
+    help="Let a model answer at once that may think before: enable_thinking is false in its chat template.",
+)
+@SAMPLING_OPTIONS
+@output_section(
+    "--max-tokens", type=Count(), show_default="up to --max-model-len", help="Maximum number of tokens in an answer."
+)
+@LIMIT_OPTIONS
+@machine("--verify", is_flag=True, help=VERIFY_HELP)
+@click.pass_context
+def chat(
+    context: click.Context,
+    /,
+    engine: Path,
+    system: str | None,
+    chat_template_kwargs: dict[str, Any] | None,
+    no_thinking: bool,
+    max_tokens: int | None,
+    verify: bool,
+    **options: Any,
+) -> None:
+    """Talk to an engine on the terminal.
+
+    ENGINE is a file that `engine build` wrote. Ctrl-C stops an answer, Ctrl-D ends the conversation, and /help lists
+    the commands. What comes through a pipe is a message a line, and answers alone are on stdout.
+    """
+    from enginewright.runtime.devices import open_engine
+    from enginewright.runtime.llm import LLM
+    from enginewright.runtime.params import default_params
+    from enginewright.runtime.terminal_chat import TerminalChat, without_thinking
+
+    refuse_stray_question(context, engine)
+    limits = {name: options.pop(name) for name in LIMITS} | {"max_num_seqs": 1}
+    with open_engine(engine, limits["device"], verify=verify) as opened, LLM(opened, **limits) as llm:
+        names = chat_template_kwargs or {}
+        if no_thinking:
+            names = without_thinking(llm.get_tokenizer(), names)
+        params = default_params(opened, max_tokens=max_tokens, **options)
+        TerminalChat(llm, params, system=system, template_kwargs=names).run()
+
+
+@main.command()
+@click.argument("engines", nargs=-1, required=True, metavar="ENGINE...", type=EnginePath())
+@model(
+    "--quant",
+    type=Quant(QUANTS),
+    show_default="the closest to MODEL whose weights fit the memory, of those for this machine",
+    help="Number format of weights and activations where a MODEL is built.",
+)
+@model("--rebuild", is_flag=True, help="Build a MODEL also where the cache has its engine.")
 @address("--host", default="127.0.0.1", help="Address to listen on. 0.0.0.0 takes connections from other machines.")
 @address("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0 takes one that is free.")
 @address(
@@ -534,12 +622,45 @@ def generate(
     help="A name that requests may have in their Host header. The option may be given several times.",
 )
 @address(
+    "--allowed-origins",
+    multiple=True,
+    metavar="ORIGIN",
+    show_default="none",
+    help="A site whose web pages may use the server from a browser (CORS), such as https://chat.example.com. The "
+    "option may be given several times.",
+)
+@address(
+    "--ssl-certfile",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default="no TLS",
+    help="Serve HTTPS with this certificate: a PEM file, with the chain behind it. SIGHUP reads it again.",
+)
+@address(
+    "--ssl-keyfile",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default="in --ssl-certfile",
+    help="The certificate's private key, a PEM file without a password.",
+)
+@address(
     "--tool-call-parser",
     metavar="NAME",
     show_default="the one that the model's chat template tells",
     help="How the model writes calls of tools: hermes, qwen3_xml, llama3_json, mistral, …; a wrong name lists all.",
 )
+@address("--page/--no-page", default=True, help="Serve a page with a chat and charts at /.")
 @LIMIT_OPTIONS
+@section("Several engines")(
+    "--memory",
+    type=Bytes(),
+    show_default="what this machine has free",
+    help="Memory that open engines may take together: weights, activations and KV caches.",
+)
+@section("Several engines")(
+    "--idle-seconds",
+    type=float,
+    show_default="never",
+    help="Close an engine that no request has used for this long.",
+)
 @section("Limits")(
     "--prefill-chunk-size",
     type=Count(),
@@ -547,6 +668,13 @@ def generate(
     help="Maximum number of prompt tokens in a step that also writes answers; steps without answers take "
     "--max-num-batched-tokens. Smaller values keep the pace of running answers steady, larger ones make new requests "
     "wait less.",
+)
+@section("Limits")(
+    "--itl-slo-ms",
+    type=Count(),
+    show_default="none: --prefill-chunk-size alone holds",
+    help="Goal for the milliseconds between two tokens of an answer. Prompts are then read as fast as the steps that "
+    "were measured allow.",
 )
 @overload(
     "--max-num-waiting",
@@ -569,6 +697,19 @@ def generate(
     "exceed it gets status 429, and 400 if it could never fit.",
 )
 @overload(
+    "--responses-store",
+    type=Count(0),
+    default=1000,
+    help="Maximum number of responses kept for GET /v1/responses/ID and previous_response_id; the least recently used "
+    "go first. 0 keeps none.",
+)
+@overload(
+    "--responses-memory",
+    type=Bytes(),
+    default="256m",
+    help="Maximum memory for the kept responses and the conversations before them.",
+)
+@overload(
     "--max-connections",
     type=Count(),
     show_default="as many as the limit of open files allows, 4096 at most",
@@ -586,6 +727,12 @@ def generate(
     type=float,
     default=30.0,
     help="On SIGTERM or Ctrl-C, how many seconds running and waiting requests may take to finish.",
+)
+@section("Operation")(
+    "--metrics-compat",
+    type=click.Choice(("vllm",)),
+    show_default="our names alone",
+    help="Let /metrics have the names of another server, too: dashboards, routers and autoscalers made for it work.",
 )
 @section("Keys")(
     "--api-key",
@@ -608,23 +755,48 @@ def generate(
     "--log-format", type=click.Choice(("text", "json")), default="text", help="Form of each line of the log."
 )
 @machine("--verify", is_flag=True, help=VERIFY_HELP)
-def run(engine: Path, verify: bool, log_level: str, log_format: str, **options: Any) -> None:
-    """Serve an engine over HTTP, with OpenAI's API.
+def run(
+    engines: tuple[Path, ...],
+    quant: str | None,
+    rebuild: bool,
+    verify: bool,
+    log_level: str,
+    log_format: str,
+    **options: Any,
+) -> None:
+    """Serve engines over HTTP, with OpenAI's API and Anthropic's.
 
-    ENGINE is a file that `engine build` wrote. The server runs until SIGTERM or Ctrl-C.
+    ENGINE is a file that `engine build` wrote, or a folder of such files. Of several, each is opened when a request
+    names it, and closed when its memory is wanted. It may also be a MODEL, as for `engine build`: its engine is then
+    built once, and kept in the cache. The server runs until SIGTERM or Ctrl-C.
     """
-    from enginewright.runtime.devices import open_engine
+    from enginewright.builder.model_cache import engine_files
     from enginewright.runtime.server.config import ServerConfig
     from enginewright.runtime.server.log import STDERR, log_to
     from enginewright.runtime.server.serve import serve
 
-    limits = {name: options.pop(name) for name in (*LIMITS, "prefill_chunk_size")}
+    limits = {name: options.pop(name) for name in (*LIMITS, "prefill_chunk_size", "itl_slo_ms")}
     config = ServerConfig(**options)
-    with (
-        open_engine(engine, limits["device"], verify=verify) as opened,
-        log_to(STDERR, log_level, log_format) as announce,
-    ):
-        serve(opened, config, announce=announce, **limits)
+    files = engine_files(engines, quant=quant, device=limits["device"], memory=config.memory, rebuild=rebuild)
+    with log_to(STDERR, log_level, log_format) as announce:
+        serve(files, config, announce=announce, verify=verify, **limits)
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """Print what lets SHELL complete commands and options.
+
+    \b
+    bash: eval "$(engine completion bash)" in ~/.bashrc
+    zsh:  eval "$(engine completion zsh)" in ~/.zshrc
+    fish: engine completion fish > ~/.config/fish/completions/engine.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(main, {}, "engine", "_ENGINE_COMPLETE").source())
 
 
 @main.command("help")

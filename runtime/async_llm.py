@@ -1,27 +1,35 @@
 """`AsyncLLM`: the same engine as `LLM`, for one asyncio event loop."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import finalize
 
 from enginewright.errors import EngineError, UsageError, shorten
 from enginewright.runtime.collector import Collector
 from enginewright.runtime.core import EngineCore, Request
 from enginewright.runtime.devices import open_engine
+from enginewright.runtime.embedding_core import EmbeddingCore, open_core
+from enginewright.runtime.embeddings import TextTokens, Vector, not_finite, refuse_answers
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.engine_thread import EngineThread, close_all
-from enginewright.runtime.memory_plan import MemoryPlan, runtime_config
+from enginewright.runtime.memory_plan import MemoryPlan, RuntimeConfig, runtime_config
 from enginewright.runtime.outputs import Delta, RequestOutput, merge
 from enginewright.runtime.params import params_of
 from enginewright.runtime.prompts import Prompt, encode_prompt, salt_of, text_of
 from enginewright.runtime.sampling import RequestOutputKind, SamplingParams
 from enginewright.runtime.stats import Stats
+from enginewright.runtime.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.vllm_options import check_call_options
+from enginewright.runtime.work_class import DEFAULT_WORK, WorkClass
+
+T = TypeVar("T")
+Structure = Callable[[Sequence[int]], StructuredOutputsParams | None]
 
 
 class AsyncEngineArgs:
@@ -60,16 +68,32 @@ class AsyncLLM:
         owned: Engine | None = None
         if not isinstance(model, Engine):
             model = owned = open_engine(model, config.device)
-        self.engine = model
         try:
-            self._core = EngineCore(self.engine, config)
+            core = open_core(model, config)
         except BaseException:
             close_all(None, owned)
             raise
-        self._thread = EngineThread(self._core, partial(_post, self._loop))
+        self._begin(core, owned)
+
+    def _begin(self, core: EngineCore | EmbeddingCore, owned: Engine | None) -> None:
+        """owned: an engine that is closed with it."""
+        self.engine, self._core = core.engine, core
+        self._thread = EngineThread(core, partial(_post, self._loop))
         self._close = finalize(self, close_all, self._thread, owned)  # also when it is dropped, and at exit
         self._encoder = ThreadPoolExecutor(ENCODERS, thread_name_prefix="tokenizer")
         self._request_ids = count()
+
+    @classmethod
+    async def open(cls, engine: Engine, config: RuntimeConfig) -> "AsyncLLM":
+        """As the constructor, but the event loop goes on meanwhile. The engine is closed with it.
+
+        Raises:
+            EngineError: the engine, which stays open then, does not fit.
+        """
+        llm = cls.__new__(cls)
+        llm._loop = asyncio.get_running_loop()
+        llm._begin(await asyncio.to_thread(open_core, engine, config), engine)
+        return llm
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> "AsyncLLM":
@@ -106,13 +130,41 @@ class AsyncLLM:
             UsageError: it is none of the forms that a prompt may have.
             EngineDeadError: the engine has failed or is closed.
         """
-        if self._thread.error is not None:
-            raise self._thread.error
-        return await self._loop.run_in_executor(self._encoder, partial(self._encode, prompt, add_special_tokens))
+        return await self.in_tokenizer(partial(self._encode, prompt, add_special_tokens))
 
     def _encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         tokenizer, most = self.engine.tokenizer, self.max_model_len
         return encode_prompt(prompt, tokenizer, most, add_special_tokens=add_special_tokens)
+
+    async def in_tokenizer(self, work: Callable[[], T]) -> T:
+        """What tokenizes, in a thread of its own.
+
+        Raises:
+            EngineDeadError: the engine has failed or is closed.
+        """
+        if self._thread.error is not None:
+            raise self._thread.error
+        return await self._loop.run_in_executor(self._encoder, work)
+
+    async def rows(self, texts: Sequence[TextTokens], work: WorkClass = DEFAULT_WORK) -> list[Vector]:
+        """What an engine of an embedding model gives for texts, in their order. Left early, they are aborted.
+
+        Raises:
+            UsageError: a text is none that the engine takes.
+            EngineError: the model's numbers are not finite, or the engine has failed.
+        """
+        assert isinstance(self._core, EmbeddingCore)
+        core, ends = self._core, [self._loop.create_future() for _ in texts]
+        requests = [core.text(text, partial(_settle, end), work) for text, end in zip(texts, ends, strict=True)]
+        try:
+            for request in requests:
+                self._thread.submit(request)
+            await asyncio.gather(*ends)
+        finally:
+            for request in requests:
+                if not request.finished:
+                    self._thread.abort(request)
+        return [request.vector for request in requests if request.vector is not None]
 
     async def decode(self, token_ids: list[int]) -> str:
         """The text of token ids, special tokens too, made in a thread of its own."""
@@ -124,21 +176,40 @@ class AsyncLLM:
         decode = partial(self.engine.tokenizer.decode, skip_special_tokens=False)
         return await self._loop.run_in_executor(self._encoder, lambda: list(map(decode, token_ids)))
 
-    async def prepare(self, prompt: Prompt, params: SamplingParams, *, cache_salt: str = "") -> "AsyncRequest":
+    async def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        work: WorkClass = DEFAULT_WORK,
+        structure: Structure | None = None,
+    ) -> "AsyncRequest":
         """A request that can be started. Its prompt is encoded, and all else is made ready, in a thread of its own.
+
+        Args:
+            structure: of a prompt's token ids, what its answers have to be; None leaves that to params.
 
         Raises:
             UsageError: prompt or parameters ask for what cannot be done.
             EngineDeadError: the engine has failed or is closed.
         """
-        if self._thread.error is not None:
-            raise self._thread.error
-        return await self._loop.run_in_executor(self._encoder, partial(self._prepare, prompt, params, cache_salt))
+        return await self.in_tokenizer(partial(self._prepare, prompt, params, cache_salt, work, structure))
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, cache_salt: str) -> "AsyncRequest":
+    def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache_salt: str,
+        work: WorkClass,
+        structure: Structure | None = None,
+    ) -> "AsyncRequest":
+        refuse_answers(self.engine)
         prepared = AsyncRequest(params.n, self._thread.abort)
         prepared.token_ids = self._encode(prompt)
-        prepared.request = self._core.request(prepared.token_ids, params, prepared.put, cache_salt)
+        if structure is not None and (wanted := structure(prepared.token_ids)) is not None:
+            params = replace(params, structured_outputs=wanted)
+        prepared.request = self._core.request(prepared.token_ids, params, prepared.put, cache_salt, work=work)
         return prepared
 
     def start(self, prepared: "AsyncRequest") -> None:
@@ -149,13 +220,15 @@ class AsyncLLM:
         """
         self._thread.submit(prepared.request)
 
-    def submit(self, prompt: list[int], params: SamplingParams, *, cache_salt: str = "") -> "AsyncRequest":
+    def submit(
+        self, prompt: list[int], params: SamplingParams, *, cache_salt: str = "", work: WorkClass = DEFAULT_WORK
+    ) -> "AsyncRequest":
         """Prepare and start a request at once; for short prompts, since the event loop waits meanwhile.
 
         Raises:
             UsageError, EngineDeadError: as `prepare` and `start`.
         """
-        prepared = self._prepare(prompt, params, cache_salt)
+        prepared = self._prepare(prompt, params, cache_salt, work)
         self.start(prepared)
         return prepared
 
@@ -166,6 +239,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         cache_salt: str = "",
+        priority: int = 0,
         **vllm_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """An answer while it is written, as vLLM's AsyncLLM gives it. Left early, it is aborted.
@@ -176,6 +250,7 @@ class AsyncLLM:
                 has grown: all of it so far, or what is new; or nothing until it is whole.
             request_id: what the outputs carry; None is a number.
             cache_salt: prompts share the KV cache only with those of the same salt; a prompt may have its own.
+            priority: the lower, the more urgent (WorkClass).
             vllm_options: arguments of vLLM's, such as lora_request, at values that ask for nothing.
 
         Raises:
@@ -184,7 +259,8 @@ class AsyncLLM:
         """
         check_call_options(vllm_options)
         params = params_of(sampling_params, self.engine).clone()  # as it is now, before others have their turn
-        prepared = await self.prepare(prompt, params, cache_salt=salt_of(prompt, cache_salt))
+        salt, work = salt_of(prompt, cache_salt), WorkClass(priority)
+        prepared = await self.prepare(prompt, params, cache_salt=salt, work=work)
         self.start(prepared)
         name = request_id or str(next(self._request_ids))
         collector = Collector(name, text_of(prompt), prepared.token_ids, prepared.request, self.engine.tokenizer)
@@ -228,6 +304,20 @@ class AsyncLLM:
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
     if not loop.is_closed():  # else nobody is left to hear it
         loop.call_soon_threadsafe(call, *arguments)
+
+
+def _settle(end: asyncio.Future[None], item: Delta | EngineError) -> None:
+    """What the engine calls when it is done with a text, or with why it will not be."""
+    if end.done():  # whoever waited has left
+        return
+    if isinstance(item, EngineError):
+        end.set_exception(item)
+    elif item.finish_reason == "error":
+        end.set_exception(not_finite())
+    elif item.finish_reason == "abort":
+        end.cancel()
+    else:
+        end.set_result(None)
 
 
 class AsyncRequest:

@@ -11,6 +11,7 @@ A line has one of two forms:
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -29,6 +30,7 @@ from enginewright.runtime.server.completions import CompletionBody, CompletionFo
 from enginewright.runtime.server.errors import ApiError, from_engine, of_answer
 from enginewright.runtime.server.form import Choice, Form, PromptPart, Usage
 from enginewright.runtime.server.protocol import Body, decode
+from enginewright.runtime.work_class import WorkClass
 
 MAX_LINE_BYTES = 16 << 20
 URLS: Mapping[str, tuple[type[Body], type[Form]]] = {
@@ -79,6 +81,7 @@ class _Work(msgspec.Struct):
     error: ApiError | None = None  # why a request of OpenAI's form was refused
     body: Body | None = None  # likewise
     given: list[Prompt] = []  # its prompts
+    priority: int = 0  # of these
 
 
 def read_requests(path: Path) -> list[BatchRequest | OpenAIBatchRequest]:
@@ -165,7 +168,8 @@ def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, 
                 work.append(_prepare(llm, request, common))
     prompts = [(ids, one.params) for one in work for ids in one.prompts]
     params = [params for _, params in prompts if params is not None]
-    answers = iter(llm.generate([ids for ids, _ in prompts], params, use_tqdm=True))
+    priorities = [one.priority for one in work for _ in one.prompts]
+    answers = iter(llm.generate([ids for ids, _ in prompts], params, use_tqdm=True, priority=priorities))
     lines, failed = [], 0
     for one in work:
         results = [next(answers) for _ in one.prompts]
@@ -196,12 +200,17 @@ def _prepare_openai(llm: LLM, request: OpenAIBatchRequest, common: Mapping[str, 
         body = decode(request.body, body_type, llm.engine.plan.vocab_size)
         if body.stream:
             raise ApiError(400, "stream: answers to a batch are not streamed", param="stream")
+        if body.timeout is not None:
+            raise ApiError(400, "timeout: a batch waits for all of its answers", param="timeout")
+        priority = WorkClass(body.priority or 0).priority
         given = {name: value for name, value in body.params_for(llm.engine.tokenizer).items() if value is not None}
         if isinstance(body, CompletionBody) and body.max_tokens is None and common.get("max_tokens") is not None:
             del given["max_tokens"]  # the API's own default
         params, include = default_params(llm.engine, **{**common, **given}), body.include()
         given_prompts = body.prompts()
         prompts = [_encode(llm, prompt) for prompt in given_prompts]
+        # A chat has one prompt, and what a completion has to be does not depend on its own.
+        params = replace(params, structured_outputs=body.structure(llm.engine.tokenizer, prompts[0]))
         for ids in prompts:
             llm.check(ids, params)
     except ApiError as error:
@@ -216,7 +225,7 @@ def _prepare_openai(llm: LLM, request: OpenAIBatchRequest, common: Mapping[str, 
         llm.engine.tokenizer,
         include,
     )
-    return _Work(request, prompts, params, form, body=body, given=given_prompts)
+    return _Work(request, prompts, params, form, body=body, given=given_prompts, priority=priority)
 
 
 def _encode(llm: LLM, prompt: Prompt) -> list[int]:
@@ -243,6 +252,8 @@ def _openai_answer(llm: LLM, work: _Work, results: Sequence[RequestOutput]) -> t
         prompt_tokens=sum(len(result.prompt_token_ids) for result in results),
         completion_tokens=sum(len(output.token_ids) for output in outputs),
         cached_tokens=sum(result.num_cached_tokens for result in results),
+        guessed_tokens=sum(result.num_guessed_tokens for result in results),
+        accepted_tokens=sum(result.num_accepted_tokens for result in results),
     )
     choices: list[Choice] = []
     for prompt, result in zip(work.given, results, strict=True):

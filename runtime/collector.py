@@ -21,11 +21,11 @@ class Collector:
     ) -> None:
         self.request = request
         self._request_id, self._prompt, self._prompt_ids, self._tokenizer = request_id, prompt, prompt_ids, tokenizer
-        self._pieces: list[list[str]] = [[] for _ in request.completions]
+        self._pieces: list[list[str]] = [[] for _ in range(request.params.n)]
         self._logprobs = request.params.logprobs is not None
         self._outputs = [
             CompletionOutput(index, logprobs=[] if self._logprobs else None, cumulative_logprob=self._first_sum)
-            for index in range(len(request.completions))
+            for index in range(request.params.n)
         ]
 
     @property
@@ -77,6 +77,8 @@ class Collector:
             finished=self.finished,
             num_cached_tokens=request.num_cached_tokens,
             metrics=RequestMetrics(request.first_token_s or 0.0, request.total_s or 0.0),
+            num_guessed_tokens=request.num_guessed_tokens,
+            num_accepted_tokens=request.num_accepted_tokens,
             prompt_logprobs=prompt_logprobs,
         )
 

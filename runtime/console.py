@@ -8,7 +8,7 @@ from pathlib import Path
 
 from enginewright.errors import EngineError
 from enginewright.runtime.llm import LLM
-from enginewright.runtime.outputs import DETOKENIZER, to_dicts
+from enginewright.runtime.outputs import DETOKENIZER, Delta, to_dicts
 from enginewright.runtime.prompts import Prompt
 from enginewright.runtime.sampling import SamplingParams
 
@@ -36,24 +36,30 @@ def print_stream(llm: LLM, question: Prompt, params: SamplingParams, path: Path,
     start = time.perf_counter()
     first = last = start
     count = 0
-    reason = cause = None
+    delta = Delta(0, "", ())
     for delta in llm.stream(question, params):
         last = time.perf_counter()
         first = last if count == 0 else first
         count += 1
-        reason, cause = delta.finish_reason, delta.stop_reason
         print(delta.text, end="", flush=True)
     print()
-    if reason == "error" and cause == DETOKENIZER:
-        raise EngineError("a token could not be turned into text", "the tokenizer failed", "Please report it.")
-    if reason == "error":
-        raise EngineError("the model's logits are not numbers", fix="Check the engine with `engine verify`.")
+    refuse_failed(delta)
+    reason = delta.finish_reason
     pace = f", then {(count - 1) / (last - first):.0f} tokens/s" if count > 1 else ""
     print(f"[{count} tokens; the first after {first - start:.2f} s{pace}; ended by {reason}]", file=sys.stderr)
     if reason == "length" and count == default_limit:
         _note_limit(default_limit)
     name = shlex.quote(str(path))
     print(f'[next: engine inspect {name}, or engine generate {name} --chat "…" --temperature 0.8]', file=sys.stderr)
+
+
+def refuse_failed(last: Delta) -> None:
+    """Raises EngineError where the last delta of an answer says that it has failed."""
+    if last.finish_reason != "error":
+        return
+    if last.stop_reason == DETOKENIZER:
+        raise EngineError("a token could not be turned into text", "the tokenizer failed", "Please report it.")
+    raise EngineError("the model's logits are not numbers", fix="Check the engine with `engine verify`.")
 
 
 def _note_limit(tokens: int) -> None:

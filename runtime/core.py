@@ -8,24 +8,29 @@ while core.has_work:
 
 import logging
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from enginewright.errors import EngineError
+from enginewright.errors import EngineError, UsageError
+from enginewright.runtime.beam_search import Beam, BeamSearch
+from enginewright.runtime.candidates import BeamGroup, BestOf, failed
 from enginewright.runtime.detokenizer import Detokenizer, StopMatcher, StopStrings
 from enginewright.runtime.devices import open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.grammars import Grammars
 from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.outputs import DETOKENIZER, GRAMMAR, NAN_LOGITS, Delta
+from enginewright.runtime.outputs import DETOKENIZER, GRAMMAR, NAN_LOGITS, Delta, ends_of
 from enginewright.runtime.prompt_cost import PromptCost
 from enginewright.runtime.prompts import check_prompt
 from enginewright.runtime.sampling import (
+    Logits,
     SampledRows,
     SampledToken,
     Sampler,
@@ -36,9 +41,13 @@ from enginewright.runtime.sampling import (
 )
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.stats import STEP_TOKENS, Stats
+from enginewright.runtime.speculation.methods import config_of_model, open_speculator
+from enginewright.runtime.stats import Stats, StepCounts
+from enginewright.runtime.step_cost import StepCost
+from enginewright.runtime.step_goal import StepGoal
 from enginewright.runtime.step_plan import StepPlan
 from enginewright.runtime.token_mask import Grammar
+from enginewright.runtime.work_class import DEFAULT_WORK, WorkClass
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +61,7 @@ class Completion:
     """One choice of a request, in the making."""
 
     request: "Request"
-    index: int  # which of the n choices
+    index: int  # which of the n choices, or of the best_of that these are chosen from
     sequence: TokenSequence
     detokenizer: Detokenizer
     stops: StopStrings | None  # None: the request names no stop string
@@ -64,13 +73,15 @@ class Completion:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt and its n completions."""
+    """A prompt and its n completions, or those that these are chosen from."""
 
     params: SamplingParams
     sink: OutputSink
     num_prompt_tokens: int
     arrived_at: float  # by time.perf_counter
-    completions: list[Completion] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)  # of a beam search: of its first beam
+    best_of: BestOf | None = None  # None: every completion is a choice
+    beams: BeamGroup | None = None  # of a beam search
     first_token_s: float | None = None  # since it arrived; None: not yet
     total_s: float | None = None  # likewise
     prompt_logprobs: list[SampledToken | None] = field(default_factory=list)  # by position, if they were asked for
@@ -87,8 +98,35 @@ class Request:
         return self.completions[0].sequence.num_cached_tokens or 0
 
     @property
+    def num_guessed_tokens(self) -> int:
+        """Guesses of its completions' tokens that were verified."""
+        return sum(completion.sequence.num_guessed for completion in self.completions)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Of these, those that were right."""
+        return sum(completion.sequence.num_accepted for completion in self.completions)
+
+    @property
     def finished(self) -> bool:
+        if self.beams is not None:
+            return self.beams.is_over
         return all(completion.finished for completion in self.completions)
+
+
+# How long a step waits for what a grammar allows: as a share of what its layers took, and at least.
+LATE_SHARE, LATE_S = 0.25, 0.002
+
+
+class LateRows(msgspec.Struct, frozen=True):
+    """A sequence whose grammar was late to say what may come next, and the logits that it is sampled from later."""
+
+    plan: StepPlan  # of this sequence alone
+    logits: NDArray[np.float32]  # [its rows, vocab_size]
+
+    @property
+    def sequence(self) -> TokenSequence:
+        return self.plan.sampling[0]
 
 
 class StepInFlight(msgspec.Struct, frozen=True):
@@ -96,6 +134,8 @@ class StepInFlight(msgspec.Struct, frozen=True):
 
     plan: StepPlan
     rows: SampledRows
+    began: float  # by time.perf_counter
+    work: float  # its tokens, each by its cost; 0 where nobody wants to know
 
 
 class EngineCore:
@@ -108,24 +148,39 @@ class EngineCore:
     def __init__(self, engine: Engine, config: RuntimeConfig) -> None:
         self.engine = engine
         self._eos_token_ids = engine.eos_token_ids  # and tokenizer: read now, as the file may be changed later
-        self.executor = open_executor(engine, config)
+        self.executor = open_executor(engine, config_of_model(engine, config))
         self._grammars = Grammars(engine.tokenizer, engine.plan.vocab_size, self._eos_token_ids)
         self._sampler = Sampler(self.executor.draw)
+        self._cost = PromptCost(engine.plan)
+        self._goal: StepGoal | None = None
+        if config.itl_slo_ms is not None:
+            self._goal = StepGoal(config.itl_slo_ms / 1e3, StepCost.of(engine))
         self._scheduler = Scheduler(
             engine.plan.caches,
             self.executor.memory_plan,
             prefix_caching=config.enable_prefix_caching,
             chunk=config.prefill_chunk_size,
-            cost=PromptCost(engine.plan).at,
+            cost=self._cost.at,
+            goal=self._goal,
         )
+        self._speculator = open_speculator(engine, config, self.executor.memory_plan)
         self._completions: dict[TokenSequence, Completion] = {}
+        self._beams: dict[TokenSequence, Request] = {}  # of beam searches
         self._in_flight: deque[StepInFlight] = deque()
-        self._num_steps = self._num_computed = self._num_generated = 0
-        self._step_sizes = [0] * (len(STEP_TOKENS) + 1)
+        self._late: list[LateRows] = []
+        self._counts, self._num_generated = StepCounts(self._scheduler, self.executor.memory_plan), 0
+        self._step_ended = 0.0
+
+    @property
+    def _steps_ahead(self) -> int:
+        """Guesses follow from all tokens before them, and are worth more than the time between two steps."""
+        return 0 if self._speculator is not None else self.executor.steps_ahead
 
     def close(self) -> None:
         """Give back what it runs in."""
         self._grammars.close()
+        if self._speculator is not None:
+            self._speculator.close()
         self.executor.close()
 
     @property
@@ -138,21 +193,8 @@ class EngineCore:
 
     def stats(self) -> Stats:
         """What is going on; its numbers may be a step apart from each other."""
-        scheduler = self._scheduler
-        blocks = zip(scheduler.num_free_blocks, self.executor.memory_plan.num_blocks, strict=True)
-        return Stats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_waiting_tokens=scheduler.num_waiting_tokens,
-            kv_usage=max(1 - free / count for free, count in blocks),
-            num_steps=self._num_steps,
-            step_sizes=tuple(self._step_sizes),
-            num_preemptions=scheduler.num_preemptions,
-            computed_tokens=self._num_computed,
-            prompt_tokens=scheduler.num_prompt_tokens,
-            cached_prompt_tokens=scheduler.num_cached_prompt_tokens,
-            generated_tokens=self._num_generated,
-        )
+        speculation = None if self._speculator is None else self._speculator.stats()
+        return self._counts.stats(generated_tokens=self._num_generated, speculation=speculation)
 
     def request(
         self,
@@ -161,6 +203,7 @@ class EngineCore:
         sink: OutputSink,
         cache_salt: str = "",
         grammars: Sequence[Grammar | None] = (),
+        work: WorkClass = DEFAULT_WORK,
     ) -> Request:
         """A request that can be added.
 
@@ -181,27 +224,82 @@ class EngineCore:
         seed = new_seed()
         rules = TokenRules(params, plan.vocab_size, ends)
         matcher = StopMatcher(params.stop) if params.stop else None
+        if params.use_beam_search:
+            self._search(request, prompt, whole, rules, cache_salt, work)
+            return request
+        logprobs = params.logprobs
+        if params.num_candidates > params.n:
+            request.best_of = BestOf(params.n, params.num_candidates)
+            logprobs = params.logprobs or 0
         if params.structured_outputs is not None:
-            grammars = self._grammars.compile(params.structured_outputs, params.n)
+            grammars = self._grammars.compile(params.structured_outputs, params.num_candidates)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prompt)
-        for index, grammar in zip(range(params.n), grammars or [None] * params.n, strict=True):
+        for index, grammar in enumerate(grammars or [None] * params.num_candidates):
+            sampling = SamplingRequest(params, prompt, plan.vocab_size, ends, index, seed, grammar, rules, logprobs)
             sequence = TokenSequence(
                 token_ids=list(prompt),
                 num_prompt_tokens=len(prompt),
                 max_tokens=whole,
                 stop_token_ids=frozenset((*ends, *params.stop_token_ids)),
-                request=SamplingRequest(params, prompt, plan.vocab_size, ends, index, seed, grammar, rules),
+                request=sampling,
                 every_logit=params.prompt_logprobs is not None and index == 0,
                 cache_salt=cache_salt,
                 sibling_of=request.completions[0].sequence if index else None,
+                work=work,
             )
             detokenizer = Detokenizer(self.engine.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
             stops = StopStrings(matcher, include=params.include_stop_str_in_output) if matcher else None
             request.completions.append(Completion(request, index, sequence, detokenizer, stops))
         return request
 
+    def _search(
+        self,
+        request: Request,
+        prompt: Sequence[int],
+        whole: int,
+        rules: TokenRules,
+        cache_salt: str,
+        work: WorkClass,
+    ) -> None:
+        """Make a request a beam search.
+
+        Args:
+            whole: positions of prompt and answer together, at most.
+
+        Raises:
+            UsageError: it wants more of the sampler than there is on this device.
+        """
+        params, vocab_size = request.params, self.engine.plan.vocab_size
+        ends = (*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids)
+        search = BeamSearch(
+            params.num_candidates, whole - len(prompt), params.length_penalty, params.early_stopping, ends
+        )
+        most = self.executor.max_top_logprobs
+        if min(search.num_candidates, vocab_size) > most:
+            name = "n" if params.best_of is None else "best_of"
+            rule = f"{name} must be at most {most - len(set(ends))} with use_beam_search"
+            raise UsageError(rule, f"a row of logits gives the {most} likeliest tokens on this device")
+        sampling = SamplingRequest(params, prompt, vocab_size, rules=rules, logprobs=search.num_candidates)
+        first = TokenSequence(
+            token_ids=list(prompt),
+            num_prompt_tokens=len(prompt),
+            max_tokens=whole,
+            request=sampling,
+            cache_salt=cache_salt,
+            work=work,
+            is_beam=True,
+        )
+        request.beams = BeamGroup(search, [first])
+        detokenizer = Detokenizer(self.engine.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
+        request.completions.append(Completion(request, 0, first, detokenizer, None))
+
     def add(self, request: Request) -> None:
+        if request.beams is not None:
+            (first,) = request.beams.sequences
+            self._beams[first] = request
+            self._scheduler.add(first)
+            return
         for completion in request.completions:
             self._completions[completion.sequence] = completion
             self._scheduler.add(completion.sequence)
@@ -217,52 +315,167 @@ class EngineCore:
 
     def abort(self, request: Request) -> list[tuple[Request, Delta]]:
         """End what goes on of a request; its blocks are free again."""
+        if request.beams is not None or request.best_of is not None:
+            if request.finished:
+                return []
+            self._end_candidates(request)
+            return [(request, delta) for delta in failed(request.params.n, "abort")]
         deltas = []
         for completion in request.completions:
-            if self._completions.pop(completion.sequence, None) is not None:
+            if completion.sequence in self._completions:
                 self._scheduler.finish(completion.sequence, "abort")
+                self._forget(completion.sequence)
                 deltas.append((request, Delta(completion.index, "", (), "abort")))
         return deltas
+
+    def _end_candidates(self, request: Request) -> None:
+        """End all that goes on of a request with candidates."""
+        if request.beams is not None:
+            request.beams.is_over = True
+        sequences = [completion.sequence for completion in request.completions]
+        for sequence in sequences if request.beams is None else request.beams.sequences:
+            self._scheduler.finish(sequence, "abort")
+            self._beams.pop(sequence, None)
+            if sequence in self._completions:
+                self._forget(sequence)
 
     def step(self) -> list[tuple[Request, Delta]]:
         """Begin one step of all that has arrived, and end one; what that added.
 
         A step ends at once, or, where the executor runs ahead, once the next one has begun; where a grammar says what
-        may come next, once its layers run, before it samples.
+        may come next, once its layers run, before it samples. A sequence whose grammar takes long is set aside.
         """
-        plan, deltas = self._scheduler.schedule(), list[tuple[Request, Delta]]()
+        deltas = self._end_late() if self._late else []
+        began, plan = time.perf_counter(), self._scheduler.schedule()
         if plan is not None:
+            work = 0.0 if self._goal is None else self._cost.of(plan.inputs["positions"])
             outputs = self.executor.run(plan)
+            logits = outputs.logits
             if self._in_flight and plan.has_grammar:
-                deltas = self._end(self._in_flight.popleft())
-            self._in_flight.append(StepInFlight(plan, self._sampler.begin(outputs.logits, plan.requests)))
-            if len(self._in_flight) <= self.executor.steps_ahead:
+                deltas += self._end(self._in_flight.popleft())
+            if plan.has_grammar and not self.executor.steps_ahead:  # a GPU samples all rows where they are
+                plan, logits = self._set_aside(plan, logits, time.perf_counter() - began)
+            rows = self._sampler.begin(logits, plan.requests)
+            self._in_flight.append(StepInFlight(plan, rows, began, work))
+            if len(self._in_flight) <= self._steps_ahead:
                 return deltas
-        return deltas + self._end(self._in_flight.popleft()) if self._in_flight else deltas
+        if not self._in_flight:
+            return deltas
+        last = self._in_flight.popleft()
+        deltas += self._end(last)
+        if not self._in_flight and (self._speculator is not None or last.plan.has_grammar):
+            self._guess(last.plan, time.perf_counter() - began)
+        return deltas
+
+    def _set_aside(self, plan: StepPlan, logits: Logits, seconds: float) -> tuple[StepPlan, Logits]:
+        """Keep the logits of sequences whose grammars are late; what is left to sample.
+
+        Args:
+            seconds: that the step has taken so far.
+        """
+        until = time.perf_counter() + max(LATE_S, LATE_SHARE * seconds)
+        late = [one for one in plan.sampling if not _may_sample(one, until - time.perf_counter())]
+        if not late:
+            return plan, logits
+        logits, left = np.asarray(logits), np.ones(len(plan.requests), np.bool_)
+        for sequence in late:
+            rows = slice(sequence.logits_row, sequence.logits_row + 1 + len(sequence.guesses))
+            left[rows] = False
+            own = msgspec.structs.replace(
+                plan,
+                sampling=(sequence,),
+                requests=plan.requests[rows],
+                ending=(),
+                has_pending=sequence.has_pending,
+                prompt_rows=(),
+                verifying=(sequence,) if sequence.guesses else (),
+            )
+            self._late.append(LateRows(own, logits[rows].copy()))
+            self._scheduler.set_aside(sequence)
+        places = np.cumsum(left) - 1
+        plan = msgspec.structs.replace(
+            plan,
+            sampling=tuple(one for one in plan.sampling if not one.is_late),
+            requests=tuple(request for request, stays in zip(plan.requests, left, strict=True) if stays),
+            prompt_rows=tuple((int(places[row]), one, position) for row, one, position in plan.prompt_rows),
+            verifying=tuple(one for one in plan.verifying if not one.is_late),
+        )
+        return plan, logits[left]
+
+    def _end_late(self) -> list[tuple[Request, Delta]]:
+        """Sample those that were set aside and can be sampled now; where all that runs is late, wait a little."""
+        deltas, late = list[tuple[Request, Delta]](), self._late
+        if self._scheduler.num_running <= len(late):
+            _may_sample(late[0].sequence, LATE_S)
+        self._late = []
+        for one in late:
+            if one.sequence.finish_reason is not None:
+                continue
+            if _may_sample(one.sequence, 0):
+                sampled = self._sampler.sample(one.logits, one.plan.requests)
+                deltas += self._take_up(one.plan, self._take_prompt_rows(one.plan, sampled))
+                self._propose_forced(one.sequence)
+            else:
+                self._late.append(one)
+        return deltas
+
+    def _guess(self, plan: StepPlan, seconds: float) -> None:
+        """Guess what comes behind a step that took so long."""
+        free = [one for one in plan.sampling if one.is_running and not one.is_beam and not self._propose_forced(one)]
+        if self._speculator is not None:
+            if plan.sizes.tokens == plan.sizes.logit_rows:
+                self._speculator.step_took(plan.sizes.tokens, seconds)
+            self._sampler.settle()  # a draft samples as its requests will
+            for sequence, guesses in self._speculator.guess(free):
+                self._scheduler.propose(sequence, guesses)
+
+    def _propose_forced(self, sequence: TokenSequence) -> bool:
+        """Tokens that a grammar leaves no choice about are guesses that are right: they take no step each."""
+        grammar = sequence.request.grammar if sequence.request is not None else None
+        if grammar is None or not grammar.forced or not sequence.is_running:
+            return False
+        self._scheduler.propose(sequence, grammar.forced)
+        return True
+
+    def _forget(self, sequence: TokenSequence) -> None:
+        """It has ended."""
+        del self._completions[sequence]
+        if self._speculator is not None:
+            self._speculator.end(sequence)
 
     def _end(self, step: StepInFlight) -> list[tuple[Request, Delta]]:
         plan, sampled = step.plan, self._sampler.end(step.rows)
         if plan.prompt_rows:
             sampled = self._take_prompt_rows(plan, sampled)
+        now = time.perf_counter()
+        seconds = now - max(step.began, self._step_ended)  # its predecessor may have run until then
+        self._step_ended = now
+        if self._goal is not None:
+            self._goal.took(step.work, seconds)
+        self._counts.add(plan.sizes.tokens, seconds)
+        return self._take_up(plan, sampled)
+
+    def _take_up(self, plan: StepPlan, sampled: list[SampledToken]) -> list[tuple[Request, Delta]]:
+        """Take up what `plan.sampling` sampled."""
         accepted = self._accept(plan, sampled) if plan.verifying else list(zip(sampled, strict=True))
         now = time.perf_counter()
         self._scheduler.commit(plan, accepted)
-        self._num_steps += 1
-        num_tokens = plan.sizes.tokens
-        self._num_computed += num_tokens
-        self._step_sizes[bisect_left(STEP_TOKENS, num_tokens)] += 1
-        deltas, several = [], bool(plan.verifying)
+        deltas, several, num_generated = list[tuple[Request, Delta]](), bool(plan.verifying), 0
         for sequence, tokens in zip(plan.sampling, accepted, strict=True):
             completion = self._completions.get(sequence)
-            if completion is None:  # it has ended meanwhile
+            if completion is None:  # it has ended meanwhile, or is a beam
+                if sequence in self._beams:
+                    deltas += self._advance(self._beams[sequence], sequence, tokens[0], now)
                 continue
             request = completion.request
             try:
                 if sequence.finish_reason is None and completion.stops is None:
-                    text = completion.detokenizer.push(tokens[0].token)
+                    push = completion.detokenizer.push
                     if several:
-                        text += "".join([completion.detokenizer.push(token.token) for token in tokens[1:]])
-                    delta = Delta(completion.index, text, tokens)
+                        texts = [push(token.token) for token in tokens]
+                        delta = Delta(completion.index, "".join(texts), tokens, ends=ends_of(texts))
+                    else:
+                        delta = Delta(completion.index, push(tokens[0].token), tokens)
                 else:
                     delta = self._take(completion, tokens)
             except Exception:
@@ -273,24 +486,88 @@ class EngineCore:
             if request.first_token_s is None:
                 request.first_token_s = now - request.arrived_at
             if delta.finish_reason is not None:
-                del self._completions[sequence]
+                self._forget(sequence)
                 if request.finished:
                     request.total_s = now - request.arrived_at
-            deltas.append((request, delta))
-        self._num_generated += sum(len(delta.tokens) for _, delta in deltas) if several else len(deltas)
-        if plan.has_grammar and not self._in_flight:
-            self._propose_forced(plan)
+            num_generated += len(delta.tokens)
+            if request.best_of is None:
+                deltas.append((request, delta))
+            elif chosen := request.best_of.add(delta):
+                self._end_candidates(request)
+                deltas += [(request, one) for one in chosen]
+        self._num_generated += num_generated
         return deltas
 
-    def _propose_forced(self, plan: StepPlan) -> None:
-        """Tokens that grammars leave no choice about are guesses that are right: they take no step each."""
-        for sequence in plan.sampling:
-            grammar = sequence.request.grammar if sequence.request is not None else None
-            if grammar is not None and grammar.forced and sequence.is_running:
-                self._scheduler.propose(sequence, grammar.forced)
+    def _advance(
+        self, request: Request, sequence: TokenSequence, sampled: SampledToken, now: float
+    ) -> list[tuple[Request, Delta]]:
+        """A beam has got its logits; the answers of its request, if they are whole now."""
+        group = request.beams
+        assert group is not None
+        request.first_token_s = request.first_token_s or now - request.arrived_at
+        if sampled.is_nan:
+            self._end_candidates(request)
+            return [(request, delta) for delta in failed(request.params.n, "error", NAN_LOGITS)]
+        group.sampled[sequence] = sampled
+        if len(group.sampled) < len(group.sequences):
+            return []
+        if group.advance():
+            self._branch(request, group)
+            return []
+        self._end_candidates(request)
+        request.total_s = now - request.arrived_at
+        answers = group.search.answers()[: request.params.n]
+        deltas = [self._answer(request, index, *answer) for index, answer in enumerate(answers)]
+        self._num_generated += sum(len(delta.tokens) for delta in deltas)
+        return [(request, delta) for delta in deltas]
 
-    @staticmethod
-    def _accept(plan: StepPlan, sampled: list[SampledToken]) -> list[tuple[SampledToken, ...]]:
+    def _branch(self, request: Request, group: BeamGroup) -> None:
+        """Let the beams of the next step go on where those of the last one stand."""
+        parents, beams, free = group.sequences, group.search.beams, set[TokenSequence]()
+        going_on = {beam.parent for beam in beams}
+        for place, parent in enumerate(parents):
+            if place in going_on:
+                free.add(parent)
+            else:
+                self._scheduler.finish(parent, "abort")
+                del self._beams[parent]
+        group.sequences = []
+        for beam in beams:
+            sequence = parents[beam.parent]
+            if sequence in free:
+                free.remove(sequence)
+            else:
+                sequence = self._forked(sequence)
+                self._beams[sequence] = request
+            group.sequences.append(sequence)
+        for beam, sequence in zip(beams, group.sequences, strict=True):
+            self._scheduler.choose(sequence, beam.tokens[-1].token)
+
+    def _forked(self, parent: TokenSequence) -> TokenSequence:
+        child = TokenSequence(
+            token_ids=list(parent.token_ids),
+            num_prompt_tokens=parent.num_prompt_tokens,
+            max_tokens=parent.max_tokens,
+            request=copy(parent.request),
+            cache_salt=parent.cache_salt,
+            work=parent.work,
+            is_beam=True,
+        )
+        self._scheduler.fork(parent, child)
+        return child
+
+    def _answer(self, request: Request, index: int, beam: Beam, reason: str) -> Delta:
+        """A choice of a beam search, whole."""
+        params, last = request.params, beam.tokens[-1].token
+        prompt = request.completions[0].sequence.token_ids[: request.num_prompt_tokens]
+        detokenizer = Detokenizer(self.engine.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
+        shown = beam.tokens[:-1] if reason == "stop" else beam.tokens  # an end-of-text token is no text
+        text = "".join([detokenizer.push(token.token) for token in shown]) + detokenizer.flush()
+        most = params.logprobs or 0
+        tokens = tuple(SampledToken(one.token, one.logprob, one.top_logprobs[:most]) for one in beam.tokens)
+        return Delta(index, text, tokens, reason, last if reason == "stop" and last in params.stop_token_ids else None)
+
+    def _accept(self, plan: StepPlan, sampled: list[SampledToken]) -> list[tuple[SampledToken, ...]]:
         """The tokens of each sequence of `plan.sampling`: one, and another behind each guess that was right."""
         accepted, rows = [], iter(sampled)
         for sequence in plan.sampling:
@@ -303,6 +580,8 @@ class EngineCore:
             for token in own[1:count]:
                 if not token.is_nan and sequence.request is not None:
                     sequence.request.accept(token.token)
+            if self._speculator is not None and sequence.finish_reason is None:
+                self._speculator.verified(sequence, len(sequence.guesses), count - 1)
             accepted.append(own[:count])
         return accepted
 
@@ -330,22 +609,25 @@ class EngineCore:
         """What tokens add of which one is the last, or in a completion with stop strings."""
         if completion.request.params.max_tokens == 0 and not tokens[-1].is_nan:
             return Delta(completion.index, "", (), "length")
-        sequence, stops, text = completion.sequence, completion.stops, ""
+        sequence, stops, texts = completion.sequence, completion.stops, list[str]()
         num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
         for later in reversed(range(len(tokens))):  # how many come behind
             token = tokens[-1 - later]
-            text += self._text(completion, token, num_output - later, None if later else sequence.finish_reason)
+            reason = None if later else sequence.finish_reason
+            texts.append(self._text(completion, token, num_output - later, reason))
             if stops is not None and stops.found is not None:
                 self._scheduler.finish(sequence, "stop")
                 sequence.finish_reason = "stop"  # even if it was its last token
-                return Delta(completion.index, text, _numbers(tokens[: len(tokens) - later]), "stop", stops.found)
+                taken = _numbers(tokens[: len(tokens) - later])
+                return Delta(completion.index, "".join(texts), taken, "stop", stops.found, ends_of(texts))
         stop_reason: int | str | None = None
         if sequence.finish_reason == "error":
             grammar = sequence.request.grammar if sequence.request is not None else None
             stop_reason = GRAMMAR if grammar is not None and grammar.failed else NAN_LOGITS
         elif sequence.finish_reason == "stop" and tokens[-1].token in completion.request.params.stop_token_ids:
             stop_reason = tokens[-1].token
-        return Delta(completion.index, text, _numbers(tokens), sequence.finish_reason, stop_reason)
+        taken, reason = _numbers(tokens), sequence.finish_reason
+        return Delta(completion.index, "".join(texts), taken, reason, stop_reason, ends_of(texts[: len(taken)]))
 
     @staticmethod
     def _text(completion: Completion, token: SampledToken, num_output: int, reason: str | None) -> str:
@@ -364,6 +646,12 @@ class EngineCore:
             return text
         text = stops.push(text)
         return text if reason is None or stops.found is not None else text + stops.flush()
+
+
+def _may_sample(sequence: TokenSequence, seconds: float) -> bool:
+    """Whether it is known what may come next in a sequence, for which to wait so long at most."""
+    grammar = sequence.request.grammar if sequence.request is not None else None
+    return grammar is None or grammar.wait(seconds)
 
 
 def _numbers(tokens: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:

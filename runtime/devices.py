@@ -27,6 +27,7 @@ class Executor(Protocol):
 
     isa: the instruction set of the CPU that it runs on, or the architecture of the GPU. threads: of the CPU.
     steps_ahead: 1 if a step may be run before the tokens of the one before are known, which it then finds by itself.
+    max_top_logprobs: likeliest tokens that a row of logits can be asked for.
     """
 
     plan: Plan
@@ -34,6 +35,7 @@ class Executor(Protocol):
     isa: str
     threads: int
     steps_ahead: int
+    max_top_logprobs: int
 
     def run(self, plan: StepPlan) -> StepOutputs: ...
 
@@ -97,7 +99,7 @@ def _open_on_gpu(engine: Engine, config: RuntimeConfig) -> Executor:
     try:
         archive = engine.code(device.capability)
         engine.plan = engine.plan.for_code(engine.architecture(device.capability))
-        device.code = lambda name: (bytes(archive.cubin(name)), archive.launches[name].symbol)
+        device.code = lambda name: (bytes(archive.cubin(name)), archive.launches[name])
         executor = CudaExecutor(engine, device, config)
         engine.file.check_unchanged()  # or the GPU has not what was opened; from here on it has it all
         executor.warm_up()

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from enginewright import _cpu
 from enginewright.code import CODE, CodeArchive, read_code
+from enginewright.embedding import EMBEDDING, EmbeddingConfig
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, UsageError
 from enginewright.manifest import WEIGHTS, Manifest, SectionForm, plan_section
@@ -143,6 +144,8 @@ class Engine:
     def _check_texts(self) -> None:
         """What requests will read, before the first of them: the hashes tell damage, not what a builder took over."""
         _ = self._chat_template, self._tokenizer_config, self.generation_config
+        if not self.plan.generates:
+            _ = self.embedding
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -174,6 +177,16 @@ class Engine:
         if fault := fault_of(config, self.plan.vocab_size):
             raise self._unusable("generation_config.json", fault)
         return config
+
+    @cached_property
+    def embedding(self) -> EmbeddingConfig:
+        """How texts become vectors or scores, where the engine does not generate text."""
+        return EmbeddingConfig.from_json(self.file.read_section(EMBEDDING))
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it gives vectors."""
+        return "embedding" in self.plan.outputs
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:

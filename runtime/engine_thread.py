@@ -3,19 +3,34 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
+from typing import Any, Protocol
 
 from enginewright.errors import EngineDeadError, EngineError
-from enginewright.runtime.core import EngineCore, Request
+from enginewright.runtime.core import Request
+from enginewright.runtime.embedding_core import TextRequest
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.stats import Stats
 
 logger = logging.getLogger(__name__)
 
-StepOutputs = list[tuple[Request, Delta]]  # of one step of the core
+AnyRequest = Request | TextRequest
+StepOutputs = Sequence[tuple[AnyRequest, Delta]]  # of one step of the core
+
+
+class Core(Protocol):
+    """An `EngineCore` or an `EmbeddingCore`, with requests of its own."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Any) -> None: ...
+    def abort(self, request: Any) -> StepOutputs: ...
+    def step(self) -> StepOutputs: ...
+    def stats(self) -> Stats: ...
+    def close(self) -> None: ...
 
 
 class EngineThread:
@@ -27,11 +42,13 @@ class EngineThread:
             engine's thread. There is one call per step, however many requests run.
     """
 
-    def __init__(self, core: EngineCore, post: Callable[..., object] | None = None) -> None:
+    def __init__(self, core: Core, post: Callable[..., object] | None = None) -> None:
         self._core = core
         self._post = post
-        self._inbox: SimpleQueue[tuple[Callable[[Request], None], Request] | None] = SimpleQueue()  # None: the end
-        self._open: set[Request] = set()
+        self._inbox: SimpleQueue[tuple[Callable[[AnyRequest], None], AnyRequest] | None] = (
+            SimpleQueue()
+        )  # None: the end
+        self._open: set[AnyRequest] = set()
         self._lock = threading.Lock()  # between the end of the thread and requests that arrive meanwhile
         self.error: EngineDeadError | None = None
         self._step_began: float | None = None  # of time.monotonic; None: no step is under way
@@ -42,14 +59,14 @@ class EngineThread:
     def is_alive(self) -> bool:
         return self.error is None
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: AnyRequest) -> None:
         """Raises EngineDeadError where nothing would come of it."""
         with self._lock:
             if self.error is not None:
                 raise self.error
             self._inbox.put((self._add, request))
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: AnyRequest) -> None:
         """End a request at any time, from any thread; what has ended stays as it is."""
         self._inbox.put((self._abort, request))
 
@@ -94,11 +111,11 @@ class EngineThread:
                 logger.exception("the engine's thread has ended")
             self._die(EngineDeadError.of(error))
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: AnyRequest) -> None:
         self._open.add(request)
         self._core.add(request)
 
-    def _abort(self, request: Request) -> None:
+    def _abort(self, request: AnyRequest) -> None:
         self._send(self._core.abort(request))
 
     def _send(self, outputs: StepOutputs) -> None:

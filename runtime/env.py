@@ -35,6 +35,11 @@ def worker_environment() -> dict[str, str]:
     return zone | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+def notify_socket() -> str | None:
+    """NOTIFY_SOCKET: where systemd listens for what a service of Type=notify says; @ begins an abstract name."""
+    return os.environ.get("NOTIFY_SOCKET") or None
+
+
 def cache_folder() -> Path:
     """XDG_CACHE_HOME: where what can be made again is kept, in a folder of ours; may not exist yet."""
     root = os.environ.get("XDG_CACHE_HOME", "")

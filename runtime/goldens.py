@@ -25,6 +25,9 @@ DECIMALS = 2  # what is written is evidence, rounded so that machines of one cla
 # Log-probabilities of the 16 likeliest tokens differ by up to 0.08 between instruction sets on SmolLM2 (`engine verify
 # --isa` shows it): roundings to bf16 fall differently. A wrong kernel moves them by whole units.
 TOLERANCE = 0.3
+# The same of a vector of length 1: a number of MiniLM's differs by up to 0.002 between instruction sets, and a wrong
+# kernel moves most of them by what they are, 0.05 and more.
+VECTOR_TOLERANCE, VECTOR_DECIMALS = 0.03, 4
 MOST_TOLERANCE = 10.0  # beyond it, nothing would be tested
 
 
@@ -32,7 +35,9 @@ class Golden(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A prompt, and what the engine computed for it where it was built."""
 
     prompt: tuple[int, ...]  # token ids
-    top: tuple[tuple[int, float], ...]  # token id and log-probability of the likeliest next tokens, in order
+    # Token id and log-probability of the likeliest next tokens, in order; of an embedding model place and value of the
+    # largest numbers of the vector, which has length 1 there, or the score.
+    top: tuple[tuple[int, float], ...]
 
 
 class Goldens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,9 +65,11 @@ class Goldens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return f"prompt {number} has {len(golden.prompt)} tokens, not 1 to {longest}"
             if not golden.top:
                 return f"prompt {number} has no log-probabilities"
-            for token in (*golden.prompt, *(token for token, _ in golden.top)):
-                if not 0 <= token < plan.vocab_size:
-                    return f"prompt {number} has token {token}, and the model has {plan.vocab_size}"
+            columns = plan.buffers[plan.result].columns
+            for tokens, size in ((golden.prompt, plan.vocab_size), ((token for token, _ in golden.top), columns)):
+                for token in tokens:
+                    if not 0 <= token < size:
+                        return f"prompt {number} has token {token}, and the model has {size}"
         return None
 
     @staticmethod
@@ -112,26 +119,41 @@ def _logprobs(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     return logprobs
 
 
+def _vector(row: NDArray[np.float32]) -> NDArray[np.float64]:
+    exact = row.astype(np.float64)
+    vector: NDArray[np.float64] = exact / max(float(np.linalg.norm(exact)), 1e-12)
+    return vector
+
+
+def _compared(plan: Plan, row: NDArray[np.float32]) -> NDArray[np.float64]:
+    """What is kept of a row of the plan's output, and compared."""
+    if plan.generates:
+        return _logprobs(row)
+    return _vector(row) if "embedding" in plan.outputs else row.astype(np.float64)
+
+
 def record(last_logits: LastLogits, plan: Plan) -> Goldens:
     """Run prompts of fixed pseudo-random tokens, as far as they fit the longest sequence, and keep what came out."""
     entries = []
+    embeds = "embedding" in plan.outputs
+    tolerance, decimals = (VECTOR_TOLERANCE, VECTOR_DECIMALS) if embeds else (TOLERANCE, DECIMALS)
     for count in (count for count in PROMPT_TOKENS if count <= plan.max_seq_len):
         prompt = tuple((index * 7919 + 10) % plan.vocab_size for index in range(1, count + 1))
-        logprobs = _logprobs(last_logits(prompt))
-        top = np.argsort(-logprobs, kind="stable")[:TOP]
-        entries.append(Golden(prompt, tuple((int(token), round(float(logprobs[token]), DECIMALS)) for token in top)))
-    return Goldens(TOLERANCE, tuple(entries))
+        values = _compared(plan, last_logits(prompt))
+        top = np.argsort(-values, kind="stable")[:TOP]
+        entries.append(Golden(prompt, tuple((int(token), round(float(values[token]), decimals)) for token in top)))
+    return Goldens(tolerance, tuple(entries))
 
 
-def replay(goldens: Goldens, last_logits: LastLogits) -> list[float]:
-    """The largest difference in log-probability, a golden; an engine is right where none is above the tolerance. It is
-    infinite where the engine gives no number.
+def replay(goldens: Goldens, last_logits: LastLogits, plan: Plan) -> list[float]:
+    """The largest difference in log-probability, or in a vector's number, a golden; an engine is right where none is
+    above the tolerance. It is infinite where the engine gives no number.
 
     goldens: that fit the engine (`Goldens.check`).
     """
     deviations = []
     for golden in goldens.entries:
-        logprobs = _logprobs(last_logits(golden.prompt))
-        differences = [abs(float(logprobs[token]) - expected) for token, expected in golden.top]
+        values = _compared(plan, last_logits(golden.prompt))
+        differences = [abs(float(values[token]) - expected) for token, expected in golden.top]
         deviations.append(max(math.inf if math.isnan(difference) else difference for difference in differences))
     return deviations

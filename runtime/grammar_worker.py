@@ -43,7 +43,8 @@ def reason(text: str) -> str:
 
 def answer(frame: dict[str, Any]) -> dict[str, str]:
     try:
-        source = _source(StructuredOutputsParams(**frame))
+        wanted = StructuredOutputsParams(**frame)
+        source = _source(wanted) if wanted.before is None else _behind(wanted.before, _source(wanted))
     except MemoryError:
         raise
     except Exception as error:  # what reads GBNF raises no narrower class
@@ -64,6 +65,14 @@ def _source(wanted: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
     pattern = WHITESPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
     return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": pattern})
+
+
+def _behind(before: str, source: str) -> str:
+    """A grammar, and another one before it."""
+    answer, *others = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    start = {"lark_grammar": "start: @before @answer"}
+    first = {"name": "before", "lark_grammar": before}
+    return json.dumps({"grammars": [start, first, answer | {"name": "answer"}, *others]})
 
 
 if __name__ == "__main__":

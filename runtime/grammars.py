@@ -6,9 +6,11 @@ of Python's lock for all that takes time.
 """
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,7 +48,7 @@ class Grammars:
         self._worker = WorkerProcess("enginewright.runtime.grammar_worker")
         self._lock = threading.Lock()  # of all that follows
         self._trie: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the latest last
+        self._compiled: OrderedDict[str, tuple[LLMatcher, Callable[[], LLMatcher]]] = OrderedDict()  # the latest last
         self._tasks: Tasks = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -56,8 +58,8 @@ class Grammars:
         Raises:
             UsageError: it cannot be compiled, or takes too much.
         """
-        matcher = self._compile(wanted)
-        return [GrammarWalk(matcher.deep_copy(), self._vocab_size, self._tasks) for _ in range(count)]
+        matcher, make = self._compile(wanted)
+        return [GrammarWalk(matcher.deep_copy(), make, self._vocab_size, self._tasks) for _ in range(count)]
 
     def close(self) -> None:
         self._worker.close()
@@ -66,7 +68,8 @@ class Grammars:
         for thread in self._threads:
             thread.join()
 
-    def _compile(self, wanted: StructuredOutputsParams) -> "LLMatcher":
+    def _compile(self, wanted: StructuredOutputsParams) -> tuple["LLMatcher", Callable[[], "LLMatcher"]]:
+        """A matcher, and what makes another that shares nothing with it."""
         if not self._ends:
             raise UsageError("structured_outputs need a model that ends its answers", "this one has no such token")
         key = wanted.key
@@ -78,16 +81,19 @@ class Grammars:
         reply = self._worker.ask(key.encode())
         if "source" not in reply:
             raise UsageError("structured_outputs cannot be compiled", *reply.values())
+        make = partial(_matcher, trie, reply["source"])
         made: SimpleQueue[LLMatcher] = SimpleQueue()
-        self._tasks.put(lambda: made.put(_matcher(trie, reply["source"])))
+        self._tasks.put(lambda: made.put(make()))
         matcher = made.get()
         if matcher.is_error():
-            raise UsageError("structured_outputs cannot be compiled", matcher.get_error().partition("\n")[0])
+            error = matcher.get_error().partition("\n")[0]
+            why = "no text follows it" if error.startswith("NoExtension") else error
+            raise UsageError("structured_outputs cannot be compiled", why)
         with self._lock:
-            self._compiled[key] = matcher
+            self._compiled[key] = matcher, make
             if len(self._compiled) > CACHED:
                 self._compiled.popitem(last=False)
-        return matcher
+        return matcher, make
 
     def _ready_trie(self) -> "LLTokenizer":
         from llguidance import LLTokenizer  # takes 0.1 s
@@ -109,40 +115,61 @@ class Grammars:
 
 
 def _matcher(trie: "LLTokenizer", source: str) -> "LLMatcher":
+    """A matcher that has made its first mask: then it knows whether any text follows its grammar."""
     from llguidance import LLMatcher
 
     from enginewright.runtime.grammar_worker import limits
 
-    return LLMatcher(trie, source, log_level=0, limits=limits())
+    matcher = LLMatcher(trie, source, log_level=0, limits=limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
 
 
 class GrammarWalk:
-    """One answer's way through its grammar: a Grammar (token_mask.py)."""
+    """One answer's way through its grammar: a Grammar (token_mask.py).
 
-    def __init__(self, matcher: "LLMatcher", vocab_size: int, tasks: Tasks) -> None:
-        self._matcher, self._num_words, self._tasks = matcher, num_words(vocab_size), tasks
-        self._lock = threading.Lock()  # of the matcher, while `_go_on` has it
+    Matchers of one grammar share what their lexers have learned, and so its limits. One that is beyond them is made
+    anew from all its tokens, and fails only if that fails, too: whether an answer fails does not depend on others.
+
+    Args:
+        make: a matcher that shares nothing.
+    """
+
+    def __init__(self, matcher: "LLMatcher", make: Callable[[], "LLMatcher"], vocab_size: int, tasks: Tasks) -> None:
+        self._matcher, self._make, self._num_words, self._tasks = matcher, make, num_words(vocab_size), tasks
+        self._tokens: list[int] = []  # those that the matcher knows
+        self._lock = threading.Lock()  # of both, while `_go_on` has them
         self._taken: SimpleQueue[int] = SimpleQueue()  # tokens that the matcher has yet to hear of
         self._done: SimpleQueue[tuple[Mask, Sequence[int]] | None] = SimpleQueue()  # an entry for each `_go_on`
-        self._num_under_way = 1  # of these, as `allow` knows it
+        self._num_under_way = 1  # of these, as `wait` knows it
         self._mask: Mask = np.zeros(0, np.uint32)  # of the token that comes next
         self.forced: Sequence[int] = ()
         self.failed = False
         tasks.put(self._go_on)
 
+    def wait(self, seconds: float) -> bool:
+        until = time.perf_counter() + seconds
+        while self._num_under_way:
+            try:
+                self._end(self._done.get(timeout=max(until - time.perf_counter(), 0)))
+            except Empty:
+                return False
+        return True
+
     def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
         while self._num_under_way:
-            self._num_under_way -= 1
-            latest = self._done.get()
-            if latest is not None:
-                self._mask, self.forced = latest
+            self._end(self._done.get())
         if not behind:
             mask[:] = self._mask
             return
-        taken = self._matcher.try_consume_tokens(list(behind))
-        if taken == len(behind):
-            mask[:] = self._next_mask()
-        self._matcher.rollback(taken)
+        matcher = self._matcher.deep_copy()
+        if matcher.try_consume_tokens(list(behind)) == len(behind):
+            self._fill(mask, matcher)
+        if matcher.is_error():  # to make another takes a thread's stack
+            made: SimpleQueue[LLMatcher] = SimpleQueue()
+            self._tasks.put(lambda: made.put(self._make_behind([*self._tokens, *behind], mask)))
+            made.get()
 
     def take(self, token: int) -> None:
         self.forced = self.forced[1:] if self.forced and self.forced[0] == token else ()
@@ -150,26 +177,41 @@ class GrammarWalk:
         self._taken.put(token)
         self._tasks.put(self._go_on)
 
+    def _end(self, latest: tuple[Mask, Sequence[int]] | None) -> None:
+        self._num_under_way -= 1
+        if latest is not None:
+            self._mask, self.forced = latest
+
     def _go_on(self) -> None:
         """Take up one token, and make the mask behind it if it is the last; in any thread, but in the tokens' order."""
         with self._lock:
-            matcher = self._matcher
             if not self._taken.empty():  # else it is the first mask
-                matcher.consume_token(self._taken.get())
+                self._tokens.append(self._taken.get())
+                self._matcher.consume_token(self._tokens[-1])
             if not self._taken.empty():
                 self._done.put(None)
                 return
-            mask = self._next_mask()
-            forced = [] if matcher.is_error() or matcher.is_stopped() else matcher.compute_ff_tokens()
-            self.failed = matcher.is_error()
-            self._done.put((mask, forced))
+            mask = np.zeros(self._num_words, np.uint32)
+            self._fill(mask, self._matcher)
+            if self._matcher.is_error():
+                self._matcher = self._make_behind(self._tokens, mask)
+            self.failed = self._matcher.is_error()
+            is_over = self.failed or self._matcher.is_stopped()
+            self._done.put((mask, () if is_over else self._matcher.compute_ff_tokens()))
 
-    def _next_mask(self) -> Mask:
-        mask = np.zeros(self._num_words, np.uint32)
-        if not self._matcher.is_error():
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+    def _make_behind(self, tokens: Sequence[int], mask: Mask) -> "LLMatcher":
+        """A matcher that shares nothing, behind these tokens; and its mask."""
+        matcher = self._make()
+        if matcher.try_consume_tokens(list(tokens)) == len(tokens):
+            self._fill(mask, matcher)
+        return matcher
+
+    @staticmethod
+    def _fill(mask: Mask, matcher: "LLMatcher") -> None:
+        """Set the bits of what may come next; none of them where that is beyond a limit, the matcher's error then."""
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+        if not matcher.is_error():  # else they are those of the end
             mask[: len(bits)] = bits[: len(mask)]
-        return mask
 
 
 def _work(tasks: Tasks) -> None:

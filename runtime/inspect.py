@@ -46,6 +46,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
             "model_type": manifest.model_type,
             "targets": list(manifest.targets),
             "recipe": manifest.recipe,
+            "messages": _messages(engine),
             "content_hash": manifest.content_hash,
             "quality": _quality(engine),
             "format_version": manifest.format_version,
@@ -120,6 +121,15 @@ def _role(engine: Engine, config: RuntimeConfig) -> dict[str, Any]:
     }
 
 
+def _messages(engine: Engine) -> dict[str, str | None]:
+    """How the model writes calls and reasoning, as its chat template tells."""
+    form = engine.tokenizer.message_format
+    return {
+        "tool_call_parser": None if form.calls is None else form.calls.name,
+        "reasoning": None if form.reasoning is None else f"{form.reasoning.open}…{form.reasoning.close}",
+    }
+
+
 def _quality(engine: Engine) -> dict[str, Any] | None:
     """As the build has measured it; None if it had no gate yet."""
     if QUALITY not in engine.file.sections:
@@ -137,6 +147,7 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
         f"  targets    {', '.join(summary['targets'])}; built by enginewright {summary['builder_version']}",
         f"  content    sha256:{summary['content_hash']}",
         *(f"  {name:<10} {line}" for name, line in zip_longest(["quality"], quality, fillvalue="")),
+        *_message_lines(summary["messages"]),
         f"  plan       {summary['steps']} kernel calls of {', '.join(summary['kernels'])}",
     ]
     for role, entry in summary["roles"].items():
@@ -183,6 +194,14 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
         total = sum(entry["bytes"] for entry in weights.values())
         lines.append(f"{total:>16,} bytes  {len(weights)} weights (--sections lists them)")
     return "\n".join(lines)
+
+
+def _message_lines(messages: dict[str, str | None]) -> list[str]:
+    parser, reasoning = messages["tool_call_parser"], messages["reasoning"]
+    if parser is None and reasoning is None:
+        return []
+    calls = "no known form of calls" if parser is None else f"calls as of --tool-call-parser {parser}"
+    return [f"  messages   {calls}{'' if reasoning is None else f', reasoning in {reasoning}'}"]
 
 
 def _listed(recipe: dict[str, Any]) -> str:

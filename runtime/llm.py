@@ -18,9 +18,29 @@ from typing import Any
 from weakref import finalize
 
 from enginewright.errors import EngineError, UsageError, shorten
+from enginewright.runtime.beam_outputs import BeamSearchOutput, BeamSearchParams, beam_output
 from enginewright.runtime.collector import Collector
-from enginewright.runtime.core import EngineCore, OutputSink
+from enginewright.runtime.core import OutputSink
 from enginewright.runtime.devices import open_engine
+from enginewright.runtime.embedding_core import EmbeddingCore, open_core
+from enginewright.runtime.embeddings import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    TextReader,
+    TextTokens,
+    Vector,
+    check_dimensions,
+    not_finite,
+    pairs_of,
+    refuse_answers,
+    refuse_scores,
+    refuse_vectors,
+    scores_of,
+    tokens_to_score,
+    vector_of,
+)
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.engine_thread import EngineThread, close_all
 from enginewright.runtime.memory_plan import MemoryPlan, runtime_config
@@ -40,9 +60,11 @@ from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.stats import Stats
 from enginewright.runtime.tokenizer import Tokenizer
 from enginewright.runtime.vllm_options import check_call_options
+from enginewright.runtime.work_class import WorkClass
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Progress = Callable[[int, int], None]
+Priority = int | Sequence[int] | None
 
 
 class LLM:
@@ -68,7 +90,7 @@ class LLM:
             model = owned = open_engine(model, config.device)
         self.engine = model
         try:
-            self._core = EngineCore(self.engine, config)
+            self._core = open_core(self.engine, config)
         except BaseException:
             close_all(None, owned)
             raise
@@ -117,6 +139,7 @@ class LLM:
         use_tqdm: bool = False,
         on_progress: Progress | None = None,
         cache_salt: str = "",
+        priority: Priority = None,
         **vllm_options: Any,
     ) -> list[RequestOutput]:
         """Completions of all prompts, computed together, in the prompts' order.
@@ -127,13 +150,14 @@ class LLM:
             use_tqdm: show a bar on a terminal.
             on_progress: called as tokens come with (requests done, tokens written).
             cache_salt: prompts share the KV cache only with those of the same salt; a prompt may have its own.
+            priority: of all, or of each (WorkClass); the lower, the more urgent, and None is 0.
             vllm_options: arguments of vLLM's, such as lora_request, at values that ask for nothing.
 
         Raises:
             UsageError: a prompt or its parameters ask for what cannot be done; nothing has been computed then.
         """
         check_call_options(vllm_options)
-        return self._complete(_each(prompts), sampling_params, use_tqdm, on_progress, cache_salt)
+        return self._complete(_each(prompts), sampling_params, use_tqdm, on_progress, cache_salt, priority)
 
     def chat(
         self,
@@ -146,6 +170,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         on_progress: Progress | None = None,
         cache_salt: str = "",
+        priority: Priority = None,
         **vllm_options: Any,
     ) -> list[RequestOutput]:
         """Completions of conversations, through the model's chat template; otherwise as `generate`.
@@ -163,7 +188,35 @@ class LLM:
         conversations = [
             Conversation(one, add_generation_prompt, names, tools or ()) for one in conversations_of(messages)
         ]
-        return self._complete(conversations, sampling_params, use_tqdm, on_progress, cache_salt)
+        return self._complete(conversations, sampling_params, use_tqdm, on_progress, cache_salt, priority)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        cache_salt: str = "",
+        **vllm_options: Any,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers to prompts, as transformers' `generate(num_beams=…)` finds them (beam_search.py).
+
+        Args:
+            prompts, use_tqdm, cache_salt, vllm_options: as `generate` has them.
+
+        Raises:
+            UsageError: a prompt or a parameter asks for what cannot be done; nothing has been computed then.
+        """
+        check_call_options(vllm_options)
+        if not isinstance(params, BeamSearchParams):
+            raise UsageError(f"params is {shorten(params)}", "it must be a BeamSearchParams")
+        tokenizer = self.get_tokenizer()
+        return [
+            beam_output(
+                output, [tokenizer.decode([*output.prompt_token_ids, *one.token_ids]) for one in output.outputs]
+            )
+            for output in self._complete(_each(prompts), params.sampling(), use_tqdm, None, cache_salt, None)
+        ]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
@@ -172,11 +225,97 @@ class LLM:
 
         A stream that nobody reads goes on; one that is dropped ends.
         """
+        refuse_answers(self.engine)
         params = params_of(sampling_params, self.engine)
         inbox = _Inbox()
         request = self._core.request(self.encode(prompt), params, inbox.sink(0), salt_of(prompt, cache_salt))
         self._thread.submit(request)
-        return DeltaStream(inbox, len(request.completions), lambda: self._thread.abort(request))
+        return DeltaStream(inbox, params.n, lambda: self._thread.abort(request))
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = False,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        **vllm_options: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vectors of texts, in their order, of an engine of an embedding model.
+
+        Args:
+            prompts: one or many: a text, token ids, a TextPrompt or a TokensPrompt.
+            use_tqdm: show a bar on a terminal.
+            dimensions: numbers of a vector, where the model can do with fewer.
+            prompt_name: which of the model's prompts texts begin with; None is its default, if it has one.
+            truncate_prompt_tokens: tokens that are kept of a longer text; -1 is as many as fit.
+            vllm_options: arguments of vLLM's at values that ask for nothing.
+
+        Raises:
+            UsageError: the engine gives no vectors, or what is asked for cannot be done; nothing was computed then.
+            EngineError: the model's numbers are not finite.
+        """
+        check_call_options(vllm_options)
+        refuse_vectors(self.engine)
+        check_dimensions(self.engine, dimensions)
+        reader = TextReader(self.engine, self.max_model_len, truncate_prompt_tokens)
+        texts = [reader.text(prompt, prompt_name) for prompt in _each(prompts)]
+        rows = self._rows(texts, use_tqdm)
+        vectors = [vector_of(self.engine.embedding, row, dimensions) for row in rows]
+        return [
+            EmbeddingRequestOutput(str(next(self._request_ids)), EmbeddingOutput(vector.tolist()), text.ids)
+            for text, vector in zip(texts, vectors, strict=True)
+        ]
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        use_tqdm: bool = False,
+        truncate_prompt_tokens: int | None = None,
+        **vllm_options: Any,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together: what a cross-encoder says, or the cosine of their vectors.
+
+        Args:
+            text_1: one text, which is compared with each of text_2, or as many as these.
+
+        Raises:
+            UsageError, EngineError: as `embed`.
+        """
+        check_call_options(vllm_options)
+        refuse_scores(self.engine)
+        pairs = pairs_of(text_1, text_2)
+        texts = tokens_to_score(self.engine, TextReader(self.engine, self.max_model_len, truncate_prompt_tokens), pairs)
+        return [
+            ScoringRequestOutput(str(next(self._request_ids)), ScoringOutput(found.score), found.ids)
+            for found in scores_of(self.engine, pairs, texts, self._rows(texts, use_tqdm))
+        ]
+
+    def _rows(self, texts: Sequence[TextTokens], use_tqdm: bool) -> list[Vector]:
+        """What the engine gives for texts, in their order."""
+        inbox = _Inbox()
+        assert isinstance(self._core, EmbeddingCore)
+        requests = [self._core.text(text, inbox.sink(index)) for index, text in enumerate(texts)]
+        done = 0
+        with ProgressBar(len(texts)) if use_tqdm else nullcontext() as bar:
+            try:
+                for request in requests:
+                    self._thread.submit(request)
+                while done < len(requests):
+                    _, delta = inbox.get()
+                    done += 1
+                    if delta.finish_reason == "error":
+                        raise not_finite()
+                    if bar is not None:
+                        bar.update(done, 0)
+            finally:
+                if done < len(requests):
+                    for request in requests:
+                        self._thread.abort(request)
+        return [request.vector for request in requests if request.vector is not None]
 
     def stats(self) -> Stats:
         return self._thread.stats()
@@ -200,17 +339,19 @@ class LLM:
         use_tqdm: bool,
         on_progress: Progress | None,
         cache_salt: str,
+        priority: Priority,
     ) -> list[RequestOutput]:
         if on_progress is not None and not callable(on_progress):
             raise UsageError(f"on_progress is {shorten(on_progress)}", "it must be a function of two numbers")
-        each = self._params(sampling_params, len(prompts))
+        refuse_answers(self.engine)
+        each, works = self._params(sampling_params, len(prompts)), _works(priority, len(prompts))
         inbox, collectors = _Inbox(), []
-        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
-            ids = self.encode(prompt)
-            request = self._core.request(ids, params, inbox.sink(index), salt_of(prompt, cache_salt))
+        for index, (prompt, params, work) in enumerate(zip(prompts, each, works, strict=True)):
+            ids, salt = self.encode(prompt), salt_of(prompt, cache_salt)
+            request = self._core.request(ids, params, inbox.sink(index), salt, work=work)
             name = str(next(self._request_ids))
             collectors.append(Collector(name, text_of(prompt), ids, request, self.engine.tokenizer))
-        left, done, written = sum(len(collector.request.completions) for collector in collectors), 0, 0
+        left, done, written = sum(collector.request.params.n for collector in collectors), 0, 0
         with ProgressBar(len(prompts)) if use_tqdm else nullcontext() as bar:
             try:
                 for collector in collectors:
@@ -256,6 +397,10 @@ class DeltaStream:
         self._left -= delta.finish_reason is not None
         return delta
 
+    def abort(self) -> None:
+        """End it early, from any thread or a signal handler: what has come can be read, and its last delta says so."""
+        self._abort()
+
     def close(self) -> None:
         if self._left:
             self._left = 0
@@ -281,6 +426,15 @@ class _Inbox:
         if isinstance(item, EngineError):
             raise item
         return index, item
+
+
+def _works(priority: Priority, count: int) -> list[WorkClass]:
+    """Of each prompt."""
+    if not isinstance(priority, list | tuple):
+        return [WorkClass(0 if priority is None else priority)] * count  # type: ignore[arg-type]
+    if len(priority) != count:
+        raise UsageError(f"{len(priority)} priorities for {count} prompts", fix="Give one, or one for each.")
+    return [WorkClass(one) for one in priority]
 
 
 def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

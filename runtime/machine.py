@@ -1,6 +1,7 @@
 """What this process may use of the machine: memory and cores, within its control group's limits."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ def free_memory(root: Path = ROOT) -> int:
     """Bytes that the process may still take. Pages of files count as free: they are given up when memory is short."""
     available = _fields(root / "proc/meminfo").get("MemAvailable")
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if available is None else available * 1024
-    for limit, used, files in _memory_limits(root):
+    for limit, used, files in memory_limits(root):
         free = min(free, limit - used + files)
     return max(free, 0)
 
@@ -22,10 +23,42 @@ def num_cores(root: Path = ROOT) -> int:
     for cpu in os.sched_getaffinity(0):
         siblings = _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.add(siblings or str(cpu))
-    return max(1, min([len(cores), *_processor_limits(root)]))
+    return max(1, min([len(cores), *processor_limits(root)]))
 
 
-def _memory_limits(root: Path) -> Iterator[tuple[int, int, int]]:
+def total_memory(root: Path = ROOT) -> int:
+    """Bytes of the machine."""
+    total = _fields(root / "proc/meminfo").get("MemTotal")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if total is None else total * 1024
+
+
+def processor_name(root: Path = ROOT) -> str | None:
+    for line in _text(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return None
+
+
+def caches(root: Path = ROOT) -> dict[str, int]:
+    """Of the first CPU that the process may run on: level and kind, such as L1d or L2, → bytes."""
+    folder = root / f"sys/devices/system/cpu/cpu{min(os.sched_getaffinity(0))}/cache"
+    found = {}
+    for index in sorted(folder.glob("index*")):
+        size = _text(index / "size").removesuffix("K")
+        kind = {"Data": "d", "Instruction": "i"}.get(_text(index / "type"), "")
+        if size.isdecimal():
+            found[f"L{_text(index / 'level')}{kind}"] = int(size) * 1024
+    return found
+
+
+def transparent_huge_pages(root: Path = ROOT) -> str | None:
+    """always, madvise or never; None: not known."""
+    found = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    return found[1] if found else None
+
+
+def memory_limits(root: Path) -> Iterator[tuple[int, int, int]]:
     """Of each control group around the process: its limit, what it uses, and the pages of files in that; bytes."""
     for folder in _groups(root, "memory"):
         stat = _fields(folder / "memory.stat")
@@ -37,7 +70,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int, int]]:
             yield limit, used, stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
 
 
-def _processor_limits(root: Path) -> Iterator[int]:
+def processor_limits(root: Path) -> Iterator[int]:
     """Of each control group around the process: cores that its share of time fills, rounded up."""
     for folder in _groups(root, "cpu"):
         quota, _, period = _text(folder / "cpu.max").partition(" ")

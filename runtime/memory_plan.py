@@ -20,7 +20,10 @@ from enginewright.runtime.machine import free_memory
 from enginewright.runtime.vllm_options import without_engine_options
 
 FREE_SHARE = 0.5  # of the memory that weights and arena leave, for the KV cache where nobody says how much
-NAMES, FLAGS = ("isa", "device"), ("enable_prefix_caching", "mmap")  # limits that are no numbers
+NAMES, FLAGS = ("isa", "device", "speculate"), ("enable_prefix_caching", "mmap")  # limits that are no numbers
+SPECULATE = ("off", "ngram", "draft")
+MAX_GUESSES = 32  # of a sequence in a step
+GUESSED_ROWS = 64  # of logits, where guesses need more than sequences: a step of more tokens is bound by operations
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,14 @@ class RuntimeConfig:
     step, at least max_num_seqs. max_logit_rows: rows of logits in a step, at least max_num_seqs. kv_cache_memory:
     bytes. enable_prefix_caching: prompts that begin alike share what is computed of them. prefill_chunk_size:
     prompt tokens in a step that also decodes, deeper ones counting for more (prompt_cost.py), so that those who are
-    being written to keep their pace; None is all that max_num_batched_tokens leaves. device: as `open_engine` has it.
-    mmap: False reads the weights into memory, so that nothing that is done to their file later matters.
+    being written to keep their pace; None is all that max_num_batched_tokens leaves. itl_slo_ms: milliseconds of a step
+    that also decodes; once steps were measured, prompts get what it leaves, whatever prefill_chunk_size. device: as
+    `open_engine` has it. mmap: False reads the weights into memory, so that nothing that is done to their file later
+    matters. speculate: how tokens are guessed that a step then verifies, one of SPECULATE. speculate_tokens: guesses of
+    a sequence in a step.
 
     Raises:
-        UsageError: a limit is of the wrong type, or a number is not positive.
+        UsageError: a limit is of the wrong type or unknown, a number is not positive, or there are too many guesses.
     """
 
     max_model_len: int | None = None
@@ -45,16 +51,28 @@ class RuntimeConfig:
     kv_cache_memory: int | None = None
     enable_prefix_caching: bool = True
     prefill_chunk_size: int | None = None
+    itl_slo_ms: int | None = None
     threads: int | None = None
     isa: str | None = None
     device: str = "auto"
     mmap: bool = True  # a GPU's weights are read in any case
+    speculate: str = "off"
+    speculate_tokens: int = 8
 
     def __post_init__(self) -> None:
         for name, field in RuntimeConfig.__dataclass_fields__.items():
             value = getattr(self, name)
             if value is not None or field.default is not None:
                 _check_limit(name, value)
+        if self.speculate not in SPECULATE:
+            raise UsageError(f"speculate is {shorten(self.speculate)}", f"it must be one of {', '.join(SPECULATE)}")
+        if self.speculate_tokens > MAX_GUESSES:
+            raise UsageError(f"speculate_tokens is {self.speculate_tokens}", f"it must be {MAX_GUESSES} or less")
+
+    @property
+    def guesses(self) -> int:
+        """Of a sequence in a step, at most."""
+        return 0 if self.speculate == "off" else self.speculate_tokens
 
 
 def _check_limit(name: str, value: Any) -> None:
@@ -107,6 +125,28 @@ class MemoryPlan:
     kv_bytes: int  # of all groups
 
 
+@dataclass(frozen=True)
+class KvBlocks:
+    """The KV blocks that bound how many tokens fit: of the layers that keep all positions, if some do."""
+
+    block_size: int  # tokens
+    count: int
+
+    @property
+    def tokens(self) -> int:
+        return self.block_size * self.count
+
+    @classmethod
+    def of(cls, caches: Sequence[CacheGroup], num_blocks: Sequence[int]) -> "KvBlocks | None":
+        """None: the engine keeps nothing by blocks."""
+        paged = [
+            (bool(group.window), cls(group.block_size, count))
+            for group, count in zip(caches, num_blocks, strict=True)
+            if isinstance(group, PagedCache)
+        ]
+        return min(paged, key=lambda one: (one[0], one[1].tokens))[1] if paged else None
+
+
 def places_of(group: CacheGroup, length: int, chunk: int) -> int:
     """Blocks or slots of a group for a sequence of `length` positions, computed `chunk` tokens at a time."""
     return blocks_of(group, length, chunk) if isinstance(group, PagedCache) else slots_of(length)
@@ -137,7 +177,10 @@ def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, StepSizes]:
             f"Use --max-model-len {plan.max_seq_len} or less.",
         )
     tokens = min(config.max_num_batched_tokens, config.max_num_seqs * length)
-    rows = max(config.max_logit_rows or 0, config.max_num_seqs)
+    if plan.whole_texts:
+        tokens = max(tokens, length)
+    guessed_rows = min(config.max_num_seqs * (1 + config.guesses), GUESSED_ROWS)
+    rows = max(config.max_logit_rows or guessed_rows, config.max_num_seqs)
     counter = StepCounter(plan.dims, plan.caches)
     return length, counter.sizes(max(tokens, config.max_num_seqs), config.max_num_seqs, rows, length)
 

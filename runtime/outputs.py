@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     finish_reason: str | None = None  # "stop", "length", "error" or "abort" with the last delta; else None
     # the stop string or token that ended it; of an error, NAN_LOGITS, GRAMMAR or DETOKENIZER
     stop_reason: int | str | None = None
+    ends: tuple[int, ...] = ()  # where in `text` that of each token but the last ends; empty where nobody knows
 
 
 def merge(deltas: Iterable[Delta]) -> list[Delta]:
@@ -35,10 +37,19 @@ def merge(deltas: Iterable[Delta]) -> list[Delta]:
 def _joined(deltas: Sequence[Delta]) -> Delta:
     if len(deltas) == 1:
         return deltas[0]
-    last = deltas[-1]
-    text = "".join(delta.text for delta in deltas)
+    last, text = deltas[-1], ""
+    ends: list[int] = []
+    for delta in deltas:
+        ends += [len(text) + end for end in delta.ends]
+        text += delta.text
+        ends += [len(text)] if delta.tokens else []
     tokens = tuple(token for delta in deltas for token in delta.tokens)
-    return Delta(last.index, text, tokens, last.finish_reason, last.stop_reason)
+    return Delta(last.index, text, tokens, last.finish_reason, last.stop_reason, tuple(ends[:-1]))
+
+
+def ends_of(texts: Sequence[str]) -> tuple[int, ...]:
+    """Where each text but the last ends in all of them together."""
+    return tuple(accumulate(map(len, texts[:-1])))
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,8 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int  # prompt tokens that the prefix cache had
     metrics: RequestMetrics
+    num_guessed_tokens: int = 0  # guesses of its tokens that were verified
+    num_accepted_tokens: int = 0  # of these, those that were right
     # for each prompt token as in CompletionOutput, None for the first; None if not asked for
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
@@ -107,6 +120,8 @@ def _to_dict(output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
         "first_token_s": output.metrics.first_token_s,
         "total_s": output.metrics.total_s,
     }
+    if output.num_guessed_tokens:
+        fields |= {name: getattr(output, name) for name in ("num_guessed_tokens", "num_accepted_tokens")}
     if choice.logprobs is not None:
         fields["logprobs"] = [
             {"token_id": token, "logprob": named[token].logprob, "top": _top(named)}

@@ -21,6 +21,8 @@ def params_of(given: SamplingParams | None, engine: Engine) -> SamplingParams:
 def default_params(engine: Engine, **given: Any) -> SamplingParams:
     """The model's own sampling defaults (generation_config.json), overridden by what is given and not None."""
     given = {name: value for name, value in given.items() if value is not None}
+    if given.get("use_beam_search"):  # it knows nothing of the model's defaults, which are of how to sample
+        return SamplingParams(**{"temperature": 0.0, "max_tokens": None} | given)
     config = engine.generation_config
     defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": None}
     if config.get("do_sample") or given.get("temperature") or any(name in given for name in SAMPLED_BY):

@@ -1,5 +1,8 @@
 """What a token of a prompt costs by its position: the deeper it stands, the more its attention reads."""
 
+import numpy as np
+from numpy.typing import NDArray
+
 from enginewright.plan import Plan
 
 # How much longer an operation takes in attention than in a GEMM: about what chunks of 16 to 128 tokens showed at depths
@@ -22,3 +25,8 @@ class PromptCost:
     def at(self, position: int) -> float:
         """The cost of one token there."""
         return 1.0 + sum(slope * (min(position, window) if window else position) for window, slope in self._slopes)
+
+    def of(self, positions: NDArray[np.int32]) -> float:
+        """The cost of tokens at these positions."""
+        sums = (slope * np.minimum(positions, window or positions).sum() for window, slope in self._slopes)
+        return len(positions) + float(sum(sums))

@@ -222,9 +222,14 @@ def _encode(text: str, tokenizer: Tokenizer, max_model_len: int, *, add_special_
 
 def check_prompt(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
     """Raises UsageError for no token, an id that is none, or more than fit the longest sequence."""
-    if not ids:
-        raise UsageError("the prompt is empty", fix="Give at least one token.")
     if len(ids) >= max_model_len:
         raise too_long(f"{len(ids)} tokens", max_model_len)
+    check_tokens(ids, vocab_size)
+
+
+def check_tokens(ids: Sequence[int], vocab_size: int) -> None:
+    """Raises UsageError for no token, or an id that is none."""
+    if not ids:
+        raise UsageError("the prompt is empty", fix="Give at least one token.")
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise UsageError("the prompt has a token that is none", f"token ids are 0 to {vocab_size - 1}")

@@ -43,7 +43,7 @@ class Check(msgspec.Struct, frozen=True):
 class Distance(msgspec.Struct, frozen=True):
     """Next-token distributions of the engine beside the source's, over some positions. None: nothing to measure."""
 
-    positions: int  # all that were compared
+    positions: int  # all that were compared; of an embedding model, texts
     broken: int  # positions where the engine's logits are not finite; they are not counted below
     kl: float | None  # KL(source || engine), nats, mean
     kl_standard_error: float | None  # as if positions were independent; the intervals of `Check` know that they are not
@@ -181,6 +181,8 @@ def describe_quality(report: QualityReport) -> list[str]:
 
 def _described(measured: Measured, gate: str) -> list[str]:
     whole = measured.whole
+    if any(check.name == "cosine" for check in measured.checks):
+        return [f"vectors of {whole.positions} texts", f"gate {gate}: {', '.join(map(_judged, measured.checks))}"]
     intervals = {check.name: check.interval for check in measured.checks if check.interval is not None}
     kl, top1 = f"KL {_number(whole.kl)}", f"the same likeliest token at {_percent(whole.top1)}"
     if "kl" in intervals:

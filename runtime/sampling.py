@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import starmap
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -27,6 +27,8 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_CHARS = 4096  # of all stop strings of a request together
 MAX_BIASED_TOKENS = 1024
+MAX_BEAMS = 16
+MAX_LENGTH_PENALTY = 10.0
 MAX_PENALTY = 2.0  # frequency and presence, as in OpenAI's API
 MAX_BIAS = 100.0  # likewise
 IN_FLIGHT = -1  # in a history: the token that the row's logits come from, which only the device knows
@@ -74,6 +76,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # as logprobs, for the tokens of the prompt
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # what AsyncLLM.generate yields
     structured_outputs: StructuredOutputsParams | None = None  # what the text has to be; a mapping may stand for it
+    best_of: int | None = None  # completions to choose the n of the highest cumulative log-probability from; None: n
+    use_beam_search: bool = False  # the completions are the likeliest ones; best_of, or else n, is the number of beams
+    length_penalty: float = 1.0  # of beam search: above 0 long completions are preferred (beam_search.py)
+    early_stopping: bool | Literal["never"] = False  # of beam search: True, False or "never" (beam_search.py)
 
     def __new__(cls, *args: Any, **options: Any) -> "SamplingParams":
         """Refuses names that are none; `__init__` would raise a TypeError."""
@@ -132,6 +138,32 @@ class SamplingParams:
             require(not self.ignore_eos, "ignore_eos", rule)
             require(not self.min_tokens, "min_tokens", rule)
 
+        if self.best_of is not None:
+            require_whole("best_of", self.best_of, self.n, MAX_CHOICES)
+        require(isinstance(self.use_beam_search, bool), "use_beam_search", "must be True or False")
+        require_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        is_known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        require(is_known, "early_stopping", 'must be True, False or "never"')
+        if self.use_beam_search:
+            self._check_beam_search()
+        else:
+            require(self.length_penalty == 1.0, "length_penalty", "is for use_beam_search, and must be 1 without it")
+            require(self.early_stopping is False, "early_stopping", "is for use_beam_search, and must be False without")
+
+    def _check_beam_search(self) -> None:
+        """Raises UsageError for what cannot be combined with it: the likeliest completions are those of the model."""
+        name = "n" if self.best_of is None else "best_of"
+        require(self.num_candidates <= MAX_BEAMS, name, f"must be at most {MAX_BEAMS} with use_beam_search")
+        require(self.temperature == 0, "temperature", "must be 0 with use_beam_search, which samples nothing")
+        require(self.max_tokens != 0, "max_tokens", "must be at least 1 with use_beam_search")
+        for one, nothing in _NOT_WITH_BEAMS.items():
+            require(getattr(self, one) == nothing, one, "cannot be combined with use_beam_search")
+
+    @property
+    def num_candidates(self) -> int:
+        """Completions that are computed for n of them."""
+        return self.n if self.best_of is None else self.best_of
+
     def clone(self) -> "SamplingParams":
         """A copy that shares nothing with this one, checked as new ones are.
 
@@ -143,6 +175,20 @@ class SamplingParams:
     @property
     def penalized(self) -> bool:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+
+# What cannot be combined with beam search, and the values that ask for nothing.
+_NOT_WITH_BEAMS: Mapping[str, Any] = {
+    "allowed_token_ids": None,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "min_tokens": 0,
+    "presence_penalty": 0,
+    "prompt_logprobs": None,
+    "repetition_penalty": 1,
+    "stop": (),
+    "structured_outputs": None,
+}
 
 
 def _as_tuple(value: Any) -> Any:
@@ -245,6 +291,7 @@ class SamplingRequest:
         seed: of all n answers, for requests that name none: draw it once and give it to each.
         grammar: that this answer has to follow.
         rules: of the request, if it has several answers; made from the parameters otherwise.
+        logprobs: that are named, where it is not those that the parameters ask for.
     """
 
     def __init__(
@@ -257,6 +304,7 @@ class SamplingRequest:
         seed: int | None = None,
         grammar: Grammar | None = None,
         rules: TokenRules | None = None,
+        logprobs: int | None = None,
     ) -> None:
         self.params, self.vocab_size = params, vocab_size
         self.num_prompt_tokens = len(prompt)
@@ -264,7 +312,7 @@ class SamplingRequest:
         # of requests without extras later.
         self.position = len(prompt)
         self._may_end_at = len(prompt) + params.min_tokens
-        row = _row(params.logprobs, vocab_size)
+        row = _row(params.logprobs if logprobs is None else logprobs, vocab_size)
         row["seed"] = next(one for one in (params.seed, seed, new_seed()) if one is not None) % 2**64
         row["choice"] = choice
         row["top_k"] = max(params.top_k, 0)
@@ -477,6 +525,10 @@ class Sampler:
             for request, one in zip(rows.batch.requests, sampled, strict=True):
                 request.end(None if one.is_nan else one.token)
         return sampled
+
+    def settle(self) -> None:
+        """All requests that have begun know where they are."""
+        self._batch.settle()
 
     def sample(self, logits: Logits, requests: Sequence[RowRequest]) -> list[SampledToken]:
         """Both."""

@@ -30,7 +30,8 @@ def forced(
         TokenSequence(list(ids), num_prompt_tokens=len(ids), max_tokens=len(ids), every_logit=not last_only)
         for ids in token_ids
     ]
-    scheduler = Scheduler(executor.plan.caches, executor.memory_plan)
+    whole = executor.plan.whole_texts
+    scheduler = Scheduler(executor.plan.caches, executor.memory_plan, whole_texts=whole)
     for text in texts:
         scheduler.add(text)
     index = {id(text): number for number, text in enumerate(texts)}

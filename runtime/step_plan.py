@@ -72,7 +72,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 class StepOutputs(msgspec.Struct, frozen=True):
     """What an executor gives for a step, by the names of the plan's outputs. The next step overwrites it."""
 
-    logits: Logits  # [logit_rows, vocab_size]
+    logits: Logits  # [logit_rows, vocab_size]; of an embedding model the rows of texts that end, in their order
 
 
 class _PagedInputs:
@@ -141,6 +141,7 @@ class Packer:
         owners = np.repeat(np.arange(len(parts)), counts)  # a token's part
         positions = np.arange(len(owners), dtype=np.int32) + (kv_len - starts[:-1])[owners]
         kv_len += counts
+        seconds = np.array([sequence.second_from for sequence in sequences], np.int32)
         tokens = np.empty(len(owners), np.int32)
         tokens[:num_decodes] = [
             sequence.token_ids[-1] if len(sequence.token_ids) == sequence.num_tokens else -1 - sequence.logits_row
@@ -160,6 +161,8 @@ class Packer:
             "query_start": starts,
             "kv_len": kv_len,
             "logit_rows": np.array(logit_rows, np.int32),
+            "first_rows": starts[:-1],
+            "token_types": (positions >= seconds[owners]).astype(np.int32),
         }
         self._gather()
         for paged in self._paged:

@@ -29,6 +29,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None  # any JSON object
     disable_any_whitespace: bool = False  # between the parts of JSON
     whitespace_pattern: str | None = None  # regular expression of what may be there; None: a space or a new line
+    before: str | None = None  # what comes before it, such as a model's reasoning, in llguidance's Lark
 
     def __new__(cls, *args: Any, **options: Any) -> "StructuredOutputsParams":
         """Refuses names that are none; `__init__` would raise a TypeError."""
@@ -44,7 +45,7 @@ class StructuredOutputsParams:
         kinds = [name for name in KINDS if getattr(self, name) is not None]
         require(len(kinds) == 1, "structured_outputs", f"must have one of {', '.join(KINDS)}, not {len(kinds)}")
         require(self.json_object in (None, True), "structured_outputs.json_object", "must be true")
-        for name in ("regex", "grammar", "whitespace_pattern"):
+        for name in ("regex", "grammar", "whitespace_pattern", "before"):
             value = getattr(self, name)
             is_text = value is None or (isinstance(value, str) and value != "")
             require(is_text, f"structured_outputs.{name}", f"must be a text, not {shorten(value)}")

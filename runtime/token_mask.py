@@ -26,6 +26,9 @@ class Grammar(Protocol):
     failed: bool
     forced: Sequence[int]
 
+    def wait(self, seconds: float) -> bool:
+        """Whether it is known what may come next, for which to wait so long at most; `allow` waits until it is."""
+
     def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
         """Set the bits of the tokens that may come next; all are 0 so far. With none of them the answer fails.
 

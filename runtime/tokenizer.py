@@ -11,13 +11,14 @@ import tokenizers
 
 from enginewright.errors import CorruptEngineError, UsageError, shorten
 from enginewright.runtime.messages.formats import message_format
-from enginewright.runtime.messages.parser import MessageFormat
+from enginewright.runtime.messages.parser import MessageFormat, ReasoningPlace
 
 if TYPE_CHECKING:
     from enginewright.runtime.chat_template import ChatTemplate
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # that a chat template may use
 TEMPLATE_NAMES = ("messages", "add_generation_prompt", "chat_template", "tokenize", "tools", "documents")  # not free
+OPENING_TOKENS = 16  # of a prompt's end, that may begin the reasoning, or end it
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 
 
@@ -56,6 +57,13 @@ def _encoding(ids: list[Any]) -> Encoding:
     """Of the tokens of a text, or of a list of such."""
     mask = [[1] * len(one) for one in ids] if ids and isinstance(ids[0], list) else [1] * len(ids)
     return Encoding(input_ids=ids, attention_mask=mask)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("the text is no valid Unicode", f"{error.reason} at character {error.start}") from error
 
 
 class Tokenizer:
@@ -98,6 +106,7 @@ class Tokenizer:
         ids = {mark: self.token_id(mark) for mark in form.marks}
         # Ids of its marks that are special tokens: texts have them all the same.
         self.shown_marks = {token: mark for mark, token in ids.items() if token in self.special_ids}
+        self.mark_ids = {mark: token for token, mark in self.shown_marks.items()}
 
     @property
     def vocab_size(self) -> int:
@@ -140,13 +149,26 @@ class Tokenizer:
         Raises:
             UsageError: the text holds half of a surrogate pair, as arguments that are no UTF-8 do.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError("the text is no valid Unicode", f"{error.reason} at character {error.start}") from error
+        _check_unicode(text)
         # A batch, even of one text, is encoded without Python's lock, so that streams go on meanwhile.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int, int]:
+        """Token ids of two texts as one, with what stands between and around them; where the second one begins, and
+        from where on tokens are of type 1.
+
+        Raises:
+            UsageError: a text holds half of a surrogate pair.
+        """
+        for text in (first, second):
+            _check_unicode(text)
+        (encoding,) = self._tokenizer.encode_batch_fast([(first, second)])
+        begins = [
+            next((place for place, number in enumerate(numbers) if number == 1), len(encoding.ids))
+            for numbers in (encoding.sequence_ids, encoding.type_ids)
+        ]
+        return list(encoding.ids), begins[0], begins[1]
 
     def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> "Encoding":
         """Token ids of a text, or of each of several, and an attention mask of ones, under transformers' names.
@@ -235,6 +257,20 @@ class Tokenizer:
         return self._template.render(
             messages, names, add_generation_prompt=bool(add_generation_prompt), template_kwargs=template_kwargs
         )
+
+    def reasoning_place(self, prompt: Sequence[int]) -> ReasoningPlace:
+        """Where in the model's reasoning a prompt ends, and its message goes on."""
+        reasoning = self.message_format.reasoning
+        if reasoning is None:
+            return ReasoningPlace.OVER
+        text = self.decode(prompt[-OPENING_TOKENS:], skip_special_tokens=False).rstrip()
+        if text.endswith(reasoning.open):
+            return ReasoningPlace.BEGUN
+        return ReasoningPlace.OVER if text.endswith(reasoning.close) else ReasoningPlace.POSSIBLE
+
+    def ends_in_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether a message goes on with the reasoning that its prompt has begun."""
+        return self.reasoning_place(prompt) is ReasoningPlace.BEGUN
 
     def apply_chat_template(
         self,

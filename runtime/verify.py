@@ -30,12 +30,12 @@ def verify(
         expected = Goldens.from_json(engine.file.read_section(GOLDENS))
         expected.check(engine.plan)
         executor = open_executor(engine, replay_config(engine.plan.max_seq_len, threads, isa, device))
-        deviations = replay(expected, last_logits_of(executor))
+        deviations = replay(expected, last_logits_of(executor), executor.plan)
     worst = max(deviations, default=0.0)
     if worst > expected.tolerance:
         raise EngineError(
             f"{path} computes something else on this machine",
-            f"log-probabilities of its goldens differ by up to {worst:.2f}, allowed is {expected.tolerance}",
+            f"its goldens (log-probabilities, or vectors) differ by up to {worst:.2f}, allowed is {expected.tolerance}",
             "Please report it, with the output of lscpu; --isa portable may still be right.",
         )
     return report | {"goldens": "right", "deviation": round(worst, 3), "isa": executor.isa}

@@ -30,7 +30,6 @@ class Cache:
         self.block_size: int | None = min(paged or snapshots)
         if len(paged) > 1 or any(tokens % self.block_size for tokens in snapshots):
             self.block_size = None
-        self.takes_back = not snapshots  # any of its last step's tokens: of a state, what was before is gone
         self.has_snapshots = self.block_size is not None and len(snapshots) > 0
         self._kinds: list[CacheKind[Any]] = [
             PagedBlocks(group, count, chunk)
@@ -157,6 +156,33 @@ class Cache:
         for (kind, mine), to_make in zip(pairs, copies, strict=True):
             kind.truncate(mine, computed, length, keys, to_make)
         return True
+
+    def mark(self, held: Sequence[Any], computed: int, copies: Sequence[Copies]) -> bool:
+        """The next step computes guesses behind `computed`: keep what it takes to go back there.
+
+        False, and nothing is kept, if there is no room for it.
+        """
+        pairs = list(zip(self._kinds, held, strict=True))
+        if all(kind.mark(mine, computed, to_make) for (kind, mine), to_make in zip(pairs, copies, strict=True)):
+            return True
+        self._unmark(held)
+        return False
+
+    def take_back(self, held: Sequence[Any], computed: int, length: int, copies: Sequence[Copies]) -> int:
+        """Guesses from position `length` on were wrong; how many positions are computed now.
+
+        They are fewer than `length` where a state was only kept before the first guess.
+        """
+        for kind, mine in zip(self._kinds, held, strict=True):
+            length = min(length, kind.goes_back_to(mine, computed, length))
+        taken_back = self.truncate(held, computed, length, (), copies)
+        assert taken_back, "nobody else has blocks of a step that is not committed"
+        self._unmark(held)
+        return length
+
+    def _unmark(self, held: Sequence[Any]) -> None:
+        for kind, mine in zip(self._kinds, held, strict=True):
+            kind.unmark(mine)
 
     def release(self, held: Sequence[Any]) -> None:
         """Take everything back."""

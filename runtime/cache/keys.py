@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from copy import copy
 from hashlib import sha256
 
 
@@ -16,6 +17,12 @@ class PrefixKeys:
         self._block_size = block_size
         self._root = sha256(salt.encode()).digest()
         self._keys: list[bytes] = []
+
+    def copy(self) -> "PrefixKeys":
+        """Those of a sequence that begins with the same tokens."""
+        other = copy(self)
+        other._keys = list(self._keys)
+        return other
 
     def of(self, token_ids: Sequence[int], num_blocks: int) -> Sequence[bytes]:
         """Keys of the first `num_blocks` blocks, to be read before the next call.

@@ -75,6 +75,17 @@ class CacheKind(ABC, Generic[Held]):
     def truncate(self, held: Held, computed: int, length: int, keys: Sequence[bytes], copies: Copies) -> None:
         """Take back what positions from `length` on have left."""
 
+    def mark(self, held: Held, computed: int, copies: Copies) -> bool:
+        """Guesses come behind `computed`: keep what it takes to go back there; False if there is no room for it."""
+        return True
+
+    def goes_back_to(self, held: Held, computed: int, length: int) -> int:
+        """The last position up to `length` that `truncate` can leave; that of the mark at least."""
+        return length
+
+    def unmark(self, held: Held) -> None:
+        """The guesses behind the mark are verified."""
+
     @abstractmethod
     def release(self, held: Held) -> None:
         """Give everything back."""

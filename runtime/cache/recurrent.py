@@ -40,6 +40,7 @@ class StateSlot:
     stops: tuple[int, ...]
     shares: bool  # it takes snapshots
     pending: list[Snapshot] = field(default_factory=list)
+    mark: Snapshot | None = None  # what it was before the guesses that are being computed
 
     @property
     def held(self) -> list[int]:
@@ -134,10 +135,28 @@ class StateSlots(CacheKind[StateSlot]):
         held.pending = [snapshot for snapshot in held.pending if snapshot.position <= length]
         held.snapshots_end = min(held.snapshots_end, length)
 
+    def mark(self, held: StateSlot, computed: int, copies: Copies) -> bool:
+        """By a copy, made before the next step."""
+        if self._num_pending == self._max_pending:
+            return False
+        self._num_pending += 1
+        held.mark = Snapshot(computed, self.pool.take())
+        copies.append((held.slot, held.mark.slot))
+        return True
+
+    def goes_back_to(self, held: StateSlot, computed: int, length: int) -> int:
+        return length if length == computed or held.mark is None else held.mark.position
+
+    def unmark(self, held: StateSlot) -> None:
+        if held.mark is not None:
+            self._drop(held.mark)
+            held.mark = None
+
     def release(self, held: StateSlot) -> None:
         for snapshot in held.pending:
             self._forget(snapshot)
         held.pending = []
+        self.unmark(held)
         self.pool.drop(held.slot)
 
     def chunk_end(self, held: StateSlot, first: int, end: int) -> int:
@@ -151,8 +170,8 @@ class StateSlots(CacheKind[StateSlot]):
 
     def _snapshot_at(self, held: StateSlot, position: int, keys: Sequence[bytes]) -> int | None:
         """The slot of a snapshot, its own or one that all may use."""
-        for snapshot in held.pending:
-            if snapshot.position == position:
+        for snapshot in (*held.pending, held.mark):
+            if snapshot is not None and snapshot.position == position:
                 return snapshot.slot
         block, rest = divmod(position, self._block_size)
         if rest or not 0 < block <= len(keys) or keys[block - 1] not in self.pool:

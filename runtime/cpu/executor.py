@@ -47,8 +47,9 @@ class CpuExecutor:
         config = config or RuntimeConfig()
         self.engine = engine
         self.plan = engine.plan
+        self.max_top_logprobs = self.plan.vocab_size
         self.memory_plan = plan_memory(self.plan, config, engine.weight_bytes)
-        self.isa = _choose_isa(config.isa or env.cpu_isa())
+        self.isa = choose_isa(config.isa or env.cpu_isa())
         self.threads = config.threads or env.num_threads() or num_cores()
         _check_dtypes(engine)
         self._mmap = config.mmap
@@ -67,8 +68,8 @@ class CpuExecutor:
             for call in self.plan.calls:
                 operands = {name: self._operand(operand) for name, operand in call.operands.items()}
                 self._executor.add_kernel(call.kernel, operands, call.attributes)
-            logits = self.plan.buffers[self.plan.logits]
-            most, offset = self.memory_plan.limits.logit_rows, self._offsets[self.plan.logits]
+            logits = self.plan.buffers[self.plan.result]
+            most, offset = self.memory_plan.limits.logit_rows, self._offsets[self.plan.result]
             self._logits = self._executor.buffer(offset, most, logits.columns, logits.stride, logits.dtype)
         except KeyError as error:
             raise NoCodeForMachineError(
@@ -191,7 +192,13 @@ def _check_dtypes(engine: Engine) -> None:
             )
 
 
-def _choose_isa(wanted: str | None) -> str:
+def choose_isa(wanted: str | None) -> str:
+    """The instruction set to run on; None wants the best that this CPU has.
+
+    Raises:
+        NoCodeForMachineError: this CPU does not have it.
+        UsageError: nobody knows it.
+    """
     names = _cpu.isa_names()
     if wanted is None:
         return names[0]

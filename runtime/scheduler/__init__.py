@@ -1,6 +1,7 @@
 """What runs in the next step, and what becomes of it.
 
-scheduler.py: the steps, from the sequences that run. waiting.py: those that wait, and how they are admitted.
+scheduler.py: the steps, from the sequences that run. waiting.py: those that wait, which is the next, and how
+it is admitted. shares.py: what each tenant has had.
 prefixes.py: beginnings that sequences share. chunks.py: how much of the prompts a step reads beside its decodes.
 decodes.py: steps that only decode, planned from the one before.
 """

@@ -4,29 +4,43 @@ from collections.abc import Callable, Sequence
 
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.step_goal import StepGoal
 from enginewright.runtime.step_plan import Part
 
 
 class PromptChunks:
-    """Prompts in the order of arrival, each as much as is left of a step's limits.
+    """Prompts in the order in which their sequences run, each as much as is left of a step's limits.
 
     Args:
-        most_cost: of the prompts of a step that decodes as well (one token they may always have); None: no bound.
+        most_cost: of the prompts of a step that keeps a pace (one token they may always have); None: no bound.
         cost: of a prompt's token at a position.
+        goal: how long such a step may take, which says more than `most_cost` once steps were measured.
+        whole: a prompt is read in one step, and not cut.
     """
 
-    def __init__(self, cache: Cache, most_cost: int | None, cost: Callable[[int], float]) -> None:
-        self._cache, self._most_cost, self._cost = cache, most_cost, cost
+    def __init__(
+        self,
+        cache: Cache,
+        most_cost: float | None,
+        cost: Callable[[int], float],
+        *,
+        goal: StepGoal | None = None,
+        whole: bool = False,
+    ) -> None:
+        self._cache, self._most_cost, self._cost, self._goal, self._whole = cache, most_cost, cost, goal, whole
 
-    def cut(self, prompts: Sequence[TokenSequence], tokens: int, rows: int, *, alone: bool) -> list[Part]:
+    def cut(
+        self, prompts: Sequence[TokenSequence], tokens: int, rows: int, *, beside: Sequence[Part], keeps_pace: bool
+    ) -> list[Part]:
         """Parts of these.
 
         Args:
             tokens, rows: of logits, that there may be.
-            alone: nothing decodes in this step.
+            beside: what else the step computes.
+            keeps_pace: somebody waits for the tokens of this step.
         """
         parts: list[Part] = []
-        cost_left: float | None = None if alone else self._most_cost
+        cost_left = self._bound(beside) if prompts and keeps_pace else None
         for sequence in prompts:
             first = sequence.num_computed_tokens
             uncomputed = sequence.num_tokens - first
@@ -38,9 +52,14 @@ class PromptChunks:
                 count = min(count, max(int(cost_left / cost), 0 if parts else 1))
                 cost_left -= count * cost
             wanted = count if sequence.every_logit else int(count == uncomputed)
-            if count == 0 or wanted > rows:
+            if count == 0 or wanted > rows or (self._whole and count < uncomputed):
                 continue
             parts.append(Part(sequence, first, count, wanted))
             tokens -= count
             rows -= wanted
         return parts
+
+    def _bound(self, beside: Sequence[Part]) -> float | None:
+        if self._goal is None or not self._goal.is_measured:
+            return self._most_cost
+        return self._goal.left(sum(part.num_tokens * self._cost(part.first) for part in beside))

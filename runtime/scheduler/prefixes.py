@@ -48,6 +48,10 @@ class SharedPrefixes:
                 del self._being_written[key]
         sequence.keys_in_flight, sequence.has_pending = (), False
 
+    def fork(self, sequence: TokenSequence, child: TokenSequence) -> None:
+        """A child goes on from a sequence, with the same tokens so far."""
+        child.keys = None if sequence.keys is None else sequence.keys.copy()
+
     def tag(self, sequence: TokenSequence, num_tokens: int) -> None:
         """The steps planned so far compute these tokens."""
         if keys := self._keys(sequence, num_tokens):

@@ -10,7 +10,9 @@ by its length. One that ends otherwise has computed a token for nothing. Blocks 
 the order in which they are planned.
 """
 
+from bisect import insort
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 from enginewright.plan import CacheGroup
 from enginewright.runtime.cache.cache import Cache
@@ -22,20 +24,27 @@ from enginewright.runtime.scheduler.decodes import RepeatedDecodes
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.scheduler.waiting import WaitingSequences
 from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.step_goal import StepGoal
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
+from enginewright.runtime.work_class import BEST_EFFORT
 
 
 class Scheduler:
-    """First come, first served; when KV blocks run out, the latest arrival is preempted and computed anew later.
+    """The most urgent work first, and of that first come, first served (work_class.py, waiting.py).
 
-    Whoever runs has arrived before whoever waits, so the oldest is never skipped nor preempted, and it moves on in
-    every step: a sequence ends within as many steps as it and those before it have tokens, prompts and answers
-    together.
+    When KV blocks run out, the latest arrival of the least urgent work is preempted and computed anew later. For those
+    who wait, best-effort work alone is preempted. The first of those that run is never skipped nor preempted, and it
+    moves on in every step. So where all work is as urgent, a sequence ends within as many steps as it and those before
+    it have tokens, prompts and answers together.
 
     Args:
         prefix_caching: sequences that begin with the same tokens share KV blocks, also with those that have ended.
         chunk: what the prompts of a step may cost beside decodes (one token they may always have); None: no bound.
+            Decodes of best-effort work keep no pace, and do not count.
         cost: of a prompt's token at a position.
+        goal: how long a step with such decodes may take.
+        whole_texts: as the plan has it.
+        clock: seconds, for ageing.
     """
 
     def __init__(
@@ -46,13 +55,16 @@ class Scheduler:
         prefix_caching: bool = False,
         chunk: int | None = None,
         cost: Callable[[int], float] = lambda position: 1.0,
+        goal: StepGoal | None = None,
+        whole_texts: bool = False,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._limits = memory_plan.limits
         self._cache = Cache(groups, memory_plan.num_blocks, memory_plan.limits.tokens, memory_plan.limits.sequences)
         self._prefixes = SharedPrefixes(self._cache, enabled=prefix_caching)
-        self._waiting = WaitingSequences(self._cache, self._prefixes)
-        self._running: list[TokenSequence] = []  # in the order of arrival
-        self._chunks = PromptChunks(self._cache, chunk, cost)
+        self._waiting = WaitingSequences(self._cache, self._prefixes, clock)
+        self._running: list[TokenSequence] = []  # the most urgent first, and of these the first that has arrived
+        self._chunks = PromptChunks(self._cache, chunk, cost, goal=goal, whole=whole_texts)
         self._packer = Packer(groups, memory_plan.limits)
         self._no_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
         self._no_copies: tuple[Copies, ...] = tuple([] for _ in groups)
@@ -98,18 +110,25 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing waits or runs but what the step before ends."""
         self._admit()
-        return self._same() or self._other()
+        plan = self._same() or self._other()
+        while plan is None and self._evict_parked():
+            self._admit()
+            plan = self._other()
+        return plan
 
     def propose(self, sequence: TokenSequence, guesses: Sequence[int]) -> None:
         """The next step computes these tokens behind the last one too, as many as there is room for.
 
         It has a row of logits for each, and one before them: `commit` says how many of them were right. A sequence has
-        to run, with all of its prompt computed and none of its tokens in flight. Where a recurrent state could not be
-        taken back, no guess is computed.
+        to run, with all of its prompt computed and none of its tokens in flight. Where there is no room to keep a
+        recurrent state, which could not be taken back, no guess is computed.
         """
-        if self._cache.takes_back:
-            sequence.guesses = list(guesses)
-            self._last = None
+        sequence.guesses = list(guesses)
+        self._last = None
+
+    def set_aside(self, sequence: TokenSequence) -> None:
+        """No step takes it until `commit` has the token that its last one was to sample; it keeps what it holds."""
+        sequence.is_late, self._last = True, None
 
     def commit(self, plan: StepPlan, accepted: Sequence[Sequence[SampledToken]]) -> list[TokenSequence]:
         """Take up what a step sampled.
@@ -125,6 +144,7 @@ class Scheduler:
         if plan.verifying:
             accepted = [self._take_guesses(*each) for each in zip(plan.sampling, accepted, strict=True)]
         for sequence, (sampled,) in zip(plan.sampling, accepted, strict=True):
+            sequence.is_late = False
             if sequence.finish_reason is not None:  # by finish(), or by the step before
                 continue
             if sampled.is_nan:
@@ -134,6 +154,9 @@ class Scheduler:
             known = len(token_ids)
             if known % stride == 0 or (has_pending and sequence.has_pending):
                 self._prefixes.publish(sequence)
+            if sequence.is_beam:
+                sequence.num_tokens = known
+                continue
             token_ids.append(token)
             if token in sequence.stop_token_ids:
                 ended.append((sequence, "stop"))
@@ -164,11 +187,35 @@ class Scheduler:
         if sequence.finish_reason is not None:
             return
         sequence.guesses, sequence.num_tokens = [], len(sequence.token_ids)
-        if sequence.is_running:
-            before, computed = sequence.num_computed_tokens, len(sequence.token_ids) - 1
-            taken_back = self._cache.truncate(sequence.held, before, computed, (), self._copies)
-            sequence.num_computed_tokens = computed
-            assert taken_back, "nobody else has blocks of a step that is not committed"
+        before, known = sequence.num_computed_tokens, len(sequence.token_ids) - 1
+        if sequence.is_running and before >= known:  # else it was preempted meanwhile
+            sequence.num_computed_tokens = self._cache.take_back(sequence.held, before, known, self._copies)
+            sequence.computes_again = sequence.num_computed_tokens < known
+
+    def fork(self, sequence: TokenSequence, child: TokenSequence) -> None:
+        """A new beam that goes on from a parked one. It shares what is computed, or computes it anew if it cannot.
+
+        Args:
+            child: has the same tokens, and none behind them.
+        """
+        self._waiting.arrive(child, beside=sequence)
+        if not sequence.is_running or len(self._running) == self._limits.sequences:
+            return
+        computed = sequence.num_computed_tokens
+        held = self._cache.fork(sequence.held, computed, computed, computed + 1, len(self._running), self._copies)
+        if held is None:
+            return
+        child.held, child.level = held, sequence.level
+        child.num_computed_tokens = child.num_charged_tokens = child.num_cached_tokens = computed
+        self._prefixes.fork(sequence, child)
+        self._run(child)
+
+    def choose(self, sequence: TokenSequence, token: int) -> None:
+        """The next token of a parked beam, which goes on with it; one that has lost its room waits for it again."""
+        sequence.token_ids.append(token)
+        sequence.num_tokens += 1
+        if not sequence.is_running:
+            self._waiting.put_back(sequence)
 
     def finish(self, sequence: TokenSequence, reason: str) -> None:
         """End a sequence now, wherever it is; its blocks are free again. One that has ended stays as it is."""
@@ -181,40 +228,72 @@ class Scheduler:
             self._leave(sequence)
 
     def _admit(self) -> None:
-        while len(self._running) < self._limits.sequences:
-            sequence = self._waiting.admit(len(self._running), self._copies)
-            if sequence is None:
+        while True:
+            sequence = None
+            if len(self._running) < self._limits.sequences:
+                sequence = self._waiting.admit(self._running, self._copies)
+            if sequence is not None:
+                self._run(sequence)
+            elif not self._displace():
                 return
-            self._running.append(sequence)
-            self._packer.place(sequence)
-            self._last = None
+
+    def _run(self, sequence: TokenSequence) -> None:
+        """It has what it takes, and runs from now on."""
+        insort(self._running, sequence, key=self._waiting.order)
+        self._packer.place(sequence)
+        self._last = None
+
+    def _displace(self) -> bool:
+        """Preempt best-effort work for more urgent work that has no room."""
+        if not self._running or self._running[-1].level < BEST_EFFORT:
+            return False
+        if len(self._running) < self._limits.sequences and not self._waiting.no_room:
+            return False
+        found = self._waiting.next(self._running)
+        if found is None or found[1] >= BEST_EFFORT:
+            return False
+        self._preempt(self._running[-1])
+        return True
+
+    def _evict_parked(self) -> bool:
+        """Take the room of a beam for those that wait, where nothing else can go on; nothing of it was to compute."""
+        if not len(self._waiting) or any(sequence.num_in_flight_tokens for sequence in self._running):
+            return False
+        parked = next((sequence for sequence in reversed(self._running) if sequence.is_parked), None)
+        if parked is None:
+            return False
+        self._preempt(parked)
+        return True
 
     def _has_room(self, sequence: TokenSequence) -> bool:
-        """Whether a sequence that decodes can go on; the latest arrivals are preempted for it, itself perhaps."""
+        """Whether a sequence that decodes can go on; the last of those that run are preempted, itself perhaps."""
         while not self._cache.grow(sequence.held, sequence.num_tokens):
-            latest = self._running[-1]
-            self._preempt(latest)
-            if latest is sequence:
+            last = self._running[-1]
+            self._preempt(last)
+            if last is sequence:
                 return False
         return True
 
     def _preempt(self, sequence: TokenSequence) -> None:
-        """It waits again, and is computed anew."""
+        """It waits again, and is computed anew; a beam that is parked not before its next token is chosen."""
+        is_parked = sequence.is_parked
         self._leave(sequence)
-        sequence.guesses = []
+        sequence.guesses, sequence.computes_again = [], False
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.put_back(sequence)
+        if not is_parked:
+            self._waiting.put_back(sequence)
 
     def _leave(self, sequence: TokenSequence) -> None:
         """It runs no longer."""
         self._running.remove(sequence)
+        self._waiting.charge(sequence)
         self._prefixes.end(sequence)
         self._cache.release(sequence.held)
         sequence.held = []
         self._packer.remove(sequence)
-        self._waiting.try_again()
+        self._waiting.no_room = False
         self._last = None
 
     def _same(self) -> StepPlan | None:
@@ -241,19 +320,25 @@ class Scheduler:
         reading, stride = [], self._cache.stride
         spare = min(self._limits.tokens, self._limits.logit_rows) - len(self._running)  # for guesses: all may decode
         for sequence in self._running:
+            if sequence.is_late:
+                continue
             first, length = sequence.num_computed_tokens, sequence.num_tokens
-            if length - first > 1:
+            again = length - first - 1 if sequence.computes_again else 0
+            if length - first > 1 and not (0 < again <= spare):
+                sequence.guesses = []
                 reading.append(sequence)
             elif length > first and not (
-                (length >= sequence.max_tokens or sequence.guesses) and length > len(sequence.token_ids)
+                (length >= sequence.max_tokens or sequence.guesses or sequence.is_beam)
+                and length > len(sequence.token_ids)
             ):
                 # A decode takes a block where its token is the first of one. Who is preempted for it comes behind it
                 # in this list, or is itself the last.
-                if first % stride == 0 and not self._has_room(sequence):
+                if (again or first % stride == 0) and not self._has_room(sequence):
                     break
-                if sequence.guesses and (count := self._fit_guesses(sequence, spare)):
-                    verifying.append(Part(sequence, first, 1 + count, 1 + count))
-                    spare -= count
+                count = self._fit_guesses(sequence, spare - again) if sequence.guesses else 0
+                if again or count:
+                    verifying.append(Part(sequence, first, again + 1 + count, 1 + count))
+                    spare -= again + count
                     continue
                 part = Part(sequence, first, 1, 1)
                 if first % stride == 0:
@@ -263,14 +348,18 @@ class Scheduler:
         parts += verifying
         taken = num_decodes + sum(part.num_tokens for part in verifying)  # a row of logits each, too
         tokens, rows = self._limits.tokens - taken, self._limits.logit_rows - taken
-        parts += self._chunks.cut(reading, tokens, rows, alone=not parts)
+        keeps_pace = any(part.sequence.level < BEST_EFFORT for part in parts)
+        parts += self._chunks.cut(reading, tokens, rows, beside=parts, keeps_pace=keeps_pace)
         return self._plan(parts, num_decodes, growing + parts[num_decodes:]) if parts else None
 
     def _fit_guesses(self, sequence: TokenSequence, spare: int) -> int:
         """Leave as many guesses as there is room for; how many that is."""
         length = sequence.num_tokens
         count = min(len(sequence.guesses), spare, sequence.max_tokens - length - 1)
-        if not self._cache.grow(sequence.held, length + count):
+        if count > 0 and not (
+            self._cache.grow(sequence.held, length + count)
+            and self._cache.mark(sequence.held, sequence.num_computed_tokens, self._copies)
+        ):
             count = 0
         del sequence.guesses[count:]
         return count
@@ -291,6 +380,7 @@ class Scheduler:
         for part in parts:
             sequence = part.sequence
             sequence.num_computed_tokens = end = part.first + part.num_tokens
+            sequence.computes_again = False
             if sequence.request is None:
                 if end == sequence.num_tokens:
                     ending.append(sequence)
@@ -332,7 +422,8 @@ class Scheduler:
             prompt_rows=tuple(prompt_rows),
             verifying=tuple(verifying),
         )
-        self._last = plan if num_decodes == len(self._running) == len(sampling) else None
+        repeats = num_decodes == len(self._running) == len(sampling) and not any(one.is_beam for one in sampling)
+        self._last = plan if repeats else None
         return plan
 
     def _extend(self, parts: Sequence[Part]) -> tuple[tuple[list[int], ...], tuple[Copies, ...]]:

@@ -1,84 +1,142 @@
-"""The sequences that wait, in the order of their arrival, and how the first of them is admitted."""
+"""The sequences that wait, which of them is the next, and how it is admitted."""
 
 from bisect import insort
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
+from enginewright.runtime.scheduler.shares import TenantShares
 from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.work_class import WorkClass
 
 
 class WaitingSequences:
-    """A sequence is admitted when there is room for what it has so far, and for a block more of each that runs."""
+    """A sequence is admitted when there is room for what it has so far, and for a block more of each that runs.
 
-    def __init__(self, cache: Cache, prefixes: SharedPrefixes) -> None:
-        self._cache, self._prefixes = cache, prefixes
-        self._waiting: list[TokenSequence] = []
+    The next one is of the most urgent work; of work that is as urgent, of the tenant that has had the fewest tokens;
+    of these, the one that has arrived first. Nobody overtakes it because of being smaller.
+
+    Args:
+        clock: seconds, for ageing.
+    """
+
+    def __init__(self, cache: Cache, prefixes: SharedPrefixes, clock: Callable[[], float]) -> None:
+        self._cache, self._prefixes, self._clock = cache, prefixes, clock
+        self._queues: dict[WorkClass, list[TokenSequence]] = {}  # each by arrival; none is empty
         self._arrivals: dict[TokenSequence, int] = {}  # of all that have not ended
         self._num_arrivals = 0
-        self._no_room = False  # for the first, until a sequence leaves
+        self._priorities: Counter[int] = Counter()  # of all that have not ended
+        self._shares = TenantShares()
+        self.no_room = False  # for the next, until a sequence leaves or arrives
         self.num_prompt_tokens = 0  # of the sequences that were admitted, siblings left out
         self.num_cached_prompt_tokens = 0  # of these, what others had computed
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, list(self._queues.values())))
 
     @property
     def num_tokens(self) -> int:
         """All of them are to be computed."""
-        return sum(sequence.num_tokens for sequence in self._waiting)
+        return sum(sequence.num_tokens for queue in list(self._queues.values()) for sequence in list(queue))
 
     def add(self, sequence: TokenSequence) -> None:
-        self._arrivals[sequence] = self._num_arrivals
-        self._num_arrivals += 1
+        self.arrive(sequence)
+        self.put_back(sequence)
+
+    def arrive(self, sequence: TokenSequence, beside: TokenSequence | None = None) -> None:
+        """A new sequence that does not wait yet.
+
+        Args:
+            beside: one that it counts as having arrived with.
+        """
         self._prefixes.add(sequence)
-        self._waiting.append(sequence)
+        self._arrivals[sequence] = self._num_arrivals if beside is None else self._arrivals[beside]
+        self._num_arrivals += 1
+        self._priorities[sequence.work.priority] += 1
+        self._shares.begin(sequence.work.tenant)
 
     def put_back(self, sequence: TokenSequence) -> None:
-        """It was preempted, and waits where it arrived."""
-        insort(self._waiting, sequence, key=self._arrivals.__getitem__)
+        """It waits, where it arrived: it is new, or was preempted."""
+        sequence.queued_at = self._clock()
+        insort(self._queues.setdefault(sequence.work, []), sequence, key=self._arrivals.__getitem__)
+        self.no_room = False
+
+    def charge(self, sequence: TokenSequence) -> None:
+        """It runs no longer: its tenant has had what was computed of it."""
+        self._shares.charge([sequence])
 
     def forget(self, sequence: TokenSequence) -> None:
         """It ends, while it waits or runs."""
+        self._shares.charge([sequence])
+        self._shares.end(sequence.work.tenant)
+        priority = sequence.work.priority
+        self._priorities[priority] -= 1
+        if not self._priorities[priority]:
+            del self._priorities[priority]
         del self._arrivals[sequence]
-        if not sequence.is_running:
-            self._waiting.remove(sequence)
-            self._no_room = False
+        if not sequence.is_running and sequence in self._queues.get(sequence.work, ()):
+            self._remove(sequence)
+            self.no_room = False
 
-    def try_again(self) -> None:
-        """A sequence that ran has left its place."""
-        self._no_room = False
+    def order(self, sequence: TokenSequence) -> tuple[int, int]:
+        """Of one that was admitted, among those that run: whoever is less urgent, or came later, has more."""
+        return sequence.level, self._arrivals[sequence]
 
-    def admit(self, num_running: int, copies: Sequence[Copies]) -> TokenSequence | None:
-        """The first, if it can run now.
+    def next(self, running: Sequence[TokenSequence]) -> tuple[TokenSequence, int] | None:
+        """The one that is admitted next, and the level that it has now."""
+        if not self._queues:
+            return None
+        heads, most_urgent = [queue[0] for queue in self._queues.values()], min(self._priorities)
+        if len(heads) == 1 and heads[0].work.priority <= most_urgent:
+            return heads[0], heads[0].work.priority
+        now = self._clock()
+        levels = {one: one.work.level(one.waited_s + now - one.queued_at, most_urgent) for one in heads}
+        self._shares.charge(running)
+        first = min(heads, key=lambda one: (levels[one], self._shares.tokens(one.work.tenant), self._arrivals[one]))
+        return first, levels[first]
+
+    def admit(self, running: Sequence[TokenSequence], copies: Sequence[Copies]) -> TokenSequence | None:
+        """The next, if it can run now.
 
         Args:
-            num_running: sequences that run, each of which may take a block soon.
+            running: sequences that run, each of which may take a block soon.
             copies: gets, a group, the copies to make before the next step.
         """
-        if not self._waiting or self._no_room:
+        found = None if self.no_room else self.next(running)
+        if found is None:
             return None
-        sequence = self._waiting[0]
-        sibling = sequence.sibling_of
+        sequence, level = found
+        if sequence.num_in_flight_tokens:
+            return None  # it was preempted a moment ago: what it has written is to be committed first
+        sibling, num_running = sequence.sibling_of, len(running)
         if sibling is not None and sibling.is_running and not _has_begun(sibling):
             return None  # in a few steps, it takes nothing but the answer
         keys = self._prefixes.find(sequence)
         if keys is None:
             return None  # likewise
         if not (self._fork(sequence, num_running, copies) or self._open(sequence, keys, num_running, copies)):
-            self._no_room = True
+            self.no_room = True
             return None
-        del self._waiting[0]
+        self._remove(sequence)
+        sequence.level = level
+        sequence.waited_s += self._clock() - sequence.queued_at
         self._prefixes.begin(sequence, len(keys))
         if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+            sequence.num_cached_tokens = sequence.num_charged_tokens = sequence.num_computed_tokens
             sequence.admitted_at = perf_counter()
             if sibling is None:
                 self.num_prompt_tokens += sequence.num_prompt_tokens
                 self.num_cached_prompt_tokens += sequence.num_cached_tokens
         return sequence
+
+    def _remove(self, sequence: TokenSequence) -> None:
+        queue = self._queues[sequence.work]
+        queue.remove(sequence)
+        if not queue:
+            del self._queues[sequence.work]
 
     def _open(self, sequence: TokenSequence, keys: Sequence[bytes], spare: int, copies: Sequence[Copies]) -> bool:
         """Begin with what is there of these keys."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from enginewright.runtime.async_llm import AsyncEngineArgs, AsyncLLM
+    from enginewright.runtime.beam_outputs import BeamSearchParams
     from enginewright.runtime.llm import LLM
     from enginewright.runtime.outputs import CompletionOutput, RequestOutput
     from enginewright.runtime.prompts import TextPrompt, TokensPrompt
@@ -18,6 +19,7 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "RequestOutput",
     "RequestOutputKind",
@@ -37,6 +39,8 @@ def __getattr__(name: str) -> Any:
             module = "llm"
         case "AsyncEngineArgs" | "AsyncLLM":
             module = "async_llm"
+        case "BeamSearchParams":
+            module = "beam_outputs"
         case "CompletionOutput" | "RequestOutput":
             module = "outputs"
         case "TextPrompt" | "TokensPrompt":

@@ -20,7 +20,7 @@ COMMANDS = {
     "start": "run",
 }
 # Commands that take a question -> the option of `engine generate` that it goes to.
-QUESTIONS = {"ask": "--chat", "chat": "--chat", "complete": "--prompt", "completion": "--prompt"}
+QUESTIONS = {"ask": "--chat", "complete": "--prompt", "completion": "--prompt"}
 
 _INT4 = "int4-awq (calibrated, the more exact) or int4-rtn (rounded to nearest, built in seconds)"
 _BITS_5 = "auto with --bits, which gives each layer a format of 4, 8 or 16 bits"

@@ -12,6 +12,7 @@ from enginewright.cli_help import SectionCommand, section, with_options
 from enginewright.cli_hints import hint_for_command, hint_for_quant, hint_for_target
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.count import parse_bytes, parse_count
+from enginewright.runtime.memory_plan import MAX_GUESSES, SPECULATE
 from enginewright.targets import SMS, parse_targets
 
 # What the base install does without, by the extra that brings it.
@@ -165,6 +166,7 @@ class BenchCommands(Commands):
 _limits = section("Limits")
 _kv_cache = section("KV cache")
 _machine = section("Machine")
+_speculation = section("Speculation")
 
 THREADS_OPTION = _machine(
     "--threads",
@@ -197,6 +199,8 @@ LIMITS = (
     "max_num_batched_tokens",
     "kv_cache_memory",
     "enable_prefix_caching",
+    "speculate",
+    "speculate_tokens",
     "device",
     "threads",
     "isa",
@@ -231,6 +235,21 @@ LIMIT_OPTIONS = with_options(
         "--enable-prefix-caching/--no-enable-prefix-caching",
         default=True,
         help="Keep the KV cache of prompts, so that a prompt with the same beginning need not compute it again.",
+    ),
+    _speculation(
+        "--speculate",
+        type=click.Choice(SPECULATE),
+        default="off",
+        help="Guess the next tokens, and check several guesses in one step. Answers are the same, to the bit, and come "
+        "faster where many guesses are right. ngram looks up what followed the last tokens where they came before, in "
+        "prompt, answer or earlier answers. draft asks the smaller model that `engine build --draft` put beside.",
+    ),
+    _speculation(
+        "--speculate-tokens",
+        type=Count(),
+        default=8,
+        help=f"Maximum number of guesses for a sequence in one step, up to {MAX_GUESSES}. Fewer are made where they do "
+        "not pay.",
     ),
     DEVICE_OPTION,
     THREADS_OPTION,
@@ -339,5 +358,67 @@ QUANT_OPTIONS = with_options(
         show_default="0.01",
         help="Only for --quant int4-gptq: added to the diagonal of the Hessian, as a fraction of its mean "
         "(damp_percent in other programs).",
+    ),
+)
+
+_prompt = section("Prompt")
+CHAT_TEMPLATE_OPTION = _prompt(
+    "--chat-template-kwargs",
+    type=JsonObject(),
+    show_default="none",
+    help='Variables of the chat template, as JSON: {"enable_thinking": false} turns Qwen3\'s thinking off.',
+)
+
+_sampling = section("Sampling")
+MODELS_OWN = "the model's own (generation_config.json)"
+# How tokens are drawn: fields of SamplingParams.
+SAMPLING_OPTIONS = with_options(
+    _sampling(
+        "--temperature",
+        type=float,
+        show_default=f"{MODELS_OWN}, or 0",
+        help="Randomness of the answer: 0 always takes the likeliest token, 1 draws as the model's probabilities say.",
+    ),
+    _sampling(
+        "--top-k",
+        type=int,
+        show_default=f"{MODELS_OWN}, or all",
+        help="Draw only among this many of the likeliest tokens.",
+    ),
+    _sampling(
+        "--top-p",
+        type=float,
+        show_default=f"{MODELS_OWN}, or 1",
+        help="Draw only among the fewest likeliest tokens whose probabilities add up to this.",
+    ),
+    _sampling(
+        "--min-p",
+        type=float,
+        show_default=f"{MODELS_OWN}, or 0",
+        help="Draw only tokens that are at least this likely, relative to the likeliest one.",
+    ),
+    _sampling(
+        "--repetition-penalty",
+        type=float,
+        show_default=f"{MODELS_OWN}, or 1",
+        help="Above 1, tokens that are already in the prompt or the answer become less likely.",
+    ),
+    _sampling(
+        "--presence-penalty",
+        type=float,
+        show_default="0",
+        help="Above 0, tokens that are already in the answer become less likely, from -2 to 2.",
+    ),
+    _sampling(
+        "--frequency-penalty",
+        type=float,
+        show_default="0",
+        help="The same, but multiplied by how often the token is in the answer.",
+    ),
+    _sampling(
+        "--seed",
+        type=int,
+        show_default="another one each time",
+        help="Seed of the random draws: the same seed gives the same answer.",
     ),
 )

@@ -1,0 +1,239 @@
+"""A smaller model that the engine holds beside its own guesses what comes next.
+
+It samples its guesses with the noise that the model's own tokens will be sampled with, and by the same rules: a guess
+is right wherever both models' probabilities put that noise on the same token (https://arxiv.org/abs/2408.07978).
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from enginewright.manifest import DRAFT
+from enginewright.runtime.cache.cache import Cache
+from enginewright.runtime.devices import Executor, open_executor
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.memory_plan import MemoryPlan, RuntimeConfig, sequence_bytes
+from enginewright.runtime.sampling import (
+    Logits,
+    RowBehindGuesses,
+    SampledToken,
+    Sampler,
+    SamplingParams,
+    SamplingRequest,
+)
+from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.speculation.proposer import Proposer
+from enginewright.runtime.step_cost import StepCost
+from enginewright.runtime.step_plan import Packer, Part, StepPlan
+
+# Tokens that the draft may lack of a sequence and still guess in the same step; more are read in steps of their own.
+MOST_BEHIND = 32
+WARM_UP = 4  # steps that tell what a step of the draft takes
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """Guesses for one sequence in the making."""
+
+    sequence: TokenSequence  # the model's
+    own: TokenSequence  # the draft's
+    count: int  # how many guesses are wanted
+    guesses: list[int] = field(default_factory=list)
+
+    def take(self, token: SampledToken) -> None:
+        """One guess more; none comes behind a token that ends the sequence, or where the draft gives no number."""
+        if token.is_nan or token.token in self.sequence.stop_token_ids:
+            self.count = 0
+        if not token.is_nan:
+            self.guesses.append(token.token)
+            self.own.token_ids.append(token.token)
+
+
+class DraftModel(Proposer):
+    """Guesses by the plan of the role `draft`, with caches of its own.
+
+    Where these have no room for a sequence, it guesses nothing for it. A long prompt is read in chunks, one a step,
+    before the first guess.
+
+    Args:
+        executor: of the draft's plan.
+        cost: of its steps.
+    """
+
+    first_rates = (0.7,)
+
+    def __init__(self, executor: Executor, cost: StepCost) -> None:
+        self._executor, self._cost = executor, cost
+        plan, memory = executor.plan, executor.memory_plan
+        self._limits, self._longest = memory.limits, memory.max_model_len
+        self._cache = Cache(plan.caches, memory.num_blocks, memory.limits.tokens, memory.limits.sequences)
+        self._packer = Packer(plan.caches, memory.limits)
+        self._sampler = Sampler(executor.draw)
+        self._num_groups = len(plan.caches)
+        self._copies = self._nothing()  # for the next step
+        self._own: dict[TokenSequence, TokenSequence] = {}  # with the draft's caches, by the model's
+        self._measure()
+
+    @staticmethod
+    def open(engine: Engine, config: RuntimeConfig, memory_plan: MemoryPlan) -> "DraftModel":
+        """With room for as many tokens as the model of `memory_plan` has.
+
+        Raises:
+            UsageError: the engine has no draft.
+        """
+        draft = engine.for_role(DRAFT)
+        limits = replace(
+            config,
+            max_model_len=min(memory_plan.max_model_len, draft.plan.max_seq_len),
+            max_logit_rows=config.max_num_seqs,
+            kv_cache_memory=int(kv_bytes_of_draft(engine, config, memory_plan.kv_bytes)),
+        )
+        return DraftModel(open_executor(draft, limits), StepCost.of(draft))
+
+    def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
+        return [0 if len(sequence.token_ids) < self._longest else None for sequence in sequences]
+
+    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> Sequence[Sequence[int]]:
+        for sequence in [one for one in self._own if not one.is_running]:
+            self.end(sequence)
+        followed = [self._follow(sequence) for sequence in sequences]
+        ready = [one for one in followed if one is not None]
+        # A state goes back to where the guesses begin, which is behind some token at least.
+        self._read([one for one in ready if _behind(one) > MOST_BEHIND or not one.num_computed_tokens])
+        rows: list[Row] = []
+        begun: dict[TokenSequence, int] = {}
+        room = self._limits.tokens
+        for sequence, own, count in zip(sequences, followed, counts, strict=True):
+            if own is not None and _behind(own) <= min(MOST_BEHIND, room) and self._mark(own):
+                room -= _behind(own)
+                begun[own] = own.num_computed_tokens
+                rows.append(Row(sequence, own, count))
+        going = rows
+        while going := [row for row in going if row.count > len(row.guesses) and self._grow(row.own)]:
+            for row, token in zip(going, self._sample(going, begun), strict=True):
+                row.take(token)
+        guesses = {row.sequence: row.guesses for row in rows}
+        return [guesses.get(sequence, []) for sequence in sequences]
+
+    def seconds(self, rounds: int, num_guesses: int) -> float:
+        return rounds * self._cost.fixed + num_guesses * self._cost.of_token
+
+    def end(self, sequence: TokenSequence) -> None:
+        own = self._own.pop(sequence, None)
+        if own is not None:
+            self._release(own)
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def _nothing(self) -> tuple[list[tuple[int, int]], ...]:
+        return tuple([] for _ in range(self._num_groups))
+
+    def _open(self, token_ids: Sequence[int]) -> TokenSequence | None:
+        """A sequence of which nothing is computed; None if there is no room."""
+        held = self._cache.admit(len(token_ids), copies=self._copies)
+        if held is None:
+            return None
+        own = TokenSequence(list(token_ids), len(token_ids), self._longest)
+        own.held = held
+        self._packer.place(own)
+        return own
+
+    def _release(self, own: TokenSequence) -> None:
+        self._cache.release(own.held)
+        own.held = []
+        self._packer.remove(own)
+
+    def _follow(self, sequence: TokenSequence) -> TokenSequence | None:
+        """The draft's sequence with the tokens that the model's has by now; None where there is no room for it."""
+        own, known = self._own.get(sequence), sequence.token_ids
+        if own is None:
+            own = self._open(known)
+            if own is not None:
+                self._own[sequence] = own
+            return own
+        same = own.num_prompt_tokens  # those that were known when it guessed last
+        while same < min(len(own.token_ids), len(known)) and own.token_ids[same] == known[same]:
+            same += 1
+        computed = own.num_computed_tokens
+        own.num_computed_tokens = self._cache.take_back(
+            own.held, computed, min(computed, same, len(known) - 1), self._copies
+        )
+        own.token_ids[same:] = known[same:]
+        own.num_prompt_tokens = len(known)
+        return own if self._grow(own) else None
+
+    def _grow(self, own: TokenSequence) -> bool:
+        return self._cache.grow(own.held, len(own.token_ids))
+
+    def _mark(self, own: TokenSequence) -> bool:
+        """Make ready for guesses, which may be taken back."""
+        return self._cache.mark(own.held, own.num_computed_tokens, self._copies)
+
+    def _read(self, behind: Sequence[TokenSequence]) -> None:
+        """One step of those that lack many tokens, as far as it goes; the last token is left for the guesses."""
+        parts, room = [], self._limits.tokens
+        for own in behind:
+            count = min(_behind(own) - 1, room)
+            if count:
+                parts.append(Part(own, own.num_computed_tokens, count, 0))
+                room -= count
+        if parts:
+            self._run(parts, {})
+
+    def _sample(self, rows: Sequence[Row], begun: Mapping[TokenSequence, int]) -> list[SampledToken]:
+        """A token behind each.
+
+        Args:
+            begun: the position that each may go back to.
+        """
+        began = time.perf_counter()
+        parts = [Part(row.own, row.own.num_computed_tokens, _behind(row.own), 1) for row in rows]
+        logits = self._run(parts, begun)
+        requests = [RowBehindGuesses(row.sequence.request, row.guesses) for row in rows if row.sequence.request]
+        sampled = self._sampler.sample(logits, requests)
+        if all(part.num_tokens == 1 for part in parts):
+            self._cost.learn(len(parts), time.perf_counter() - began)
+        return sampled
+
+    def _run(self, parts: Sequence[Part], begun: Mapping[TokenSequence, int]) -> Logits:
+        new: tuple[list[int], ...] = tuple([] for _ in range(self._num_groups))
+        for part in parts:
+            # What falls out of a window meanwhile would be missed if the guesses are wrong.
+            first = begun.get(part.sequence, part.first)
+            self._cache.extend(part.sequence.held, first, part.end, new, self._copies)
+            part.sequence.num_computed_tokens = part.end
+        sizes, inputs = self._packer.pack(parts, 0, parts)
+        copies, self._copies = self._copies, self._nothing()
+        return self._executor.run(StepPlan(tuple(parts), 0, sizes, inputs, copies, new)).logits
+
+    def _measure(self) -> None:
+        """What a step takes, from some of them."""
+        own = self._open([0])
+        if own is None:
+            return
+        request = SamplingRequest(SamplingParams(temperature=0), [0], self._executor.plan.vocab_size)
+        for _ in range(min(WARM_UP, self._longest)):
+            if self._grow(own):
+                self._sample([Row(TokenSequence([0], 1, 2, request=request), own, 1)], {})
+                own.token_ids.append(0)
+        self._release(own)
+
+
+def _behind(own: TokenSequence) -> int:
+    """Tokens that are known and not computed."""
+    return len(own.token_ids) - own.num_computed_tokens
+
+
+def kv_bytes_of_draft(engine: Engine, config: RuntimeConfig, kv_bytes: float) -> float:
+    """What its caches take where those of the model take `kv_bytes`, so that both have room for as many tokens.
+
+    Raises:
+        UsageError: the engine has no draft.
+    """
+    length = config.max_model_len or engine.plan.max_seq_len
+    own, its = (
+        sequence_bytes(plan.caches, length, config.max_num_batched_tokens)
+        for plan in (engine.plan, engine.for_role(DRAFT).plan)
+    )
+    return kv_bytes * its / own

@@ -1,0 +1,38 @@
+"""What guesses tokens: one interface for all ways of it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from enginewright.runtime.sequence import TokenSequence
+
+
+class Proposer(ABC):
+    """Guesses what comes behind the tokens of sequences that decode, none of which is in flight.
+
+    It may keep what it likes of a sequence until that ends. A sequence's tokens only grow; what it has computed of
+    guesses that were wrong, it has to take back itself. The tokens that are sampled depend on no guess.
+
+    first_rates: of each level of confidence, how often a guess is right as long as nothing is known.
+    """
+
+    first_rates: Sequence[float]
+
+    @abstractmethod
+    def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
+        """How sure it is of what it would guess for each: a level, or None where it would guess nothing."""
+
+    @abstractmethod
+    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Guesses for some of those that it was asked for last, as many as `counts` says at most."""
+
+    def seconds(self, rounds: int, num_guesses: int) -> float:
+        """What guessing takes, at most `rounds` tokens of a sequence and so many of all."""
+        return 0.0
+
+    @abstractmethod
+    def end(self, sequence: TokenSequence) -> None:
+        """A sequence has ended: nothing of it is needed any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it runs in."""
