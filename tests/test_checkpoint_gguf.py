@@ -9,14 +9,17 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from enginewright.builder.checkpoint import Checkpoint, gguf_file, open_checkpoint
 from enginewright.builder.models import build_graph
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
+from tests.helpers.converted_gguf import CASES as CONVERTED
+from tests.helpers.converted_gguf import VARIANTS as CONVERTED_VARIANTS
+from tests.helpers.converted_gguf import write_converted
 from tests.helpers.graphs import DenseRun
 from tests.helpers.tiny import MemoryCheckpoint
-from tests.helpers.tiny_gguf import ARCHITECTURES, TOKENS, TinyGguf, state_of, tiny_model, write_model
+from tests.helpers.tiny_gguf import ARCHITECTURES, TOKENS, TinyGguf, finish, state_of, tiny_model, write_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
@@ -44,44 +47,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 BASES = {"gemma3": 1e6, "smollm3": 2e6, "ernie4_5": 5e5, "olmo3": 5e5}  # transformers' own
-
-
-@pytest.fixture(scope="module")
-def reference(smollm2_gguf: Path) -> PreTrainedModel:
-    """The real model, as transformers reads it from the same file."""
-    return AutoModelForCausalLM.from_pretrained(
-        smollm2_gguf.parent,
-        gguf_file=smollm2_gguf.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
-    )
-
-
-def test_real_model(smollm2_gguf: Path, reference: PreTrainedModel) -> None:
-    checkpoint = open_checkpoint(str(smollm2_gguf))
-    state = state_of(reference)
-    assert checkpoint.tensors.keys() == state.keys()
-    for name, tensor in state.items():
-        assert checkpoint.tensors[name].dtype == torch.float32
-        assert checkpoint.tensors[name].shape == tensor.shape
-        assert torch.equal(checkpoint.read(name), tensor), name
-    assert checkpoint.name == "SmolLM2-135M-Instruct"
-    assert checkpoint.config["model_type"] == "llama"
-    config = {key: value for key, value in checkpoint.config.items() if key != "model_type"}
-    read, expected = AutoConfig.for_model("llama", **config).to_dict(), reference.config.to_dict()
-    for key in config.keys() & expected.keys() - {"rms_norm_eps"} | {"rope_parameters"}:
-        assert read[key] == expected[key], key
-    assert np.float32(read["rms_norm_eps"]) == np.float32(expected["rms_norm_eps"])
-    assert checkpoint.generation_config == {"bos_token_id": 1, "pad_token_id": 2, "eos_token_id": [2, 0]}
-
-
-def test_real_tokenizer(smollm2_gguf: Path) -> None:
-    template = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name).chat_template
-    tokenizer = open_checkpoint(str(smollm2_gguf)).tokenizer
-    assert tokenizer.chat_template == template
-    assert tokenizer.config["bos_token"] == "<|im_start|>"
-    assert tokenizer.config["eos_token"] == "<|im_end|>"
-    assert tokenizer.config["add_bos_token"] is False
 
 
 def test_hashes(smollm2_gguf: Path) -> None:
@@ -152,6 +117,161 @@ def test_experts_are_read_one_by_one(
     tokens = list(range(23))
     logits = [DenseRun(build_graph(one)).step(tokens) for one in (checkpoint, own)]
     np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize("case", [*CONVERTED, *CONVERTED_VARIANTS])
+def test_what_the_converter_changed_is_undone(tmp_path: Path, case: str) -> None:
+    """The graph of the file gives what that of the checkpoint does which it was converted from."""
+    architecture, converted = CONVERTED_VARIANTS.get(case) or (case, CONVERTED[case])
+    writer, source = write_converted(tmp_path / "tiny.gguf", architecture, converted)
+    checkpoint = open_checkpoint(str(finish(writer)))
+    assert checkpoint.config["model_type"] == (converted.read_as or converted.model_type)
+    assert all(checkpoint.read(name).shape == info.shape for name, info in checkpoint.tensors.items())
+    tokens = list(range(23))
+    logits = [DenseRun(build_graph(one)).step(tokens) for one in (checkpoint, source)]
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize(("case", "left_out"), [("qwen35", "mtp.3."), ("glm4moe", "model.layers.3.")])
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path, case: str, left_out: str) -> None:
+    for guesses in (1, 4):
+        writer, _ = write_converted(tmp_path / "tiny.gguf", case, CONVERTED[case])
+        writer.kv_data[0][f"{case}.block_count"].value = 4
+        writer.add_nextn_predict_layers(guesses)
+        writer.add_tensor("blk.3.nextn.eh_proj.weight", np.ones((3, 5), np.float32))
+        finish(writer)
+        if guesses == 4:
+            with pytest.raises(EngineError, match="4 of the GGUF file's 4 layers are said to guess further tokens"):
+                open_checkpoint(str(tmp_path / "tiny.gguf"))
+            continue
+        checkpoint = open_checkpoint(str(tmp_path / "tiny.gguf"))
+        assert checkpoint.config["num_hidden_layers"] == 3
+        assert [name for name in checkpoint.tensors if name.startswith(left_out)] == [f"{left_out}nextn.eh_proj.weight"]
+        build_graph(checkpoint)
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    writer, _ = write_converted(tmp_path / "tiny.gguf", "gpt-oss", CONVERTED["gpt-oss"])
+    values = np.random.default_rng(3).normal(size=(5, 32, 64)).astype(np.float32)
+    stored = gguf.quantize(values, gguf.GGMLQuantizationType.MXFP4)
+    del writer.tensors[0]["blk.1.ffn_gate_exps.weight"]
+    writer.add_tensor("blk.1.ffn_gate_exps.weight", stored, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+    checkpoint = open_checkpoint(str(finish(writer)))
+    expected = torch.from_numpy(gguf.dequantize(stored, gguf.GGMLQuantizationType.MXFP4))
+    assert expected.unique().numel() > 16  # with one scale for all there would be 15
+    for expert in range(5):
+        assert torch.equal(checkpoint.read(f"model.layers.1.mlp.experts.{expert}.gate_proj.weight"), expected[expert])
+
+
+def test_granite_4_without_states_is_granite(tmp_path: Path) -> None:
+    """Its converter writes keys of states, and the number of kv heads of each layer, all the same."""
+    model = tiny_model("granite", **FAMILIES["granite"])
+    writer = write_model(tmp_path / "tiny.gguf", "granite", model)
+    for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+        writer.add_uint32(f"granite.ssm.{key}", 4)
+    writer.add_head_count_kv([2, 2])
+    writer.add_expert_shared_feed_forward_length(61)
+    assert_model(open_checkpoint(str(writer.finish())), model)
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value", "message"),
+    [
+        ("gpt-oss", "attention.sliding_window", None, r"gpt-oss\.attention\.sliding_window is missing"),
+        ("qwen35", "ssm.state_size", None, r"qwen35\.ssm\.state_size is missing"),
+        ("qwen35", "ssm.inner_size", 109, r"ssm\.inner_size is 109: no multiple of ssm\.time_step_rank, 6"),
+        ("qwen35", "ssm.group_count", 4, r"blk\.0\.ssm_\w+ has shape \[6\]: it does not fit the file's metadata"),
+        ("deepseek2", "attention.kv_lora_rank", None, r"deepseek2\.attention\.kv_lora_rank is missing"),
+        ("glm4moe", "expert_gating_func", 1, r"glm4moe\.expert_gating_func = 1 is not implemented"),
+        ("lfm2", "shortconv.l_cache", None, r"lfm2\.shortconv\.l_cache is missing"),
+        ("lfm2", "attention.head_count_kv", [0, 1], r"lfm2\.attention\.head_count_kv does not fit 3 layers"),
+        ("lfm2", "attention.head_count_kv", [1, 0, 3], "attention.head_count_kv is 1 and 3 in different layers"),
+        ("lfm2", "attention.head_count_kv", [0, 0, 0], "attention.head_count_kv is 0 in all layers"),
+        ("lfm2", "attention.head_count_kv", None, r"lfm2\.attention\.head_count_kv is missing"),
+        ("nemotron_h", "ssm.inner_size", 109, r"ssm\.inner_size is 109: no multiple of ssm\.time_step_rank, 6"),
+        ("granitehybrid", "ssm.inner_size", 84, r"granitehybrid\.ssm\.inner_size is 84, no multiple of 40"),
+        ("seed_oss", "nextn_predict_layers", 1, r"seed_oss\.nextn_predict_layers = 1 is not implemented"),
+        ("gemma4", "attention.key_length_swa", None, r"gemma4\.attention\.key_length_swa is missing"),
+        ("gemma4", "attention.value_length_swa", 8, r"gemma4\.attention\.value_length_swa = 8 is not implemented"),
+        ("gemma4", "rope.dimension_count_swa", 4, r"gemma4\.rope\.dimension_count_swa = 4 is not implemented"),
+        ("gemma4", "rope.freq_base_swa", None, r"gemma4\.rope\.freq_base_swa is missing"),
+        (
+            "gemma4",
+            "feed_forward_length",
+            [37, 37, 74, 74, 74],
+            r"length is \[37.*: 37 in some layers, twice .* last 2",
+        ),
+        (
+            "gemma4",
+            "attention.head_count_kv",
+            [3, 2, 1, 3, 2],
+            "head_count_kv is 3 and 1 in layers of sliding_attention",
+        ),
+        ("mistral4", "attention.temperature_length", 65, r"mistral4\.attention\.temperature_length = 65 is not impl"),
+        ("mistral4", "expert_gating_func", 2, r"mistral4\.expert_gating_func = 2 is not implemented"),
+    ],
+)
+def test_metadata_that_a_family_needs(
+    tmp_path: Path, case: str, key: str, value: int | list[int] | None, message: str
+) -> None:
+    writer, _ = write_converted(tmp_path / "tiny.gguf", case, CONVERTED[case])
+    writer.kv_data[0].pop(f"{case}.{key}", None)
+    if isinstance(value, list):
+        writer.add_array(f"{case}.{key}", value)
+    elif value is not None:
+        writer.add_uint32(f"{case}.{key}", value)
+    with pytest.raises(EngineError, match=message):
+        open_checkpoint(str(finish(writer)))
+
+
+@pytest.mark.parametrize(
+    ("case", "tensor", "message"),
+    [
+        ("deepseek2", "exp_probs_b", "exp_probs_b.bias is missing in all layers: DeepSeek V2's experts"),
+        ("deepseek2", "attn_v_b", r"tensor blk\.0\.attn_k_b\.weight is not known"),
+        ("falcon-h1", "output.weight", "output.weight is missing: the factors of embeddings and logits"),
+        ("ministral3", "rope.scaling.type", "mistral3.rope.scaling.type is missing"),
+        ("mistral4", "rope.scaling.type", "rope.scaling.type is missing"),
+        ("gemma4", "rope_freqs", r"tensor rope_freqs\.weight is missing"),
+        ("gemma4 with values", "blk.1.attn_v", r"blk\.1\.attn_v\.weight is missing: other layers without"),
+    ],
+)
+def test_what_else_a_family_needs(tmp_path: Path, case: str, tensor: str, message: str) -> None:
+    """tensor: a part of the names of tensors, or of a key."""
+    architecture, converted = CONVERTED_VARIANTS.get(case) or (case, CONVERTED[case])
+    writer, _ = write_converted(tmp_path / "tiny.gguf", architecture, converted)
+    writer.tensors[0] = {name: info for name, info in writer.tensors[0].items() if tensor not in name}
+    for key in [key for key in writer.kv_data[0] if "rope.scaling" in tensor and "rope.scaling" in key]:
+        del writer.kv_data[0][key]
+    with pytest.raises(EngineError, match=message):
+        open_checkpoint(str(finish(writer)))
+
+
+@pytest.mark.parametrize(
+    "factors", [[1.0] * 4 + [1e30] * 13, [1.0] * 4 + [1e29] * 14, [1e30] * 18, [1e30] * 4 + [1.0] * 14]
+)
+def test_gemma4_without_a_proportional_rope(tmp_path: Path, factors: list[float]) -> None:
+    writer, _ = write_converted(tmp_path / "tiny.gguf", "gemma4", CONVERTED["gemma4"])
+    del writer.tensors[0]["rope_freqs.weight"]
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+    with pytest.raises(UnsupportedModelError, match="not those of a proportional rope: 18 are needed, 1 for each pair"):
+        open_checkpoint(str(finish(writer)))
+
+
+def test_gemma4_with_a_rope_scaling(tmp_path: Path) -> None:
+    writer, _ = write_converted(tmp_path / "tiny.gguf", "gemma4", CONVERTED["gemma4"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(8.0)
+    with pytest.raises(UnsupportedModelError, match="rope factors beside a rope scaling are not implemented"):
+        open_checkpoint(str(finish(writer)))
+
+
+def test_mistral4_without_its_scale_of_queries_is_as_long_as_it_was_trained_first(tmp_path: Path) -> None:
+    """Further on nobody knows how much queries grow."""
+    for case, expected in (("mistral4", 64), ("native mistral4", 512)):
+        architecture, converted = CONVERTED_VARIANTS.get(case) or (case, CONVERTED[case])
+        writer, _ = write_converted(tmp_path / "tiny.gguf", architecture, converted)
+        assert open_checkpoint(str(finish(writer))).config["max_position_embeddings"] == expected
 
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -339,7 +459,7 @@ def test_missing_or_senseless_metadata(tmp_path: Path, key: str) -> None:
 def test_heads_that_do_not_divide_the_rows(tmp_path: Path) -> None:
     writer = write_model(tmp_path / "tiny.gguf", "llama", tiny_model("llama"))
     writer.kv_data[0]["llama.attention.head_count_kv"].value = 5
-    with pytest.raises(EngineError, match=r"blk\.\d\.attn_k\.weight has 36 rows"):
+    with pytest.raises(EngineError, match=r"blk\.\d\.attn_k\.weight has shape \[36, 54\]: it does not fit"):
         open_checkpoint(str(writer.finish()))
 
 

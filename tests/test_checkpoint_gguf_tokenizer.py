@@ -1,5 +1,6 @@
 """Tokenizers out of GGUF metadata, against implementations that share nothing with ours."""
 
+import json
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from enginewright.builder.checkpoint import TokenizerFiles, open_checkpoint
@@ -93,18 +95,46 @@ def split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # from its paper's code
+# From the tokenizer.json of GPT-OSS 20B, Mistral Nemo, Qwen3.5, Seed-OSS and DeepSeek V3.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDS = "'s|'t|'re|'ve|'m|'ll|'d"
+_BEGIN, _SPACES = r"[^\r\n\p{L}\p{N}]?", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+O200K_WORDS = (
+    f"{_BEGIN}{_UPPER}*{_LOWER}+(?i:{_ENDS})?|{_BEGIN}{_UPPER}+{_LOWER}*(?i:{_ENDS})?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
+)
+TEKKEN_WORDS = rf"{_BEGIN}{_UPPER}*{_LOWER}+|{_BEGIN}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}"
+QWEN35_WORDS = rf"(?i:{_ENDS})|{_BEGIN}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{_SPACES}"
+SEED_WORDS = rf"(?i:{_ENDS})|{_BEGIN}\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+{_SPACES}"
+DEEPSEEK3_WORDS = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    + _SPACES
+)
 SPLITTERS = {
     "gpt-2": split(GPT2_WORDS),
     "default": split(GPT2_WORDS),
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"), split(GPT2_WORDS)]),
     "llama-bpe": split(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]),
     "qwen2": split(PRETOKENIZE_REGEX),
+    "dbrx": split(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]),
+    "gpt-4o": split(O200K_WORDS),
+    "tekken": split(TEKKEN_WORDS),
+    "qwen35": split(QWEN35_WORDS),
+    "seed-coder": split(SEED_WORDS),
+    "deepseek-v3": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"),
+            pre_tokenizers.Split(Regex("[\u4e00-\u9fa5\u3040-\u30ff]+"), "isolated"),
+            split(DEEPSEEK3_WORDS),
+        ]
+    ),
 }
+NFC = ("qwen2", "qwen35")
 
 
 @pytest.mark.parametrize("pre", SPLITTERS)
 def test_words(tmp_path: Path, pre: str) -> None:
-    reference = trained(SPLITTERS[pre], nfc=pre == "qwen2")
+    reference = trained(SPLITTERS[pre], nfc=pre in NFC)
     model = reference.model
     assert isinstance(model, models.BPE)
     model.save(str(tmp_path))
@@ -118,15 +148,17 @@ def test_words(tmp_path: Path, pre: str) -> None:
 
 def test_words_differ_between_pre_tokenizers() -> None:
     """Otherwise the test above would not see one taken for another."""
-    text = "they'LL pay 1234567\n\n  ok"
-    cuts = {name: str(splitter.pre_tokenize_str(text)) for name, splitter in SPLITTERS.items() if name != "default"}
+    text = "they'LL pay 1234567\n\n  ok (McDonald) हिन्दी 東京は -\n-x"
+    same = ("default", "dbrx")  # as GPT-2's, and as Llama 3's
+    cuts = {name: str(splitter.pre_tokenize_str(text)) for name, splitter in SPLITTERS.items() if name not in same}
     assert len(set(cuts.values())) == len(cuts)
 
 
-def test_llama3_takes_whole_words_and_bos(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pre", ["llama-bpe", "tekken"])
+def test_whole_words_and_bos(tmp_path: Path, pre: str) -> None:
     writer = writer_for(tmp_path)
     vocabulary = {"a": 0, "b": 1, "c": 2, "ab": 3, "<s>": 4, "abc": 5}
-    writer.add_merged_vocabulary("llama-bpe", vocabulary, [("a", "b")])  # of which none leads to abc
+    writer.add_merged_vocabulary(pre, vocabulary, [("a", "b")])  # of which none leads to abc
     writer.add_bos_token_id(4)
     tokenizer = built(writer, 6)
     assert ids(tokenizer, "abc") == [5]
@@ -144,11 +176,11 @@ def test_digits(tmp_path: Path, pre: str, expected: list[int]) -> None:
     assert ids(built(writer, 3), "12") == expected
 
 
-@pytest.mark.parametrize("pre", ["tekken", None])
+@pytest.mark.parametrize("pre", ["viking", None])
 def test_unknown_pre_tokenizer(tmp_path: Path, pre: str | None) -> None:
     writer = writer_for(tmp_path)
     writer.add_merged_vocabulary(pre or "", {"a": 0, "b": 1, "ab": 2}, [("a", "b")])
-    message = "pre-tokenizer 'tekken' is not known" if pre else "names no pre-tokenizer"
+    message = "pre-tokenizer 'viking' is not known" if pre else "names no pre-tokenizer"
     with pytest.raises(UnsupportedModelError, match=message):
         built(writer, 3)
 
@@ -226,6 +258,55 @@ def test_sentencepiece_without_bytes(tmp_path: Path) -> None:
     writer = writer_for(tmp_path)
     writer.add_spelled_vocabulary(["<unk>", "<s>", "</s>", "a", "▁"])
     assert ids(built(writer, 5), "a日本a日") == [4, 3, 0, 3, 0]
+
+
+def gemma4_vocabulary() -> tuple[list[str], list[int], list[tuple[str, str]]]:
+    """(tokens, types, merges), of which some are across blanks and line ends; as LlamaHfVocab writes them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    trainer = trainers.BpeTrainer(vocab_size=600, limit_alphabet=60, show_progress=False)
+    tokenizer.train_from_iterator([*texts(300), "\n" * 7, "def f():\n    x\n    y"], trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    shown = ["<|tool_response>", "<turn|>"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"], *shown]
+    return tokens, [3] * 5 + [6] * 256 + [1] * len(model["vocab"]) + [4, 3], [tuple(pair) for pair in model["merges"]]
+
+
+@pytest.mark.parametrize("says_bos", [True, False])
+def test_gemma4(tmp_path: Path, says_bos: bool) -> None:
+    """As transformers' own tokenizer with the same tokens and merges; bos whatever the file says, as llama.cpp."""
+    tokens, types, merges = gemma4_vocabulary()
+    assert any(len(left + right) > 1 and set(left + right) == {"\n"} for left, right in merges)
+    writer = writer_for(tmp_path)
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-1000.0] * len(tokens))
+    writer.add_token_types(types)
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    for id, name in enumerate(("pad", "eos", "bos", "unk")):
+        getattr(writer, f"add_{name}_token_id")(id)
+    writer.add_add_space_prefix(False)
+    writer.add_add_bos_token(says_bos)
+    files = built(writer, len(tokens))
+    loaded = Tokenizer.from_buffer(files.tokenizer_json)
+    reference = GemmaTokenizer({token: id for id, token in enumerate(tokens)}, merges)
+    for text in texts(500):
+        read = loaded.encode(text, add_special_tokens=False).ids
+        assert read == reference(text, add_special_tokens=False)["input_ids"], text
+        assert loaded.decode(read, skip_special_tokens=False) == text
+    assert ids(files, "a", add_special_tokens=True)[0] == 2
+    assert files.config["add_bos_token"] is True
+    ends = open_checkpoint(str(tmp_path / "tiny.gguf")).generation_config["eos_token_id"]
+    assert [tokens[id] for id in ends] == ["<eos>", "<|tool_response>", "<turn|>"]
+
+
+def test_gemma4_without_merges(tmp_path: Path) -> None:
+    writer = writer_for(tmp_path)
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(["a", "b", "ab"])
+    with pytest.raises(EngineError, match="merges is missing or not in pairs"):
+        built(writer, 3)
 
 
 def test_special_tokens(tmp_path: Path) -> None:

@@ -260,14 +260,16 @@ def test_a_checkpoint_is_said_to_be_built_first(checkpoint: Path, tmp_path: Path
     gguf.write_bytes(b"GGUF")
     for given, name in (("owner/Tiny-1B", "Tiny-1B"), (checkpoint, "tiny-llama"), (gguf, "Some Model.Q4_0")):
         command = shlex.join(["engine", "build", str(given), "--output", f"{name}.engine"])
-        for words in (("run",), ("inspect",), ("verify",), ("bench", "offline"), ("bench", "profile"), ("diff", given)):
+        for words in (("inspect",), ("verify",), ("bench", "offline"), ("bench", "profile"), ("diff", given)):
             assert f"Run: {command}\n" in refused(2, *words, given)
         assert f"Run: {command}\n" in refused(2, "generate", given, "-p", "x")
         with pytest.raises(UsageError, match=r"build it first|has to be built first"):
             LLM(given)
 
 
-@pytest.mark.parametrize("words", ["run", "inspect", "verify", "generate -p x", "bench offline", "bench profile"])
+@pytest.mark.parametrize(
+    "words", ["run", "chat", "inspect", "verify", "generate -p x", "bench offline", "bench profile"]
+)
 def test_an_engine_that_is_not_there_is_2(words: str, tmp_path: Path) -> None:
     """What begins like a path is one, and never taken for a model of the hub."""
     for path in ("nothing.engine", tmp_path / "x" / "y", "owner/tiny.engine", "./x/y", "../x/y", "~/x/y"):
@@ -281,10 +283,11 @@ def test_an_engine_that_is_not_there_is_2(words: str, tmp_path: Path) -> None:
     ("typed", "meant"),
     [
         ("serve a.engine --port 80", "engine run a.engine --port 80"),
-        ("chat a.engine Hi --seed 1", "engine generate a.engine --chat Hi --seed 1"),
-        ("chat a.engine --seed 1", "engine generate a.engine --chat QUESTION --seed 1"),
+        ("chat a.engine Hi --seed 1", "engine generate a.engine --chat Hi"),
+        ("ask a.engine Hi --seed 1", "engine generate a.engine --chat Hi --seed 1"),
+        ("ask a.engine --seed 1", "engine generate a.engine --chat QUESTION --seed 1"),
         ("complete a.engine Once", "engine generate a.engine --prompt Once"),
-        ("chat", "engine generate ENGINE --chat QUESTION"),
+        ("ask", "engine generate ENGINE --chat QUESTION"),
         ("quantize owner/Tiny", "engine build owner/Tiny"),
         ("generate a.engine What is it?", "engine generate a.engine --chat 'What is it?'"),
         ("bench a.engine --threads 1", "engine bench offline a.engine --threads 1"),
@@ -571,10 +574,37 @@ def test_help_has_each_option_in_a_section_and_with_its_default(words: tuple[str
     ("command", "sections"),
     [
         ("build", ["Model", "Format", "Calibration", "Targets", "Quality gate", "Output", "Other"]),
-        ("run", ["Address", "Limits", "KV cache", "Machine", "Overload", "Keys", "Log", "Other"]),
+        (
+            "run",
+            [
+                "Model",
+                "Address",
+                "Limits",
+                "KV cache",
+                "Speculation",
+                "Machine",
+                "Several engines",
+                "Overload",
+                "Operation",
+                "Keys",
+                "Log",
+                "Other",
+            ],
+        ),
+        ("chat", ["Prompt", "Sampling", "Output", "Limits", "KV cache", "Speculation", "Machine", "Other"]),
         (
             "generate",
-            ["Prompt", "Sampling", "Structure of the answer", "Output", "Limits", "KV cache", "Machine", "Other"],
+            [
+                "Prompt",
+                "Sampling",
+                "Structure of the answer",
+                "Output",
+                "Limits",
+                "KV cache",
+                "Speculation",
+                "Machine",
+                "Other",
+            ],
         ),
     ],
 )

@@ -18,11 +18,17 @@ from enginewright.builder.models import ALIASES, build_graph, check_config
 from enginewright.builder.tensors import AssumedTensors
 from enginewright.builder.weights import Weights
 from enginewright.errors import UnsupportedModelError
-from tests.helpers.tiny import FAMILIES, HYBRIDS, MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import ENCODERS, FAMILIES, HYBRIDS, MemoryCheckpoint, tiny_config, tiny_model
 from tests.helpers.tiny_gguf import ARCHITECTURES, write_model
 from tests.helpers.tiny_gguf import tiny_model as tiny_gguf_model
 
-UNPUBLISHED = {"granitemoeshared", "mistral4", "seed_oss"}  # families without a config.json that is known word for word
+UNPUBLISHED = {
+    "gemma4_text",
+    "granitemoeshared",
+    "mistral4",
+    "modernbert",
+    "seed_oss",
+}  # families without a config.json that is known word for word
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "golden/published_configs.json").read_text())
 
 # Of models with experts, latent KV, recurrences, several predicted tokens, other scales: each changes what is computed.
@@ -169,14 +175,21 @@ def test_every_harmless_key_has_a_reason() -> None:
             assert entry.values is None or entry.values, key
 
 
+def few_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same model with its first layers, where it has more: thousands of experts take seconds."""
+    count, few = config.get("num_hidden_layers", 0), 8
+    cut = {key: value[:few] for key, value in config.items() if isinstance(value, list | str) and len(value) == count}
+    return {**config, "num_hidden_layers": few, **cut} if count > few else dict(config)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_can_be_built(name: str) -> None:
-    check_config(PUBLISHED[name])
+    check_config(few_layers(PUBLISHED[name]))
 
 
 def test_every_family_has_published_models() -> None:
     types = (config["model_type"] for config in PUBLISHED.values())
-    assert {ALIASES.get(one, one) for one in types} - set(HYBRIDS) == set(FAMILIES) - UNPUBLISHED
+    assert {ALIASES.get(one, one) for one in types} - set(HYBRIDS) == {*FAMILIES, *ENCODERS} - UNPUBLISHED
 
 
 @pytest.mark.parametrize("family", FAMILIES)

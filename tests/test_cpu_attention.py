@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from enginewright import _cpu
+from enginewright.plugins.masked_attention import EVERYTHING
 from tests.helpers.kernel_runner import ITEM_BYTES, ONE_COLUMN, KernelRunner, weight
 from tests.helpers.paged_kv import (
     SPLIT,
@@ -42,6 +43,7 @@ class Attention:
     softcap: float = 0.0
     kv: str = "bf16"  # what the pools hold
     sinks: bool = False
+    lookahead: int = 0  # positions behind its own that a query sees
 
     @property
     def scale(self) -> float:
@@ -91,6 +93,7 @@ class Attention:
             "head_dim": heads.head_dim,
             "scale": self.scale,
             "window": self.window,
+            "lookahead": self.lookahead,
             "softcap": self.softcap,
         }
         if self.sinks:
@@ -117,7 +120,7 @@ class Attention:
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         behind = torch.arange(chunk.start, chunk.end)[:, None] - torch.arange(chunk.end)  # [query, key]
-        seen = (behind >= 0) & (behind < self.window) if self.window else behind >= 0
+        seen = (behind >= -self.lookahead) & (behind < (self.window or len(chunk.text.k)))
         scores = scores.masked_fill(~seen, -torch.inf)
         if self.sinks:
             sinks = sinks_of(self.heads).double()[:, None, None].expand(-1, len(q), 1)
@@ -213,6 +216,19 @@ def test_exactly_the_visible_positions_count(isa: str, kv: str, window: int) -> 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize(("window", "lookahead"), [(0, EVERYTHING), (0, 5), (9, 8), (300, 299)])
+def test_positions_behind_a_query(isa: str, kv: str, window: int, lookahead: int) -> None:
+    """Whole texts, with the same bits alone."""
+    heads = Heads(6, 2, 16)
+    chunks = [whole(heads, length, length) for length in (1, 2, 31, 280, 530)]
+    attention = Attention(heads, window, kv=kv, lookahead=lookahead)
+    attention.check(isa, chunks, threads=2)
+    for chunk, together in zip(chunks, attention.run(isa, chunks, threads=2), strict=True):
+        assert torch.equal(together, attention.run(isa, [chunk])[0])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("counts", [(40, 1), (64, 2)], ids=str)
 def test_groups_larger_than_a_tile(isa: str, kv: str, counts: tuple[int, int]) -> None:
     heads = Heads(*counts, 16)
@@ -254,8 +270,7 @@ def cuts(chunk: Chunk, *sizes: int) -> list[Chunk]:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("window", [0, 17, 300])
-@pytest.mark.parametrize("heads", [SMOL, Heads(7, 1, 40)], ids=str)
+@pytest.mark.parametrize(("heads", "window"), [(SMOL, 300), (Heads(7, 1, 40), 0), (Heads(7, 1, 40), 17)], ids=str)
 def test_bits_do_not_depend_on_cuts_company_or_threads(isa: str, kv: str, window: int, heads: Heads) -> None:
     attention, length = Attention(heads, window, kv=kv), 561
     alone = attention.run(isa, [whole(heads, length)])[0]
@@ -267,7 +282,7 @@ def test_bits_do_not_depend_on_cuts_company_or_threads(isa: str, kv: str, window
 
     company = [decode(heads, 40 + 19 * seed, seed) for seed in range(1, 29)] + [whole(heads, 100, 30)]
     batch = [*company, decode(heads, length), Chunk(text(heads, length), 300, 333), decode(heads, 513)]
-    for threads in (1, 2, 3):
+    for threads in (1, 3):
         results = attention.run(isa, batch, threads)
         assert torch.equal(results[-3], alone[-1:])
         assert torch.equal(results[-2], alone[300:333])
@@ -329,6 +344,7 @@ def test_a_damaged_row_of_kv_shows_where_it_is_seen(isa: str, kv: str, damaged: 
         ("576 columns, not 512", {"heads": 9, "width": 512}),
         ("must not be negative", {"softcap": -1.0}),
         ("'window' must be in", {"window": -1}),
+        ("'lookahead' must be in", {"lookahead": -1}),
         ("'partials' must have", {"partials": 720 - 64}),
         ("'scale' must be finite", {"scale": float("nan")}),
     ],

@@ -1,6 +1,7 @@
 """Norms, embeddings and elementwise kernels against float64, on every instruction set of this machine."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -126,6 +127,19 @@ def test_position_scale(isa: str) -> None:
     runner.call("position_scale@1", operands, {"beta": 0.3, "original": 16})
     factors = 1 + 0.3 * np.log(1.0 + positions // 16)
     assert_close(runner.read(view), x[:, 20:57].double() * torch.from_numpy(factors)[:, None], 3e-7)
+    assert torch.equal(runner.read(whole)[:, :20], x[:, :20])
+    assert torch.equal(runner.read(whole)[:, 57:], x[:, 57:])
+
+
+@isas
+def test_scale(isa: str) -> None:
+    """In place, on columns of a wider row."""
+    x = randn(5, 90)
+    runner = KernelRunner(isa, 2, tokens=5)
+    whole = runner.filled(x)
+    view = whole.view(20, 37)
+    runner.call("scale@1", {"x": view, "factor": weight(torch.tensor([0.37])), "out": view}, {})
+    assert torch.equal(runner.read(view), x[:, 20:57] * torch.tensor(0.37))
     assert torch.equal(runner.read(whole)[:, :20], x[:, :20])
     assert torch.equal(runner.read(whole)[:, 57:], x[:, 57:])
 
@@ -379,3 +393,29 @@ def test_malformed_operands_are_refused(
         operands["weight"] = weight(torch.ones(names["w"]))
     with pytest.raises(ValueError, match=message):
         runner.call(kernel, operands, attributes)
+
+
+@isas
+@pytest.mark.parametrize("columns", [577, 64, 7, 1])
+@pytest.mark.parametrize("threads", THREADS)
+def test_mean_rows(isa: str, columns: int, threads: int) -> None:
+    """Of sequences of several lengths, with the same bits in another batch."""
+    starts = [0, 1, 8, 21]
+    x = randn(starts[-1], columns)
+    ends, texts = (1, 0, 1, 0, 0, 0), (0, 0, 1, 0, 0, 0)
+
+    def means(rows: torch.Tensor, starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = {"query_start": (np.array(starts), ends, ONE_COLUMN)}
+        runner = KernelRunner(isa, threads, tokens=len(rows), sequences=len(starts) - 1, inputs=inputs)
+        out, half = (runner.buffer(len(starts) - 1, columns, dtype, texts) for dtype in ("f32", "bf16"))
+        for target in (out, half):
+            operands = {"x": runner.filled(rows), "query_start": _cpu.OperandSpec.step("query_start"), "out": target}
+            runner.call("mean_rows@1", operands, {})
+        assert not runner.read_pad(half).any() and runner.read_pad(out).isnan().all()
+        return runner.read(out), runner.read(half)
+
+    found, half = means(x, starts)
+    expected = torch.stack([x[begin:end].double().mean(dim=0) for begin, end in pairwise(starts)])
+    assert_close(found, expected, NORM_F32)
+    assert torch.equal(half, found.bfloat16().float())
+    assert torch.equal(means(x[8:], [0, 13])[0], found[2:])

@@ -139,19 +139,22 @@ def laid_out(states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return np.concatenate(parts, axis=-1).reshape(len(states), -1)
 
 
+@pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize(("heads", "key_heads", "k", "v"), DELTAS)
 @pytest.mark.parametrize("isa", ISAS)
-def test_delta_rules(isa: str, heads: int, key_heads: int, k: int, v: int) -> None:
-    tokens = sum(LENGTHS)
+def test_delta_rules(isa: str, heads: int, key_heads: int, k: int, v: int, by_row: bool) -> None:
+    """by_row: each row of a state has a decay of its own."""
+    tokens, decays = sum(LENGTHS), heads * (k if by_row else 1)
     rows = random_of(
         {
             "value": (tokens, heads * v),
             **dict.fromkeys(("query", "key"), (tokens, key_heads * k)),
-            **dict.fromkeys(("decay", "beta"), (tokens, heads)),
+            "decay": (tokens, decays),
+            "beta": (tokens, heads),
         }
     )
     rows["decay"][0] = 50.0  # where a softplus is its argument
-    given = random_of({"log_a": (heads,), "dt_bias": (heads,)}, 1)
+    given = random_of({"log_a": (heads,), "dt_bias": (decays,)}, 1)
     weights = {name: weight(torch.from_numpy(array)) for name, array in given.items()}
     attributes = {"heads": heads, "key_heads": key_heads, "scale": k**-0.5, "epsilon": 1e-6}
     recurrence = Recurrence("gated_delta@1", attributes, heads * k * v, "state")

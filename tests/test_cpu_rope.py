@@ -55,7 +55,7 @@ class Write:
             pools.plane(layer, "value")[:] = POISON[self.kv]
         return pools
 
-    def run(self, isa: str, threads: int = 1) -> torch.Tensor:
+    def run(self, isa: str, threads: int = 1, queries_alone: bool = False) -> torch.Tensor:
         """q_out [tokens, heads, head_dim]; k and v go to layer 1 of `pools`."""
         heads = self.heads
         runner = KernelRunner(isa, threads, tokens=self.tokens, inputs={"slots.0": (self.slots, TOKENS, ONE_COLUMN)})
@@ -72,7 +72,9 @@ class Write:
             "q_out": out,
         }
         attributes = {"heads": heads.heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
-        runner.call("rope_kv_write@1", operands, dict(attributes))
+        if queries_alone:
+            operands = {role: operand for role, operand in operands.items() if role not in ("k", "v", "slots")}
+        runner.call("rope_queries@1" if queries_alone else "rope_kv_write@1", operands, dict(attributes))
         assert not runner.read_pad(out).any()
         return runner.read(out).reshape(self.tokens, heads.heads, heads.head_dim)
 
@@ -118,6 +120,20 @@ def test_rope_kv_write(isa: str, kv: str, head_dim: int, counts: tuple[int, int]
 @pytest.mark.parametrize("rotated", [0, 2, 6, 32, 50])
 def test_the_first_dims_turn_alone(isa: str, kv: str, rotated: int) -> None:
     Write(Heads(4, 2, 50), 19, rotated, kv).check(isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize(("head_dim", "rotated"), [(50, 0), (50, 32), (512, 512)])
+def test_queries_alone(isa: str, kv: str, head_dim: int, rotated: int) -> None:
+    """For what another layer has written: the same bits, and nothing is written."""
+    write = Write(Heads(4, 2, head_dim), 19, rotated, kv)
+    before = write.poisoned_pools(len(write.pools.plane(0, "key")))
+    assert torch.equal(write.run(isa, 3, queries_alone=True), write.turned(write.q).bfloat16().float())
+    for layer in (0, 1):
+        for plane in ("key", "value"):
+            assert np.array_equal(write.pools.plane(layer, plane), before.plane(layer, plane))
+    write.check(isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)

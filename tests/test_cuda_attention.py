@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from enginewright.errors import UnsupportedModelError
 from tests.emulator.kernels import SCHEDULES, Kernels
 from tests.helpers.cuda_attention import (
     Attention,
@@ -30,6 +31,8 @@ SHAPES = [
     Attention(Heads(3, 1, 160)),
     Attention(Heads(4, 2, 128), "u4", softcap=5.0),
     Attention(Heads(3, 1, 160), "u4", window=33),
+    Attention(Heads(2, 1, 500)),
+    Attention(Heads(2, 1, 512), "i8", window=70),
 ]
 SINKS = [Attention(SMALL, "i8", out="f32", sinks=True), Attention(SMALL, out="f32", crowded=True, sinks=True)]
 ATTENTIONS = [*BY_KV, *CROWDED, *SHAPES, *SINKS]
@@ -91,7 +94,7 @@ def test_no_schedule_changes_bits(attention: Attention) -> None:
 
 
 def test_every_barrier_is_needed() -> None:
-    attentions, wide = [CROWDED[1], BY_KV[0]], SHAPES[-2]
+    attentions, wide = [CROWDED[1], BY_KV[0]], SHAPES[5]
     for attention in attentions:
         attention.run(library(), STEP)
     wide.run(library(), [part(wide.heads, 120, 150)])
@@ -101,6 +104,13 @@ def test_every_barrier_is_needed() -> None:
     assert_each_site_is_missed(library(), [site for site in sites if site != expanding], attentions, STEP)
     if expanding:  # where lanes share a row
         assert_each_site_is_missed(library(), [expanding], [wide], [part(wide.heads, 120, 150)])
+
+
+def test_heads_that_are_too_wide_for_a_gpu_are_refused() -> None:
+    wide = Heads(2, 1, 512)
+    with pytest.raises(UnsupportedModelError, match=r"heads of 512 columns .* on sm_80"):
+        Attention(wide, architecture="sm_80").launches()
+    Attention(wide, "i8", architecture="sm_80").launches()
 
 
 def test_a_page_table_that_is_off_by_one_is_noticed() -> None:

@@ -1,6 +1,7 @@
 """One file for CPUs and GPUs, built without a GPU: what is in it, that it is the same twice, and who refuses it."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from enginewright.builder import build
 from enginewright.builder.assembly import Assembly, assemble
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.cuda.sections import code_sections
@@ -16,8 +18,10 @@ from enginewright.cli import main
 from enginewright.code import read_code
 from enginewright.engine_file import EngineFile
 from enginewright.errors import NoCodeForMachineError
-from enginewright.plan import Plan, step_sizes
+from enginewright.plan import Plan, StepSizes, step_sizes
 from enginewright.plugins.architectures import ARCHITECTURES
+from enginewright.plugins.kernel import Specialization
+from enginewright.plugins.recurrence_triton import PREPARE_WARPS, SCAN_WARPS
 from enginewright.runtime.cuda.device import num_gpus
 from enginewright.runtime.devices import open_engine, open_executor
 from enginewright.runtime.engine import Engine
@@ -25,7 +29,7 @@ from enginewright.runtime.memory_plan import RuntimeConfig
 from tests.helpers.graphs import checkpoint_of
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
-TARGETS = ("cpu", "cuda:sm_80", "cuda:sm_90a", "cuda:sm_100a")
+TARGETS = ("cpu", "cuda:sm_80", "cuda:sm_90a")
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +39,20 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def some(kernels: Mapping[str, Specialization]) -> dict[str, Specialization]:
+    return dict(list(kernels.items())[::7])
+
+
 def test_the_same_file_from_an_empty_cache(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every seventh kernel."""
+    monkeypatch.setattr(build, "code_sections", lambda kernels, targets: code_sections(some(kernels), targets))
+    config = BuildConfig(quant=quant_config("bf16"), targets=TARGETS[:2], gate=None)  # `engine` has compiled them
+    build_engine(checkpoint_of("llama"), config, tmp_path / "one.engine")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     monkeypatch.chdir(tmp_path)
-    again = tmp_path / "again.engine"
-    build_engine(checkpoint_of("llama"), BuildConfig(quant=quant_config("bf16"), targets=TARGETS, gate=None), again)
+    build_engine(checkpoint_of("llama"), config, tmp_path / "again.engine")
     assert any((tmp_path / "empty").rglob("*"))
-    assert again.read_bytes() == engine.read_bytes()
+    assert (tmp_path / "again.engine").read_bytes() == (tmp_path / "one.engine").read_bytes()
 
 
 def test_it_has_each_weight_once_and_code_for_each_architecture(engine: Path) -> None:
@@ -50,19 +61,19 @@ def test_it_has_each_weight_once_and_code_for_each_architecture(engine: Path) ->
         assert set(on_cpu.plan.weight_names()) == set(on_gpu.plan.weight_names())
         called = {launch.kernel for step in on_gpu.plan.calls for launch in step.launches}
         assert on_gpu.plan.sampling is not None
-        for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
+        for capability in ((8, 0), (8, 9), (9, 0)):
             archive = on_gpu.code(capability)
             assert set(archive.launches) == called | {on_gpu.plan.sampling.kernel}
             assert all(bytes(archive.cubin(name)[:4]) == b"\x7fELF" for name in called)
-        with pytest.raises(NoCodeForMachineError, match=r"(?s)12\.0.*sm_80, sm_90a, sm_100a.*cuda:sm_120"):
-            on_gpu.code((12, 0))
+        with pytest.raises(NoCodeForMachineError, match=r"(?s)10\.0.*sm_80, sm_90a.*cuda:sm_100a"):
+            on_gpu.code((10, 0))
 
 
 def test_inspect_says_what_code_there_is(engine: Path) -> None:
     shown = CliRunner().invoke(main, ["inspect", str(engine), "--json"])
     assert shown.exit_code == 0, shown.output
     code = json.loads(shown.stdout)["code"]
-    assert list(code) == ["sm_80", "sm_90a", "sm_100a"] and all(one["kernels"] > 20 for one in code.values())
+    assert list(code) == ["sm_80", "sm_90a"] and all(one["kernels"] > 20 for one in code.values())
 
 
 @pytest.mark.skipif(num_gpus() > 0, reason="there is a GPU")
@@ -114,6 +125,38 @@ def test_wgmma_where_it_is_switched_on_is_for_hopper_alone(monkeypatch: pytest.M
     assert held == {"code/sm_80": {names[0], names[2]}, "code/sm_90a": {names[1], names[2]}}
     assert not any("wgmma" in name for name in assembled(batch_invariant=True).kernels)
     assert not any("prefill_wgmma" in name for name in assembled(kv_cache_dtype="int8").kernels)
+
+
+def test_recurrences_go_in_chunks_where_these_are_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = ("cuda:sm_80", "cuda:sm_90a")
+    model = tiny_config("nemotron_h")
+    checkpoint = MemoryCheckpoint.of(tiny_model(model), model)
+
+    def assembled(**options: Any) -> Assembly:
+        return assemble(checkpoint, BuildConfig(targets=targets, **options), Silent())
+
+    def functions(plan: Plan, sizes: StepSizes) -> set[tuple[str, ...]]:
+        calls = [call for call in plan.calls if call.kernel.startswith("selective_state")]
+        return {tuple(one.kernel.partition("-")[0] for one in call.launches if one.runs(sizes)) for call in calls}
+
+    prompts, decodes = (step_sizes(tokens=tokens, sequences=2, logit_rows=2) for tokens in (3, 2))
+    alone, in_chunks = {("linear_recurrence",)}, {("linear_recurrence", "prepare_chunks", "scan_chunks")}
+    before = assembled().plans["cuda"]
+    assert functions(before, prompts) == alone  # no engine has them until then
+    switched_on = replace(ARCHITECTURES["sm_90a"], chunked_recurrence=True)
+    monkeypatch.setitem(ARCHITECTURES, "sm_90a", switched_on)
+    assembly = assembled()
+    plan = Plan.from_json(assembly.plans["cuda"].to_json())
+    assert functions(plan.for_code("sm_80"), prompts) == alone
+    assert functions(plan.for_code("sm_90a"), prompts) == in_chunks
+    assert functions(plan.for_code("sm_90a"), decodes) == alone
+    assert functions(assembled(batch_invariant=True).plans["cuda"], prompts) == alone
+    chunked = {name: kernel for name, kernel in assembly.kernels.items() if "linear_rec" in name or kernel.triton}
+    sections = code_sections(chunked, targets)
+    archives = {name: read_code(memoryview(data), name).launches for name, data in sections.items()}
+    warps = {name: sorted(one.num_warps for one in launches.values()) for name, launches in archives.items()}
+    assert warps == {"code/sm_80": [0], "code/sm_90a": [0, SCAN_WARPS, PREPARE_WARPS]}
+    assert not any(one.scratch_bytes for one in archives["code/sm_90a"].values())
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

@@ -15,7 +15,7 @@ from enginewright.builder.cuda import Compiled, Instance, compile
 from enginewright.builder.cuda.cubin import resources
 from enginewright.builder.cuda.kernel import Failed, Job
 from enginewright.errors import EngineError, UsageError
-from enginewright.plan import Linear, linear
+from enginewright.plan import COMMON_DIMS, Linear, linear
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
 from enginewright.runtime.env import compiler_environment
@@ -319,6 +319,29 @@ def _recurrences() -> list[tuple[str, dict[str, Matrix], dict[str, int | float |
     ]
 
 
+def _latent() -> list[tuple[str, dict[str, Matrix], dict[str, int | float | str]]]:
+    """DeepSeek V3's 128 heads, and a latent vector of 512 columns."""
+    rows, heads, latent, rope = linear(tokens=1), 128, 512, 64
+
+    def matrix(columns: int, dtype: str = "f32") -> Matrix:
+        return Matrix(dtype, rows, columns, columns + 64, columns)
+
+    half, width = matrix(rope // 2), latent + rope
+    plane = Matrix("bf16", Linear(), width, width, width, block_stride=1 << 20)
+    write = {"q": matrix(heads * latent), "q_rope": matrix(heads * rope), "c": matrix(latent), "k_rope": matrix(rope)}
+    queries, results = matrix(heads * width, "bf16"), matrix(heads * latent, "bf16")
+    weight = Matrix("bf16", Linear(heads * 128), latent, latent, latent, "r16")
+    return [
+        ("LatentWrite", {**write, "cos": half, "sin": half, "latent": plane, "q_out": queries}, {"heads": heads}),
+        (
+            "LatentPagedAttention",
+            {"q": queries, "latent": plane, "out": results, "partials": matrix(4 * 32 * (latent + 2))},
+            {"heads": heads, "head_dim": width, "value_dim": latent, "scale": 0.1},
+        ),
+        ("HeadGemm", {"x": results, "weight": weight, "out": matrix(heads * 128, "bf16")}, {"heads": heads}),
+    ]
+
+
 def few_families_instances() -> list[Instance]:
     """Kernels that the tiny models of other tests have no use for."""
     rows, wide = linear(tokens=1), Matrix("f32", linear(tokens=1), 70, 192, 70)
@@ -335,7 +358,14 @@ def few_families_instances() -> list[Instance]:
             {"q": q, "k": kv, "v": kv, "key": plane, "value": plane, "q_out": q_out},
             {"heads": 6, "kv_heads": 2, "head_dim": 24},
         ),
+        (
+            "RopeQueries",
+            {"q": q, "cos": half, "sin": half, "key": plane, "value": plane, "q_out": q_out},
+            {"heads": 6, "kv_heads": 2, "head_dim": 24},
+        ),
+        ("Scale", {"x": wide, "factor": Matrix("f32", Linear(1), 1, 1, 1), "out": wide}, {}),
         *_recurrences(),
+        *_latent(),
         *(
             ("Activation", {"x": wide, **gate, "out": wide}, {"activation": activation, "group": 0})
             for activation, gate in (
@@ -355,7 +385,8 @@ def few_families_instances() -> list[Instance]:
     for op, operands, attributes in calls:
         kernel = PLUGINS[op].kernels["cuda"]
         assert isinstance(kernel, CudaKernel)
-        for launch in kernel.launches(Call(operands, attributes)):
+        dims = (*COMMON_DIMS, "kv_blocks", "kv_splits")
+        for launch in kernel.launches(Call(operands, attributes, ("sm_80",), dims=dims)):
             found.append(Instance(kernel.sources[launch.kernel.partition("<")[0]], launch.kernel))
     return found
 

@@ -77,6 +77,19 @@ def test_rows_are_gathered(dtype: str) -> None:
     check_outside(out, 3)
 
 
+def test_scale() -> None:
+    x = np.random.default_rng(5).standard_normal((3, 70)).astype(np.float32)
+    factor = Operand(np.array([0.37], np.float32), Matrix("f32", Linear(1), 1, 1, 1))
+    operands = {
+        "x": strided("f32", LOGIT_ROWS, x, 77),
+        "factor": factor,
+        "out": empty("f32", LOGIT_ROWS, 3, 70, 192),
+    }
+    out = run("Scale", operands)
+    np.testing.assert_array_equal(out.values[:3, :70], x * factor.values)
+    check_outside(out, 3)
+
+
 def test_softcap() -> None:
     x = 40 * np.random.default_rng(4).standard_normal((3, 70)).astype(np.float32)
     operands = {"x": strided("f32", LOGIT_ROWS, x, 77), "out": empty("f32", LOGIT_ROWS, 3, 70, 192)}

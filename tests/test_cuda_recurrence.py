@@ -140,15 +140,15 @@ def test_convolutions(channels: int, width: int, activation: str, more: Sequence
 HEADS = [(3, 3, 10, 50), (4, 2, 128, 40), (2, 1, 200, 20)]  # heads, key heads, K, V
 
 
-@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize(("delta", "by_row"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize(("heads", "key_heads", "k", "v"), HEADS)
-def test_linear_recurrences(heads: int, key_heads: int, k: int, v: int, delta: bool) -> None:
-    tokens = sum(LENGTHS)
+def test_linear_recurrences(heads: int, key_heads: int, k: int, v: int, delta: bool, by_row: bool) -> None:
+    """by_row: each row of a state has a decay of its own."""
+    tokens, decays = sum(LENGTHS), heads * (k if by_row else 1)
     shapes = {"query": (tokens, key_heads * k), "key": (tokens, key_heads * k), "value": (tokens, heads * v)}
-    rows = random_of({**shapes, "decay": (tokens, heads), **({"beta": (tokens, heads)} if delta else {})})
-    rows["decay"][:2] = [[50.0] * heads, [-50.0] * heads]
-    names = ("log_a", "dt_bias") if delta else ("log_a", "dt_bias", "skip")
-    given = random_of(dict.fromkeys(names, (heads,)), 1)
+    rows = random_of({**shapes, "decay": (tokens, decays), **({"beta": (tokens, heads)} if delta else {})})
+    rows["decay"][:2] = [[50.0] * decays, [-50.0] * decays]
+    given = random_of({"log_a": (heads,), "dt_bias": (decays,), **({} if delta else {"skip": (heads,)})}, 1)
     weights = {name: vector("f32", array) for name, array in given.items()}
     states = random_of({"state": (SLOTS, heads, k, v)}, 2)["state"]
     more = {"scale": k**-0.5, "epsilon": 1e-6} if delta else {"dt_min": 0.01}

@@ -49,7 +49,7 @@ def test_rope_and_write(kv: str, heads: int, kv_heads: int, head_dim: int, rotat
     width = counts[0]
     padded = -(-width // 64) * 64
 
-    def run(schedule: str) -> tuple[Pools, np.ndarray]:
+    def run(schedule: str, op: str = "RopeKvWrite") -> tuple[Pools, np.ndarray]:
         pools = Pools(kv, 3, kv_heads, head_dim)
         out = empty("bf16", TOKENS, 5, width, padded + 64, padded)
         operands = {
@@ -65,7 +65,9 @@ def test_rope_and_write(kv: str, heads: int, kv_heads: int, head_dim: int, rotat
             "q_out": out,
             **pools.operands,
         }
-        kernel = PLUGINS["RopeKvWrite"].kernels["cuda"]
+        if op == "RopeQueries":
+            del operands["k"], operands["v"], operands["slots"]
+        kernel = PLUGINS[op].kernels["cuda"]
         assert isinstance(kernel, CudaKernel)
         matrices = {role: operand.matrix for role, operand in operands.items()}
         call = CudaCall(kernel, matrices, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -90,3 +92,6 @@ def test_rope_and_write(kv: str, heads: int, kv_heads: int, head_dim: int, rotat
         np.testing.assert_array_equal(out[:5, :width], as_bf16(turned(q).reshape(5, -1)))
         assert (out[:5, width:padded] == 0).all()
         assert (out[:5, padded:] == 0x7FFF).all() and (out[5:] == 0x7FFF).all()
+        untouched, queries = run(schedule, "RopeQueries")
+        np.testing.assert_array_equal(queries, out)
+        np.testing.assert_array_equal(untouched.memory, Pools(kv, 3, kv_heads, head_dim).memory)

@@ -5,15 +5,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from enginewright.builder.cuda import Compiled, compile_each
-from enginewright.builder.cuda.kernel import TritonInstance
 from enginewright.builder.cuda.triton_gemm import TILES, gemm_bf16
 from enginewright.errors import EngineError
+from enginewright.triton_instance import TritonInstance
 from tests.helpers.triton_gemm_run import PROBLEMS
-from tests.tolerances import TRITON_GEMM_BF16, TRITON_GEMM_F32
+from tests.tolerances import RECURRENCE_F32, TRITON_GEMM_BF16, TRITON_GEMM_F32
 
 SHARED_BYTES = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_120": 99}  # KiB of a block
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,16 +35,34 @@ def made(cache: Path) -> dict[str, Compiled]:
     return {sm: compiled for (sm, _), compiled in made.items()}
 
 
-def test_values_in_the_interpreter() -> None:
+def interpreted(module: str, *arguments: str) -> list[Any]:
+    """What a module of tests.helpers prints in a process whose kernels run in Triton's interpreter."""
     found = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.triton_gemm_run"],
+        [sys.executable, "-m", f"tests.helpers.{module}", *arguments],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
     )
     assert found.returncode == 0, found.stderr
-    results = [json.loads(line) for line in found.stdout.splitlines()]
+    return [json.loads(line) for line in found.stdout.splitlines()]
+
+
+def check_recurrences(which: str, count: int) -> None:
+    """One of the lists of problems of triton_recurrence_run.py."""
+    results = interpreted("triton_recurrence_run", which)
+    assert len(results) == count
+    for index, result in enumerate(results):
+        assert result["error"] < RECURRENCE_F32 and result["state"] < RECURRENCE_F32, (index, result)
+        assert result["same"], f"problem {index} has other bits when its prompt is cut, or alone"
+
+
+def test_recurrences_in_chunks_in_the_interpreter() -> None:
+    check_recurrences("few", 2)
+
+
+def test_values_in_the_interpreter() -> None:
+    results = interpreted("triton_gemm_run")
     for problem, result in zip(PROBLEMS, results, strict=True):
         limit = TRITON_GEMM_F32 if problem[-1].is_floating_point and problem[-1].itemsize == 4 else TRITON_GEMM_BF16
         assert result["error"] < limit, problem

@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from enginewright.builder.assembly import assemble, with_draft
 from enginewright.builder.build import BuildConfig, BuildReport, build_engine
 from enginewright.builder.checkpoint.base import TokenizerFiles
 from enginewright.builder.progress import Silent
+from enginewright.cli import main
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.manifest import Manifest
@@ -23,7 +25,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.inspect import describe, summarize
 from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.score import score
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 CONFIG = BuildConfig(gate=None)
 EMBEDDING = "model.embed_tokens.weight"
@@ -165,3 +167,19 @@ def test_gpus_have_a_plan_of_the_draft_too(
     both = with_draft(target, draft)
     assert {f"plan/draft/{one.name}" for one in targets_of(config.targets)} <= set(both.files)
     assert set(both.kernels) == {*target.kernels, *draft.kernels}
+
+
+def test_a_draft_by_the_commands(tmp_path: Path) -> None:
+    """Built beside its model, and asked for guesses."""
+    model, draft = (str(tiny_checkpoint(tmp_path / name, "llama")) for name in ("model", "draft"))
+    path, runner = tmp_path / "both.engine", CliRunner()
+    options = ["build", model, "--draft", draft, "--gate", "off", "-o", str(path)]
+    foreseen = runner.invoke(main, [*options, "--dry-run", "--json"])
+    assert foreseen.exit_code == 0 and msgspec.json.decode(foreseen.stdout)["recipe"]["draft"]["model_type"] == "llama"
+    assert runner.invoke(main, options).exit_code == 0
+    asked = ["generate", str(path), "-p", "a", "--max-tokens", "20", "--ignore-eos", "--json", "--seed", "5"]
+    plain, guessed = (
+        msgspec.json.decode(runner.invoke(main, [*asked, "--kv-cache-memory", "4m", *more]).stdout)
+        for more in ([], ["--speculate", "draft", "--speculate-tokens", "3"])
+    )
+    assert guessed["token_ids"] == plain["token_ids"] and guessed["num_accepted_tokens"] > 0

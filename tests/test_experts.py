@@ -12,14 +12,22 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.models import build_graph
 from enginewright.errors import EngineError
-from enginewright.passes.graph import LinearLayer, linears_of
+from enginewright.passes.fusion.gate_up import FuseGateUp
+from enginewright.passes.fusion.qkv import FuseQkv
+from enginewright.passes.graph import LinearLayer, linears_of, nodes_of
+from enginewright.passes.pass_manager import run_passes
 from enginewright.passes.pipeline import run_pipeline
-from enginewright.passes.quant import Int4Awq, Int4Gptq, Int8Sq, QuantConfig
+from enginewright.passes.quant import W8A8, Int4Awq, Int4Gptq, Int8Sq, QuantConfig
 from enginewright.passes.quant.auto import Auto
 from enginewright.passes.quant.choose import UNSEEN
 from enginewright.passes.quant.method import Calibration, stored
+from enginewright.passes.quant.smooth import UNSEEN as UNSEEN_BY_SMOOTHING
+from enginewright.passes.quant.smoothing_sites import sites
 from enginewright.passes.streaming import stream
-from enginewright.passes.weights import RowReader, open_rows, read
+from enginewright.passes.weights import RowReader, open_rows, read, scale, shape_of
+from enginewright.plugins import DOMAIN
+from enginewright.plugins.plugin import operand
+from enginewright.plugins.route import ROUTE
 from enginewright.runtime.engine import Engine
 from tests import tolerances
 from tests.helpers.graphs import DenseRun, random_tokens, relative_error
@@ -66,9 +74,10 @@ def test_calibrated_mixtures_stay_near(checkpoint: MemoryCheckpoint, quant: Quan
     assert 1e-8 < relative_error(actual, expected) < tolerances.ENGINE_LOGITS["int4-rtn"]
     formats = [stored(linear.weight) for linear in linears_of(kept[0]) if linear.experts > 1]
     assert len(formats) == 2 * LAYERS and all(formats)
-    notes = [note for result in results.values() for note in result.notes]
-    if not isinstance(quant, Int8Sq):
-        assert set(notes) == {UNSEEN} and 0 < len(notes) < 2 * LAYERS * EXPERTS
+    for name, text, of_layer in (("smooth", UNSEEN_BY_SMOOTHING, 1), ("choose_codes", UNSEEN, 2)):
+        if name in results:
+            notes = results[name].notes
+            assert set(notes) == {text} and 0 < len(notes) < of_layer * LAYERS * EXPERTS
 
 
 def test_an_expert_that_no_text_came_to_is_given_its_neighbours_rows(checkpoint: MemoryCheckpoint) -> None:
@@ -94,6 +103,99 @@ def test_an_expert_that_no_text_came_to_is_given_its_neighbours_rows(checkpoint:
         own = slice(expert * rows, (expert + 1) * rows)
         error = (restored[own] - read(source)[own]).norm() / read(source)[own].norm()
         assert 0 < error < 0.15, expert
+
+
+SMOOTHED = {
+    # Sites; those of experts' own factors, of routers, and of squares; and which sentences say why others are none.
+    "qwen3_moe": ((12, 3, 3, 0), set()),
+    "gpt_oss": ((9, 0, 3, 0), {"its product is clamped."}),
+    "qwen3_next": (
+        (11, 2, 2, 0),
+        {"no weight that is free to change writes it."},
+    ),  # with shared experts that have a gate
+    "nemotron_h": ((9, 1, 1, 3), {"no weight that is free to change writes it."}),
+    "nemotron_h, latent": ((10, 1, 1, 3), {"no weight that is free to change writes it."}),
+}
+
+
+@pytest.mark.parametrize("case", SMOOTHED)
+def test_scaling_what_experts_read_changes_no_result(case: str) -> None:
+    family, _, latent = case.partition(", ")
+    config = tiny_config(family, **({"moe_latent_size": 25} if latent else {}))
+    model = build_graph(MemoryCheckpoint.of(tiny_model(config), config))
+    FuseGateUp()(model)
+    FuseQkv()(model)
+    expected = stream(model, TEXTS[:1]).logits(0, 0, len(TEXTS[0]))
+    found, refusals = sites(model)
+    counts = (
+        len(found),
+        sum(site.experts > 1 for site in found),
+        sum(bool(site.routers) for site in found),
+        sum(site.power == 2 for site in found),
+    )
+    assert (counts, {refusal.partition(": ")[2] for refusal in refusals}) == SMOOTHED[case]
+    before = {linear.weight: read(linear.weight) for linear in linears_of(model)}
+    random = torch.Generator().manual_seed(1)
+    for site in found:
+        site.apply(torch.exp2(6 * torch.rand(site.experts, site.channels, generator=random) - 3))
+    assert all(not read(linear.weight).equal(before[linear.weight]) for site in found for linear in site.linears)
+    logits = stream(model, TEXTS[:1]).logits(0, 0, len(TEXTS[0]))
+    assert float((logits - expected).abs().max()) < tolerances.DENSE_LOGITS
+
+
+def outliers(checkpoint: MemoryCheckpoint, norm: float = 1, up: float = 1) -> ir.Model:
+    """A model with one channel of what experts read so many times as large, and one of what the last has inside."""
+    model = build_graph(checkpoint)
+    for site in sites(model)[0]:
+        if site.routers or site.experts > 1:
+            for weight in site.before:  # alone: what reads it is not scaled back
+                rows = torch.ones(site.experts, shape_of(weight)[0] // site.experts)
+                rows[-1, site.first + 7] = norm if site.routers else up
+                scale(weight, rows=rows.flatten())
+    return model
+
+
+def layer_errors(model: ir.Model, quant: QuantConfig) -> dict[str, float]:
+    """Of what each of the experts' products gives, mean over experts, relative: {"gate_up": …, "down": …}."""
+    run_passes(model, quant.prepare(Calibration(TEXTS)))
+    errors: dict[str, list[float]] = {"gate_up": [], "down": []}
+
+    def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
+        if not linear.grouped:
+            return
+        rows, weights = shape_of(linear.weight)[0] // linear.experts, read(linear.weight)
+        for expert, weight in enumerate(weights.split(rows)):
+            x = torch.cat(linear.rows_of(expert, inputs))
+            if len(x):
+                y, kept = x @ weight.t(), quant.restore(*quant.quantize(weight, "weight"))
+                error = (quant.round_activations(x) @ kept.t() - y).norm() / y.norm()
+                errors["down" if "down" in str(linear.weight.name) else "gate_up"].append(float(error))
+
+    stream(model, TEXTS, visit)
+    return {name: float(np.mean(each)) for name, each in errors.items()}
+
+
+def test_smoothing_helps_where_channels_of_experts_stick_out(checkpoint: MemoryCheckpoint) -> None:
+    for sizes, name in (({"norm": 100}, "gate_up"), ({"up": 100}, "down")):
+        plain, smoothed = (layer_errors(outliers(checkpoint, **sizes), quant) for quant in (W8A8(0), Int8Sq(0)))
+        assert smoothed[name] < 0.7 * plain[name]
+
+
+def test_smoothing_leaves_the_numbers_of_routers_what_they_are(checkpoint: MemoryCheckpoint) -> None:
+    """Times powers of two: what BFLOAT16 holds, it holds still."""
+    model = outliers(checkpoint, norm=100)
+    weights = [operand(node, 1) for node in nodes_of(model, ROUTE.name, domain=DOMAIN)]
+    before = [read(weight) for weight in weights]
+    run_passes(model, Int8Sq(0).prepare(Calibration(TEXTS)))
+    for weight, exact in zip(weights, before, strict=True):
+        ratio = (read(weight) / exact).log2()
+        assert ratio.equal(ratio[:1].round().expand_as(ratio)) and ratio.max() > ratio.min()
+
+
+def test_smoothing_says_which_experts_no_text_came_to(checkpoint: MemoryCheckpoint) -> None:
+    model = build_graph(checkpoint)
+    results = run_passes(model, Int8Sq().prepare(Calibration(TEXTS[1:2])))
+    assert results["smooth"].notes == (UNSEEN_BY_SMOOTHING,) * (LAYERS * (EXPERTS - TOP))
 
 
 def test_packing_reads_one_expert_at_a_time(checkpoint: MemoryCheckpoint) -> None:

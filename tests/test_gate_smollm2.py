@@ -17,8 +17,8 @@ FAULTY = "model.layers.17.mlp.down_proj"
 
 @pytest.fixture(autouse=True)
 def _less_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "TOKENS", 320)
-    monkeypatch.setattr(gate_module, "LAYER_TOKENS", 64)
+    monkeypatch.setattr(gate_module, "TOKENS", 160)
+    monkeypatch.setattr(gate_module, "LAYER_TOKENS", 32)
 
 
 def test_bf16_passes(smollm2_gguf: Path, tmp_path: Path) -> None:

@@ -152,13 +152,13 @@ def test_generated_tokens_are_those_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("shift", [0, 100])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
 def test_a_shared_beginning_is_computed_once(family: str, shift: int) -> None:
-    """A beginning of 1,000 tokens that 50 requests share: only what comes behind it is computed for each."""
-    beginning, *ends = texts([1000 + shift, *[20] * 50])
+    """A beginning of 1,000 tokens that 20 requests share: only what comes behind it is computed for each."""
+    beginning, *ends = texts([1000 + shift, *[20] * 20])
     prompts = [beginning + end for end in ends]
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=3, ignore_eos=True)
     with_cache = generated(family, prompts, params)
     computed = sum(len(output.prompt_token_ids) - output.num_cached_tokens for output in with_cache)
-    assert computed <= 0.1 * sum(map(len, prompts)), "three of them at most compute the whole beginning"
+    assert computed <= 0.2 * sum(map(len, prompts)), "three of them at most compute the whole beginning"
     if shift == 0:
         without = generated(family, prompts, params, enable_prefix_caching=False)
         assert tokens_of(with_cache) == tokens_of(without)
@@ -241,9 +241,59 @@ def test_a_wrapper_gives_its_text_model() -> None:
             build_graph(MemoryCheckpoint({**whole, **wrong}, stored))
 
 
+def test_kimi_linear_as_it_is_published() -> None:
+    """With the config's own section and names, and with taps and experts one by one."""
+    config = tiny_config("kimi_linear")
+    plain = MemoryCheckpoint.of(tiny_model(config), config)
+    stored: dict[str, torch.Tensor] = {}
+    for name, value in plain.stored.items():
+        name = name.replace("forget_gate.", "")
+        if name.endswith("conv1d.weight"):
+            stored |= {
+                name.replace("conv1d", f"{part}_conv1d"): taps for part, taps in zip("qkv", value.chunk(3), strict=True)
+            }
+        elif ".experts." in name:
+            parts = {"w1": value[:, :21], "w3": value[:, 21:]} if "gate_up" in name else {"w2": value}
+            block = name.rpartition(".")[0].replace(".mlp.", ".block_sparse_moe.")
+            for part, matrices in parts.items():
+                stored |= {f"{block}.{expert}.{part}.weight": matrix for expert, matrix in enumerate(matrices)}
+        else:
+            sparse = any(part in name for part in (".gate.", "shared_experts"))
+            stored[name.replace(".mlp.", ".block_sparse_moe.") if sparse else name] = value
+    renamed = {
+        "max_position_embeddings": "model_max_length",
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_shared_experts": "num_shared_experts",
+        "n_group": "num_expert_group",
+    }
+    dropped = ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+    published = {renamed.get(key, key): value for key, value in config.items() if key not in dropped} | {
+        "linear_attn_config": {
+            "full_attn_layers": [3],
+            "kda_layers": [1, 2, 4],
+            "head_dim": 22,
+            "num_heads": 3,
+            "short_conv_kernel_size": 4,
+        },
+        "head_dim": 72,
+        "first_k_dense_replace": 1,
+        "mla_use_nope": True,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "use_grouped_topk": True,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+    }
+    tokens = np.random.default_rng(0).integers(0, config["vocab_size"], (1, sum(STEPS)))
+    actual = graph_logits(build_graph(MemoryCheckpoint(published, stored)), tokens)
+    np.testing.assert_array_equal(actual, graph_logits(build_graph(plain), tokens))
+
+
 @pytest.mark.parametrize("family", [*HYBRIDS, "qwen3_5"])
 def test_what_transformers_saves_can_be_built(family: str) -> None:
-    config = AutoConfig.for_model(family, dtype=torch.bfloat16)
+    few_layers = {"num_hidden_layers": 4} if family.startswith("qwen3") else {}  # all that there is, of 512 experts
+    config = AutoConfig.for_model(family, dtype=torch.bfloat16, **few_layers)
     for written in (config.to_json_string(use_diff=True), config.to_json_string(use_diff=False)):
         check_config(json.loads(written))
 
@@ -269,6 +319,13 @@ def test_what_transformers_saves_can_be_built(family: str) -> None:
         ("lfm2", {"layer_types": ["conv"]}, "names 1 layers, but num_hidden_layers is 3"),
         ("lfm2", {"conv_L_cache": 9}, "conv_L_cache = 9"),
         ("lfm2", {"use_pos_enc": False}, "use_pos_enc = False"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2]}},
+            "each of 4 layers once",
+        ),
+        ("kimi_linear", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
         ("qwen3_5_text", {"linear_num_value_heads": 5}, "no multiple of linear_num_key_heads"),
         ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
         ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate = False"),

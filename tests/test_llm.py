@@ -234,6 +234,7 @@ def test_arguments_of_calls_without_effect(llm: LLM) -> None:
     off: dict[str, Any] = {"lora_request": None, "chat_template": None, "tools": None, "continue_final_message": False}
     assert tokens_of(llm.chat(turn, GREEDY, False, **off)) == tokens_of(plain)
     assert tokens_of(llm.generate([5], GREEDY, lora_request=None, priority=None))
+    assert tokens_of(llm.generate([5], GREEDY, priority=[7])) == tokens_of(llm.generate([5], GREEDY))
     for name, value in {"tools": [{}], "chat_template": "{{ x }}", "lora_request": 1, "max_tokens": 3}.items():
         with pytest.raises(UsageError, match=name):
             llm.chat(turn, GREEDY, **{name: value})

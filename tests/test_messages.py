@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 from collections.abc import Sequence
 
@@ -9,7 +10,8 @@ import pytest
 
 from enginewright.errors import UsageError
 from enginewright.runtime.detokenizer import Detokenizer
-from enginewright.runtime.messages.calls import Call, CallFormat, json_calls
+from enginewright.runtime.messages.bare import typed
+from enginewright.runtime.messages.calls import Arguments, Call, CallFormat, WrittenCalls, json_calls
 from enginewright.runtime.messages.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from enginewright.runtime.messages.formats import (
     CALL_FORMATS,
@@ -18,7 +20,8 @@ from enginewright.runtime.messages.formats import (
     message_format,
     new_parser,
 )
-from enginewright.runtime.messages.glm import GLM
+from enginewright.runtime.messages.gemma import FUNCTION_GEMMA, GEMMA4
+from enginewright.runtime.messages.glm import GLM, GLM47
 from enginewright.runtime.messages.harmony import HARMONY
 from enginewright.runtime.messages.hermes import HERMES
 from enginewright.runtime.messages.llama3_json import LLAMA3_JSON
@@ -84,6 +87,25 @@ ARGS_ADD = (
     "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>"
     f"<arg_key>b</arg_key><arg_value>{_json(ADD['b'])}</arg_value></tool_call>"
 )
+ARGS47, ARGS47_ADD = (text.replace("\n<arg", "<arg").replace("\n</tool", "</tool") for text in (ARGS, ARGS_ADD))
+
+
+def _gemma(open: str, close: str, quote: str, name: str, arguments: dict[str, object]) -> str:
+    """As its template writes arguments: keys are bare, and texts stand between marks."""
+
+    def written(value: object) -> str:
+        match value:
+            case str():
+                return f"{quote}{value}{quote}"
+            case dict():
+                return f"{{{','.join(f'{key}:{written(one)}' for key, one in value.items())}}}"
+            case list():
+                return f"[{','.join(map(written, value))}]"
+        return str(value) if value is None else _json(value)
+
+    return f"{open}call:{name}{written(arguments)}{close}"
+
+
 BOTH = (("weather", WEATHER), ("add", ADD))
 PLAIN_BOTH = (("weather", PLAIN), ("add", ADD))
 # A format, two calls as it writes them, and what they are.
@@ -91,6 +113,17 @@ CASES = {
     "hermes": (HERMES, "\n".join(_hermes(*one) for one in BOTH), BOTH),
     "qwen3_xml": (QWEN3_XML, f"{XML}\n{XML_ADD}", PLAIN_BOTH),
     "glm": (GLM, f"{ARGS}\n{ARGS_ADD}", PLAIN_BOTH),
+    "glm47": (GLM47, ARGS47 + ARGS47_ADD, PLAIN_BOTH),
+    "gemma4": (
+        GEMMA4,
+        "".join(_gemma("<|tool_call>", "<tool_call|>", '<|"|>', *one) for one in BOTH),
+        BOTH,
+    ),
+    "function_gemma": (
+        FUNCTION_GEMMA,
+        "".join(_gemma("<start_function_call>", "<end_function_call>", "<escape>", *one) for one in BOTH),
+        BOTH,
+    ),
     "mistral": (
         MISTRAL,
         "[TOOL_CALLS] " + _json([{"name": name, "arguments": arguments} for name, arguments in BOTH]),
@@ -113,9 +146,12 @@ CASES = {
 }
 
 
-def parse(form: MessageFormat, pieces: Sequence[str], *, tools: bool = True, in_reasoning: bool = False) -> list[Piece]:
-    """What comes of a message, texts joined."""
-    parser = new_parser(form, TOOLS if tools else None, in_reasoning=in_reasoning)
+STREAMED = [name for name, (calls, _, _) in CASES.items() if calls.streamed is not None]
+
+
+def parse(form: MessageFormat, pieces: Sequence[str], *, tools: bool = True, **options: bool) -> list[Piece]:
+    """What comes of a message, texts joined, and arguments with their call."""
+    parser = new_parser(form, TOOLS if tools else None, **options)
     if parser is None:
         return [Text("".join(pieces))]
     found = [piece for text in pieces for piece in parser.push(text)] + parser.end()
@@ -125,6 +161,9 @@ def parse(form: MessageFormat, pieces: Sequence[str], *, tools: bool = True, in_
             joined[-1] = Text(joined[-1].text + piece.text)
         elif joined and isinstance(piece, Reasoning) and isinstance(joined[-1], Reasoning):
             joined[-1] = Reasoning(joined[-1].text + piece.text)
+        elif isinstance(piece, Arguments):
+            assert isinstance(joined[-1], Call) and piece.text
+            joined[-1] = Call(joined[-1].name, joined[-1].arguments + piece.text)
         else:
             joined.append(piece)
     return joined
@@ -178,7 +217,12 @@ def test_harmony_loses_nothing() -> None:
         assert parse(form, pieces, tools=False) == [Text(f"{HARMONY_CALL}{_json(ADD)}")]
     parser = new_parser(form, TOOLS, several=False)
     assert parser is not None
-    assert values(parser.push(f"{HARMONY_CALL}{{}}<|call|>" * 3) + parser.end()) == [("add", {})]
+    found = parser.push(f"{HARMONY_CALL}{{}}<|call|>" * 3) + parser.end()
+    assert found == [Call("add", ""), Arguments("{}")]
+    for pieces in cuts(f"{HARMONY_CALL}  "):
+        assert parse(form, pieces) == [Call("add", "{}")]
+    for pieces in cuts(f'{HARMONY_CALL} {{"a": \n'):  # cut off
+        assert parse(form, pieces) == [Call("add", '{"a":')]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -196,13 +240,18 @@ def test_calls_wherever_the_stream_is_cut(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_no_call_stays_as_it_was_written(name: str) -> None:
-    calls, text, _ = CASES[name]
+    calls, text, expected = CASES[name]
     form = MessageFormat(None, calls)
     for end in range(1, len(text)):  # an answer that its number of tokens has cut
         whole = parse(form, [text[:end]])
         assert whole == parse(form, list(text[:end]))
-        if not values(whole):
+        given = [piece for piece in whole if isinstance(piece, Call)]
+        if not given:
             assert whole == [Text(text[:end])]
+        for call, (tool, arguments) in zip(given, expected, strict=False):
+            assert call.name == tool
+            is_cut = call is given[-1] and (name not in STREAMED or _json(arguments).startswith(call.arguments))
+            assert is_cut or call.arguments == _json(arguments)
     assert parse(form, [text], tools=False) == [Text(text)]  # nothing may be called
 
 
@@ -218,6 +267,84 @@ def test_what_is_no_call_stays_as_it_was_written(name: str) -> None:
 )
 def test_a_call_that_cannot_be_read_is_text(broken: str) -> None:
     assert parse(MessageFormat(THINK, HERMES), [broken]) == [Text(broken)]
+
+
+@pytest.mark.parametrize("name", [*STREAMED, "harmony"])
+def test_arguments_come_as_they_are_written(name: str) -> None:
+    """Behind the name, each character with the one that brings it, and together they are what was written."""
+    if name == "harmony":
+        calls, text, expected = HARMONY, f"{HARMONY_CALL}{_json(ADD)}<|call|>", (("add", ADD),)
+    else:
+        calls, text, expected = CASES[name]  # type: ignore[assignment]
+    parser, taken = new_parser(MessageFormat(None, calls), TOOLS), ""
+    assert parser is not None
+    written: list[str] = []
+    for char in text:
+        taken += char
+        for piece in parser.push(char):
+            if isinstance(piece, Call):
+                assert piece == Call(expected[len(written)][0], "")
+                written.append("")
+            elif isinstance(piece, Arguments):
+                written[-1] += piece.text
+                assert taken.endswith(written[-1][-1] or char)
+    assert parser.end() in ([], [Text("]")]) and written == [_json(arguments) for _, arguments in expected]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1, oh}', '{"a": [1}', '{"a": "x', '{"a": 1', "{", '{"a": "\\'])
+@pytest.mark.parametrize("name", STREAMED)
+def test_arguments_that_are_no_json(name: str, arguments: str) -> None:
+    """They are given as they are, up to the mark that ends the call, or the end of the message."""
+    calls, text, _ = CASES[name]
+    beginning = text[: text.index("{", text.index("weather"))]
+    for pieces in cuts(beginning + arguments):
+        assert parse(MessageFormat(None, calls), pieces) == [Call("weather", arguments)], pieces
+    if calls.close and not arguments.count('"') % 2:
+        for pieces in cuts(f"{beginning}{arguments}{calls.close} and more"):
+            assert parse(MessageFormat(None, calls), pieces) == [Call("weather", arguments), Text("and more")], pieces
+
+
+def test_calls_of_tools_that_there_are_not_come_whole() -> None:
+    call = _hermes("other", ADD)
+    for pieces in cuts(call):
+        (found,) = new_parser(MessageFormat(None, HERMES), TOOLS).push(call)  # type: ignore[union-attr]
+        assert found == Call("other", _json(ADD)) == parse(MessageFormat(None, HERMES), pieces)[0]
+    (text,) = parse(MessageFormat(None, HERMES), [call.replace("1.5", "oh")])
+    assert isinstance(text, Text)
+
+
+@pytest.mark.parametrize(
+    ("written", "behind"),
+    [
+        ('{"name": "add", "arguments": {}, "id": "x"}', ""),
+        ('{"name":"add","parameters":{}}', ""),
+        ('[{"name": "add", "arguments": {}}]', ""),
+        ('{"name": "add", "arguments": {}', ""),
+        ('{"name": "add", "arguments": {}} so', "} so</tool_call>"),
+    ],
+)
+def test_what_stands_around_arguments(written: str, behind: str) -> None:
+    for pieces in cuts(f"<tool_call>{written}</tool_call>"):
+        found = parse(MessageFormat(None, HERMES), pieces)
+        assert found == [Call("add", "{}"), *([Text(behind)] if behind else [])], pieces
+
+
+def test_two_calls_without_the_mark_between() -> None:
+    for pieces in cuts('<tool_call>{"name": "add", "arguments": {}}<tool_call>{"name": "add", "arguments": {}}'):
+        assert parse(MessageFormat(None, HERMES), pieces) == [Call("add", "{}")] * 2
+
+
+@pytest.mark.parametrize("form", [MessageFormat(THINK), MessageFormat(THINK, HERMES)])
+def test_reasoning_at_the_beginning_alone(form: MessageFormat) -> None:
+    """Of an answer whose texts may hold marks."""
+    answer = '{"x": "<think>a</think> <tool_call>"}'
+    for pieces in cuts(f" <think>\nSo.</think>\n{answer}"):
+        assert parse(form, pieces, only_first=True) == [Reasoning("So."), Text(answer)], pieces
+    for pieces in cuts(f"So.</think>{answer}"):
+        assert parse(form, pieces, only_first=True, in_reasoning=True) == [Reasoning("So."), Text(answer)], pieces
+    for text in (answer, " <thin", "  ", ""):
+        for pieces in cuts(text):
+            assert parse(form, pieces, only_first=True) == ([Text(text)] if text else []), pieces
 
 
 def test_a_call_in_the_reasoning_ends_it() -> None:
@@ -255,10 +382,58 @@ def test_arguments_follow_the_schema() -> None:
     assert isinstance(call, Call) and json.loads(call.arguments) == {"city": "12", "days": 12}
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12", "12"),
+        ({"type": ["string", "integer"]}, "12", 12),
+        ({"type": ["string", "integer"]}, "1.5", "1.5"),
+        ({"type": ["string", "number"]}, "12", 12),
+        ({"$ref": "#/$defs/word"}, "12", "12"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, "2"]}, "1", 1),
+        ({"allOf": [{"$ref": "#/$defs/word"}]}, "12", "12"),
+        ({"$ref": "#/$defs/itself"}, "12", 12),
+        ({"$ref": "other.json"}, "12", 12),
+        ({"allOf": [{}, {}]}, "12", 12),
+        (True, "12", 12),
+        ({"type": "integer"}, "twelve", "twelve"),
+    ],
+    ids=str,
+)
+def test_bare_arguments_are_of_the_type_that_their_schema_has(schema: object, text: str, value: object) -> None:
+    root = {"properties": {"a": schema}, "$defs": {"word": {"type": "string"}, "itself": {"$ref": "#/$defs/itself"}}}
+    assert typed(text, root, "a") == value and type(typed(text, root, "a")) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("{}", {}),
+        ("{ a : 1 , b : [ true , None ] }", {"a": 1, "b": [True, None]}),
+        ('{<|"|>a b<|"|>:<|"|>{x: <|"|>}', {"a b": "{x: "}),
+        ('{a:"b\\n"}', {"a": "b\n"}),
+        ("{a:Graz, b:{c:[]}}", {"a": "Graz", "b": {"c": []}}),
+        *(
+            (text, None)
+            for text in ("", "{", "[1]", "{a}", "{a:}", "{a:1}}", "{a:1 b", '{a:<|"|>x}', "{a:[1}", '{a:"}')
+        ),
+        ('{<|"|>a<|"|> x:1}', None),
+        ("{a:" + "[" * 1000, None),
+        ("{a:" + "[" * 1000 + "]" * 1000 + "}", None),
+    ],
+)
+def test_arguments_as_gemma_writes_them(written: str, value: object) -> None:
+    text = f"<|tool_call>call:add{written}<tool_call|>"
+    found = parse(MessageFormat(None, GEMMA4), [text])
+    assert found == [Text(text)] if value is None else values(found) == [("add", value)]
+
+
 def test_one_call_where_several_are_not_wanted() -> None:
     parser = MessageParser(MessageFormat(None, HERMES), TOOLS, several=False)
     found = parser.push(_hermes("add", ADD) + _hermes("add", {})) + parser.end()
-    assert values(found) == [("add", ADD)]
+    assert found == [Call("add", ""), Arguments(_json(ADD))]
 
 
 @pytest.mark.parametrize(
@@ -266,6 +441,10 @@ def test_one_call_where_several_are_not_wanted() -> None:
     [
         "<|channel|>",
         "<|channel|>x to=f<|message|>",
+        "<|channel|>x to=add<|message|>{ ",
+        '<tool_call>{"name": "add", "arguments": {"',
+        '<tool_call>{"name": "add", "arguments": {}}',
+        "<tool_call> , ",
         "<tool_call>",
         "<tool_call></tool_call>",
         '<tool_call>"',
@@ -292,16 +471,35 @@ def test_time_is_linear(unit: str) -> None:
     assert min(seconds(8000) for _ in range(3)) < 24 * max(min(seconds(1000) for _ in range(3)), 0.002)
 
 
-def test_random_marks_lose_nothing() -> None:
-    """Texts of marks, quotes and letters: cut anywhere, the same; what is no call or reasoning is all there."""
-    rng = random.Random(7)
-    words = ["<tool_call>", "</tool_call>", '{"name": "add"}', '"', "\\", "x", " ", "\n", "<tool", "</", "[", "'"]
-    form = MessageFormat(None, HERMES)
-    for _ in range(300):
-        text = "".join(rng.choices(words, k=12))
-        whole = parse(form, [text])
-        assert parse(form, list(text)) == whole
-        if not values(whole):
+@pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda one: one.name)
+def test_random_marks_lose_nothing(calls: CallFormat) -> None:
+    """Texts of marks, calls in pieces, quotes and letters: cut anywhere, the same; what is no call or reasoning is all
+    there.
+    """
+    rng, form = random.Random(7), MessageFormat(THINK, calls)
+    text = HARMONY_CALL + "{}<|call|>" if calls is HARMONY else CASES[calls.name][1]
+    parts = re.split(r"([\s{}\[\]\"(),:=]|(?<=[>\uff5c]))", text)  # type: ignore[arg-type]
+    words = [
+        *filter(None, dict.fromkeys((*parts, *form.marks, calls.begins))),
+        "add",
+        '"',
+        "\\",
+        "x",
+        " ",
+        "\n",
+        "<",
+        "}",
+        "{}",
+    ]
+    for number in range(400):
+        count = rng.randint(1, 12)
+        text = rng.choice(("", calls.open, calls.begins)) + "".join(rng.choices(words, k=count))
+        options = {"in_reasoning": number % 5 == 0, "only_first": number % 7 == 0, "several": number % 3 > 0}
+        whole = parse(form, [text], **options)
+        place = rng.randint(0, len(text))
+        assert parse(form, list(text), **options) == parse(form, [text[:place], text[place:]], **options) == whole
+        is_plain = not options["in_reasoning"] and "think>" not in text and calls is not HARMONY
+        if is_plain and all(isinstance(piece, Text) for piece in whole):
             assert whole == ([Text(text)] if text else [])
 
 
@@ -309,6 +507,9 @@ TEMPLATES = {
     "hermes": "{{ '<tool_call>' }} \\\"arguments\\\" {{ '<think></think>' }}",
     "qwen3_xml": "<tool_call><function=name><parameter=key> arguments",
     "glm": "<tool_call><arg_key>{{ arguments }}",
+    "glm47": "<tool_call><arg_key>{arg-key-1}</arg_key><arg_value>{{ arguments }}",
+    "gemma4": "<|tool_call>call:",
+    "function_gemma": "<start_function_call>call:",
     "mistral": "[TOOL_CALLS]",
     "mistral_named": "[TOOL_CALLS]{{ name }}[ARGS]",
     "deepseek_v3": "<\uff5ctool\u2581call\u2581begin\uff5c><\uff5ctool\u2581sep\uff5c>```json",
@@ -349,5 +550,7 @@ def test_marks_are_shown_although_they_are_special_tokens() -> None:
 
     assert shown() == "a ba b\ufffda b"
     tokenizer = Tokenizer(files.tokenizer_json, {}, None)
-    tokenizer.use_message_format(MessageFormat(None, CallFormat("turns", (), json_calls, open="<|turn|>")))
+    tokenizer.use_message_format(
+        MessageFormat(None, CallFormat("turns", (), json_calls, WrittenCalls("", "", ""), open="<|turn|>"))
+    )
     assert shown() == "a b<|turn|>a b\ufffd<|turn|>a b"

@@ -155,7 +155,7 @@ def test_every_kernel_that_an_op_names_is_there_and_serves_an_op(isa: str) -> No
 
 
 def test_ops_without_a_kernel_are_those_that_a_pass_replaces() -> None:
-    replaced = {"CausalWindow", "GroupedLinear", "HeadLinear", "KvWrite", "LatentAttention"}
+    replaced = {"WindowAttention", "GroupedLinear", "HeadLinear", "KvWrite", "LatentAttention", "Pool"}
     assert set(PLUGINS) - set(BOUND) == replaced
     for name in replaced:
         with pytest.raises(EngineError, match=rf"node it \({name}\) has no kernel for cpu"):

@@ -185,7 +185,8 @@ def paged_attention(x: Inputs, a: Attributes) -> Doubles:
         for token in range(start, end):
             position = int(x["kv_len"][sequence]) - (end - token)
             oldest = max(0, position - int(a["window"]) + 1) if a["window"] else 0
-            slots = [blocks[p // size] * size + p % size for p in range(oldest, position + 1)]
+            behind = min(position + int(a["lookahead"]) + 1, int(x["kv_len"][sequence]))
+            slots = [blocks[p // size] * size + p % size for p in range(oldest, behind)]
             for head in range(heads):
                 k, v = (x[f"{kind}_pool"][slots, head // (heads // kv_heads)] for kind in ("key", "value"))
                 q = x["q"][token].reshape(heads, -1)[head]
@@ -194,7 +195,7 @@ def paged_attention(x: Inputs, a: Attributes) -> Doubles:
     return out.reshape(x["q"].shape)
 
 
-def causal_window(x: Inputs, a: Attributes) -> list[Doubles]:
+def window_attention(x: Inputs, a: Attributes) -> list[Doubles]:
     heads, kv_heads = int(a["q_num_heads"]), int(a["kv_num_heads"])
     (tokens, _), past = x["q"][0].shape, x["past_key"].shape[2]
     present = [
@@ -203,7 +204,9 @@ def causal_window(x: Inputs, a: Attributes) -> list[Doubles]:
     ]
     y = np.empty_like(x["q"][0]).reshape(tokens, heads, -1)
     for token in range(tokens):
-        seen = slice(max(0, past + token - int(a["window"]) + 1) if a["window"] else 0, past + token + 1)
+        seen = slice(
+            max(0, past + token - int(a["window"]) + 1) if a["window"] else 0, past + token + 1 + int(a["lookahead"])
+        )
         for head in range(heads):
             k, v = (each[head // (heads // kv_heads), seen] for each in present)
             q = x["q"][0, token].reshape(heads, -1)[head]
@@ -229,6 +232,11 @@ def rope_kv_write(x: Inputs, a: Attributes) -> list[Doubles]:
     if "cos" in x:
         q, k = (rotate(each, x["cos"], x["sin"], int(a[heads])) for each, heads in ((q, "heads"), (k, "kv_heads")))
     return kv_write({**x, "q": q, "k": k}, a)
+
+
+def rope_queries(x: Inputs, a: Attributes) -> Doubles:
+    q = rotate(x["q"], x["cos"], x["sin"], int(a["heads"])) if "cos" in x else x["q"]
+    return hadamard(q, int(a["head_dim"])) if a["stored"] == ir.DataType.UINT8 else q
 
 
 def by_head(x: Inputs, a: Attributes) -> Doubles:
@@ -267,7 +275,7 @@ def latent_write(x: Inputs, a: Attributes) -> list[Doubles]:
 def latent_paged_attention(x: Inputs, a: Attributes) -> Doubles:
     """Paged attention to the pool as keys and as values, of which some columns are left."""
     pools = {"key_pool": x["latent_pool"], "value_pool": x["latent_pool"]}
-    attributes = {**a, "kv_heads": 1, "window": 0, "softcap": 0.0, "queries": ir.DataType.BFLOAT16}
+    attributes = {**a, "kv_heads": 1, "window": 0, "lookahead": 0, "softcap": 0.0, "queries": ir.DataType.BFLOAT16}
     y = paged_attention({**x, **pools}, attributes).reshape(len(x["q"]), int(a["heads"]), -1)
     return y[..., : int(a["value_dim"])].reshape(len(y), -1)
 
@@ -336,8 +344,10 @@ def gated_delta(x: Inputs, a: Attributes) -> list[Doubles]:
         for head in range(heads):
             of_key = [rows[name][token].reshape(key_heads, -1)[head * key_heads // heads] for name in ("query", "key")]
             q, k = (each / np.sqrt(each @ each + a["epsilon"]) for each in of_key)
-            step = np.log1p(np.exp(rows["decay"][token, head] + x["dt_bias"][head]))
-            kept = state[slot, head] * np.exp(-np.exp(x["log_a"][head]) * step)
+            # Of the head, or of each row of its state.
+            decay, bias = rows["decay"][token].reshape(heads, -1)[head], x["dt_bias"].reshape(heads, -1)[head]
+            step = np.log1p(np.exp(decay + bias))
+            kept = state[slot, head] * np.exp(-np.exp(x["log_a"][head]) * step)[:, None]
             wrong = rows["value"][token].reshape(heads, -1)[head] - k @ kept
             state[slot, head] = kept + np.outer(k, sigmoid(rows["beta"][token, head]) * wrong)
             out[token, head] = a["scale"] * q @ state[slot, head]
@@ -373,6 +383,15 @@ def layer_norm(x: Inputs, a: Attributes) -> list[Doubles]:
     return written_to(normed, a, x.get("largest"))
 
 
+def mean_rows(x: Inputs, a: Attributes) -> Doubles:
+    return np.stack([x["x"][begin:end].mean(axis=0) for begin, end in pairwise(x["query_start"].astype(int))])
+
+
+def pool(x: Inputs, a: Attributes) -> Doubles:
+    rows = x["x"]
+    return {"first": rows[:, :1], "last": rows[:, -1:], "mean": rows.mean(axis=1, keepdims=True)}[str(a["pooling"])]
+
+
 ACTIVATIONS: Mapping[str, Callable[[Doubles], Doubles]] = {
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "silu": lambda x: x / (1 + np.exp(-x)),
@@ -394,7 +413,7 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "Activation": activation,
     "AddRmsNorm": add_rms_norm,
     "CausalConv": causal_conv,
-    "CausalWindow": causal_window,
+    "WindowAttention": window_attention,
     "EmbedBf16": lambda x, a: x["table"][x["tokens"].astype(int)] * a["scale"],
     "EmbedPositions": lambda x, a: x["table"][x["positions"].astype(int)],
     "EmbedW8": lambda x, a: (x["table"] * x["table_scale"][:, None])[x["tokens"].astype(int)] * a["scale"],
@@ -417,6 +436,8 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "LatentWrite": latent_write,
     "KvWrite": kv_write,
     "LayerNorm": layer_norm,
+    "MeanRows": mean_rows,
+    "Pool": pool,
     "PagedAttention": paged_attention,
     "CombineExperts": combined,
     "GroupedLinear": by_expert(gemm),
@@ -427,6 +448,8 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "RmsNorm": lambda x, a: normed(x["x"], x["weight"], a, x.get("largest")),
     "Rope": lambda x, a: rotate(x["x"], x["cos"], x["sin"], int(a["heads"])),
     "RopeKvWrite": rope_kv_write,
+    "RopeQueries": rope_queries,
+    "Scale": lambda x, a: x["x"] * x["factor"],
     "RopeTable": rope_table,
     "SelectiveState": selective_state,
     "Softcap": lambda x, a: a["cap"] * np.tanh(x["x"] / a["cap"]),

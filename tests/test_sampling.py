@@ -307,13 +307,47 @@ def test_no_requests_no_tokens() -> None:
         *itertools.product(["allowed_token_ids"], [(), [], 5, (-1,), (1.0,), (True,), ("1",)]),
         *itertools.product(["ignore_eos", "skip_special_tokens", "include_stop_str_in_output"], [0, "no", None]),
         *itertools.product(["output_kind"], [1, "DELTA", None]),
-        ("best_of", 2),
+        *itertools.product(["best_of"], [0, -1, 129, 1.5, True]),
+        *itertools.product(["use_beam_search"], [1, None, "yes"]),
+        *itertools.product(["length_penalty"], [2.0, math.nan, "1"]),
+        *itertools.product(["early_stopping"], [True, "never", "maybe", None, 0]),
         ("temprature", 1),
     ],
 )
 def test_parameters_that_cannot_be_meant_are_refused(name: str, value: object) -> None:
     with pytest.raises(UsageError, match=name):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 17}, "n must be at most 16 with use_beam_search"),
+        ({"best_of": 17}, "best_of must be at most 16 with use_beam_search"),
+        ({"temperature": 0.5}, "temperature must be 0 with use_beam_search"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1 with use_beam_search"),
+        ({"length_penalty": 11}, "length_penalty must be between"),
+        ({"early_stopping": "always"}, 'early_stopping must be True, False or "never"'),
+        *(
+            ({name: value}, f"{name} cannot be combined with use_beam_search")
+            for name, value in {
+                "allowed_token_ids": [1],
+                "frequency_penalty": 1,
+                "logit_bias": {1: 1},
+                "min_tokens": 1,
+                "presence_penalty": 1,
+                "prompt_logprobs": 0,
+                "repetition_penalty": 2,
+                "stop": "x",
+                "structured_outputs": {"regex": "a"},
+            }.items()
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_does_not_go_with_beams_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SamplingParams(**{"use_beam_search": True, "n": 4, "temperature": 0} | options)
 
 
 def test_a_clone_shares_nothing() -> None:

@@ -31,7 +31,7 @@ def guarded() -> Iterator[Running]:
 
 
 def test_routes_and_methods(server: Running) -> None:
-    for path in ("/", "/v1", "/v1/completions/", "/v1/chat", "/docs", "/v1/embeddings", "/%2e%2e/etc/passwd"):
+    for path in ("/page", "/v1", "/v1/completions/", "/v1/chat", "/docs", "/v1/images", "/%2e%2e/etc/passwd"):
         assert server.ask("POST", path, {}).status == 404
         assert server.ask("GET", path).error["type"] == "invalid_request_error"
     for method, path in (("GET", CHAT), ("DELETE", "/v1/models"), ("POST", "/health"), ("PUT", COMPLETIONS)):

@@ -8,10 +8,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from enginewright import __version__
+from enginewright.errors import UsageError
 from enginewright.runtime.core import EngineCore
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.metrics import Histogram, token_bounds
 from tests.helpers.serving import COMPLETIONS, LENGTH, LIMITS, Running, running, tiny_engine, wait_until
 
@@ -32,7 +34,7 @@ def scrape(server: Running, **headers: str) -> dict[tuple[str, str], float]:
     values = {}
     for family in text_string_to_metric_families(answer.body.decode()):
         assert family.documentation and family.type != "unknown"
-        if family.name.startswith("process_") or family.name == P + "build_info":
+        if family.name.startswith("process_") or family.name in (P + "build_info", P + "cache_config_info"):
             continue
         assert family.name.startswith(P)
         for sample in family.samples:
@@ -68,6 +70,7 @@ def test_an_idle_server_has_all_of_them_at_zero(server: Running) -> None:
         "iteration_tokens_total_bucket",
     ):
         assert P + name in names
+    assert values.pop((P + "engine_open", "")) == 1.0
     assert set(values.values()) == {0.0}
 
 
@@ -214,3 +217,47 @@ def test_openmetrics_for_those_who_ask(server: Running) -> None:
     answer = server.ask("GET", "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     assert answer.body.endswith(b"# EOF\n")
+
+
+def samples_of(server: Running) -> list[tuple[str, dict[str, str], float]]:
+    text = server.ask("GET", "/metrics").body.decode()
+    families = text_string_to_metric_families(text)
+    return [(one.name, one.labels, one.value) for family in families for one in family.samples]
+
+
+def test_names_of_vllm_stand_beside_ours() -> None:
+    with running(metrics_compat="vllm") as server:
+        server.complete([5, 6, 7], max_tokens=4)
+        found = samples_of(server)
+    theirs = {(name, *sorted(labels.items())): value for name, labels, value in found if name.startswith("vllm:")}
+    ours = {
+        (name.replace(P, "vllm:", 1), *sorted({**labels, "engine": "0"}.items())): value
+        for name, labels, value in found
+        if name.startswith(P)
+    }
+    assert theirs.items() <= ours.items()
+    one = (("engine", "0"), ("model_name", "tiny"))
+    assert theirs["vllm:prompt_tokens_total", *one] == 3 and theirs["vllm:num_requests_running", *one] == 0
+    names = {name for name, *_ in theirs}
+    for name in (
+        "kv_cache_usage_perc",
+        "time_to_first_token_seconds_bucket",
+        "request_success_total",
+        "iteration_tokens_total_sum",
+    ):
+        assert f"vllm:{name}" in names
+    without = {f"vllm:{name}" for name in ("engine_open", "build_info", "request_rejected_total")}
+    assert not without & names
+
+
+def test_config_of_the_cache(server: Running) -> None:
+    (found,) = [labels for name, labels, _ in samples_of(server) if name == P + "cache_config_info"]
+    assert int(found["num_gpu_blocks"]) == server.llm.memory_plan.num_blocks[0]
+    (group,) = server.llm.engine.plan.caches
+    assert int(found["block_size"]) == group.block_size  # type: ignore[union-attr]
+    assert not [name for name, *_ in samples_of(server) if name.startswith("vllm:")]
+
+
+def test_names_of_nobody_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"metrics_compat is 'tgi'.*it must be vllm"):
+        ServerConfig(metrics_compat="tgi")

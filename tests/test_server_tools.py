@@ -1,7 +1,6 @@
 """Tools and reasoning over HTTP: what is shown to the model, and what its messages become."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,14 @@ import pytest
 from enginewright import LLM, SamplingParams, StructuredOutputsParams
 from enginewright.errors import UsageError
 from enginewright.runtime.batch import run_batch
-from enginewright.runtime.messages.calls import Call, CallFormat
-from enginewright.runtime.messages.forced import forced_calls
-from enginewright.runtime.messages.formats import CALL_FORMATS, REASONING_FORMATS
+from enginewright.runtime.inspect import describe, summarize
+from enginewright.runtime.messages.grammar import before_answer, text_and_calls
 from enginewright.runtime.messages.hermes import HERMES
-from enginewright.runtime.messages.mistral import MISTRAL
-from enginewright.runtime.messages.parser import MessageFormat, MessageParser, Reasoning, Text
+from enginewright.runtime.messages.parser import Reasoning, ReasoningPlace, Text
 from enginewright.runtime.server.chat import ChatBody
 from enginewright.runtime.server.config import ServerConfig
-from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
+from enginewright.runtime.server.protocol import ResponseFormat, convert
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, exactly, running, tiny_engine
 
 ADD = {
     "type": "object",
@@ -44,7 +42,7 @@ def server() -> Iterator[Running]:
 
 def say(server: Running, text: str, **options: Any) -> Any:
     """A chat whose answer is this text."""
-    wanted = {"choice": [text]}
+    wanted = exactly(text)
     return server.chat(structured_outputs=wanted, max_tokens=400, ignore_eos=False, **options)
 
 
@@ -54,8 +52,21 @@ def joined(events: list[Any]) -> tuple[dict[str, Any], str]:
     message: dict[str, Any] = {}
     for (choice,) in (event["choices"] for event in events[:-1]):
         for key, value in choice["delta"].items():
-            message[key] = message[key] + value if key in message else value
+            if key == "tool_calls":
+                _join_calls(message.setdefault(key, []), value)
+            else:
+                message[key] = message[key] + value if key in message else value
     return message, events[-2]["choices"][0]["finish_reason"]
+
+
+def _join_calls(calls: list[dict[str, Any]], parts: list[dict[str, Any]]) -> None:
+    for part in parts:
+        if part["index"] == len(calls):
+            assert set(part) == {"index", "id", "type", "function"} and set(part["function"]) == {"name", "arguments"}
+            calls.append(part)
+        else:
+            assert set(part) == {"index", "function"} and set(part["function"]) == {"arguments"}
+            calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
 
 
 def test_reasoning_text_and_calls(server: Running) -> None:
@@ -109,14 +120,67 @@ def test_reasoning_that_the_prompt_begins(server: Running) -> None:
 
 
 def test_an_answer_of_a_structure_is_text(server: Running) -> None:
-    """Whatever stands in its texts, and although the prompt has begun the reasoning."""
+    """Whatever stands in its texts."""
     schema = {"type": "string", "const": "<think>a</think><tool_call>"}
-    options = {"max_tokens": 100, "ignore_eos": False, "chat_template_kwargs": {"enable_thinking": True}}
-    form = {"type": "json_schema", "json_schema": {"schema": schema, "name": "x"}}
-    message = server.chat(**options, response_format=form, tools=TOOLS)["choices"][0]["message"]
+    options = {"max_tokens": 100, "ignore_eos": False}
+    whole = {"json": schema, "before": 'start: ""'}
+    message = server.chat(**options, structured_outputs=whole, tools=TOOLS)["choices"][0]["message"]
     assert json.loads(message["content"]) == schema["const"] and "reasoning" not in message
-    message = server.chat(**options, structured_outputs={"choice": ["Yes."]})["choices"][0]["message"]
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    message = server.chat(**options, **thinking, structured_outputs=exactly("Yes."))["choices"][0]["message"]
     assert message["content"] == "Yes." and "reasoning" not in message
+
+
+def test_an_answer_of_a_structure_comes_behind_the_reasoning(server: Running) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": ADD, "name": "x"}}
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}, "response_format": form}
+    answer = server.chat(**thinking, max_tokens=6, ignore_eos=False)["choices"][0]
+    assert answer["message"]["content"] == "" and answer["message"]["reasoning"] and answer["finish_reason"] == "length"
+    streamed, _ = joined(server.chat(**thinking, max_tokens=6, ignore_eos=False, stream=True))
+    assert streamed["reasoning"] == answer["message"]["reasoning"] and streamed["content"] == ""
+
+    tokenizer = server.llm.engine.tokenizer
+    places = {"<think>\n": ReasoningPlace.BEGUN, "<think>\n\n</think>\n\n": ReasoningPlace.OVER}
+    body = ChatBody(messages=HELLO, response_format=convert(form, ResponseFormat))
+    for end, place in {**places, "": ReasoningPlace.POSSIBLE}.items():
+        prompt = tokenizer.encode(f"assistant: {end}")
+        assert tokenizer.reasoning_place(prompt) is place
+        wanted = body.structure(tokenizer, prompt)
+        assert wanted is not None and wanted.json == ADD
+        assert wanted.before == before_answer(tokenizer.message_format, {}, place)
+        (parser,) = body.parsers(tokenizer, prompt, 1)
+        assert parser is not None
+        begun = "So.</think>" if place is ReasoningPlace.BEGUN else "<think>So.</think>"
+        found = parser.push(f'{begun}{{"a": "<think>"}}') + parser.end()
+        assert found == [Reasoning("So."), Text('{"a": "<think>"}')]
+    assert ChatBody(messages=HELLO).structure(tokenizer, [5]) is None
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_strict_tools_are_held_to_their_schemas(server: Running, several: bool) -> None:
+    tokenizer = server.llm.engine.tokenizer
+    strict = [{"type": "function", "function": {"name": "add", "parameters": ADD, "strict": True}}]
+    body = ChatBody(messages=HELLO, tools=[*strict, TOOLS[1]], parallel_tool_calls=several)
+    for prompt in ("assistant: ", "assistant: <think>\n"):  # where a call begins, it is one, also in the reasoning
+        wanted = body.structure(tokenizer, tokenizer.encode(prompt))
+        grammar = text_and_calls(HERMES, {"add": ADD, "stop": {}}, {}, several=several)
+        assert wanted == StructuredOutputsParams(grammar=grammar)
+    assert ChatBody(messages=HELLO, tools=TOOLS).structure(tokenizer, [5]) is None
+    assert ChatBody(messages=HELLO, tools=strict, tool_choice="none").structure(tokenizer, [5]) is None
+    options = {"tools": strict, "temperature": 1.0, "seed": 1, "max_tokens": 20, "ignore_eos": False}
+    assert server.chat(**options)["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+def test_arguments_that_were_cut_off(server: Running) -> None:
+    """They are what the model has written, streamed or not."""
+    count = len(server.llm.engine.tokenizer.encode(CALL[: CALL.index("1}}")], add_special_tokens=False))
+    options = {"tools": TOOLS, "max_tokens": count, "structured_outputs": exactly(CALL), "ignore_eos": False}
+    whole = server.chat(**options)["choices"][0]
+    (call,) = whole["message"]["tool_calls"]
+    assert call["function"]["name"] == "add" and whole["finish_reason"] == "length"
+    assert call["function"]["arguments"] and '{"a": 1}'.startswith(call["function"]["arguments"])
+    streamed, reason = joined(server.chat(**options, stream=True))
+    assert streamed["tool_calls"][0]["function"] == call["function"] and reason == "length"
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=str)
@@ -140,33 +204,10 @@ def llm() -> Iterator[LLM]:
         yield opened
 
 
-@pytest.mark.parametrize("form", [one for one in CALL_FORMATS if one.written is not None], ids=lambda one: one.name)
-def test_forced_calls_are_read_again(llm: LLM, form: CallFormat) -> None:
-    """What a grammar makes of noise is what the parser takes for calls."""
-    schemas, whole = {"add": ADD, "double": ADD}, MessageFormat(None, form)
-    forced = forced_calls(whole, schemas, {}, several=True)
-    (output,) = llm.generate(["Now: "], SamplingParams(n=4, max_tokens=2000, seed=1, structured_outputs=forced))
-    for one in output.outputs:
-        parser = MessageParser(whole, schemas)
-        pieces = parser.push(one.text) + parser.end()
-        assert one.finish_reason == "stop" and pieces, one.text
-        assert all(isinstance(piece, Call) and json.loads(piece.arguments)["a"] in range(10) for piece in pieces), one
-
-
-def test_forced_calls_after_reasoning(llm: LLM) -> None:
-    """The grammar follows the thought of a model that ends it, and then wants a call."""
-    forced = forced_calls(MessageFormat(REASONING_FORMATS[0], HERMES), {"add": ADD}, {}, several=False)
-    grammar = forced.grammar or ""
-    with_thought = grammar.replace("/(.|\\n)*/", "/Hm, hm/").replace("reasoning?", "reasoning")
-    assert with_thought != grammar
-    wanted = StructuredOutputsParams(grammar=with_thought)
-    (output,) = llm.generate(["Now: "], SamplingParams(max_tokens=400, structured_outputs=wanted))
-    assert re.fullmatch(r'Hm, hm</think>\s*<tool_call>\n\{"name": "add", .*\}\n</tool_call>', output.outputs[0].text)
-
-
-def test_marks_that_are_special_tokens() -> None:
-    written = forced_calls(MessageFormat(None, MISTRAL), {"add": ADD}, {"[TOOL_CALLS]": 9}, several=False).grammar
-    assert written is not None and 'start: <[9]> "["' in written and "[TOOL_CALLS]" not in written
+def test_inspect_says_how_a_model_writes_calls() -> None:
+    written = "\n  messages   calls as of --tool-call-parser hermes, reasoning in <think>…</think>\n"
+    assert written in describe(summarize(tiny_engine("calls tools")))
+    assert "  messages " not in describe(summarize(tiny_engine()))
 
 
 def test_calls_and_results_are_shown_to_the_model(server: Running) -> None:
@@ -195,7 +236,7 @@ def test_llm_shows_tools_too(llm: LLM) -> None:
 
 def test_a_batch_has_them_too(tmp_path: Path) -> None:
     """Lines of OpenAI's batch form are answered as the server would."""
-    body = {"messages": HELLO, "tools": TOOLS, "max_tokens": 400, "structured_outputs": {"choice": [MESSAGE]}}
+    body = {"messages": HELLO, "tools": TOOLS, "max_tokens": 400, "structured_outputs": exactly(MESSAGE)}
     refused = {"messages": HELLO, "tools": TOOLS, "tool_choice": "any"}
     lines = [
         {"custom_id": str(place), "method": "POST", "url": CHAT, "body": one}
@@ -209,11 +250,17 @@ def test_a_batch_has_them_too(tmp_path: Path) -> None:
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning"] == "Hm."
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["add"] * 2
     assert second["response"]["status_code"] == 400
+    wanted = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "max_tokens": 2000}
+    (tmp_path / "in.jsonl").write_text(json.dumps({"custom_id": "", "method": "POST", "url": CHAT, "body": wanted}))
+    with LLM(tiny_engine("calls tools at once"), **LIMITS) as opened:
+        run_batch(opened, tmp_path / "in.jsonl", tmp_path / "out.jsonl", {})
+    (choice,) = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
 
 
 def test_openais_client(server: Running) -> None:
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
-    wanted = {"structured_outputs": {"choice": [MESSAGE]}}
+    wanted = {"structured_outputs": exactly(MESSAGE)}
     body: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": TOOLS, "max_tokens": 400}
     (choice,) = client.chat.completions.create(**body, extra_body=wanted).choices
     assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
@@ -254,10 +301,18 @@ def _function(**keys: Any) -> list[Any]:
             "cannot be combined",
         ),
         (
+            {"tools": _function(name="f", strict=True, parameters={"type": "object", "properties": 3})},
+            "structured_outputs",
+            "cannot be compiled",
+        ),
+        (
             {"tools": _function(name="f", parameters={"type": "object", "properties": 3}), "tool_choice": "required"},
             "structured_outputs",
             "cannot be compiled",
         ),
+        ({"tools": _function(name="f", strict=1)}, "tools[0].function.strict", "expected `bool"),
+        ({"structured_outputs": {"regex": "a", "before": 3}}, "structured_outputs", "before must be a text"),
+        ({"structured_outputs": {"regex": "a", "before": "start: ("}}, "structured_outputs", "cannot be compiled"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "knows none"),
         ({"reasoning_effort": "much"}, "reasoning_effort", "invalid enum"),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "tool"),
@@ -305,7 +360,15 @@ def test_a_parser_by_name() -> None:
         call = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
         message = say(server, call, tools=TOOLS)["choices"][0]["message"]
         assert [one["function"] for one in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
-        answer = server.post(CHAT, {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"})
-        assert answer.status == 400 and "no grammar is known" in answer.error["message"]
+    with running(engine=tiny_engine("calls tools at once"), tool_call_parser="pythonic") as server:
+        choice: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
+        options = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 400, "ignore_eos": False}
+        (call,) = server.chat(**options, parallel_tool_calls=False)["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["a"] in range(10)
+        for key, choice in (("tool_choice", "required"), ("tools", "auto")):
+            body = {"messages": HELLO, "tools": _function(name="a-b", strict=True), "tool_choice": choice}
+            answer = server.post(CHAT, body)
+            assert (answer.status, answer.error["param"]) == (400, key), answer.body
+            assert "the tool 'a-b' cannot be called" in answer.error["message"]
     with pytest.raises(UsageError, match=r"no tool call parser 'none'.*hermes"):
         ServerConfig(tool_call_parser="none")

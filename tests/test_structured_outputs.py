@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +14,13 @@ from click.testing import CliRunner
 from enginewright import LLM, SamplingParams, StructuredOutputsParams
 from enginewright.cli import main
 from enginewright.errors import UsageError
+from enginewright.runtime.core import EngineCore
+from enginewright.runtime.grammar_worker import LIMITS as LEXER_LIMITS
+from enginewright.runtime.memory_plan import runtime_config
+from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.stats import Stats
+from enginewright.runtime.token_mask import WORD_BITS, Mask
+from tests.helpers.schemas import BOUNDED, check_answers
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
 
 PERSON = {
@@ -92,6 +99,16 @@ def test_schemas(llm: LLM, schema: dict[str, Any], pattern: str) -> None:
         assert re.fullmatch(pattern, text, re.DOTALL), text
 
 
+def test_answers_follow_bounded_schemas(llm: LLM) -> None:
+    """A part of what tests/long/test_structured_outputs.py does with all of them."""
+    schemas = list(BOUNDED.values())[::6]
+    params = [
+        SamplingParams(n=2, max_tokens=200, seed=seed, structured_outputs=StructuredOutputsParams(json=schema))
+        for seed, schema in enumerate(schemas)
+    ]
+    assert check_answers(schemas, llm.generate(["An answer: "] * len(schemas), params)) > len(schemas)
+
+
 def test_whitespace_has_an_end(llm: LLM) -> None:
     schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
     found = {*texts(llm, 8, json=schema)}
@@ -142,6 +159,81 @@ def test_a_grammar_beyond_its_limits_fails_alone(llm: LLM) -> None:
     assert whole.outputs == llm.generate(["Two"], free)[0].outputs
 
 
+def test_what_others_have_answered_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matchers of a grammar share their lexer's states, which are limited; each answer by itself needs 200 or more."""
+    params = SamplingParams(n=3, max_tokens=100, seed=1, structured_outputs={"regex": "(.*a.{50}.*b.{70})"})  # type: ignore[arg-type]
+    found = []
+    for limit in (20_000, 500):
+        monkeypatch.setitem(LEXER_LIMITS, "max_lexer_states", limit)
+        with LLM(tiny_engine(), **LIMITS) as llm:
+            found += [llm.generate(["x"], params)[0].outputs for _ in range(2)]
+    assert all(one == found[0] for one in found)
+    assert {one.finish_reason for one in found[0]} == {"length"}
+
+
+class SlowSteps:
+    """Up from token to token by one to `highest`; what may come next takes `waits` more calls of `wait` each time."""
+
+    failed = False
+
+    def __init__(self, highest: int, waits: int) -> None:
+        self._last, self._highest, self._waits, self._left = 0, highest, waits, waits
+
+    @property
+    def forced(self) -> list[int]:
+        return [self._token(self._last, step) for step in (1, 2, 3)] if self._highest == 1 else []
+
+    @staticmethod
+    def _token(last: int, step: int) -> int:
+        return 10 + (last - 10 + step) % 200
+
+    def wait(self, seconds: float) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+    def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
+        assert self._left < 0
+        for step in range(1, self._highest + 1):
+            token = self._token(behind[-1] if behind else self._last, step)
+            mask[token // WORD_BITS] |= 1 << token % WORD_BITS
+
+    def take(self, token: int) -> None:
+        self._last, self._left = token, self._waits
+
+
+@pytest.mark.parametrize("highest", [5, 1])
+@pytest.mark.parametrize("limits", [{}, {"max_model_len": 64, "kv_cache_memory": 130 << 10}])
+def test_a_late_mask_delays_its_answer_alone(llm: LLM, highest: int, limits: dict[str, int]) -> None:
+    free = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+    held = SamplingParams(max_tokens=20, seed=2, logprobs=2)
+    prompts = [[*range(20 + number, 40)] for number in range(4)]
+
+    def answers(waits: int) -> tuple[list[list[SampledToken]], list[int], Stats]:
+        """The tokens of four requests, the last two of which a grammar holds, and when those of the first came."""
+        core = EngineCore(llm.engine, runtime_config(**{**LIMITS, **limits}))
+        grammars = [(), (), [SlowSteps(highest, waits)], [SlowSteps(highest, waits)]]
+        requests = [
+            core.request(prompt, held if grammar else free, lambda _: None, grammars=grammar)
+            for prompt, grammar in zip(prompts, grammars, strict=True)
+        ]
+        for request in requests:
+            core.add(request)
+        tokens: list[list[SampledToken]] = [[] for _ in requests]
+        came: list[int] = []
+        while core.has_work:
+            for request, delta in core.step():
+                tokens[requests.index(request)] += delta.tokens
+                came += [core.stats().num_steps] if request is requests[0] else []
+        stats = core.stats()
+        core.close()
+        return tokens, came, stats
+
+    (plain, _, before), (tokens, came, after) = answers(0), answers(7)
+    assert tokens == plain and [len(one) for one in plain] == [30, 30, 20, 20]
+    assert came == list(range(came[0], came[0] + 30)), "a token of the first in each step"
+    assert (before.num_preemptions > 0) == (after.num_preemptions > 0) == bool(limits)
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "must have one of json, regex, choice, grammar, json_object, not 0"),
     ({"regex": "a", "choice": ["a"]}, "not 2"),
@@ -164,7 +256,13 @@ UNCOMPILABLE: list[tuple[dict[str, Any], str]] = [
     ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
     ({"json": {"type": "string", "format": "wombat"}}, "Unknown format: wombat"),
     ({"json": {"enum": []}}, "Unsatisfiable"),
-    ({"json": {"$ref": "#/$defs/none"}}, ""),
+    ({"json": {"$ref": "#/$defs/none"}}, "Pointer '/$defs/none' does not exist"),
+    ({"json": {"$ref": "#"}}, "no text follows it"),
+    ({"json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "no text"),
+    ({"json": {"$ref": "http://example.com/x.json"}}, "Resource 'http://example.com/x.json' is not present"),
+    ({"json": {"type": "number", "multipleOf": 1e-300}}, "'multipleOf' has too many digits"),
+    ({"json": {"type": "integer", "minimum": -(10**300)}}, "Value is not JSON serializable"),
+    ({"grammar": "start: start"}, "no text follows it"),
     ({"json": {"allOf": [{"anyOf": [{"required": [f"{n}{m}"]} for n in range(9)]} for m in range(20)]}}, ""),
     ({"regex": "(a"}, "unclosed group"),
     ({"regex": "(" * 5000 + "a" + ")" * 5000}, ""),
@@ -238,25 +336,63 @@ def test_vllms_names(server: Running, asked: dict[str, Any]) -> None:
     assert choice["text"].strip('"') in ("ab", "ac") and choice["finish_reason"] == "stop"
 
 
-REFUSED: list[tuple[dict[str, Any], str | None]] = [
-    ({"response_format": {"type": "xml"}}, "response_format.type"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
-    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
-    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
-    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
-    ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs"),
-    ({"guided_choice": []}, "guided_choice"),
-    ({"guided_regex": "(a"}, "structured_outputs"),
-    ({"guided_json": {"type": "foo"}}, "structured_outputs"),
-    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+ONE_OF = "must have one of json, regex, choice, grammar, json_object"
+SCHEMA_OF = "response_format.json_schema.schema"
+REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"response_format": "json"}, "response_format", "expected `object | null`, got `str`"),
+    ({"response_format": {}}, "response_format.type", "missing required field `type`"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid enum value 'xml'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "response_format has no json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, SCHEMA_OF, "required field `schema`"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, SCHEMA_OF, "expected `object`"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
+        "response_format.json_schema.strict",
+        "expected `bool | null`, got `int`",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},
+        "structured_outputs",
+        "cannot be compiled: Invalid type: foo",
+    ),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "unknown field `schema`"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "cannot be combined"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "makes no sense with structured"),
+    ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens", "makes no sense with structured"),
+    ({"structured_outputs": []}, "structured_outputs", "expected `object | null`, got `array`"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", f"{ONE_OF}, not 2"),
+    ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", f"{ONE_OF}, not 0"),
+    (
+        {"structured_outputs": {"structural_tag": "a"}},
+        "structured_outputs",
+        "no structured output called structural_tag",
+    ),
+    ({"structured_outputs": {"choice": "a"}}, "structured_outputs", "choice must be texts, one at least"),
+    ({"structured_outputs": {"json_object": True, "whitespace_pattern": 5}}, "structured_outputs", "must be a text"),
+    ({"structured_outputs": {"json_object": True, "disable_any_whitespace": 5}}, "structured_outputs", "true or false"),
+    ({"guided_choice": []}, "guided_choice", "must be texts, one at least"),
+    ({"guided_choice": "a"}, "guided_choice", "expected `array | null`, got `str`"),
+    ({"guided_choice": [5]}, "guided_choice[0]", "expected `str`, got `int`"),
+    ({"guided_choice": ["x"] * 10_001}, "guided_choice", "must not hold more than 10000 texts"),
+    ({"guided_regex": 5}, "guided_regex", "expected `str | null`, got `int`"),
+    ({"guided_regex": ""}, "guided_regex", "regex must be a text, not ''"),
+    ({"guided_regex": "x" * 200_000}, "guided_regex", "must not be longer than 131072 characters"),
+    ({"guided_regex": "(a"}, "structured_outputs", "unclosed group"),
+    ({"guided_json": 5}, "guided_json", "expected `str | object | null`, got `int`"),
+    ({"guided_json": "{"}, "guided_json", "json is no JSON schema"),
+    ({"guided_json": {"type": "foo"}}, "structured_outputs", "Invalid type: foo"),
+    ({"guided_json": {"$ref": "#"}}, "structured_outputs", "no text follows it"),
+    ({"guided_grammar": {}}, "guided_grammar", "expected `str | null`, got `object`"),
+    ({"guided_grammar": ""}, "guided_grammar", "grammar must be a text, not ''"),
+    ({"guided_grammar": "start: other"}, "structured_outputs", 'unknown name: "other"'),
 ]
 
 
-@pytest.mark.parametrize(("asked", "param"), REFUSED)
-def test_refusals(server: Running, asked: dict[str, Any], param: str | None) -> None:
+@pytest.mark.parametrize(("asked", "param", "why"), REFUSED)
+def test_refusals(server: Running, asked: dict[str, Any], param: str | None, why: str) -> None:
     answer = server.post(COMPLETIONS, {"prompt": "x", **asked})
     assert (answer.status, answer.error["param"]) == (400, param), answer.error
+    assert why in answer.error["message"]
 
 
 def test_a_grammar_beyond_its_limits_over_http(server: Running) -> None:

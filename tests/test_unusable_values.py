@@ -244,10 +244,12 @@ def test_goldens_that_cannot_be_replayed(data: bytes, said: str, engine: Path, t
     run(0, "verify", path, "--no-goldens")
 
 
-def test_an_engine_that_gives_no_number_is_not_right() -> None:
+def test_an_engine_that_gives_no_number_is_not_right(engine: Path) -> None:
     """A comparison with NaN is false; it is no pass."""
     logits = np.array([0.0, np.nan, 1.0], np.float32)
-    (deviation,) = replay(Goldens(0.3, (Golden((0,), ((0, -1.0), (1, -2.0))),)), lambda prompt: logits)
+    goldens = Goldens(0.3, (Golden((0,), ((0, -1.0), (1, -2.0))),))
+    with Engine.open(engine) as opened:
+        (deviation,) = replay(goldens, lambda prompt: logits, opened.plan)
     assert deviation == math.inf
 
 

@@ -102,6 +102,10 @@ class EmulatedDevice:
             def launch() -> None:
                 self.launches += 1
                 schedule, expression = next(self._schedules), specialization.expression
+                if specialization.triton:
+                    from tests.emulator.interpreted import launch as interpret
+
+                    return interpret(specialization.triton, grid, arguments)
                 if kernel not in self._compiled:
                     self._compiled[kernel] = EmulatedKernels([specialization[:2]], self._sm)
                 self._compiled[kernel].launch(expression, grid, threads, shared_bytes, *addresses, schedule=schedule)
@@ -132,8 +136,8 @@ def device_for(kernels: Mapping[str, Specialization]) -> "EmulatedDevice | CudaD
         return EmulatedDevice(kernels)
     device = CudaDevice()
     architecture = choose_code(device.capability, SMS)
-    instances = {name: Instance(kernel.source, kernel.expression) for name, kernel in kernels.items()}
+    instances = {name: kernel.triton or Instance(kernel.source, kernel.expression) for name, kernel in kernels.items()}
     made = compile_each([(architecture, instance) for instance in instances.values()])
     code = {name: made[architecture, instance] for name, instance in instances.items()}
-    device.code = lambda name: (code[name].cubin, code[name].symbol)
+    device.code = lambda name: (code[name].cubin, code[name].launch)
     return device

@@ -1,8 +1,10 @@
 """Paged attention as GPUs launch it, in emulation: sequences in pools, and what float64 makes of them."""
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -24,12 +26,85 @@ TOKENS = linear(tokens=1)
 STRIDE = 10304  # elements, of q and out
 
 
-@dataclass(frozen=True)
-class Attention:
-    """crowded: there is room for the results of few splits (`partials`), so that sequences are not taken apart. wgmma:
-    where sequences have many rows, by Hopper's kernel.
-    """
+class Attending(ABC):
+    """Calls of a kernel of attention."""
 
+    kernel: ClassVar[CudaKernel]
+    heads: Heads
+    out: str  # dtype of the result
+    kv: str
+    crowded: bool  # there is room for the results of few splits (`partials`), so that sequences are not taken apart
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Columns of the result."""
+
+    @property
+    @abstractmethod
+    def room(self) -> int:
+        """For the results of splits, beyond the longest sequence's."""
+
+    @abstractmethod
+    def launches(self) -> tuple[Launch, ...]: ...
+
+    @abstractmethod
+    def operands(self, chunks: Sequence[Chunk]) -> dict[str, Operand]: ...
+
+    @abstractmethod
+    def expected(self, chunk: Chunk) -> torch.Tensor:
+        """float64 [tokens, heads, columns]"""
+
+    def as_crowded(self, launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
+        """These, without that room if it is not to be there."""
+        if not self.crowded:
+            return launches
+        assert all(f".partials = {self.room}," in launch.kernel for launch in launches)
+        return tuple(
+            msgspec.structs.replace(one, kernel=one.kernel.replace(f".partials = {self.room},", ".partials = 0,"))
+            for one in launches
+        )
+
+    def run(
+        self,
+        kernels: Kernels,
+        chunks: Sequence[Chunk],
+        schedule: str = "forward",
+        seed: int = 0,
+        operands: dict[str, Operand] | None = None,
+    ) -> list[np.ndarray]:
+        """Of each chunk, float32 [tokens, heads, columns]."""
+        operands = operands or self.operands(chunks)
+        sizes = sizes_of(chunks)
+        run(kernels, self.launches(), operands, sizes, schedule, seed)
+        if "counters" in operands:
+            assert not operands["counters"].values.any(), "the next step's counters do not begin at zero"
+        values, ends = operands["out"].values, np.cumsum([chunk.end - chunk.start for chunk in chunks])
+        rows, written = values[: sizes.tokens], self.width if self.out == "f32" else operands["out"].matrix.padded
+        assert not rows[:, self.width : written].any()
+        for outside in rows[:, written:], values[sizes.tokens :]:
+            np.testing.assert_array_equal(outside, np.full_like(outside, POISON[self.out]))
+        rows = (rows if self.out == "f32" else from_bf16(rows))[:, : self.width]
+        return np.split(rows.reshape(sizes.tokens, self.heads.heads, -1), ends[:-1])
+
+    def errors(self, chunks: Sequence[Chunk], results: Sequence[np.ndarray]) -> list[float]:
+        """The largest of each chunk, in largest |v|."""
+        return [
+            float((torch.from_numpy(result).double() - self.expected(chunk)).abs().max() / chunk.text.v.abs().max())
+            for chunk, result in zip(chunks, results, strict=True)
+        ]
+
+    def check(self, kernels: Kernels, chunks: Sequence[Chunk], schedule: str = "forward") -> None:
+        tolerance = CUDA_ATTENTION[self.kv] + (BF16_ROUNDING if self.out == "bf16" else 0)
+        for chunk, error in zip(chunks, self.errors(chunks, self.run(kernels, chunks, schedule)), strict=True):
+            assert error < tolerance, f"tokens {chunk.start} … {chunk.end - 1}"
+
+
+@dataclass(frozen=True)
+class Attention(Attending):
+    """wgmma: where sequences have many rows, by Hopper's kernel."""
+
+    kernel = KERNEL
     heads: Heads
     kv: str = "bf16"
     window: int = 0
@@ -38,6 +113,7 @@ class Attention:
     crowded: bool = False
     wgmma: bool = False
     sinks: bool = False
+    architecture: str = "sm_90a"
 
     @property
     def scale(self) -> float:
@@ -47,6 +123,10 @@ class Attention:
     def width(self) -> int:
         return self.heads.heads * self.heads.head_dim
 
+    @property
+    def room(self) -> int:
+        return PARTIALS // self.heads.kv_heads
+
     def launches(self) -> tuple[Launch, ...]:
         attributes = {
             "heads": self.heads.heads,
@@ -54,22 +134,16 @@ class Attention:
             "head_dim": self.heads.head_dim,
             "scale": self.scale,
             "window": self.window,
+            "lookahead": 0,
             "softcap": self.softcap,
         }
         chunks = [decode(self.heads, 1)]
         matrices = {role: operand.matrix for role, operand in self.operands(chunks).items()}
-        call = Call(matrices, attributes, ("sm_90a",), dims=sizes_of(chunks).dims)
+        call = Call(matrices, attributes, (self.architecture,), dims=sizes_of(chunks).dims)
         launches = KERNEL.launches(call)
         if self.wgmma:
             launches = (*wgmma_launches(call), launches[-1])
-        if not self.crowded:
-            return launches
-        room = PARTIALS // self.heads.kv_heads
-        assert all(f".partials = {room}," in launch.kernel for launch in launches)
-        return tuple(
-            msgspec.structs.replace(launch, kernel=launch.kernel.replace(f".partials = {room},", ".partials = 0,"))
-            for launch in launches
-        )
+        return self.as_crowded(launches)
 
     def operands(self, chunks: Sequence[Chunk]) -> dict[str, Operand]:
         heads, tokens = self.heads, sum(chunk.end - chunk.start for chunk in chunks)
@@ -77,7 +151,7 @@ class Attention:
         q = torch.cat([chunk.text.q[chunk.start : chunk.end] for chunk in chunks]).reshape(tokens, self.width)
         head_rows = -(-heads.heads // heads.kv_heads // 16) * 16
         partial, splits = heads.kv_heads * head_rows * (heads.head_dim_pad + 2), 4 if heads.head_dim_pad > 128 else 2
-        slots = (0 if self.crowded else PARTIALS // heads.kv_heads) + splits * sizes["kv_splits"]
+        slots = (0 if self.crowded else self.room) + splits * sizes["kv_splits"]
         return {
             "q": strided("bf16", TOKENS, as_bf16(q.float().numpy()), STRIDE),
             "query_start": vector("i32", np.cumsum([0, *(chunk.end - chunk.start for chunk in chunks)])),
@@ -89,27 +163,6 @@ class Attention:
             **kv.pools.operands,
             **({"sinks": vector("f32", sinks_of(heads).numpy())} if self.sinks else {}),
         }
-
-    def run(
-        self,
-        kernels: Kernels,
-        chunks: Sequence[Chunk],
-        schedule: str = "forward",
-        seed: int = 0,
-        operands: dict[str, Operand] | None = None,
-    ) -> list[np.ndarray]:
-        """Of each chunk, float32 [tokens, heads, head_dim]."""
-        operands = operands or self.operands(chunks)
-        sizes = sizes_of(chunks)
-        run(kernels, self.launches(), operands, sizes, schedule, seed)
-        assert not operands["counters"].values.any(), "the next step's counters do not begin at zero"
-        values, ends = operands["out"].values, np.cumsum([chunk.end - chunk.start for chunk in chunks])
-        rows, written = values[: sizes.tokens], self.width if self.out == "f32" else operands["out"].matrix.padded
-        assert not rows[:, self.width : written].any()
-        for outside in rows[:, written:], values[sizes.tokens :]:
-            np.testing.assert_array_equal(outside, np.full_like(outside, POISON[self.out]))
-        rows = (rows if self.out == "f32" else from_bf16(rows))[:, : self.width]
-        return np.split(rows.reshape(sizes.tokens, self.heads.heads, -1), ends[:-1])
 
     def expected(self, chunk: Chunk) -> torch.Tensor:
         """float64 [tokens, heads, head_dim]"""
@@ -127,18 +180,6 @@ class Attention:
             scores = torch.cat([scores, sinks], dim=-1)
         weights = scores.softmax(dim=-1)[..., : chunk.end]
         return torch.einsum("hqk,khd->qhd", weights, v)
-
-    def errors(self, chunks: Sequence[Chunk], results: Sequence[np.ndarray]) -> list[float]:
-        """The largest of each chunk, in largest |v|."""
-        return [
-            float((torch.from_numpy(result).double() - self.expected(chunk)).abs().max() / chunk.text.v.abs().max())
-            for chunk, result in zip(chunks, results, strict=True)
-        ]
-
-    def check(self, kernels: Kernels, chunks: Sequence[Chunk], schedule: str = "forward") -> None:
-        tolerance = CUDA_ATTENTION[self.kv] + (BF16_ROUNDING if self.out == "bf16" else 0)
-        for chunk, error in zip(chunks, self.errors(chunks, self.run(kernels, chunks, schedule)), strict=True):
-            assert error < tolerance, f"tokens {chunk.start} … {chunk.end - 1}"
 
 
 def matrix(values: np.ndarray, dtype: str) -> Operand:
@@ -179,20 +220,20 @@ def decode(heads: Heads, length: int, seed: int = 0) -> Chunk:
     return part(heads, length - 1, length, seed)
 
 
-def compiled(attentions: Sequence[Attention], sm: int = 80) -> Kernels:
-    found = [instance for attention in attentions for instance in instances(KERNEL, attention.launches())]
+def compiled(attentions: Sequence[Attending], sm: int = 80) -> Kernels:
+    found = [instance for attention in attentions for instance in instances(attention.kernel, attention.launches())]
     return Kernels(list(dict.fromkeys(found)), sm)
 
 
 def assert_each_site_is_missed(
-    kernels: Kernels, sites: Sequence[str], attentions: Sequence[Attention], chunks: Sequence[Chunk]
+    kernels: Kernels, sites: Sequence[str], attentions: Sequence[Attending], chunks: Sequence[Chunk]
 ) -> None:
     """Without any of these barriers, fences and waits, one of the calls comes out otherwise, or is an error, in one of
     some orders of warps.
     """
     expected = {attention: attention.run(kernels, chunks) for attention in attentions}
 
-    def notices(attention: Attention, schedule: str, seed: int) -> bool:
+    def notices(attention: Attending, schedule: str, seed: int) -> bool:
         try:
             results = attention.run(kernels, chunks, schedule, seed)
         except (EmulationError, AssertionError):
@@ -205,7 +246,7 @@ def assert_each_site_is_missed(
             assert any(notices(attention, *order) for order in orders for attention in attentions), site
 
 
-def assert_a_page_table_that_is_off_is_noticed(kernels: Kernels, attention: Attention, chunks: Sequence[Chunk]) -> None:
+def assert_a_page_table_that_is_off_is_noticed(kernels: Kernels, attention: Attending, chunks: Sequence[Chunk]) -> None:
     """In each sequence, and in no other one."""
     for row in range(len(chunks)):
         operands = attention.operands(chunks)

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from enginewright.plan import Launch, Linear, StepSizes, linear
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
+from enginewright.triton_instance import TritonInstance
 from tests.emulator.kernels import SCHEDULES, Instance, Kernels
 
 MULTIPROCESSORS = 3
@@ -54,20 +56,23 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def instances(binding: CudaKernel, launches: Sequence[Launch]) -> list[Instance]:
-    """What is compiled for them."""
-    return list(dict.fromkeys((binding.sources[one.kernel.partition("<")[0]], one.kernel) for one in launches))
+    """What is compiled for them, but for kernels in Triton."""
+    names = dict.fromkeys((one.kernel.partition("<")[0], one.kernel) for one in launches)
+    return [(binding.sources[function], kernel) for function, kernel in names if function in binding.sources]
 
 
 class CudaCall:
     """A call of a kernel with some operands, compiled once."""
 
     def __init__(self, binding: CudaKernel, operands: Mapping[str, Matrix], **attributes: int | float | str) -> None:
-        self.launches = binding.launches(Call(operands, attributes, ("sm_90a",)))
+        call = Call(operands, attributes, ("sm_90a",))
+        self.launches = binding.launches(call)
         self.kernels = Kernels(instances(binding, self.launches))
+        self.triton = {one.expression: one for one in binding.triton(call)}
 
     def run(self, operands: Mapping[str, Operand], sizes: StepSizes, schedule: str = SCHEDULES[0]) -> None:
         """Results are in the operands afterwards."""
-        run(self.kernels, self.launches, operands, sizes, schedule)
+        run(self.kernels, self.launches, operands, sizes, schedule, triton=self.triton)
 
 
 def run(
@@ -77,13 +82,21 @@ def run(
     sizes: StepSizes,
     schedule: str,
     seed: int = 0,
+    triton: Mapping[str, TritonInstance] = MappingProxyType({}),
 ) -> None:
+    """triton: kernels in Triton by their expressions, which run in its interpreter."""
     of_step = np.array(sizes.counts, np.int32)
     for launch in launches:
         if not launch.runs(sizes):
             continue
         grid = [extent.at(sizes, MULTIPROCESSORS) for extent in launch.grid]
         arguments = [operands[role].values if role in operands else None for role in launch.arguments]
+        if launch.kernel in triton:
+            from tests.emulator.interpreted import launch as interpret
+
+            addresses = [0 if one is None else one.ctypes.data for one in (of_step, *arguments)]
+            interpret(triton[launch.kernel], grid, addresses)
+            continue
         kernels.launch(
             launch.kernel, grid, launch.threads, launch.shared_bytes, of_step, *arguments, schedule=schedule, seed=seed
         )

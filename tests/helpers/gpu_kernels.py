@@ -40,7 +40,7 @@ class GpuKernels:
         seed: int = 0,
     ) -> None:
         device = _device()
-        device.code = lambda name: (self._compiled[name].cubin, self._compiled[name].symbol)  # of this name, always
+        device.code = lambda name: (self._compiled[name].cubin, self._compiled[name].launch)  # of this name, always
         roots = {id(root): root for root in map(_root, arguments) if root is not None}
         memory = {}
         for key, root in roots.items():

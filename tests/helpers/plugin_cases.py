@@ -10,7 +10,9 @@ import onnx_ir as ir
 from enginewright.plugins import DOMAIN, PLUGINS, Plugin
 from enginewright.plugins.kv_write import STORED as KV_STORED
 from enginewright.plugins.kv_write import pool_dtype
+from enginewright.plugins.masked_attention import EVERYTHING
 from enginewright.plugins.plugin import CODES
+from enginewright.plugins.pool import POOLINGS
 from tests.helpers.onnx_run import Array
 
 FLOAT, BFLOAT16, FP8 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.FLOAT8E4M3FN
@@ -18,7 +20,7 @@ INT8, INT32, INT64, UINT8 = ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT
 Operand = tuple[ir.DataType, tuple[int | str, ...]]
 # What symbolic dimensions are when a graph is run. A block has 4 slots.
 SIZES = {"T": 5, "P": 3, "tokens": 7, "slots": 24, "sequences": 2, "sequences + 1": 3, "kv_blocks": 2}
-SIZES |= {"P + T": 8, "states": 4, "3 * T": 15, "3 * tokens": 21}
+SIZES |= {"S": 1, "P + T": 8, "states": 4, "3 * T": 15, "3 * tokens": 21}
 ONE = {
     **SIZES,
     "T": 1,
@@ -182,15 +184,17 @@ def _delta_rules() -> list[Case]:
             {
                 **dict.fromkeys(("query", "key"), (FLOAT, (*rows, key_heads * 5))),
                 "value": (FLOAT, (*rows, 6 * 7)),
-                **dict.fromkeys(("decay", "beta"), (FLOAT, (*rows, 6))),
-                **dict.fromkeys(("log_a", "dt_bias"), (FLOAT, (6,))),
+                "decay": (FLOAT, (*rows, 6 * decays)),
+                "beta": (FLOAT, (*rows, 6)),
+                "log_a": (FLOAT, (6,)),
+                "dt_bias": (FLOAT, (6 * decays,)),
                 "state": (FLOAT, (states, 6, 5, 7)),
                 **slots,
             },
             {"heads": 6, "key_heads": key_heads, "scale": 0.4, "epsilon": 1e-6},
         )
         for rows, states, slots in ((("tokens",), "states", PACKED_STATE), ((1, "T"), 1, {}))
-        for key_heads in (2, 6)
+        for key_heads, decays in ((2, 1), (6, 1), (6, 5))
     ]
 
 
@@ -369,28 +373,45 @@ CASES: list[Case] = [
             {
                 **SEEN,
                 "window": window,
+                "lookahead": lookahead,
                 "softcap": softcap,
                 "stored": int(stored),
                 "queries": int(INT8 if stored == INT8 else BFLOAT16),
                 "to": int(to),
             },
         )
-        for window, softcap, to, sinks in (
-            (0, 0.0, FLOAT, {}),
-            (3, 0.0, BFLOAT16, {}),
-            (0, 2.0, FLOAT, SINKS),
-            (1, 2.0, BFLOAT16, {}),
+        for window, lookahead, softcap, to, sinks in (
+            (0, 0, 0.0, FLOAT, {}),
+            (3, 0, 0.0, BFLOAT16, {}),
+            (0, 0, 2.0, FLOAT, SINKS),
+            (1, 0, 2.0, BFLOAT16, {}),
+            (0, EVERYTHING, 0.0, FLOAT, {}),
+            (3, 1, 0.0, BFLOAT16, {}),
         )
         for stored in STORED
     ),
     *(
         Case(
-            "CausalWindow",
+            "WindowAttention",
             {**PAST, **sinks},
-            {"q_num_heads": 6, "kv_num_heads": 3, "scale": 0.3, "softcap": softcap, "window": window},
+            {
+                "q_num_heads": 6,
+                "kv_num_heads": 3,
+                "scale": 0.3,
+                "softcap": softcap,
+                "window": window,
+                "lookahead": lookahead,
+            },
         )
-        for window, softcap, sinks in ((3, 0.0, {}), (1, 2.0, SINKS), (0, 0.0, SINKS))
+        for window, lookahead, softcap, sinks in (
+            (3, 0, 0.0, {}),
+            (1, 0, 2.0, SINKS),
+            (0, 0, 0.0, SINKS),
+            (3, 2, 0.0, {}),
+        )
     ),
+    Case("MeanRows", {"x": (FLOAT, ("tokens", 11)), "query_start": (INT32, ("sequences + 1",))}),
+    *(Case("Pool", {"x": (FLOAT, (1, "T", 11))}, {"pooling": pooling}) for pooling in POOLINGS),
     *(
         Case("HeadLinear", {"x": (FLOAT, (*rows, 33)), "weight": (FLOAT, (15, 11))}, {"heads": 3})
         for rows in (("tokens",), (1, "T"))
@@ -459,6 +480,15 @@ CASES: list[Case] = [
     *(
         Case("PositionScale", {"x": (FLOAT, (*rows, 11)), "positions": (dtype, rows)}, {"beta": 0.3, "original": 5})
         for dtype, rows in ((INT32, ("tokens",)), (INT64, (1, "T")))
+    ),
+    *(Case("Scale", {"x": (FLOAT, (*rows, 11)), "factor": (FLOAT, (1,))}) for rows in (("tokens",), (1, "T"))),
+    *(
+        Case(
+            "RopeQueries",
+            {"q": (FLOAT, ("tokens", 60)), **tables, **_pools(stored)},
+            {**HEADS, "stored": int(stored)},
+        )
+        for tables, stored in (({}, BFLOAT16), *((_tables(6), stored) for stored in STORED))
     ),
     Case(  # nothing is rotated
         "RopeKvWrite",

@@ -27,6 +27,7 @@ from enginewright.runtime.sampling import (
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.work_class import BEST_EFFORT, DEFAULT_WORK, WorkClass
 
 BLOCK, LONGEST, VOCAB, STOP = 4, 40, 50, 49
 BLANK = -1
@@ -56,6 +57,7 @@ def sequence_of(
     every_logit: bool = False,
     salt: str = "",
     sibling_of: TokenSequence | None = None,
+    work: WorkClass = DEFAULT_WORK,
 ) -> TokenSequence:
     """A prompt that grows to `length` tokens at most; one that draws none has the length of its prompt."""
     request = SamplingRequest(SamplingParams(temperature=0), prompt, VOCAB) if drawing else None
@@ -68,6 +70,7 @@ def sequence_of(
         every_logit,
         salt,
         sibling_of,
+        work=work,
     )
 
 
@@ -92,6 +95,7 @@ class Watch:
         chunk: int | None = None,
         ahead: int = 0,
     ) -> None:
+        self.now = 0.0  # by the scheduler's clock
         self.draw: Callable[[Sequence[int]], int] = lambda _: 3
         self.ahead = ahead
         self.under_way: deque[tuple[StepPlan, list[list[SampledToken]], list[int]]] = deque()
@@ -99,7 +103,9 @@ class Watch:
         self.groups, self.limits, self.num_blocks = tuple(groups), limits, tuple(num_blocks)
         self.chunk = chunk
         memory_plan = MemoryPlan(LONGEST, limits, self.num_blocks, 0, 0)
-        self.scheduler = Scheduler(groups, memory_plan, prefix_caching=prefix_caching, chunk=chunk, cost=cost_at)
+        self.scheduler = Scheduler(
+            groups, memory_plan, prefix_caching=prefix_caching, chunk=chunk, cost=cost_at, clock=lambda: self.now
+        )
         self.pools = [
             np.full(count * (kv.block_size if isinstance(kv, PagedCache) else 1), BLANK)
             for count, kv in zip(num_blocks, groups, strict=True)
@@ -110,7 +116,7 @@ class Watch:
         self.rows: dict[TokenSequence, set[int]] = {}  # positions that have given logits
         self.scored: dict[TokenSequence, set[int]] = {}  # positions of prompts whose tokens have been scored
         self.num_steps = self.num_computed = self.num_shared = self.num_wasted = 0
-        self.num_guessed = self.num_right = 0
+        self.num_guessed = self.num_right = self.num_again = 0
 
     def add(self, sequence: TokenSequence) -> None:
         bound = sum(one.max_tokens for one in self.alive) + sequence.max_tokens
@@ -131,11 +137,13 @@ class Watch:
 
     def schedule(self) -> StepPlan | None:
         """The next step, checked, and computed."""
-        oldest = next(iter(self.alive), None)
+        alike = all(sequence.work == DEFAULT_WORK for sequence in self.alive)
+        oldest = next(iter(self.alive), None) if alike else None
         if oldest is not None and (oldest.last_token_is_in_flight or oldest.num_computed_tokens == oldest.num_tokens):
             oldest = None  # it ends with the step before
         if oldest is not None and oldest.guesses and oldest.num_in_flight_tokens:
             oldest = None  # it waits for that step
+        computing_again = {sequence for sequence in self.alive if sequence.computes_again}
         plan = self.scheduler.schedule()
         if plan is None:
             assert oldest is None and (self.under_way or not self.alive), "a sequence was left behind"
@@ -143,11 +151,13 @@ class Watch:
         self.num_steps += 1
         self.num_computed += plan.sizes.tokens
         late = [sequence for sequence, bound in self.alive.items() if self.num_steps > bound]
-        assert not late, "a sequence was starved"
+        assert not (late and alike), "a sequence was starved"
         parts = {part.sequence for part in plan.parts}
         assert parts and (oldest is None or oldest in parts), "the oldest stands still"
-        if self.chunk is not None and plan.num_decodes:
-            prompts = [part for part in plan.parts[plan.num_decodes :] if not part.sequence.guesses]
+        paced = any(part.sequence.level < BEST_EFFORT for part in plan.parts[: plan.num_decodes])
+        if self.chunk is not None and paced:
+            others = plan.parts[plan.num_decodes :]
+            prompts = [part for part in others if not (part.sequence.guesses or part.sequence in computing_again)]
             cost = sum(part.num_tokens * cost_at(part.first) for part in prompts)
             assert cost <= self.chunk or sum(part.num_tokens for part in prompts) == 1
         self._check_tokens(plan)
@@ -236,11 +246,16 @@ class Watch:
         return contents[:length]
 
     def _check_taken_back(self, sequence: TokenSequence) -> None:
-        computed = len(sequence.token_ids) - 1
-        assert sequence.num_computed_tokens == computed and not sequence.guesses and not sequence.num_in_flight_tokens
-        for kv, table in zip(self.groups, sequence.held, strict=True):
-            assert isinstance(kv, PagedCache)
-            assert len(table.blocks) == -(-computed // kv.block_size), "a block of wrong guesses is still held"
+        computed = sequence.num_computed_tokens
+        again = len(sequence.token_ids) - 1 - computed
+        assert (again > 0) == sequence.computes_again and not sequence.guesses and not sequence.num_in_flight_tokens
+        assert not again or any(isinstance(kv, RecurrentState) for kv in self.groups)
+        self.num_again += again
+        for kv, held in zip(self.groups, sequence.held, strict=True):
+            if isinstance(kv, PagedCache):
+                assert len(held.blocks) == -(-computed // kv.block_size), "a block of wrong guesses is still held"
+            else:
+                assert held.mark is None, "a copy of a state from before guesses is still held"
 
     def _check_tokens(self, plan: StepPlan) -> None:
         sizes, inputs = plan.sizes, plan.inputs
@@ -272,7 +287,8 @@ class Watch:
             assert inputs["positions"][start:end].tolist() == list(range(first, last))
             tokens = [self._resolved(token, sequence) for token in inputs["tokens"][start:end].tolist()]
             assert tokens == (self.tokens[sequence] + sequence.guesses)[first:last]
-            wanted = part.num_tokens if sequence.every_logit or sequence.guesses else int(last == length)
+            wanted = part.num_tokens if sequence.every_logit else int(last - len(sequence.guesses) == length)
+            wanted += len(sequence.guesses)
             assert part.num_logit_rows == wanted
             rows += range(end - wanted, end)
             self.rows.setdefault(sequence, set()).update(range(last - wanted, last))
@@ -346,7 +362,8 @@ class Watch:
         """Blocks or slots that a sequence holds."""
         kv, mine = self.groups[index], sequence.held[index]
         if not isinstance(kv, PagedCache):
-            return [mine.slot, *(snapshot.slot for snapshot in mine.pending)]
+            kept = [*mine.pending, *([mine.mark] if mine.mark is not None else [])]
+            return [mine.slot, *(snapshot.slot for snapshot in kept)]
         assert not any(mine.blocks[mine.num_kept : mine.dropped])
         assert len(mine.held) <= blocks_of(kv, sequence.max_tokens, self.limits.tokens)
         return list(mine.held)

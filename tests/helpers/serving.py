@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,7 +22,9 @@ from typing import Any
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint.base import TokenizerFiles
 from enginewright.runtime.async_llm import AsyncLLM
+from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.server.config import ServerConfig
+from enginewright.runtime.server.engines import Engines
 from enginewright.runtime.server.serve import Shutdown, bind, host
 from enginewright.runtime.server.service import Service
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
@@ -77,6 +79,11 @@ def tiny_engine(kind: str = "") -> Path:
     return folder / "tiny.engine"
 
 
+def exactly(text: str) -> dict[str, Any]:
+    """structured_outputs of an answer that is this text, its reasoning, too."""
+    return {"choice": [text], "before": 'start: ""'}
+
+
 @dataclass(frozen=True)
 class Answer:
     """headers: names in lower case. body: as it came."""
@@ -109,23 +116,31 @@ class Answer:
 
 
 class Running:
-    """llm, service: belong to the server's thread; `call` goes there."""
+    """engines: belongs to the server's thread; `call` goes there. So do llm and service, of an engine that stays open.
 
-    def __init__(self, engine: Path, config: ServerConfig, limits: Mapping[str, Any]) -> None:
+    Args:
+        engine: a file, or several that are opened on demand.
+    """
+
+    def __init__(self, engine: Path | Sequence[Path], config: ServerConfig, limits: Mapping[str, Any]) -> None:
         self._engine, self._config, self._limits = engine, config, {**LIMITS, **limits}
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="server")
 
     async def _main(self) -> None:
-        self.llm = AsyncLLM(self._engine, **self._limits)
-        self._loop = asyncio.get_running_loop()
+        self._loop, self.shutdown = asyncio.get_running_loop(), Shutdown()
+        if isinstance(self._engine, Path):
+            self.llm = AsyncLLM(self._engine, **self._limits)
+            self.service = Service(self.llm, self._config)
+            self.engines = Engines.of(self.service)
+        else:
+            self.engines = Engines.of_files(self._engine, self._config, runtime_config(**self._limits))
         try:
-            self.service, self.shutdown = Service(self.llm, self._config), Shutdown()
             with bind(self._config.host, 0) as listener:
                 self.port = listener.getsockname()[1]
-                await host(self.service, listener, self.shutdown, self._ready.set)
+                await host(self.engines, listener, self.shutdown, self._ready.set)
         finally:
-            await self.llm.close()
+            await self.engines.close()
 
     def __enter__(self) -> "Running":
         self._thread.start()
@@ -190,14 +205,18 @@ class Running:
 
     def is_idle(self) -> bool:
         """Nothing runs, nothing waits, and every block is free."""
-        stats, queue = self.llm.stats(), self.service.admission
-        counts = [stats.num_running, stats.num_waiting, len(self.service.live)]
-        counts += [queue.num_answers, queue.num_tokens, queue.logprob_bytes]
-        return not any(counts) and stats.kv_usage == 0.0
+        counts = [len(one.users) + len(one.waiting) for one in self.engines.all]
+        for service in self.engines.services:
+            stats, queue = service.llm.stats(), service.admission
+            counts += [stats.num_running, stats.num_waiting, len(service.live), int(stats.kv_usage > 0)]
+            counts += [queue.num_answers, queue.num_tokens, queue.logprob_bytes]
+        return not any(counts)
 
 
 @contextmanager
-def running(*, engine: Path | None = None, limits: Mapping[str, Any] = {}, **config: Any) -> Iterator[Running]:
+def running(
+    *, engine: Path | Sequence[Path] | None = None, limits: Mapping[str, Any] = {}, **config: Any
+) -> Iterator[Running]:
     """A server; what it held must be free again when it is left.
 
     Args:
@@ -205,7 +224,7 @@ def running(*, engine: Path | None = None, limits: Mapping[str, Any] = {}, **con
     """
     with Running(engine or tiny_engine(), ServerConfig(**config), limits) as server:
         yield server
-        if server._thread.is_alive() and server.llm.is_alive:
+        if server._thread.is_alive() and all(service.llm.is_alive for service in server.engines.services):
             wait_until(server.is_idle)
 
 

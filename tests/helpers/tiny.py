@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 
 from enginewright.builder.checkpoint.base import TensorInfo, TokenizerFiles
+from enginewright.builder.pooling import Pooling
 
 # Which transformers has, and not among models of texts alone.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
@@ -31,6 +32,7 @@ MIXTURES = (
     "granitemoe",
     "granitemoeshared",
 )
+LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4")  # of mixtures, whose attention has kernels of its own
 # Of mixtures: that every expert is chosen, so that engines, which round what routers read, choose as transformers does.
 ALL_EXPERTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"num_experts_per_tok": 7},
@@ -45,16 +47,19 @@ ALL_EXPERTS: Mapping[str, Mapping[str, Any]] = {
     "granitemoe": {"num_experts_per_tok": 5},
     "granitemoeshared": {"num_experts_per_tok": 5},
     "granitemoehybrid": {"num_experts_per_tok": 5},
+    "kimi_linear": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
     "lfm2_moe": {"num_experts_per_tok": 5},
     "nemotron_h": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
     "qwen3_5_moe_text": {"num_experts_per_tok": 5},
     "qwen3_next": {"num_experts_per_tok": 5},
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 5, "moe_intermediate_size": 21},
 }
 # What covers the kernels: others are put together of the same.
 OF_KERNELS = ("llama", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")
 HYBRIDS = (
     "falcon_h1",
     "granitemoehybrid",
+    "kimi_linear",
     "lfm2",
     "lfm2_moe",
     "nemotron_h",
@@ -62,12 +67,21 @@ HYBRIDS = (
     "qwen3_5_moe_text",
     "qwen3_next",
 )  # with layers that carry a state
+ENCODERS = ("bert", "modernbert")  # that write no text
 BEGIN, END, TURN = "<|begin|>", "<|end|>", "<|turn|>"  # ids 0, 1, 2
 VOCAB_SIZE = 307  # a prime, above the 256 bytes that a byte-level vocabulary starts from
 
 # A family's tiny_config, beside what all have: awkward sizes, and what only this family does.
 _SIZES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"hidden_size": 48, "intermediate_size": 74, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "modernbert": {
+        "hidden_size": 60,
+        "intermediate_size": 37,
+        "num_attention_heads": 6,
+        "local_attention": 14,
+        "global_attn_every_n_layers": 3,
+    },
+    "bert": {"hidden_size": 60, "intermediate_size": 37, "num_attention_heads": 6},
     "qwen2": {"hidden_size": 50, "intermediate_size": 111, "num_attention_heads": 5, "num_key_value_heads": 1},
     "qwen3": {
         "hidden_size": 48,
@@ -242,6 +256,29 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
+    },
+    "kimi_linear": {
+        "rms_norm_eps": 1e-5,
+        "hidden_size": 40,
+        "intermediate_size": 37,
+        "moe_intermediate_size": 21,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 10,
+        "v_head_dim": 16,
+        "linear_head_dim": 22,
+        "linear_num_heads": 3,
+        "linear_conv_kernel_dim": 4,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 3,
+        "topk_group": 2,
     },
     "qwen3_next": {
         "hidden_size": 40,
@@ -433,6 +470,30 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
         "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 9.0,
     },
+    "gemma4_text": {
+        "hidden_size": 40,
+        "intermediate_size": 37,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 10,
+        "global_head_dim": 36,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "sliding_window": 7,
+        "layer_types": [
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+        ],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 10,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "final_logit_softcapping": 9.0,
+    },
     "ministral3": {
         "hidden_size": 48,
         "intermediate_size": 74,
@@ -490,7 +551,7 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
-FAMILIES = tuple(family for family in _SIZES if family not in HYBRIDS)
+FAMILIES = tuple(family for family in _SIZES if family not in (*HYBRIDS, *ENCODERS))
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}<|turn|>\n{% endfor %}"
@@ -516,13 +577,13 @@ def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
     }
 
 
-def tiny_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
-    """transformers' model of a config, in fp32, with random weights that are exact in bfloat16.
+def tiny_model(config: Mapping[str, Any], seed: int = 0, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    """transformers' model of a config, of its class `kind`, in fp32, with random weights that are exact in bfloat16.
 
     Norms and biases are random too, and projections are large enough that a fault anywhere shows in the logits.
     """
     settings = {key: value for key, value in config.items() if key != "model_type"}
-    model = AutoModelForCausalLM.from_config(
+    model: PreTrainedModel = kind.from_config(
         AutoConfig.for_model(config["model_type"], **json.loads(json.dumps(settings))),
         attn_implementation="eager",
         experts_implementation="eager",
@@ -531,10 +592,12 @@ def tiny_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name or ".ln_" in name:
+            if "norm" in name.lower() or ".ln_" in name:
                 # Of some families, weights are stored less 1.
-                less_1 = config["model_type"].startswith(("gemma", "qwen3_5", "qwen3_next"))
+                less_1 = config["model_type"].startswith(("gemma2", "gemma3", "qwen3_5", "qwen3_next"))
                 values = 0.2 * values + (0.0 if less_1 and "linear_attn" not in name else 1.0)
+                if config["model_type"] == "gemma4_text" and "q_norm" in name:
+                    values = 0.2 * values  # scores have no other scale
             elif name.endswith(".bias") or "embed" in name or ".wte" in name or ".wpe" in name:
                 values = 0.3 * values
             else:
@@ -547,6 +610,8 @@ def tiny_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
         for name, buffer in model.named_buffers():
             if "correction" in name or name.endswith("expert_bias"):
                 buffer.copy_((0.2 * torch.randn(buffer.shape, generator=generator)).to(torch.bfloat16))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_((0.4 + torch.rand(buffer.shape, generator=generator)).to(torch.bfloat16))
         _use_long_factors(model)
     return model  # type: ignore[no-any-return]
 
@@ -567,6 +632,7 @@ class MemoryCheckpoint:
     stored: Mapping[str, torch.Tensor]
     name: str = "tiny"
     generation_config: Mapping[str, Any] = field(default_factory=dict)
+    pooling: Pooling | None = None
     reads: list[str] = field(default_factory=list)
 
     @staticmethod

@@ -143,11 +143,7 @@ class TinyGguf(gguf.GGUFWriter):
     def add_spelled_vocabulary(
         self, tokens: Sequence[str] = TOKENS, types: Sequence[int] | None = None, scores: Sequence[float] | None = None
     ) -> None:
-        """SentencePiece's kind: `<unk>`, `<s>`, `</s>` unless said otherwise, then normal tokens."""
-        self.add_tokenizer_model("llama")
-        self.add_token_list(tokens)
-        self.add_token_types(types or [2, 3, 3] + [1] * (len(tokens) - 3))
-        self.add_token_scores(scores or [-float(id) for id in range(len(tokens))])
+        add_vocabulary(self, tokens, types, scores)
 
     def add_merged_vocabulary(self, pre: str, vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:
         """GPT-2's kind, all of it normal tokens."""
@@ -174,12 +170,30 @@ class TinyGguf(gguf.GGUFWriter):
             self.add_tensor(name, np.ascontiguousarray(values))
 
     def finish(self) -> Path:
-        self.write_header_to_file()
-        self.write_kv_data_to_file()
-        self.write_tensors_to_file()
-        self.close()
-        assert isinstance(self.path, Path)
-        return self.path
+        return finish(self)
+
+
+def finish(writer: gguf.GGUFWriter) -> Path:
+    """Writes the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert isinstance(writer.path, Path)
+    return writer.path
+
+
+def add_vocabulary(
+    writer: gguf.GGUFWriter,
+    tokens: Sequence[str] = TOKENS,
+    types: Sequence[int] | None = None,
+    scores: Sequence[float] | None = None,
+) -> None:
+    """SentencePiece's kind: `<unk>`, `<s>`, `</s>` unless said otherwise, then normal tokens."""
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types or [2, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_token_scores(scores or [-float(id) for id in range(len(tokens))])
 
 
 def interleave(values: np.ndarray, heads: int) -> np.ndarray:

@@ -2,13 +2,19 @@
 
 import pytest
 
+from tests.helpers.tiny import LATENT
 from tests.test_cuda_engine import check_engine
 from tests.test_families import ON_GPUS
 
 
 @pytest.mark.parametrize(
-    ("family", "quant"),
-    [*((family, quant) for family in ON_GPUS for quant in ("bf16", "fp8")), ("qwen3_moe", "w8a8"), ("cohere2", "w8a8")],
+    ("family", "quant", "kv"),
+    [
+        *((family, quant, "bf16") for family in (*ON_GPUS, *LATENT) for quant in ("bf16", "fp8")),
+        *((family, "w8a8", "bf16") for family in ("qwen3", "qwen3_moe", "cohere2")),
+        ("gemma3_text", "bf16", "int4"),
+        *(("kimi_linear", quant, "bf16") for quant in ("bf16", "w8a8")),
+    ],
 )
-def test_an_engine_computes_its_graph(family: str, quant: str) -> None:
-    check_engine(family, quant, "bf16")
+def test_an_engine_computes_its_graph(family: str, quant: str, kv: str) -> None:
+    check_engine(family, quant, kv)

@@ -1,76 +1,66 @@
 """Random answers under many schemas: each that comes to its own end is what its schema says."""
 
-import json
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jsonschema
 import pytest
 
 from enginewright import LLM, SamplingParams, StructuredOutputsParams
-from tests.helpers.serving import LIMITS, tiny_engine
-
-TEXT: list[dict[str, Any]] = [
-    {"type": "string", "maxLength": 9},
-    {"type": "string", "pattern": "^(ab|[0-9]{2,4})-?$"},
-    {"enum": ["", 'ä"\\', "x" * 20]},
-    *({"type": "string", "format": name} for name in ("date", "date-time", "uuid", "ipv4", "ipv6")),
-]
-NUMBER: list[dict[str, Any]] = [
-    {"type": "integer", "minimum": -120, "maximum": 35},
-    {"type": "integer", "exclusiveMinimum": 0, "maximum": 1000, "multipleOf": 5},
-    {"type": "number", "minimum": -0.5, "maximum": 12.25},
-    {"const": 1.5},
-]
-OTHER: list[dict[str, Any]] = [
-    {"type": ["boolean", "null"]},
-    {"oneOf": [{"type": "boolean"}, {"const": "neither"}]},
-    {"$ref": "#/$defs/leaf"},
-]
-LEAF = {"type": "object", "properties": {"leaf": {"type": "null"}}, "required": ["leaf"], "additionalProperties": False}
-
-
-def schemas() -> Iterator[dict[str, Any]]:
-    """Bounded, so that random answers end."""
-    fields = list(product(TEXT, NUMBER, OTHER))
-    for number, (text, amount, other) in enumerate(fields[:: len(fields) // 50 or 1][:50]):
-        inner: dict[str, Any] = {"type": "array", "items": amount, "minItems": number % 3, "maxItems": number % 3 + 1}
-        if number % 4 == 1:
-            inner = {"type": "array", "prefixItems": [amount, other], "minItems": 2, "items": False}
-        elif number % 4 == 2:
-            inner = {"anyOf": [{"type": "array", "items": inner, "maxItems": 2}, text]}
-        properties = {"text": text, "inner": inner, "other": other}
-        is_open = number % 10 == 7
-        required = sorted(properties)[: 3 if is_open else number % 4]
-        yield {
-            "$defs": {"leaf": LEAF},
-            "type": "object",
-            "properties": properties,
-            "required": required,
-            "additionalProperties": amount if is_open else False,
-            **({"maxProperties": 4} if is_open else {}),
-        }
+from tests.helpers.schemas import BOUNDED, check_answers
+from tests.helpers.serving import COMPLETIONS, LIMITS, running, tiny_engine
 
 
 def test_every_answer_that_ends_is_valid() -> None:
-    every = list(schemas())
+    every = list(BOUNDED.values())
     assert len(every) == 50
     with LLM(tiny_engine(), **LIMITS) as llm:
         params = [
             SamplingParams(n=10, max_tokens=600, seed=seed, structured_outputs=StructuredOutputsParams(json=schema))
             for seed, schema in enumerate(every)
         ]
-        outputs = llm.generate(["An answer: "] * len(every), params)
-    ended = 0
-    for schema, output in zip(every, outputs, strict=True):
-        check = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
-        for choice in output.outputs:
-            assert choice.finish_reason in ("stop", "length")
-            if choice.finish_reason == "stop":
-                check.validate(json.loads(choice.text))
-                ended += 1
-    assert ended > 450
+        assert check_answers(every, llm.generate(["An answer: "] * len(every), params)) > 450
+
+
+def nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
+    inner: Any = {"type": "string"}
+    for _ in range(depth):
+        inner = wrap(inner)
+    return inner
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "deep": nested(500, lambda inner: {"type": "array", "items": inner}),
+    "deep anyOf": nested(300, lambda inner: {"anyOf": [inner, {"type": "null"}]}),
+    "wide": {"properties": {f"p{number}": {} for number in range(1001)}},
+    "wide in parts": {"anyOf": [{"properties": {f"p{n}{m}": {} for n in range(50)}} for m in range(30)]},
+    "exponential": {"allOf": [{"anyOf": [{"required": [f"{n}{m}"]} for n in range(9)]} for m in range(20)]},
+    "exponential patterns": {"allOf": [{"type": "string", "pattern": f".*{number}.*"} for number in range(200)]},
+    "recursive": {"$ref": "#"},
+    "recursive in a circle": {
+        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+        "$ref": "#/$defs/a",
+    },
+    "recursive allOf": {"allOf": [{"$ref": "#"}]},
+    "digits": {"type": "number", "multipleOf": 1e-300},
+    "long": {"enum": ["x" * 1000 + str(number) for number in range(200)]},
+}
+
+
+def test_hostile_schemas_hold_nobody_up() -> None:
+    """Each is refused, the worker ends those that take more than a second of CPU time, and streams go on."""
+    free = {"prompt": "Free", "max_tokens": 3000, "temperature": 1, "seed": 3, "ignore_eos": True, "stream": True}
+    with running(served_model_names=("tiny",)) as server, ThreadPoolExecutor() as pool:
+        alone = server.post(COMPLETIONS, free).body.count(b"data: ")
+        stream = pool.submit(server.post, COMPLETIONS, free)
+        refused = {
+            name: pool.submit(server.post, COMPLETIONS, {"prompt": "x", "guided_json": schema})
+            for name, schema in HOSTILE.items()
+        }
+        assert {name: answer.result().status for name, answer in refused.items()} == dict.fromkeys(HOSTILE, 400)
+        events = stream.result().events
+        assert len(events) == alone and events[-1] == "[DONE]"
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("company", [1, 8])

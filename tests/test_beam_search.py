@@ -1,0 +1,188 @@
+"""Beam search: the algorithm against transformers', and engines against a search without shared caches."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from enginewright import LLM, SamplingParams
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.runtime.beam_search import BeamSearch, EarlyStopping
+from enginewright.runtime.sampling import SampledToken
+from tests import tolerances
+from tests.helpers.engines import folder_of_engines
+from tests.helpers.late_executor import LateExecutor
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+
+PROMPT = [5, 77, 31, 200, 9]
+NEW = 12
+Behind = Callable[[Sequence[int], int], SampledToken]  # what comes behind tokens, with so many of the likeliest
+
+
+@cache
+def model_of(family: str) -> PreTrainedModel:
+    return tiny_model(tiny_config(family))
+
+
+@cache
+def engine_of(family: str) -> Path:
+    path = folder_of_engines() / f"beams-{family}.engine"
+    build_engine(MemoryCheckpoint.of(model_of(family), tiny_config(family)), BuildConfig(gate=None), path)
+    return path
+
+
+def search(
+    behind: Behind, width: int, length_penalty: float, early_stopping: EarlyStopping, ends: Sequence[int]
+) -> list[tuple[list[int], float]]:
+    """Answers and their scores, each step from the whole text."""
+    found = BeamSearch(width, NEW, length_penalty, early_stopping, ends)
+    while found.advance(
+        [behind([*PROMPT, *(token.token for token in beam.tokens)], found.num_candidates) for beam in found.beams]
+    ):
+        pass
+    return [
+        ([token.token for token in beam.tokens], beam.score(len(beam.tokens), length_penalty))
+        for beam, _ in found.answers()
+    ]
+
+
+def by_transformers(tokens: Sequence[int], count: int) -> SampledToken:
+    with torch.inference_mode():
+        logits = model_of("llama")(torch.tensor([list(tokens)])).logits[0, -1]
+    values, ids = torch.log_softmax(logits, -1).topk(count)
+    return SampledToken(int(ids[0]), float(values[0]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+@cache
+def frequent() -> list[int]:
+    """Tokens of the likeliest answers: where they are ends, searches end at all lengths."""
+    tokens = [token for answer, _ in search(by_transformers, 6, 1.0, False, []) for token in answer]
+    return sorted(set(tokens), key=lambda token: (-tokens.count(token), token))
+
+
+@pytest.mark.parametrize("num_ends", [0, 2])
+@pytest.mark.parametrize("length_penalty", [1.0, -1.3, 2.5])
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize("width", [4])
+def test_answers_are_those_of_transformers(
+    width: int, early_stopping: EarlyStopping, length_penalty: float, num_ends: int
+) -> None:
+    ends = frequent()[1 : 1 + num_ends]
+    generated = model_of("llama").generate(  # type: ignore[operator]
+        torch.tensor([PROMPT]),
+        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
+        num_beams=width,
+        num_return_sequences=width,
+        max_new_tokens=NEW,
+        do_sample=False,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        eos_token_id=ends or None,
+        pad_token_id=306,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    expected = []
+    for row in generated.sequences[:, len(PROMPT) :].tolist():
+        length = next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
+        expected.append(row[:length])
+    found = search(by_transformers, width, length_penalty, early_stopping, ends)
+    assert [answer for answer, _ in found] == expected
+    assert np.allclose([score for _, score in found], generated.sequences_scores.tolist(), rtol=1e-5)
+
+
+def beams(width: int = 4, **options: Any) -> SamplingParams:
+    return SamplingParams(
+        n=width, use_beam_search=True, temperature=0, **{"max_tokens": NEW, "logprobs": 0, "ignore_eos": True} | options
+    )
+
+
+def asked(llm: LLM, prompt: list[int], params: SamplingParams) -> list[tuple[list[int], float]]:
+    (output,) = llm.generate([prompt], params)
+    assert [one.finish_reason for one in output.outputs].count("error") == 0
+    return [(one.token_ids, one.cumulative_logprob or 0.0) for one in output.outputs]
+
+
+def step_by_step(llm: LLM, width: int, ends: Sequence[int]) -> list[tuple[list[int], float]]:
+    """The same search where every step is a request of its own."""
+
+    def behind(tokens: Sequence[int], count: int) -> SampledToken:
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=count, ignore_eos=True)
+        (output,) = llm.generate([list(tokens)], params)
+        (named,) = output.outputs[0].logprobs or ()
+        ranked = sorted((entry.rank, token, entry.logprob) for token, entry in named.items() if entry.rank is not None)
+        return SampledToken(ranked[0][1], ranked[0][2], tuple((token, logprob) for _, token, logprob in ranked))
+
+    return search(behind, width, 0.0, False, ends)
+
+
+LIMITS: dict[str, Any] = {"threads": 1, "max_model_len": 64, "kv_cache_memory": 4 << 20}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "qwen3_next"])
+def test_forked_caches_change_no_bit(family: str) -> None:
+    """Of pages, windows and recurrent states: beams that share them are what single texts are without a cache."""
+    with LLM(engine_of(family), **LIMITS, max_num_seqs=8, enable_prefix_caching=False) as llm:
+        plain = step_by_step(llm, 4, ())
+        ends = [sorted({token for tokens, _ in plain for token in tokens[3:]})[1]]
+        expected = step_by_step(llm, 4, ends)
+        assert asked(llm, PROMPT, beams(length_penalty=0.0)) == plain
+        assert asked(llm, PROMPT, beams(length_penalty=0.0, stop_token_ids=ends)) == expected != plain
+        assert llm.stats().kv_usage == 0 and llm.stats().num_running == 0
+
+
+def test_beams_share_what_is_computed() -> None:
+    with LLM(engine_of("llama"), **LIMITS, max_num_seqs=8) as llm:
+        asked(llm, PROMPT, beams(4))
+        assert llm.stats().computed_tokens == len(PROMPT) + 4 * (NEW - 1)
+        assert llm.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 2}, {"max_num_seqs": 16, "kv_cache_memory": 72 << 10}], ids=str)
+def test_beams_without_room_take_turns(limits: dict[str, Any], ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two places, or KV blocks for so many, for searches of 6 and 3 beams and an answer: the same tokens, later."""
+    if ahead:
+        monkeypatch.setattr("enginewright.runtime.devices.CpuExecutor", LateExecutor)
+    path, greedy = engine_of("llama"), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts, params = [PROMPT, [8, 9], [1, 2, 3]], [beams(6), beams(3), greedy]
+    with LLM(path, **LIMITS, max_num_seqs=16) as llm:
+        expected = [[one.token_ids for one in output.outputs] for output in llm.generate(prompts, params)]
+        assert llm.stats().num_preemptions == 0
+    with LLM(path, **LIMITS | limits) as llm:
+        found = [[one.token_ids for one in output.outputs] for output in llm.generate(prompts, params)]
+        assert llm.stats().num_preemptions > 10 and llm.stats().kv_usage == 0
+    assert found == expected
+
+
+def test_beams_beside_guesses_are_the_same() -> None:
+    prompts, params = [PROMPT, [8, 9] * 8], [beams(4), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)]
+    found = []
+    for speculate in ("off", "ngram"):
+        with LLM(engine_of("llama"), **LIMITS, max_num_seqs=8, speculate=speculate) as llm:
+            found.append([[one.token_ids for one in output.outputs] for output in llm.generate(prompts, params)])
+    assert found[0] == found[1]
+
+
+def test_answers_of_an_engine_are_those_of_transformers() -> None:
+    """Where weights alone are rounded, scores of whole answers are close, and so are the answers."""
+    generated = model_of("llama").generate(  # type: ignore[operator]
+        torch.tensor([PROMPT]),
+        num_beams=4,
+        num_return_sequences=4,
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    with LLM(engine_of("llama"), **LIMITS, max_num_seqs=8) as llm:
+        found = asked(llm, PROMPT, beams(4))
+    assert [tokens for tokens, _ in found] == generated.sequences[:, len(PROMPT) :].tolist()
+    scores = [logprob / NEW for _, logprob in found]
+    assert np.allclose(scores, generated.sequences_scores.tolist(), atol=tolerances.BEAM_SCORE)

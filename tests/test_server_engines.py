@@ -1,0 +1,274 @@
+"""Several engines behind one server: opened when a request names them, closed when their memory is wanted or idle."""
+
+import gc
+import logging
+import shutil
+import weakref
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.errors import CorruptEngineError, UsageError
+from enginewright.runtime.llm import LLM
+from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.server.config import ServerConfig
+from enginewright.runtime.server.serve import serve
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine, wait_until
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+
+NAMES = ("llama", "mistral", "qwen3")
+TWO = 10 << 20  # memory for any two of them under SMALL (2, 3 and 6 MiB), and not for all three
+SMALL = {"max_model_len": 1024, "kv_cache_memory": 6 << 20}
+LONG = {"ignore_eos": True, "max_tokens": 900}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three engines that write different texts."""
+    place = tmp_path_factory.mktemp("engines")
+    for family in NAMES:
+        config = tiny_config(family, tie_word_embeddings=False, max_position_embeddings=1024)
+        checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+        build_engine(checkpoint, BuildConfig(gate=None), place / f"{family}.engine")
+    return place
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Running]:
+    with of_folder(folder) as opened:
+        yield opened
+
+
+def of_folder(folder: Path, limits: Mapping[str, Any] = {}, **config: Any) -> Any:
+    return running(engine=sorted(folder.glob("*.engine")), limits=SMALL | limits, **{"memory": TWO} | config)
+
+
+def states(server: Running) -> dict[str, str]:
+    return {card["id"]: card["state"] for card in server.ask("GET", "/v1/models").json["data"]}
+
+
+def openings(log: pytest.LogCaptureFixture) -> list[str]:
+    """Names of engines, in the order in which they were opened."""
+    return [line.split()[0] for line in log.messages if " is open after " in line]
+
+
+@pytest.fixture(autouse=True)
+def log_all(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="enginewright")
+
+
+def test_streams_while_engines_are_swapped(folder: Path, server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """32 streams at a time of three engines, of which two fit: no error, and each answer is the one given alone."""
+    prompts = [[3 + number % 60, 7, 3 + number % 11] for number in range(96)]
+    alone = {}
+    for name in NAMES:
+        with LLM(folder / f"{name}.engine", **LIMITS | SMALL) as llm:
+            params = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
+            alone[name] = [output.outputs[0].text for output in llm.generate(prompts, params)]
+
+    def stream(number: int) -> str:
+        asked = {"model": NAMES[number // 5 % 3], "max_tokens": 15, "temperature": 0, "stream": True}
+        *events, end = server.complete(prompts[number], **asked)
+        assert end == "[DONE]"
+        return "".join(event["choices"][0]["text"] for event in events)
+
+    with ThreadPoolExecutor(32) as pool:
+        texts = list(pool.map(stream, range(96)))
+    assert texts == [alone[NAMES[number // 5 % 3]][number] for number in range(96)]
+    assert len({*map(tuple, alone.values())}) == 3 and len(openings(caplog)) > 3
+    assert sorted(states(server).values()) == ["closed", "open", "open"]
+
+
+def test_the_least_recently_used_is_closed(server: Running) -> None:
+    assert states(server) == dict.fromkeys(NAMES, "closed")
+    for name in ("llama", "mistral", "llama"):
+        assert server.complete("a", model=name)["model"] == name
+    assert states(server) == {"llama": "open", "mistral": "open", "qwen3": "closed"}
+    server.complete("a", model="qwen3")
+    assert states(server) == {"llama": "open", "mistral": "closed", "qwen3": "open"}
+
+
+def test_requests_name_their_engine(server: Running) -> None:
+    known = "llama, mistral, qwen3"
+    without = server.post(COMPLETIONS, {"prompt": "a"})
+    assert (without.status, without.error["param"]) == (400, "model") and known in without.error["message"]
+    unknown = server.post(CHAT, {"messages": HELLO, "model": "other"})
+    assert (unknown.status, unknown.error["code"]) == (404, "model_not_found") and known in unknown.error["message"]
+    assert server.ask("GET", "/v1/models/other").status == 404
+    card = server.ask("GET", "/v1/models/qwen3").json
+    assert (card["max_model_len"], card["state"]) == (1024, "closed")
+    counted = server.post("/tokenize", {"prompt": "a b", "model": "mistral"})
+    assert counted.status == 200 and states(server)["mistral"] == "open"
+    text = server.post("/detokenize", {"tokens": counted.json["tokens"], "model": "mistral"})
+    assert text.json["prompt"].endswith("a b")
+
+
+def test_metrics_are_of_each_engine_and_go_on_when_it_is_opened_again(server: Running) -> None:
+    for name in (*NAMES, "llama"):
+        server.complete("a", model=name, max_tokens=5)
+    server.post(COMPLETIONS, {"prompt": "a", "model": "other"})
+    server.post(COMPLETIONS, {"prompt": [], "model": "llama"})
+    text = server.ask("GET", "/metrics").body.decode()
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families), "each is described once"
+    values = {
+        (sample.name.removeprefix("enginewright_"), *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    assert [values["generation_tokens_total", name] for name in NAMES] == [10, 5, 5]
+    assert [values["engine_open", name] for name in NAMES] == [1, 0, 1]
+    assert [values["engine_opening_seconds_count", name] for name in NAMES] == [2, 1, 1]
+    assert values["e2e_request_latency_seconds_count", "llama"] == 2
+    assert (values["request_rejected_total", "", "404"], values["request_rejected_total", "llama", "400"]) == (1, 1)
+
+
+def test_requests_for_a_closed_engine_open_it_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: server.complete("a", model="llama")["choices"][0]["text"], range(8)))
+    assert len(set(answers)) == 1 and openings(caplog) == ["llama"]
+
+
+def test_an_engine_in_use_is_not_closed(server: Running) -> None:
+    """The one that is to be closed takes no new requests: they wait, and it is opened again for them."""
+    with ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(server.complete, "a", model=name, stream=True, **LONG) for name in ("llama", "mistral")]
+        wait_until(lambda: [one["state"] for one in map(server.engines.card, NAMES)] == ["open", "open", "closed"])
+        other = pool.submit(server.complete, "a", model="qwen3")
+        wait_until(lambda: "closing" in states(server).values())
+        (name,) = [name for name, state in states(server).items() if state == "closing"]
+        again = pool.submit(server.complete, "b", model=name)
+        assert all(one.result()[-1] == "[DONE]" for one in streams)
+        assert other.result()["model"] == "qwen3" and again.result()["model"] == name
+
+
+def test_a_client_that_leaves_while_an_engine_is_opened(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """It waits for memory: nothing is closed for it then."""
+    with ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(server.complete, "a", model=name, stream=True, **LONG) for name in ("llama", "mistral")]
+        wait_until(lambda: len(openings(caplog)) == 2)
+        with server.connect() as connection:
+            server.send(connection, COMPLETIONS, {"prompt": "a", "model": "qwen3"})
+            wait_until(lambda: "closing" in states(server).values())
+        wait_until(lambda: "closing" not in states(server).values())
+        assert all(one.result()[-1] == "[DONE]" for one in streams)
+    assert states(server) == {"llama": "open", "mistral": "open", "qwen3": "closed"}
+
+
+def test_a_timeout_ends_the_wait_for_an_engine(server: Running) -> None:
+    late = server.post(COMPLETIONS, {"prompt": "a", "model": "llama", "timeout": 1e-6})
+    assert late.status == 504 and late.error["code"] == "timeout"
+    assert server.complete("a", model="llama", timeout=60)["model"] == "llama"
+
+
+def test_what_cannot_be_opened_harms_nobody(folder: Path, tmp_path: Path) -> None:
+    """A damaged file, and one that does not fit; once a file is sound, it is served."""
+    shutil.copy(folder / "llama.engine", tmp_path)
+    shutil.copy(tiny_engine(), tmp_path / "big.engine")
+    (tmp_path / "bad.engine").write_bytes(b"nothing")
+    with of_folder(tmp_path, {"max_model_len": None, "kv_cache_memory": None}, memory=8 << 20) as server:
+        assert states(server) == {"bad": "failed", "big": "closed", "llama": "closed"}
+        server.complete("a", model="llama")
+        bad, big = (server.post(COMPLETIONS, {"prompt": "a", "model": name}) for name in ("bad", "big"))
+        for answer, why in ((bad, "its file is damaged"), (big, "it takes more memory than this server has")):
+            assert (answer.status, answer.error["code"]) == (503, "model_unavailable")
+            assert answer.error["message"].endswith(why) and str(tmp_path) not in answer.error["message"]
+        assert server.ask("GET", "/health").status == 200
+        server.complete("a", model="llama")
+        (tmp_path / "bad.engine").unlink()
+        assert server.post(COMPLETIONS, {"prompt": "a", "model": "bad"}).status == 503
+        shutil.copy(folder / "mistral.engine", tmp_path / "bad.engine")
+        assert server.complete("a", model="bad")["model"] == "bad"
+
+
+def test_a_file_that_is_replaced_is_served_anew(folder: Path, tmp_path: Path) -> None:
+    """At its next opening; and an engine whose file was written to fails its requests, and is opened again."""
+    served, new = tmp_path / "served.engine", tmp_path / "new"
+    shutil.copy(folder / "llama.engine", served)
+    with of_folder(tmp_path, idle_seconds=0.3) as server:
+        first = server.complete("a")
+        shutil.copy(folder / "mistral.engine", new)
+        new.replace(served)
+        wait_until(lambda: "closed" in states(server).values())
+        second = server.complete("a")
+        assert second["system_fingerprint"] != first["system_fingerprint"]
+        shutil.copy(folder / "llama.engine", served)
+        server.post(COMPLETIONS, {"prompt": "a"})
+        wait_until(lambda: server.post(COMPLETIONS, {"prompt": "a"}).status == 200)
+        assert server.complete("a")["system_fingerprint"] == first["system_fingerprint"]
+
+
+def test_an_idle_engine_is_closed_and_its_memory_is_free(folder: Path) -> None:
+    with of_folder(folder, idle_seconds=0.2) as server:
+        server.complete("a", model="llama")
+        server.post(CHAT, {"messages": HELLO, "model": "llama"})
+        (service,) = server.engines.services
+        executor = weakref.ref(service.llm._core.executor)
+        del service
+        wait_until(lambda: states(server)["llama"] == "closed")
+        wait_until(lambda: gc.collect() >= 0 and executor() is None)
+        server.complete("a", model="llama")
+
+
+def test_draining(folder: Path) -> None:
+    """Requests that wait for an engine may go on; new ones are refused."""
+    with of_folder(folder, drain_seconds=20) as server, ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(server.complete, "a", model=name, stream=True, **LONG) for name in NAMES]
+        wait_until(lambda: "closing" in [one.state for one in server.engines.all])
+        server.end()
+        wait_until(lambda: server.engines.draining)
+        assert server.post(COMPLETIONS, {"prompt": "a", "model": "llama"}).error["code"] == "server_shutdown"
+        assert server.ask("GET", "/health").status == 503
+        assert all(one.result()[-1] == "[DONE]" for one in streams)
+
+
+def test_what_waits_is_told_of_the_end(folder: Path) -> None:
+    with of_folder(folder, drain_seconds=0) as server, ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(server.complete, "a", model=name, stream=True, **LONG) for name in NAMES[:2]]
+        wait_until(lambda: len(server.engines.services) == 2)
+        waits = pool.submit(server.post, COMPLETIONS, {"prompt": "a", "model": "qwen3"})
+        wait_until(lambda: "closing" in [one.state for one in server.engines.all])
+        server.end()
+        assert waits.result().error["code"] == "server_shutdown"
+        assert all(one.result()[-1]["error"]["code"] == "server_shutdown" for one in streams)
+
+
+def test_too_many_that_wait_are_turned_away(folder: Path) -> None:
+    with of_folder(folder, max_num_waiting=1) as server, ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(server.complete, "a", model=name, stream=True, **LONG) for name in NAMES[:2]]
+        wait_until(lambda: len(server.engines.services) == 2)
+        waits = pool.submit(server.complete, "a", model="qwen3")
+        wait_until(lambda: len(server.engines.all[2].waiting) == 1)
+        refused = server.post(COMPLETIONS, {"prompt": "a", "model": "qwen3"})
+        assert refused.status == 429 and "1 requests wait until qwen3 is open" in refused.error["message"]
+        assert waits.result() and all(streams)
+
+
+def test_what_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "llama.engine", tmp_path)
+    with pytest.raises(UsageError, match=r"two engines have the name llama: .*\nRename"):
+        serve([folder, tmp_path], ServerConfig(port=0))
+    with pytest.raises(UsageError, match="--served-model-name names one engine: here are 3"):
+        serve([folder], ServerConfig(port=0, served_model_names=("x",)))
+    with pytest.raises(UsageError, match="--max-model-len 2048 is more than the engine was built for"):
+        serve([folder], ServerConfig(port=0), max_model_len=2048)
+    with pytest.raises(UsageError, match="there is no such file"):
+        serve([folder, tmp_path / "no.engine"], ServerConfig(port=0))
+    (tmp_path / "llama.engine").write_bytes(b"nothing")
+    with pytest.raises(CorruptEngineError):
+        serve([tmp_path], ServerConfig(port=0, idle_seconds=5))
+    with pytest.raises(UsageError, match="idle_seconds is -1"):
+        ServerConfig(idle_seconds=-1)
+    with pytest.raises(UsageError, match="memory is 0"):
+        ServerConfig(memory=0)
+
+
+def test_an_engine_that_stays_open_says_what_fits_it() -> None:
+    with running(limits={"max_model_len": 100}) as server:
+        (card,) = server.ask("GET", "/v1/models").json["data"]
+        assert (card["max_model_len"], card["state"]) == (100, "open")

@@ -1,0 +1,249 @@
+"""Speculation: no answer depends on it, it guesses what it should, and stops where guesses do not pay."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from enginewright import LLM, SamplingParams
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.cli import main
+from enginewright.errors import UsageError
+from enginewright.runtime import core
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.memory_plan import MAX_GUESSES, RuntimeConfig, sequence_bytes
+from enginewright.runtime.outputs import to_dicts
+from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.server.form import Usage
+from enginewright.runtime.server.metrics import Metrics, MetricsPage
+from enginewright.runtime.speculation import methods
+from enginewright.runtime.speculation.acceptance import Acceptance
+from enginewright.runtime.speculation.draft import DraftModel
+from enginewright.runtime.speculation.lookup import BETWEEN, MEMORY_TOKENS, TENANTS, PromptLookup, Text
+from enginewright.runtime.speculation.speculator import Speculator
+from enginewright.runtime.stats import SpeculationStats, Stats
+from enginewright.runtime.step_cost import StepCost
+from tests.helpers.engines import folder_of_engines
+from tests.helpers.late_executor import LateExecutor
+from tests.helpers.mixed_requests import LIMITS, Recorded, answers, check_same
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+
+REQUESTS = 40
+
+
+@cache
+def engine_of(family: str, draft: str | None = None) -> Path:
+    """draft: a family, of whose model the engine holds another that is built like the first."""
+    path = folder_of_engines() / f"speculation-{family}-{draft}.engine"
+    model, beside = (checkpoint_of(one) if one else None for one in (family, draft))
+    assert model is not None
+    build_engine(model, BuildConfig(gate=None), path, draft=beside)
+    return path
+
+
+@cache
+def checkpoint_of(family: str) -> MemoryCheckpoint:
+    config = tiny_config(family, tie_word_embeddings=True)  # greedy, it repeats itself
+    return MemoryCheckpoint.of(tiny_model(config), config)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text", "qwen3_moe"])
+def test_no_answer_depends_on_guesses(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows, a state that cannot be taken back, experts; right guesses and garbage, with preemptions and without."""
+    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)  # whatever the machine, guesses pay
+    with Engine.open(engine_of(family)) as engine:
+        plain, before = answers(engine, REQUESTS)
+        assert before.speculation is None
+        known = {answer.asked: [token.token for token in answer.tokens] for answer in plain.values()}
+        one = sequence_bytes(engine.plan.caches, LIMITS["max_model_len"], LIMITS["max_num_batched_tokens"])
+        scarce, after = answers(engine, REQUESTS, speculate="ngram", speculate_tokens=5, kv_cache_memory=one * 3 // 2)
+        check_same(plain, scarce)
+        assert after.num_preemptions > 0 or engine.plan.recurrent_states  # of these, there are no slots left to run in
+        monkeypatch.setitem(methods.METHODS, "ngram", lambda *_: Recorded(known))
+        guessed, after = answers(engine, REQUESTS, speculate="ngram")
+        check_same(plain, guessed)
+        assert after.speculation is not None
+        accepted, guesses = sum(after.speculation.accepted), sum(after.speculation.guessed)
+        assert accepted > 200 and guesses - accepted > 40 and after.num_steps < before.num_steps * 2 / 3
+
+
+@pytest.mark.parametrize(
+    ("family", "draft"), [("llama", "llama"), ("qwen3_5_text", "qwen3_5_text"), ("llama", "gemma3_text")]
+)
+def test_a_draft_guesses_by_the_same_noise(family: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is the model itself is always right, whatever the temperature; another one is not."""
+    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
+    monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
+    with Engine.open(engine_of(family, draft)) as engine:
+        plain, _ = answers(engine, REQUESTS)
+        guessed, after = answers(engine, REQUESTS, speculate="draft", speculate_tokens=4)
+    check_same(plain, guessed)
+    stats = after.speculation
+    assert stats is not None and sum(stats.guessed) > 300
+    rate = sum(stats.accepted) / sum(stats.guessed)
+    assert rate > 0.97 if family == draft else 0 < rate < 0.5
+
+
+def test_steps_do_not_run_ahead_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose steps could."""
+    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
+    monkeypatch.setattr(core, "open_executor", LateExecutor)
+    with Engine.open(engine_of("gemma3_text")) as engine:
+        plain, _ = answers(engine, 12)
+        guessed, after = answers(engine, 12, speculate="ngram")
+    check_same(plain, guessed)
+    assert after.speculation is not None and sum(after.speculation.accepted) > 0
+
+
+def sequence(token_ids: Sequence[int], num_prompt_tokens: int = 1, salt: str = "") -> TokenSequence:
+    return TokenSequence(list(token_ids), num_prompt_tokens, 1000, cache_salt=salt)
+
+
+def lookup(proposer: PromptLookup, *sequences: TokenSequence) -> list[tuple[int | None, list[int]]]:
+    """Levels and guesses."""
+    levels = proposer.look(sequences)
+    return list(zip(levels, map(list, proposer.propose(sequences, [4] * len(sequences))), strict=True))
+
+
+def test_lookup_takes_the_longest_match_and_the_latest_of_these() -> None:
+    text = Text()
+    text.extend([1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3, 70, 9, 3, 80, 1, 2, 3])
+    assert text.find([1, 2, 3])[0] == 3 and text.find([1, 2, 3])[1].tolist()[:2] == [70, 9]
+    assert text.find([9, 2, 3])[1][0] == 60 and text.find([5, 5, 3])[1][0] == 80 and text.find([4])[0] == 0
+    text.extend([4])
+    assert text.find([2, 3, 4]) == (0, pytest.approx([])), "the last token has nothing behind it"
+
+
+def test_lookup_guesses_what_repeats_itself() -> None:
+    proposer = PromptLookup(6)
+    going = sequence([5, 1, 2, 3, 1, 2, 3])
+    assert lookup(proposer, going) == [(0, [1, 2, 3, 1])]
+    assert proposer.propose([going], [6]) == [[1, 2, 3, 1, 2, 3]], "over and over"
+    going.token_ids += [7, 1, 2]
+    assert lookup(proposer, going) == [(0, [3, 7, 1, 2])]
+    assert proposer.look([sequence([1, 2, 3, 4]), sequence([4, 9, 4])]) == [None, None], "one token is no match"
+    assert proposer.look([sequence([*range(20), *range(5)]), sequence([*range(20), *range(9)])]) == [1, 2]
+
+
+def test_lookup_remembers_answers_of_the_same_tenant_alone() -> None:
+    proposer = PromptLookup(4)
+    proposer.end(sequence([1, 2, 3, 4, 5, 6, 7], num_prompt_tokens=2, salt="a"))
+    asked = [sequence([9, 3, 4], salt="a"), sequence([9, 3, 4], salt="b"), sequence([1, 2], salt="a")]
+    assert lookup(proposer, *asked) == [(0, [5, 6, 7]), (None, []), (None, [])], "prompts are not remembered"
+    for number in range(TENANTS):
+        proposer.end(sequence([1, 3, 4, 8], salt=str(number)))
+    assert proposer.look([asked[0]]) == [None], "the tenant that has asked longest ago is forgotten"
+
+
+def test_lookup_keeps_a_bounded_memory() -> None:
+    text = Text(MEMORY_TOKENS)
+    for number in range(100):
+        text.extend([number] * 999 + [BETWEEN])
+    assert MEMORY_TOKENS // 2 < len(text) <= MEMORY_TOKENS and text.find([3, 3])[0] == 0 and text.find([99, 99])[0] == 2
+    text.extend(range(3 * MEMORY_TOKENS))
+    assert len(text) <= MEMORY_TOKENS and text.find([3 * MEMORY_TOKENS - 3, 3 * MEMORY_TOKENS - 2])[0] == 2
+
+
+@pytest.fixture
+def cost() -> StepCost:
+    with Engine.open(engine_of("gemma3_text")) as engine:
+        return StepCost.of(engine)
+
+
+def test_the_cost_of_steps_is_learned(cost: StepCost) -> None:
+    assert 0 < cost.of_token < cost.fixed, "as the plan says"
+    for _ in range(100):
+        cost.learn(1, 0.011)
+    assert cost.seconds(1) == pytest.approx(0.011, rel=0.05)
+    for _ in range(50):
+        cost.learn(5, 0.015)
+        cost.learn(1, 0.011)
+    assert (cost.fixed, cost.of_token) == (pytest.approx(0.010, rel=0.05), pytest.approx(0.001, rel=0.1))
+    cost.learn(1, 30.0)
+    assert cost.seconds(1) < 0.013, "one step that was disturbed says little"
+
+
+@pytest.mark.parametrize(
+    ("of_token", "batch", "expected"),
+    [(0.0, 1, 8), (0.05, 1, 8), (0.3, 1, 4), (2.0, 1, 1), (20.0, 1, 0), (0.05, 8, 3), (0.3, 32, 0), (2.0, 32, 0)],
+)
+def test_guesses_are_made_where_they_pay(cost: StepCost, of_token: float, batch: int, expected: int) -> None:
+    """A level of 0.8: of a machine on which a token costs more, and of more sequences, fewer."""
+    cost.fixed, cost.of_token = 1.0, of_token
+    speculator = Speculator(PromptLookup(8), cost, 8, 512)
+    repeating = [sequence([*range(number, 20 + number), *range(number, 9 + number)]) for number in range(batch)]
+    guesses = speculator.guess(repeating)
+    assert {len(one) for _, one in guesses} == ({expected} if expected else set())
+
+
+def test_guesses_stay_within_a_step_and_an_answer(cost: StepCost) -> None:
+    cost.fixed, cost.of_token = 1.0, 0.0
+    repeating = [sequence([*range(20), *range(9)]) for _ in range(3)]
+    repeating[0].max_tokens = 32
+    guesses = Speculator(PromptLookup(8), cost, 8, 12).guess(repeating)
+    assert sum(len(one) for _, one in guesses) == 12 - 3 and len(guesses[0][1]) == 2
+
+
+def test_wrong_guesses_are_given_up_and_tried_again(cost: StepCost) -> None:
+    cost.fixed, cost.of_token = 1.0, 0.1
+    speculator, going, tried = Speculator(PromptLookup(8), cost, 8, 512), sequence([1, 2, 3] * 5), []
+    for _ in range(400):
+        guesses = dict(speculator.guess([going]))
+        tried.append(len(guesses.get(going, ())))
+        speculator.verified(going, tried[-1], 0)
+    assert tried[0] > 1 and 0 < sum(map(bool, tried[100:])) < 30 and max(tried[100:]) == 1
+    stats = speculator.stats()
+    assert stats.num_drafts == sum(map(bool, tried)) == stats.guessed[0] and sum(stats.accepted) == 0
+    assert stats.mean_length == 1
+
+
+def test_right_guesses_raise_the_rate() -> None:
+    rates = Acceptance.of_all([0.3, 0.5])
+    one = rates.of_sequence()
+    one.learn(0, 5, any_wrong=True)
+    assert 0.3 < one.rate(0) < 1 and (one.rate(1), rates.rate(0)) == (0.5, 0.3)
+
+
+def test_what_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with LLM(engine_of("gemma3_text"), **LIMITS, speculate="ngram") as llm:
+        (output,) = llm.generate([[5, 6, 7] * 4], params)
+        stats = llm.stats()
+    assert stats.speculation is not None
+    assert output.num_guessed_tokens == sum(stats.speculation.guessed) > output.num_accepted_tokens - 1 > 0
+    (shown,) = to_dicts(output)
+    assert shown["num_accepted_tokens"] == sum(stats.speculation.accepted)
+    usage = Usage(3, 9, 0, guessed_tokens=7, accepted_tokens=5).to_dict()
+    assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}
+    assert "completion_tokens_details" not in Usage(3, 9, 0).to_dict()
+    counted = Stats(speculation=SpeculationStats(3, (3, 2), (2, 1)))
+    metrics = Metrics(lambda: counted, "tiny", "0", 100)
+    text = MetricsPage(lambda: [(metrics, True)], Counter()).render("")[0].decode()
+    for line in (
+        'spec_decode_num_drafts_total{model_name="tiny"} 3.0',
+        'spec_decode_num_draft_tokens_total{model_name="tiny"} 5.0',
+        'spec_decode_num_accepted_tokens_total{model_name="tiny"} 3.0',
+        'spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="1"} 1.0',
+    ):
+        assert f"enginewright_{line}" in text
+
+
+def test_options_that_make_no_sense() -> None:
+    with pytest.raises(UsageError, match=r"speculate is 'eagle'.*one of off, ngram, draft"):
+        RuntimeConfig(speculate="eagle")
+    with pytest.raises(UsageError, match=rf"speculate_tokens is {MAX_GUESSES + 1}.*must be {MAX_GUESSES} or less"):
+        RuntimeConfig(speculate="ngram", speculate_tokens=MAX_GUESSES + 1)
+    with pytest.raises(UsageError, match=r"speculate_tokens is 0.*at least 1"):
+        RuntimeConfig(speculate_tokens=0)
+    path = engine_of("gemma3_text")
+    for memory in None, "8m":
+        with pytest.raises(UsageError, match=r"has no draft model.*one model alone"):
+            LLM(path, **LIMITS, speculate="draft", kv_cache_memory=memory)
+    said = CliRunner().invoke(
+        main, ["generate", str(path), "-p", "a", "--speculate", "ngram", "--speculate-tokens", "99"]
+    )
+    assert said.exit_code == UsageError.exit_code and "speculate_tokens is 99" in said.output
