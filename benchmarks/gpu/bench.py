@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from enginewright.builder.cuda import Compiled, Instance, TritonInstance, compile_each
+from enginewright.code import CompiledKernel
 from enginewright.runtime.cuda.device import CudaDevice, Device
 from enginewright.targets import SMS, choose_code
 
@@ -54,7 +55,8 @@ class GpuBench:
         self._stream = torch.cuda.ExternalStream(self.device.stream)
         torch.cuda.set_stream(self._stream)
         self._compiled: dict[str, Compiled] = {}
-        self.device.code = lambda name: (self._compiled[name].cubin, self._compiled[name].symbol)
+        # By the symbol alone: who launches a kernel in Triton gives it what it takes, the memory of its blocks too.
+        self.device.code = lambda name: (self._compiled[name].cubin, CompiledKernel(self._compiled[name].symbol))
 
     @cached_property
     def sm(self) -> str:

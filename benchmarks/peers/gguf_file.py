@@ -107,13 +107,19 @@ def _add_experts(writer: gguf.GGUFWriter, config: Config) -> None:
 def _add_recurrence(writer: gguf.GGUFWriter, config: Config) -> None:
     if config["linear_num_value_heads"] != config["linear_num_key_heads"]:
         raise ValueError("heads of values that share one of keys are in another order in GGUF, which is not written")
-    writer.add_rope_dimension_sections([*config["rope_parameters"]["mrope_section"], 0])
+    writer.add_rope_dimension_sections([*config["rope_parameters"].get("mrope_section", _sections(config)), 0])
     writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
     writer.add_ssm_state_size(config["linear_key_head_dim"])
     writer.add_ssm_group_count(config["linear_num_key_heads"])
     writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
     writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+
+
+def _sections(config: Config) -> list[int]:
+    """Pairs that a text model rotates by time, height and width, which are one number for text: any parts will do."""
+    pairs = int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]) // 2
+    return [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
 
 
 def _of_hybrid(hf_name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
