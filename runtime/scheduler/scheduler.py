@@ -249,8 +249,7 @@ class Scheduler:
             return False
         if len(self._running) < self._limits.sequences and not self._waiting.no_room:
             return False
-        found = self._waiting.next(self._running)
-        if found is None or found[1] >= BEST_EFFORT:
+        if not self._waiting.has_other_than_best_effort:  # however long it has waited: it would go to and fro
             return False
         self._preempt(self._running[-1])
         return True

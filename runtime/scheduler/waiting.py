@@ -10,7 +10,7 @@ from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.scheduler.shares import TenantShares
 from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.work_class import WorkClass
+from enginewright.runtime.work_class import BEST_EFFORT, WorkClass
 
 
 class WaitingSequences:
@@ -41,6 +41,10 @@ class WaitingSequences:
     def num_tokens(self) -> int:
         """All of them are to be computed."""
         return sum(sequence.num_tokens for queue in list(self._queues.values()) for sequence in list(queue))
+
+    @property
+    def has_other_than_best_effort(self) -> bool:
+        return any(work.priority < BEST_EFFORT for work in self._queues)
 
     def add(self, sequence: TokenSequence) -> None:
         self.arrive(sequence)
