@@ -303,7 +303,7 @@ def verify(engine: Path, goldens: bool, threads: int | None, isa: str | None, de
 @LIMIT_OPTIONS
 @JSON_OPTION
 @click.pass_context
-def doctor(context: click.Context, engine: Path | None, as_json: bool, **limits: Any) -> None:
+def doctor(context: click.Context, /, engine: Path | None, as_json: bool, **limits: Any) -> None:
     """Show what this machine has, and what ENGINE would do on it.
 
     Nothing is run. The exit code is 0, and 1 if the engine cannot run here; warnings say what makes it slow.

@@ -38,7 +38,7 @@ class Tls:
             logger.info("the certificate was read again from %s", self._certfile)
 
     def _load(self, context: ssl.SSLContext) -> None:
-        for path in filter(None, (self._certfile, self._keyfile)):
+        for path in [self._certfile, *([self._keyfile] if self._keyfile is not None else [])]:
             try:
                 Path(path).read_bytes()
             except OSError as error:
