@@ -207,6 +207,8 @@ def test_granite_4_without_states_is_granite(tmp_path: Path) -> None:
             [3, 2, 1, 3, 2],
             "head_count_kv is 3 and 1 in layers of sliding_attention",
         ),
+        ("kimi-linear", "kda.head_dim", None, r"kimi-linear\.kda\.head_dim is missing"),
+        ("kimi-linear", "expert_gating_func", 1, r"kimi-linear\.expert_gating_func = 1 is not implemented"),
         ("mistral4", "attention.temperature_length", 65, r"mistral4\.attention\.temperature_length = 65 is not impl"),
         ("mistral4", "expert_gating_func", 2, r"mistral4\.expert_gating_func = 2 is not implemented"),
     ],

@@ -158,6 +158,30 @@ def _deepseek(source: Source) -> dict[str, Any]:
     return _grouped_experts(source.keys) | _latent_attention(source)
 
 
+def _kimi_linear(source: Source) -> dict[str, Any]:
+    """In the published config's form, whose layers count from 1. Those without kv heads carry a state."""
+    keys, latent = source.keys, _latent_attention(source)
+    kv_heads = keys.each("attention.head_count_kv", source.layers)
+    keys.refuse("expert_gating_func", Gating.SIGMOID)
+    return latent | {
+        "linear_attn_config": {
+            "full_attn_layers": [layer for layer, heads in enumerate(kv_heads, 1) if heads],
+            "kda_layers": [layer for layer, heads in enumerate(kv_heads, 1) if not heads],
+            "head_dim": keys.size("kda.head_dim"),
+            "num_heads": source.config["num_attention_heads"],
+            "short_conv_kernel_size": keys.size("ssm.conv_kernel"),
+        },
+        "num_experts": keys.size("expert_count"),
+        "num_experts_per_token": keys.size("expert_used_count"),
+        "num_shared_experts": keys.size("expert_shared_count"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "moe_renormalize": True,  # llama.cpp normalizes whatever the model says
+        "num_expert_group": keys.size("expert_group_count", 1),
+        "topk_group": keys.size("expert_group_used_count", 1),
+        "routed_scaling_factor": keys.positive("expert_weights_scale", 1.0),
+    }
+
+
 def _mistral4(source: Source) -> dict[str, Any]:
     keys, own = source.keys, _latent_attention(source)
     rope = own["rope_scaling"]
@@ -395,6 +419,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_next": Family(_delta_net_experts, ("intermediate_size",), partial_rope=True),
     "deepseek_v3": Family(_deepseek, (*KV, "head_dim")),
     "mistral4": Family(_mistral4, (*KV, "head_dim")),
+    "kimi_linear": Family(_kimi_linear, (*KV, "head_dim")),
     "glm4_moe": Family(_glm4_moe, partial_rope=True),
     "mistral": Family(_mistral),
     "ministral3": Family(_ministral3),

@@ -81,6 +81,16 @@ LATENT_ATTENTION = {
     "attn_kv_b": "self_attn.kv_b_proj",  # of older converters
     "attn_output": "self_attn.o_proj",
 }
+KIMI_DELTA = {
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_norm": "self_attn.o_norm",
+    **{f"ssm_{gate}_{part}": f"self_attn.{gate}_{part}_proj" for gate in "fg" for part in "ab"},
+}
+KIMI_EXPERTS = MIXTRAL_EXPERTS | {
+    stem: name.replace("mlp", "block_sparse_moe") for stem, name in SHARED_EXPERTS.items()
+}
 SHORT_CONV = {f"shortconv.{part}": f"conv.{part}" for part in ("in_proj", "out_proj", "conv")}
 LFM2 = SHORT_CONV | {
     **{stem: name.replace("o_proj", "out_proj") for stem, name in ATTENTION.items()},
@@ -229,6 +239,15 @@ ARCHITECTURES = {
     ),
     "mistral4": Architecture(
         "mistral4", LATENT_ATTENTION | MLP | EXPERTS | SHARED_EXPERTS | TWO_NORMS, recipes=recipes.LATENT
+    ),
+    "kimi-linear": Architecture(
+        "kimi_linear",
+        LATENT_ATTENTION | KIMI_DELTA | MLP | KIMI_EXPERTS | TWO_NORMS,
+        recipes=(
+            *recipes.KIMI_DELTA,
+            *recipes.LATENT,
+            *recipes.correction("block_sparse_moe.gate.e_score_correction_bias"),
+        ),
     ),
     "glm4moe": Architecture(
         "glm4_moe",

@@ -27,8 +27,8 @@ class Recipe:
 
 
 def _row_of_each(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
-    """A convolution's [channels, width] as [channels, 1, width]."""
-    return tensor.unsqueeze(1)
+    """A convolution's [channels, width], perhaps with axes of 1, as [channels, 1, width]."""
+    return tensor.reshape(-1, 1, tensor.shape[-1])
 
 
 def _flat(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
@@ -119,6 +119,11 @@ DELTA_NET = (
     Recipe(f"{NET}.in_proj_b.weight", ("ssm_beta.weight",), _grouped),
     Recipe(f"{NET}.in_proj_a.weight", ("ssm_alpha.weight",), _grouped),
     Recipe(f"{NET}.out_proj.weight", ("ssm_out.weight",), _grouped_columns),
+)
+KIMI_DELTA = (
+    Recipe("self_attn.A_log", ("ssm_a",), _logarithm),
+    Recipe("self_attn.dt_bias", ("ssm_dt.bias",)),
+    *(Recipe(f"self_attn.{part}_conv1d.weight", (f"ssm_conv1d_{part}.weight",), _row_of_each) for part in "qkv"),
 )
 SHORT_CONV = (Recipe("conv.conv.weight", ("shortconv.conv.weight",), _row_of_each),)
 LATENT = (Recipe("self_attn.kv_b_proj.weight", ("attn_k_b.weight", "attn_v_b.weight"), _whole_kv),)

@@ -35,7 +35,7 @@ def write_converted(path: Path, architecture: str, case: Case) -> tuple[gguf.GGU
     model = tiny_model(tiny := tiny_config(case.model_type, **case.overrides))
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
-            parameter.data = _survives_exp(len(parameter))
+            parameter.data = _survives_exp(parameter.numel()).view_as(parameter)
     checkpoint = MemoryCheckpoint.of(model, tiny)
     model.config.allow_global_per_layer_attribute_access = True  # of Gemma 4, which has some of them for each layer
     config, arch = model.config, next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -279,6 +279,40 @@ def _native_mistral4_keys(writer: gguf.GGUFWriter, config: PretrainedConfig) -> 
 
 def _mistral4(name: str, tensor: torch.Tensor, config: PretrainedConfig) -> Tensors:
     yield from _deepseek(f"{name}.weight" if ".experts." in name else name, tensor, config)
+
+
+# KimiLinearModel, conversion/kimi_linear.py
+
+
+def _kimi_keys(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_head_count_kv([int(kind == "full_attention") for kind in config.layer_types])
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_kda_head_dim(config.linear_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(1)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _kimi(name: str, tensor: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    """transformers has decays in a module of their own, and the taps of q, k and v in one tensor."""
+    name = name.replace("forget_gate.", "")
+    if name.endswith("conv1d.weight"):
+        for part, taps in zip("qkv", tensor.chunk(3), strict=True):
+            yield name.replace("conv1d", f"{part}_conv1d"), taps.reshape(1, -1, 1, taps.shape[-1])
+    elif name.endswith("A_log"):
+        yield name, -tensor.exp().reshape(1, 1, -1, 1)
+    elif name.endswith("dt_bias"):
+        yield name.replace("dt_bias", "dt_proj.bias"), tensor
+    else:
+        yield from _deepseek(name, tensor, config)
 
 
 # Glm4MoeModel, conversion/glm.py
@@ -635,6 +669,7 @@ CASES: Mapping[str, Case] = {
     "qwen3next": Case("qwen3_next", _delta_net_keys, _qwen3_next, {"mlp_only_layers": []}),
     "deepseek2": Case("deepseek_v3", _deepseek_keys, _deepseek, {"rope_parameters": _YARN}),
     "mistral4": Case("mistral4", _mistral4_keys, _mistral4),
+    "kimi-linear": Case("kimi_linear", _kimi_keys, _kimi),
     "glm4moe": Case("glm4_moe", _glm4_moe_keys, _only_experts),
     "lfm2": Case("lfm2", _lfm2_keys, _lfm2),
     "lfm2moe": Case("lfm2_moe", _lfm2_keys, _lfm2, {"routed_scaling_factor": 1.0}),
