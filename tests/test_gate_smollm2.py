@@ -26,8 +26,8 @@ def test_bf16_passes(smollm2_gguf: Path, tmp_path: Path) -> None:
     measured = report.quality.measured
     assert measured is not None and not measured.failed
     assert measured.whole.kl is not None and 0 < measured.whole.kl < 0.001
-    # Of 20 tokens of some texts: 114. A model that cannot read is nearer to the vocabulary of 49152.
-    assert measured.whole.source_perplexity is not None and measured.whole.source_perplexity < 200, "it can read"
+    # Of so few tokens: 392. A model that cannot read is nearer to the vocabulary of 49152.
+    assert measured.whole.source_perplexity is not None and measured.whole.source_perplexity < 1000, "it can read"
 
 
 def test_one_layer_of_doubled_scales_is_named_first(

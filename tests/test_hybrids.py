@@ -292,8 +292,10 @@ def test_kimi_linear_as_it_is_published() -> None:
 
 @pytest.mark.parametrize("family", [*HYBRIDS, "qwen3_5"])
 def test_what_transformers_saves_can_be_built(family: str) -> None:
-    few_layers = {"num_hidden_layers": 4} if family.startswith("qwen3") else {}  # all that there is, of 512 experts
-    config = AutoConfig.for_model(family, dtype=torch.bfloat16, **few_layers)
+    layers: dict[str, Any] = {"num_hidden_layers": 4} if family.startswith("qwen3") else {}  # of up to 512 experts each
+    config = AutoConfig.for_model(
+        family, dtype=torch.bfloat16, **({"text_config": layers} if family == "qwen3_5" else layers)
+    )
     for written in (config.to_json_string(use_diff=True), config.to_json_string(use_diff=False)):
         check_config(json.loads(written))
 

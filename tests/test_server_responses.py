@@ -134,7 +134,7 @@ def test_reasoning_is_counted_by_token(server: Running) -> None:
         messages.append(joined(piece for part in parts for piece in choice.push(part)))
         counts.add(choice.num_reasoning_tokens)
     assert "".join(texts) == MESSAGE and len(counts) == 1 and 0 < counts.pop() < len(tokens) / 2
-    assert all(message == messages[0] for message in messages) and len(messages[0]) == 4
+    assert all(message == messages[0] for message in messages) and len(messages[0]) == 6
 
 
 def test_events(server: Running) -> None:

@@ -112,7 +112,12 @@ class Terminal:
     def __init__(self, *command: str) -> None:
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env={**os.environ, "TERM": "dumb"}
+            ["env", "--default-signal=INT", *command],  # a shell's background jobs, tests too, do not hear it
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env={**os.environ, "TERM": "dumb"},
         )
         os.close(slave)
 
