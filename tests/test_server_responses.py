@@ -205,7 +205,7 @@ def test_an_answer_of_a_class(client: openai.OpenAI) -> None:
         assert isinstance(response.output_parsed, Sum)
     form: Any = {"format": {"type": "json_object"}}
     text = client.responses.create(
-        model="tiny", input="Hi", text=form, max_output_tokens=2000, temperature=1
+        model="tiny", input="Hi", text=form, max_output_tokens=2000, temperature=1, reasoning={"effort": "none"}
     ).output_text
     assert text.startswith("{")
 
@@ -213,7 +213,11 @@ def test_an_answer_of_a_class(client: openai.OpenAI) -> None:
 def test_a_call_that_is_wanted_comes() -> None:
     """From a model whose answers are noise."""
     with running(engine=tiny_engine("calls tools at once")) as server:
-        for choice, names in (("required", {"add", "stop"}), ({"type": "function", "name": "add"}, {"add"})):
+        for choice, names in (
+            ("required", {"add", "stop"}),
+            ({"type": "function", "name": "add"}, {"add"}),
+            ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "stop"}]}, {"stop"}),
+        ):
             body = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.0, "seed": 1, "max_output_tokens": 2000}
             output = post(server, body | {"parallel_tool_calls": False}).json["output"]
             assert len(output) == 1 and {one["name"] for one in output} <= names
@@ -238,6 +242,8 @@ def test_what_the_model_sees(server: Running) -> None:
     assert shown(server, instructions="Be") == "system: Be; user: Hello; assistant: "
     assert shown(server, tools=TOOLS) == "add stop user: Hello; assistant: "
     assert shown(server, tools=TOOLS, tool_choice="none") == "user: Hello; assistant: "
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "stop"}]}
+    assert shown(server, tools=TOOLS, tool_choice=allowed) == "stop user: Hello; assistant: "
     kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
     assert shown(server, **kwargs).endswith("assistant: <think>\n")
 
@@ -402,6 +408,21 @@ def parts(*given: Any) -> dict[str, Any]:
         ({"tool_choice": "any", "tools": TOOLS}, "tool_choice", "of one of tools: add, stop"),
         ({"tool_choice": {"type": "function", "name": "x"}, "tools": TOOLS}, "tool_choice", "add, stop"),
         ({"tool_choice": {"type": "allowed_tools", "tools": []}, "tools": TOOLS}, "tool_choice", "must be"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "add"}]}, "tools": TOOLS},
+            "tool_choice.tools[0].type",
+            "missing",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": []}, "tools": TOOLS},
+            "tool_choice.mode",
+            "tool_choice.mode: invalid enum",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}, "tools": TOOLS},
+            "tool_choice.tools",
+            "tool_choice.tools must be of tools: add, stop",
+        ),
         ({"parallel_tool_calls": "x"}, "parallel_tool_calls", "expected `bool | null`"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid enum"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "text.format has no schema"),

@@ -31,6 +31,10 @@ TOOLS = [
     {"type": "function", "function": {"name": "stop"}},
 ]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+ONE_TOOL = (
+    (TOOLS[1:], "auto"),
+    (TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS[1:]}}),
+)
 MESSAGE = f"<think>\nHm.\n</think>\n\nI add.\n{CALL}\n{CALL}"
 
 
@@ -183,7 +187,14 @@ def test_arguments_that_were_cut_off(server: Running) -> None:
     assert streamed["tool_calls"][0]["function"] == call["function"] and reason == "length"
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=str)
+def allowed(*names: str, mode: str = "required") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "add"}}, allowed("add")], ids=str
+)
 def test_a_call_that_is_wanted_comes(choice: Any) -> None:
     """From a model whose answers are noise."""
     with running(engine=tiny_engine("calls tools at once")) as server:
@@ -208,6 +219,11 @@ def test_inspect_says_how_a_model_writes_calls() -> None:
     written = "\n  messages   calls as of --tool-call-parser hermes, reasoning in <think>…</think>\n"
     assert written in describe(summarize(tiny_engine("calls tools")))
     assert "  messages " not in describe(summarize(tiny_engine()))
+
+
+def test_a_tool_that_is_not_allowed_is_not_shown(server: Running) -> None:
+    alone, some = (server.chat(tools=tools, tool_choice=choice)["usage"]["prompt_tokens"] for tools, choice in ONE_TOOL)
+    assert alone == some
 
 
 def test_calls_and_results_are_shown_to_the_model(server: Running) -> None:
@@ -295,6 +311,10 @@ def _function(**keys: Any) -> list[Any]:
         ({"tool_choice": "required"}, "tool_choice", "of one of tools: none"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "add, stop"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "add, stop"),
+        ({"tools": TOOLS, "tool_choice": allowed("x")}, "tool_choice.allowed_tools.tools", "of tools: add, stop"),
+        ({"tools": TOOLS, "tool_choice": allowed()}, "tool_choice.allowed_tools.tools", "of tools: add, stop"),
+        ({"tools": TOOLS, "tool_choice": allowed("add", mode="x")}, "tool_choice.allowed_tools.mode", "invalid enum"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "missing"),
         (
             {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
             "tool_choice",

@@ -42,6 +42,7 @@ RENAMES = {
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
+    r"tool_choice\.allowed_tools\.": "tool_choice.",
 }
 # What clients send back of items that they got.
 KEPT = ("annotations", "logprobs", "phase", "prompt_cache_breakpoint")
@@ -94,6 +95,11 @@ class FunctionTool(msgspec.Struct):
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
     strict: bool | None = None
+
+
+class AllowedTool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: str
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -182,6 +188,10 @@ class ResponsesBody(msgspec.Struct):
                 pass
             case {"type": "function", "name": str(name), **others} if name in names and not others:
                 choice = {"type": "function", "function": {"name": name}}
+            case {"type": "allowed_tools", "mode": mode, "tools": list(allowed), **others} if not others:
+                named = [convert(one, AllowedTool, f"tool_choice.tools[{place}]") for place, one in enumerate(allowed)]
+                wanted = [{"type": "function", "function": {"name": one.name}} for one in named]
+                choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": wanted}}
             case _:
                 rule = 'must be "none", "auto", "required" or {"type": "function", "name": …} of one of tools'
                 why = f"tool_choice {rule}: {', '.join(names) or 'none'}"

@@ -31,6 +31,25 @@ class Tool(msgspec.Struct):
     function: Function
 
 
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedChoice(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class CalledFunction(msgspec.Struct):
     name: str
     arguments: str | dict[str, Any] = ""  # JSON
@@ -85,6 +104,16 @@ class Tools:
             self.schemas[function.name] = function.parameters or {}
             if function.strict:
                 self._strict.add(function.name)
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            allowed = convert(choice, AllowedChoice, "tool_choice").allowed_tools
+            names = {tool.function.name for tool in allowed.tools}
+            if not names or not names <= self.schemas.keys():
+                why = f"tool_choice.allowed_tools.tools must be of tools: {', '.join(self.schemas) or 'none'}"
+                raise ApiError(400, why, param="tool_choice.allowed_tools.tools", code="invalid_value")
+            given = [tool for tool in given if tool["function"]["name"] in names]
+            self.schemas = {name: schema for name, schema in self.schemas.items() if name in names}
+            self._strict &= names
+            choice = allowed.mode
         self.forced = self._forced(choice)
         # What the template shows: nothing that may not be called.
         self.shown: Sequence[Mapping[str, Any]] = () if choice == "none" else given
