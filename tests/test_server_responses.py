@@ -204,10 +204,12 @@ def test_an_answer_of_a_class(client: openai.OpenAI) -> None:
         )
         assert isinstance(response.output_parsed, Sum)
     form: Any = {"format": {"type": "json_object"}}
-    text = client.responses.create(
-        model="tiny", input="Hi", text=form, max_output_tokens=2000, temperature=1, reasoning={"effort": "none"}
-    ).output_text
-    assert text.startswith("{")
+    limits: Any = {"max_output_tokens": 500, "temperature": 1}
+    texts = [
+        client.responses.create(model="tiny", input="Hi", text=form, extra_body={"seed": seed}, **limits).output_text
+        for seed in range(8)
+    ]
+    assert any(texts) and all(text[:1] in ("", "{") for text in texts)  # some think for all of their tokens
 
 
 def test_a_call_that_is_wanted_comes() -> None:
