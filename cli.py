@@ -458,6 +458,73 @@ def diff(context: click.Context, a: Path, b: Path, every_line: bool, as_json: bo
 
 
 @main.command()
+@click.argument("engine", type=EnginePath())
+@model(
+    "--model",
+    "source",
+    show_default="looked for beside ENGINE, here, and in the cache of the hub",
+    help="The checkpoint that ENGINE was built of: a folder, a GGUF file, or a name on the hub.",
+)
+@model(
+    "--draft",
+    show_default="looked for in the same places",
+    help="The checkpoint of the smaller model beside it, where ENGINE has one.",
+)
+@calibration(
+    "--calib-data",
+    show_default="none",
+    help="Texts that ENGINE was calibrated on, where it was built with --calib-data.",
+)
+@gate_section(
+    "--evidence/--no-evidence",
+    default=True,
+    help="Also measure again what the quality gate has measured. It takes the longest, and the content does not depend "
+    "on it.",
+)
+@output_section(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default="not kept",
+    help="Keep the engine that is made.",
+)
+@output_section("--all", "every_line", is_flag=True, help="List every difference; long lists are cut short otherwise.")
+@JSON_OPTION
+@click.pass_context
+def rebuild(
+    context: click.Context,
+    engine: Path,
+    source: str | None,
+    draft: str | None,
+    calib_data: str | None,
+    evidence: bool,
+    output: Path | None,
+    every_line: bool,
+    as_json: bool,
+) -> None:
+    """Make ENGINE again from what it was built of, and compare the two.
+
+    The exit code is 0 if their content is the same, 1 if it differs, and 2 if an input is missing or has changed.
+    """
+    from enginewright.builder.console import ConsoleProgress
+    from enginewright.builder.rebuild import describe
+    from enginewright.builder.rebuild import rebuild as run_rebuild
+
+    with ConsoleProgress() as progress:
+        report = run_rebuild(
+            engine,
+            progress,
+            model=source,
+            draft=draft,
+            calib_data=calib_data,
+            evidence=evidence,
+            output=output,
+        )
+    click.echo(json.dumps(report) if as_json else describe(report, every_line=every_line))
+    context.exit(0 if report["same"] else 1)
+
+
+@main.command()
 @click.argument("model")
 @output_section(
     "--onnx",
