@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.torch import save_file
 
 from enginewright.builder.progress import Silent
 from enginewright.builder.rebuild import rebuild
 from enginewright.cli import main
 from enginewright.engine_file import EngineFile
 from tests.helpers.engines import copied
+from tests.helpers.quantized import tiny_case
 from tests.helpers.tiny import tiny_checkpoint
+from tests.helpers.tiny_gguf import tiny_model as gguf_model
+from tests.helpers.tiny_gguf import write_model
+
+WEIGHTS = "tiny-llama/model.safetensors"
 
 
 def run(*arguments: object) -> Result:
@@ -145,6 +151,26 @@ def test_settings_of_methods_and_limits(folder: Path) -> None:
     ):
         engine = built(folder / "tiny-llama", folder / f"{number}.engine", "--gate", "off", *options)
         assert remade(engine)["same_bytes"], options
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    """Which its manifest knows by the file's own name, and its engine by that without the quantization."""
+    path = write_model(tmp_path / "tiny-Q8_0.gguf", "llama", gguf_model("llama")).finish()
+    engine = built(path, tmp_path / "x.engine", "--gate", "off")
+    assert remade(engine)["same_bytes"] and remade(engine, "--model", path)["same_bytes"]
+    path.write_bytes(path.read_bytes() + b"\0")
+    assert "tiny-Q8_0.gguf has changed" in refused(2, engine)
+
+
+def test_a_checkpoint_that_is_quantized_already(folder: Path) -> None:
+    """Its format is called like a method of ours, which it must not be quantized with once more."""
+    tiny = tiny_case("fp8, blocks")
+    (folder / "tiny-llama/config.json").write_text(json.dumps(dict(tiny.checkpoint.config)))
+    save_file({name: value.contiguous() for name, value in tiny.checkpoint.stored.items()}, folder / WEIGHTS)
+    engine = built(folder / "tiny-llama", folder / "y.engine", "--gate", "off")
+    with EngineFile.open(engine) as file:
+        assert file.manifest.recipe["quant"] == "fp8"
+    assert remade(engine)["same_bytes"]
 
 
 def test_calibration(folder: Path) -> None:
