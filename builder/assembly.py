@@ -50,8 +50,8 @@ class BuildConfig:
     sequences in a step, recorded as the runtime's default and nothing more. batch_invariant: an answer has the
     same bits in any batch, on GPUs, too. calib_data, calib_size: as `builder.calibration` has them; both None where
     the method needs no calibration. dump_graphs: folder for one ONNX file a pass. gate: None measures nothing. report:
-    an .html or .json file for what the gate has measured. provenance, builder_id: as `write_provenance` has them; None
-    writes no provenance.
+    an .html or .json file for what the gate has measured. provenance: the file for it, if it is wanted.
+    builder_id: as `write_provenance` has it.
     """
 
     quant: QuantConfig | None = None

@@ -153,7 +153,8 @@ def _build(
         progress.phase("write it to disk")
         manifest = writer.commit(about)
     if config.provenance is not None:
-        write_provenance(output, config.provenance, config.builder_id)
+        origins = {name: one.origin for name, one in (("", checkpoint), (f"{DRAFT}/", draft)) if one is not None}
+        write_provenance(output, config.provenance, origins, config.builder_id)
     return BuildReport(
         path=output,
         size_bytes=output.stat().st_size,

@@ -7,7 +7,7 @@ versions of what built it, so that two builds of the same inputs with the same p
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,24 +27,27 @@ BUILDER = f"pkg:pypi/enginewright@{__version__}"  # whoever runs it says by --bu
 PACKAGES = ("gguf", "nvidia-cuda-nvrtc", "numpy", "onnx-ir", "safetensors", "tokenizers", "torch", "triton")
 LIMIT_BYTES = 16 << 20
 
+Origins = Mapping[str, str | None]  # what the names of a checkpoint's files begin with → `Checkpoint.origin`
 
-def write_provenance(engine: Path, output: Path, builder_id: str | None = None) -> None:
+
+def write_provenance(engine: Path, output: Path, origins: Origins, builder_id: str | None = None) -> None:
     """Write where an engine comes from that has just been built by this process.
 
     Args:
+        origins: of its checkpoints.
         builder_id: a URI of the platform that built it, and that somebody trusts; None is this program alone.
 
     Raises:
         EngineError: the file cannot be written.
     """
-    text = json.dumps(statement(engine, builder_id), indent=2, sort_keys=True, ensure_ascii=False)
+    text = json.dumps(statement(engine, origins, builder_id), indent=2, sort_keys=True, ensure_ascii=False)
     try:
         output.write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
         raise EngineError(f"{output} cannot be written", error.strerror or str(error)) from error
 
 
-def statement(engine: Path, builder_id: str | None = None) -> dict[str, Any]:
+def statement(engine: Path, origins: Origins, builder_id: str | None = None) -> dict[str, Any]:
     """The in-toto Statement about an engine, as JSON would hold it."""
     with EngineFile.open(engine) as file:
         manifest = file.manifest
@@ -63,7 +66,7 @@ def statement(engine: Path, builder_id: str | None = None) -> dict[str, Any]:
             "recipe": manifest.recipe,
             "gate": {"level": gate.gate, "limits": gate.limits},
         },
-        "resolvedDependencies": [*_sources(manifest), *_packages()],
+        "resolvedDependencies": [*_sources(manifest, origins), *_packages()],
     }
     details: dict[str, Any] = {
         "builder": {
@@ -118,8 +121,12 @@ def _read(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _sources(manifest: Manifest) -> list[dict[str, Any]]:
-    return [{"name": name, "digest": {"sha256": digest}} for name, digest in sorted(manifest.sources.items())]
+def _sources(manifest: Manifest, origins: Origins) -> Iterator[dict[str, Any]]:
+    for name, digest in sorted(manifest.sources.items()):
+        prefix = max((prefix for prefix in origins if name.startswith(prefix)), key=len, default="")
+        origin = origins.get(prefix)
+        uri = {"uri": f"{origin}#{name.removeprefix(prefix)}"} if origin else {}
+        yield {"name": name, "digest": {"sha256": digest}, **uri}
 
 
 def _packages() -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -304,6 +305,19 @@ def test_provenance(folder: Path) -> None:
     assert definition["externalParameters"]["gate"] == {"level": "off", "limits": {}}
     assert details["builder"]["id"].startswith("pkg:pypi/enginewright@") and "metadata" not in details
     assert str(folder) not in path.read_text()
+
+
+def test_provenance_names_the_commit_on_the_hub(made: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--tiny-llama/snapshots/0123abcd"
+    shutil.copytree(made / "tiny-llama", snapshot)
+    (tmp_path / "models--org--tiny-llama/blobs").mkdir()
+    options = ("--gate", "off", "-o", tmp_path / "x.engine", "--provenance", tmp_path / "x.json")
+    assert run("build", snapshot, *options, "--draft", made / "tiny-llama").exit_code == 0
+    definition = json.loads((tmp_path / "x.json").read_text())["predicate"]["buildDefinition"]
+    uris = {one["name"]: one.get("uri") for one in definition["resolvedDependencies"]}
+    assert uris["config.json"] == "pkg:huggingface/org/tiny-llama@0123abcd#config.json"
+    assert uris["draft/config.json"] is None
+    assert verified(tmp_path / "x.engine", "--provenance", tmp_path / "x.json")["provenance"].startswith("right")
 
 
 def test_provenance_is_the_same_of_the_same_build(made: Path) -> None:

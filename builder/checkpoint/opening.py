@@ -4,6 +4,7 @@ import difflib
 from pathlib import Path
 
 from enginewright.builder.checkpoint.base import Checkpoint
+from enginewright.builder.checkpoint.files import cached_repository
 from enginewright.builder.checkpoint.folder import PICKLE_SUFFIXES, FolderCheckpoint, refuse_pickle
 from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
 from enginewright.builder.checkpoint.hub import CheckConfig, download, parse_hub_id
@@ -47,7 +48,7 @@ def open_checkpoint(
 
 def open_folder(path: Path, name: str | None = None, root: Path | None = None) -> Checkpoint:
     """A folder of safetensors, or one whose only weights are a GGUF file."""
-    root = root or _cache_root(path)
+    root = root or cached_repository(path)
     ggufs = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
     if ggufs and not any(path.glob("*.safetensors")):
         if len(ggufs) > 1:
@@ -64,15 +65,6 @@ def _open_file(path: Path, name: str | None) -> Checkpoint:
         raise refuse_pickle(path.name, path.parent)
     fix = f"Name the folder: {path.parent}" if path.suffix in (".safetensors", ".json") else FORMS
     raise UsageError(f"{path} is not a checkpoint", "it is a file, and not a GGUF file", fix)
-
-
-def _cache_root(path: Path) -> Path | None:
-    """Of a snapshot in the hub's cache, the folder that its links stay in: models--owner--name."""
-    path = path.resolve()
-    repository = path.parent.parent
-    if path.parent.name == "snapshots" and repository.name.startswith("models--") and (repository / "blobs").is_dir():
-        return repository
-    return None
 
 
 def _did_you_mean(path: Path) -> str:
