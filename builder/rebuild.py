@@ -79,7 +79,8 @@ def rebuild(
         if evidence:
             return report | {"same_bytes": filecmp.cmp(engine, made, shallow=False)}
         left = {name: entry for name, entry in report["evidence"].items() if name != QUALITY}
-        return report | {"evidence": left, "same_bytes": None}
+        sizes = {name: sizes for name, sizes in report["sizes"].items() if name != "file_bytes"}
+        return report | {"evidence": left, "sizes": sizes, "same_bytes": None}
 
 
 def describe(report: Mapping[str, Any], *, every_line: bool = False) -> str:

@@ -139,7 +139,7 @@ def test_a_gate_is_asked_for_the_same(folder: Path) -> None:
     engine = built(folder / "tiny-llama", folder / "y.engine", "--quant", "w8a8", "--gate", "quick,kl=0.7,layer=0.5")
     assert remade(engine)["same_bytes"] is True
     report = remade(engine, "--no-evidence")
-    assert report["same_bytes"] is None and report["evidence"] == {}
+    assert report["same_bytes"] is None and report["evidence"] == report["sizes"] == {}
 
 
 def test_settings_of_methods_and_limits(folder: Path) -> None:
