@@ -125,7 +125,7 @@ $(INSTALLED): pyproject.toml bench/pyproject.toml constraints.txt setup.py
 	rm -rf src/enginewright/_cpu*.so $(OBJECTS)
 	@echo "Installing into .venv, and compiling; this takes some minutes."
 	$(PIP) install --quiet --no-compile $(PIP_ARGS) --constraint constraints.txt setuptools pybind11
-	$(COMPILING) $(PIP) install --quiet --no-compile $(PIP_ARGS) --constraint constraints.txt --no-build-isolation --editable '.[bench,build,cuda,cuda-build,cuda-triton,dev]' --editable ./bench
+	$(COMPILING) $(PIP) install --quiet --no-compile $(PIP_ARGS) --constraint constraints.txt --no-build-isolation --editable '.[bench,build,cuda,cuda-build,cuda-triton,dev,sign]' --editable ./bench
 	touch $@
 
 $(BUILT): $(INSTALLED) $(CPP_FILES)

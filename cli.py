@@ -45,6 +45,7 @@ targets_section, gate_section, output_section = section("Targets"), section("Qua
 prompt_section, machine = section("Prompt"), section("Machine")
 structure = section("Structure of the answer")
 address, overload = section("Address"), section("Overload")
+trust_section, signer_section = section("Trust"), section("Signer")
 server, load, measurement = section("Server"), section("Load"), section("Measurement")
 
 VERIFY_HELP = (
@@ -56,6 +57,14 @@ PLOT_OPTION = output_section(
     type=click.Path(path_type=Path),
     show_default="no picture",
     help="Draw the measured latencies and throughput: an .svg or .png file.",
+)
+
+
+SIGNATURE_OPTION = section("Signature")(
+    "--signature",
+    type=click.Path(path_type=Path),
+    show_default="FILE.sig, beside the file",
+    help="Where the signature is.",
 )
 
 
@@ -87,7 +96,7 @@ def main() -> None:
 
     `engine COMMAND --help` lists the options of a command. Options may be written with underscores, numbers as 32k, and
     sizes as 2g, 2GiB or 2GB. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 model not supported, 4 not enough memory,
-    5 corrupt engine file, 6 no code for this machine, 7 quality gate failed.
+    5 corrupt engine file, 6 no code for this machine, 7 quality gate failed, 8 not signed by whom it has to be.
     """
 
 
@@ -195,6 +204,17 @@ def main() -> None:
     help="Folder for the model's graph after each pass of the compiler, as ONNX files without weights.",
 )
 @output_section(
+    "--provenance",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default="none",
+    help="Write what the engine was built of, by what and how: a JSON file, SLSA provenance in an in-toto Statement.",
+)
+@output_section(
+    "--builder-id",
+    show_default="this program",
+    help="URI of the platform that builds, for the provenance: of a CI workflow, for example.",
+)
+@output_section(
     "--dry-run",
     is_flag=True,
     help="Only say what the build would make, and how much disk space and memory it would need. Nothing is downloaded "
@@ -215,6 +235,8 @@ def build(
     gate: str,
     report: Path | None,
     dump_graphs: Path | None,
+    provenance: Path | None,
+    builder_id: str | None,
     dry_run: bool,
     draft: str | None,
     as_json: bool,
@@ -244,6 +266,8 @@ def build(
         dump_graphs=dump_graphs,
         gate=parse_gate(gate),
         report=report,
+        provenance=provenance,
+        builder_id=builder_id,
     )
     with ConsoleProgress() as progress:
         progress.phase("open the checkpoint")
@@ -282,20 +306,119 @@ def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> 
     default=True,
     help="Also run the prompts whose results the build recorded, and compare what this machine computes.",
 )
+@trust_section(
+    "--key",
+    type=click.Path(path_type=Path),
+    show_default="nobody is trusted",
+    help="Public key (PEM) whose owner has to have signed ENGINE.",
+)
+@trust_section(
+    "--certificate",
+    "certificates",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    show_default="none",
+    help="Root certificate (PEM) that the signer's certificate has to lead to; may be given several times.",
+)
+@trust_section(
+    "--identity",
+    show_default="none",
+    help="Who has to have signed ENGINE without a key: an e-mail address, or the URL of a CI workflow.",
+)
+@trust_section("--issuer", show_default="none", help="URL of the OpenID provider that knows the --identity.")
+@SIGNATURE_OPTION
+@trust_section(
+    "--provenance",
+    type=click.Path(path_type=Path),
+    show_default="not checked",
+    help="Also check that this file, of `engine build --provenance`, is about ENGINE, and signed like it.",
+)
 @DEVICE_OPTION
 @THREADS_OPTION
 @ISA_OPTION
 @JSON_OPTION
-def verify(engine: Path, goldens: bool, threads: int | None, isa: str | None, device: str, as_json: bool) -> None:
-    """Check that an engine file is intact.
+def verify(
+    engine: Path,
+    goldens: bool,
+    key: Path | None,
+    certificates: tuple[Path, ...],
+    identity: str | None,
+    issuer: str | None,
+    signature: Path | None,
+    provenance: Path | None,
+    threads: int | None,
+    isa: str | None,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Check that an engine file is intact, and whom it is from.
 
-    The hash of every part of the file is checked, weights included. Then the engine is run, to see whether it
-    computes on this machine what it computed where it was built.
+    The hash of every part of the file is checked, weights included, and the signature if you name whom you trust.
+    Then the engine is run, to see whether it computes on this machine what it computed where it was built.
     """
+    from enginewright.runtime.signing import choose_trust
     from enginewright.runtime.verify import verify as run_verify
 
-    report = run_verify(engine, goldens=goldens, threads=threads, isa=isa, device=device)
+    report = run_verify(
+        engine,
+        goldens=goldens,
+        threads=threads,
+        isa=isa,
+        device=device,
+        trust=choose_trust(key, certificates, identity, issuer),
+        signature=signature,
+        provenance=provenance,
+    )
     click.echo(json.dumps(report) if as_json else "\n".join(f"{name:<12} {text}" for name, text in report.items()))
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@signer_section(
+    "--key",
+    type=click.Path(path_type=Path),
+    show_default="none",
+    help="Private key (PEM, on the curve P-256, P-384 or P-521, without a password) to sign with.",
+)
+@signer_section(
+    "--certificate",
+    type=click.Path(path_type=Path),
+    show_default="the key alone",
+    help="Certificate (PEM) of the key, for whoever trusts its root.",
+)
+@signer_section(
+    "--chain",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    show_default="none",
+    help="Certificate (PEM) between that and the root; may be given several times.",
+)
+@signer_section(
+    "--keyless",
+    is_flag=True,
+    help="Sign as the CI job that this is, or as whoever logs in on the web page that opens, with a certificate of "
+    "Sigstore. What is signed, and by whom, is then in a public log.",
+)
+@SIGNATURE_OPTION
+@JSON_OPTION
+def sign(
+    file: Path,
+    key: Path | None,
+    certificate: Path | None,
+    chain: tuple[Path, ...],
+    keyless: bool,
+    signature: Path | None,
+    as_json: bool,
+) -> None:
+    """Sign FILE, an engine or its provenance.
+
+    The signature is a Sigstore bundle as OpenSSF Model Signing has it: a file of its own, which leaves FILE as it is.
+    """
+    from enginewright.runtime.signing import choose_signer
+    from enginewright.runtime.signing import sign as run_sign
+
+    written = run_sign(file, choose_signer(key, certificate, chain, keyless), signature)
+    click.echo(json.dumps({"file": str(file), "signature": str(written)}) if as_json else f"signed {file}: {written}")
 
 
 @main.command()
@@ -330,6 +453,73 @@ def diff(context: click.Context, a: Path, b: Path, every_line: bool, as_json: bo
     from enginewright.runtime.diff import compare, describe
 
     report = compare(a, b)
+    click.echo(json.dumps(report) if as_json else describe(report, every_line=every_line))
+    context.exit(0 if report["same"] else 1)
+
+
+@main.command()
+@click.argument("engine", type=EnginePath())
+@model(
+    "--model",
+    "source",
+    show_default="looked for beside ENGINE, here, and in the cache of the hub",
+    help="The checkpoint that ENGINE was built of: a folder, a GGUF file, or a name on the hub.",
+)
+@model(
+    "--draft",
+    show_default="looked for in the same places",
+    help="The checkpoint of the smaller model beside it, where ENGINE has one.",
+)
+@calibration(
+    "--calib-data",
+    show_default="none",
+    help="Texts that ENGINE was calibrated on, where it was built with --calib-data.",
+)
+@gate_section(
+    "--evidence/--no-evidence",
+    default=True,
+    help="Also measure again what the quality gate has measured. It takes the longest, and the content does not depend "
+    "on it.",
+)
+@output_section(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default="not kept",
+    help="Keep the engine that is made.",
+)
+@output_section("--all", "every_line", is_flag=True, help="List every difference; long lists are cut short otherwise.")
+@JSON_OPTION
+@click.pass_context
+def rebuild(
+    context: click.Context,
+    engine: Path,
+    source: str | None,
+    draft: str | None,
+    calib_data: str | None,
+    evidence: bool,
+    output: Path | None,
+    every_line: bool,
+    as_json: bool,
+) -> None:
+    """Make ENGINE again from what it was built of, and compare the two.
+
+    The exit code is 0 if their content is the same, 1 if it differs, and 2 if an input is missing or has changed.
+    """
+    from enginewright.builder.console import ConsoleProgress
+    from enginewright.builder.rebuild import describe
+    from enginewright.builder.rebuild import rebuild as run_rebuild
+
+    with ConsoleProgress() as progress:
+        report = run_rebuild(
+            engine,
+            progress,
+            model=source,
+            draft=draft,
+            calib_data=calib_data,
+            evidence=evidence,
+            output=output,
+        )
     click.echo(json.dumps(report) if as_json else describe(report, every_line=every_line))
     context.exit(0 if report["same"] else 1)
 

@@ -50,7 +50,8 @@ class BuildConfig:
     sequences in a step, recorded as the runtime's default and nothing more. batch_invariant: an answer has the
     same bits in any batch, on GPUs, too. calib_data, calib_size: as `builder.calibration` has them; both None where
     the method needs no calibration. dump_graphs: folder for one ONNX file a pass. gate: None measures nothing. report:
-    an .html or .json file for what the gate has measured.
+    an .html or .json file for what the gate has measured. provenance: the file for it, if it is wanted.
+    builder_id: as `write_provenance` has it.
     """
 
     quant: QuantConfig | None = None
@@ -64,6 +65,8 @@ class BuildConfig:
     dump_graphs: Path | None = None
     gate: GateConfig | None = field(default_factory=GateConfig)
     report: Path | None = None
+    provenance: Path | None = None
+    builder_id: str | None = None
 
     @property
     def method(self) -> QuantConfig:

@@ -46,6 +46,7 @@ from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.goldens import GOLDENS, last_logits_of, record, replay_config
 from enginewright.runtime.machine import num_cores
+from enginewright.runtime.provenance import write_provenance
 from enginewright.runtime.quality import QUALITY, QualityReport
 from enginewright.targets import architectures
 
@@ -109,7 +110,9 @@ def _one_thread() -> Iterator[None]:
 def _build(
     checkpoint: Checkpoint, draft: Checkpoint | None, config: BuildConfig, output: Path, progress: Progress
 ) -> BuildReport:
-    check_place(output)
+    for place in filter(None, (output, config.provenance)):
+        check_place(place)
+    env.source_date()  # what is wrong with it is said now
     check_quant(checkpoint, config)
     if draft is not None:
         check_quant(draft, config)
@@ -149,6 +152,9 @@ def _build(
         writer.add(QUALITY, quality.to_json(), evidence=True)
         progress.phase("write it to disk")
         manifest = writer.commit(about)
+    if config.provenance is not None:
+        origins = {name: one.origin for name, one in (("", checkpoint), (f"{DRAFT}/", draft)) if one is not None}
+        write_provenance(output, config.provenance, origins, config.builder_id)
     return BuildReport(
         path=output,
         size_bytes=output.stat().st_size,

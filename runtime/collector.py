@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from enginewright.runtime.core import Request
-from enginewright.runtime.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput
+from enginewright.runtime.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.tokenizer import Tokenizer
 
@@ -76,7 +76,7 @@ class Collector:
             outputs=outputs,
             finished=self.finished,
             num_cached_tokens=request.num_cached_tokens,
-            metrics=RequestMetrics(request.first_token_s or 0.0, request.total_s or 0.0),
+            metrics=request.metrics,
             num_guessed_tokens=request.num_guessed_tokens,
             num_accepted_tokens=request.num_accepted_tokens,
             prompt_logprobs=prompt_logprobs,

@@ -26,7 +26,7 @@ from enginewright.runtime.devices import open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.grammars import Grammars
 from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.outputs import DETOKENIZER, GRAMMAR, NAN_LOGITS, Delta, ends_of
+from enginewright.runtime.outputs import DETOKENIZER, GRAMMAR, NAN_LOGITS, Delta, RequestMetrics, ends_of
 from enginewright.runtime.prompt_cost import PromptCost
 from enginewright.runtime.prompts import check_prompt
 from enginewright.runtime.sampling import (
@@ -91,6 +91,11 @@ class Request:
         """Until its first completion left the queue for the first time."""
         admitted_at = self.completions[0].sequence.admitted_at
         return None if admitted_at is None else admitted_at - self.arrived_at
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Its times so far."""
+        return RequestMetrics(self.queue_s or 0.0, self.first_token_s or 0.0, self.total_s or 0.0)
 
     @property
     def num_cached_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 from enginewright.errors import UsageError
@@ -38,6 +39,16 @@ def worker_environment() -> dict[str, str]:
 def notify_socket() -> str | None:
     """NOTIFY_SOCKET: where systemd listens for what a service of Type=notify says; @ begins an abstract name."""
     return os.environ.get("NOTIFY_SOCKET") or None
+
+
+def source_date() -> datetime | None:
+    """SOURCE_DATE_EPOCH: seconds since 1970 that stand for now in what has to be the same every time it is made."""
+    text = os.environ.get("SOURCE_DATE_EPOCH")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) >= 1 << 35:
+        raise UsageError(f"SOURCE_DATE_EPOCH is {text!r}", "it must be a whole number of seconds since 1970")
+    return datetime.fromtimestamp(int(text), UTC)
 
 
 def cache_folder() -> Path:

@@ -81,10 +81,21 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times of a request, in seconds since it was submitted."""
+    """Times of a request, in seconds since it was submitted; 0 where it has not come to that."""
 
+    queue_s: float  # until the engine began with its prompt
     first_token_s: float  # until the first token of any choice
     total_s: float  # until the last token
+
+    @property
+    def prefill_s(self) -> float:
+        """From where it was begun to the first token."""
+        return max(0.0, self.first_token_s - self.queue_s)
+
+    @property
+    def decode_s(self) -> float:
+        """From there to the last token."""
+        return max(0.0, self.total_s - self.first_token_s)
 
 
 @dataclass
@@ -117,6 +128,7 @@ def _to_dict(output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
         "finish_reason": choice.finish_reason,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
+        "queue_s": output.metrics.queue_s,
         "first_token_s": output.metrics.first_token_s,
         "total_s": output.metrics.total_s,
     }

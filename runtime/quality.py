@@ -130,8 +130,18 @@ class QualityReport(msgspec.Struct, frozen=True):
     @property
     def failed(self) -> Measured | None:
         """The first that did not pass."""
-        all_measured = (self.measured, *self.also) if self.measured else ()
-        return next((one for one in all_measured if one.failed), None)
+        return next((one for one in self._platforms if one.failed), None)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """By the names of checks: those that hold on every platform. Others are what a format has without `--gate`."""
+        tables = [{(check.name, check.limit) for check in one.checks} for one in self._platforms]
+        shared = set.intersection(*tables) if tables else set()
+        return {name: limit for name, limit in sorted(shared, key=lambda entry: entry[0]) if limit is not None}
+
+    @property
+    def _platforms(self) -> tuple[Measured, ...]:
+        return (self.measured, *self.also) if self.measured else ()
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self, order="sorted")

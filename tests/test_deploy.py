@@ -79,7 +79,7 @@ def container(**values: Any) -> Any:
 def steps() -> list[dict[str, Any]]:
     action = yaml.safe_load((DEPLOY / "github/action.yml").read_text())
     assert action["runs"]["using"] == "composite"
-    inputs = set(re.findall(r"\$\{\{ inputs\.(\w+) \}\}", (DEPLOY / "github/action.yml").read_text()))
+    inputs = set(re.findall(r"(?:\$\{\{|if:) inputs\.(\w+)", (DEPLOY / "github/action.yml").read_text()))
     assert inputs == set(action["inputs"])
     found: list[dict[str, Any]] = action["runs"]["steps"]
     return found
@@ -121,7 +121,13 @@ def test_an_option_that_does_not_exist_is_found() -> None:
 
 def test_all_commands_are_looked_at() -> None:
     assert [name for name, _ in commands()][:4] == ["systemd", "docker", "compose", "helm"]
-    assert {words[0] for name, words in commands() if name.startswith("github")} == {"build", "verify", "inspect"}
+    assert {words[0] for name, words in commands() if name.startswith("github")} == {
+        "build",
+        "verify",
+        "inspect",
+        "rebuild",
+        "sign",
+    }
 
 
 def test_servers_may_drain_before_they_are_killed() -> None:

@@ -17,6 +17,8 @@ BUILDER = (
     "safetensors",
     "gguf",
     "transformers",
+    "cryptography",
+    "model_signing",
     "enginewright.builder",
     "enginewright.passes",
     "enginewright.plugins",

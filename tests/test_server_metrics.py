@@ -1,8 +1,10 @@
 """What /metrics says, read as a scraper reads it."""
 
+import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -261,3 +263,54 @@ def test_config_of_the_cache(server: Running) -> None:
 def test_names_of_nobody_are_refused() -> None:
     with pytest.raises(UsageError, match=r"metrics_compat is 'tgi'.*it must be vllm"):
         ServerConfig(metrics_compat="tgi")
+
+
+USAGES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5},
+    COMPLETIONS: {"prompt": "Hello", "max_tokens": 5, "n": 2},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 5},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5},
+}
+
+
+def usages(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Every "usage" in a response, wherever it is, but those of what goes on."""
+    if isinstance(value, dict):
+        if isinstance(found := value.get("usage"), dict) and "phases" in found:
+            yield found
+        for inner in value.values():
+            yield from usages(inner)
+
+
+@pytest.mark.parametrize("path", USAGES)
+def test_usage_says_what_each_phase_took(server: Running, path: str) -> None:
+    """The very times that are counted, which only `/metrics` has beside it."""
+    for number, stream in enumerate((False, True), start=1):
+        before = scrape(server)
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        if path in ("/v1/responses", "/v1/messages"):
+            options.pop("stream_options", None)
+        answer = server.post(path, {"ignore_eos": True, **USAGES[path], **options})
+        assert answer.status == 200, answer.body
+        lines = (
+            [line[6:] for line in answer.body.splitlines() if line.startswith(b"data: {")] if stream else [answer.body]
+        )
+        (usage,) = (found for line in lines for found in usages(json.loads(line)))
+        wait_until(lambda count=number: scrape(server)[f"{P}request_prefill_time_seconds_count", ""] == count)
+        after = scrape(server)
+        counted = {
+            phase: after[name, ""] - before[name, ""]
+            for phase in ("queue", "prefill", "decode")
+            for name in (f"{P}request_{phase}_time_seconds_sum",)
+        }
+        assert usage["phases"] == pytest.approx({f"{phase}_s": seconds for phase, seconds in counted.items()}, abs=2e-6)
+        assert usage["phases"]["prefill_s"] > 0 and usage["phases"]["decode_s"] > 0
+
+
+def test_phases_of_several_prompts_are_those_of_the_slowest(server: Running) -> None:
+    usage = server.complete(["Hello", "Hello, who are you?"], max_tokens=20)["usage"]
+    wait_until(lambda: scrape(server)[f"{P}request_decode_time_seconds_count", ""] == 2)
+    phases, values = usage["phases"], scrape(server)
+    sums = {name: values[f"{P}request_{name}_time_seconds_sum", ""] for name in ("queue", "prefill", "decode")}
+    assert all(0 <= phases[f"{name}_s"] <= seconds + 1e-6 for name, seconds in sums.items())
+    assert sum(phases.values()) >= sum(sums.values()) / 2 - 1e-5

@@ -34,6 +34,10 @@ class Checkpoint(Protocol):
         """Last part of where it came from: `SmolLM2-135M-Instruct`."""
 
     @property
+    def origin(self) -> str | None:
+        """The repository on the hub and its commit, as a package URL; None: the files do not say."""
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """config.json, with `model_type`."""
 

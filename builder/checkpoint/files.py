@@ -99,6 +99,24 @@ class SourceFolder:
         )
 
 
+def cached_repository(path: Path) -> Path | None:
+    """Of a snapshot in the hub's cache, the folder that its links stay in: models--owner--name."""
+    path = path.resolve()
+    repository = path.parent.parent
+    if path.parent.name == "snapshots" and repository.name.startswith("models--") and (repository / "blobs").is_dir():
+        return repository
+    return None
+
+
+def hub_origin(path: Path) -> str | None:
+    """As `Checkpoint.origin`, of a folder: pkg:huggingface/owner/name@commit."""
+    repository = cached_repository(path)
+    if repository is None:
+        return None
+    owner_and_name = repository.name.removeprefix("models--").replace("--", "/")
+    return f"pkg:huggingface/{owner_and_name}@{path.resolve().name}"
+
+
 def sha256(path: Path) -> str:
     try:
         with path.open("rb") as file:

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from enginewright.builder.checkpoint.base import TensorInfo, TokenizerFiles
-from enginewright.builder.checkpoint.files import INDEX_LIMIT_BYTES, SourceFolder, check_pulled, first_line
+from enginewright.builder.checkpoint.files import INDEX_LIMIT_BYTES, SourceFolder, check_pulled, first_line, hub_origin
 from enginewright.builder.checkpoint.folder_tokenizer import TOKENIZER_FILES, check_tokenizer, read_tokenizer
 from enginewright.builder.checkpoint.sentence_transformers import dense_weights, module_texts, read_pooling
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
@@ -53,7 +53,7 @@ class FolderCheckpoint:
     """
 
     def __init__(self, path: Path, name: str | None = None, root: Path | None = None) -> None:
-        self.name = name or path.resolve().name
+        self.name, self.origin = name or path.resolve().name, hub_origin(path)
         self._files = SourceFolder(path, root)
         self.config: Mapping[str, Any] = read_config(self._files)
         self.generation_config: Mapping[str, Any] = self._files.read_json(GENERATION_CONFIG)

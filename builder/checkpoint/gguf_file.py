@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from enginewright.builder.checkpoint.base import TensorInfo, TokenizerFiles
-from enginewright.builder.checkpoint.files import SourceFolder, sha256
+from enginewright.builder.checkpoint.files import SourceFolder, hub_origin, sha256
 from enginewright.builder.checkpoint.gguf_config import synthesize
 from enginewright.builder.checkpoint.gguf_header import GgufTensor, read_header
 from enginewright.builder.checkpoint.gguf_names import ROPE_FACTORS, find_architecture, map_tensors
@@ -38,7 +38,7 @@ class GgufCheckpoint:
     def __init__(self, path: Path, name: str | None = None, folder_root: Path | None = None) -> None:
         self._path = SourceFolder(path.parent, folder_root).file(path.name) if folder_root else path
         self._file_name = path.name
-        self.name = name or QUANT_SUFFIX.sub("", path.stem)
+        self.name, self.origin = name or QUANT_SUFFIX.sub("", path.stem), hub_origin(path.parent)
         header = read_header(self._path)
         _refuse_split(header.metadata, path.name)
         architecture = find_architecture(header)

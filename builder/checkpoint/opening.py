@@ -4,6 +4,7 @@ import difflib
 from pathlib import Path
 
 from enginewright.builder.checkpoint.base import Checkpoint
+from enginewright.builder.checkpoint.files import cached_repository
 from enginewright.builder.checkpoint.folder import PICKLE_SUFFIXES, FolderCheckpoint, refuse_pickle
 from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
 from enginewright.builder.checkpoint.hub import CheckConfig, download, parse_hub_id
@@ -12,13 +13,16 @@ from enginewright.errors import UsageError
 FORMS = "Name a checkpoint's folder, a GGUF file, or a hub id (owner/name, or owner/name@revision)."
 
 
-def open_checkpoint(ref: str, *, only_cached: bool = False, check_config: CheckConfig | None = None) -> Checkpoint:
+def open_checkpoint(
+    ref: str, *, only_cached: bool = False, check_config: CheckConfig | None = None, name: str | None = None
+) -> Checkpoint:
     """Opens a checkpoint; reads its headers, not its weights.
 
     Args:
         ref: path of a folder with safetensors files, path of a GGUF file or of a folder with one, or a hub id.
         only_cached: of the hub, only what an earlier download left.
         check_config: called with a hub model's config before its weights are downloaded (models.check_config).
+        name: what it is called; None is the last part of where it is.
 
     Raises:
         UsageError: nothing of that name is there, with what was tried and a similar name where there is one.
@@ -28,9 +32,9 @@ def open_checkpoint(ref: str, *, only_cached: bool = False, check_config: CheckC
     try:
         path = Path(ref).expanduser()
         if path.is_dir():
-            return open_folder(path)
+            return open_folder(path, name)
         if path.is_file():
-            return _open_file(path)
+            return _open_file(path, name)
     except (OSError, RuntimeError) as error:  # RuntimeError: ~ of somebody unknown
         raise UsageError(f"{ref} cannot be read", str(error)) from error
     hub_id = None if path.suffix.lower() == ".gguf" else parse_hub_id(ref)
@@ -39,12 +43,12 @@ def open_checkpoint(ref: str, *, only_cached: bool = False, check_config: CheckC
             f"there is no checkpoint {ref}", "no such folder or file, and not a hub id", _did_you_mean(path) or FORMS
         )
     snapshot = download(hub_id, hint=_did_you_mean(path), only_cached=only_cached, check_config=check_config)
-    return open_folder(snapshot.path, hub_id.name, snapshot.root)
+    return open_folder(snapshot.path, name or hub_id.name, snapshot.root)
 
 
 def open_folder(path: Path, name: str | None = None, root: Path | None = None) -> Checkpoint:
     """A folder of safetensors, or one whose only weights are a GGUF file."""
-    root = root or _cache_root(path)
+    root = root or cached_repository(path)
     ggufs = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
     if ggufs and not any(path.glob("*.safetensors")):
         if len(ggufs) > 1:
@@ -54,22 +58,13 @@ def open_folder(path: Path, name: str | None = None, root: Path | None = None) -
     return FolderCheckpoint(path, name, root)
 
 
-def _open_file(path: Path) -> Checkpoint:
+def _open_file(path: Path, name: str | None) -> Checkpoint:
     if path.suffix.lower() == ".gguf":
-        return GgufCheckpoint(path)
+        return GgufCheckpoint(path, name)
     if path.suffix in PICKLE_SUFFIXES:
         raise refuse_pickle(path.name, path.parent)
     fix = f"Name the folder: {path.parent}" if path.suffix in (".safetensors", ".json") else FORMS
     raise UsageError(f"{path} is not a checkpoint", "it is a file, and not a GGUF file", fix)
-
-
-def _cache_root(path: Path) -> Path | None:
-    """Of a snapshot in the hub's cache, the folder that its links stay in: models--owner--name."""
-    path = path.resolve()
-    repository = path.parent.parent
-    if path.parent.name == "snapshots" and repository.name.startswith("models--") and (repository / "blobs").is_dir():
-        return repository
-    return None
 
 
 def _did_you_mean(path: Path) -> str:

@@ -12,7 +12,7 @@ import msgspec
 
 from enginewright.runtime.messages.formats import Parser
 from enginewright.runtime.messages.parser import Piece, Text, joined
-from enginewright.runtime.outputs import Delta
+from enginewright.runtime.outputs import Delta, RequestMetrics
 from enginewright.runtime.prompts import Prompt, text_of
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.server.errors import ApiError
@@ -70,11 +70,23 @@ class Choice:
 
 @dataclass(frozen=True)
 class Usage:
+    """What a request took, of all its prompts and completions together."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     guessed_tokens: int = 0  # that were verified
     accepted_tokens: int = 0  # of these, those that were right
+    times: RequestMetrics | None = None  # of the prompt whose completions took longest; None: they go on
+
+    @property
+    def phases(self) -> dict[str, Any]:
+        """A key for the times, where they are known: no API has one of its own, and clients leave alone what they do
+        not know.
+        """
+        if self.times is None:
+            return {}
+        return {"phases": {name: round(getattr(self.times, name), 6) for name in ("queue_s", "prefill_s", "decode_s")}}
 
     def to_dict(self) -> dict[str, Any]:
         usage: dict[str, Any] = {
@@ -82,6 +94,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **self.phases,
         }
         if self.guessed_tokens:
             usage["completion_tokens_details"] = {

@@ -227,6 +227,7 @@ class Generation:
             cached_tokens=sum(request.num_cached_tokens for request in self._requests),
             guessed_tokens=sum(request.request.num_guessed_tokens for request in self._requests),
             accepted_tokens=sum(request.request.num_accepted_tokens for request in self._requests),
+            times=max((request.request.metrics for request in self._requests), key=lambda times: times.total_s),
         )
 
     async def _fail(self, error: ApiError, send: Send) -> None:

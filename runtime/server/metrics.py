@@ -164,15 +164,14 @@ class Metrics:
         Args:
             num_tokens: of each completion.
         """
-        queue_s, first_token_s, total_s = request.queue_s, request.first_token_s, request.total_s
-        assert queue_s is not None and first_token_s is not None and total_s is not None
-        decode_s, most = total_s - first_token_s, max(num_tokens)
-        self._queue.observe(queue_s)
-        self._prefill.observe(first_token_s - queue_s)
-        self._decode.observe(decode_s)
-        self._inference.observe(total_s - queue_s)
+        times, most = request.metrics, max(num_tokens)
+        assert request.total_s is not None
+        self._queue.observe(times.queue_s)
+        self._prefill.observe(times.prefill_s)
+        self._decode.observe(times.decode_s)
+        self._inference.observe(times.total_s - times.queue_s)
         if most > 1:  # the completions of a prompt are written side by side: the longest one has the pace of all
-            self._per_output_token.observe(decode_s / (most - 1))
+            self._per_output_token.observe(times.decode_s / (most - 1))
         self._prompt_tokens.observe(request.num_prompt_tokens)
         for count in num_tokens:
             self._generation_tokens.observe(count)

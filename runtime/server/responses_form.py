@@ -84,6 +84,7 @@ class ResponsesForm(PartsForm):
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": choice.num_reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            **usage.phases,
         }
         ended = {"completed_at": int(time.time()), "usage": counts}
         response = self._response(_status(choice), choice) | details | ended

@@ -19,6 +19,7 @@ from enginewright.targets import SMS, parse_targets
 EXTRAS = {
     "build": ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "rich", "safetensors", "torch"),
     "bench": ("enginewright_bench",),
+    "sign": ("OpenSSL", "cryptography", "model_signing", "sigstore"),
 }
 
 

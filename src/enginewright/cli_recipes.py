@@ -19,6 +19,8 @@ OF_ONE_RUN = (
     "recipe",
     "output",
     "report",
+    "provenance",
+    "builder_id",
     "dump_graphs",
     "dry_run",
     "json",

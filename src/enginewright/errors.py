@@ -56,6 +56,12 @@ class QualityGateError(EngineError):
     exit_code = 7
 
 
+class SignatureError(EngineError):
+    """A file is not signed by whom it has to be, or is not the one that was signed."""
+
+    exit_code = 8
+
+
 class EngineDeadError(EngineError):
     """The thread that runs the engine has ended with an error; nothing more comes from it."""
 

@@ -633,6 +633,7 @@ class MemoryCheckpoint:
     name: str = "tiny"
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     pooling: Pooling | None = None
+    origin: str | None = None
     reads: list[str] = field(default_factory=list)
 
     @staticmethod

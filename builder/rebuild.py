@@ -1,0 +1,220 @@
+"""`engine rebuild`: an engine is made again of what its manifest says it was made of, and compared with the first."""
+
+import filecmp
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants
+
+from enginewright import __version__
+from enginewright.builder.assembly import BuildConfig, check_place
+from enginewright.builder.build import build_engine
+from enginewright.builder.calibration import foresee_samples
+from enginewright.builder.calibration.data import is_remote
+from enginewright.builder.calibration.samples import ITSELF
+from enginewright.builder.checkpoint import Checkpoint, open_checkpoint
+from enginewright.builder.checkpoint.files import sha256
+from enginewright.builder.checkpoint.quantized import format_name
+from enginewright.builder.gate import GateConfig
+from enginewright.builder.gate.config import MEASURES
+from enginewright.builder.models import check_config
+from enginewright.builder.progress import Progress
+from enginewright.engine_file import EngineFile
+from enginewright.errors import CorruptEngineError, EngineError, UsageError
+from enginewright.manifest import DRAFT, Manifest
+from enginewright.passes.quant import METHODS, Bf16, QuantConfig, quant_config
+from enginewright.runtime import diff
+from enginewright.runtime.quality import QUALITY, QualityReport
+
+CONFIG = "config.json"
+
+
+def rebuild(
+    engine: Path,
+    progress: Progress,
+    *,
+    model: str | None = None,
+    draft: str | None = None,
+    calib_data: str | None = None,
+    evidence: bool = True,
+    output: Path | None = None,
+) -> dict[str, Any]:
+    """Build an engine once more; what differs, as `engine diff` has it.
+
+    same: whether the content is. same_bytes: whether the whole file is; None without `evidence`.
+
+    Args:
+        model, draft: the checkpoints it was built of; None looks for them beside the engine, here, and in the cache of
+            the hub.
+        calib_data: what it was calibrated on, if that was not the model's own texts.
+        evidence: False leaves out what the quality gate measures, the longest part; the content does not depend on it.
+        output: where the new engine is kept; None keeps none.
+
+    Raises:
+        UsageError: an input is not there, or is not what it was; it is named.
+        CorruptEngineError: the engine is damaged.
+        EngineError: the build fails.
+    """
+    manifest, quality = _read(engine)
+    if output is not None:
+        check_place(output)
+        if output.exists() and output.samefile(engine):
+            raise UsageError(f"{output} is the engine itself", "nothing would be left to compare with", "Name another.")
+    progress.phase("check the inputs")
+    with _as_usage_errors():
+        checkpoint = _open_source(engine, manifest, None, model)
+        beside = _open_source(engine, manifest, DRAFT, draft) if DRAFT in manifest.roles else None
+        if draft is not None and beside is None:
+            raise UsageError("--draft means nothing here", f"{engine} has no model beside its own")
+        config = _config(engine, manifest, quality if evidence else QualityReport("off"), checkpoint)
+        config = _with_calibration(manifest, config, checkpoint, calib_data)
+    with tempfile.TemporaryDirectory(prefix="enginewright-rebuild-") as folder:
+        made = output or Path(folder, "made-again.engine")
+        build_engine(checkpoint, config, made, progress, beside)
+        report = diff.compare(engine, made) | {"b": str(output) if output else "made again"}
+        if evidence:
+            return report | {"same_bytes": filecmp.cmp(engine, made, shallow=False)}
+        left = {name: entry for name, entry in report["evidence"].items() if name != QUALITY}
+        sizes = {name: sizes for name, sizes in report["sizes"].items() if name != "file_bytes"}
+        return report | {"evidence": left, "sizes": sizes, "same_bytes": None}
+
+
+def describe(report: Mapping[str, Any], *, every_line: bool = False) -> str:
+    """A comparison for people."""
+    whole = {
+        True: "the same, byte for byte",
+        False: "differs in its evidence alone" if report["same"] else "different",
+        None: "not compared (--no-evidence)",
+    }
+    return f"{diff.describe(report, every_line=every_line)}\nfile      {whole[report['same_bytes']]}"
+
+
+def _read(engine: Path) -> tuple[Manifest, QualityReport]:
+    """Raises UsageError where another release has built it: that is an input, too."""
+    with _as_usage_errors(), EngineFile.open(engine) as file:
+        if damaged := file.verify_sections():
+            raise CorruptEngineError(f"{engine} is damaged", f"section {', '.join(damaged)}", "Get it again.")
+        manifest, quality = file.manifest, QualityReport.from_json(file.read_section(QUALITY))
+    if manifest.builder_version != __version__:
+        raise UsageError(
+            f"{engine} was built by enginewright {manifest.builder_version}",
+            f"this is {__version__}, and what it builds says so",
+            f"Run: pip install 'enginewright[build]=={manifest.builder_version}'",
+        )
+    return manifest, quality
+
+
+@contextmanager
+def _as_usage_errors() -> Iterator[None]:
+    """The exit code 1 says that engines differ: what is wrong with an input has another one."""
+    try:
+        yield
+    except EngineError as error:
+        if error.exit_code != EngineError.exit_code:
+            raise
+        raise UsageError(error.what, error.why, error.fix) from error
+
+
+def _open_source(engine: Path, manifest: Manifest, role: str | None, ref: str | None) -> Checkpoint:
+    """The checkpoint of the engine's model, or of the one in a role, with the very files that it had."""
+    prefix = f"{DRAFT}/"
+    sources = {name: digest for name, digest in manifest.sources.items() if name.startswith(prefix) == (role == DRAFT)}
+    if role == DRAFT:
+        sources = {name.removeprefix(prefix): digest for name, digest in sources.items()}
+    name = str(manifest.recipe[DRAFT]["name"]) if role == DRAFT else manifest.name
+    option = "--draft" if role == DRAFT else "--model"
+    if not sources:
+        raise UsageError(f"{engine} cannot be made again", "it does not say what files it was built of")
+    ref = ref or _find(engine, name, sources, option)
+    if Path(ref).is_dir() and (missing := [one for one in sources if not Path(ref, one).is_file()]):
+        raise _other_inputs(ref, [f"{one} is missing" for one in missing], option)
+    checkpoint = open_checkpoint(ref, check_config=check_config, name=name)
+    found = checkpoint.source_hashes()
+    if differing := [*_differing(sources, found)]:
+        raise _other_inputs(ref, differing, option)
+    return checkpoint
+
+
+def _differing(sources: Mapping[str, str], found: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted({*sources, *found}):
+        if name not in found:
+            yield f"{name} is missing"
+        elif name not in sources:
+            yield f"{name} is there, and was not"
+        elif sources[name] != found[name]:
+            yield f"{name} has changed (sha256 {found[name][:12]}…, it was {sources[name][:12]}…)"
+
+
+def _other_inputs(ref: str, differing: list[str], option: str) -> UsageError:
+    what = f"{ref} is not what the engine was built of"
+    return UsageError(what, ", ".join(differing), f"Name the checkpoint as it was then with {option}.")
+
+
+def _find(engine: Path, name: str, sources: Mapping[str, str], option: str) -> str:
+    """A checkpoint of these files, beside the engine, in the working directory, or in the cache of the hub."""
+    near = [engine.absolute().parent, Path.cwd()]
+    cache = Path(constants.HF_HUB_CACHE)
+    snapshots = sorted(cache.glob(f"models--*--{name}/snapshots/*"))
+    folders = [*(folder / name for folder in near), *near, *snapshots]
+    found = [folder for folder in folders if all((folder / one).is_file() for one in sources)]
+    if not found:
+        places = ", ".join(str(place) for place in dict.fromkeys((*near, cache)))
+        what = f"the checkpoint {name} is not found"
+        raise UsageError(what, f"its files are in none of {places}", f"Name it with {option}.")
+    same = [folder for folder in found if CONFIG in sources and sha256(folder / CONFIG) == sources[CONFIG]]
+    folder = (same or found)[0]
+    ggufs = [one for one in sources if one.lower().endswith(".gguf")]
+    return str(folder / ggufs[0] if ggufs else folder)
+
+
+def _config(engine: Path, manifest: Manifest, quality: QualityReport, checkpoint: Checkpoint) -> BuildConfig:
+    """What the build was asked for, as far as it changes anything."""
+    recipe = manifest.recipe
+    gate = None
+    if quality.gate != "off":
+        known = {measure.name for measure in MEASURES}
+        limits = {name: limit for name, limit in quality.limits.items() if name in known}
+        gate = GateConfig(full=quality.gate == "full", limits=limits)
+    return BuildConfig(
+        quant=_quant(engine, recipe, checkpoint),
+        targets=manifest.targets,
+        kv_cache_dtype=recipe["kv_cache_dtype"],
+        max_seq_len=recipe["max_seq_len"],
+        max_batch_size=recipe["max_batch_size"],
+        batch_invariant=recipe["batch_invariant"],
+        gate=gate,
+    )
+
+
+def _quant(engine: Path, recipe: Mapping[str, Any], checkpoint: Checkpoint) -> QuantConfig | None:
+    """None, as a build without `--quant` has it, where weights are as the checkpoint has them."""
+    name = recipe["quant"]
+    if name in (Bf16.name, format_name(checkpoint)):
+        return None
+    method = next((method for method in METHODS if method.name == name), None)
+    if method is None:
+        raise UsageError(f"{engine} cannot be made again", f"its weights are {name}, and there is no such --quant")
+    return quant_config(name, **{field.name: recipe[field.name] for field in fields(method) if field.name in recipe})
+
+
+def _with_calibration(
+    manifest: Manifest, config: BuildConfig, checkpoint: Checkpoint, calib_data: str | None
+) -> BuildConfig:
+    recorded = manifest.recipe.get("calibration")
+    if recorded is None or recorded["source"] == ITSELF:
+        if calib_data is not None:
+            raise UsageError("--calib-data means nothing here", f"{manifest.name} was calibrated on no data")
+        return replace(config, calib_size=recorded["samples"]) if recorded else config
+    if calib_data is None:
+        why = f"it is not in the engine: {recorded['samples']} texts, sha256 {recorded['sha256']}"
+        raise UsageError("the calibration data is not found", why, "Name it with --calib-data.")
+    for size in (recorded["samples"], None):  # of a file with fewer texts than were asked for
+        tried = replace(config, calib_data=calib_data, calib_size=size)
+        if is_remote(calib_data) or foresee_samples(checkpoint, tried) == recorded | {"source": calib_data}:
+            return tried
+    what = f"{calib_data} is not what the engine was calibrated on"
+    raise UsageError(what, "its texts have changed", "Name it as it was then with --calib-data.")

@@ -1,0 +1,219 @@
+"""`engine rebuild`: an engine is made again of its inputs, and what became of these is said."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
+from enginewright.builder.progress import Silent
+from enginewright.builder.rebuild import rebuild
+from enginewright.cli import main
+from enginewright.engine_file import EngineFile
+from tests.helpers.engines import copied
+from tests.helpers.quantized import tiny_case
+from tests.helpers.tiny import tiny_checkpoint
+from tests.helpers.tiny_gguf import tiny_model as gguf_model
+from tests.helpers.tiny_gguf import write_model
+
+WEIGHTS = "tiny-llama/model.safetensors"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [*map(str, arguments)])
+
+
+def built(checkpoint: Path, engine: Path, *options: object) -> Path:
+    result = run("build", checkpoint, "-o", engine, *(options or ("--gate", "off")))
+    assert result.exit_code == 0, result.stderr
+    return engine
+
+
+def refused(code: int, *arguments: object) -> str:
+    """What is said of what fails, without a trace."""
+    result = run("rebuild", *arguments)
+    assert result.exit_code == code and isinstance(result.exception, SystemExit), (result.output, result.exception)
+    return " ".join(result.stderr.split())
+
+
+def remade(*arguments: object) -> dict[str, Any]:
+    """A report on the same bytes."""
+    result = run("rebuild", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(result.stdout)
+    assert report["same"] and not report["recipe"] and not report["sources"] and not report["sections"]
+    return report
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint and its engine."""
+    folder = tmp_path_factory.mktemp("rebuild")
+    built(tiny_checkpoint(folder, "llama"), folder / "x.engine", "--quant", "int8-wo", "--gate", "off")
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """Of its own for each test."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_the_same(folder: Path) -> None:
+    result = run("rebuild", folder / "x.engine")
+    assert result.exit_code == 0
+    assert "content   the same: sha256:" in result.stdout and "file      the same, byte for byte" in result.stdout
+    assert sorted(path.name for path in folder.iterdir()) == ["tiny-llama", "x.engine"], "nothing is left"
+    report = remade(folder / "x.engine", "-o", folder / "y.engine")
+    assert report["same_bytes"] and report["b"] == str(folder / "y.engine")
+    assert (folder / "y.engine").read_bytes() == (folder / "x.engine").read_bytes()
+
+
+def test_a_checkpoint_elsewhere_and_of_another_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine says what its model was called; the folder may be called otherwise."""
+    (folder / "tiny-llama").rename(folder / "moved")
+    said = refused(2, folder / "x.engine")
+    assert "the checkpoint tiny-llama is not found" in said and "Name it with --model" in said
+    assert remade(folder / "x.engine", "--model", folder / "moved")["same_bytes"]
+    monkeypatch.chdir(folder / "moved")
+    assert remade(folder / "x.engine")["same_bytes"], "its files are here"
+
+
+def test_a_checkpoint_in_the_cache_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = folder / "hub"
+    for revision in "a", "b":
+        snapshot = cache / f"models--org--tiny-llama/snapshots/{revision}"
+        shutil.copytree(folder / "tiny-llama", snapshot)
+    config = cache / "models--org--tiny-llama/snapshots/a/config.json"
+    config.write_text(config.read_text() + " ")  # another revision
+    shutil.rmtree(folder / "tiny-llama")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    assert remade(folder / "x.engine")["same_bytes"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_an_input_that_is_missing(folder: Path, name: str) -> None:
+    (folder / "tiny-llama" / name).unlink()
+    assert "is not found" in refused(2, folder / "x.engine")
+    said = refused(2, folder / "x.engine", "--model", folder / "tiny-llama")
+    assert f"{folder / 'tiny-llama'} is not what the engine was built of: {name} is missing" in said
+
+
+def test_inputs_that_have_changed(folder: Path) -> None:
+    config = folder / "tiny-llama/config.json"
+    config.write_text(config.read_text() + "\n")
+    weights = folder / "tiny-llama/model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    (folder / "tiny-llama/chat_template.jinja").write_text("{{ messages[0].content }}")
+    said = refused(2, folder / "x.engine")
+    assert "chat_template.jinja is there, and was not" in said
+    assert "config.json has changed (sha256 " in said and "model.safetensors has changed" in said
+    assert "tokenizer.json" not in said
+
+
+def test_an_engine_that_is_not_of_its_inputs(folder: Path) -> None:
+    """Its hashes are right, and its manifest names the inputs of the other: only a build can tell."""
+    copied(folder / "x.engine", folder / "y.engine", {"chat_template": b"{{ 'do as I say' }}"})
+    result = run("rebuild", folder / "y.engine")
+    assert result.exit_code == 1 and "content   different" in result.stdout
+    assert "chat_template: nbytes" in result.stdout and "file      different" in result.stdout
+
+
+def test_evidence_alone(folder: Path) -> None:
+    with EngineFile.open(folder / "x.engine") as file:
+        goldens = json.loads(file.read_section("goldens"))
+    goldens["entries"] = goldens["entries"][:1]
+    changed = copied(folder / "x.engine", folder / "y.engine", {"goldens": json.dumps(goldens).encode()})
+    result = run("rebuild", changed)
+    assert result.exit_code == 0 and "file      differs in its evidence alone" in result.stdout
+
+
+def test_a_gate_is_asked_for_the_same(folder: Path) -> None:
+    """Its level and limits are in the engine; without evidence it is left out, and the content is the same."""
+    engine = built(folder / "tiny-llama", folder / "y.engine", "--quant", "w8a8", "--gate", "quick,kl=0.7,layer=0.5")
+    assert remade(engine)["same_bytes"] is True
+    report = remade(engine, "--no-evidence")
+    assert report["same_bytes"] is None and report["evidence"] == report["sizes"] == {}
+
+
+def test_settings_of_methods_and_limits(folder: Path) -> None:
+    for number, options in enumerate(
+        (
+            ("--quant", "int4-rtn", "--group-size", "64", "--zero-points", "--kv-cache-dtype", "int8"),
+            ("--max-seq-len", "64", "--max-batch-size", "3"),
+        )
+    ):
+        engine = built(folder / "tiny-llama", folder / f"{number}.engine", "--gate", "off", *options)
+        assert remade(engine)["same_bytes"], options
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    """Which its manifest knows by the file's own name, and its engine by that without the quantization."""
+    path = write_model(tmp_path / "tiny-Q8_0.gguf", "llama", gguf_model("llama")).finish()
+    engine = built(path, tmp_path / "x.engine", "--gate", "off")
+    assert remade(engine)["same_bytes"] and remade(engine, "--model", path)["same_bytes"]
+    path.write_bytes(path.read_bytes() + b"\0")
+    assert "tiny-Q8_0.gguf has changed" in refused(2, engine)
+
+
+def test_a_checkpoint_that_is_quantized_already(folder: Path) -> None:
+    """Its format is called like a method of ours, which it must not be quantized with once more."""
+    tiny = tiny_case("fp8, blocks")
+    (folder / "tiny-llama/config.json").write_text(json.dumps(dict(tiny.checkpoint.config)))
+    save_file({name: value.contiguous() for name, value in tiny.checkpoint.stored.items()}, folder / WEIGHTS)
+    engine = built(folder / "tiny-llama", folder / "y.engine", "--gate", "off")
+    with EngineFile.open(engine) as file:
+        assert file.manifest.recipe["quant"] == "fp8"
+    assert remade(engine)["same_bytes"]
+
+
+def test_calibration(folder: Path) -> None:
+    """By texts of its own, and by data that has to be named, fewer than were asked for."""
+    calibrated = ("--quant", "int8-sq", "--gate", "off")
+    own = built(folder / "tiny-llama", folder / "own.engine", *calibrated, "--calib-size", "2")
+    assert remade(own)["same_bytes"]
+    data = folder / "texts.jsonl"
+    assert "was calibrated on no data" in refused(2, own, "--calib-data", data)
+    texts = ["Too", "short", *(f"{number} is a number, and this is a text about it. " * 3 for number in range(4))]
+    lines = [json.dumps({"text": text}) for text in texts]
+    data.write_text("\n".join(lines))
+    engine = built(folder / "tiny-llama", folder / "data.engine", *calibrated, "--calib-data", data)
+    assert "Name it with --calib-data" in refused(2, engine)
+    assert remade(engine, "--calib-data", data)["same_bytes"]
+    data.write_text("\n".join(lines).replace("number", "figure"))
+    assert f"{data} is not what the engine was calibrated on" in refused(2, engine, "--calib-data", data)
+
+
+def test_a_draft(folder: Path) -> None:
+    (folder / "draft").mkdir()
+    draft = tiny_checkpoint(folder / "draft", "llama", num_hidden_layers=1)
+    engine = built(folder / "tiny-llama", folder / "y.engine", "--gate", "off", "--draft", draft)
+    assert remade(engine, "--draft", draft)["same_bytes"]
+    said = refused(2, engine, "--draft", folder / "tiny-llama")
+    assert "config.json has changed" in said and "with --draft" in said
+    assert "--draft means nothing here" in refused(2, folder / "x.engine", "--draft", draft)
+
+
+def test_what_cannot_be_made_again(folder: Path) -> None:
+    engine = folder / "x.engine"
+    other = copied(engine, folder / "y.engine", {}, builder_version="0.0.1")
+    said = refused(2, other)
+    assert "was built by enginewright 0.0.1" in said and "pip install 'enginewright[build]==0.0.1'" in said
+    assert "what files it was built of" in refused(2, copied(engine, folder / "z.engine", {}, sources={}))
+    assert "there is no such file" in refused(2, folder / "nowhere.engine")
+    assert "there is no folder" in refused(2, engine, "-o", folder / "a/b")
+    assert "is the engine itself" in refused(2, engine, "-o", engine)
+    data = bytearray(engine.read_bytes())
+    data[len(data) // 2] ^= 1
+    engine.write_bytes(data)
+    assert "is damaged" in refused(5, engine)
+
+
+def test_as_a_library(folder: Path) -> None:
+    assert rebuild(folder / "x.engine", Silent())["same"]
