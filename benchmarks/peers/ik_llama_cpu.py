@@ -8,6 +8,8 @@ arithmetic is that of any other.
 import json
 import subprocess
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from exchange import Cannot, Prompts, Seconds, private_stdout, serve
 
@@ -17,13 +19,16 @@ BATCH, UBATCH = 2048, 512
 class IkLlama:
     def __init__(self, program: str, file: str, threads: int, flags: list[str]) -> None:
         numbers = ["-t", str(threads), "-b", str(BATCH), "-ub", str(UBATCH)]
-        self.command, self.shape = [program, "-m", file, *numbers, *flags], (0, 0)
+        paths = [str(Path(program).resolve()), "-m", str(Path(file).resolve())]
+        self.command, self.shape = [*paths, *numbers, *flags], (0, 0)
 
     def _rates(self, prompts: int, length: int, tokens: int) -> tuple[float, float]:
         """Tokens a second of reading the prompts and of generating, from the one row of its table."""
         context = str(prompts * (length + tokens))
         sizes = ["-c", context, "-npp", str(length), "-ntg", str(tokens), "-npl", str(prompts)]
-        done = subprocess.run([*self.command, *sizes], capture_output=True, text=True)
+        # It writes llama.log where it runs.
+        with TemporaryDirectory() as folder:
+            done = subprocess.run([*self.command, *sizes], capture_output=True, text=True, cwd=folder)
         rows = [line.strip("|\n ").split("|") for line in (done.stdout + done.stderr).splitlines() if line[:1] == "|"]
         numbers = [row for row in rows if row[0].strip().isdecimal()]
         if done.returncode != 0 or not numbers:
