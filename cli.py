@@ -117,8 +117,8 @@ def main() -> None:
 @model(
     "--draft",
     show_default="none",
-    help="A smaller model of the same tokenizer, named like MODEL, that the engine holds as well: with --speculate "
-    "draft it guesses what MODEL says next.",
+    help="What the engine holds as well, to guess what MODEL says next: a smaller model of the same tokenizer, named "
+    "like MODEL, for --speculate draft; or skip:8, the first 8 layers of MODEL itself, for --speculate skip.",
 )
 @form(
     "--quant",
@@ -228,6 +228,7 @@ def build(
     from enginewright.builder.build import BuildConfig, build_engine, chosen_quant, default_output
     from enginewright.builder.checkpoint import open_checkpoint
     from enginewright.builder.console import ConsoleProgress, describe
+    from enginewright.builder.draft import open_draft
     from enginewright.builder.forecast import forecast
     from enginewright.builder.gate import parse_gate
     from enginewright.builder.models import check_config
@@ -248,7 +249,7 @@ def build(
     with ConsoleProgress() as progress:
         progress.phase("open the checkpoint")
         checkpoint = open_checkpoint(model, only_cached=dry_run, check_config=check_config)
-        beside = open_checkpoint(draft, only_cached=dry_run, check_config=check_config) if draft else None
+        beside = open_draft(draft, only_cached=dry_run, check_config=check_config) if draft else None
         path = output or default_output(checkpoint, config)
         made = (forecast if dry_run else build_engine)(checkpoint, config, path, progress, beside)
     click.echo(json.dumps(made.to_dict()) if as_json else describe(made), err=not as_json)

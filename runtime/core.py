@@ -163,7 +163,7 @@ class EngineCore:
             cost=self._cost.at,
             goal=self._goal,
         )
-        self._speculator = open_speculator(engine, config, self.executor.memory_plan)
+        self._speculator = open_speculator(engine, config, self.executor)
         self._completions: dict[TokenSequence, Completion] = {}
         self._beams: dict[TokenSequence, Request] = {}  # of beam searches
         self._in_flight: deque[StepInFlight] = deque()

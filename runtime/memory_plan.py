@@ -11,6 +11,7 @@ from numbers import Integral
 from typing import Any
 
 from enginewright.errors import NotEnoughMemoryError, UsageError, shorten
+from enginewright.manifest import ROLES
 from enginewright.plan import CacheGroup, PagedCache, Plan, StepSizes
 from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.cache.recurrent import slots_of
@@ -21,7 +22,7 @@ from enginewright.runtime.vllm_options import without_engine_options
 
 FREE_SHARE = 0.5  # of the memory that weights and arena leave, for the KV cache where nobody says how much
 NAMES, FLAGS = ("isa", "device", "speculate"), ("enable_prefix_caching", "mmap")  # limits that are no numbers
-SPECULATE = ("off", "ngram", "draft")
+SPECULATE = ("off", "ngram", *ROLES)
 MAX_GUESSES = 32  # of a sequence in a step
 GUESSED_ROWS = 64  # of logits, where guesses need more than sequences: a step of more tokens is bound by operations
 

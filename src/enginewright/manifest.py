@@ -19,7 +19,8 @@ WEIGHTS = "weights/"  # sections of this prefix are weights: large, typed, and h
 
 PLANS = "plan/"
 DRAFT = "draft"  # a smaller model of the same tokenizer
-ROLES = (DRAFT,)  # of plans beside the model's own
+SKIP = "skip"  # the first layers of the model itself, with its head
+ROLES = (DRAFT, SKIP)  # of plans beside the model's own
 
 MAX_BYTES = 2**53  # of a section or a file: whole numbers up to here survive every JSON reader
 MAX_NAME = 255
