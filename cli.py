@@ -826,10 +826,18 @@ def bench() -> None:
 @WORKLOAD_OPTIONS
 @measurement("--rounds", type=int, default=3, help="How often the requests are run. Rates are medians over the rounds.")
 @measurement("--warm-up", type=int, default=1, help="Rounds that are run before these and do not count.")
+@measurement(
+    "--compare",
+    is_flag=True,
+    help="Run each round without guesses, too, beside the one with --speculate, and say how much faster guesses are "
+    "and how many answers are the same.",
+)
 @LIMIT_OPTIONS
 @PLOT_OPTION
 @JSON_OPTION
-def bench_offline(engine: Path, rounds: int, warm_up: int, plot: Path | None, as_json: bool, **options: Any) -> None:
+def bench_offline(
+    engine: Path, rounds: int, warm_up: int, compare: bool, plot: Path | None, as_json: bool, **options: Any
+) -> None:
     """Measure the throughput of an engine that has all requests at once."""
     from enginewright_bench.offline import OfflineConfig, run_offline
     from enginewright_bench.plot import check_plot, draw_offline
@@ -839,7 +847,7 @@ def bench_offline(engine: Path, rounds: int, warm_up: int, plot: Path | None, as
     workload = workload_config(**{name: options.pop(name) for name in WORKLOAD})
     if plot is not None:
         check_plot(plot)
-    report = run_offline(engine, OfflineConfig(workload, warm_up, rounds), **options)
+    report = run_offline(engine, OfflineConfig(workload, warm_up, rounds, compare), **options)
     click.echo(json.dumps(report.to_dict()) if as_json else describe_offline(report))
     if plot is not None:
         draw_offline(report, plot)
