@@ -118,7 +118,8 @@ def main() -> None:
     "--draft",
     show_default="none",
     help="What the engine holds as well, to guess what MODEL says next: a smaller model of the same tokenizer, named "
-    "like MODEL, for --speculate draft; or skip:8, the first 8 layers of MODEL itself, for --speculate skip.",
+    "like MODEL, for --speculate draft; or skip:8, the first 8 layers of MODEL itself, for --speculate skip; or auto, "
+    "which makes --speculate ngram the engine's default.",
 )
 @form(
     "--quant",

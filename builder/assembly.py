@@ -91,6 +91,7 @@ class Assembly:
     notes: Sequence[str]
     # Of each model beside the engine's own, by its role: what the recipe says of it.
     roles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    speculate: str | None = None  # what guesses where nobody says it
 
     @property
     def weight_bytes(self) -> int:
@@ -138,6 +139,7 @@ class Assembly:
             sources=dict(sources),
             limits=Limits(max_seq_len=self.max_seq_len, max_batch_size=config.max_batch_size),
             roles=tuple(self.roles),
+            speculate=self.speculate,
         )
 
 

@@ -24,7 +24,7 @@ from enginewright.builder.calibration import calibrate
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.cuda.compile import check_compiler
 from enginewright.builder.cuda.sections import code_sections
-from enginewright.builder.draft import Draft, FirstLayers, add_draft, check_draft, with_first_layers
+from enginewright.builder.draft import Automatic, Draft, FirstLayers, add_draft, check_draft, with_first_layers
 from enginewright.builder.gate import (
     Subject,
     check_report_path,
@@ -82,7 +82,8 @@ def build_engine(
 
     Args:
         draft: a smaller model of the same tokenizer, which the engine holds in the role `draft`, built by the same
-            config; or first layers of the model itself, in the role `skip`. The gate does not measure it.
+            config; or first layers of the model itself, in the role `skip`; or what there is. The gate does not
+            measure it.
 
     Raises:
         UnsupportedModelError: the model, or something in it, is not implemented.
@@ -121,7 +122,7 @@ def _build(
         _check_plan(checkpoint, draft, config, output)
     samples = calibrate(checkpoint, config, output, progress)
     sources = begin(checkpoint.source_hashes)
-    read_too = None if isinstance(draft, FirstLayers) else draft
+    read_too = None if isinstance(draft, FirstLayers | Automatic) else draft
     draft_sources = begin(read_too.source_hashes) if read_too is not None else None
     threads, folder = env.num_threads() or num_cores(), output.absolute().parent
     calibration = Calibration(samples.texts, threads, folder) if samples else None

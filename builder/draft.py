@@ -10,7 +10,7 @@ from enginewright.builder.lower import Weight, lower, pack_rows
 from enginewright.builder.progress import Progress
 from enginewright.dtypes import KV_CACHES
 from enginewright.errors import UsageError
-from enginewright.manifest import DRAFT, SKIP, plan_section
+from enginewright.manifest import DRAFT, NGRAM, SKIP, plan_section
 from enginewright.passes.first_layers import first_layers
 from enginewright.passes.pipeline import run_for_target
 from enginewright.passes.quant.method import Calibration
@@ -26,15 +26,22 @@ class FirstLayers:
     count: int
 
 
-Draft = Checkpoint | FirstLayers
+@dataclass(frozen=True)
+class Automatic:
+    """What is there: the engine looks guesses up, and does so where nobody says anything else."""
+
+
+Draft = Checkpoint | FirstLayers | Automatic
 
 
 def open_draft(text: str, *, only_cached: bool = False, check_config: CheckConfig | None = None) -> Draft:
-    """What `--draft` names: `skip:8`, or a checkpoint as `open_checkpoint` has it.
+    """What `--draft` names: `auto`, `skip:8`, or a checkpoint as `open_checkpoint` has it.
 
     Raises:
         UsageError: the number of layers is none; or what `open_checkpoint` raises.
     """
+    if text == "auto":
+        return Automatic()
     form, colon, count = text.partition(":")
     if form != SKIP:
         return open_checkpoint(text, only_cached=only_cached, check_config=check_config)
@@ -47,7 +54,7 @@ def open_draft(text: str, *, only_cached: bool = False, check_config: CheckConfi
 
 def check_draft(checkpoint: Checkpoint, draft: Draft, config: BuildConfig) -> None:
     """Refuse a model that cannot guess for another one, before anything is read."""
-    if not isinstance(draft, FirstLayers):
+    if not isinstance(draft, FirstLayers | Automatic):
         check_quant(draft, config)
         check_tokenizer(checkpoint, draft)
 
@@ -60,6 +67,9 @@ def add_draft(target: Assembly, draft: Draft, progress: Progress, calibration: C
     """
     if isinstance(draft, FirstLayers):
         return with_first_layers(target, draft)
+    if isinstance(draft, Automatic):
+        generates = all(plan.generates for plan in target.plans.values())
+        return replace(target, speculate=NGRAM if generates else None)
     dump = target.config.dump_graphs
     config = replace(target.config, dump_graphs=dump / DRAFT if dump else None)
     return with_draft(target, assemble(draft, config, progress, calibration))

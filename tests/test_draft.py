@@ -1,5 +1,6 @@
 """An engine with a second model, in the role `draft`."""
 
+import ctypes
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from enginewright import LLM
 from enginewright.builder.assembly import assemble
 from enginewright.builder.build import BuildConfig, BuildReport, build_engine
 from enginewright.builder.checkpoint.base import TokenizerFiles
-from enginewright.builder.draft import FirstLayers, add_draft, open_draft, with_draft
+from enginewright.builder.draft import Automatic, FirstLayers, add_draft, open_draft, with_draft
 from enginewright.builder.pooling import Pooling
 from enginewright.builder.progress import Silent
 from enginewright.cli import main
@@ -22,12 +24,15 @@ from enginewright.errors import UsageError
 from enginewright.manifest import Manifest
 from enginewright.passes.quant import W8A8
 from enginewright.plugins.target import targets_of
+from enginewright.runtime.cuda.upload import upload_weights
 from enginewright.runtime.devices import open_executor
 from enginewright.runtime.diff import compare
+from enginewright.runtime.doctor import examine
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.inspect import describe, summarize
 from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.score import score
+from tests.emulator.device import EmulatedDevice
 from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 CONFIG = BuildConfig(gate=None)
@@ -187,11 +192,40 @@ def test_layers_that_the_model_does_not_have(text: str, message: str, tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
+def test_weights_of_first_layers_are_on_a_gpu_once(tmp_path: Path) -> None:
+    path, device = tmp_path / "skip.engine", EmulatedDevice({})
+    build_engine(tiny("target"), CONFIG, path, draft=FirstLayers(1))
+    with Engine.open(path) as engine:
+        skip = engine.for_role("skip")
+        there = upload_weights(engine, device, 256, {})
+        assert upload_weights(skip, device, 256, there) == there
+        missing = skip.plan.weight_names()[2]
+        addresses = upload_weights(skip, device, 256, {name: there[name] for name in there if name != missing})
+        assert {name for name in there if addresses[name] != there[name]} == {missing}
+        for name, address in addresses.items():
+            assert ctypes.string_at(address, engine.weight(name)[1].nbytes) == bytes(engine.weight(name)[0])
+
+
+def test_the_builder_names_what_guesses(tmp_path: Path) -> None:
+    """The engine guesses without being asked to, and not if it is asked not to."""
+    path = tmp_path / "auto.engine"
+    build_engine(tiny("target"), CONFIG, path, draft=open_draft("auto"))
+    summary = summarize(path)
+    assert (summary["speculate"], summary["roles"]) == ("ngram", {}) and "speculate  ngram" in describe(summary)
+    limits: dict[str, Any] = {"threads": 1, "max_num_seqs": 2, "max_num_batched_tokens": 8, "kv_cache_memory": "4m"}
+    for asked, guesses in (None, True), ("off", False), ("ngram", True):
+        with LLM(path, **limits, speculate=asked) as llm:
+            assert (llm.stats().speculation is not None) == guesses
+    facts = examine(path, runtime_config(**limits))["engine"]
+    assert facts["arena_bytes"] > examine(path, runtime_config(**limits, speculate="off"))["engine"]["arena_bytes"]
+
+
 def test_first_layers_of_what_writes_no_text(tmp_path: Path) -> None:
     model = MemoryCheckpoint.of(tiny_model(config := tiny_config("llama")), config)
     model = replace(model, pooling=Pooling("mean"))
     with pytest.raises(UsageError, match=r"--draft skip:1 is not possible.*writes no text"):
         build_engine(model, CONFIG, tmp_path / "x", draft=FirstLayers(1))
+    assert add_draft(assemble(model, CONFIG, Silent()), Automatic(), Silent()).about({}).speculate is None
 
 
 def changed(path: Path, change: Any) -> bytes:
@@ -213,6 +247,7 @@ def changed(path: Path, change: Any) -> bytes:
         (lambda content: content["sections"].pop("plan/draft/cpu"), "no section 'plan/draft/cpu'"),
         (lambda content: content.pop("roles"), "'plan/draft/cpu' is of a role"),
         (lambda content: content.update(roles=[]), "'plan/draft/cpu' is of a role|canonical"),
+        (lambda content: content.update(speculate="skip"), "'skip' is to guess, and the engine has nothing"),
     ],
 )
 def test_roles_and_plans_belong_together(built: dict[str, BuildReport], change: Any, message: str) -> None:

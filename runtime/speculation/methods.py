@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from enginewright.manifest import ROLES
+from enginewright.manifest import NGRAM, ROLES
 from enginewright.runtime.devices import Executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig
@@ -15,13 +15,21 @@ from enginewright.runtime.speculation.speculator import Speculator
 from enginewright.runtime.step_cost import StepCost
 
 METHODS: Mapping[str, Callable[[Engine, RuntimeConfig, Executor], Proposer]] = {
-    "ngram": lambda engine, config, executor: PromptLookup(config.guesses),
+    NGRAM: lambda engine, config, executor: PromptLookup(config.guesses),
     **{role: partial(DraftModel.open, role) for role in ROLES},
 }
 
 
+def with_method(engine: Engine, config: RuntimeConfig) -> RuntimeConfig:
+    """The same limits with the way to guess that the engine names, where they leave it to the engine."""
+    return config if config.speculate is not None else replace(config, speculate=engine.manifest.speculate or "off")
+
+
 def config_of_model(engine: Engine, config: RuntimeConfig) -> RuntimeConfig:
     """Limits of the model itself: a draft takes a part of the memory for KV caches.
+
+    Args:
+        config: from `with_method`.
 
     Raises:
         UsageError: the engine has no draft of the kind that is to guess.
@@ -38,12 +46,13 @@ def open_speculator(engine: Engine, config: RuntimeConfig, executor: Executor) -
     """What guesses for an engine, or None where nothing is to be guessed.
 
     Args:
+        config: from `with_method`.
         executor: of the model itself.
 
     Raises:
         UsageError: the engine has no draft of the kind that is to guess.
     """
-    if not config.guesses:
+    if config.speculate is None or not config.guesses:
         return None
     proposer, limits = METHODS[config.speculate](engine, config, executor), executor.memory_plan.limits
     return Speculator(proposer, StepCost.of(engine), config.guesses, min(limits.tokens, limits.logit_rows))
