@@ -47,6 +47,8 @@ def _guesses(report: OfflineReport) -> Iterable[str]:
         yield _row("guesses", f"{accepted:,} of {guessed:,} right: {report.mean_length:.2f} tokens by a step with some")
     comparison = report.comparison
     if comparison is not None:
+        if report.mean_length is None:
+            yield _row("guesses", "none: none would have paid")
         ratios = comparison.ratios
         spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
         pace = _rates(comparison.rounds, "generated_tokens_per_s")

@@ -1,6 +1,7 @@
 """`engine bench offline` on a tiny engine: its figures are those of what was run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,8 @@ def test_an_answer_that_guesses_have_changed_is_counted(engine: Path, monkeypatc
     report = run_offline(engine, config, **LIMITS, speculate="ngram")
     assert report.comparison is not None and (report.comparison.answers, report.comparison.differing_answers) == (14, 2)
     assert "12 of 14" in describe_offline(report)
+    unguessed = replace(report, rounds=report.comparison.rounds)
+    assert unguessed.mean_length is None and "guesses               none" in describe_offline(unguessed)
 
 
 def test_a_comparison_of_nothing(engine: Path) -> None:
