@@ -210,6 +210,8 @@ def test_the_builder_names_what_guesses(tmp_path: Path) -> None:
     """The engine guesses without being asked to, and not if it is asked not to."""
     path = tmp_path / "auto.engine"
     build_engine(tiny("target"), CONFIG, path, draft=open_draft("auto"))
+    build_engine(tiny("target"), CONFIG, tmp_path / "none.engine")
+    assert compare(path, tmp_path / "none.engine")["about"] == {"speculate": ["ngram", None]}
     summary = summarize(path)
     assert (summary["speculate"], summary["roles"]) == ("ngram", {}) and "speculate  ngram" in describe(summary)
     limits: dict[str, Any] = {"threads": 1, "max_num_seqs": 2, "max_num_batched_tokens": 8, "kv_cache_memory": "4m"}

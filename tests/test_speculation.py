@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -92,6 +93,25 @@ def test_a_draft_guesses_by_the_same_noise(family: str, draft: str | int, monkey
     assert stats is not None and sum(stats.guessed) > 300
     rate = sum(stats.accepted) / sum(stats.guessed)
     assert rate > 0.97 if family == draft else 0 < rate < 0.9
+
+
+def test_first_layers_that_say_all_are_always_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers above add nothing, so guesses and tokens come from the same logits, by the same noise."""
+    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
+    monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
+    model = checkpoint_of("llama")
+    silent = tuple(
+        f"layers.{layer}.{name}.weight" for layer in (1, 2) for name in ("self_attn.o_proj", "mlp.down_proj")
+    )
+    stored = {name: value * 0 if name.endswith(silent) else value for name, value in model.stored.items()}
+    path = tmp_path / "skip.engine"
+    build_engine(replace(model, stored=stored), BuildConfig(gate=None), path, draft=FirstLayers(1))
+    with Engine.open(path) as engine:
+        plain, _ = answers(engine, 20)
+        guessed, after = answers(engine, 20, speculate="skip", speculate_tokens=4)
+    check_same(plain, guessed)
+    assert after.speculation is not None and sum(after.speculation.guessed) > 150
+    assert sum(after.speculation.accepted) / sum(after.speculation.guessed) > 0.97
 
 
 def test_steps_do_not_run_ahead_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
