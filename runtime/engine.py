@@ -77,7 +77,9 @@ class Engine:
         """
         if role not in self.manifest.roles:
             there = f"it has {', '.join(self.manifest.roles)}" if self.manifest.roles else "it has one model alone"
-            raise UsageError(f"{self.file.path} has no {role} model", there, "Build it again with one.")
+            raise UsageError(
+                f"{self.file.path} has no {role} model", there, "Build it again with one: engine build --draft."
+            )
         other = copy.copy(self)
         other.plan = Plan.from_json(bytes(self.file.section(plan_section(self.target, role))))
         return other
