@@ -28,7 +28,7 @@ class FirstLayers:
 
 @dataclass(frozen=True)
 class Automatic:
-    """What is there: the engine looks guesses up, and does so where nobody says anything else."""
+    """The best that there is for this checkpoint, as the engine's default: it looks guesses up, whatever the model."""
 
 
 Draft = Checkpoint | FirstLayers | Automatic

@@ -19,7 +19,7 @@ from enginewright.runtime.step_plan import StepOutputs, StepPlan
 from enginewright.targets import CPU, CUDA, architectures, choose_code, platforms_of
 
 AUTO = "auto"
-NONE: Mapping[str, Any] = MappingProxyType({})
+NO_WEIGHTS: Mapping[str, Any] = MappingProxyType({})
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def open_engine(path: str | Path, device: str = AUTO, *, verify: bool = False) -
     return Engine.open(path, target, verify=verify)
 
 
-def open_executor(engine: Engine, config: RuntimeConfig, weights: Mapping[str, Any] = NONE) -> Executor:
+def open_executor(engine: Engine, config: RuntimeConfig, weights: Mapping[str, Any] = NO_WEIGHTS) -> Executor:
     """An open engine with memory to run in, on the device that it was opened for.
 
     Args:
