@@ -126,8 +126,9 @@ def main() -> None:
 @model(
     "--draft",
     show_default="none",
-    help="A smaller model of the same tokenizer, named like MODEL, that the engine holds as well: with --speculate "
-    "draft it guesses what MODEL says next.",
+    help="What the engine holds as well, to guess what MODEL says next: a smaller model of the same tokenizer, named "
+    "like MODEL, for --speculate draft; or skip:8, the first 8 layers of MODEL itself, for --speculate skip; or auto, "
+    "which makes --speculate ngram the engine's default.",
 )
 @form(
     "--quant",
@@ -250,6 +251,7 @@ def build(
     from enginewright.builder.build import BuildConfig, build_engine, chosen_quant, default_output
     from enginewright.builder.checkpoint import open_checkpoint
     from enginewright.builder.console import ConsoleProgress, describe
+    from enginewright.builder.draft import open_draft
     from enginewright.builder.forecast import forecast
     from enginewright.builder.gate import parse_gate
     from enginewright.builder.models import check_config
@@ -272,7 +274,7 @@ def build(
     with ConsoleProgress() as progress:
         progress.phase("open the checkpoint")
         checkpoint = open_checkpoint(model, only_cached=dry_run, check_config=check_config)
-        beside = open_checkpoint(draft, only_cached=dry_run, check_config=check_config) if draft else None
+        beside = open_draft(draft, only_cached=dry_run, check_config=check_config) if draft else None
         path = output or default_output(checkpoint, config)
         made = (forecast if dry_run else build_engine)(checkpoint, config, path, progress, beside)
     click.echo(json.dumps(made.to_dict()) if as_json else describe(made), err=not as_json)
@@ -1015,10 +1017,18 @@ def bench() -> None:
 @WORKLOAD_OPTIONS
 @measurement("--rounds", type=int, default=3, help="How often the requests are run. Rates are medians over the rounds.")
 @measurement("--warm-up", type=int, default=1, help="Rounds that are run before these and do not count.")
+@measurement(
+    "--compare",
+    is_flag=True,
+    help="Run each round without guesses, too, beside the one with --speculate, and say how much faster guesses are "
+    "and how many answers are the same.",
+)
 @LIMIT_OPTIONS
 @PLOT_OPTION
 @JSON_OPTION
-def bench_offline(engine: Path, rounds: int, warm_up: int, plot: Path | None, as_json: bool, **options: Any) -> None:
+def bench_offline(
+    engine: Path, rounds: int, warm_up: int, compare: bool, plot: Path | None, as_json: bool, **options: Any
+) -> None:
     """Measure the throughput of an engine that has all requests at once."""
     from enginewright_bench.offline import OfflineConfig, run_offline
     from enginewright_bench.plot import check_plot, draw_offline
@@ -1028,7 +1038,7 @@ def bench_offline(engine: Path, rounds: int, warm_up: int, plot: Path | None, as
     workload = workload_config(**{name: options.pop(name) for name in WORKLOAD})
     if plot is not None:
         check_plot(plot)
-    report = run_offline(engine, OfflineConfig(workload, warm_up, rounds), **options)
+    report = run_offline(engine, OfflineConfig(workload, warm_up, rounds, compare), **options)
     click.echo(json.dumps(report.to_dict()) if as_json else describe_offline(report))
     if plot is not None:
         draw_offline(report, plot)

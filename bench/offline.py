@@ -4,14 +4,17 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.llm import LLM
+from enginewright.runtime.memory_plan import SPECULATE
 from enginewright.runtime.outputs import RequestOutput
 from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.stats import SpeculationStats
 from enginewright_bench.figures import PERCENTILE_METHOD, Distribution
 from enginewright_bench.machine_facts import machine_facts
 from enginewright_bench.workload import Item, WorkloadConfig, token_ids, workload
@@ -19,7 +22,8 @@ from enginewright_bench.workload import Item, WorkloadConfig, token_ids, workloa
 
 @dataclass(frozen=True)
 class OfflineConfig:
-    """warm_up, rounds: of the whole workload; those of warm_up do not count.
+    """warm_up, rounds: of the whole workload; those of warm_up do not count. compare: run each round without guesses,
+    too, beside the one with them.
 
     Raises:
         UsageError: a number makes no sense.
@@ -28,6 +32,7 @@ class OfflineConfig:
     workload: WorkloadConfig
     warm_up: int = 1
     rounds: int = 3
+    compare: bool = False
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -41,6 +46,8 @@ class Round:
     """Totals of one. prompt_tokens: of the prompts, with those that the prefix cache had (cached_prompt_tokens).
 
     computed_tokens: positions that went through the model, again after a preemption. cpu_s: of the process.
+    guessed_steps: sequences, step by step, that had guesses; guessed_tokens: those that were verified; accepted_tokens:
+    of these, those that were right.
     """
 
     duration_s: float
@@ -52,6 +59,9 @@ class Round:
     generated_tokens: int
     steps: int
     preemptions: int
+    guessed_steps: int = 0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def rates(self) -> dict[str, float]:
@@ -66,8 +76,27 @@ class Round:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """The same rounds without guesses, each right before or right behind the one with them."""
+
+    rounds: Sequence[Round]
+    ratios: Sequence[float]  # of each pair: generated tokens a second with guesses, over those without
+    answers: int  # of all rounds
+    differing_answers: int  # of these, those whose tokens guesses have changed
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ratio": statistics.median(self.ratios),
+            "ratios": list(self.ratios),
+            "answers": self.answers,
+            "differing_answers": self.differing_answers,
+            "rounds": [asdict(entry) | entry.rates for entry in self.rounds],
+        }
+
+
+@dataclass(frozen=True)
 class OfflineReport:
-    """engine: what was run, and on what.
+    """engine: what was run, and on what. comparison: None where none was asked for.
 
     first_token_s, total_s: of all requests of all rounds, since they were asked, waiting included.
     """
@@ -79,6 +108,13 @@ class OfflineReport:
     rounds: Sequence[Round]
     first_token_s: Sequence[float]
     total_s: Sequence[float]
+    comparison: Comparison | None = None
+
+    @property
+    def mean_length(self) -> float | None:
+        """Tokens that a sequence gets by a step with guesses; None where there were none."""
+        steps = sum(entry.guessed_steps for entry in self.rounds)
+        return 1 + sum(entry.accepted_tokens for entry in self.rounds) / steps if steps else None
 
     @property
     def ttft_ms(self) -> Distribution:
@@ -110,7 +146,9 @@ class OfflineReport:
             **self.rates,
             "ttft_ms": asdict(self.ttft_ms),
             "e2e_ms": asdict(self.e2e_ms),
+            "mean_length": self.mean_length,
             "rounds": [asdict(entry) | entry.rates for entry in self.rounds],
+            "comparison": self.comparison and self.comparison.to_dict(),
         }
 
 
@@ -133,19 +171,27 @@ def run_offline(path: Path, config: OfflineConfig, **limits: Any) -> OfflineRepo
         EngineError: the engine cannot be run.
     """
     facts = machine_facts("tokenizers")
-    with LLM(path, **limits) as llm:
+    with ExitStack() as stack:
+        llm = stack.enter_context(LLM(path, **limits))
+        plain = stack.enter_context(_without_guesses(llm, limits)) if config.compare else None
         items = workload(config.workload, token_ids(llm.engine.plan.vocab_size))
         prompts, params = _asked(llm, config.workload, items)
         rounds: list[Round] = []
         outputs: list[RequestOutput] = []
+        plain_rounds: list[Round] = []
+        plain_outputs: list[RequestOutput] = []
+        runs = [(llm, "", rounds, outputs)]
+        if plain is not None:
+            runs.append((plain, " without guesses", plain_rounds, plain_outputs))
         for number in range(1 - config.warm_up, config.rounds + 1):
-            measured, answers = _round(llm, prompts, params, salt=f"round {number}")
             name = f"round {number} of {config.rounds}" if number > 0 else "warm-up"
-            pace = f"{measured.generated_tokens / measured.duration_s:.1f} generated tokens/s"
-            print(f"[{name}: {measured.duration_s:.2f} s, {pace}]", file=sys.stderr, flush=True)
-            if number > 0:
-                rounds.append(measured)
-                outputs += answers
+            for one, kind, own_rounds, own_outputs in runs if number % 2 else reversed(runs):
+                measured, answers = _round(one, prompts, params, salt=f"round {number}")
+                pace = f"{measured.generated_tokens / measured.duration_s:.1f} generated tokens/s"
+                print(f"[{name}{kind}: {measured.duration_s:.2f} s, {pace}]", file=sys.stderr, flush=True)
+                if number > 0:
+                    own_rounds.append(measured)
+                    own_outputs += answers
         manifest = llm.engine.manifest
         engine = {
             "name": manifest.name,
@@ -156,7 +202,32 @@ def run_offline(path: Path, config: OfflineConfig, **limits: Any) -> OfflineRepo
         }
     first = [output.metrics.first_token_s for output in outputs]
     total = [output.metrics.total_s for output in outputs]
-    return OfflineReport(config, engine, limits, facts, rounds, first, total)
+    comparison = _compared(rounds, outputs, plain_rounds, plain_outputs) if config.compare else None
+    return OfflineReport(config, engine, limits, facts, rounds, first, total, comparison)
+
+
+def _without_guesses(llm: LLM, limits: Mapping[str, Any]) -> LLM:
+    """The same engine, within the same limits. Raises UsageError where `llm` guesses nothing either."""
+    if llm.stats().speculation is None:
+        raise UsageError(
+            "there is nothing to compare", "nothing is guessed", f"Add --speculate {' or '.join(SPECULATE[1:])}."
+        )
+    return LLM(llm.engine, **{**limits, "speculate": "off"})
+
+
+def _compared(
+    rounds: Sequence[Round],
+    outputs: Sequence[RequestOutput],
+    plain_rounds: Sequence[Round],
+    plain_outputs: Sequence[RequestOutput],
+) -> Comparison:
+    pace = "generated_tokens_per_s"
+    ratios = [one.rates[pace] / other.rates[pace] for one, other in zip(rounds, plain_rounds, strict=True)]
+    differing = sum(
+        one.outputs[0].token_ids != other.outputs[0].token_ids
+        for one, other in zip(outputs, plain_outputs, strict=True)
+    )
+    return Comparison(plain_rounds, ratios, len(outputs), differing)
 
 
 def _asked(llm: LLM, config: WorkloadConfig, items: Sequence[Item]) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -198,5 +269,17 @@ def _round(
         generated_tokens=sum(len(output.outputs[0].token_ids) for output in outputs),
         steps=after.num_steps - before.num_steps,
         preemptions=after.num_preemptions - before.num_preemptions,
+        **_guesses(before.speculation, after.speculation),
     )
     return measured, outputs
+
+
+def _guesses(before: SpeculationStats | None, after: SpeculationStats | None) -> dict[str, int]:
+    """Fields of a Round."""
+    if before is None or after is None:
+        return {}
+    return {
+        "guessed_steps": after.num_drafts - before.num_drafts,
+        "guessed_tokens": sum(after.guessed) - sum(before.guessed),
+        "accepted_tokens": sum(after.accepted) - sum(before.accepted),
+    }

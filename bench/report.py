@@ -1,5 +1,6 @@
 """Reports for people: a line a figure, and a table of latencies."""
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -30,10 +31,31 @@ def describe_offline(report: OfflineReport) -> str:
             "prefix cache",
             f"{_range([entry.cached_prompt_tokens for entry in rounds])} of {first.prompt_tokens:,} prompt tokens",
         ),
+        *_guesses(report),
         "",
         *_latencies({"first token (TTFT)": report.ttft_ms, "whole answer (E2E)": report.e2e_ms}),
     ]
     return "\n".join(lines)
+
+
+def _guesses(report: OfflineReport) -> Iterable[str]:
+    """What became of them, and what they bring."""
+    if report.mean_length is not None:
+        guessed, accepted = (
+            sum(getattr(entry, f"{kind}_tokens") for entry in report.rounds) for kind in ("guessed", "accepted")
+        )
+        yield _row("guesses", f"{accepted:,} of {guessed:,} right: {report.mean_length:.2f} tokens by a step with some")
+    comparison = report.comparison
+    if comparison is not None:
+        if report.mean_length is None:
+            yield _row("guesses", "none: none would have paid")
+        ratios = comparison.ratios
+        spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+        pace = _rates(comparison.rounds, "generated_tokens_per_s")
+        yield _row("without guesses", f"{pace} generated tokens/s")
+        yield _row("faster by guesses", f"{statistics.median(ratios):.2f} ×{spread}")
+        same = comparison.answers - comparison.differing_answers
+        yield _row("same answers", f"{same:,} of {comparison.answers:,}")
 
 
 def describe_serve(report: ServeReport) -> str:

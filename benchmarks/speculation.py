@@ -45,7 +45,11 @@ def main() -> None:
     options = parser.parse_args()
     limits = {"max_num_seqs": max(options.batch), "max_model_len": 1024, "kv_cache_memory": "1g"}
     guessing = {"speculate": options.speculate, "speculate_tokens": options.speculate_tokens}
-    with Engine.open(options.engine) as engine, LLM(engine, **limits) as off, LLM(engine, **limits, **guessing) as on:
+    with (
+        Engine.open(options.engine) as engine,
+        LLM(engine, **limits, speculate="off") as off,
+        LLM(engine, **limits, **guessing) as on,
+    ):
         for batch in options.batch:
             for name in "copy", "text":
                 prompts, params = task(name, off, batch, options.tokens)

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from enginewright.dtypes import KV_CACHES
 from enginewright.embedding import EMBEDDING
 from enginewright.engine_file import EngineWriter
 from enginewright.errors import EngineError, UsageError
-from enginewright.manifest import DRAFT, WEIGHTS, About, Limits, plan_section
+from enginewright.manifest import WEIGHTS, About, Limits, plan_section
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.pipeline import run_for_target, run_pipeline
 from enginewright.passes.quant import Bf16, QuantConfig, quant_config
@@ -92,7 +92,9 @@ class Assembly:
     files: Mapping[str, bytes]
     results: Mapping[str, PassResult]
     notes: Sequence[str]
-    draft: Checkpoint | None = None  # the model of the role `draft`
+    # Of each model beside the engine's own, by its role: what the recipe says of it.
+    roles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    speculate: str | None = None  # what guesses where nobody says it
 
     @property
     def weight_bytes(self) -> int:
@@ -122,8 +124,6 @@ class Assembly:
     def about(self, sources: Mapping[str, str], **recipe: Any) -> About:
         """recipe: what else has changed the content."""
         config = self.config
-        if self.draft is not None:
-            recipe[DRAFT] = {"name": self.draft.name, "model_type": str(self.draft.config["model_type"])}
         return About(
             builder_version=__version__,
             name=self.checkpoint.name,
@@ -136,11 +136,13 @@ class Assembly:
                 "max_seq_len": self.max_seq_len,
                 "max_batch_size": config.max_batch_size,
                 "batch_invariant": config.batch_invariant,
+                **self.roles,
                 **recipe,
             },
             sources=dict(sources),
             limits=Limits(max_seq_len=self.max_seq_len, max_batch_size=config.max_batch_size),
-            roles=(DRAFT,) if self.draft is not None else (),
+            roles=tuple(self.roles),
+            speculate=self.speculate,
         )
 
 
@@ -193,7 +195,7 @@ def assemble(
         imported=imported,
         dense=dense[0],
         plans=plans,
-        weights=_merged(lowered),
+        weights=merged_weights(lowered),
         kernels={name: kernel for entry in lowered for name, kernel in entry.kernels.items()},
         files=files,
         results=results,
@@ -202,59 +204,6 @@ def assemble(
             *_template_notes(checkpoint.tokenizer),
         ],
     )
-
-
-def with_draft(target: Assembly, draft: Assembly) -> Assembly:
-    """What the engine of `target` holds with the model of `draft` beside its own. A weight that has the same name and
-    the same bytes in both is stored once.
-
-    Raises:
-        UsageError: their logits are not of the same tokens.
-    """
-    sizes = [next(iter(one.plans.values())).vocab_size for one in (target, draft)]
-    for one in (target, draft):
-        if not all(plan.generates for plan in one.plans.values()):
-            raise _no_draft(target.checkpoint, draft.checkpoint, f"{one.checkpoint.name} writes no text")
-    if sizes[0] != sizes[1]:
-        raise _no_draft(target.checkpoint, draft.checkpoint, f"it has {sizes[1]} tokens, and the model {sizes[0]}")
-    names = {
-        name: name if _same(weight, target.weights.get(name)) else f"{DRAFT}/{name}"
-        for name, weight in draft.weights.items()
-    }
-    own = {names[name]: weight for name, weight in draft.weights.items() if names[name] != name}
-    files = {
-        plan_section(platform, DRAFT): plan.with_weights(names.__getitem__).to_json()
-        for platform, plan in draft.plans.items()
-    }
-    return replace(
-        target,
-        draft=draft.checkpoint,
-        weights={**target.weights, **own},
-        kernels={**target.kernels, **draft.kernels},
-        files={**target.files, **files},
-        notes=[*target.notes, *(f"{DRAFT}: {note}" for note in draft.notes)],
-    )
-
-
-def _same(one: Weight, other: Weight | None) -> bool:
-    """Reads both as far as they are alike."""
-    if other is None or one.form != other.form:
-        return False
-    pieces = (pack_rows(open_rows(weight.value), weight.form) for weight in (one, other))
-    return all(mine() == its() for mine, its in zip(*pieces, strict=True))
-
-
-def check_tokenizer(checkpoint: Checkpoint, draft: Checkpoint) -> None:
-    """Raises UsageError where a draft's tokens are not those of the model that it is for."""
-    own, its = (json.loads(one.tokenizer.tokenizer_json) for one in (checkpoint, draft))
-    differing = [key for key in sorted({*own, *its}) if own.get(key) != its.get(key)]
-    if differing:
-        raise _no_draft(checkpoint, draft, f"its tokenizer.json differs in {', '.join(differing)}")
-
-
-def _no_draft(checkpoint: Checkpoint, draft: Checkpoint, why: str) -> UsageError:
-    fix = "Take a model of the same tokenizer and vocabulary."
-    return UsageError(f"{draft.name} is no draft for {checkpoint.name}", why, fix)
 
 
 def check_quant(checkpoint: Checkpoint, config: BuildConfig) -> None:
@@ -304,7 +253,7 @@ def _max_seq_len(config: BuildConfig, model_limit: int) -> int:
     return config.max_seq_len or model_limit
 
 
-def _merged(lowered: Sequence[Lowered]) -> dict[str, Weight]:
+def merged_weights(lowered: Sequence[Lowered]) -> dict[str, Weight]:
     """The weights of all targets; one that several read is stored once."""
     merged: dict[str, Weight] = {}
     for entry in lowered:

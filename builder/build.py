@@ -17,15 +17,14 @@ from enginewright.builder.assembly import (
     assemble,
     check_place,
     check_quant,
-    check_tokenizer,
     chosen_quant,
     default_output,
-    with_draft,
 )
 from enginewright.builder.calibration import calibrate
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.cuda.compile import check_compiler
 from enginewright.builder.cuda.sections import code_sections
+from enginewright.builder.draft import Automatic, Draft, FirstLayers, add_draft, check_draft, with_first_layers
 from enginewright.builder.gate import (
     Subject,
     check_report_path,
@@ -78,13 +77,14 @@ def build_engine(
     config: BuildConfig,
     output: Path,
     progress: Progress | None = None,
-    draft: Checkpoint | None = None,
+    draft: Draft | None = None,
 ) -> BuildReport:
     """Build `output` from a checkpoint. It appears whole under its name, or not at all.
 
     Args:
         draft: a smaller model of the same tokenizer, which the engine holds in the role `draft`, built by the same
-            config. The gate does not measure it.
+            config; or first layers of the model itself, in the role `skip`; or what there is. The gate does not
+            measure it.
 
     Raises:
         UnsupportedModelError: the model, or something in it, is not implemented.
@@ -108,31 +108,30 @@ def _one_thread() -> Iterator[None]:
 
 
 def _build(
-    checkpoint: Checkpoint, draft: Checkpoint | None, config: BuildConfig, output: Path, progress: Progress
+    checkpoint: Checkpoint, draft: Draft | None, config: BuildConfig, output: Path, progress: Progress
 ) -> BuildReport:
     for place in filter(None, (output, config.provenance)):
         check_place(place)
     env.source_date()  # what is wrong with it is said now
     check_quant(checkpoint, config)
     if draft is not None:
-        check_quant(draft, config)
-        check_tokenizer(checkpoint, draft)
+        check_draft(checkpoint, draft, config)
     if architectures(config.targets):
         check_compiler()
     if config.report is not None:
         check_report_path(config.report, config.gate)
     if config.method.calibrated:
         progress.phase("check the plan")
-        _check_plan(checkpoint, config, output)
+        _check_plan(checkpoint, draft, config, output)
     samples = calibrate(checkpoint, config, output, progress)
     sources = begin(checkpoint.source_hashes)
-    draft_sources = begin(draft.source_hashes) if draft is not None else None
+    read_too = None if isinstance(draft, FirstLayers | Automatic) else draft
+    draft_sources = begin(read_too.source_hashes) if read_too is not None else None
     threads, folder = env.num_threads() or num_cores(), output.absolute().parent
     calibration = Calibration(samples.texts, threads, folder) if samples else None
     assembly = assemble(checkpoint, config, progress, calibration)
     if draft is not None:
-        of_draft = replace(config, dump_graphs=config.dump_graphs / DRAFT if config.dump_graphs else None)
-        assembly = with_draft(assembly, assemble(draft, of_draft, progress, calibration))
+        assembly = add_draft(assembly, draft, progress, calibration)
     if assembly.kernels:
         progress.phase("compile GPU kernels")
         code = code_sections(assembly.kernels, config.targets)
@@ -169,11 +168,13 @@ def _build(
     )
 
 
-def _check_plan(checkpoint: Checkpoint, config: BuildConfig, output: Path) -> None:
+def _check_plan(checkpoint: Checkpoint, draft: Draft | None, config: BuildConfig, output: Path) -> None:
     """Refuse before calibration, which takes minutes, what does not depend on it: a plan of the same sizes is not
     possible, or has no space on the disk.
     """
     planned = assemble(checkpoint, replace(config, dump_graphs=None), Silent())
+    if isinstance(draft, FirstLayers):
+        planned = with_first_layers(planned, draft)
     with planned.writer(output, evidence_sections=2):
         pass
 

@@ -13,12 +13,11 @@ from enginewright.builder.assembly import (
     assemble,
     check_place,
     check_quant,
-    check_tokenizer,
-    with_draft,
 )
 from enginewright.builder.calibration import foresee_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
+from enginewright.builder.draft import Draft, add_draft, check_draft
 from enginewright.builder.gate.gate import STEP_ELEMENTS, TOKENS
 from enginewright.builder.lower.pack import TORCH_DTYPES
 from enginewright.builder.progress import Progress, Silent
@@ -65,7 +64,7 @@ class Forecast:
 
 
 def forecast(
-    checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress, draft: Checkpoint | None = None
+    checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress, draft: Draft | None = None
 ) -> Forecast:
     """What `build_engine` would do with the same arguments.
 
@@ -81,9 +80,8 @@ def forecast(
     samples = foresee_samples(checkpoint, config)
     assembly = assemble(checkpoint, config, progress)
     if draft is not None:
-        check_quant(draft, config)
-        check_tokenizer(checkpoint, draft)
-        assembly = with_draft(assembly, assemble(draft, config, Silent()))
+        check_draft(checkpoint, draft, config)
+        assembly = add_draft(assembly, draft, Silent())
     writer = assemble(checkpoint, BuildConfig(quant=W8A8()), Silent()) if samples and not config.calib_data else None
     file_bytes = _file_bytes(assembly)
     weight_bytes: Counter[str] = Counter()

@@ -41,7 +41,7 @@ from enginewright.runtime.sampling import (
 )
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.speculation.methods import config_of_model, open_speculator
+from enginewright.runtime.speculation.methods import config_of_model, open_speculator, with_method
 from enginewright.runtime.stats import Stats, StepCounts
 from enginewright.runtime.step_cost import StepCost
 from enginewright.runtime.step_goal import StepGoal
@@ -152,6 +152,7 @@ class EngineCore:
 
     def __init__(self, engine: Engine, config: RuntimeConfig) -> None:
         self.engine = engine
+        config = with_method(engine, config)
         self._eos_token_ids = engine.eos_token_ids  # and tokenizer: read now, as the file may be changed later
         self.executor = open_executor(engine, config_of_model(engine, config))
         self._grammars = Grammars(engine.tokenizer, engine.plan.vocab_size, self._eos_token_ids)
@@ -168,7 +169,7 @@ class EngineCore:
             cost=self._cost.at,
             goal=self._goal,
         )
-        self._speculator = open_speculator(engine, config, self.executor.memory_plan)
+        self._speculator = open_speculator(engine, config, self.executor)
         self._completions: dict[TokenSequence, Completion] = {}
         self._beams: dict[TokenSequence, Request] = {}  # of beam searches
         self._in_flight: deque[StepInFlight] = deque()

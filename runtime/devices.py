@@ -4,7 +4,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from enginewright.engine_file import EngineFile
 from enginewright.errors import NoCodeForMachineError, UsageError, shorten
@@ -18,6 +19,7 @@ from enginewright.runtime.step_plan import StepOutputs, StepPlan
 from enginewright.targets import CPU, CUDA, architectures, choose_code, platforms_of
 
 AUTO = "auto"
+NO_WEIGHTS: Mapping[str, Any] = MappingProxyType({})
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,8 @@ class Executor(Protocol):
 
     isa: the instruction set of the CPU that it runs on, or the architecture of the GPU. threads: of the CPU.
     steps_ahead: 1 if a step may be run before the tokens of the one before are known, which it then finds by itself.
-    max_top_logprobs: likeliest tokens that a row of logits can be asked for.
+    max_top_logprobs: likeliest tokens that a row of logits can be asked for. weights: by name, those that are in memory
+    of its own, for another executor of the same engine.
     """
 
     plan: Plan
@@ -39,6 +42,8 @@ class Executor(Protocol):
 
     def run(self, plan: StepPlan) -> StepOutputs: ...
 
+    @property
+    def weights(self) -> Mapping[str, Any]: ...
     @property
     def draw(self) -> Draw: ...
     def close(self) -> None:
@@ -76,22 +81,25 @@ def open_engine(path: str | Path, device: str = AUTO, *, verify: bool = False) -
     return Engine.open(path, target, verify=verify)
 
 
-def open_executor(engine: Engine, config: RuntimeConfig) -> Executor:
+def open_executor(engine: Engine, config: RuntimeConfig, weights: Mapping[str, Any] = NO_WEIGHTS) -> Executor:
     """An open engine with memory to run in, on the device that it was opened for.
+
+    Args:
+        weights: of another executor of the same engine on the same device, which is closed later than this one.
 
     Raises:
         NoCodeForMachineError, NotEnoughMemoryError, CorruptEngineError: it cannot run here.
     """
-    return _OPENERS[engine.target](engine, config)
+    return _OPENERS[engine.target](engine, config, weights)
 
 
-def _open_on_cpu(engine: Engine, config: RuntimeConfig) -> Executor:
-    executor = CpuExecutor(engine, config)
+def _open_on_cpu(engine: Engine, config: RuntimeConfig, weights: Mapping[str, Any]) -> Executor:
+    executor = CpuExecutor(engine, config, weights)
     _warn_of_threads(executor.threads)
     return executor
 
 
-def _open_on_gpu(engine: Engine, config: RuntimeConfig) -> Executor:
+def _open_on_gpu(engine: Engine, config: RuntimeConfig, weights: Mapping[str, Any]) -> Executor:
     from enginewright.runtime.cuda.device import CudaDevice
     from enginewright.runtime.cuda.executor import CudaExecutor
 
@@ -100,7 +108,7 @@ def _open_on_gpu(engine: Engine, config: RuntimeConfig) -> Executor:
         archive = engine.code(device.capability)
         engine.plan = engine.plan.for_code(engine.architecture(device.capability))
         device.code = lambda name: (bytes(archive.cubin(name)), archive.launches[name])
-        executor = CudaExecutor(engine, device, config)
+        executor = CudaExecutor(engine, device, config, weights)
         engine.file.check_unchanged()  # or the GPU has not what was opened; from here on it has it all
         executor.warm_up()
     except BaseException:
@@ -109,7 +117,10 @@ def _open_on_gpu(engine: Engine, config: RuntimeConfig) -> Executor:
     return executor
 
 
-_OPENERS: Mapping[str, Callable[[Engine, RuntimeConfig], Executor]] = {CPU: _open_on_cpu, CUDA: _open_on_gpu}
+_OPENERS: Mapping[str, Callable[[Engine, RuntimeConfig, Mapping[str, Any]], Executor]] = {
+    CPU: _open_on_cpu,
+    CUDA: _open_on_gpu,
+}
 
 
 def _warn_of_threads(threads: int) -> None:

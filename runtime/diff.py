@@ -18,7 +18,7 @@ from enginewright.plan import Plan
 from enginewright.runtime.goldens import GOLDENS, Golden, Goldens
 from enginewright.runtime.quality import QUALITY, QualityReport
 
-ABOUT = ("name", "model_type", "targets", "limits", "builder_version", "format_version", "roles")
+ABOUT = ("name", "model_type", "targets", "limits", "builder_version", "format_version", "roles", "speculate")
 PARTS = ("about", "recipe", "sources", "sizes", "kernels")  # with both values of what differs
 FORM = ("dtype", "shape", "layout", "nbytes")  # of a section, in the order in which it is said
 LINES_SHOWN = 16  # of a part, unless all are asked for

@@ -15,6 +15,7 @@ from enginewright.runtime.cuda.device import describe_gpus
 from enginewright.runtime.devices import open_engine
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import KvBlocks, RuntimeConfig, places_of, plan_memory
+from enginewright.runtime.speculation.methods import with_method
 from enginewright.targets import CPU
 
 SLOW_ISAS = {
@@ -77,7 +78,7 @@ def _engine_facts(engine: Engine, config: RuntimeConfig, cpu: dict[str, Any]) ->
     on_cpu = engine.target == CPU
     isa = choose_isa(config.isa or env.cpu_isa()) if on_cpu else None
     free = None if on_cpu else describe_gpus()[int(config.device.partition(":")[2] or 0)]["free_bytes"]
-    memory = plan_memory(plan, config, engine.weight_bytes, free)
+    memory = plan_memory(plan, with_method(engine, config), engine.weight_bytes, free)
     whole = [
         count // places_of(group, memory.max_model_len, memory.limits.tokens)
         for count, group in zip(memory.num_blocks, plan.caches, strict=True)

@@ -1,6 +1,7 @@
 """An engine file, opened to be run."""
 
 import copy
+from collections.abc import Collection, Container
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -69,14 +70,16 @@ class Engine:
             raise
 
     def for_role(self, role: str) -> "Engine":
-        """The same engine with the plan of another of its models, such as `draft`; closed with this one.
+        """The same engine with the plan of another of its models, one of ROLES; closed with this one.
 
         Raises:
             UsageError: it has no such model.
         """
         if role not in self.manifest.roles:
             there = f"it has {', '.join(self.manifest.roles)}" if self.manifest.roles else "it has one model alone"
-            raise UsageError(f"{self.file.path} has no {role} model", there, "Build it again with one.")
+            raise UsageError(
+                f"{self.file.path} has no {role} model", there, "Build it again with one: engine build --draft."
+            )
         other = copy.copy(self)
         other.plan = Plan.from_json(bytes(self.file.section(plan_section(self.target, role))))
         return other
@@ -89,6 +92,14 @@ class Engine:
     def weight_bytes(self) -> int:
         """Bytes of the weights of all its models, as they are stored and mapped."""
         return sum(form.nbytes for name, form in self.file.sections.items() if name.startswith(WEIGHTS))
+
+    def bytes_of_plan(self, without: Container[str] = ()) -> int:
+        """Bytes of the weights that this plan reads, but for some by name."""
+        return sum(self.weight(name)[1].nbytes for name in self.plan.weight_names() if name not in without)
+
+    def bytes_beside(self, weights: Collection[str]) -> int:
+        """Bytes of the weights that are still to come where some are there: all of the engine's, if none are."""
+        return self.bytes_of_plan(without=weights) if weights else self.weight_bytes
 
     def weight(self, name: str) -> tuple[memoryview, SectionForm]:
         """A packed weight of the plan and its form."""

@@ -69,6 +69,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
                 for group in plan.paged_caches
             ],
             "roles": {role: _role(engine.for_role(role), config) for role in manifest.roles},
+            "speculate": manifest.speculate,
             "recurrent_states": [
                 {
                     "layers": len(state.layers),
@@ -114,7 +115,7 @@ def _role(engine: Engine, config: RuntimeConfig) -> dict[str, Any]:
         "vocab_size": plan.vocab_size,
         "max_seq_len": plan.max_seq_len,
         "steps": len(plan.calls),
-        "weight_bytes": sum(engine.weight(name)[1].nbytes for name in plan.weight_names()),
+        "weight_bytes": engine.bytes_of_plan(),
         "arena_bytes": plan_memory(plan, config).arena_bytes,
         "kv_bytes_per_token": plan.kv_bytes_per_token(),
         "state_bytes_per_sequence": plan.state_bytes_per_sequence(),
@@ -154,6 +155,8 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
         takes = f"{format_bytes(entry['weight_bytes'])} weights, {format_bytes(entry['arena_bytes'])} arena"
         per_token = f"{format_bytes(entry['kv_bytes_per_token'])} of KV per token"
         lines.append(f"  {role:<10} {entry['steps']} kernel calls, {takes}, {per_token}")
+    if summary["speculate"] is not None:
+        lines.append(f"  speculate  {summary['speculate']}, where --speculate says nothing else")
     for architecture, code in summary["code"].items():
         just_in_time = ", compiled where it is loaded" if architecture == PTX else ""
         count = f"{code['kernels']} {'kernel' if code['kernels'] == 1 else 'kernels'}"

@@ -11,6 +11,7 @@ from numbers import Integral
 from typing import Any
 
 from enginewright.errors import NotEnoughMemoryError, UsageError, shorten
+from enginewright.manifest import NGRAM, ROLES
 from enginewright.plan import CacheGroup, PagedCache, Plan, StepSizes
 from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.cache.recurrent import slots_of
@@ -21,7 +22,7 @@ from enginewright.runtime.vllm_options import without_engine_options
 
 FREE_SHARE = 0.5  # of the memory that weights and arena leave, for the KV cache where nobody says how much
 NAMES, FLAGS = ("isa", "device", "speculate"), ("enable_prefix_caching", "mmap")  # limits that are no numbers
-SPECULATE = ("off", "ngram", "draft")
+SPECULATE = ("off", NGRAM, *ROLES)
 MAX_GUESSES = 32  # of a sequence in a step
 GUESSED_ROWS = 64  # of logits, where guesses need more than sequences: a step of more tokens is bound by operations
 
@@ -37,8 +38,8 @@ class RuntimeConfig:
     being written to keep their pace; None is all that max_num_batched_tokens leaves. itl_slo_ms: milliseconds of a step
     that also decodes; once steps were measured, prompts get what it leaves, whatever prefill_chunk_size. device: as
     `open_engine` has it. mmap: False reads the weights into memory, so that nothing that is done to their file later
-    matters. speculate: how tokens are guessed that a step then verifies, one of SPECULATE. speculate_tokens: guesses of
-    a sequence in a step.
+    matters. speculate: how tokens are guessed that a step then verifies, one of SPECULATE; None is what the engine's
+    manifest names. speculate_tokens: guesses of a sequence in a step.
 
     Raises:
         UsageError: a limit is of the wrong type or unknown, a number is not positive, or there are too many guesses.
@@ -56,7 +57,7 @@ class RuntimeConfig:
     isa: str | None = None
     device: str = "auto"
     mmap: bool = True  # a GPU's weights are read in any case
-    speculate: str = "off"
+    speculate: str | None = None
     speculate_tokens: int = 8
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class RuntimeConfig:
             value = getattr(self, name)
             if value is not None or field.default is not None:
                 _check_limit(name, value)
-        if self.speculate not in SPECULATE:
+        if self.speculate not in (None, *SPECULATE):
             raise UsageError(f"speculate is {shorten(self.speculate)}", f"it must be one of {', '.join(SPECULATE)}")
         if self.speculate_tokens > MAX_GUESSES:
             raise UsageError(f"speculate_tokens is {self.speculate_tokens}", f"it must be {MAX_GUESSES} or less")
@@ -72,7 +73,7 @@ class RuntimeConfig:
     @property
     def guesses(self) -> int:
         """Of a sequence in a step, at most."""
-        return 0 if self.speculate == "off" else self.speculate_tokens
+        return 0 if self.speculate in (None, "off") else self.speculate_tokens
 
 
 def _check_limit(name: str, value: Any) -> None:

@@ -1,6 +1,7 @@
 """`engine bench offline` on a tiny engine: its figures are those of what was run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ import pytest
 
 from enginewright import _cpu
 from enginewright.errors import UsageError
+from enginewright.runtime.llm import LLM
+from enginewright.runtime.step_cost import StepCost
+from enginewright_bench import offline
 from enginewright_bench.offline import OfflineConfig, OfflineReport, Round, run_offline
 from enginewright_bench.report import describe_offline
 from enginewright_bench.workload import Lengths, WorkloadConfig
@@ -102,6 +106,60 @@ def test_the_report_for_people_and_for_programs(engine: Path) -> None:
     lines = describe_offline(report).splitlines()
     assert lines[0].startswith("tiny-llama (") and "quant bf16" in lines[0] and "threads 1" in lines[0]
     assert lines[1] == "7 prompts, 3:20 tokens in, 2:9 out, seed 0; 2 rounds"
+
+
+def test_rounds_with_guesses_beside_rounds_without(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)  # whatever the machine, guesses pay
+    path = tmp_path / "data.jsonl"
+    path.write_text("[5, 6, 7, 5, 6, 7, 5, 6]\n[9, 8, 9, 8, 9, 8]\n")
+    config = OfflineConfig(WorkloadConfig(dataset=path, output_len=Lengths(30, 30)), rounds=2, compare=True)
+    report = run_offline(engine, config, **LIMITS, speculate="ngram")
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == [
+        *("[warm-up without guesses", "[warm-up", "[round 1 of 2", "[round 1 of 2 without guesses"),
+        *("[round 2 of 2 without guesses", "[round 2 of 2"),
+    ]
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    with_guesses, without = found["rounds"][0], found["comparison"]["rounds"][0]
+    assert with_guesses["guessed_tokens"] > with_guesses["accepted_tokens"] > 0 == without["guessed_tokens"]
+    assert with_guesses["steps"] < without["steps"]
+    assert with_guesses["generated_tokens"] == without["generated_tokens"] == 60
+    assert (found["comparison"]["answers"], found["comparison"]["differing_answers"]) == (4, 0)
+    rates = [
+        one["generated_tokens_per_s"] / other["generated_tokens_per_s"]
+        for one, other in zip(found["rounds"], found["comparison"]["rounds"], strict=True)
+    ]
+    assert found["comparison"]["ratios"] == rates and found["comparison"]["ratio"] == sum(rates) / 2
+    accepted, steps = (sum(one[name] for one in found["rounds"]) for name in ("accepted_tokens", "guessed_steps"))
+    assert found["mean_length"] == 1 + accepted / steps > 1
+    text = describe_offline(report)
+    for piece in ("guesses    ", f"right: {found['mean_length']:.2f} tokens by a step", "same answers          4 of 4"):
+        assert piece in text
+
+
+def test_an_answer_that_guesses_have_changed_is_counted(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None does, so the one without guesses is made to be another."""
+    run_round = offline._round
+
+    def changed(llm: LLM, *arguments: Any, **named: Any) -> Any:
+        measured, outputs = run_round(llm, *arguments, **named)
+        if llm.stats().speculation is None:
+            outputs[0].outputs[0].token_ids[-1] ^= 1
+        return measured, outputs
+
+    monkeypatch.setattr(offline, "_round", changed)
+    config = OfflineConfig(WORK, warm_up=0, rounds=2, compare=True)
+    report = run_offline(engine, config, **LIMITS, speculate="ngram")
+    assert report.comparison is not None and (report.comparison.answers, report.comparison.differing_answers) == (14, 2)
+    assert "12 of 14" in describe_offline(report)
+    unguessed = replace(report, rounds=report.comparison.rounds)
+    assert unguessed.mean_length is None and "guesses               none" in describe_offline(unguessed)
+
+
+def test_a_comparison_of_nothing(engine: Path) -> None:
+    with pytest.raises(UsageError, match=r"nothing to compare: nothing is guessed\nAdd --speculate ngram or"):
+        run_offline(engine, OfflineConfig(WORK, compare=True), **LIMITS)
 
 
 def test_a_median_of_rounds_has_its_range() -> None:

@@ -1,5 +1,6 @@
 """An engine with a second model, in the role `draft`."""
 
+import ctypes
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,21 +11,28 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from enginewright.builder.assembly import assemble, with_draft
+from enginewright import LLM
+from enginewright.builder.assembly import assemble
 from enginewright.builder.build import BuildConfig, BuildReport, build_engine
 from enginewright.builder.checkpoint.base import TokenizerFiles
+from enginewright.builder.draft import Automatic, FirstLayers, add_draft, open_draft, with_draft
+from enginewright.builder.pooling import Pooling
 from enginewright.builder.progress import Silent
 from enginewright.cli import main
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.manifest import Manifest
+from enginewright.passes.quant import W8A8
 from enginewright.plugins.target import targets_of
+from enginewright.runtime.cuda.upload import upload_weights
 from enginewright.runtime.devices import open_executor
 from enginewright.runtime.diff import compare
+from enginewright.runtime.doctor import examine
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.inspect import describe, summarize
 from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.score import score
+from tests.emulator.device import EmulatedDevice
 from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 CONFIG = BuildConfig(gate=None)
@@ -131,6 +139,97 @@ def test_drafts_of_other_tokens_are_refused(models: tuple[MemoryCheckpoint, Memo
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("family", "count"), [("llama", 2), ("gemma3_text", 1), ("qwen3_moe", 1)])
+def test_first_layers_are_a_model_of_its_own(family: str, count: int) -> None:
+    """The plan is that of a checkpoint which ends there, and there are no weights but the model's."""
+    wanted = replace(CONFIG, targets=("cpu", "cuda:sm_90a"), kv_cache_dtype="int8", quant=W8A8())
+    config = tiny_config(family)
+    whole = MemoryCheckpoint.of(tiny_model(config), config)
+    target = assemble(whole, wanted, Silent())
+    both = add_draft(target, FirstLayers(count), Silent())
+    assert both.weights == target.weights and both.about({}).roles == ("skip",)
+    short = {**config, "num_hidden_layers": count}
+    if "layer_types" in config:
+        short["layer_types"] = config["layer_types"][:count]
+    alone = assemble(MemoryCheckpoint.of(tiny_model(short), short), wanted, Silent())
+    for platform in "cpu", "cuda":
+        assert both.files[f"plan/skip/{platform}"] == alone.files[f"plan/{platform}"]
+    assert alone.kernels.keys() <= both.kernels.keys()
+
+
+def test_weights_of_first_layers_are_in_memory_once(tmp_path: Path) -> None:
+    """With their bytes read from the file, too: nothing of them is read again."""
+    path = tmp_path / "skip.engine"
+    report = build_engine(tiny("target"), CONFIG, path, draft=FirstLayers(1))
+    with Engine.open(path, verify=True) as engine:
+        assert engine.weight_bytes == report.weight_bytes == engine.bytes_of_plan()
+        limits = runtime_config(mmap=False, max_num_seqs=2, max_num_batched_tokens=8, kv_cache_memory="4m")
+        skip = engine.for_role("skip")
+        executor = open_executor(engine, limits)
+        beside = open_executor(skip, limits, executor.weights)
+        assert set(skip.plan.weight_names()) < set(engine.plan.weight_names())
+        assert all(beside.weights[name] is executor.weights[name] for name in skip.plan.weight_names())
+        for mine, own in zip(score(beside, PROMPTS), logits_of(skip), strict=True):
+            assert np.array_equal(mine, own)
+        with pytest.raises(UsageError, match=r"has no draft model.*it has skip"):
+            engine.for_role("draft")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("skip", "--draft skip names no number of layers"),
+        ("skip:0", "--draft skip:0 names no number.*at least 1"),
+        ("skip:-1", "--draft skip:-1 names no number"),
+        ("skip:half", "--draft skip:half names no number.*skip:8"),
+        ("skip:3", "has 3 layers, and its first 3 were to guess.*Take 1 to 2"),
+        ("skip:4k", "has 3 layers, and its first 4096"),
+    ],
+)
+def test_layers_that_the_model_does_not_have(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"(?s){message}"):
+        build_engine(tiny("target"), CONFIG, tmp_path / "x", draft=open_draft(text))
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_first_layers_are_on_a_gpu_once(tmp_path: Path) -> None:
+    path, device = tmp_path / "skip.engine", EmulatedDevice({})
+    build_engine(tiny("target"), CONFIG, path, draft=FirstLayers(1))
+    with Engine.open(path) as engine:
+        skip = engine.for_role("skip")
+        there = upload_weights(engine, device, 256, {})
+        assert upload_weights(skip, device, 256, there) == there
+        missing = skip.plan.weight_names()[2]
+        addresses = upload_weights(skip, device, 256, {name: there[name] for name in there if name != missing})
+        assert {name for name in there if addresses[name] != there[name]} == {missing}
+        for name, address in addresses.items():
+            assert ctypes.string_at(address, engine.weight(name)[1].nbytes) == bytes(engine.weight(name)[0])
+
+
+def test_the_builder_names_what_guesses(tmp_path: Path) -> None:
+    """The engine guesses without being asked to, and not if it is asked not to."""
+    path = tmp_path / "auto.engine"
+    build_engine(tiny("target"), CONFIG, path, draft=open_draft("auto"))
+    build_engine(tiny("target"), CONFIG, tmp_path / "none.engine")
+    assert compare(path, tmp_path / "none.engine")["about"] == {"speculate": ["ngram", None]}
+    summary = summarize(path)
+    assert (summary["speculate"], summary["roles"]) == ("ngram", {}) and "speculate  ngram" in describe(summary)
+    limits: dict[str, Any] = {"threads": 1, "max_num_seqs": 2, "max_num_batched_tokens": 8, "kv_cache_memory": "4m"}
+    for asked, guesses in (None, True), ("off", False), ("ngram", True):
+        with LLM(path, **limits, speculate=asked) as llm:
+            assert (llm.stats().speculation is not None) == guesses
+    facts = examine(path, runtime_config(**limits))["engine"]
+    assert facts["arena_bytes"] > examine(path, runtime_config(**limits, speculate="off"))["engine"]["arena_bytes"]
+
+
+def test_first_layers_of_what_writes_no_text(tmp_path: Path) -> None:
+    model = MemoryCheckpoint.of(tiny_model(config := tiny_config("llama")), config)
+    model = replace(model, pooling=Pooling("mean"))
+    with pytest.raises(UsageError, match=r"--draft skip:1 is not possible.*writes no text"):
+        build_engine(model, CONFIG, tmp_path / "x", draft=FirstLayers(1))
+    assert add_draft(assemble(model, CONFIG, Silent()), Automatic(), Silent()).about({}).speculate is None
+
+
 def changed(path: Path, change: Any) -> bytes:
     """A manifest that matches its content hash, though no builder would write it."""
     with EngineFile.open(path) as file:
@@ -150,6 +249,7 @@ def changed(path: Path, change: Any) -> bytes:
         (lambda content: content["sections"].pop("plan/draft/cpu"), "no section 'plan/draft/cpu'"),
         (lambda content: content.pop("roles"), "'plan/draft/cpu' is of a role"),
         (lambda content: content.update(roles=[]), "'plan/draft/cpu' is of a role|canonical"),
+        (lambda content: content.update(speculate="skip"), "'skip' is to guess, and the engine has nothing"),
     ],
 )
 def test_roles_and_plans_belong_together(built: dict[str, BuildReport], change: Any, message: str) -> None:
@@ -183,3 +283,9 @@ def test_a_draft_by_the_commands(tmp_path: Path) -> None:
         for more in ([], ["--speculate", "draft", "--speculate-tokens", "3"])
     )
     assert guessed["token_ids"] == plain["token_ids"] and guessed["num_accepted_tokens"] > 0
+    options[2:4] = ["--draft", "skip:1"]
+    assert runner.invoke(main, options).exit_code == 0
+    skipped = runner.invoke(main, [*asked, "--kv-cache-memory", "4m", "--speculate", "skip"])
+    assert msgspec.json.decode(skipped.stdout)["token_ids"] == plain["token_ids"]
+    refused = runner.invoke(main, [*asked, "--speculate", "draft"])
+    assert refused.exit_code == UsageError.exit_code and "has no draft model" in refused.output

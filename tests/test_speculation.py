@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 
 from enginewright import LLM, SamplingParams
 from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.builder.draft import FirstLayers
 from enginewright.cli import main
 from enginewright.errors import UsageError
 from enginewright.runtime import core
@@ -35,12 +37,11 @@ REQUESTS = 40
 
 
 @cache
-def engine_of(family: str, draft: str | None = None) -> Path:
-    """draft: a family, of whose model the engine holds another that is built like the first."""
+def engine_of(family: str, draft: str | int | None = None) -> Path:
+    """draft: a family, of whose model the engine holds another that is built like the first; or first layers."""
     path = folder_of_engines() / f"speculation-{family}-{draft}.engine"
-    model, beside = (checkpoint_of(one) if one else None for one in (family, draft))
-    assert model is not None
-    build_engine(model, BuildConfig(gate=None), path, draft=beside)
+    beside = checkpoint_of(draft) if isinstance(draft, str) else FirstLayers(draft) if draft else None
+    build_engine(checkpoint_of(family), BuildConfig(gate=None), path, draft=beside)
     return path
 
 
@@ -71,20 +72,46 @@ def test_no_answer_depends_on_guesses(family: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("family", "draft"), [("llama", "llama"), ("qwen3_5_text", "qwen3_5_text"), ("llama", "gemma3_text")]
+    ("family", "draft"),
+    [
+        *(("llama", "llama"), ("qwen3_5_text", "qwen3_5_text"), ("llama", "gemma3_text")),
+        *(("gemma3_text", 2), ("qwen3_5_text", 1), ("qwen3_moe", 1)),
+    ],
 )
-def test_a_draft_guesses_by_the_same_noise(family: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft that is the model itself is always right, whatever the temperature; another one is not."""
+def test_a_draft_guesses_by_the_same_noise(family: str, draft: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is the model itself is always right, whatever the temperature; another one is not, nor first layers,
+    be they with a window, without attention, or with experts.
+    """
     monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
     monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
     with Engine.open(engine_of(family, draft)) as engine:
         plain, _ = answers(engine, REQUESTS)
-        guessed, after = answers(engine, REQUESTS, speculate="draft", speculate_tokens=4)
+        method = "draft" if isinstance(draft, str) else "skip"
+        guessed, after = answers(engine, REQUESTS, speculate=method, speculate_tokens=4)
     check_same(plain, guessed)
     stats = after.speculation
     assert stats is not None and sum(stats.guessed) > 300
     rate = sum(stats.accepted) / sum(stats.guessed)
-    assert rate > 0.97 if family == draft else 0 < rate < 0.5
+    assert rate > 0.97 if family == draft else 0 < rate < 0.9
+
+
+def test_first_layers_that_say_all_are_always_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers above add nothing, so guesses and tokens come from the same logits, by the same noise."""
+    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
+    monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
+    model = checkpoint_of("llama")
+    silent = tuple(
+        f"layers.{layer}.{name}.weight" for layer in (1, 2) for name in ("self_attn.o_proj", "mlp.down_proj")
+    )
+    stored = {name: value * 0 if name.endswith(silent) else value for name, value in model.stored.items()}
+    path = tmp_path / "skip.engine"
+    build_engine(replace(model, stored=stored), BuildConfig(gate=None), path, draft=FirstLayers(1))
+    with Engine.open(path) as engine:
+        plain, _ = answers(engine, 20)
+        guessed, after = answers(engine, 20, speculate="skip", speculate_tokens=4)
+    check_same(plain, guessed)
+    assert after.speculation is not None and sum(after.speculation.guessed) > 150
+    assert sum(after.speculation.accepted) / sum(after.speculation.guessed) > 0.97
 
 
 def test_steps_do_not_run_ahead_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,16 +260,16 @@ def test_what_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_that_make_no_sense() -> None:
-    with pytest.raises(UsageError, match=r"speculate is 'eagle'.*one of off, ngram, draft"):
+    with pytest.raises(UsageError, match=r"speculate is 'eagle'.*one of off, ngram, draft, skip"):
         RuntimeConfig(speculate="eagle")
     with pytest.raises(UsageError, match=rf"speculate_tokens is {MAX_GUESSES + 1}.*must be {MAX_GUESSES} or less"):
         RuntimeConfig(speculate="ngram", speculate_tokens=MAX_GUESSES + 1)
     with pytest.raises(UsageError, match=r"speculate_tokens is 0.*at least 1"):
         RuntimeConfig(speculate_tokens=0)
     path = engine_of("gemma3_text")
-    for memory in None, "8m":
-        with pytest.raises(UsageError, match=r"has no draft model.*one model alone"):
-            LLM(path, **LIMITS, speculate="draft", kv_cache_memory=memory)
+    for role, memory in ("draft", None), ("draft", "8m"), ("skip", None):
+        with pytest.raises(UsageError, match=rf"has no {role} model.*one model alone"):
+            LLM(path, **LIMITS, speculate=role, kv_cache_memory=memory)
     said = CliRunner().invoke(
         main, ["generate", str(path), "-p", "a", "--speculate", "ngram", "--speculate-tokens", "99"]
     )

@@ -44,5 +44,6 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
         h, own = norm.write(graph, x, f"{name}.input_layernorm"), replace(attention, window=window)
         x = graph.add(x, own.write(graph, h, f"{name}.self_attn", layer, table if window else None))
         x = graph.add(x, mlp.write(graph, h, f"{name}.mlp"))
+        graph.end_layer(x)
     h = last.write(graph, x, "model.norm")
     return graph.finish(head.write(graph, h, "model.embed_tokens"))

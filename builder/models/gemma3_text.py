@@ -51,6 +51,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
         h = norm.write(graph, x, f"{name}.pre_feedforward_layernorm")
         h = mlp.write(graph, h, f"{name}.mlp")
         x = graph.add(x, norm.write(graph, h, f"{name}.post_feedforward_layernorm"))
+        graph.end_layer(x)
     h = norm.write(graph, x, "model.norm")
     return graph.finish(head.write(graph, h, "model.embed_tokens"))
 

@@ -74,6 +74,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
         if vectors:
             x = graph.add(x, vectors.apply(graph, x, of_layers[layer], name))
         x = graph.scale(x, f"{name}.layer_scalar")
+        graph.end_layer(x)
     h = norm.write(graph, x, "model.norm")
     return graph.finish(head.write(graph, h, "model.embed_tokens"))
 

@@ -54,5 +54,6 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
         x = graph.add(x, attention.write(graph, h, f"{name}.attn", layer, None))
         h = norm.write(graph, x, f"{name}.ln_2")
         x = graph.add(x, mlp.write(graph, h, f"{name}.mlp"))
+        graph.end_layer(x)
     h = norm.write(graph, x, f"{top}ln_f")
     return graph.finish(head.write(graph, h, f"{top}wte"))

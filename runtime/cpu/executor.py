@@ -1,6 +1,8 @@
 """Runs plans on the CPU: binds an engine's plan to memory, and hands each step to the C++ executor in one call."""
 
+from collections.abc import Mapping
 from math import prod
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +37,9 @@ KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())  # what planes hol
 class CpuExecutor:
     """An engine's plan, ready to run on this machine's CPU.
 
+    Args:
+        weights: of another executor of the same engine, which are not read again.
+
     Raises:
         NoCodeForMachineError: the instruction set asked for is not there, or the engine keeps its KV as nothing known.
         NotEnoughMemoryError: the KV cache does not fit, or weights that are read into memory.
@@ -43,17 +48,22 @@ class CpuExecutor:
 
     steps_ahead = 0
 
-    def __init__(self, engine: Engine, config: RuntimeConfig | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: RuntimeConfig | None = None,
+        weights: Mapping[str, NDArray[np.uint8]] = MappingProxyType({}),
+    ) -> None:
         config = config or RuntimeConfig()
         self.engine = engine
         self.plan = engine.plan
         self.max_top_logprobs = self.plan.vocab_size
-        self.memory_plan = plan_memory(self.plan, config, engine.weight_bytes)
+        self.memory_plan = plan_memory(self.plan, config, engine.bytes_beside(weights))
         self.isa = choose_isa(config.isa or env.cpu_isa())
         self.threads = config.threads or env.num_threads() or num_cores()
         _check_dtypes(engine)
         self._mmap = config.mmap
-        self._read_weights: dict[str, NDArray[np.uint8]] = {}  # without mmap: by name, 64-byte aligned
+        self.weights = dict(weights)  # without mmap: by name, 64-byte aligned
         self._check_weights()
         self._offsets, arena_bytes = self.plan.arena_offsets(self.memory_plan.limits)
         self._inputs = [entry.name for entry in self.plan.inputs]
@@ -137,12 +147,12 @@ class CpuExecutor:
         data, form = self.engine.weight(name)
         if self._mmap:
             return data, form
-        if name not in self._read_weights:
+        if name not in self.weights:
             space = np.empty(form.nbytes + ALIGN, np.uint8)
             start = -space.ctypes.data % ALIGN
-            self._read_weights[name] = space[start : start + form.nbytes]
-            self.engine.read_weight(name, 0, self._read_weights[name])
-        return self._read_weights[name], form
+            self.weights[name] = space[start : start + form.nbytes]
+            self.engine.read_weight(name, 0, self.weights[name])
+        return self.weights[name], form
 
     def _operand(self, operand: Operand) -> _cpu.OperandSpec:
         match operand:

@@ -9,8 +9,9 @@ the host's memory, and writes there, is in turns: of two steps, each has its own
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -60,6 +61,10 @@ class DeviceLogits:
 class CudaExecutor:
     """An engine's plan, ready to run on a device.
 
+    Args:
+        weights: of another executor of the same engine on the same GPU, which is closed later than this one: they are
+            not uploaded again.
+
     Raises:
         NotEnoughMemoryError: weights, arena and KV cache do not fit.
         CorruptEngineError: plan and code do not fit together.
@@ -68,7 +73,13 @@ class CudaExecutor:
     steps_ahead = PIPELINE_SLOTS - 1
     max_top_logprobs = MAX_LOGPROBS
 
-    def __init__(self, engine: Engine, device: Device, config: RuntimeConfig | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        device: Device,
+        config: RuntimeConfig | None = None,
+        weights: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         config = config or RuntimeConfig()
         self.engine, self.plan, self.device = engine, engine.plan, device
         self.isa, self.threads = device.architecture, 0
@@ -79,7 +90,8 @@ class CudaExecutor:
         length, limits = limits_of(self.plan, config)
         sampler_limits = SamplerLimits.of(limits.sequences, length, self.plan.vocab_size, len(engine.eos_token_ids))
         free = device.free_bytes - RESERVED_BYTES - sampler_limits.device_bytes
-        self.memory_plan = plan_memory(self.plan, config, engine.weight_bytes, free=free, share=FREE_SHARE)
+        weight_bytes = engine.bytes_beside(weights)
+        self.memory_plan = plan_memory(self.plan, config, weight_bytes, free=free, share=FREE_SHARE)
         self._multiprocessors = device.multiprocessors
         self._inputs = _Inputs(self.plan.inputs, limits, device)
         offsets, arena_bytes = self.plan.arena_offsets(limits)
@@ -92,7 +104,7 @@ class CudaExecutor:
             device.allocate(count * nbytes)
             for count, nbytes in zip(self.memory_plan.num_blocks, self._place_bytes, strict=True)
         ]
-        self._weights = upload_weights(engine, device, ALIGN)
+        self.weights = upload_weights(engine, device, ALIGN, weights)
         self._logits = self._buffers[self.plan.result]
         known = device.allocate(4 * limits.tokens)
         places = {"sizes": self._inputs.sizes, "known": known, "logits": self._logits}
@@ -189,7 +201,7 @@ class CudaExecutor:
             case InputOperand():
                 return self._inputs.addresses[operand.name]
             case WeightOperand():
-                return self._weights[operand.name]
+                return self.weights[operand.name]
             case BufferOperand():
                 buffer = self.plan.buffers[operand.index]
                 return self._buffers[operand.index] + operand.column * buffer.element_bytes

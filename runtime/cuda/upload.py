@@ -3,7 +3,7 @@
 The GPU has them as the file does, whole and unchanged, so nothing is computed on the way.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from enginewright.runtime.cuda.device import Device
@@ -13,15 +13,21 @@ PIECE_BYTES = 16 << 20
 READERS = 4  # threads, and pieces in a turn of the ring
 
 
-def upload_weights(engine: Engine, device: Device, align: int) -> dict[str, int]:
-    """The address of each weight that the plan names. All of them share one allocation."""
-    names = engine.plan.weight_names()
+def upload_weights(engine: Engine, device: Device, align: int, there: Mapping[str, int]) -> dict[str, int]:
+    """The address of each weight that the plan names.
+
+    Args:
+        there: addresses of those that need not be uploaded. The others share one allocation.
+    """
+    names = [name for name in engine.plan.weight_names() if name not in there]
+    if not names:
+        return dict(there)
     offsets, end = {}, 0
     for name in names:
         offsets[name] = end
         end += -(-engine.weight(name)[1].nbytes // align) * align
     start = device.allocate(end)
-    addresses = {name: start + offset for name, offset in offsets.items()}
+    addresses = {**there, **{name: start + offset for name, offset in offsets.items()}}
     pieces = list(_pieces(engine, names))
     turns = [pieces[first : first + READERS] for first in range(0, len(pieces), READERS)]
     halves = [[device.pinned(PIECE_BYTES) for _ in range(READERS)] for _ in range(2)]

@@ -1,4 +1,4 @@
-"""A smaller model that the engine holds beside its own guesses what comes next.
+"""A smaller model that the engine holds beside its own, or the first layers of its own, guess what comes next.
 
 It samples its guesses with the noise that the model's own tokens will be sampled with, and by the same rules: a guess
 is right wherever both models' probabilities put that noise on the same token (https://arxiv.org/abs/2408.07978).
@@ -8,11 +8,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from enginewright.manifest import DRAFT
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.devices import Executor, open_executor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import MemoryPlan, RuntimeConfig, sequence_bytes
+from enginewright.runtime.memory_plan import RuntimeConfig, sequence_bytes
 from enginewright.runtime.sampling import (
     Logits,
     RowBehindGuesses,
@@ -50,7 +49,7 @@ class Row:
 
 
 class DraftModel(Proposer):
-    """Guesses by the plan of the role `draft`, with caches of its own.
+    """Guesses by a plan beside the engine's own, with caches of its own.
 
     Where these have no room for a sequence, it guesses nothing for it. A long prompt is read in chunks, one a step,
     before the first guess.
@@ -75,20 +74,23 @@ class DraftModel(Proposer):
         self._measure()
 
     @staticmethod
-    def open(engine: Engine, config: RuntimeConfig, memory_plan: MemoryPlan) -> "DraftModel":
-        """With room for as many tokens as the model of `memory_plan` has.
+    def open(role: str, engine: Engine, config: RuntimeConfig, executor: Executor) -> "DraftModel":
+        """With room for as many tokens as the model that `executor` runs has.
+
+        Args:
+            role: of the draft in the engine.
 
         Raises:
-            UsageError: the engine has no draft.
+            UsageError: the engine has no draft in this role.
         """
-        draft = engine.for_role(DRAFT)
+        draft, memory_plan = engine.for_role(role), executor.memory_plan
         limits = replace(
             config,
             max_model_len=min(memory_plan.max_model_len, draft.plan.max_seq_len),
             max_logit_rows=config.max_num_seqs,
-            kv_cache_memory=int(kv_bytes_of_draft(engine, config, memory_plan.kv_bytes)),
+            kv_cache_memory=int(kv_bytes_of_draft(role, engine, config, memory_plan.kv_bytes)),
         )
-        return DraftModel(open_executor(draft, limits), StepCost.of(draft))
+        return DraftModel(open_executor(draft, limits, executor.weights), StepCost.of(draft))
 
     def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
         return [0 if len(sequence.token_ids) < self._longest else None for sequence in sequences]
@@ -225,15 +227,15 @@ def _behind(own: TokenSequence) -> int:
     return len(own.token_ids) - own.num_computed_tokens
 
 
-def kv_bytes_of_draft(engine: Engine, config: RuntimeConfig, kv_bytes: float) -> float:
+def kv_bytes_of_draft(role: str, engine: Engine, config: RuntimeConfig, kv_bytes: float) -> float:
     """What its caches take where those of the model take `kv_bytes`, so that both have room for as many tokens.
 
     Raises:
-        UsageError: the engine has no draft.
+        UsageError: the engine has no draft in this role.
     """
     length = config.max_model_len or engine.plan.max_seq_len
     own, its = (
         sequence_bytes(plan.caches, length, config.max_num_batched_tokens)
-        for plan in (engine.plan, engine.for_role(DRAFT).plan)
+        for plan in (engine.plan, engine.for_role(role).plan)
     )
     return kv_bytes * its / own

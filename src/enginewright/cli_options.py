@@ -240,10 +240,11 @@ LIMIT_OPTIONS = with_options(
     _speculation(
         "--speculate",
         type=click.Choice(SPECULATE),
-        default="off",
+        show_default="what the engine names (engine build --draft auto), or off",
         help="Guess the next tokens, and check several guesses in one step. Answers are the same, to the bit, and come "
         "faster where many guesses are right. ngram looks up what followed the last tokens where they came before, in "
-        "prompt, answer or earlier answers. draft asks the smaller model that `engine build --draft` put beside.",
+        "prompt, answer or earlier answers. draft asks the smaller model, and skip the first layers of "
+        "the model itself, that `engine build --draft` put into the engine.",
     ),
     _speculation(
         "--speculate-tokens",

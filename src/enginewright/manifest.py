@@ -19,7 +19,9 @@ WEIGHTS = "weights/"  # sections of this prefix are weights: large, typed, and h
 
 PLANS = "plan/"
 DRAFT = "draft"  # a smaller model of the same tokenizer
-ROLES = (DRAFT,)  # of plans beside the model's own
+SKIP = "skip"  # the first layers of the model itself, with its head
+ROLES = (DRAFT, SKIP)  # of plans beside the model's own
+NGRAM = "ngram"  # guesses are looked up: no plan
 
 MAX_BYTES = 2**53  # of a section or a file: whole numbers up to here survive every JSON reader
 MAX_NAME = 255
@@ -59,7 +61,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
     name, model_type: the model's. targets: what there is code for ("cpu"). recipe: every choice that changes
     the content, as JSON without fractions (write "0.5"). sources: input file, relative to its checkpoint → SHA-256.
-    roles: of the models that the engine has beside its own, each with a plan for each platform, among ROLES.
+    roles: of the models that the engine has beside its own, each with a plan for each platform, among ROLES. speculate:
+    what guesses where nobody says it, NGRAM or one of the roles; None is nothing.
     """
 
     builder_version: str
@@ -70,6 +73,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     sources: dict[str, Sha256]
     limits: Limits
     roles: tuple[str, ...] = ()
+    speculate: str | None = None
 
 
 class Manifest(About, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -108,7 +112,8 @@ _DECODER = msgspec.json.Decoder(Manifest)
 
 def _content_hash(fields: Mapping[str, Any]) -> str:
     sections = {name: form for name, form in fields["sections"].items() if not form.evidence}
-    fields = {name: value for name, value in fields.items() if value or name != "roles"}  # as the manifest's JSON
+    left_out = [name for name in ("roles", "speculate") if not fields[name]]  # as of the manifest's JSON
+    fields = {name: value for name, value in fields.items() if name not in left_out}
     return hashlib.sha256(msgspec.json.encode({**fields, "sections": sections}, order="sorted")).hexdigest()
 
 
@@ -144,6 +149,8 @@ def _check_roles(manifest: Manifest) -> None:
         role, slash, _ = name.removeprefix(PLANS).partition("/")
         if name.startswith(PLANS) and slash and role not in manifest.roles:
             raise ValueError(f"the section {name!r} is of a role that the manifest does not list")
+    if manifest.speculate is not None and manifest.speculate not in (NGRAM, *manifest.roles):
+        raise ValueError(f"{manifest.speculate[:MAX_NAME]!r} is to guess, and the engine has nothing of that name")
 
 
 def _check_whole_numbers(recipe: Any) -> None:

@@ -86,4 +86,5 @@ def write_decoder(
     x = embedding.write(graph, embedding_name)
     for index, layer in enumerate(layers):
         x = layer.write(graph, x, f"model.layers.{index}", index, tables.get(id(layer.rope)))
+        graph.end_layer(x)
     return graph.finish(head.write(graph, norm.write(graph, x, norm_name), embedding_name))

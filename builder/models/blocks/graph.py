@@ -66,6 +66,7 @@ class GraphWriter:
         self._types: list[ir.Value] = []
         self._past: list[ir.Value] = []
         self._present: list[ir.Value] = []
+        self._layer_ends: list[ir.Value] = []
         self._pooling: Pooling | None = None
 
     def op(self, op_type: str, inputs: Sequence[ir.Value], name: str, dims: Dims, **attributes: Attribute) -> ir.Value:
@@ -129,6 +130,10 @@ class GraphWriter:
     def add(self, x: ir.Value, delta: ir.Value) -> ir.Value:
         """The residual and what a part of the layer adds to it."""
         return self.op("Add", [x, delta], f"{delta.name}.residual", dims_of(x))
+
+    def end_layer(self, x: ir.Value) -> None:
+        """Says that a layer is whole: x is what the next one, or the last norm, reads (passes/first_layers.py)."""
+        self._layer_ends.append(x)
 
     def past(self, layer: int, cache: LayerCache) -> list[ir.Value]:
         """The layer's keys and values of all positions before, [1, kv_heads, P, head_dim] each."""
@@ -205,6 +210,7 @@ class GraphWriter:
         metadata = {
             "enginewright.kv_groups": json.dumps(groups),
             "enginewright.state_groups": json.dumps(states),
+            "enginewright.layer_ends": json.dumps([value.name for value in self._layer_ends]),
             "enginewright.max_seq_len": str(self._max_positions),
         }
         if self._pooling is not None:
