@@ -125,8 +125,8 @@ def _build(
         _check_plan(checkpoint, draft, config, output)
     samples = calibrate(checkpoint, config, output, progress)
     sources = begin(checkpoint.source_hashes)
-    read_too = None if isinstance(draft, FirstLayers | Automatic) else draft
-    draft_sources = begin(read_too.source_hashes) if read_too is not None else None
+    other = None if isinstance(draft, FirstLayers | Automatic) else draft
+    draft_sources = begin(other.source_hashes) if other is not None else None
     threads, folder = env.num_threads() or num_cores(), output.absolute().parent
     calibration = Calibration(samples.texts, threads, folder) if samples else None
     assembly = assemble(checkpoint, config, progress, calibration)
@@ -152,7 +152,7 @@ def _build(
         progress.phase("write it to disk")
         manifest = writer.commit(about)
     if config.provenance is not None:
-        origins = {name: one.origin for name, one in (("", checkpoint), (f"{DRAFT}/", draft)) if one is not None}
+        origins = {name: one.origin for name, one in (("", checkpoint), (f"{DRAFT}/", other)) if one is not None}
         write_provenance(output, config.provenance, origins, config.builder_id)
     return BuildReport(
         path=output,

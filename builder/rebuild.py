@@ -19,13 +19,14 @@ from enginewright.builder.calibration.samples import ITSELF
 from enginewright.builder.checkpoint import Checkpoint, open_checkpoint
 from enginewright.builder.checkpoint.files import sha256
 from enginewright.builder.checkpoint.quantized import format_name
+from enginewright.builder.draft import Automatic, Draft, FirstLayers
 from enginewright.builder.gate import GateConfig
 from enginewright.builder.gate.config import MEASURES
 from enginewright.builder.models import check_config
 from enginewright.builder.progress import Progress
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, EngineError, UsageError
-from enginewright.manifest import DRAFT, Manifest
+from enginewright.manifest import DRAFT, SKIP, Manifest
 from enginewright.passes.quant import METHODS, Bf16, QuantConfig, quant_config
 from enginewright.runtime import diff
 from enginewright.runtime.quality import QUALITY, QualityReport
@@ -67,9 +68,7 @@ def rebuild(
     progress.phase("check the inputs")
     with _as_usage_errors():
         checkpoint = _open_source(engine, manifest, None, model)
-        beside = _open_source(engine, manifest, DRAFT, draft) if DRAFT in manifest.roles else None
-        if draft is not None and beside is None:
-            raise UsageError("--draft means nothing here", f"{engine} has no model beside its own")
+        beside = _draft(engine, manifest, draft)
         config = _config(engine, manifest, quality if evidence else QualityReport("off"), checkpoint)
         config = _with_calibration(manifest, config, checkpoint, calib_data)
     with tempfile.TemporaryDirectory(prefix="enginewright-rebuild-") as folder:
@@ -137,6 +136,17 @@ def _open_source(engine: Path, manifest: Manifest, role: str | None, ref: str | 
     if differing := [*_differing(sources, found)]:
         raise _other_inputs(ref, differing, option)
     return checkpoint
+
+
+def _draft(engine: Path, manifest: Manifest, ref: str | None) -> Draft | None:
+    """What guesses in the engine: another checkpoint, which `ref` may name, or what needs none."""
+    if DRAFT in manifest.roles:
+        return _open_source(engine, manifest, DRAFT, ref)
+    if ref is not None:
+        raise UsageError("--draft means nothing here", f"{engine} has no model beside its own")
+    if SKIP in manifest.roles:
+        return FirstLayers(manifest.recipe[SKIP]["layers"])
+    return Automatic() if manifest.speculate is not None else None
 
 
 def _differing(sources: Mapping[str, str], found: Mapping[str, str]) -> Iterator[str]:

@@ -200,6 +200,12 @@ def test_a_draft(folder: Path) -> None:
     assert "--draft means nothing here" in refused(2, folder / "x.engine", "--draft", draft)
 
 
+@pytest.mark.parametrize("draft", ["skip:1", "auto"])
+def test_what_guesses_without_another_model(folder: Path, draft: str) -> None:
+    engine = built(folder / "tiny-llama", folder / f"{draft[:4]}.engine", "--gate", "off", "--draft", draft)
+    assert remade(engine)["same_bytes"]
+
+
 def test_what_cannot_be_made_again(folder: Path) -> None:
     engine = folder / "x.engine"
     other = copied(engine, folder / "y.engine", {}, builder_version="0.0.1")
