@@ -34,6 +34,7 @@ from enginewright.runtime.server.form import Form, encode
 from enginewright.runtime.server.generation import Generation, template_errors
 from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.log import RequestLog
+from enginewright.runtime.server.openapi import document
 from enginewright.runtime.server.page.routes import Page
 from enginewright.runtime.server.protocol import Body, decode
 from enginewright.runtime.server.responses_body import read_responses
@@ -81,6 +82,7 @@ class App:
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/detokenize", self._detokenize, methods=["POST"]),
                 Route("/version", self._version),
+                Route("/openapi.json", self._openapi),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
                 *(page.routes if page else ()),
@@ -175,6 +177,9 @@ class App:
 
     async def _version(self, request: Request) -> Response:
         return _json({"version": __version__})
+
+    async def _openapi(self, request: Request) -> Response:
+        return _json(document())
 
     async def _health(self, request: Request) -> Response:
         closed = self._engines.why_unhealthy()
