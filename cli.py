@@ -749,6 +749,13 @@ def chat(
     help="ZeroMQ address to listen on, where they ask again for messages that they have missed.",
 )
 @section("KV events")("--kv-events-topic", metavar="TEXT", default="", show_default="empty", help="Topic of messages.")
+@section("Operation")(
+    "--otlp-traces-endpoint",
+    metavar="URL",
+    show_default="no traces",
+    help="Send a span for each request to this collector of OpenTelemetry's, by OTLP over HTTP: "
+    "http://127.0.0.1:4318/v1/traces.",
+)
 @section("Keys")(
     "--api-key",
     "api_keys",

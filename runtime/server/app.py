@@ -41,6 +41,7 @@ from enginewright.runtime.server.responses_body import read_responses
 from enginewright.runtime.server.responses_form import ResponsesForm
 from enginewright.runtime.server.responses_store import StoredRoutes
 from enginewright.runtime.server.tokenization import DetokenizeBody, TokenizeBody
+from enginewright.runtime.server.traces import Traces
 from enginewright.runtime.server.wire import ClientGone, header, read_body, send_error
 from enginewright.runtime.server.work import check_timeout, work_of
 from enginewright.runtime.tokenizer import Tokenizer
@@ -58,6 +59,8 @@ class App:
         self._engines, self._hosts = engines, hosts
         self._cors = Cors(engines.config.allowed_origins)
         self._keys = [sha256(key.encode()).hexdigest() for key in engines.config.api_keys]
+        endpoint = engines.config.otlp_traces_endpoint
+        self._traces = None if endpoint is None else Traces(endpoint)
         page = Page() if engines.config.page else None
         self._open_paths = {HEALTH_PATH} | (page.paths if page else set())
         self._starlette = Starlette(
@@ -91,12 +94,20 @@ class App:
         )
         self._starlette.router.redirect_slashes = False  # it would go where the Host header says
 
+    def close(self) -> None:
+        """Send what is left to whoever follows requests. It may take seconds."""
+        if self._traces is not None:
+            self._traces.close()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["log"] = log = RequestLog(scope)
+        began_ns = time.time_ns()
         try:
             await self._answer(scope, receive, self._cors.returning(scope, log.returning(send)))
         finally:
             log.write()
+            if self._traces is not None:
+                self._traces.add(scope, log, began_ns)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

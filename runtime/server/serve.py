@@ -198,9 +198,10 @@ async def host(
         raise _no_address(address[0], address[1], error) from error
     limit = ConnectionLimit(engines.config.max_connections, lambda status: engines.reject(status, None))
     hosts = HostCheck(address[0], engines.config.host, engines.config.allowed_hosts)
+    app = App(engines, hosts)
     server = _Server(
         uvicorn.Config(
-            App(engines, hosts),
+            app,
             http=partial(LimitedHttp, limit=limit, on_refusal=engines.refuse_bytes),  # type: ignore[arg-type]
             backlog=ACCEPTS_AT_ONCE,
             ws="none",
@@ -236,6 +237,7 @@ async def host(
         if not serving.done():  # requests wait for a step of the engine, or for the tokenizer
             await _close(engines)
         await serving
+        await asyncio.to_thread(app.close)
 
 
 async def _drain(engines: Engines, shutdown: Shutdown) -> None:
