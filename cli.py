@@ -37,6 +37,7 @@ from enginewright.targets import CPU, PTX, SMS, parse_targets
 QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto")
 KV_CACHE_DTYPES = {name: name for name in KV_CACHES}
 KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # vLLM's names
+RUN_LIMITS = ("prefill_chunk_size", "itl_slo_ms", "kv_events", "kv_events_replay", "kv_events_topic")  # of `engine run`
 PROMPT_TOKENS = 256  # of an answer to --prompt without --max-tokens: a text that is continued may have no end
 
 # Sections of help; `engine COMMAND --help` lists them in the order in which their first options are declared.
@@ -926,6 +927,27 @@ def chat(
     show_default="our names alone",
     help="Let /metrics have the names of another server, too: dashboards, routers and autoscalers made for it work.",
 )
+@section("KV events")(
+    "--kv-events",
+    metavar="ADDRESS",
+    show_default="none are sent",
+    help="ZeroMQ address where routers learn which blocks the prefix cache has, in vLLM's messages: tcp://*:5557 "
+    "listens, tcp://router:5557 connects. Whoever can connect reads the tokens of all prompts.",
+)
+@section("KV events")(
+    "--kv-events-replay",
+    metavar="ADDRESS",
+    show_default="none",
+    help="ZeroMQ address to listen on, where they ask again for messages that they have missed.",
+)
+@section("KV events")("--kv-events-topic", metavar="TEXT", default="", show_default="empty", help="Topic of messages.")
+@section("Operation")(
+    "--otlp-traces-endpoint",
+    metavar="URL",
+    show_default="no traces",
+    help="Send a span for each request to this collector of OpenTelemetry's, by OTLP over HTTP: "
+    "http://127.0.0.1:4318/v1/traces.",
+)
 @section("Keys")(
     "--api-key",
     "api_keys",
@@ -967,7 +989,7 @@ def run(
     from enginewright.runtime.server.log import STDERR, log_to
     from enginewright.runtime.server.serve import serve
 
-    limits = {name: options.pop(name) for name in (*LIMITS, "prefill_chunk_size", "itl_slo_ms")}
+    limits = {name: options.pop(name) for name in (*LIMITS, *RUN_LIMITS)}
     config = ServerConfig(**options)
     files = engine_files(engines, quant=quant, device=limits["device"], memory=config.memory, rebuild=rebuild)
     with log_to(STDERR, log_level, log_format) as announce:

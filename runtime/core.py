@@ -25,6 +25,7 @@ from enginewright.runtime.detokenizer import Detokenizer, StopMatcher, StopStrin
 from enginewright.runtime.devices import open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.grammars import Grammars
+from enginewright.runtime.kv_events import KvEventSender
 from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.outputs import DETOKENIZER, GRAMMAR, NAN_LOGITS, Delta, RequestMetrics, ends_of
 from enginewright.runtime.prompt_cost import PromptCost
@@ -176,6 +177,16 @@ class EngineCore:
         self._late: list[LateRows] = []
         self._counts, self._num_generated = StepCounts(self._scheduler, self.executor.memory_plan), 0
         self._step_ended = 0.0
+        self._kv_events: KvEventSender | None = None
+        if config.kv_events is not None:
+            block_size = self._scheduler.shared_block_size
+            if block_size is None:
+                why = "sequences of this engine share no blocks" if config.enable_prefix_caching else "nothing is kept"
+                raise UsageError("kv_events goes with a prefix cache", why, "Leave it out, or enable_prefix_caching.")
+            self._kv_events = KvEventSender(
+                config.kv_events, config.kv_events_replay, config.kv_events_topic, engine.plan.caches, block_size
+            )
+            self._scheduler.watch(self._kv_events.put)
 
     @property
     def _steps_ahead(self) -> int:
@@ -187,6 +198,8 @@ class EngineCore:
         self._grammars.close()
         if self._speculator is not None:
             self._speculator.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
         self.executor.close()
 
     @property

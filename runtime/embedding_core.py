@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from enginewright.errors import UsageError
 from enginewright.runtime.core import EngineCore, OutputSink, Request
 from enginewright.runtime.devices import open_executor
 from enginewright.runtime.embeddings import TextTokens, refuse_answers, too_long
@@ -61,6 +62,8 @@ class EmbeddingCore:
             cost=PromptCost(engine.plan).at,
             whole_texts=engine.plan.whole_texts,
         )
+        if config.kv_events is not None:
+            raise UsageError("kv_events is for engines that write", "an embedding model keeps no blocks")
         self._requests: dict[TokenSequence, TextRequest] = {}
         self._counts = StepCounts(self._scheduler, self.executor.memory_plan)
 

@@ -21,7 +21,8 @@ from enginewright.runtime.machine import free_memory
 from enginewright.runtime.vllm_options import without_engine_options
 
 FREE_SHARE = 0.5  # of the memory that weights and arena leave, for the KV cache where nobody says how much
-NAMES, FLAGS = ("isa", "device", "speculate"), ("enable_prefix_caching", "mmap")  # limits that are no numbers
+TEXTS = ("isa", "device", "speculate", "kv_events", "kv_events_replay", "kv_events_topic")
+FLAGS = ("enable_prefix_caching", "mmap")  # limits that are no numbers
 SPECULATE = ("off", NGRAM, *ROLES)
 MAX_GUESSES = 32  # of a sequence in a step
 GUESSED_ROWS = 64  # of logits, where guesses need more than sequences: a step of more tokens is bound by operations
@@ -39,7 +40,9 @@ class RuntimeConfig:
     that also decodes; once steps were measured, prompts get what it leaves, whatever prefill_chunk_size. device: as
     `open_engine` has it. mmap: False reads the weights into memory, so that nothing that is done to their file later
     matters. speculate: how tokens are guessed that a step then verifies, one of SPECULATE; None is what the engine's
-    manifest names. speculate_tokens: guesses of a sequence in a step.
+    manifest names. speculate_tokens: guesses of a sequence in a step. kv_events: ZeroMQ address where others learn what
+    the prefix cache has (kv_events.py), and kv_events_replay, where they ask again for what they missed;
+    kv_events_topic begins each message.
 
     Raises:
         UsageError: a limit is of the wrong type or unknown, a number is not positive, or there are too many guesses.
@@ -59,6 +62,9 @@ class RuntimeConfig:
     mmap: bool = True  # a GPU's weights are read in any case
     speculate: str | None = None
     speculate_tokens: int = 8
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    kv_events_topic: str = ""
 
     def __post_init__(self) -> None:
         for name, field in RuntimeConfig.__dataclass_fields__.items():
@@ -69,6 +75,8 @@ class RuntimeConfig:
             raise UsageError(f"speculate is {shorten(self.speculate)}", f"it must be one of {', '.join(SPECULATE)}")
         if self.speculate_tokens > MAX_GUESSES:
             raise UsageError(f"speculate_tokens is {self.speculate_tokens}", f"it must be {MAX_GUESSES} or less")
+        if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
+            raise UsageError("kv_events_replay and kv_events_topic go with kv_events", "no events are sent without it")
 
     @property
     def guesses(self) -> int:
@@ -77,7 +85,7 @@ class RuntimeConfig:
 
 
 def _check_limit(name: str, value: Any) -> None:
-    if name in NAMES:
+    if name in TEXTS:
         holds, rule = isinstance(value, str), "it must be a text"
     elif name in FLAGS:
         holds, rule = isinstance(value, bool), "it must be True or False"
@@ -99,7 +107,7 @@ def runtime_config(**limits: Any) -> RuntimeConfig:
     options = without_engine_options(limits, RuntimeConfig.__dataclass_fields__)
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
-        if name in NAMES or name in FLAGS:
+        if name in TEXTS or name in FLAGS:
             continue
         if isinstance(value, str):
             given[name] = _number(name, value)

@@ -586,6 +586,7 @@ def test_help_has_each_option_in_a_section_and_with_its_default(words: tuple[str
                 "Several engines",
                 "Overload",
                 "Operation",
+                "KV events",
                 "Keys",
                 "Log",
                 "Other",

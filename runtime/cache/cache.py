@@ -1,10 +1,12 @@
 """The caches of all sequences, in all groups of a plan: what the scheduler talks to."""
 
 from collections.abc import Sequence
+from functools import partial
 from math import gcd
 from typing import Any
 
 from enginewright.plan import CacheGroup, PagedCache
+from enginewright.runtime.cache.events import CacheEvents
 from enginewright.runtime.cache.kind import CacheKind, Copies
 from enginewright.runtime.cache.paged import PagedBlocks
 from enginewright.runtime.cache.recurrent import StateSlots
@@ -42,6 +44,11 @@ class Cache:
     def num_free(self) -> tuple[int, ...]:
         """Blocks or slots that nobody holds, a group."""
         return tuple(kind.pool.num_free for kind in self._kinds)
+
+    def watch(self, events: CacheEvents) -> None:
+        """Let it know from now on what can be found."""
+        for group, kind in enumerate(self._kinds):
+            kind.pool.watch = partial(events.changed, group)
 
     def num_shared(self, keys: Sequence[bytes]) -> int:
         """Blocks of the longest beginning that is there in all groups."""

@@ -1,5 +1,6 @@
 """The places of one cache group: how many sequences hold each, and what those that nobody holds still keep."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -25,6 +26,8 @@ class Pool:
         self._kept: dict[int, None] = {}  # held by nobody, with a tag; the least recently used first
         self._tags: dict[int, Tag] = {}
         self._published: dict[bytes, int] = {}
+        # Called with a key that can be found from now on (True), or cannot any more.
+        self.watch: Callable[[bytes, bool], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -82,6 +85,8 @@ class Pool:
             self.forget(place, tag)
         else:
             self._published[tag.key] = place
+            if self.watch is not None:
+                self.watch(tag.key, True)
 
     def forget(self, place: int, tag: Tag) -> None:
         """A place keeps nothing that anybody may use."""
@@ -101,3 +106,5 @@ class Pool:
         tag = self._tags.pop(place)
         if self._published.get(tag.key) == place:
             del self._published[tag.key]
+            if self.watch is not None:
+                self.watch(tag.key, False)

@@ -1,8 +1,9 @@
 """Beginnings that sequences share: which are there, which are being written, and when others may use them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from enginewright.runtime.cache.cache import Cache
+from enginewright.runtime.cache.events import CacheEvent, CacheEvents
 from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.sequence import TokenSequence
 
@@ -17,12 +18,19 @@ class SharedPrefixes:
     def __init__(self, cache: Cache, *, enabled: bool) -> None:
         self._cache = cache
         self._block_size = cache.block_size or 1
-        self._enabled = enabled and cache.block_size is not None
+        self.enabled = enabled and cache.block_size is not None
+        self._events: CacheEvents | None = None
         self._being_written: dict[bytes, TokenSequence] = {}  # by keys that will be there soon, who writes them
+
+    def watch(self, put: Callable[[list[CacheEvent]], None]) -> CacheEvents:
+        """Collect for `put`, from now on, what others may find."""
+        self._events = CacheEvents(self._block_size, put)
+        self._cache.watch(self._events)
+        return self._events
 
     def add(self, sequence: TokenSequence) -> None:
         """A new sequence. One whose prompt is scored computes all of it, and others have to wait for nothing of it."""
-        if self._enabled and sequence.request is not None and not sequence.every_logit:
+        if self.enabled and sequence.request is not None and not sequence.every_logit:
             sequence.keys = PrefixKeys(self._block_size, sequence.cache_salt)
 
     def find(self, sequence: TokenSequence) -> Sequence[bytes] | None:
@@ -63,6 +71,9 @@ class SharedPrefixes:
         if sequence.keys is not None and sequence.is_running:
             self.tag(sequence, len(sequence.token_ids))
             self._cache.publish(sequence.held)
+            if self._events is not None:
+                keys = self._keys(sequence, len(sequence.token_ids))
+                self._events.published(keys, sequence.token_ids, sequence.cache_salt)
             self.end(sequence)
 
     def _keys(self, sequence: TokenSequence, num_tokens: int) -> Sequence[bytes]:

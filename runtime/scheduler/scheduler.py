@@ -16,6 +16,7 @@ from time import perf_counter
 
 from enginewright.plan import CacheGroup
 from enginewright.runtime.cache.cache import Cache
+from enginewright.runtime.cache.events import CacheEvent, CacheEvents
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.memory_plan import MemoryPlan
 from enginewright.runtime.sampling import RowRequest, SampledToken
@@ -62,6 +63,7 @@ class Scheduler:
         self._limits = memory_plan.limits
         self._cache = Cache(groups, memory_plan.num_blocks, memory_plan.limits.tokens, memory_plan.limits.sequences)
         self._prefixes = SharedPrefixes(self._cache, enabled=prefix_caching)
+        self._events: CacheEvents | None = None
         self._waiting = WaitingSequences(self._cache, self._prefixes, clock)
         self._running: list[TokenSequence] = []  # the most urgent first, and of these the first that has arrived
         self._chunks = PromptChunks(self._cache, chunk, cost, goal=goal, whole=whole_texts)
@@ -103,6 +105,15 @@ class Scheduler:
     def num_free_blocks(self) -> tuple[int, ...]:
         """Blocks that no sequence holds, a group."""
         return self._cache.num_free
+
+    @property
+    def shared_block_size(self) -> int | None:
+        """Tokens of a block that sequences share; None: they share nothing."""
+        return self._cache.block_size if self._prefixes.enabled else None
+
+    def watch(self, put: Callable[[list[CacheEvent]], None]) -> None:
+        """Let `put` have what others may find in the cache, a step: new blocks, and those that are gone."""
+        self._events = self._prefixes.watch(put)
 
     def add(self, sequence: TokenSequence) -> None:
         self._waiting.add(sequence)
@@ -167,6 +178,8 @@ class Scheduler:
             self.finish(sequence, reason)
         for sequence in plan.verifying:
             self._take_back(sequence)
+        if self._events is not None:
+            self._events.flush()
         return [sequence for sequence, _ in ended]
 
     def _take_guesses(self, sequence: TokenSequence, tokens: Sequence[SampledToken]) -> Sequence[SampledToken]:

@@ -34,12 +34,14 @@ from enginewright.runtime.server.form import Form, encode
 from enginewright.runtime.server.generation import Generation, template_errors
 from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.log import RequestLog
+from enginewright.runtime.server.openapi import document
 from enginewright.runtime.server.page.routes import Page
 from enginewright.runtime.server.protocol import Body, decode
 from enginewright.runtime.server.responses_body import read_responses
 from enginewright.runtime.server.responses_form import ResponsesForm
 from enginewright.runtime.server.responses_store import StoredRoutes
 from enginewright.runtime.server.tokenization import DetokenizeBody, TokenizeBody
+from enginewright.runtime.server.traces import Traces
 from enginewright.runtime.server.wire import ClientGone, header, read_body, send_error
 from enginewright.runtime.server.work import check_timeout, work_of
 from enginewright.runtime.tokenizer import Tokenizer
@@ -57,6 +59,8 @@ class App:
         self._engines, self._hosts = engines, hosts
         self._cors = Cors(engines.config.allowed_origins)
         self._keys = [sha256(key.encode()).hexdigest() for key in engines.config.api_keys]
+        endpoint = engines.config.otlp_traces_endpoint
+        self._traces = None if endpoint is None else Traces(endpoint)
         page = Page() if engines.config.page else None
         self._open_paths = {HEALTH_PATH} | (page.paths if page else set())
         self._starlette = Starlette(
@@ -81,6 +85,7 @@ class App:
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/detokenize", self._detokenize, methods=["POST"]),
                 Route("/version", self._version),
+                Route("/openapi.json", self._openapi),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
                 *(page.routes if page else ()),
@@ -89,12 +94,20 @@ class App:
         )
         self._starlette.router.redirect_slashes = False  # it would go where the Host header says
 
+    def close(self) -> None:
+        """Send what is left to whoever follows requests. It may take seconds."""
+        if self._traces is not None:
+            self._traces.close()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["log"] = log = RequestLog(scope)
+        began_ns = time.time_ns()
         try:
             await self._answer(scope, receive, self._cors.returning(scope, log.returning(send)))
         finally:
             log.write()
+            if self._traces is not None:
+                self._traces.add(scope, log, began_ns)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -175,6 +188,9 @@ class App:
 
     async def _version(self, request: Request) -> Response:
         return _json({"version": __version__})
+
+    async def _openapi(self, request: Request) -> Response:
+        return _json(document())
 
     async def _health(self, request: Request) -> Response:
         closed = self._engines.why_unhealthy()

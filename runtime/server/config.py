@@ -1,5 +1,6 @@
 """The settings of a server."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class ServerConfig:
     ssl_certfile: str | Path | None = None  # PEM, with the chain; None: no TLS
     ssl_keyfile: str | Path | None = None  # PEM; None: the key is in ssl_certfile
     metrics_compat: str | None = None  # of METRICS_COMPAT: whose names /metrics has beside ours
+    otlp_traces_endpoint: str | None = None  # URL of a collector of OpenTelemetry's; None: no traces
     allowed_hosts: tuple[str, ...] = ()  # names in the Host header, beside the server's own; no ports
 
     @property
@@ -69,6 +71,9 @@ class ServerConfig:
             raise UsageError(f"responses_store is {self.responses_store}", "it must be 0 or more")
         if self.metrics_compat not in (None, *METRICS_COMPAT):
             raise UsageError(f"metrics_compat is {self.metrics_compat!r}", f"it must be {', '.join(METRICS_COMPAT)}")
+        if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^/]+/", self.otlp_traces_endpoint):
+            why = "it must be a URL with its path, such as http://127.0.0.1:4318/v1/traces"
+            raise UsageError(f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}", why)
         if self.tool_call_parser is not None:
             call_format(self.tool_call_parser)
         for origin in self.allowed_origins:

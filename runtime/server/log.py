@@ -25,6 +25,7 @@ import msgspec
 from starlette.types import Message, Scope, Send
 
 from enginewright.runtime.core import Request
+from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice
 from enginewright.runtime.server.wire import header
@@ -75,7 +76,8 @@ class RequestLog:
         self.error: ApiError | None = None
         self.is_gone = False  # the client
         self._method, self._path = scope["method"], scope["path"]
-        self._figures: Fields | None = None  # None: the request has not reached the engine
+        self.figures: Fields | None = None  # None: the request has not reached the engine
+        self.params: SamplingParams | None = None  # of its answers
 
     def answered(
         self,
@@ -92,6 +94,7 @@ class RequestLog:
             first_token_s: from the arrival of the HTTP request to the first token of any answer; None: none came.
             total_s: from there to the end.
         """
+        self.params = requests[0].params
         prompt_tokens = cached_tokens = output_tokens = 0
         queue_s: float | None = None  # the longest
         finish_reasons: dict[str, int] = {}
@@ -104,7 +107,7 @@ class RequestLog:
             output_tokens += choice.num_tokens
             reason = choice.finish_reason or "abort"
             finish_reasons[reason] = finish_reasons.get(reason, 0) + 1
-        self._figures = {
+        self.figures = {
             "model": self.model,
             "prompt_tokens": prompt_tokens,
             "cached_tokens": cached_tokens,
@@ -119,7 +122,7 @@ class RequestLog:
 
     def embedded(self, prompt_tokens: int, total_s: float, finish_reason: str) -> None:
         """Record what the engine computed of the texts of this request; as `answered`."""
-        self._figures = {
+        self.figures = {
             "model": self.model,
             "prompt_tokens": prompt_tokens,
             "total_s": round(total_s, 4),
@@ -140,14 +143,21 @@ class RequestLog:
 
         return with_id
 
+    @property
+    def status(self) -> int:
+        return CLIENT_GONE if self.is_gone else 200 if self.error is None else self.error.status
+
+    @property
+    def code(self) -> str | None:
+        return "client_gone" if self.is_gone else None if self.error is None else self.error.code
+
     def write(self) -> None:
         """Write the line of the request.
 
         Its event is "request" if the request has reached the engine; otherwise "refused", "gone" (the client left
         before that) or "http".
         """
-        status = CLIENT_GONE if self.is_gone else 200 if self.error is None else self.error.status
-        code = "client_gone" if self.is_gone else None if self.error is None else self.error.code
+        status, code = self.status, self.code
         # Who ends a server on purpose need not be warned that its requests end, too.
         level = logging.WARNING if status >= 500 and code != "server_shutdown" else logging.INFO
         fields: Fields = {
@@ -156,8 +166,8 @@ class RequestLog:
             "status": status,
             "code": code,
         }
-        if self._figures is not None:
-            log_event(level, "request", fields | self._figures)
+        if self.figures is not None:
+            log_event(level, "request", fields | self.figures)
             return
         fields |= {"method": self._method, "path": self._path[:MAX_PATH_CHARS]}
         if status == 200:

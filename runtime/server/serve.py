@@ -144,6 +144,8 @@ async def _engines(model: Model, config: ServerConfig, limits: dict[str, Any], *
         return Engines.of(Service(AsyncLLM(model, **limits), config))
     runtime = runtime_config(**limits)
     files = files_of([model] if isinstance(model, str | Path) else model)
+    if len(files) > 1 and runtime.kv_events is not None:
+        raise UsageError("kv_events is for one engine", f"{len(files)} cannot share an address")
     if len(files) > 1 or config.on_demand:
         return Engines.of_files(files, config, runtime, verify=verify)
     engine = open_engine(files[0], runtime.device, verify=verify)
@@ -196,9 +198,10 @@ async def host(
         raise _no_address(address[0], address[1], error) from error
     limit = ConnectionLimit(engines.config.max_connections, lambda status: engines.reject(status, None))
     hosts = HostCheck(address[0], engines.config.host, engines.config.allowed_hosts)
+    app = App(engines, hosts)
     server = _Server(
         uvicorn.Config(
-            App(engines, hosts),
+            app,
             http=partial(LimitedHttp, limit=limit, on_refusal=engines.refuse_bytes),  # type: ignore[arg-type]
             backlog=ACCEPTS_AT_ONCE,
             ws="none",
@@ -234,6 +237,7 @@ async def host(
         if not serving.done():  # requests wait for a step of the engine, or for the tokenizer
             await _close(engines)
         await serving
+        await asyncio.to_thread(app.close)
 
 
 async def _drain(engines: Engines, shutdown: Shutdown) -> None:

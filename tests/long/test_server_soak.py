@@ -1,5 +1,9 @@
-"""25,000 requests of which most are hostile, with disconnects, against one server in a process of its own."""
+"""25,000 requests of which most are hostile, with disconnects, against one server in a process of its own; and 10,000
+that ask for tools, schemas, stops and streams where few KV blocks are, whose every answer has to be the right one.
+"""
 
+import asyncio
+import gc
 import json
 import os
 import random
@@ -8,12 +12,26 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, head_of, port_of, process
+from tests.helpers.serving import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    Answer,
+    Running,
+    head_of,
+    port_of,
+    process,
+    running,
+    tiny_engine,
+    wait_until,
+)
 
 NUM_REQUESTS = 25_000
+NUM_MIXED = 10_000
 WORKERS = 8
 MAX_HEALTH_S = 0.5
 HEALTH = head_of("GET /health", "Connection: close")
@@ -175,3 +193,146 @@ def test_hostile_requests() -> None:
         assert health.keys() == {"200"} and slowest < MAX_HEALTH_S
         (before, files_before), (after, files_after) = measured
         assert after < before * 1.25 + 50 and files_after <= files_before + 2
+
+
+TOOL = {"name": "find", "parameters": {"type": "object", "properties": {"place": {"enum": ["here", "there"]}}}}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22, 333]}, "b": {"type": "boolean"}}, "required": ["a"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA | {"additionalProperties": False}}}
+# Few enough that sequences are preempted, and that prompts push each other out of the prefix cache.
+LITTLE = {"max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 48, "kv_cache_memory": "600k"}
+
+
+def mixed(random: random.Random) -> tuple[str, Any]:
+    """A valid request that has one right answer."""
+    length, start = random.randrange(3, 120), random.randrange(3, 9)
+    text = "the same beginning, " * start + "x" * length
+    messages = [{"role": "user", "content": text[:150]}]
+    chat = {"messages": messages, "temperature": 0, "max_tokens": random.randrange(1, 40)}
+    sampled = {"temperature": 1.0, "seed": random.randrange(100)}
+    prompt = {"prompt": [start] * 20 + [random.randrange(3, 300) for _ in range(length)], "max_tokens": 30}
+    kinds: list[tuple[str, Any]] = [
+        (CHAT, chat),
+        (CHAT, chat | {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required", "max_tokens": 60}),
+        (CHAT, chat | {"response_format": FORMAT, "max_tokens": 60}),
+        (CHAT, chat | sampled | {"stop": ["a", "e", "t"]}),
+        (COMPLETIONS, prompt | sampled | {"n": 2, "logprobs": 2}),
+        (COMPLETIONS, prompt | {"temperature": 0, "ignore_eos": True, "max_tokens": 90}),
+        (COMPLETIONS, prompt | sampled | {"stop": ["q", " "], "echo": True}),
+        (COMPLETIONS, prompt | {"structured_outputs": {"regex": "(ab|c){2,9}[0-9]{4}"}, "temperature": 0}),
+        ("/v1/responses", {"input": text[:150], "max_output_tokens": 20, "temperature": 0}),
+        ("/v1/messages", chat | {"tools": [{"name": "find", "input_schema": TOOL["parameters"]}]}),
+    ]
+    return random.choice(kinds)
+
+
+def said(path: str, answer: Answer) -> Any:
+    """What an answer says, without ids and times."""
+    assert answer.status == 200, answer.body
+    whole = answer.json
+    if path == "/v1/responses":
+        return whole["status"], [[part["text"] for part in item.get("content", ())] for item in whole["output"]]
+    if path == "/v1/messages":
+        return whole["stop_reason"], [{**part, "id": None} for part in whole["content"]]
+    return [
+        _said(choice["finish_reason"], choice.get("text"), [choice.get("message", {})]) for choice in whole["choices"]
+    ]
+
+
+def streamed(answer: Answer) -> Any:
+    """The same of a stream of either of OpenAI's older APIs."""
+    *events, done = answer.events
+    assert done == "[DONE]", answer.body
+    texts, messages, reasons = dict[int, str](), dict[int, list[Any]](), dict[int, str]()
+    for event in events:
+        for choice in event["choices"]:
+            place = choice["index"]
+            texts[place] = texts.get(place, "") + choice.get("text", "")
+            messages.setdefault(place, []).append(choice.get("delta", {}))
+            reasons[place] = choice["finish_reason"]
+    is_chat = "chat" in events[0]["object"]
+    return [_said(reasons[place], None if is_chat else texts[place], messages[place]) for place in sorted(reasons)]
+
+
+def _said(reason: str, text: str | None, messages: list[Any]) -> Any:
+    """Of a message, or of the deltas of one."""
+    content = "".join(message.get("content") or "" for message in messages)
+    calls = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
+    names = [call["name"] for call in calls if call.get("name")]
+    return reason, text, content, names, "".join(call.get("arguments") or "" for call in calls)
+
+
+def leave(server: Running, path: str, body: Any, random: random.Random) -> None:
+    """Ask, read a little of a stream or nothing, and go."""
+    with server.connect() as connection:
+        server.send(connection, path, {**body, "stream": random.random() < 0.7})
+        if random.random() < 0.7:
+            connection.settimeout(random.choice([0.001, 0.02, 0.1]))
+            with suppress(TimeoutError, ConnectionResetError):
+                connection.recv(random.choice([1, 300, 3000]))
+
+
+def named_threads() -> list[str]:
+    """Of this process, without those of pools, which grow to their size."""
+    names = [thread.name for thread in threading.enumerate()]
+    return sorted(name for name in names if not name.startswith(("asyncio_", "tokenizer_")))
+
+
+def test_mixed_requests_with_few_blocks() -> None:
+    with running(engine=tiny_engine("calls tools"), limits=LITTLE) as server:
+        scheduler = server.llm._core._scheduler  # type: ignore[union-attr]
+        bodies = [mixed(random.Random(number)) for number in range(120)]
+        expected = [said(path, server.post(path, body)) for path, body in bodies]  # each of them alone
+        numbers, lock = iter(range(NUM_MIXED)), threading.Lock()
+        done, wrong, measured = Counter[str](), list[Any](), list[tuple[float, int]]()
+        wait_until(server.is_idle)
+        free = scheduler.num_free_blocks
+        tasks, threads = server.call(lambda: len(asyncio.all_tasks())), named_threads()
+
+        def one(number: int) -> None:
+            draw = random.Random(-1 - number)
+            place, kind = draw.randrange(len(bodies)), draw.random()
+            path, body = bodies[place]
+            if kind < 0.2:
+                leave(server, path, body, draw)
+                done["left"] += 1
+            elif kind < 0.3:
+                status = status_of(server.port, post(draw.choice([CHAT, COMPLETIONS, path]), bytes_of_body(draw)), None)
+                done[status] += 1
+            else:
+                streams = kind < 0.6 and path in (CHAT, COMPLETIONS)
+                answer = server.post(path, {**body, "stream": True} if streams else body)
+                found = streamed(answer) if streams else said(path, answer)
+                done["right" if found == expected[place] else "wrong"] += 1
+                if found != expected[place]:
+                    wrong.append((path, body, streams, found, expected[place]))
+
+        def work() -> None:
+            while True:
+                with lock:
+                    number = next(numbers, None)
+                if number is None:
+                    return
+                if number == int(NUM_MIXED * WARM_UP):
+                    measured.append(resident_and_descriptors(os.getpid()))
+                try:
+                    one(number)
+                except Exception as error:
+                    wrong.append((number, repr(error)))
+
+        workers = [threading.Thread(target=work) for _ in range(WORKERS)]
+        for thread in workers:
+            thread.start()
+        for thread in workers:
+            thread.join()
+        wait_until(server.is_idle)
+        gc.collect()
+        measured.append(resident_and_descriptors(os.getpid()))
+        preemptions = server.llm.stats().num_preemptions
+        print(f"{dict(done)}, {preemptions} preemptions, MB and descriptors {measured}")
+        assert wrong == [] and done["right"] > NUM_MIXED / 2 and preemptions > 0
+        assert not [status for status in done if status.startswith("5") or status == "no answer"]
+        assert scheduler.num_free_blocks == free
+        wait_until(lambda: server.call(lambda: len(asyncio.all_tasks())) <= tasks)
+        assert named_threads() == threads
+        (before, files_before), (after, files_after) = measured
+        assert after < before * 1.1 + 20 and files_after <= files_before + 2
