@@ -3,6 +3,7 @@
 `make test-long` installs them (clients.txt) and builds the engine.
 """
 
+import asyncio
 import json
 import os
 import re
@@ -10,10 +11,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
+import anthropic
+import openai
 import pytest
+from pydantic import BaseModel
 
 from enginewright.runtime.engine import Engine
+from tests.helpers.serving import running, tiny_engine
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / ".cache/SmolLM2-135M-Instruct-int8-wo.engine"
@@ -47,6 +53,14 @@ generation_kwargs: {until: ["\\n", ".", ","], max_gen_toks: 8, do_sample: false}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """
 
+CITY: dict[str, Any] = {"city": {"enum": ["Paris", "Rome"]}}
+TOOL = {"type": "object", "properties": CITY, "required": ["city"], "additionalProperties": False}
+HISTORY: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+class City(BaseModel):
+    name: Literal["Paris", "Rome"]
+
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
@@ -60,6 +74,13 @@ def address() -> Iterator[str]:
         server.terminate()
         log = server.stderr.read()  # a request is a line of it
         assert server.wait(30) == 0 and "status=5" not in log
+
+
+@pytest.fixture(scope="module")
+def tools_address() -> Iterator[str]:
+    """Of a server whose model, tiny, calls tools, which SmolLM2 does not."""
+    with running(engine=tiny_engine("calls tools"), api_keys=(KEY,)) as server:
+        yield f"http://127.0.0.1:{server.port}"
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +148,79 @@ def test_lm_eval(address: str, tokenizer: Path, tmp_path: Path) -> None:
     results = json.loads(report.read_text())["results"]
     assert results["small_choices"]["acc,none"] == 1.0
     assert results["small_answers"]["exact_match,none"] >= 0.5
+
+
+def test_langchain(address: str, tools_address: str, tmp_path: Path) -> None:
+    printed = client(tmp_path, "python", str(ROOT / "tests/long/langchain_turns.py"), address, MODEL, tools_address)
+    answer, stream, batch, call, city, response = (json.loads(line) for line in printed.splitlines())
+    assert "Paris" in answer["text"] and answer["usage"]
+    assert stream == answer and batch["texts"] == [answer["text"]] * 3
+    assert call["call"] == "population" and call["city"] in ("Paris", "Rome") and call["replied"]
+    assert city["city"] in ("Paris", "Rome") and response["text"] == answer["text"]
+
+
+def test_openai(address: str, tools_address: str) -> None:
+    """The official client: async as sync, streams as whole answers, a tool's call, an answer of a class, Responses."""
+    options: dict[str, Any] = {"model": MODEL, "messages": HISTORY, "temperature": 0, "max_tokens": 60}
+    tools = [{"type": "function", "function": {"name": "population", "parameters": TOOL}}]
+    with_tool = options | {"model": "tiny", "max_tokens": 300, "tools": tools, "tool_choice": "required"}
+
+    async def in_parallel() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as opened:
+
+            async def streamed() -> str:
+                pieces = [chunk async for chunk in await opened.chat.completions.create(stream=True, **options)]
+                return "".join(piece.choices[0].delta.content or "" for piece in pieces)
+
+            whole = await opened.chat.completions.create(**options)
+            return [whole.choices[0].message.content, *await asyncio.gather(*(streamed() for _ in range(3)))]
+
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as opened:
+        text = opened.chat.completions.create(**options).choices[0].message.content
+        assert text is not None and "Paris" in text and asyncio.run(in_parallel()) == [text] * 4
+        parsed = opened.chat.completions.parse(response_format=City, **options).choices[0].message.parsed
+        assert parsed is not None and parsed.name in ("Paris", "Rome")
+        asked: dict[str, Any] = {"model": MODEL, "input": HISTORY, "temperature": 0, "max_output_tokens": 60}
+        response = opened.responses.create(**asked)
+        with opened.responses.stream(**asked) as stream:
+            assert stream.get_final_response().output_text == response.output_text == text
+        assert opened.responses.parse(text_format=City, **asked).output_parsed == parsed
+        follows = opened.responses.create(**asked | {"input": "And of Italy?"}, previous_response_id=response.id)
+        assert "Rome" in follows.output_text
+    with openai.OpenAI(base_url=f"{tools_address}/v1", api_key=KEY, max_retries=0) as opened:
+        (call,) = opened.chat.completions.create(**with_tool).choices[0].message.tool_calls
+        with opened.chat.completions.stream(**with_tool) as events:
+            (again,) = events.get_final_completion().choices[0].message.tool_calls or ()
+        assert (call.function.name, call.function.arguments) == (again.function.name, again.function.arguments)
+        assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+
+
+def test_anthropic(address: str, tools_address: str) -> None:
+    """The official client: async as sync, streams as whole answers, a tool's call."""
+    options: dict[str, Any] = {"model": MODEL, "messages": HISTORY, "temperature": 0, "max_tokens": 60}
+    options["extra_body"] = {"temperature": options.pop("temperature")}
+    with_tool = options | {
+        "model": "tiny",
+        "max_tokens": 300,
+        "tools": [{"name": "population", "input_schema": TOOL}],
+        "tool_choice": {"type": "any"},
+    }
+
+    async def later() -> str:
+        async with (
+            anthropic.AsyncAnthropic(base_url=address, api_key=KEY, max_retries=0) as opened,
+            opened.messages.stream(**options) as stream,
+        ):
+            return await stream.get_final_text()
+
+    with anthropic.Anthropic(base_url=address, api_key=KEY, max_retries=0) as opened:
+        (block,) = opened.messages.create(**options).content
+        with opened.messages.stream(**options) as stream:
+            assert "Paris" in block.text and stream.get_final_text() == block.text == asyncio.run(later())
+        assert opened.messages.count_tokens(model=MODEL, messages=HISTORY).input_tokens > 5
+    with anthropic.Anthropic(base_url=tools_address, api_key=KEY, max_retries=0) as opened:
+        (call,) = opened.messages.create(**with_tool).content
+        with opened.messages.stream(**with_tool) as stream:
+            (again,) = stream.get_final_message().content
+        assert call.name == again.name == "population" and call.input == again.input
+        assert call.input["city"] in ("Paris", "Rome")
