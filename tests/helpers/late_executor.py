@@ -1,5 +1,7 @@
 """The CPU's executor as a GPU's would be: a step may begin before the tokens of the one before are known."""
 
+from typing import Any
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +18,8 @@ from tests.helpers.sampling_reference import with_newest
 class LateExecutor(CpuExecutor):
     steps_ahead = 1
 
-    def __init__(self, engine: Engine, config: RuntimeConfig | None = None) -> None:
-        super().__init__(engine, config)
+    def __init__(self, engine: Engine, config: RuntimeConfig | None = None, *weights: Any) -> None:
+        super().__init__(engine, config, *weights)
         self._sampled = self._newest = np.zeros(0, np.int32)  # by the step before; behind which this one samples
         self.num_late = 0  # tokens that were not known when their step was planned
 
