@@ -63,6 +63,12 @@ class StructuredOutputsParams:
             rule = f"must not name more than {MAX_PROPERTIES} properties, not {num_properties}"
             require(num_properties <= MAX_PROPERTIES, "structured_outputs.json", rule)
         require(isinstance(self.disable_any_whitespace, bool), "disable_any_whitespace", "must be true or false")
+        is_json = self.json is not None or self.json_object is not None
+        for name in ("disable_any_whitespace", "whitespace_pattern"):
+            rule = "goes with json or json_object, whose white space it is about"
+            require(is_json or not getattr(self, name), f"structured_outputs.{name}", rule)
+        is_one = not self.disable_any_whitespace or self.whitespace_pattern is None
+        require(is_one, "structured_outputs.whitespace_pattern", "cannot be combined with disable_any_whitespace")
 
     @staticmethod
     def _check_choice(choice: Sequence[str]) -> None:

@@ -249,6 +249,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "x" * 200_000}, "must not be longer than 131072 characters"),
     ({"json": {"properties": {f"p{n}": {} for n in range(1001)}}}, "must not name more than 1000 properties, not 1001"),
     ({"json": {"const": "\ud800"}}, "holds what is no JSON"),
+    ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace goes with json or json_object"),
+    ({"choice": ["a"], "whitespace_pattern": " "}, "whitespace_pattern goes with json or json_object"),
+    (
+        {"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True},
+        "whitespace_pattern cannot be combined with disable_any_whitespace",
+    ),
 ]
 CHAIN = "\n".join(f"r{n}: r{n + 1}" for n in range(5000))
 UNCOMPILABLE: list[tuple[dict[str, Any], str]] = [
@@ -354,6 +360,16 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},
         "structured_outputs",
         "cannot be compiled: Invalid type: foo",
+    ),
+    (
+        {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+        "response_format.json_schema",
+        "response_format.json_schema goes with the type json_schema",
+    ),
+    (
+        {"response_format": {"type": "text", "json_schema": {"schema": {}}}},
+        "response_format.json_schema",
+        "goes with the type json_schema",
     ),
     ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "unknown field `schema`"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "cannot be combined"),

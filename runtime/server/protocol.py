@@ -134,7 +134,10 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     json_schema: JsonSchema | None = None
 
     def structure(self) -> dict[str, Any]:
-        """Arguments of StructuredOutputsParams; none if it asks for nothing."""
+        """Arguments of StructuredOutputsParams; none if it asks for nothing. Raises ApiError for what cannot be."""
+        if self.type != "json_schema" and self.json_schema is not None:
+            why = "response_format.json_schema goes with the type json_schema"
+            raise ApiError(400, why, param="response_format.json_schema")
         if self.type == "json_schema" and self.json_schema is None:
             raise ApiError(400, "response_format has no json_schema", param="response_format.json_schema")
         match self.type:
