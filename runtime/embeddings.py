@@ -85,12 +85,14 @@ class TextReader:
         """Of an embedding model: a text, with what such texts begin with, or token ids.
 
         Raises:
-            UsageError: it is neither, or there is no prompt of that name.
+            UsageError: it is neither, there is no prompt of that name, or one is named for token ids.
             PromptTooLongError: it is longer than the model's longest text.
         """
         beginning, tokenizer, text = self._beginning(prompt_name), self._engine.tokenizer, text_of(prompt)
         if text is not None:
             prompt = beginning + text
+        elif prompt_name is not None:
+            raise UsageError("prompt_name goes with texts", "token ids have to begin with the prompt's already")
         if self._kept is None or text is None:
             try:
                 ids = encode_prompt(prompt, tokenizer, self._max)
