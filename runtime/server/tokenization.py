@@ -26,6 +26,9 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
             raise ApiError(400, "one of prompt and messages is needed", param="prompt")
         if self.messages is None:
             assert self.prompt is not None
+            for name in ("add_generation_prompt", "chat_template_kwargs"):
+                if getattr(self, name) is not None:
+                    raise ApiError(400, f"{name} goes with messages alone: it is for their template", param=name)
             return self.prompt
         if self.add_special_tokens is not None:
             why = "the chat template writes them"
