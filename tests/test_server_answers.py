@@ -58,7 +58,7 @@ def test_a_completion_is_the_librarys(server: Running, llm: LLM) -> None:
 
 def test_a_chat_is_the_librarys(server: Running, llm: LLM) -> None:
     messages = [{"role": "developer", "content": "Be brief."}, *HELLO]
-    answer = server.chat(messages, max_completion_tokens=20, max_tokens=3)
+    answer = server.chat(messages, max_completion_tokens=20, max_tokens=20)
     as_seen = [{"role": "system", "content": "Be brief."}, *HELLO]
     (output,) = expected(llm, llm.encode(as_seen), max_tokens=20)
     (choice,) = answer["choices"]

@@ -326,6 +326,14 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens must be at least 1"),
         ({"thinking": {"type": "adaptive", "budget_tokens": 1}}, "thinking.budget_tokens goes with the type enabled"),
         ({"thinking": {"type": "adaptive", "display": "x"}}, "thinking.display: invalid enum"),
+        (
+            {"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}},
+            "thinking and chat_template_kwargs say different things of enable_thinking",
+        ),
+        ({"max_tokens": -1}, "max_tokens must be between 0 and"),
+        ({"tool_choice": {"type": "none", "name": "x"}}, "tool_choice.name goes with the type tool"),
+        ({"timeout": 0}, "timeout must be above 0"),
+        ({"priority": 1001}, "priority must be between -1000 and 1000"),
         ({"tools": [3]}, "tools[0]: expected `object`"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema: object missing"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must have 1 to 64 letters"),
@@ -367,6 +375,11 @@ def test_what_changes_nothing(server: Running) -> None:
         "container": None,
     }
     assert post(server, harmless).json["content"] == post(server, {}).json["content"]
+
+
+def test_the_timeout_of_a_count(server: Running) -> None:
+    answer = post(server, {"timeout": -1}, COUNT)
+    assert answer.status == 400 and answer.json["error"]["message"].startswith("timeout must be above 0")
 
 
 def test_a_model_that_does_not_think() -> None:

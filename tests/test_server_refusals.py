@@ -63,6 +63,11 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"stream": "yes"}, "stream", "invalid_type"),
     ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options", None),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "invalid_type"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+        "unsupported_parameter",
+    ),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", None),
     ({"best_of": 129}, "best_of", None),
     ({"best_of": 2, "n": 3}, "best_of", None),
@@ -109,7 +114,9 @@ WRONG_CHATS: list[tuple[Any, str]] = [
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": HELLO, "logprobs": 2}, "logprobs"),
-    ({"messages": HELLO, "max_completion_tokens": -1}, "max_tokens"),
+    ({"messages": HELLO, "max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"messages": HELLO, "max_completion_tokens": 2**31}, "max_completion_tokens"),
+    ({"messages": HELLO, "max_completion_tokens": 5, "max_tokens": 4}, "max_tokens"),
     ({"messages": HELLO, "echo": True}, "echo"),
     ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
@@ -161,7 +168,8 @@ def test_wrong_options(server: Running, path: str, options: Any, param: str, cod
 
 @pytest.mark.parametrize(("body", "param"), WRONG_CHATS, ids=lambda value: str(value)[:60])
 def test_wrong_chats(server: Running, body: Any, param: str) -> None:
-    assert refused(server, CHAT, {"max_tokens": 2, **body} if param != "max_tokens" else body)["param"] == param
+    limit = {} if "max_completion_tokens" in body else {"max_tokens": 2}
+    assert refused(server, CHAT, limit | body)["param"] == param
 
 
 @pytest.mark.parametrize(("prompt", "param"), WRONG_PROMPTS, ids=lambda value: str(value)[:30])

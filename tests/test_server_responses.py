@@ -490,6 +490,23 @@ def parts(*given: Any) -> dict[str, Any]:
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid enum"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "text.format has no schema"),
         ({"text": {"format": {"type": "text", "x": 1}}}, "text.format.x", "unknown field"),
+        *(
+            ({"text": {"format": {"type": kind, name: value}}}, f"text.format.{name}", "goes with the type json_schema")
+            for kind in ("text", "json_object")
+            for name, value in (("schema", {}), ("name", "x"), ("description", "x"), ("strict", True))
+        ),
+        ({"stream_options": {}}, "stream_options", "stream_options are for streams"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            "not implemented: no event is padded",
+        ),
+        ({"max_output_tokens": 2**31}, "max_output_tokens", "max_output_tokens must be between 0 and 2147483647"),
+        (
+            {"reasoning": {"effort": "none"}, "chat_template_kwargs": {"thinking": True}},
+            "reasoning.effort",
+            "reasoning.effort and chat_template_kwargs say different things of thinking",
+        ),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "not implemented"),
         ({"reasoning": {"effort": "low"}}, "reasoning.effort", "reasoning.effort is not implemented: the model's chat"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort", "reasoning.effort: invalid enum"),

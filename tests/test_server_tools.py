@@ -115,7 +115,6 @@ def test_reasoning_that_the_prompt_begins(server: Running) -> None:
     assert streamed["content"] == "" and reason == "length"
     for off in ({"reasoning_effort": "none"}, {}):
         assert "reasoning" not in server.chat(**tokens, **off)["choices"][0]["message"]
-    assert "reasoning" in server.chat(**tokens, **kwargs, reasoning_effort="none")["choices"][0]["message"]
 
     tokenizer = server.llm.engine.tokenizer
     for name, expected in (("<think>\n", [Reasoning("So."), Text("Yes.")]), ("x", [Text("So.</think>Yes.")])):
@@ -335,6 +334,11 @@ def _function(**keys: Any) -> list[Any]:
         ({"structured_outputs": {"regex": "a", "before": "start: ("}}, "structured_outputs", "cannot be compiled"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "knows none"),
         ({"reasoning_effort": "much"}, "reasoning_effort", "invalid enum"),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "reasoning_effort",
+            "reasoning_effort and chat_template_kwargs say different things of enable_thinking",
+        ),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "tool"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
@@ -362,6 +366,14 @@ def test_deep_parameters_are_no_error_of_ours(server: Running, depth: int) -> No
         body = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1,"tools":' + tools + b',"tool_choice":'
         answer = server.post(CHAT, body + choice + b"}")
         assert answer.status in (200, 400), answer.body
+
+
+def test_a_model_that_always_thinks() -> None:
+    with running(engine=tiny_engine("always thinks")) as server:
+        answer = server.post(CHAT, {"messages": HELLO, "reasoning_effort": "none"})
+        assert (answer.status, answer.error["param"]) == (400, "reasoning_effort")
+        assert "the model's chat template always lets it think" in answer.error["message"]
+        assert server.chat()["choices"]
 
 
 def test_a_model_without_tools() -> None:

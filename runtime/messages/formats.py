@@ -45,6 +45,11 @@ def message_format(chat_template: str | None) -> MessageFormat:
     return MessageFormat(next(reasoning, None), next(calls, None))
 
 
+def reasons(form: MessageFormat) -> bool:
+    """Whether a model may think before it answers."""
+    return form.reasoning is not None or form.calls is HARMONY
+
+
 Parser = MessageParser | HarmonyParser
 
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from enginewright.runtime.messages.harmony import HARMONY
-from enginewright.runtime.server.chat import ChatBody
+from enginewright.runtime.messages.formats import reasons
+from enginewright.runtime.server.chat import THINKING, ChatBody, refuse_contradiction
 from enginewright.runtime.server.errors import ApiError, speaking_of
 from enginewright.runtime.server.protocol import (
     EXTRAS,
@@ -184,7 +184,7 @@ class MessagesBody(msgspec.Struct):
         shown = config.type != "disabled" and config.display != "omitted"
         if config.type == "adaptive":
             return {"include_reasoning": shown}
-        names = dict.fromkeys(("enable_thinking", "thinking"), config.type == "enabled")  # both are in use
+        names = dict.fromkeys(THINKING, config.type == "enabled")
         return {"include_reasoning": shown, "chat_template_kwargs": names}
 
 
@@ -197,8 +197,7 @@ class Messages:
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Raises ApiError where it is to think, and cannot."""
-        form = tokenizer.message_format
-        if self.thinks and form.reasoning is None and form.calls is not HARMONY:
+        if self.thinks and not reasons(tokenizer.message_format):
             raise not_implemented("thinking.type", "the model's chat template knows no reasoning")
 
 
@@ -217,8 +216,11 @@ def read_messages(data: bytes, vocab_size: int, *, counted: bool = False) -> Mes
     chat = {name: keys[name] for name in SAME if keys.get(name) is not None}
     body = convert(keys, MessagesBody)
     translated = body.chat(keys.get("max_tokens"))
-    if isinstance(given := chat.get("chat_template_kwargs"), dict):
-        translated["chat_template_kwargs"] = translated.get("chat_template_kwargs", {}) | given
+    names = translated.get("chat_template_kwargs", {})
+    given = convert(chat.get("chat_template_kwargs", {}), dict[str, Any], "chat_template_kwargs")
+    if body.thinking is not None:
+        refuse_contradiction("thinking", names, given)
+    translated["chat_template_kwargs"] = names | given
     with speaking_of("messages", RENAMES):
         read = of_keys(chat | translated, ChatBody, vocab_size)
     return Messages(read, body.thinking is not None and body.thinking.type == "enabled")

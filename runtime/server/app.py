@@ -168,7 +168,8 @@ class App:
         data = await read_body(request.scope, request.receive, self._engines.config.max_body_bytes)
         messages = read_messages(data, self._engines.max_vocab_size, counted=True)
         with speaking_of(MessagesForm.prompt_key, MessagesForm.renames):
-            async with self._use(request, messages.chat.model) as llm:
+            check_timeout(messages.chat.timeout)
+            async with self._use(request, messages.chat.model, messages.chat.timeout) as llm:
                 messages.check(llm.engine.tokenizer)
                 messages.chat.params_for(llm.engine.tokenizer)
                 (prompt,) = messages.chat.prompts()
@@ -180,9 +181,11 @@ class App:
         return decode(data, kind, self._engines.max_vocab_size)
 
     @asynccontextmanager
-    async def _use(self, request: Request, model: str | None) -> AsyncIterator[AsyncLLM]:
+    async def _use(
+        self, request: Request, model: str | None, timeout_s: float | None = None
+    ) -> AsyncIterator[AsyncLLM]:
         """The engine that such a request names."""
-        async with self._engines.use(model, request.receive) as (name, service):
+        async with self._engines.use(model, request.receive, timeout_s) as (name, service):
             request.scope["log"].model = name
             yield service.llm
 

@@ -1,13 +1,13 @@
 """POST /v1/chat/completions: a conversation goes on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
 
 from enginewright.runtime.messages.calls import Arguments, Call
-from enginewright.runtime.messages.formats import Parser, new_parser
+from enginewright.runtime.messages.formats import Parser, new_parser, reasons
 from enginewright.runtime.messages.grammar import before_answer
 from enginewright.runtime.messages.parser import Piece, Reasoning, Text
 from enginewright.runtime.outputs import Delta
@@ -36,6 +36,8 @@ KEPT_BY_CLIENTS = frozenset(
         "type",
     )
 )
+THINKING = ("enable_thinking", "thinking")  # what templates call the variable that turns reasoning off; both are in use
+MAX_TOKENS = 2**31 - 1
 # Keys that would change what the model sees, and are not implemented.
 MESSAGE_OFF = dict.fromkeys(("audio", "function_call", "images", "refusal", "tools", "weight"), NOTHING)
 PART_OFF = dict.fromkeys(("audio_url", "file", "image_url", "input_audio", "refusal", "video_url"), NOTHING)
@@ -134,12 +136,15 @@ class ChatBody(Body, kw_only=True):
         return Tools(self.tools, self.tool_choice)
 
     def _template_kwargs(self) -> dict[str, Any]:
+        """Raises ApiError where they contradict the effort."""
         kwargs: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             kwargs = {"reasoning_effort": self.reasoning_effort}
         if self.reasoning_effort == "none":
-            kwargs = {"enable_thinking": False}
-        return kwargs | (self.chat_template_kwargs or {})
+            kwargs = dict.fromkeys(THINKING, False)
+        given = self.chat_template_kwargs or {}
+        refuse_contradiction("reasoning_effort", kwargs, given)
+        return kwargs | given
 
     def params_for(self, tokenizer: Tokenizer) -> dict[str, Any]:
         tools, params = self._tools(), self.params()
@@ -147,7 +152,10 @@ class ChatBody(Body, kw_only=True):
         has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in self.messages)
         if has_calls and not tokenizer.template_names("tool"):
             raise ApiError(400, "messages: the model's chat template shows no calls of tools", param="messages")
-        if self.reasoning_effort not in (None, "none") and not tokenizer.template_names("reasoning_effort"):
+        if self.reasoning_effort == "none" and reasons(tokenizer.message_format):
+            if not any(map(tokenizer.template_names, THINKING)):
+                raise not_implemented("reasoning_effort", "'none': the model's chat template always lets it think")
+        elif self.reasoning_effort not in (None, "none") and not tokenizer.template_names("reasoning_effort"):
             raise not_implemented("reasoning_effort", "the model's chat template knows none")
         if tools.forced and self.use_beam_search:
             raise ApiError(400, "tool_choice cannot be combined with use_beam_search", param="tool_choice")
@@ -188,11 +196,24 @@ class ChatBody(Body, kw_only=True):
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise ApiError(400, f"top_logprobs must be between 0 and {MAX_LOGPROBS}", param="top_logprobs")
         tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.max_tokens not in (None, tokens):
+            why = "max_tokens and max_completion_tokens say different things: they are two names of one limit"
+            raise ApiError(400, why, param="max_tokens")
+        if tokens is not None and tokens == self.max_completion_tokens and not 0 <= tokens <= MAX_TOKENS:
+            why = f"max_completion_tokens must be between 0 and {MAX_TOKENS}, not {tokens}"
+            raise ApiError(400, why, param="max_completion_tokens")
         return {
             **self.sampling(),
             "max_tokens": tokens,
             "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
         }
+
+
+def refuse_contradiction(key: str, names: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises ApiError where variables of the chat template that a key stands for are given beside it, and differ."""
+    for name, value in names.items():
+        if given.get(name, value) != value:
+            raise ApiError(400, f"{key} and chat_template_kwargs say different things of {name}", param=key)
 
 
 def _called(pieces: Sequence[Piece], first: int) -> list[dict[str, Any]]:

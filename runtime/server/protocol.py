@@ -247,6 +247,8 @@ class Body(msgspec.Struct, kw_only=True):
             why = "best_of above n cannot be streamed: which answers are the best is known at the end"
             raise ApiError(400, why, param="best_of")
         options = self.stream_options or StreamOptions()
+        if options.include_obfuscation:
+            raise not_implemented("stream_options.include_obfuscation", "no event is padded")
         return Include(
             logprobs=self.params()["logprobs"] is not None,
             prompt_logprobs=self.prompt_logprobs is not None,

@@ -162,6 +162,8 @@ class ResponsesBody(msgspec.Struct):
             if value not in INCLUDED:
                 raise not_implemented("include", f"{value[:60]!r}; there is {', '.join(INCLUDED)}")
         keys = {"max_completion_tokens": self.max_output_tokens} | self._tools()
+        if self.stream_options is not None:
+            keys["stream_options"] = msgspec.to_builtins(self.stream_options)
         if LOGPROBS in (self.include or ()):
             keys |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         elif self.top_logprobs:
@@ -178,8 +180,14 @@ class ResponsesBody(msgspec.Struct):
         return keys
 
     def _format(self, form: TextFormat | None) -> dict[str, Any] | None:
-        if form is None or form.type != "json_schema":
-            return None if form is None else {"type": form.type}
+        if form is None:
+            return None
+        if form.type != "json_schema":
+            for name in ("schema", "name", "description", "strict"):
+                if getattr(form, name) is not None:
+                    why = f"text.format.{name} goes with the type json_schema"
+                    raise ApiError(400, why, param=f"text.format.{name}")
+            return {"type": form.type}
         if form.schema is None:
             raise ApiError(400, "text.format has no schema", param="text.format.schema")
         return {"type": form.type, "json_schema": {"schema": form.schema}}

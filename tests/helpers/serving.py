@@ -43,6 +43,7 @@ TEMPLATES = {
     "{% endfor %}{% for message in messages %}{{ message.role }}: {{ message.content }}"
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }} {{ call.function.arguments.a }}"
     "{% endfor %}; {% endfor %}assistant: {{ '<think>\n' if enable_thinking | default(false) }}",
+    "always thinks": "{# </think> #}{{ messages[0].content }}<think>\n",
     "calls tools at once": "{# <tool_call> arguments #}{{ (tools or []) | length }}{{ messages[0].content }}",
     "thinks": "{{ messages | map(attribute='reasoning_content') | select | join }}{{ messages[0].content }}"
     "{% if add_generation_prompt %}{{ '' if enable_thinking | default(true) else 'no thinking' }}{% endif %}",
