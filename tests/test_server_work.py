@@ -63,6 +63,7 @@ def order(server: Running, requests: Requests, key: str = "") -> list[str]:
             wait_until(lambda count=count: server.llm.stats().num_waiting == count)  # type: ignore[misc]
     for thread in threads:
         thread.join(60)
+    wait_until(lambda: len(lengths) == len(requests))  # the server is done with one after its answer is sent
     metrics.request_done = request_done  # type: ignore[method-assign]
     return [list(requests)[length - 1] for length in lengths]
 
