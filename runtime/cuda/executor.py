@@ -72,6 +72,7 @@ class CudaExecutor:
 
     steps_ahead = PIPELINE_SLOTS - 1
     max_top_logprobs = MAX_LOGPROBS
+    pools = None
 
     def __init__(
         self,
