@@ -6,6 +6,7 @@ import shutil
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.builder.draft import FirstLayers
 from enginewright.errors import CorruptEngineError, UsageError
+from enginewright.runtime.core import EngineCore
+from enginewright.runtime.engine import Engine
 from enginewright.runtime.llm import LLM
+from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.serve import serve
+from enginewright.runtime.speculation.draft import DraftModel
+from enginewright.runtime.speculation.methods import plan_engine_memory
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine, wait_until
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
@@ -91,6 +98,32 @@ def test_the_least_recently_used_is_closed(server: Running) -> None:
     assert states(server) == {"llama": "open", "mistral": "open", "qwen3": "closed"}
     server.complete("a", model="qwen3")
     assert states(server) == {"llama": "open", "mistral": "closed", "qwen3": "open"}
+
+
+@pytest.mark.parametrize("kv_cache_memory", [4 << 20, None])
+def test_the_memory_of_a_draft_is_counted(tmp_path: Path, kv_cache_memory: int | None) -> None:
+    """Its activations and KV cache: the forecast is what both models have, and another engine is closed for it."""
+    config = tiny_config("llama", tie_word_embeddings=False, max_position_embeddings=1024)
+    model = MemoryCheckpoint.of(tiny_model(config), config)
+    for name in "ab":
+        build_engine(model, BuildConfig(gate=None), tmp_path / f"{name}.engine", draft=FirstLayers(1))
+    limits = SMALL | {"kv_cache_memory": kv_cache_memory, "speculate": "skip"}
+    with Engine.open(tmp_path / "a.engine") as engine:
+        planned, nbytes = plan_engine_memory(engine, runtime_config(**LIMITS | limits), 256 << 20)
+        with closing(EngineCore(engine, planned)) as core:
+            assert core._speculator is not None
+            draft = core._speculator._proposer
+            assert isinstance(draft, DraftModel)
+            plans = core.executor.memory_plan, draft._executor.memory_plan
+        assert nbytes == engine.weight_bytes + sum(one.arena_bytes + one.kv_bytes for one in plans)
+        assert all(one.arena_bytes > 0 and one.kv_bytes > 0 for one in plans)
+    if kv_cache_memory is not None:  # else it follows from what is there
+        assert sum(one.kv_bytes for one in plans) <= kv_cache_memory
+        for memory, left in (2 * nbytes, "open"), (2 * nbytes - 1, "closed"):
+            with of_folder(tmp_path, limits, memory=memory) as server:
+                for name in "ab":
+                    server.complete("a", model=name)
+                assert states(server) == {"a": left, "b": "open"}
 
 
 def test_requests_name_their_engine(server: Running) -> None:

@@ -32,6 +32,16 @@ def test_it_has_every_route_and_no_other() -> None:
     assert routes == ours
 
 
+def test_every_key_of_a_body_is_described() -> None:
+    """Those that a body shares with a chat, too."""
+    with running() as server:
+        schemas = server.ask("GET", "/openapi.json").json["components"]["schemas"]
+    responses, messages = (schemas[name]["properties"] for name in ("ResponsesBody", "MessagesBody"))
+    assert {"input", "include", "top_logprobs", "temperature", "timeout"} <= responses.keys()
+    assert {"messages", "stop_sequences", "max_tokens", "temperature", "timeout"} <= messages.keys()
+    assert responses["top_logprobs"]["anyOf"][0] == {"type": "integer"}
+
+
 def test_bodies_are_described_as_they_are_read() -> None:
     with running() as server:
         described = server.ask("GET", "/openapi.json").json

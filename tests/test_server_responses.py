@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +18,10 @@ from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.form import Choice, PromptPart
 from enginewright.runtime.server.responses_store import ResponseStore, StoredResponse
-from tests.helpers.serving import Answer, Running, exactly, running, tiny_engine
+from tests.helpers.serving import CHAT, HELLO, Answer, Running, exactly, running, tiny_engine
 
 RESPONSES = "/v1/responses"
+LOGPROBS = "message.output_text.logprobs"
 ADD = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
@@ -160,6 +162,62 @@ def test_events(server: Running) -> None:
         assert "".join(event["delta"] for event in mine if event["type"].endswith(".delta")) == whole
         (done,) = (event for event in mine if event["type"] == f"response.{kind}.done")
         assert done["arguments" if kind.startswith("function") else "text"] == whole
+
+
+def test_logprobs(server: Running, client: openai.OpenAI) -> None:
+    """Of the text, not of reasoning and calls: as a chat has them, in the response and in each event of the text."""
+    wanted: Any = {"tools": TOOLS, "include": [LOGPROBS], "top_logprobs": 2}
+    response = client.responses.create(**asked(**wanted))
+    assert response.top_logprobs == 2
+    (message,) = (item for item in response.output if item.type == "message")
+    (part,) = message.content
+    assert part.type == "output_text" and part.logprobs is not None and part.text == "I add."
+    assert "".join(one.token for one in part.logprobs).strip() == part.text
+    assert all(bytes(one.bytes).decode() == one.token and len(one.top_logprobs) == 2 for one in part.logprobs)
+    given = [one.model_dump() for one in part.logprobs]
+
+    body: Any = {"messages": HELLO, "max_tokens": 400, "logprobs": True, "top_logprobs": 2}
+    functions = [{key: entry for key, entry in tool.items() if key != "type"} for tool in TOOLS]
+    body |= {"tools": [{"type": "function", "function": function} for function in functions]}
+    answer = server.post(CHAT, body | {"structured_outputs": exactly(MESSAGE)}, {"Authorization": "Bearer key"})
+    chat = json.loads(answer.body.replace(b'"bytes":null', b'"bytes":[]'))["choices"][0]["logprobs"]["content"]
+    assert any(chat[start : start + len(given)] == given for start in range(len(chat)))
+
+    given_by_hand = {"max_output_tokens": 400, "structured_outputs": exactly(MESSAGE), "stream": True}
+    stream = events(post(server, wanted | given_by_hand))
+    deltas = [event["logprobs"] for event in stream if event["type"] == "response.output_text.delta"]
+    assert all(deltas) and [one for delta in deltas for one in delta] == given
+    (done,) = (event for event in stream if event["type"] == "response.output_text.done")
+    parts = [event["part"] for event in stream if event["type"].startswith("response.content_part")]
+    assert done["logprobs"] == given
+    assert [one.get("logprobs") for one in parts] == [None, None, [], given]
+    items = [event["item"] for event in stream if event["type"] == "response.output_item.done"]
+    assert stream[-1]["response"]["output"] == items and items[1]["content"][0]["logprobs"] == given
+    without = client.responses.create(**asked(include=[LOGPROBS])).output[1]
+    assert without.type == "message" and without.content[0].type == "output_text"
+    assert all(one.top_logprobs == [] and one.logprob <= 0 for one in without.content[0].logprobs or [])
+
+
+def test_logprobs_of_parts_of_characters(server: Running) -> None:
+    """They are of the text that their character comes in, and have no bytes of their own."""
+    body = {"max_output_tokens": 100, "structured_outputs": exactly("a\U0001f600b"), "include": [LOGPROBS]}
+    (item,) = post(server, body).json["output"]
+    (content,) = item["content"]
+    assert content["text"] == "a\U0001f600b" and len(content["logprobs"]) == 6
+    assert [one["bytes"] for one in content["logprobs"]] == [[97], [], [], [], [], [98]]
+    deltas = [one for one in events(post(server, body | {"stream": True})) if one["type"].endswith("text.delta")]
+    for one in deltas:  # those that wait for a slow client come together
+        assert len(one["logprobs"]) == sum({"\U0001f600": 4}.get(char, 1) for char in one["delta"])
+
+
+def test_a_response_is_kept_by_the_thread_of_the_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long its JSON takes: the store belongs to that thread."""
+    store, threads = server.engines.responses, list[str]()
+    put = store.put
+    monkeypatch.setattr(store, "put", lambda *given: threads.append(threading.current_thread().name) or put(*given))
+    for more in ({}, {"stream": True}, {"include": [LOGPROBS]}):
+        assert post(server, more).status == 200
+    assert threads == ["server"] * 3
 
 
 def test_async_client(server: Running) -> None:
@@ -400,7 +458,9 @@ def parts(*given: Any) -> dict[str, Any]:
         ({"store": "x"}, "store", "expected `bool | null`"),
         ({"metadata": {"a": 1}}, "metadata[...]", "expected `str`"),
         ({"previous_response_id": "resp_x"}, "previous_response_id", "there is no response 'resp_x' to go on from"),
-        ({"include": ["web_search_call.results"]}, "include", "'web_search_call.results'; there is reasoning"),
+        ({"include": ["web_search_call.results"]}, "include", "'web_search_call.results'; there is message.output"),
+        ({"include": LOGPROBS}, "include", "expected `array | null`"),
+        ({"include": [3]}, "include[0]", "expected `str`"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'; there are function"),
         ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "tools[0].type", "'file_search'"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
@@ -440,7 +500,13 @@ def parts(*given: Any) -> dict[str, Any]:
         ({"conversation": "conv_x"}, "conversation", "not implemented"),
         ({"prompt": {"id": "x"}}, "prompt", "not implemented"),
         ({"max_tool_calls": 3}, "max_tool_calls", "not implemented"),
-        ({"top_logprobs": 2}, "top_logprobs", "not implemented"),
+        ({"top_logprobs": 2}, "top_logprobs", 'top_logprobs goes with include: ["message.output_text.logprobs"]'),
+        ({"top_logprobs": -1}, "top_logprobs", "top_logprobs goes with include"),
+        ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "top_logprobs must be between 0 and 20"),
+        ({"top_logprobs": -1, "include": [LOGPROBS]}, "top_logprobs", "top_logprobs must be between 0 and 20"),
+        ({"top_logprobs": "2", "include": [LOGPROBS]}, "top_logprobs", "expected `int | null`"),
+        ({"top_logprobs": True, "include": [LOGPROBS]}, "top_logprobs", "expected `int | null`"),
+        ({"logprobs": True}, "logprobs", "there is no key called logprobs: did you mean top_logprobs?"),
         ({"messages": []}, "messages", "there is no key called messages"),
         ({"max_tokens": 3}, "max_tokens", "there is no key called max_tokens"),
         ({"model": "other"}, "model", "there is no model 'other'"),
@@ -464,6 +530,7 @@ def test_what_changes_nothing(server: Running) -> None:
         "service_tier": "auto",
         "text": {"format": {"type": "text"}, "verbosity": "medium"},
         "tools": [],
+        "top_logprobs": 0,
         "truncation": "disabled",
         "user": "x",
     }

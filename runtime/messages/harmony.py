@@ -63,6 +63,15 @@ class HarmonyParser:
         """Whether the message that goes on is an analysis."""
         return self._header is not None and self._call is None and _ANALYSIS.search(self._header) is not None
 
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of what was pushed that may still become text."""
+        header = len(self._header or "")
+        if self._in_header:
+            return header + len(self._rest)
+        call = 0 if self._call is None else sum(map(len, self._call))
+        return len(self._rest) + call + (header + len(_MESSAGE) if self._call is not None and not self._is_given else 0)
+
     def push(self, text: str) -> list[Piece]:
         self._rest += text
         pieces: list[Piece] = []

@@ -4,12 +4,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Literal
 
 import msgspec
 
 from enginewright.runtime.messages.calls import MAX_HEAD_CHARS, Arguments, Call, CallFormat, Schemas
+from enginewright.runtime.sampling import SampledToken
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Text(msgspec.Struct, frozen=True):
     """Of a message, for the user."""
 
     text: str
+    tokens: tuple[SampledToken, ...] = ()  # that it is written with, where somebody asks for their log-probabilities
 
 
 class Reasoning(msgspec.Struct, frozen=True):
@@ -65,7 +67,14 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
     whole: list[Piece] = []
     for kind, group in groupby(pieces, type):
         same = list(group)
-        whole += same if kind is Call else [kind("".join(piece.text for piece in same if not isinstance(piece, Call)))]
+        if kind is Call:
+            whole += same
+            continue
+        one = kind("".join(piece.text for piece in same if not isinstance(piece, Call)))
+        if isinstance(one, Text):
+            tokens = chain.from_iterable(piece.tokens for piece in same if isinstance(piece, Text))
+            one = Text(one.text, tuple(tokens))
+        whole.append(one)
     return whole
 
 
@@ -115,6 +124,11 @@ class MessageParser:
     def in_reasoning(self) -> bool:
         """Whether what comes next may go on with the reasoning."""
         return "reasoning" in (self._place, self._outside if self._place == "call" else None)
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of what was pushed that may still become text."""
+        return len(self._rest) + (sum(map(len, self._call)) if self._place == "call" else 0)
 
     def push(self, text: str) -> list[Piece]:
         self._rest += text

@@ -14,7 +14,7 @@ from enginewright.runtime.outputs import Delta
 from enginewright.runtime.prompts import ROLES, Conversation, Prompt
 from enginewright.runtime.sampling import MAX_LOGPROBS, SampledToken
 from enginewright.runtime.server.errors import ApiError
-from enginewright.runtime.server.form import REPLACEMENT, Choice, ChoicesForm, Include, encode, new_call_id, shown
+from enginewright.runtime.server.form import Choice, ChoicesForm, Include, encode, new_call_id
 from enginewright.runtime.server.protocol import NOTHING, Body, check_keys, convert, not_implemented, without_nothing
 from enginewright.runtime.server.tools import ToolCall, Tools
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
@@ -183,9 +183,10 @@ class ChatBody(Body, kw_only=True):
         ]
 
     def params(self) -> dict[str, Any]:
-        if self.top_logprobs is not None and not (self.logprobs and 0 <= self.top_logprobs <= MAX_LOGPROBS):
-            rule = f"must be between 0 and {MAX_LOGPROBS}, with logprobs true"
-            raise ApiError(400, f"top_logprobs {rule}", param="top_logprobs")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs goes with logprobs: set it to true", param="top_logprobs")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise ApiError(400, f"top_logprobs must be between 0 and {MAX_LOGPROBS}", param="top_logprobs")
         tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return {
             **self.sampling(),
@@ -266,19 +267,4 @@ class ChatForm(ChoicesForm):
         return {"prompt_logprobs": self.prompt_logprobs(choices[0].prompt)} if self.include.prompt_logprobs else {}
 
     def logprobs(self, choice: Choice, tokens: Sequence[SampledToken]) -> dict[str, Any]:
-        return {
-            "content": [
-                {
-                    **self._entry(sampled.token, sampled.logprob),
-                    "top_logprobs": [self._entry(token, logprob) for token, logprob in sampled.top_logprobs],
-                }
-                for sampled in tokens
-            ],
-            "refusal": None,
-        }
-
-    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """bytes is null for a token that is a part of a character, whose bytes its text does not give."""
-        text = self._token_text(token)
-        whole = REPLACEMENT not in text
-        return {"token": text, "logprob": shown(logprob), "bytes": list(text.encode()) if whole else None}
+        return {"content": [self._scored(sampled) for sampled in tokens], "refusal": None}

@@ -28,7 +28,7 @@ from enginewright.runtime.count import format_bytes
 from enginewright.runtime.devices import open_engine
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.machine import free_memory
-from enginewright.runtime.memory_plan import RuntimeConfig, limits_of, plan_memory
+from enginewright.runtime.memory_plan import RuntimeConfig, limits_of
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.errors import ApiError, internal, overloaded, shutting_down
 from enginewright.runtime.server.log import log_refused_bytes
@@ -37,6 +37,7 @@ from enginewright.runtime.server.responses_store import ResponseStore
 from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.wire import ClientGone, until_gone
 from enginewright.runtime.server.work import timed_out
+from enginewright.runtime.speculation.methods import plan_engine_memory
 from enginewright.runtime.stats import Stats
 from enginewright.targets import CPU
 
@@ -76,7 +77,7 @@ class ServedEngine:
     facts: Facts | None  # None: its file cannot be read
     metrics: Metrics | None = None  # of all times that this content was open; None without facts
     service: Service | None = None  # while it is open
-    nbytes: int = 0  # that it takes while it is open: weights, activations and KV cache
+    nbytes: int = 0  # that it takes while it is open: weights, activations and KV caches
     users: set[object] = field(default_factory=set)  # requests that use it
     waiting: set[object] = field(default_factory=set)  # requests that wait until it is open
     opening: "asyncio.Task[ApiError | None] | None" = None  # gives why it cannot be opened
@@ -321,7 +322,7 @@ class Engines:
         """Close engines, the least recently used first, until there is memory for this one.
 
         Returns:
-            Limits for it, with the size of its KV cache, and the bytes that it takes.
+            Limits for it, with the size of its KV caches, and the bytes that it takes.
 
         Raises:
             NotEnoughMemoryError: it does not fit alone.
@@ -329,13 +330,12 @@ class Engines:
         while True:
             room = self.memory - sum(one.nbytes for one in self.all)
             try:
-                planned = plan_memory(opened.plan, self._limits, opened.weight_bytes, free=room)
-                nbytes = opened.weight_bytes + planned.arena_bytes + planned.kv_bytes
+                limits, nbytes = plan_engine_memory(opened, self._limits, room)
                 why = NotEnoughMemoryError(
                     f"{engine.path} takes {format_bytes(nbytes)}", f"engines may take {format_bytes(self.memory)}"
                 )
                 if nbytes <= room:
-                    return replace(self._limits, kv_cache_memory=planned.kv_bytes), nbytes
+                    return limits, nbytes
             except NotEnoughMemoryError as error:
                 why = error
             others = [one for one in self.all if one.service is not None]

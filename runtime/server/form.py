@@ -16,6 +16,7 @@ from enginewright.runtime.outputs import Delta, RequestMetrics
 from enginewright.runtime.prompts import Prompt, text_of
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.server.errors import ApiError
+from enginewright.runtime.server.token_aligner import TokenAligner
 from enginewright.runtime.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -57,15 +58,29 @@ class Choice:
     def tokens(self) -> list[SampledToken]:
         return [token for delta in self.deltas for token in delta.tokens]
 
-    def push(self, delta: Delta) -> list[Piece]:
-        """The parts of its message that this adds. Each delta is to be given once, in order."""
-        if self.parser is None:
-            return [Text(delta.text)] if delta.text else []
+    def push(self, delta: Delta, aligner: TokenAligner | None = None) -> list[Piece]:
+        """The parts of its message that this adds. Each delta is to be given once, in order.
+
+        Args:
+            aligner: the same for all deltas; it gives texts their tokens.
+        """
         pieces: list[Piece] = []
-        for start, end in pairwise((0, *delta.ends, len(delta.text))):
-            self.num_reasoning_tokens += bool(delta.tokens) and self.parser.in_reasoning
-            pieces += self.parser.push(delta.text[start:end])
-        return joined(pieces if delta.finish_reason is None else pieces + self.parser.end())
+        parts = list(pairwise((0, *delta.ends, len(delta.text))))
+        for place, (start, end) in enumerate(parts):
+            text, is_last = delta.text[start:end], place == len(parts) - 1
+            found = self._pieces(text, is_token=bool(delta.tokens), is_end=is_last and delta.finish_reason is not None)
+            if aligner is not None:
+                tokens = delta.tokens[place:] if is_last else delta.tokens[place : place + 1]
+                found = aligner.align(tokens, text, found, self.parser.num_held if self.parser is not None else 0)
+            pieces += found
+        return joined(pieces)
+
+    def _pieces(self, text: str, *, is_token: bool, is_end: bool) -> list[Piece]:
+        if self.parser is None:
+            return [Text(text)] if text else []
+        self.num_reasoning_tokens += is_token and self.parser.in_reasoning
+        pieces = self.parser.push(text)
+        return pieces + self.parser.end() if is_end else pieces
 
 
 @dataclass(frozen=True)
@@ -165,6 +180,24 @@ class Form(ABC):
         """The last event of a stream that fails."""
         return b"data: " + error.body + b"\n\n"
 
+    def ended(self) -> None:
+        """Called in the event loop's thread once the response is whole, before its last bytes are sent."""
+        return
+
+    def _scored(self, sampled: SampledToken) -> dict[str, Any]:
+        """A token with its log-probability, and the likeliest ones with theirs."""
+        top = [self._entry(token, logprob) for token, logprob in sampled.top_logprobs]
+        return {**self._entry(sampled.token, sampled.logprob), "top_logprobs": top}
+
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        """bytes is null for a token that is a part of a character, whose bytes its text does not give."""
+        text = self._token_text(token)
+        whole = REPLACEMENT not in text
+        return {"token": text, "logprob": shown(logprob), "bytes": list(text.encode()) if whole else None}
+
+    def _token_text(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
 
 class ChoicesForm(Form):
     """A response of several choices, each with its log-probabilities.
@@ -253,9 +286,6 @@ class ChoicesForm(Form):
             usage = {"prompt_tokens": count, "completion_tokens": written, "total_tokens": count + written}
             tail = b'}],"usage":' + encode(usage) + b"}\n\n"
         return b"".join((self._head, b"%d" % choice.index, keys, tail))
-
-    def _token_text(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special_tokens=False)
 
 
 DONE = b"data: [DONE]\n\n"

@@ -157,6 +157,7 @@ class Generation:
     async def _stream(self, send: Send) -> None:
         await _together([self._stream_prompt(number, send) for number in range(len(self._requests))])
         end = self._form.closing(self._all_choices, self._usage())
+        self._form.ended()
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _stream_prompt(self, number: int, send: Send) -> None:
@@ -182,6 +183,7 @@ class Generation:
             body = self._form.body(*arguments)
         else:  # thousands of tokens have tens of thousands of names
             body = await asyncio.to_thread(self._form.body, *arguments)
+        self._form.ended()
         self._started = True
         await send_json(send, 200, body)
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 
 from enginewright.runtime.messages.calls import Arguments, Call
-from enginewright.runtime.messages.parser import Piece, Reasoning
+from enginewright.runtime.messages.parser import Piece, Reasoning, Text
 from enginewright.runtime.outputs import Delta
+from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.server.form import Choice, Form, Include, Usage, new_call_id
+from enginewright.runtime.server.token_aligner import TokenAligner
 from enginewright.runtime.tokenizer import Tokenizer
 
 
@@ -22,6 +24,7 @@ class Part:
     id: str = field(default_factory=lambda: token_hex(12))
     call_id: str = field(default_factory=new_call_id)
     texts: list[str] = field(default_factory=list)  # for a call its arguments, as JSON
+    tokens: list[Sequence[SampledToken]] = field(default_factory=list)  # of each of its texts, if they were asked for
 
     @property
     def text(self) -> str:
@@ -34,10 +37,11 @@ class PartsForm(Form):
     def __init__(self, id: str, model: str, fingerprint: str, tokenizer: Tokenizer, include: Include) -> None:
         super().__init__(id, model, fingerprint, tokenizer, include)
         self._parts: list[Part] = []
+        self._aligner = TokenAligner() if include.logprobs else None
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         events = []
-        for piece in choice.push(delta):
+        for piece in choice.push(delta, self._aligner):
             if isinstance(piece, Reasoning) and not self.include.reasoning:
                 continue
             last = self._parts[-1] if self._parts else None
@@ -56,7 +60,7 @@ class PartsForm(Form):
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         (choice,) = choices
         for delta in choice.deltas:
-            for piece in choice.push(delta):
+            for piece in choice.push(delta, self._aligner):
                 if not isinstance(piece, Reasoning) or self.include.reasoning:
                     self._add(piece)
         return self._body(choice, usage)
@@ -67,8 +71,10 @@ class PartsForm(Form):
             self._parts.append(Part(len(self._parts), Call, piece.name))
         elif not isinstance(piece, Arguments) and (not self._parts or self._parts[-1].kind is not type(piece)):
             self._parts.append(Part(len(self._parts), type(piece)))
-        self._parts[-1].texts.append(piece.arguments if isinstance(piece, Call) else piece.text)
-        return self._parts[-1]
+        part = self._parts[-1]
+        part.texts.append(piece.arguments if isinstance(piece, Call) else piece.text)
+        part.tokens += [piece.tokens] if isinstance(piece, Text) else []
+        return part
 
     @abstractmethod
     def _begin(self, part: Part) -> bytes:

@@ -32,10 +32,10 @@ OFF: Mapping[str, Sequence[Any]] = {
     "max_tool_calls": (),
     "moderation": (),
     "prompt": (),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 RENAMES = {
+    r"logprobs\b": "top_logprobs",
     r"max_(completion_)?tokens\b": "max_output_tokens",
     r"messages\b": "input",
     r"(input\[\d+\])\.function\.arguments": r"\1.arguments",
@@ -46,7 +46,8 @@ RENAMES = {
 }
 # What clients send back of items that they got.
 KEPT = ("annotations", "logprobs", "phase", "prompt_cache_breakpoint")
-INCLUDED = ("reasoning.encrypted_content",)  # it asks for nothing: the reasoning is in its item, as text
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the last one asks for nothing: the reasoning is there, as text
 PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
 
 
@@ -139,6 +140,7 @@ class ResponsesBody(msgspec.Struct):
     text: TextConfig | None = None
     tool_choice: str | dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    top_logprobs: int | None = None  # with LOGPROBS in include
 
     def items(self) -> list[dict[str, Any]]:
         """The input, each item with its type and an id."""
@@ -160,6 +162,11 @@ class ResponsesBody(msgspec.Struct):
             if value not in INCLUDED:
                 raise not_implemented("include", f"{value[:60]!r}; there is {', '.join(INCLUDED)}")
         keys = {"max_completion_tokens": self.max_output_tokens} | self._tools()
+        if LOGPROBS in (self.include or ()):
+            keys |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        elif self.top_logprobs:
+            why = f'top_logprobs goes with include: ["{LOGPROBS}"]'
+            raise ApiError(400, why, param="top_logprobs")
         if self.reasoning is not None:
             if self.reasoning.summary not in (None, "auto"):
                 raise not_implemented("reasoning.summary", "the reasoning comes whole")
@@ -217,6 +224,7 @@ class ResponsesBody(msgspec.Struct):
             "text": {"format": {"type": "text"}} | (keys.get("text") or {}),
             "tool_choice": self.tool_choice or "auto",
             "tools": self.tools or [],
+            "top_logprobs": self.top_logprobs or 0,
             "top_p": keys.get("top_p"),
             "truncation": "disabled",
         }

@@ -1,11 +1,15 @@
 """Responses as OpenAI's Responses API has them."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
+import msgspec
+
 from enginewright.runtime.messages.calls import Call
-from enginewright.runtime.messages.parser import Reasoning
+from enginewright.runtime.messages.parser import Reasoning, Text
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, Include, Usage, encode, typed_event
 from enginewright.runtime.server.parts import Part, PartsForm
@@ -37,6 +41,8 @@ class ResponsesForm(PartsForm):
         super().__init__(id, model, fingerprint, tokenizer, include)
         self._request, self._keep = request, keep
         self._num_events = 0
+        self._stored: StoredResponse | None = None  # once it is complete
+        self._written: defaultdict[Part, list[list[msgspec.Raw]]] = defaultdict(list)  # log-probabilities of each text
 
     def opening(self, choice: Choice, cached_tokens: int) -> bytes:
         response = self._response("in_progress", None)
@@ -46,37 +52,35 @@ class ResponsesForm(PartsForm):
         empty: dict[str, Any] = {"arguments": ""} if part.kind is Call else {"content": []}
         item = self._item(part, "in_progress") | empty
         added = self._event("response.output_item.added", output_index=part.index, item=item)
-        return (
-            added
-            if part.kind is Call
-            else added + self._part_event("content_part.added", part, part=_content(part, ""))
-        )
+        if part.kind is Call:
+            return added
+        return added + self._part_event("content_part.added", part, part=self._content(part, len(part.texts)))
 
     def _growth(self, part: Part) -> bytes:
-        return self._part_event(f"{_stem(part)}.delta", part, delta=part.texts[-1], **_no_logprobs(part))
+        return self._part_event(f"{_stem(part)}.delta", part, delta=part.texts[-1], **self._logprobs(part, -1))
 
     def _end(self, part: Part, *, is_cut: bool) -> bytes:
         if part.kind is Call:
             events = [self._part_event(f"{_stem(part)}.done", part, name=part.name, arguments=part.text)]
         else:
-            events = [self._part_event(f"{_stem(part)}.done", part, text=part.text, **_no_logprobs(part))]
-            events.append(self._part_event("content_part.done", part, part=_content(part, part.text)))
+            events = [self._part_event(f"{_stem(part)}.done", part, text=part.text, **self._logprobs(part))]
+            events.append(self._part_event("content_part.done", part, part=self._content(part)))
         item = self._item(part, "incomplete" if is_cut else "completed")
         events.append(self._event("response.output_item.done", output_index=part.index, item=item))
         return b"".join(events)
 
     def _closing(self, choice: Choice, usage: Usage) -> bytes:
-        return self._event(f"response.{_status(choice)}", response=self._ended(choice, usage))
+        return self._event(f"response.{_status(choice)}", response=self._complete(choice, usage))
 
     def failure(self, error: ApiError) -> bytes:
         failed = {"error": {"code": "server_error", "message": error.message}}
         return self._event("response.failed", response=self._response("failed", None) | failed)
 
     def _body(self, choice: Choice, usage: Usage) -> bytes:
-        return encode(self._ended(choice, usage))
+        return encode(self._complete(choice, usage))
 
-    def _ended(self, choice: Choice, usage: Usage) -> dict[str, Any]:
-        """The complete response, which is kept if it was to be."""
+    def _complete(self, choice: Choice, usage: Usage) -> dict[str, Any]:
+        """The complete response."""
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if choice.finish_reason == "length" else {}
         counts = {
             "input_tokens": usage.prompt_tokens,
@@ -89,8 +93,12 @@ class ResponsesForm(PartsForm):
         ended = {"completed_at": int(time.time()), "usage": counts}
         response = self._response(_status(choice), choice) | details | ended
         if self._request.is_stored:
-            self._keep(self.id, StoredResponse(encode(response), encode(self._request.items)))
+            self._stored = StoredResponse(encode(response), encode(self._request.items))
         return response
+
+    def ended(self) -> None:
+        if self._stored is not None:
+            self._keep(self.id, self._stored)
 
     def _response(self, status: str, choice: Choice | None) -> dict[str, Any]:
         """choice: that has ended; None: it has not."""
@@ -118,7 +126,28 @@ class ResponsesForm(PartsForm):
         own: dict[str, Any] = (
             {"summary": [], "encrypted_content": None} if kind == "reasoning" else {"role": "assistant"}
         )
-        return item | own | {"content": [_content(part, part.text)]}
+        return item | own | {"content": [self._content(part)]}
+
+    def _content(self, part: Part, first: int = 0) -> dict[str, Any]:
+        """first: the number of the text of a part that it begins with."""
+        text = "".join(part.texts[first:])
+        if part.kind is Reasoning:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], **self._logprobs(part, first)}
+
+    def _logprobs(self, part: Part, first: int = 0) -> dict[str, Any]:
+        """Of a part's texts from this one on. Whatever shows a text has the key, whether they were wanted or not."""
+        if part.kind is not Text:
+            return {}
+        written = self._written[part]
+        for tokens in part.tokens[len(written) :]:  # each is shown several times, and has thousands of names
+            written.append([msgspec.Raw(encode(self._scored(token))) for token in tokens])
+        return {"logprobs": list(chain.from_iterable(written[first:]))}
+
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        """As in a chat, but that this API always has a list of bytes."""
+        entry = super()._entry(token, logprob)
+        return entry | {"bytes": entry["bytes"] or []}
 
     def _part_event(self, name: str, part: Part, /, **keys: Any) -> bytes:
         place = {} if part.kind is Call else {"content_index": 0}
@@ -140,17 +169,6 @@ def _stem(part: Part) -> str:
     if part.kind is Call:
         return "function_call_arguments"
     return "reasoning_text" if part.kind is Reasoning else "output_text"
-
-
-def _content(part: Part, text: str) -> dict[str, Any]:
-    if part.kind is Reasoning:
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _no_logprobs(part: Part) -> dict[str, Any]:
-    """Events of texts have them, whether they were wanted or not."""
-    return {"logprobs": []} if part.kind is not Call and part.kind is not Reasoning else {}
 
 
 def _item_id(part: Part) -> str:

@@ -83,13 +83,7 @@ class DraftModel(Proposer):
         Raises:
             UsageError: the engine has no draft in this role.
         """
-        draft, memory_plan = engine.for_role(role), executor.memory_plan
-        limits = replace(
-            config,
-            max_model_len=min(memory_plan.max_model_len, draft.plan.max_seq_len),
-            max_logit_rows=config.max_num_seqs,
-            kv_cache_memory=int(kv_bytes_of_draft(role, engine, config, memory_plan.kv_bytes)),
-        )
+        draft, limits = engine.for_role(role), config_of_draft(role, engine, config, executor.memory_plan.kv_bytes)
         return DraftModel(open_executor(draft, limits, executor.weights), StepCost.of(draft))
 
     def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
@@ -225,6 +219,25 @@ class DraftModel(Proposer):
 def _behind(own: TokenSequence) -> int:
     """Tokens that are known and not computed."""
     return len(own.token_ids) - own.num_computed_tokens
+
+
+def config_of_draft(role: str, engine: Engine, config: RuntimeConfig, kv_bytes: int | None = None) -> RuntimeConfig:
+    """Limits of a draft.
+
+    Args:
+        config: those of the model.
+        kv_bytes: that the model's KV caches take; None: nobody knows yet.
+
+    Raises:
+        UsageError: the engine has no draft in this role.
+    """
+    length = config.max_model_len or engine.plan.max_seq_len
+    return replace(
+        config,
+        max_model_len=min(length, engine.for_role(role).plan.max_seq_len),
+        max_logit_rows=config.max_num_seqs,
+        kv_cache_memory=None if kv_bytes is None else int(kv_bytes_of_draft(role, engine, config, kv_bytes)),
+    )
 
 
 def kv_bytes_of_draft(role: str, engine: Engine, config: RuntimeConfig, kv_bytes: float) -> float:

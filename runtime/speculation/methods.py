@@ -5,10 +5,11 @@ from dataclasses import replace
 from functools import partial
 
 from enginewright.manifest import NGRAM, ROLES
+from enginewright.plan import Plan
 from enginewright.runtime.devices import Executor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.speculation.draft import DraftModel, kv_bytes_of_draft
+from enginewright.runtime.memory_plan import FREE_SHARE, RuntimeConfig, limits_of, plan_memory
+from enginewright.runtime.speculation.draft import DraftModel, config_of_draft, kv_bytes_of_draft
 from enginewright.runtime.speculation.lookup import PromptLookup
 from enginewright.runtime.speculation.proposer import Proposer
 from enginewright.runtime.speculation.speculator import Speculator
@@ -40,6 +41,36 @@ def config_of_model(engine: Engine, config: RuntimeConfig) -> RuntimeConfig:
     if config.kv_cache_memory is None:
         return config
     return replace(config, kv_cache_memory=int(share * config.kv_cache_memory))
+
+
+def plan_engine_memory(engine: Engine, config: RuntimeConfig, free: int) -> tuple[RuntimeConfig, int]:
+    """The limits to open an engine with where `free` bytes are there for it, and the bytes that it takes with them.
+
+    Weights, activations and KV caches count, those of the draft, too, if it guesses.
+
+    Raises:
+        NotEnoughMemoryError: what is there for KV caches does not hold one sequence of the longest length.
+        UsageError: the engine has no draft of the kind that is to guess.
+    """
+    config = with_method(engine, config)
+    role = config.speculate if config.speculate in ROLES and engine.plan.generates else None
+    if config.kv_cache_memory is None:
+        left = free - engine.weight_bytes - _arena_bytes(engine.plan, config)
+        if role is not None:
+            left -= _arena_bytes(engine.for_role(role).plan, config_of_draft(role, engine, config))
+        config = replace(config, kv_cache_memory=max(int(left * FREE_SHARE), 1))
+    own = plan_memory(engine.plan, config if role is None else config_of_model(engine, config), free=free)
+    nbytes = engine.weight_bytes + own.arena_bytes + own.kv_bytes
+    if role is not None:
+        limits = config_of_draft(role, engine, config, own.kv_bytes)
+        its = plan_memory(engine.for_role(role).plan, limits, free=free)
+        nbytes += its.arena_bytes + its.kv_bytes
+    return config, nbytes
+
+
+def _arena_bytes(plan: Plan, config: RuntimeConfig) -> int:
+    _, limits = limits_of(plan, config)
+    return plan.arena_offsets(limits)[1]
 
 
 def open_speculator(engine: Engine, config: RuntimeConfig, executor: Executor) -> Speculator | None:
