@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as replaced
 
 from enginewright import LLM, SamplingParams
+from enginewright.builder import build
 from enginewright.builder.assembly import assemble
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.draft import Automatic, add_draft
@@ -19,21 +21,28 @@ from enginewright.builder.progress import Silent
 from enginewright.errors import EngineError, UnsupportedModelError
 from enginewright.passes.show_hidden import ShowHidden
 from enginewright.plan import HIDDEN, HIDDEN_BEFORE, Plan
+from enginewright.plugins.kernel import Specialization
 from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.cuda.executor import CudaExecutor
+from enginewright.runtime.devices import Executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.inspect import describe, summarize
-from enginewright.runtime.memory_plan import runtime_config, sequence_bytes
+from enginewright.runtime.memory_plan import RuntimeConfig, runtime_config, sequence_bytes
+from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.score import score
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.head import HeadModel
 from enginewright.runtime.step_cost import StepCost
+from enginewright.runtime.step_plan import StepPlan
 from tests import tolerances
+from tests.emulator.device import device_for
 from tests.helpers.engines import folder_of_engines
+from tests.helpers.graphs import relative_error
 from tests.helpers.heads import MTP, WithHead, silenced, with_mtp
 from tests.helpers.mixed_requests import LIMITS, answers, check_same
 from tests.helpers.onnx_run import run
-from tests.helpers.tiny import MemoryCheckpoint
+from tests.helpers.tiny import ALL_EXPERTS, MemoryCheckpoint
 
 CONFIG = BuildConfig(gate=None)
 
@@ -220,6 +229,40 @@ def test_heads_are_quantized_as_the_model_is(quant: str) -> None:
         assert not any("largest" in call.operands for call in head.calls)
         assert {*head.weight_names(), *model.weight_names()} == set(both.weights) or platform == "cuda"
         assert {call.kernel for call in head.calls if call.kernel.startswith("gemm_")} - {"gemm_bf16@1"}
+
+
+def test_gpus_show_hidden_states_and_are_given_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An emulated one, beside the CPU: the model's states, and what the head makes of them."""
+    kernels: dict[str, Specialization] = {}
+    monkeypatch.setattr(build, "code_sections", lambda own, targets: kernels.update(own) or {})
+    path, config = tmp_path / "gpu.engine", replace(CONFIG, targets=("cpu", "cuda:sm_80"))
+    build_engine(with_mtp("glm4_moe", **ALL_EXPERTS["glm4_moe"]).checkpoint, config, path, draft=Automatic())
+    limits = RuntimeConfig(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=16, max_logit_rows=16, threads=1)
+    tokens, hidden = np.random.default_rng(0).integers(3, 300, 12).tolist(), None
+    for role in None, "mtp":
+        shown = []
+        for target in "cpu", "cuda":
+            with Engine.open(path, target) as opened:
+                engine = opened.for_role(role) if role else opened
+                on_cpu = target == "cpu"
+                executor = CpuExecutor(engine, limits) if on_cpu else CudaExecutor(engine, device_for(kernels), limits)
+                sequence = TokenSequence(tokens, len(tokens), len(tokens) + 1)
+                plan = replaced(_step(executor, sequence), hidden=hidden)
+                outputs = executor.run(plan)
+                shown.append((np.array(outputs.hidden), np.array(outputs.logits)))
+        (hidden, logits), (states, others) = shown
+        assert hidden.shape == (12, 48) and relative_error(states, hidden) < tolerances.ENGINE_GRAPH["bf16"]
+        assert relative_error(others, logits) < tolerances.ENGINE_GRAPH["bf16"]
+
+
+def _step(executor: Executor, sequence: TokenSequence) -> StepPlan:
+    """Of a whole prompt."""
+    scheduler = Scheduler(executor.plan.caches, executor.memory_plan)
+    sequence.every_logit = True
+    scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert plan is not None and plan.sizes.tokens == len(sequence.token_ids)
+    return plan
 
 
 def changed(checkpoint: MemoryCheckpoint, **instead: torch.Tensor | None) -> MemoryCheckpoint:
