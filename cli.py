@@ -132,7 +132,7 @@ def main() -> None:
     show_default="none",
     help="What the engine holds as well, to guess what MODEL says next: a smaller model of the same tokenizer, named "
     "like MODEL, for --speculate draft; or skip:8, the first 8 layers of MODEL itself, for --speculate skip; or auto, "
-    "which makes --speculate ngram the engine's default.",
+    "which takes the MTP layer that MODEL carries and makes --speculate mtp the engine's default, or else ngram.",
 )
 @form(
     "--quant",

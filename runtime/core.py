@@ -49,7 +49,7 @@ from enginewright.runtime.speculation.methods import config_of_model, open_specu
 from enginewright.runtime.stats import DiskStats, Stats, StepCounts
 from enginewright.runtime.step_cost import StepCost
 from enginewright.runtime.step_goal import StepGoal
-from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.step_plan import StepOutputs, StepPlan
 from enginewright.runtime.token_mask import Grammar
 from enginewright.runtime.work_class import DEFAULT_WORK, WorkClass
 
@@ -144,6 +144,7 @@ class StepInFlight(msgspec.Struct, frozen=True):
     """A step that has begun, and whose tokens have not been read."""
 
     plan: StepPlan
+    outputs: StepOutputs
     rows: SampledRows
     began: float  # by time.perf_counter
     work: float  # its tokens, each by its cost; 0 where nobody wants to know
@@ -404,7 +405,7 @@ class EngineCore:
             if plan.has_grammar and not self.executor.steps_ahead:  # a GPU samples all rows where they are
                 plan, logits = self._set_aside(plan, logits, time.perf_counter() - began)
             rows = self._sampler.begin(logits, plan.requests)
-            self._in_flight.append(StepInFlight(plan, rows, began, work))
+            self._in_flight.append(StepInFlight(plan, outputs, rows, began, work))
             if len(self._in_flight) <= self._steps_ahead:
                 return deltas
         if not self._in_flight:
@@ -414,7 +415,7 @@ class EngineCore:
         last = self._in_flight.popleft()
         deltas += self._end(last)
         if not self._in_flight and (self._speculator is not None or last.plan.has_grammar):
-            self._guess(last.plan, time.perf_counter() - began)
+            self._guess(last, time.perf_counter() - began)
         return deltas
 
     def _set_aside(self, plan: StepPlan, logits: Logits, seconds: float) -> tuple[StepPlan, Logits]:
@@ -469,12 +470,14 @@ class EngineCore:
                 self._late.append(one)
         return deltas
 
-    def _guess(self, plan: StepPlan, seconds: float) -> None:
+    def _guess(self, step: StepInFlight, seconds: float) -> None:
         """Guess what comes behind a step that took so long."""
+        plan = step.plan
         free = [one for one in plan.sampling if one.is_running and not one.is_beam and not self._propose_forced(one)]
         if self._speculator is not None:
             if plan.sizes.tokens == plan.sizes.logit_rows:
                 self._speculator.step_took(plan.sizes.tokens, seconds)
+            self._speculator.observe(plan, step.outputs)
             self._sampler.settle()  # a draft samples as its requests will
             for sequence, guesses in self._speculator.guess(free):
                 self._scheduler.propose(sequence, guesses)
