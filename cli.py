@@ -37,7 +37,10 @@ from enginewright.targets import CPU, PTX, SMS, parse_targets
 QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto")
 KV_CACHE_DTYPES = {name: name for name in KV_CACHES}
 KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # vLLM's names
-RUN_LIMITS = ("prefill_chunk_size", "itl_slo_ms", "kv_events", "kv_events_replay", "kv_events_topic")  # of `engine run`
+RUN_LIMITS = (
+    *("prefill_chunk_size", "itl_slo_ms", "kv_cache_disk", "kv_cache_dir"),
+    *("kv_events", "kv_events_replay", "kv_events_topic"),
+)  # of `engine run`
 PROMPT_TOKENS = 256  # of an answer to --prompt without --max-tokens: a text that is continued may have no end
 
 # Sections of help; `engine COMMAND --help` lists them in the order in which their first options are declared.
@@ -129,7 +132,7 @@ def main() -> None:
     show_default="none",
     help="What the engine holds as well, to guess what MODEL says next: a smaller model of the same tokenizer, named "
     "like MODEL, for --speculate draft; or skip:8, the first 8 layers of MODEL itself, for --speculate skip; or auto, "
-    "which makes --speculate ngram the engine's default.",
+    "which takes the MTP layer that MODEL carries and makes --speculate mtp the engine's default, or else ngram.",
 )
 @form(
     "--quant",
@@ -868,6 +871,19 @@ def chat(
     show_default="none: --prefill-chunk-size alone holds",
     help="Goal for the milliseconds between two tokens of an answer. Prompts are then read as fast as the steps that "
     "were measured allow.",
+)
+@section("Limits")(
+    "--kv-cache-disk",
+    type=Bytes(),
+    show_default="nothing is kept",
+    help="Size on disk for what falls out of the KV cache: beginnings of prompts are read from there instead of being "
+    "computed anew, also by the next process.",
+)
+@section("Limits")(
+    "--kv-cache-dir",
+    type=click.Path(file_okay=False),
+    show_default="kv in the folder of caches, $XDG_CACHE_HOME/enginewright",
+    help="Folder for it. Whoever reads it can learn what was asked and answered.",
 )
 @overload(
     "--max-num-waiting",

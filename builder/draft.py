@@ -1,20 +1,31 @@
-"""What an engine holds beside its model to guess what that says next: a smaller model, or its own first layers."""
+"""What an engine holds beside its model to guess what that says next: a smaller model, the model's own first layers, or
+the layer that its checkpoint carries for it.
+"""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
 
 from enginewright.builder.assembly import Assembly, BuildConfig, assemble, check_quant, merged_weights
 from enginewright.builder.checkpoint import Checkpoint, open_checkpoint
 from enginewright.builder.checkpoint.hub import CheckConfig
-from enginewright.builder.lower import Weight, lower, pack_rows
+from enginewright.builder.lower import Lowered, Weight, lower, pack_rows
+from enginewright.builder.models import build_mtp_graph
+from enginewright.builder.models.blocks.mtp import LEFT_OUT
 from enginewright.builder.progress import Progress
 from enginewright.dtypes import KV_CACHES
 from enginewright.errors import UsageError
-from enginewright.manifest import DRAFT, NGRAM, SKIP, plan_section
+from enginewright.manifest import DRAFT, MTP, NGRAM, SKIP, plan_section
 from enginewright.passes.first_layers import first_layers
-from enginewright.passes.pipeline import run_for_target
+from enginewright.passes.pipeline import run_for_target, run_pipeline
 from enginewright.passes.quant.method import Calibration
+from enginewright.passes.show_hidden import ShowHidden
 from enginewright.passes.weights import open_rows
+from enginewright.plan import HIDDEN, Plan
+from enginewright.plugins.kernel import Specialization
 from enginewright.plugins.target import targets_of
 from enginewright.runtime.count import parse_count
 
@@ -28,7 +39,9 @@ class FirstLayers:
 
 @dataclass(frozen=True)
 class Automatic:
-    """The best that there is for this checkpoint, as the engine's default: it looks guesses up, whatever the model."""
+    """The best that there is for this checkpoint, as the engine's default: the layer that it carries to guess with, or
+    else it looks guesses up.
+    """
 
 
 Draft = Checkpoint | FirstLayers | Automatic
@@ -68,8 +81,10 @@ def add_draft(target: Assembly, draft: Draft, progress: Progress, calibration: C
     if isinstance(draft, FirstLayers):
         return with_first_layers(target, draft)
     if isinstance(draft, Automatic):
-        generates = all(plan.generates for plan in target.plans.values())
-        return replace(target, speculate=NGRAM if generates else None)
+        if not all(plan.generates for plan in target.plans.values()):
+            return target
+        head = build_mtp_graph(target.checkpoint, target.max_seq_len)
+        return replace(target, speculate=NGRAM) if head is None else with_mtp(target, head)
     dump = target.config.dump_graphs
     config = replace(target.config, dump_graphs=dump / DRAFT if dump else None)
     return with_draft(target, assemble(draft, config, progress, calibration))
@@ -84,13 +99,7 @@ def with_first_layers(target: Assembly, draft: FirstLayers) -> Assembly:
     """
     if not all(plan.generates for plan in target.plans.values()):
         raise UsageError(f"--draft {SKIP}:{draft.count} is not possible", f"{target.checkpoint.name} writes no text")
-    config = target.config
-    dense, kv_dtype = first_layers(target.dense, draft.count), KV_CACHES[config.kv_cache_dtype].name
-    lowered = []
-    for one in targets_of(config.targets):
-        dump = config.dump_graphs / SKIP / one.name if config.dump_graphs else None
-        ragged = run_for_target(dense.clone(), config.method, one, dump, kv_dtype)
-        lowered.append(lower(ragged, one, target.max_seq_len, config.batch_invariant))
+    lowered = _lower(target, first_layers(target.dense, draft.count), SKIP)
     for name, weight in merged_weights(lowered).items():
         if name not in target.weights or target.weights[name].form != weight.form:
             raise AssertionError(f"the first layers have another {name} than the model")
@@ -102,9 +111,51 @@ def with_first_layers(target: Assembly, draft: FirstLayers) -> Assembly:
     )
 
 
+def with_mtp(target: Assembly, head: ir.Model) -> Assembly:
+    """What the engine of `target` holds with the layer that its checkpoint carries to guess with. The model's own plans
+    show their hidden states then.
+
+    The layer's weights are quantized without calibration: no texts can be streamed through it alone.
+
+    Args:
+        head: from `build_mtp_graph`.
+    """
+    config, dense = target.config, list[ir.Model]()
+    notes = json.loads(head.metadata_props["enginewright.notes"])
+    dump = config.dump_graphs / MTP if config.dump_graphs else None
+    run_pipeline(head, config.method.unseen, dump, KV_CACHES[config.kv_cache_dtype].name, keep=dense.append)
+    shown = _lower(target, target.dense, HIDDEN, hidden=ShowHidden())
+    model = replace(
+        target,
+        plans={one.plan.target: one.plan for one in shown},
+        kernels={name: kernel for one in shown for name, kernel in one.kernels.items()},
+        files={**target.files, **{plan_section(one.plan.target): one.plan.to_json() for one in shown}},
+        notes=[
+            *(note for note in target.notes if not note.endswith(LEFT_OUT)),
+            *(f"{MTP}: {count} weights: {text}" for text, count in notes.items()),
+        ],
+        speculate=MTP,
+    )
+    unseen = replace(model, config=replace(config, quant=config.method.unseen))
+    lowered = _lower(unseen, dense[0], MTP, hidden=ShowHidden())
+    plans, weights = {one.plan.target: one.plan for one in lowered}, merged_weights(lowered)
+    kernels = {name: kernel for one in lowered for name, kernel in one.kernels.items()}
+    return _with_role(model, MTP, {"layers": 1}, plans, weights, kernels)
+
+
+def _lower(target: Assembly, dense: ir.Model, name: str, hidden: ShowHidden | None = None) -> list[Lowered]:
+    """A dense graph for each platform of the engine. name: of a folder for its graphs, where they are dumped."""
+    config, lowered = target.config, []
+    for one in targets_of(config.targets):
+        dump = config.dump_graphs / name / one.name if config.dump_graphs else None
+        kv_dtype = KV_CACHES[config.kv_cache_dtype].name
+        ragged = run_for_target(dense.clone(), config.method, one, dump, kv_dtype, hidden)
+        lowered.append(lower(ragged, one, target.max_seq_len, config.batch_invariant))
+    return lowered
+
+
 def with_draft(target: Assembly, draft: Assembly) -> Assembly:
-    """What the engine of `target` holds with the model of `draft` beside its own. A weight that has the same name and
-    the same bytes in both is stored once.
+    """What the engine of `target` holds with the model of `draft` beside its own.
 
     Raises:
         UsageError: their logits are not of the same tokens.
@@ -115,25 +166,32 @@ def with_draft(target: Assembly, draft: Assembly) -> Assembly:
             raise _no_draft(target.checkpoint, draft.checkpoint, f"{one.checkpoint.name} writes no text")
     if sizes[0] != sizes[1]:
         raise _no_draft(target.checkpoint, draft.checkpoint, f"it has {sizes[1]} tokens, and the model {sizes[0]}")
+    recipe = {"name": draft.checkpoint.name, "model_type": str(draft.checkpoint.config["model_type"])}
+    both = _with_role(target, DRAFT, recipe, draft.plans, draft.weights, draft.kernels)
+    return replace(both, notes=[*target.notes, *(f"{DRAFT}: {note}" for note in draft.notes)])
+
+
+def _with_role(
+    target: Assembly,
+    role: str,
+    recipe: Mapping[str, Any],
+    plans: Mapping[str, Plan],
+    weights: Mapping[str, Weight],
+    kernels: Mapping[str, Specialization],
+) -> Assembly:
+    """The same with another model in a role. A weight that has the same name and bytes in both is stored once."""
     names = {
-        name: name if _same(weight, target.weights.get(name)) else f"{DRAFT}/{name}"
-        for name, weight in draft.weights.items()
+        name: name if _same(weight, target.weights.get(name)) else f"{role}/{name}" for name, weight in weights.items()
     }
-    own = {names[name]: weight for name, weight in draft.weights.items() if names[name] != name}
     files = {
-        plan_section(platform, DRAFT): plan.with_weights(names.__getitem__).to_json()
-        for platform, plan in draft.plans.items()
+        plan_section(platform, role): plan.with_weights(names.__getitem__).to_json() for platform, plan in plans.items()
     }
     return replace(
         target,
-        roles={
-            **target.roles,
-            DRAFT: {"name": draft.checkpoint.name, "model_type": str(draft.checkpoint.config["model_type"])},
-        },
-        weights={**target.weights, **own},
-        kernels={**target.kernels, **draft.kernels},
+        roles={**target.roles, role: recipe},
+        weights={**target.weights, **{names[name]: weight for name, weight in weights.items() if names[name] != name}},
+        kernels={**target.kernels, **kernels},
         files={**target.files, **files},
-        notes=[*target.notes, *(f"{DRAFT}: {note}" for note in draft.notes)],
     )
 
 

@@ -107,6 +107,10 @@ class Weights:
         if names:
             self._notes[note] = self._notes.get(note, 0) + len(names)
 
+    def has_any(self, prefix: str) -> bool:
+        """Whether the checkpoint has a tensor whose name begins so."""
+        return any(name.startswith(prefix) for name in self.tensors.names)
+
     @property
     def notes(self) -> dict[str, int]:
         """What people should know of weights, and of how many."""
@@ -231,9 +235,10 @@ class Weights:
         """The initializers handed out, in the order of their first use."""
         return iter(self._values.values())
 
-    def refuse_left_over(self) -> None:
-        """Raise an error that names the tensors that the model did not ask for."""
+    def refuse_left_over(self, prefix: str = "") -> None:
+        """Raise an error that names the tensors that the model did not ask for, of those whose name begins so."""
         left_over = sorted(self.tensors.names - self.tensors.taken - self._ignored)
+        left_over = [name for name in left_over if name.startswith(prefix)]
         if self._format:
             left_over = [name for name in left_over if not self._format.means_nothing(name)]
         if left_over:

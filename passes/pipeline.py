@@ -21,12 +21,13 @@ from enginewright.passes.quant import QuantConfig
 from enginewright.passes.quant.act_order import SortColumns
 from enginewright.passes.quant.method import Calibration
 from enginewright.passes.quant.quantize import Quantize
+from enginewright.passes.show_hidden import ShowHidden
 from enginewright.passes.to_ragged import ToRagged
 from enginewright.plugins import plugin_of
 from enginewright.plugins.registry import STANDARD_KERNELS
 from enginewright.plugins.target import CPU_TARGET, Target
 
-VIEWS = ("Split", "Reshape")  # ops that a lowering makes no kernel of
+VIEWS = ("Split", "Reshape", "Concat")  # ops that a lowering makes no kernel of
 
 
 def pipeline(
@@ -45,10 +46,11 @@ def pipeline(
     ]
 
 
-def for_target(quant: QuantConfig, kv_dtype: str, target: Target) -> list[Pass]:
-    """The rest, which depends on the target."""
+def for_target(quant: QuantConfig, kv_dtype: str, target: Target, hidden: ShowHidden | None = None) -> list[Pass]:
+    """The rest, which depends on the target. hidden: what is shown to those who guess, if anything."""
     return [
         FuseResidualNorm(),
+        *((hidden,) if hidden else ()),
         Quantize(quant, target),
         FuseSwiGlu(),
         # Packed tokens of many sequences, KV pools.
@@ -90,10 +92,15 @@ def run_pipeline(
 
 
 def run_for_target(
-    dense: ir.Model, quant: QuantConfig, target: Target, dump_graphs: Path | None = None, kv_dtype: str = "bf16"
+    dense: ir.Model,
+    quant: QuantConfig,
+    target: Target,
+    dump_graphs: Path | None = None,
+    kv_dtype: str = "bf16",
+    hidden: ShowHidden | None = None,
 ) -> ir.Model:
-    """The same for another target, from the dense graph on; that is changed in place."""
-    _check_kernels(dense, run_passes(dense, for_target(quant, kv_dtype, target), dump_graphs))
+    """The same for another target, or with hidden states, from the dense graph on; that is changed in place."""
+    _check_kernels(dense, run_passes(dense, for_target(quant, kv_dtype, target, hidden), dump_graphs))
     return dense
 
 

@@ -6,7 +6,7 @@ logit_rows [logit_rows]; first_rows [sequences], each text's first token; for ea
 block_table.<g> [sequences, kv_blocks]; for each group of recurrent states, which follow the KV groups, state_slots.<g>
 [sequences]. For each layer, in and out: key_pool.<layer>, value_pool.<layer> [slots.<g>, kv_heads, head_dim], as
 plugins/kv_write.py has them, or its states by their names, such as conv_pool.<layer>, [state_slots.<g>, …]. Output:
-logits [logit_rows, V]; of an embedding model a row for each text.
+logits [logit_rows, V]; of an embedding model a row for each text. Hidden states are FLOAT [tokens, columns], in or out.
 """
 
 import json
@@ -21,6 +21,7 @@ from enginewright.embedding import RESULTS
 from enginewright.errors import EngineError, UsageError
 from enginewright.passes.graph import nodes_of, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
+from enginewright.plan import HIDDEN, HIDDEN_BEFORE
 from enginewright.plugins import DOMAIN, plugin_of
 from enginewright.plugins.kv_write import BLOCK_SIZE, KV_WRITE, STORED, pool_dtype
 from enginewright.plugins.latent_paged_attention import LATENT_PAGED_ATTENTION
@@ -87,9 +88,10 @@ class _Switch:
             self._pool(node)
         if not pools:
             self._choose_rows()
-        graph.inputs[:] = [*self.inputs.values(), *self.pools]
-        result = next(value for value in graph.outputs if value.name in ("logits", *RESULTS))
-        graph.outputs[:] = [result, *self.written]
+        given = [value for value in graph.inputs if value.name == HIDDEN_BEFORE]
+        graph.inputs[:] = [*self.inputs.values(), *given, *self.pools]
+        results = [value for value in graph.outputs if value.name in ("logits", HIDDEN, *RESULTS)]
+        graph.outputs[:] = [*results, *self.written]
         return len(attentions) + len(latent) + len(recurrences)
 
     def _input(self, name: str, *dims: int | ir.SymbolicDim) -> ir.Value:
@@ -100,8 +102,9 @@ class _Switch:
     def _pack_shapes(self, pooled: ir.SymbolicDim) -> None:
         """[1, T, …] becomes [tokens, …], [1, S, …] [pooled, …], and so do the shapes that reshapes are given."""
         packed = {"T": TOKENS, "S": pooled}
-        for node in self.model.graph:
-            for value in node.outputs:
+        given = [value for value in self.model.graph.inputs if value.name == HIDDEN_BEFORE]
+        for values in (given, *(node.outputs for node in self.model.graph)):
+            for value in values:
                 assert value.shape is not None, value.name
                 dims = value.shape.dims
                 if len(dims) > 1 and dims[0] == 1 and str(dims[1]) in packed:

@@ -13,13 +13,16 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from enginewright.errors import EngineError, UsageError
+from enginewright.runtime import env
 from enginewright.runtime.beam_search import Beam, BeamSearch
+from enginewright.runtime.cache.disk import DiskStore, identity_of
 from enginewright.runtime.candidates import BeamGroup, BestOf, failed
 from enginewright.runtime.detokenizer import Detokenizer, StopMatcher, StopStrings
 from enginewright.runtime.devices import open_executor
@@ -43,10 +46,10 @@ from enginewright.runtime.sampling import (
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.speculation.methods import config_of_model, open_speculator, with_method
-from enginewright.runtime.stats import Stats, StepCounts
+from enginewright.runtime.stats import DiskStats, Stats, StepCounts
 from enginewright.runtime.step_cost import StepCost
 from enginewright.runtime.step_goal import StepGoal
-from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.step_plan import StepOutputs, StepPlan
 from enginewright.runtime.token_mask import Grammar
 from enginewright.runtime.work_class import DEFAULT_WORK, WorkClass
 
@@ -120,6 +123,8 @@ class Request:
         return all(completion.finished for completion in self.completions)
 
 
+DISK_WAIT_S = 0.005  # that a step waits for the disk where it has nothing else to do; then it looks for new requests
+
 # How long a step waits for what a grammar allows: as a share of what its layers took, and at least.
 LATE_SHARE, LATE_S = 0.25, 0.002
 
@@ -139,6 +144,7 @@ class StepInFlight(msgspec.Struct, frozen=True):
     """A step that has begun, and whose tokens have not been read."""
 
     plan: StepPlan
+    outputs: StepOutputs
     rows: SampledRows
     began: float  # by time.perf_counter
     work: float  # its tokens, each by its cost; 0 where nobody wants to know
@@ -159,16 +165,16 @@ class EngineCore:
         self._grammars = Grammars(engine.tokenizer, engine.plan.vocab_size, self._eos_token_ids)
         self._sampler = Sampler(self.executor.draw)
         self._cost = PromptCost(engine.plan)
-        self._goal: StepGoal | None = None
-        if config.itl_slo_ms is not None:
-            self._goal = StepGoal(config.itl_slo_ms / 1e3, StepCost.of(engine))
+        # What a step takes by its work; None: nobody wants to know.
+        self._pace = StepCost.of(engine) if config.itl_slo_ms or config.kv_cache_disk else None
+        goal = StepGoal(config.itl_slo_ms / 1e3, self._pace) if self._pace and config.itl_slo_ms else None
         self._scheduler = Scheduler(
             engine.plan.caches,
             self.executor.memory_plan,
             prefix_caching=config.enable_prefix_caching,
             chunk=config.prefill_chunk_size,
             cost=self._cost.at,
-            goal=self._goal,
+            goal=goal,
         )
         self._speculator = open_speculator(engine, config, self.executor)
         self._completions: dict[TokenSequence, Completion] = {}
@@ -187,6 +193,27 @@ class EngineCore:
                 config.kv_events, config.kv_events_replay, config.kv_events_topic, engine.plan.caches, block_size
             )
             self._scheduler.watch(self._kv_events.put)
+        self._disk = None if config.kv_cache_disk is None else self._open_disk(config, config.kv_cache_disk)
+
+    def _open_disk(self, config: RuntimeConfig, capacity_bytes: int) -> DiskStore:
+        engine, memory = self.engine, self.executor.pools
+        if self._scheduler.shared_block_size is None:
+            why = "sequences of this engine share no blocks" if config.enable_prefix_caching else "nothing is kept"
+            raise UsageError("kv_cache_disk goes with a prefix cache", why, "Leave it out, or enable_prefix_caching.")
+        if memory is None:
+            raise UsageError("kv_cache_disk is for engines on CPUs", "this one keeps its KV cache in a GPU's memory")
+        folder = Path(config.kv_cache_dir) if config.kv_cache_dir else env.cache_folder() / "kv"
+        identity = identity_of(engine.manifest.content_hash, self.executor.isa, engine.plan.caches)
+        store = DiskStore(folder, identity, capacity_bytes, [places.places().shape[1] for places in memory])
+        self._scheduler.keep_on_disk(store, memory, self._seconds_of)
+        return store
+
+    def _seconds_of(self, first: int, end: int) -> float | None:
+        """What it takes to compute these positions of a prompt; None: no step was measured."""
+        assert self._pace is not None
+        if not self._pace.is_measured:
+            return None
+        return self._pace.of_token * self._cost.of(np.arange(first, end, dtype=np.int32))
 
     @property
     def _steps_ahead(self) -> int:
@@ -200,6 +227,8 @@ class EngineCore:
             self._speculator.close()
         if self._kv_events is not None:
             self._kv_events.close()
+        if self._disk is not None:
+            self._disk.close()
         self.executor.close()
 
     @property
@@ -213,7 +242,8 @@ class EngineCore:
     def stats(self) -> Stats:
         """What is going on; its numbers may be a step apart from each other."""
         speculation = None if self._speculator is None else self._speculator.stats()
-        return self._counts.stats(generated_tokens=self._num_generated, speculation=speculation)
+        disk = None if self._disk is None else DiskStats(self._disk.num_bytes, self._disk.num_failures)
+        return self._counts.stats(generated_tokens=self._num_generated, speculation=speculation, disk=disk)
 
     def request(
         self,
@@ -367,7 +397,7 @@ class EngineCore:
         deltas = self._end_late() if self._late else []
         began, plan = time.perf_counter(), self._scheduler.schedule()
         if plan is not None:
-            work = 0.0 if self._goal is None else self._cost.of(plan.inputs["positions"])
+            work = 0.0 if self._pace is None else self._cost.of(plan.inputs["positions"])
             outputs = self.executor.run(plan)
             logits = outputs.logits
             if self._in_flight and plan.has_grammar:
@@ -375,15 +405,17 @@ class EngineCore:
             if plan.has_grammar and not self.executor.steps_ahead:  # a GPU samples all rows where they are
                 plan, logits = self._set_aside(plan, logits, time.perf_counter() - began)
             rows = self._sampler.begin(logits, plan.requests)
-            self._in_flight.append(StepInFlight(plan, rows, began, work))
+            self._in_flight.append(StepInFlight(plan, outputs, rows, began, work))
             if len(self._in_flight) <= self._steps_ahead:
                 return deltas
         if not self._in_flight:
+            if plan is None:
+                self._scheduler.wait_for_disk(DISK_WAIT_S)
             return deltas
         last = self._in_flight.popleft()
         deltas += self._end(last)
         if not self._in_flight and (self._speculator is not None or last.plan.has_grammar):
-            self._guess(last.plan, time.perf_counter() - began)
+            self._guess(last, time.perf_counter() - began)
         return deltas
 
     def _set_aside(self, plan: StepPlan, logits: Logits, seconds: float) -> tuple[StepPlan, Logits]:
@@ -438,12 +470,14 @@ class EngineCore:
                 self._late.append(one)
         return deltas
 
-    def _guess(self, plan: StepPlan, seconds: float) -> None:
+    def _guess(self, step: StepInFlight, seconds: float) -> None:
         """Guess what comes behind a step that took so long."""
+        plan = step.plan
         free = [one for one in plan.sampling if one.is_running and not one.is_beam and not self._propose_forced(one)]
         if self._speculator is not None:
             if plan.sizes.tokens == plan.sizes.logit_rows:
                 self._speculator.step_took(plan.sizes.tokens, seconds)
+            self._speculator.observe(plan, step.outputs)
             self._sampler.settle()  # a draft samples as its requests will
             for sequence, guesses in self._speculator.guess(free):
                 self._scheduler.propose(sequence, guesses)
@@ -469,8 +503,8 @@ class EngineCore:
         now = time.perf_counter()
         seconds = now - max(step.began, self._step_ended)  # its predecessor may have run until then
         self._step_ended = now
-        if self._goal is not None:
-            self._goal.took(step.work, seconds)
+        if self._pace is not None:
+            self._pace.learn(step.work, seconds)
         self._counts.add(plan.sizes.tokens, seconds)
         return self._take_up(plan, sampled)
 

@@ -15,6 +15,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.memory_plan import MemoryPlan, RuntimeConfig
 from enginewright.runtime.sampling import Draw
+from enginewright.runtime.scheduler.stored import PlaceMemory
 from enginewright.runtime.step_plan import StepOutputs, StepPlan
 from enginewright.targets import CPU, CUDA, architectures, choose_code, platforms_of
 
@@ -30,7 +31,8 @@ class Executor(Protocol):
     isa: the instruction set of the CPU that it runs on, or the architecture of the GPU. threads: of the CPU.
     steps_ahead: 1 if a step may be run before the tokens of the one before are known, which it then finds by itself.
     max_top_logprobs: likeliest tokens that a row of logits can be asked for. weights: by name, those that are in memory
-    of its own, for another executor of the same engine.
+    of its own, for another executor of the same engine. pools: the memory of each cache group, where the host can read
+    and write it between steps; None elsewhere.
     """
 
     plan: Plan
@@ -40,6 +42,8 @@ class Executor(Protocol):
     steps_ahead: int
     max_top_logprobs: int
 
+    @property
+    def pools(self) -> Sequence[PlaceMemory] | None: ...
     def run(self, plan: StepPlan) -> StepOutputs: ...
 
     @property

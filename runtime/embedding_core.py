@@ -64,6 +64,8 @@ class EmbeddingCore:
         )
         if config.kv_events is not None:
             raise UsageError("kv_events is for engines that write", "an embedding model keeps no blocks")
+        if config.kv_cache_disk is not None:
+            raise UsageError("kv_cache_disk is for engines that write", "an embedding model keeps nothing")
         self._requests: dict[TokenSequence, TextRequest] = {}
         self._counts = StepCounts(self._scheduler, self.executor.memory_plan)
 

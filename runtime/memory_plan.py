@@ -21,7 +21,8 @@ from enginewright.runtime.machine import free_memory
 from enginewright.runtime.vllm_options import without_engine_options
 
 FREE_SHARE = 0.5  # of the memory that weights and arena leave, for the KV cache where nobody says how much
-TEXTS = ("isa", "device", "speculate", "kv_events", "kv_events_replay", "kv_events_topic")
+TEXTS = ("isa", "device", "speculate", "kv_events", "kv_events_replay", "kv_events_topic", "kv_cache_dir")
+BYTES = ("kv_cache_memory", "kv_cache_disk")
 FLAGS = ("enable_prefix_caching", "mmap")  # limits that are no numbers
 SPECULATE = ("off", NGRAM, *ROLES)
 MAX_GUESSES = 32  # of a sequence in a step
@@ -42,7 +43,8 @@ class RuntimeConfig:
     matters. speculate: how tokens are guessed that a step then verifies, one of SPECULATE; None is what the engine's
     manifest names. speculate_tokens: guesses of a sequence in a step. kv_events: ZeroMQ address where others learn what
     the prefix cache has (kv_events.py), and kv_events_replay, where they ask again for what they missed;
-    kv_events_topic begins each message.
+    kv_events_topic begins each message. kv_cache_disk: bytes of files that keep what the prefix cache has had, and
+    kv_cache_dir, the folder that they are in; None is one in the folder of caches.
 
     Raises:
         UsageError: a limit is of the wrong type or unknown, a number is not positive, or there are too many guesses.
@@ -65,6 +67,8 @@ class RuntimeConfig:
     kv_events: str | None = None
     kv_events_replay: str | None = None
     kv_events_topic: str = ""
+    kv_cache_disk: int | None = None
+    kv_cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         for name, field in RuntimeConfig.__dataclass_fields__.items():
@@ -77,6 +81,8 @@ class RuntimeConfig:
             raise UsageError(f"speculate_tokens is {self.speculate_tokens}", f"it must be {MAX_GUESSES} or less")
         if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
             raise UsageError("kv_events_replay and kv_events_topic go with kv_events", "no events are sent without it")
+        if self.kv_cache_disk is None and self.kv_cache_dir is not None:
+            raise UsageError("kv_cache_dir goes with kv_cache_disk", "nothing is kept on disk without it")
 
     @property
     def guesses(self) -> int:
@@ -118,7 +124,7 @@ def runtime_config(**limits: Any) -> RuntimeConfig:
 
 def _number(name: str, text: str) -> int:
     try:
-        return parse_bytes(text) if name == "kv_cache_memory" else parse_count(text)
+        return parse_bytes(text) if name in BYTES else parse_count(text)
     except UsageError as error:
         raise UsageError(name, str(error)) from error
 

@@ -38,12 +38,21 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskStats:
+    """What is kept on disk of the prefix cache."""
+
+    num_bytes: int
+    num_failures: int  # files that could not be written, or not be read, or were damaged, since the start
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """num_waiting_tokens: of the sequences that wait. kv_usage: share of the KV blocks that sequences hold, in the
     fullest group; what only the prefix cache keeps counts as free.
 
     Totals since the start: computed_tokens (positions that went through the model, again after a preemption),
     prompt_tokens (of sequences that were admitted), cached_prompt_tokens (of these, what the prefix cache spared),
+    restored_tokens (that were read from disk instead of computed, again after a preemption),
     busy_s (seconds in which a step was under way), step_sizes (steps by their number of tokens: up to each bound of
     STEP_TOKENS from the one before, and above them).
     """
@@ -58,9 +67,11 @@ class Stats:
     computed_tokens: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
+    restored_tokens: int = 0
     generated_tokens: int = 0
     busy_s: float = 0.0
     speculation: SpeculationStats | None = None  # None: nothing is guessed
+    disk: DiskStats | None = None  # None: nothing is kept there
 
     def after(self, before: "Stats") -> "Stats":
         """The same, with totals that go on from those of an earlier run."""
@@ -78,6 +89,7 @@ TOTALS = (
     "computed_tokens",
     "prompt_tokens",
     "cached_prompt_tokens",
+    "restored_tokens",
     "generated_tokens",
     "busy_s",
 )
@@ -99,7 +111,13 @@ class StepCounts:
         self._busy_s += seconds
         self._sizes[bisect_left(STEP_TOKENS, num_tokens)] += 1
 
-    def stats(self, *, generated_tokens: int = 0, speculation: SpeculationStats | None = None) -> Stats:
+    def stats(
+        self,
+        *,
+        generated_tokens: int = 0,
+        speculation: SpeculationStats | None = None,
+        disk: DiskStats | None = None,
+    ) -> Stats:
         """Its numbers may be a step apart from each other, where another thread runs the steps."""
         scheduler = self._scheduler
         blocks = zip(scheduler.num_free_blocks, self._memory_plan.num_blocks, strict=True)
@@ -114,7 +132,9 @@ class StepCounts:
             computed_tokens=self._tokens,
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_prompt_tokens=scheduler.num_cached_prompt_tokens,
+            restored_tokens=scheduler.num_restored_tokens,
             generated_tokens=generated_tokens,
             busy_s=self._busy_s,
             speculation=speculation,
+            disk=disk,
         )

@@ -34,6 +34,11 @@ class StepCost:
         names = engine.plan.weight_names()
         return StepCost(engine.plan, sum(engine.file.sections[f"{WEIGHTS}{name}"].nbytes for name in names))
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether it knows seconds, and not their ratio alone."""
+        return self._weight > 0
+
     def seconds(self, tokens: float) -> float:
         return self.fixed + tokens * self.of_token
 

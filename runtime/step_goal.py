@@ -8,23 +8,21 @@ LEAST_COST = 8.0  # of a step's prompts, in tokens: they come to an end, even wh
 
 
 class StepGoal:
-    """Learns from the steps that were what a step takes by its work: tokens, each by its cost (prompt_cost.py).
+    """What is left of a step's time for prompts.
 
     Args:
         seconds: that a step may take.
-        cost: nothing has been learned yet.
+        cost: learns what steps take by their work: tokens, each by its cost (prompt_cost.py).
     """
 
     def __init__(self, seconds: float, cost: StepCost) -> None:
         self._seconds, self._cost = seconds, cost
-        self.is_measured = False
+
+    @property
+    def is_measured(self) -> bool:
+        return self._cost.is_measured
 
     def left(self, work: float) -> float:
         """What prompts may cost beside work of so many tokens."""
         most = (AIM * self._seconds - self._cost.fixed) / max(self._cost.of_token, LEAST_S)
         return max(most - work, LEAST_COST)
-
-    def took(self, work: float, seconds: float) -> None:
-        """A step of so much work took so long."""
-        self._cost.learn(work, seconds)
-        self.is_measured = True

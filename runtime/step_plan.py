@@ -53,6 +53,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     prompt_rows: tuple[tuple[int, TokenSequence, int], ...] = ()
     verifying: tuple[TokenSequence, ...] = ()  # those of `sampling` with guesses: a row for each, and one before them
     num_steps_since: int = 0  # the first of the steps that decode the same sequences
+    hidden: NDArray[np.float32] | None = None  # [tokens, columns], HIDDEN_BEFORE, where the executor's plan is given it
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -73,6 +74,7 @@ class StepOutputs(msgspec.Struct, frozen=True):
     """What an executor gives for a step, by the names of the plan's outputs. The next step overwrites it."""
 
     logits: Logits  # [logit_rows, vocab_size]; of an embedding model the rows of texts that end, in their order
+    hidden: Logits | None = None  # HIDDEN, [tokens, columns], of a plan that shows it
 
 
 class _PagedInputs:

@@ -27,7 +27,7 @@ from enginewright.plugins.kernel import Specialization
 from enginewright.plugins.target import CPU_TARGET, CudaTarget, Target
 from enginewright.runtime import core
 from enginewright.runtime.cpu.executor import CpuExecutor
-from enginewright.runtime.cuda.executor import BUCKETS, CudaExecutor, DeviceLogits, bucket_of, buckets_for
+from enginewright.runtime.cuda.executor import BUCKETS, CudaExecutor, DeviceRows, bucket_of, buckets_for
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.memory_plan import RuntimeConfig
@@ -306,7 +306,7 @@ def test_tokens_are_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None
         draw = gpu.draw
 
         def checked(
-            logits: DeviceLogits, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None
+            logits: DeviceRows, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None
         ) -> list[Fields]:
             mine = list(draw(logits, rows, history, biases, allowed))
             assert read == []

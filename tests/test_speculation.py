@@ -260,14 +260,14 @@ def test_what_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_that_make_no_sense() -> None:
-    with pytest.raises(UsageError, match=r"speculate is 'eagle'.*one of off, ngram, draft, skip"):
-        RuntimeConfig(speculate="eagle")
+    with pytest.raises(UsageError, match=r"speculate is 'trees'.*one of off, ngram, draft, skip, mtp"):
+        RuntimeConfig(speculate="trees")
     with pytest.raises(UsageError, match=rf"speculate_tokens is {MAX_GUESSES + 1}.*must be {MAX_GUESSES} or less"):
         RuntimeConfig(speculate="ngram", speculate_tokens=MAX_GUESSES + 1)
     with pytest.raises(UsageError, match=r"speculate_tokens is 0.*at least 1"):
         RuntimeConfig(speculate_tokens=0)
     path = engine_of("gemma3_text")
-    for role, memory in ("draft", None), ("draft", "8m"), ("skip", None):
+    for role, memory in ("draft", None), ("draft", "8m"), ("skip", None), ("mtp", None):
         with pytest.raises(UsageError, match=rf"has no {role} model.*one model alone"):
             LLM(path, **LIMITS, speculate=role, kv_cache_memory=memory)
     said = CliRunner().invoke(

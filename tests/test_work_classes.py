@@ -205,11 +205,12 @@ def test_a_goal_is_kept_once_steps_were_measured() -> None:
             self._weight = self._tokens = self._squares = self._seconds = self._products = 0.0
             self.fixed, self.of_token = 1.0, self._ratio
 
-    goal = StepGoal(0.060, Ratio())
+    cost = Ratio()
+    goal = StepGoal(0.060, cost)
     assert not goal.is_measured
     work = 16.0
     for _ in range(60):
-        goal.took(work, 0.020 + 0.0004 * work)
+        cost.learn(work, 0.020 + 0.0004 * work)
         work = 16 + goal.left(16)
     assert goal.is_measured and work == pytest.approx((AIM * 0.060 - 0.020) / 0.0004, rel=0.05)
     assert goal.left(1000) == LEAST_COST

@@ -24,10 +24,12 @@ def assign_slots(
     results: Collection[int],
     nominal: StepSizes,
     lasting: Collection[int] = (),
+    given: Collection[int] = (),
 ) -> list[int]:
     """The slot of each buffer (dtype, rows, columns), best fit in order of first use.
 
-    A buffer lives from the first call that names it to the last; `results` live to the end, `lasting` ones always.
+    A buffer lives from the first call that names it to the last; `given` ones from the beginning, `results` to the end,
+    `lasting` ones always.
     """
     first, last = [len(calls)] * len(buffers), [-1] * len(buffers)
     for index, call in enumerate(calls):
@@ -37,6 +39,8 @@ def assign_slots(
                 last[operand.index] = index
     for buffer in results:
         last[buffer] = len(calls)
+    for buffer in given:
+        first[buffer] = -1
     for buffer in lasting:
         first[buffer], last[buffer] = -1, len(calls)
 

@@ -1,6 +1,6 @@
 """Graph → plan: kernels in order, each with its operands as views into weights, caches, or one arena.
 
-The graph that comes in has only ops with a kernel for the target (and Split and Reshape, which become views).
+The graph that comes in has only ops with a kernel for the target (and Split, Reshape and Concat, which become views).
 Nothing is decided here that a pass could decide; what is laid out here is memory.
 """
 
@@ -21,6 +21,7 @@ from enginewright.errors import EngineError
 from enginewright.plan import (
     COLUMN_ALIGN,
     COMMON_DIMS,
+    HIDDEN_BEFORE,
     Buffer,
     BufferOperand,
     CacheGroup,
@@ -53,7 +54,7 @@ from enginewright.triton_instance import TritonInstance
 
 # The name of a value that is a plane of a layer's cache, as it comes in or as a kernel has written to it.
 POOL_NAME = re.compile(r"(?P<part>\w+)_pool\.(?P<layer>\d+)(\..*)?")
-VIEW_OPS = ("Split", "Reshape")
+VIEW_OPS = ("Split", "Reshape", "Concat")
 # The roles of matrices that are read column by column: of those with a column for each group of a weight's columns, and
 # for each tap of a convolution.
 BY_COLUMNS = ("scale", "zero", "taps")
@@ -162,6 +163,7 @@ class _Lowering:
         self.groups = cache_groups_of(model)
         self.dims = list(COMMON_DIMS)  # and others, in the order of their first use
         self.views: dict[ir.Value, _View] = {}
+        self._joined: dict[ir.Value, int] = {}  # buffers, by the whole value that they hold
         self.buffers: list[tuple[str, Linear, int]] = []  # dtype, rows, columns
         self.lasting: list[int] = []  # buffers that keep their content from step to step
         self.calls: list[KernelCall] = []
@@ -171,10 +173,13 @@ class _Lowering:
         self.order = {node: index for index, node in enumerate(self.nodes)}
 
     def run(self, max_seq_len: int) -> Lowered:
-        inputs = []
+        inputs, given = [], dict[str, int]()
         for value in self.graph.inputs:
             name = _name(value)
-            if POOL_NAME.fullmatch(name) is None:
+            if name == HIDDEN_BEFORE:
+                buffer = self._extra("f32", _rows(value), _columns(value))
+                self.views[value], given[name] = _View(buffer.index, 0, buffer.columns), buffer.index
+            elif POOL_NAME.fullmatch(name) is None:
                 rows, columns = INPUT_SHAPES[name.partition(".")[0]]
                 inputs.append(Input(name, rows, columns))
                 self._use_dims(rows, columns)
@@ -183,13 +188,15 @@ class _Lowering:
                 self._split(node)
             elif node.op_type == "Reshape":
                 self._reshape(node)
+            elif node.op_type == "Concat":
+                self._concat(node)
             else:
                 self._step(node)
         # Caches that come out changed have no views.
         results = {_name(value): self.views[value] for value in self.graph.outputs if value in self.views}
         outputs = {name: view.buffer for name, view in results.items()}
         nominal = nominal_sizes(self.dims, self.groups)
-        slots = assign_slots(self.buffers, self.calls, outputs.values(), nominal, self.lasting)
+        slots = assign_slots(self.buffers, self.calls, outputs.values(), nominal, self.lasting, given.values())
         logits = results.get("logits")
         sampling = None
         if logits is not None:
@@ -206,6 +213,7 @@ class _Lowering:
             max_seq_len=max_seq_len,
             whole_texts=self._takes_whole_texts(),
             sampling=self._named(*sampling) if sampling else None,
+            given=given,
         )
         return Lowered(plan, self.weights, self.kernels)
 
@@ -242,6 +250,16 @@ class _Lowering:
         if _rows(output) != self.buffers[source.buffer][1] or _columns(output) != source.columns:
             raise EngineError(f"{node.name} moves elements between rows", "only heads may be split off or joined")
         self.views[output] = source
+
+    def _concat(self, node: ir.Node) -> None:
+        """Its parts have been written side by side."""
+        places = [self.views[_input(node, index)] for index in range(len(node.inputs))]
+        column = 0
+        for place in places:
+            if place.buffer != places[0].buffer or place.column != column:
+                raise EngineError(f"{node.name} joins what no kernel has written for it")
+            column += place.columns
+        self.views[node.outputs[0]] = _View(places[0].buffer, 0, column)
 
     def _step(self, node: ir.Node) -> None:
         binding = binding_of(node, self.target)
@@ -356,7 +374,7 @@ class _Lowering:
             return WeightOperand(self._weight(value, role, node))
         if (cache := POOL_NAME.fullmatch(name)) is not None:
             return CacheOperand(int(cache["layer"]), cache["part"])
-        if value.is_graph_input():
+        if value.is_graph_input() and value not in self.views:
             return InputOperand(name)
         view = self.views[value]
         return BufferOperand(view.buffer, view.column, view.columns)
@@ -385,14 +403,19 @@ class _Lowering:
         return name
 
     def _new(self, value: ir.Value) -> _View:
-        columns = _columns(value)
-        assert value.dtype is not None
-        self.buffers.append((DTYPE_NAMES[value.dtype], _rows(value), columns))
-        return _View(len(self.buffers) - 1, 0, columns)
+        """A buffer, or the columns of one that other values are joined in, too."""
+        join = next((node for node in value.consumers() if node.op_type == "Concat"), None)
+        columns, whole = _columns(value), value if join is None else join.outputs[0]
+        if whole not in self._joined:
+            assert whole.dtype is not None
+            self.buffers.append((DTYPE_NAMES[whole.dtype], _rows(whole), _columns(whole)))
+            self._joined[whole] = len(self.buffers) - 1
+        before = () if join is None else join.inputs[: join.inputs.index(value)]
+        return _View(self._joined[whole], sum(_columns(each) for each in before if each is not None), columns)
 
     def _in_place(self, node: ir.Node, index: int | None, output: ir.Value) -> _View | None:
         """The view of input `index`, if the kernel may overwrite it and nobody reads it afterwards."""
-        if index is None:
+        if index is None or any(user.op_type == "Concat" for user in output.consumers()):
             return None
         value = _input(node, index)
         view = self.views.get(value)
@@ -405,6 +428,8 @@ class _Lowering:
         uses = [self._last_use_below(value)]
         producer = value.producer()
         while producer is not None and producer.op_type in VIEW_OPS:
+            if producer.op_type == "Concat":
+                return len(self.nodes)
             value = _input(producer, 0)
             uses += [self.order[node] for node in value.consumers() if node.op_type not in VIEW_OPS]
             uses += [self._last_use_below(node.outputs[0]) for node in value.consumers() if node.op_type == "Reshape"]

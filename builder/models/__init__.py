@@ -6,7 +6,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, cast
 
 import msgspec
@@ -52,6 +52,25 @@ def build_graph(checkpoint: Checkpoint, max_seq_len: int | None = None) -> ir.Mo
     return _build(config, Tensors(part), max_seq_len, part.notes, checkpoint.pooling)
 
 
+def build_mtp_graph(checkpoint: Checkpoint, max_seq_len: int | None = None) -> ir.Model | None:
+    """The dense graph of the layer that a checkpoint carries to guess with (blocks/mtp.py); None where it has none.
+
+    Its inputs and outputs are those of `build_graph`, and hidden_before FLOAT [1, T, hidden size], an input.
+
+    Raises:
+        UnsupportedModelError: it has a feature that is not implemented.
+        EngineError: config and tensors do not fit together.
+    """
+    config = text_config(checkpoint.config)
+    tensors = Tensors(checkpoint if config is checkpoint.config else TextPart(checkpoint))
+    reader, weights = _open(config, tensors, max_seq_len)
+    build = getattr(_module(reader.read(str, "model_type")), "build_mtp", None)
+    model = build(reader, weights) if build is not None else None
+    if model is not None:
+        model.metadata_props["enginewright.notes"] = json.dumps(weights.notes)
+    return cast(ir.Model | None, model)
+
+
 def check_config(config: Mapping[str, Any]) -> None:
     """Refuse, by its config alone, a model that cannot be built; its weights need not be there.
 
@@ -72,18 +91,21 @@ def _build(
     notes: Mapping[str, int] = MappingProxyType({}),
     pooling: Pooling | None = None,
 ) -> ir.Model:
-    config = ConfigReader(values, max_seq_len=max_seq_len)
+    config, weights = _open(values, tensors, max_seq_len)
     if pooling is not None:
         config.pooling = replace(pooling, embedding=_with_dimensions(pooling.embedding, config))
-    format = read_format(config, tensors)
-    weights = Weights(tensors, format)
     if pooling is not None and not any(name.startswith("model.") for name in tensors.names):
         weights.inside("")  # as a model is saved that never had a head
-    model = _find(config.read(str, "model_type"))(config, weights)
+    model = cast(Build, _module(config.read(str, "model_type")).build)(config, weights)
     weights.refuse_left_over()
     weights.note_none_quantized()
     model.metadata_props["enginewright.notes"] = json.dumps({**notes, **weights.notes})
     return model
+
+
+def _open(values: Mapping[str, Any], tensors: Tensors, max_seq_len: int | None) -> tuple[ConfigReader, Weights]:
+    config = ConfigReader(values, max_seq_len=max_seq_len)
+    return config, Weights(tensors, read_format(config, tensors))
 
 
 def _with_dimensions(embedding: EmbeddingConfig, config: ConfigReader) -> EmbeddingConfig:
@@ -97,7 +119,7 @@ def _with_dimensions(embedding: EmbeddingConfig, config: ConfigReader) -> Embedd
     return msgspec.structs.replace(embedding, dimensions=tuple(dimensions))
 
 
-def _find(model_type: str) -> Build:
+def _module(model_type: str) -> ModuleType:
     model_type = ALIASES.get(model_type, model_type)
     if model_type not in model_types():
         known = sorted([*model_types(), *WRAPPERS, *ALIASES])
@@ -107,4 +129,4 @@ def _find(model_type: str) -> Build:
             f"known are {', '.join(known)}",
             f"Did you mean {nearest[0]}?" if nearest else "",
         )
-    return cast(Build, importlib.import_module(f"{__name__}.{model_type}").build)
+    return importlib.import_module(f"{__name__}.{model_type}")

@@ -16,7 +16,9 @@ from enginewright.builder.models.blocks import (
     Routing,
     write_decoder,
 )
+from enginewright.builder.models.blocks.decoder import DecoderParts
 from enginewright.builder.models.blocks.layers import read_layer_count
+from enginewright.builder.models.blocks.mtp import LEFT_OUT, write_mtp_behind
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
 
@@ -25,7 +27,7 @@ HARMLESS = {
     "aux_loss_alpha": Harmless(_TRAINING),
     "ep_size": Harmless("It says how experts were divided among devices."),
     "moe_layer_freq": Harmless("Every layer behind the dense ones has experts.", (1,)),
-    "num_nextn_predict_layers": Harmless("What predicts further tokens is left out, with a note."),
+    "num_nextn_predict_layers": Harmless("It is about guesses of further tokens, which answers do not depend on."),
     "output_router_logits": Harmless("It says what transformers returns beside the logits."),
     "pretraining_tp": Harmless("It says in how many parts products were summed in training; the sums are the same."),
     "scoring_func": Harmless("Experts are chosen by sigmoids.", ("sigmoid",)),
@@ -35,6 +37,18 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    parts, _ = _read(config)
+    weights.ignore("rotary_emb.inv_freq")  # a buffer that some checkpoints have saved
+    weights.leave_out(f"model.layers.{len(parts.layers)}.", LEFT_OUT)
+    return write_decoder(weights, *parts)
+
+
+def build_mtp(config: ConfigReader, weights: Weights) -> ir.Model | None:
+    return write_mtp_behind(weights, *_read(config))
+
+
+def _read(config: ConfigReader) -> tuple[DecoderParts, Layer]:
+    """The model, and the layer that guesses."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
     attention = LatentAttention.read(config, config.section("rope_scaling", "rope_parameters"))
     mlp, count = GatedMlp.read(config), read_layer_count(config)
@@ -44,8 +58,5 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     rope = read_rope(config, attention.heads.rope_dim, interleaved=interleaved)
     max_positions = config.read_size("max_position_embeddings")
     config.refuse_unread(HARMLESS)
-    weights.ignore("rotary_emb.inv_freq")  # a buffer that some checkpoints have saved
-    weights.leave_out(f"model.layers.{count}.", "of a layer that predicts further tokens, which is left out")
-
-    layers = [Layer(attention, mlp if layer < dense else experts, norm, rope=rope) for layer in range(count)]
-    return write_decoder(weights, max_positions, embedding, layers, norm, head)
+    layers = [Layer(attention, mlp if layer < dense else experts, norm, rope=rope) for layer in range(count + 1)]
+    return DecoderParts(max_positions, embedding, layers[:-1], norm, head), layers[-1]

@@ -17,19 +17,32 @@ from enginewright.builder.models.blocks import (
     Routing,
     write_decoder,
 )
+from enginewright.builder.models.blocks.decoder import DecoderParts
 from enginewright.builder.models.blocks.layers import read_layer_count
+from enginewright.builder.models.blocks.mtp import LEFT_OUT, write_mtp_behind
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
 
 HARMLESS = {
     "output_router_logits": Harmless("It says what transformers returns beside the logits."),
     "router_aux_loss_coef": Harmless("It is about training, which is over."),
-    "num_mtp_layers": Harmless("What predicts further tokens is left out."),
-    "num_nextn_predict_layers": Harmless("What predicts further tokens is left out."),
+    "num_mtp_layers": Harmless("It is about guesses of further tokens, which answers do not depend on."),
+    "num_nextn_predict_layers": Harmless("It is about guesses of further tokens, which answers do not depend on."),
 }
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    parts, _ = _read(config)
+    weights.leave_out(f"model.layers.{len(parts.layers)}.", LEFT_OUT)
+    return write_decoder(weights, *parts)
+
+
+def build_mtp(config: ConfigReader, weights: Weights) -> ir.Model | None:
+    return write_mtp_behind(weights, *_read(config))
+
+
+def _read(config: ConfigReader) -> tuple[DecoderParts, Layer]:
+    """The model, and the layer that guesses."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
     mlp = GatedMlp.read(config)
     experts = Experts.read_shared(config, Routing.read_grouped(config, "n_routed_experts", "num_local_experts"), mlp)
@@ -38,8 +51,6 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     attention = Attention(heads, bias=bias, head_norm=norm if has_norm else None)
     count, first = read_layer_count(config), config.read(int, "first_k_dense_replace", default=1)
     rope, max_positions = read_rope(config, heads.dim, part=0.5), config.read_size("max_position_embeddings")
-    weights.leave_out(f"model.layers.{count}.", "of a layer that predicts further tokens, which is left out")
     config.refuse_unread(HARMLESS)
-
-    layers = [Layer(attention, mlp if layer < first else experts, norm, rope=rope) for layer in range(count)]
-    return write_decoder(weights, max_positions, embedding, layers, norm, head)
+    layers = [Layer(attention, mlp if layer < first else experts, norm, rope=rope) for layer in range(count + 1)]
+    return DecoderParts(max_positions, embedding, layers[:-1], norm, head), layers[-1]

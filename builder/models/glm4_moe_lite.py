@@ -16,13 +16,15 @@ from enginewright.builder.models.blocks import (
     Routing,
     write_decoder,
 )
+from enginewright.builder.models.blocks.decoder import DecoderParts
 from enginewright.builder.models.blocks.layers import read_kinds, read_layer_count
+from enginewright.builder.models.blocks.mtp import LEFT_OUT, write_mtp_behind
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
 
 HARMLESS = {
     "first_k_dense_replace": Harmless("Without mlp_layer_types the first layer has no experts, whatever it says."),
-    "num_nextn_predict_layers": Harmless("What predicts further tokens is left out, with a note."),
+    "num_nextn_predict_layers": Harmless("It is about guesses of further tokens, which answers do not depend on."),
     "output_router_logits": Harmless("It says what transformers returns beside the logits."),
     "pretraining_tp": Harmless("It says in how many parts products were summed in training; the sums are the same."),
     "topk_method": Harmless("Experts are chosen with a correction of their scores.", ("noaux_tc",)),
@@ -30,6 +32,17 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    parts, _ = _read(config)
+    weights.leave_out(f"model.layers.{len(parts.layers)}.", LEFT_OUT)
+    return write_decoder(weights, *parts)
+
+
+def build_mtp(config: ConfigReader, weights: Weights) -> ir.Model | None:
+    return write_mtp_behind(weights, *_read(config))
+
+
+def _read(config: ConfigReader) -> tuple[DecoderParts, Layer]:
+    """The model, and the layer that guesses."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config, epsilon=1e-5), Head.read(config)
     attention = LatentAttention.read(config, config.section("rope_scaling", "rope_parameters"))
     mlp, count = GatedMlp.read(config), read_layer_count(config)
@@ -40,7 +53,5 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     rope = read_rope(config, attention.heads.rope_dim, interleaved=interleaved)
     max_positions = config.read_size("max_position_embeddings")
     config.refuse_unread(HARMLESS)
-    weights.leave_out(f"model.layers.{count}.", "of a layer that predicts further tokens, which is left out")
-
-    layers = [Layer(attention, experts if sparse else mlp, norm, rope=rope) for sparse in is_sparse]
-    return write_decoder(weights, max_positions, embedding, layers, norm, head)
+    layers = [Layer(attention, experts if sparse else mlp, norm, rope=rope) for sparse in (*is_sparse, True)]
+    return DecoderParts(max_positions, embedding, layers[:-1], norm, head), layers[-1]

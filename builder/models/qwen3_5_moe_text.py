@@ -5,10 +5,20 @@ import onnx_ir as ir
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.models import qwen3_next
 from enginewright.builder.models.blocks import hybrid
+from enginewright.builder.models.blocks.decoder import DecoderParts, Layer
 from enginewright.builder.weights import Weights
 
 HARMLESS = qwen3_next.HARMLESS
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
-    return hybrid.build_hybrid(config, weights, hybrid.read_experts, HARMLESS)
+    parts, _ = _read(config)
+    return hybrid.build_hybrid(weights, parts)
+
+
+def build_mtp(config: ConfigReader, weights: Weights) -> ir.Model | None:
+    return hybrid.build_hybrid_mtp(config, weights, *_read(config))
+
+
+def _read(config: ConfigReader) -> tuple[DecoderParts, Layer]:
+    return hybrid.read_hybrid(config, hybrid.read_experts, HARMLESS)

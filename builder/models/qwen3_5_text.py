@@ -5,6 +5,7 @@ import onnx_ir as ir
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import GatedMlp, hybrid
+from enginewright.builder.models.blocks.decoder import DecoderParts, Layer
 from enginewright.builder.weights import Weights
 
 HARMLESS = {
@@ -14,4 +15,13 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
-    return hybrid.build_hybrid(config, weights, lambda config, layers: [GatedMlp.read(config)] * layers, HARMLESS)
+    parts, _ = _read(config)
+    return hybrid.build_hybrid(weights, parts)
+
+
+def build_mtp(config: ConfigReader, weights: Weights) -> ir.Model | None:
+    return hybrid.build_hybrid_mtp(config, weights, *_read(config))
+
+
+def _read(config: ConfigReader) -> tuple[DecoderParts, Layer]:
+    return hybrid.read_hybrid(config, lambda config, layers: [GatedMlp.read(config)] * layers, HARMLESS)

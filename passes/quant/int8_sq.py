@@ -1,14 +1,14 @@
 """`--quant int8-sq`: w8a8 behind smoothing, with α searched by layer (SmoothQuant, https://arxiv.org/abs/2211.10438)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
 from enginewright.errors import UsageError
 from enginewright.passes.pass_manager import Pass
-from enginewright.passes.quant.method import Calibration
+from enginewright.passes.quant.method import Calibration, QuantConfig
 from enginewright.passes.quant.smooth import Smooth
 from enginewright.passes.quant.static_scales import FixScales, largest_seen
 from enginewright.passes.quant.w8a8 import W8A8
@@ -35,6 +35,10 @@ class Int8Sq(W8A8):
     @property
     def _static(self) -> bool:
         return self.activation_scheme == "static"
+
+    @property
+    def unseen(self) -> QuantConfig:
+        return replace(self, activation_scheme="dynamic")
 
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
         smooth = Smooth(self, calibration, lambda x: x.amax(0), with_weights=True)

@@ -130,6 +130,11 @@ class QuantConfig(ABC):
         """Stands for `prepare` where a plan is all that is wanted: reads no weight and sees no text."""
         return ()
 
+    @property
+    def unseen(self) -> "QuantConfig":
+        """The same formats for layers that no text is streamed through, with what `foresee` leaves in place."""
+        return self
+
     def weights(self, weight: ir.Value) -> Sequence[ir.Value]:
         """The initializers that stand for a weight [N, K]: one for each of `outputs`."""
         name = str(weight.name)

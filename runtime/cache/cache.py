@@ -1,6 +1,6 @@
 """The caches of all sequences, in all groups of a plan: what the scheduler talks to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from math import gcd
 from typing import Any
@@ -9,6 +9,7 @@ from enginewright.plan import CacheGroup, PagedCache
 from enginewright.runtime.cache.events import CacheEvents
 from enginewright.runtime.cache.kind import CacheKind, Copies
 from enginewright.runtime.cache.paged import PagedBlocks
+from enginewright.runtime.cache.pool import Pool
 from enginewright.runtime.cache.recurrent import StateSlots
 
 
@@ -50,17 +51,58 @@ class Cache:
         for group, kind in enumerate(self._kinds):
             kind.pool.watch = partial(events.changed, group)
 
-    def num_shared(self, keys: Sequence[bytes]) -> int:
-        """Blocks of the longest beginning that is there in all groups."""
+    def save(self, save: Callable[[int, bytes, int], None]) -> None:
+        """Let it have, from now on, what can be found, and what is taken for something else: a group, key and place."""
+        for group, kind in enumerate(self._kinds):
+            kind.pool.save = partial(save, group)
+
+    def num_shared(self, keys: Sequence[bytes], also: Sequence[Container[bytes]] = ()) -> int:
+        """Blocks of the longest beginning that is there in all groups.
+
+        Args:
+            also: keys that count as there, a group.
+        """
         shared = len(keys)
         while shared:
             shorter = shared
-            for kind in self._kinds:
-                shorter = kind.num_shared(keys, shorter)
+            for kind, elsewhere in zip(self._kinds, also or [()] * len(self._kinds), strict=True):
+                shorter = kind.num_shared(keys, shorter, elsewhere)
             if shorter == shared:
                 break
             shared = shorter
         return shared
+
+    def absent(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
+        """What a sequence that begins with these blocks reads and what is not there: groups and keys, by block."""
+        places = {key: place for place, key in enumerate(keys)}
+        read = [(group, key) for group, kind in enumerate(self._kinds) for key in kind.begins_with(keys)]
+        found = [(group, key) for group, key in read if key not in self._kinds[group].pool]
+        return sorted(found, key=lambda entry: places[entry[1]])
+
+    def restore(self, keys: Sequence[bytes], write: Callable[[int, bytes, int], None]) -> None:
+        """Have all there that a sequence reads which begins with these blocks; there is room for it.
+
+        Args:
+            write: puts there what was absent: a group, key and place.
+        """
+        held: list[tuple[Pool, int]] = []
+        for kind in self._kinds:  # first what is there, so that nothing of it is taken
+            for key in kind.begins_with(keys):
+                if key in kind.pool:
+                    held.append((kind.pool, kind.pool.place_of(key)))
+                    kind.pool.hold(held[-1][1])
+        for group, key in self.absent(keys):
+            pool = self._kinds[group].pool
+            place = pool.take()
+            held.append((pool, place))
+            write(group, key, place)
+            pool.publish(place, pool.tag(place, key))
+        for pool, place in held:
+            pool.drop(place)
+
+    def has_room(self, length: int, keys: Sequence[bytes], spare: int) -> bool:
+        """Whether `admit` finds room."""
+        return all(kind.has_room(length, keys, spare) for kind in self._kinds)
 
     def parts_at(self, keys: Sequence[bytes]) -> int:
         """The position up to which a sequence that came before has the tokens of these blocks, as far as a group still
@@ -88,7 +130,7 @@ class Cache:
             copies: gets, a group, the copies to make before anything else is written.
             shares, parts_at: as CacheKind.open has them.
         """
-        if not all(kind.has_room(length, keys, spare) for kind in self._kinds):
+        if not self.has_room(length, keys, spare):
             return None
         copies = copies or [[] for _ in self._kinds]
         return [

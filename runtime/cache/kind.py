@@ -1,7 +1,7 @@
 """The questions that every kind of cache group answers, for one sequence at a time."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Generic, TypeVar
 
 from enginewright.runtime.cache.pool import Pool
@@ -20,8 +20,16 @@ class CacheKind(ABC, Generic[Held]):
     pool: Pool
 
     @abstractmethod
-    def num_shared(self, keys: Sequence[bytes], most: int) -> int:
-        """Blocks of the longest beginning, of `most` at most, that a sequence could go on from."""
+    def num_shared(self, keys: Sequence[bytes], most: int, also: Container[bytes] = ()) -> int:
+        """Blocks of the longest beginning, of `most` at most, that a sequence could go on from.
+
+        Args:
+            also: keys that count as there.
+        """
+
+    @abstractmethod
+    def begins_with(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Of these keys, those of what a sequence reads that goes on behind them."""
 
     @abstractmethod
     def has_room(self, length: int, keys: Sequence[bytes], spare: int) -> bool:

@@ -4,7 +4,7 @@ Sequences that begin with the same tokens hold the same full blocks. Of a block 
 since it writes into it next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from enginewright.plan import PagedCache
@@ -61,17 +61,20 @@ class PagedBlocks(CacheKind[BlockTable]):
         self._num_kept = _num_kept(group)
         self._reserved = 0
 
-    def num_shared(self, keys: Sequence[bytes], most: int) -> int:
+    def num_shared(self, keys: Sequence[bytes], most: int, also: Container[bytes] = ()) -> int:
         pool = self.pool
         if not self._window:
-            return next((place for place in range(most) if keys[place] not in pool), most)
-        while most and not all(keys[place] in pool for place in self._needed(most, most * self._block_size)):
+            return next((place for place in range(most) if keys[place] not in pool and keys[place] not in also), most)
+        while most and not all(key in pool or key in also for key in self.begins_with(keys[:most])):
             most -= 1
         return most
 
+    def begins_with(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        return [keys[place] for place in self._needed(len(keys), len(keys) * self._block_size)]
+
     def has_room(self, length: int, keys: Sequence[bytes], spare: int) -> bool:
-        needed = self._needed(len(keys), len(keys) * self._block_size)
-        revived = 0 if self._window else sum(not self.pool.is_held(self.pool.place_of(keys[place])) for place in needed)
+        pool = self.pool
+        revived = 0 if self._window else sum(not pool.is_held(pool.place_of(key)) for key in self.begins_with(keys))
         return self._to_reserve(length, len(keys)) + revived + spare <= self._room
 
     def open(self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool, parts_at: int) -> BlockTable:

@@ -28,6 +28,9 @@ class Pool:
         self._published: dict[bytes, int] = {}
         # Called with a key that can be found from now on (True), or cannot any more.
         self.watch: Callable[[bytes, bool], None] | None = None
+        # Called with a key and its place where the place can be found from now on, and before it is taken for something
+        # else: what it holds is there to be read.
+        self.save: Callable[[bytes, int], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -47,6 +50,8 @@ class Pool:
         else:
             place = next(iter(self._kept))
             del self._kept[place]
+            if self.save is not None and self._published.get(key := self._tags[place].key) == place:
+                self.save(key, place)
             self._untag(place)
         self._holders[place] = 1
         return place
@@ -87,6 +92,8 @@ class Pool:
             self._published[tag.key] = place
             if self.watch is not None:
                 self.watch(tag.key, True)
+            if self.save is not None:
+                self.save(tag.key, place)
 
     def forget(self, place: int, tag: Tag) -> None:
         """A place keeps nothing that anybody may use."""

@@ -7,7 +7,7 @@ too (https://arxiv.org/abs/2411.19379). A snapshot is found by the key of the bl
 blocks are, until its slot is needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from enginewright.plan import RecurrentState
@@ -62,8 +62,12 @@ class StateSlots(CacheKind[StateSlot]):
         self._max_pending = max(num_slots - sequences, 0)
         self._num_pending = 0
 
-    def num_shared(self, keys: Sequence[bytes], most: int) -> int:
-        return next((count for count in range(most, 0, -1) if keys[count - 1] in self.pool), 0)
+    def num_shared(self, keys: Sequence[bytes], most: int, also: Container[bytes] = ()) -> int:
+        there = (count for count in range(most, 0, -1) if keys[count - 1] in self.pool or keys[count - 1] in also)
+        return next(there, 0)
+
+    def begins_with(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        return keys[-1:]
 
     def has_room(self, length: int, keys: Sequence[bytes], spare: int) -> bool:
         return self.pool.num_free > 0

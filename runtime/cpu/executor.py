@@ -13,6 +13,8 @@ from enginewright.engine_header import ALIGN
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
 from enginewright.manifest import SectionForm
 from enginewright.plan import (
+    HIDDEN,
+    HIDDEN_BEFORE,
     Buffer,
     BufferOperand,
     CacheGroup,
@@ -78,9 +80,10 @@ class CpuExecutor:
             for call in self.plan.calls:
                 operands = {name: self._operand(operand) for name, operand in call.operands.items()}
                 self._executor.add_kernel(call.kernel, operands, call.attributes)
-            logits = self.plan.buffers[self.plan.result]
-            most, offset = self.memory_plan.limits.logit_rows, self._offsets[self.plan.result]
-            self._logits = self._executor.buffer(offset, most, logits.columns, logits.stride, logits.dtype)
+            self._logits = self._buffer(self.plan.result)
+            hidden, before = self.plan.outputs.get(HIDDEN), self.plan.given.get(HIDDEN_BEFORE)
+            self._hidden = None if hidden is None else self._buffer(hidden)
+            self._hidden_before = None if before is None else self._buffer(before)
         except KeyError as error:
             raise NoCodeForMachineError(
                 f"{engine.file.path} calls a kernel that this release does not have",
@@ -109,7 +112,8 @@ class CpuExecutor:
         """
         self._executor.run(self._prepare(plan), plan.sizes.counts)
         self._check_weights()
-        return StepOutputs(self._logits[: plan.sizes.logit_rows])
+        hidden = None if self._hidden is None else self._hidden[: plan.sizes.tokens]
+        return StepOutputs(self._logits[: plan.sizes.logit_rows], hidden)
 
     def close(self) -> None:
         """Memory goes with the executor."""
@@ -131,13 +135,20 @@ class CpuExecutor:
         return profile
 
     def _prepare(self, plan: StepPlan) -> list[NDArray[np.int32]]:
-        """Copy and zero blocks and slots; the step's arrays, in order."""
+        """Copy and zero blocks and slots, and write what the plan is given; the step's arrays, in order."""
         for pool, copies, new in zip(self.pools, plan.copies, plan.new_blocks, strict=True):
             if copies:
                 pool.copy(copies)
             if new:
                 pool.scrub(new)
+        if self._hidden_before is not None:
+            self._hidden_before[: plan.sizes.tokens] = plan.hidden
         return [plan.inputs[name] for name in self._inputs]
+
+    def _buffer(self, index: int) -> NDArray[np.float32]:
+        """All rows of a buffer of fp32, where the executor has it."""
+        buffer, rows = self.plan.buffers[index], self.plan.buffers[index].rows.at(self.memory_plan.limits)
+        return self._executor.buffer(self._offsets[index], rows, buffer.columns, buffer.stride, buffer.dtype)
 
     def _check_weights(self) -> None:
         if self._mmap:

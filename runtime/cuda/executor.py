@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from enginewright.errors import CorruptEngineError
 from enginewright.plan import (
+    HIDDEN,
+    HIDDEN_BEFORE,
     MOST_DIMS,
     BufferOperand,
     CacheOperand,
@@ -48,8 +50,8 @@ ALIGN = 256  # bytes; of weights and inputs
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # sequences of a graph, up to a step's limit
 
 
-class DeviceLogits:
-    """A step's logits, [logit_rows, vocab_size], on the device until the next step; np.asarray brings them here."""
+class DeviceRows:
+    """A step's logits or hidden states, on the device until the next step; np.asarray brings them here."""
 
     def __init__(self, read: Callable[[], NDArray[np.float32]]) -> None:
         self._read = read
@@ -72,6 +74,7 @@ class CudaExecutor:
 
     steps_ahead = PIPELINE_SLOTS - 1
     max_top_logprobs = MAX_LOGPROBS
+    pools = None
 
     def __init__(
         self,
@@ -151,21 +154,36 @@ class CudaExecutor:
             for slot in plan.new_blocks[group]:
                 self.device.zero(pool + slot * size, size)
         self._inputs.upload(plan.inputs, sizes)
+        if plan.hidden is not None:
+            self._write(self.plan.given[HIDDEN_BEFORE], plan.hidden)
         bucket = bucket_of(sizes, self._buckets)
         if bucket is not None:
             self._graph(bucket)()
         else:
             self._launch(sizes)
-        return StepOutputs(DeviceLogits(lambda: self._read(sizes.logit_rows)))
+        hidden = self.plan.outputs.get(HIDDEN)
+        return StepOutputs(
+            DeviceRows(lambda: self._read(self.plan.result, sizes.logit_rows)),
+            None if hidden is None else DeviceRows(lambda: self._read(hidden, sizes.tokens)),
+        )
 
-    def _read(self, count: int) -> NDArray[np.float32]:
-        rows = np.empty((count, self.plan.buffers[self.plan.result].stride), np.float32)
-        self.device.download(rows.reshape(-1).view(np.uint8), self._logits)
+    def _read(self, index: int, count: int) -> NDArray[np.float32]:
+        """Rows of a buffer."""
+        buffer = self.plan.buffers[index]
+        rows = np.empty((count, buffer.stride), np.float32)
+        self.device.download(rows.reshape(-1).view(np.uint8), self._buffers[index])
         self.device.synchronize()
-        return rows[:, : self.plan.vocab_size]
+        return rows[:, : buffer.columns]
+
+    def _write(self, index: int, values: NDArray[np.float32]) -> None:
+        """The first rows of a buffer."""
+        rows = np.zeros((len(values), self.plan.buffers[index].stride), np.float32)
+        rows[:, : values.shape[1]] = values
+        self.device.upload(self._buffers[index], rows.reshape(-1).view(np.uint8))
+        self.device.synchronize()  # so long the rows are needed
 
     def _draw(
-        self, _: DeviceLogits, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None
+        self, _: DeviceRows, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None
     ) -> Iterable[Fields]:
         return self._sampler.draw(rows, history, biases, allowed)
 

@@ -35,13 +35,22 @@ class SharedPrefixes:
 
     def find(self, sequence: TokenSequence) -> Sequence[bytes] | None:
         """Keys of the longest beginning that is there; None if another sequence writes more of it soon."""
-        keys = self._keys(sequence, sequence.num_tokens - 1)  # one token is left to give logits
+        keys = self.keys_of(sequence)
         shared = self._cache.num_shared(keys)
         return None if shared < len(keys) and keys[shared] in self._being_written else keys[:shared]
 
     def parts_at(self, sequence: TokenSequence) -> int:
         """The position at which it parts from a sequence that came before, to the block; 0 where it does not matter."""
-        return self._cache.parts_at(self._keys(sequence, sequence.num_tokens - 1))
+        return self._cache.parts_at(self.keys_of(sequence))
+
+    def keys_of(self, sequence: TokenSequence) -> Sequence[bytes]:
+        """Of the blocks that a sequence may find: one token is left to give logits."""
+        return self._keys(sequence, sequence.num_tokens - 1)
+
+    def restored(self, sequence: TokenSequence, keys: Sequence[bytes]) -> None:
+        """What can be found of these is there again."""
+        if self._events is not None:
+            self._events.published(keys, sequence.token_ids, sequence.cache_salt)
 
     def begin(self, sequence: TokenSequence, shared: int) -> None:
         """It runs now, and writes what comes behind its first `shared` blocks: others that want it may wait."""

@@ -16,6 +16,7 @@ from time import perf_counter
 
 from enginewright.plan import CacheGroup
 from enginewright.runtime.cache.cache import Cache
+from enginewright.runtime.cache.disk import DiskStore
 from enginewright.runtime.cache.events import CacheEvent, CacheEvents
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.memory_plan import MemoryPlan
@@ -23,6 +24,7 @@ from enginewright.runtime.sampling import RowRequest, SampledToken
 from enginewright.runtime.scheduler.chunks import PromptChunks
 from enginewright.runtime.scheduler.decodes import RepeatedDecodes
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
+from enginewright.runtime.scheduler.stored import PlaceMemory, StoredPrefixes
 from enginewright.runtime.scheduler.waiting import WaitingSequences
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_goal import StepGoal
@@ -115,11 +117,32 @@ class Scheduler:
         """Let `put` have what others may find in the cache, a step: new blocks, and those that are gone."""
         self._events = self._prefixes.watch(put)
 
+    def keep_on_disk(
+        self, store: DiskStore, memory: Sequence[PlaceMemory], seconds: Callable[[int, int], float | None]
+    ) -> None:
+        """Keep in `store`, from now on, what others may find, and look for it there. No step may be under way when
+        another one is planned.
+
+        Args:
+            memory, seconds: as StoredPrefixes has them.
+        """
+        self._waiting.stored = StoredPrefixes(self._cache, self._prefixes, store, memory, seconds)
+
+    @property
+    def num_restored_tokens(self) -> int:
+        """Tokens of sequences that were admitted with them, from disk."""
+        return 0 if self._waiting.stored is None else self._waiting.stored.num_tokens
+
+    def wait_for_disk(self, seconds: float) -> None:
+        """Where nothing can be computed before something has been read, wait for that, but not for longer."""
+        if self._waiting.stored is not None:
+            self._waiting.stored.wait(seconds)
+
     def add(self, sequence: TokenSequence) -> None:
         self._waiting.add(sequence)
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing waits or runs but what the step before ends."""
+        """The next step, or None if nothing waits or runs but what the step before ends, or what is read from disk."""
         self._admit()
         plan = self._same() or self._other()
         while plan is None and self._evict_parked():

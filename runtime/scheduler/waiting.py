@@ -9,6 +9,7 @@ from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.scheduler.shares import TenantShares
+from enginewright.runtime.scheduler.stored import StoredPrefixes
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.work_class import BEST_EFFORT, WorkClass
 
@@ -30,6 +31,7 @@ class WaitingSequences:
         self._num_arrivals = 0
         self._priorities: Counter[int] = Counter()  # of all that have not ended
         self._shares = TenantShares()
+        self.stored: StoredPrefixes | None = None  # beginnings that are on disk
         self.no_room = False  # for the next, until a sequence leaves or arrives
         self.num_prompt_tokens = 0  # of the sequences that were admitted, siblings left out
         self.num_cached_prompt_tokens = 0  # of these, what others had computed
@@ -81,6 +83,8 @@ class WaitingSequences:
         if not self._priorities[priority]:
             del self._priorities[priority]
         del self._arrivals[sequence]
+        if self.stored is not None:
+            self.stored.forget(sequence)
         if not sequence.is_running and sequence in self._queues.get(sequence.work, ()):
             self._remove(sequence)
             self.no_room = False
@@ -121,6 +125,11 @@ class WaitingSequences:
         keys = self._prefixes.find(sequence)
         if keys is None:
             return None  # likewise
+        if self.stored is not None:
+            if not self.stored.is_read(sequence, keys):
+                return None  # likewise
+            if self._cache.has_room(sequence.num_tokens, keys, num_running):
+                keys = self.stored.restore(sequence, keys, copies)
         if not (self._fork(sequence, num_running, copies) or self._open(sequence, keys, num_running, copies)):
             self.no_room = True
             return None

@@ -197,6 +197,11 @@ class Metrics:
         yield self._counter("generation_tokens", "Tokens that were generated.", stats.generated_tokens)
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prompt_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found there.", stats.cached_prompt_tokens)
+        if stats.disk is not None:
+            restored, disk = stats.restored_tokens, stats.disk
+            yield self._counter("kv_cache_disk_tokens", "Tokens read from disk instead of being computed.", restored)
+            yield self._gauge("kv_cache_disk_bytes", "Size of what is kept on disk.", disk.num_bytes)
+            yield self._counter("kv_cache_disk_failures", "Files that could not be used.", disk.num_failures)
         if stats.speculation is not None:
             yield from self._speculation(stats.speculation)
         finished = CounterMetricFamily(

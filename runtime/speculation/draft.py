@@ -7,6 +7,10 @@ is right wherever both models' probabilities put that noise on the same token (h
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.devices import Executor, open_executor
@@ -23,7 +27,7 @@ from enginewright.runtime.sampling import (
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.speculation.proposer import Proposer
 from enginewright.runtime.step_cost import StepCost
-from enginewright.runtime.step_plan import Packer, Part, StepPlan
+from enginewright.runtime.step_plan import Packer, Part, StepOutputs, StepPlan
 
 # Tokens that the draft may lack of a sequence and still guess in the same step; more are read in steps of their own.
 MOST_BEHIND = 32
@@ -73,8 +77,8 @@ class DraftModel(Proposer):
         self._own: dict[TokenSequence, TokenSequence] = {}  # with the draft's caches, by the model's
         self._measure()
 
-    @staticmethod
-    def open(role: str, engine: Engine, config: RuntimeConfig, executor: Executor) -> "DraftModel":
+    @classmethod
+    def open(cls, role: str, engine: Engine, config: RuntimeConfig, executor: Executor) -> Self:
         """With room for as many tokens as the model that `executor` runs has.
 
         Args:
@@ -84,7 +88,7 @@ class DraftModel(Proposer):
             UsageError: the engine has no draft in this role.
         """
         draft, limits = engine.for_role(role), config_of_draft(role, engine, config, executor.memory_plan.kv_bytes)
-        return DraftModel(open_executor(draft, limits, executor.weights), StepCost.of(draft))
+        return cls(open_executor(draft, limits, executor.weights), StepCost.of(draft))
 
     def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
         return [0 if len(sequence.token_ids) < self._longest else None for sequence in sequences]
@@ -201,7 +205,18 @@ class DraftModel(Proposer):
             part.sequence.num_computed_tokens = part.end
         sizes, inputs = self._packer.pack(parts, 0, parts)
         copies, self._copies = self._copies, self._nothing()
-        return self._executor.run(StepPlan(tuple(parts), 0, sizes, inputs, copies, new)).logits
+        outputs = self._executor.run(
+            StepPlan(tuple(parts), 0, sizes, inputs, copies, new, hidden=self._hidden_before(parts))
+        )
+        self._ran(parts, outputs)
+        return outputs.logits
+
+    def _hidden_before(self, parts: Sequence[Part]) -> NDArray[np.float32] | None:
+        """What the plan is given with these parts, if anything."""
+        return None
+
+    def _ran(self, parts: Sequence[Part], outputs: StepOutputs) -> None:
+        """A step of these parts is done."""
 
     def _measure(self) -> None:
         """What a step takes, from some of them."""

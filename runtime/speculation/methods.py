@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from enginewright.manifest import NGRAM, ROLES
+from enginewright.manifest import DRAFT, MTP, NGRAM, ROLES, SKIP
 from enginewright.plan import Plan
 from enginewright.runtime.devices import Executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import FREE_SHARE, RuntimeConfig, limits_of, plan_memory
 from enginewright.runtime.speculation.draft import DraftModel, config_of_draft, kv_bytes_of_draft
+from enginewright.runtime.speculation.head import HeadModel
 from enginewright.runtime.speculation.lookup import PromptLookup
 from enginewright.runtime.speculation.proposer import Proposer
 from enginewright.runtime.speculation.speculator import Speculator
@@ -17,7 +18,9 @@ from enginewright.runtime.step_cost import StepCost
 
 METHODS: Mapping[str, Callable[[Engine, RuntimeConfig, Executor], Proposer]] = {
     NGRAM: lambda engine, config, executor: PromptLookup(config.guesses),
-    **{role: partial(DraftModel.open, role) for role in ROLES},
+    DRAFT: partial(DraftModel.open, DRAFT),
+    SKIP: partial(DraftModel.open, SKIP),
+    MTP: partial(HeadModel.open, MTP),
 }
 
 

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.step_plan import StepOutputs, StepPlan
 
 
 class Proposer(ABC):
@@ -16,6 +17,10 @@ class Proposer(ABC):
     """
 
     first_rates: Sequence[float]
+
+    def observe(self, plan: StepPlan, outputs: StepOutputs) -> None:
+        """A step is done, and what it sampled is known; its outputs last until the next one."""
+        del plan, outputs  # most guess from tokens alone
 
     @abstractmethod
     def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:

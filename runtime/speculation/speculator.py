@@ -12,6 +12,7 @@ from enginewright.runtime.speculation.acceptance import Acceptance
 from enginewright.runtime.speculation.proposer import Proposer
 from enginewright.runtime.stats import SpeculationStats
 from enginewright.runtime.step_cost import StepCost
+from enginewright.runtime.step_plan import StepOutputs, StepPlan
 
 Guesses = list[tuple[TokenSequence, Sequence[int]]]
 
@@ -35,6 +36,10 @@ class Speculator:
 
     def stats(self) -> SpeculationStats:
         return SpeculationStats(self._num_drafts, tuple(self._guessed), tuple(self._accepted))
+
+    def observe(self, plan: StepPlan, outputs: StepOutputs) -> None:
+        """As a proposer has it."""
+        self._proposer.observe(plan, outputs)
 
     def guess(self, sequences: Sequence[TokenSequence]) -> Guesses:
         """Guesses that pay.

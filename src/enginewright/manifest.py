@@ -20,7 +20,8 @@ WEIGHTS = "weights/"  # sections of this prefix are weights: large, typed, and h
 PLANS = "plan/"
 DRAFT = "draft"  # a smaller model of the same tokenizer
 SKIP = "skip"  # the first layers of the model itself, with its head
-ROLES = (DRAFT, SKIP)  # of plans beside the model's own
+MTP = "mtp"  # the layer that the checkpoint carries to guess with
+ROLES = (DRAFT, SKIP, MTP)  # of plans beside the model's own
 NGRAM = "ngram"  # guesses are looked up: no plan
 
 MAX_BYTES = 2**53  # of a section or a file: whole numbers up to here survive every JSON reader

@@ -23,6 +23,8 @@ MOST_SHARED_BYTES = 227 << 10  # of a block, on the GPUs that have most
 # The sizes that every step has: packed tokens of all sequences, sequences with at least one token in the step, and
 # tokens whose logits are wanted.
 COMMON_DIMS = ("tokens", "sequences", "logit_rows")
+# Hidden states of a step's tokens, f32 [tokens, columns]: an output; and those that a plan is given to guess from.
+HIDDEN, HIDDEN_BEFORE = "hidden", "hidden_before"
 MOST_DIMS = 8  # of a plan (csrc/cpu/kernel.h and csrc/cuda/device.cuh have room for so many)
 
 
@@ -275,18 +277,20 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     caches: tuple[CacheGroup, ...]
     buffers: tuple[Buffer, ...]
     calls: tuple[KernelCall, ...]
-    # Name → buffer: "logits", f32 [logit_rows, vocab_size], or one of RESULTS, f32 with a row for each text that ends.
+    # Name → buffer: "logits", f32 [logit_rows, vocab_size], and perhaps HIDDEN; or one of RESULTS, f32 with a row for
+    # each text that ends.
     outputs: dict[str, int]
     vocab_size: int
     max_seq_len: int
     # What a GPU samples from the logits with, a block per row; its arguments are not operands but the runtime's.
     sampling: Launch | None = None
     whole_texts: bool = False  # all tokens of a sequence are in one step, since tokens see those behind them
+    given: dict[str, int] = {}  # Name → buffer that is written before each step: HIDDEN_BEFORE, or nothing
 
     @property
     def result(self) -> int:
         """The buffer of the logits, or of what texts are embedded as."""
-        return next(iter(self.outputs.values()))
+        return next(buffer for name, buffer in self.outputs.items() if name != HIDDEN)
 
     @property
     def generates(self) -> bool:
@@ -370,9 +374,14 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
                 require_size(extent.rows, 0, f"{launch.kernel} has a grid")
                 sane = 0 < extent.per < 2**31 and 0 <= extent.per_multiprocessor <= 64
                 require(sane, f"{launch.kernel} has no grid")
-        for name, index in self.outputs.items():
+        for name, index in (*self.outputs.items(), *self.given.items()):
             require(0 <= index < len(self.buffers), f"the {name} are no buffer")
-        require(len(self.outputs) == 1 and {"logits", *RESULTS} >= set(self.outputs), "there are no logits")
+            if name in (HIDDEN, HIDDEN_BEFORE):
+                states = self.buffers[index]
+                require(states.dtype == "f32" and states.rows == linear(tokens=1), "hidden states are no f32 of tokens")
+        results = set(self.outputs) - {HIDDEN}
+        require(len(results) == 1 and results <= {"logits", *RESULTS}, "there are no logits")
+        require(set(self.given) <= {HIDDEN_BEFORE}, "it is given what no release knows")
         result = self.buffers[self.result]
         require(result.dtype == "f32", "what it gives is not f32")
         require(not self.generates or self.vocab_size == result.columns, "the logits are not as wide as the vocabulary")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -67,6 +68,16 @@ class Layer:
                 h = self.norm.write(graph, h, f"{name}.{self.after[part]}")
             x = graph.add(x, h)
         return x
+
+
+class DecoderParts(NamedTuple):
+    """What `write_decoder` puts a model together of."""
+
+    max_positions: int
+    embedding: Embedding
+    layers: Sequence[Layer]
+    norm: Norm
+    head: Head
 
 
 def write_decoder(

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from enginewright.builder.pooling import Pooling
 from enginewright.builder.weights import Weights
+from enginewright.plan import HIDDEN_BEFORE
 from enginewright.plugins import DOMAIN, Plugin
 from enginewright.plugins.activation import ACTIVATION
 from enginewright.plugins.plugin import Dims, dims_of, width_of
@@ -64,6 +65,7 @@ class GraphWriter:
         self._states: dict[int, LayerState] = {}
         self._shared: dict[int, Sequence[ir.Value]] = {}
         self._types: list[ir.Value] = []
+        self._hidden: list[ir.Value] = []
         self._past: list[ir.Value] = []
         self._present: list[ir.Value] = []
         self._layer_ends: list[ir.Value] = []
@@ -106,6 +108,11 @@ class GraphWriter:
         for index, output in enumerate(node.outputs):
             output.name = f"{name}.{index}"
         return list(node.outputs)
+
+    def join(self, parts: Sequence[ir.Value], name: str) -> ir.Value:
+        """Columns of several values, side by side."""
+        width = sum(map(width_of, parts))
+        return self.op("Concat", parts, name, (*dims_of(parts[0])[:-1], width), axis=-1)
 
     def scale(self, x: ir.Value, tensor: str) -> ir.Value:
         """x times the one number of a tensor: plugins/scale.py."""
@@ -181,6 +188,11 @@ class GraphWriter:
             self._types.append(_input("token_types", ir.DataType.INT64, (1, T)))
         return self._types[0]
 
+    def hidden_before(self, width: int) -> ir.Value:
+        """What the model has computed of the token before each, FLOAT [1, T, width]: an input."""
+        self._hidden.append(_input(HIDDEN_BEFORE, ir.DataType.FLOAT, (1, T, width)))
+        return self._hidden[0]
+
     def embeds(self, pooling: Pooling) -> None:
         """The model gives one row for each text, and no logits."""
         self._pooling = pooling
@@ -190,7 +202,7 @@ class GraphWriter:
         """result: logits, or what the model embeds a text as."""
         result.name = "logits" if self._pooling is None else self._pooling.embedding.result
         graph = ir.Graph(
-            [self.tokens, self.positions, *self._types, *self._past],
+            [self.tokens, self.positions, *self._types, *self._hidden, *self._past],
             [result, *self._present],
             nodes=self._nodes,
             initializers=[*self.weights, *self._constants.values()],

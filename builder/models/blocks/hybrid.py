@@ -7,18 +7,27 @@ import onnx_ir as ir
 from enginewright.builder.config import MOST_COLUMNS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks.attention import Attention, Heads
-from enginewright.builder.models.blocks.decoder import Layer, write_decoder
+from enginewright.builder.models.blocks.decoder import DecoderParts, Layer, write_decoder
 from enginewright.builder.models.blocks.embedding import Embedding
 from enginewright.builder.models.blocks.experts import Experts, Routing
 from enginewright.builder.models.blocks.gated_delta_net import GatedDeltaNet
 from enginewright.builder.models.blocks.head import Head
 from enginewright.builder.models.blocks.layers import read_kinds, read_layer_count, read_sparse_layers
 from enginewright.builder.models.blocks.mlp import GatedMlp, read_activation
+from enginewright.builder.models.blocks.mtp import LEFT_OUT, MtpNames, write_mtp
 from enginewright.builder.models.blocks.norm import RmsNorm
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
 
-_GUESSES = "It is about guesses of further tokens, which the model does without."
+_GUESSES = "It is about guesses of further tokens, which answers do not depend on."
+MTP = MtpNames(
+    prefix="mtp.",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    joined="mtp.fc",
+    layer="mtp.layers.0",
+    norm="mtp.norm",
+)
 HARMLESS = {
     "attn_output_gate": Harmless("Attention has an output gate.", (True,)),
     "mamba_ssm_dtype": Harmless("States are kept in fp32.", ("float32",)),
@@ -27,14 +36,13 @@ HARMLESS = {
 }
 
 
-def build_hybrid(
+def read_hybrid(
     config: ConfigReader,
-    weights: Weights,
     read_mlps: Callable[[ConfigReader, int], Sequence[GatedMlp | Experts]],
     harmless: Mapping[str, Harmless] = HARMLESS,
     fused: bool = False,
-) -> ir.Model:
-    """The whole model.
+) -> tuple[DecoderParts, Layer]:
+    """The whole model, and the layer that guesses.
 
     Args:
         read_mlps: (config, number of layers) → the MLP of each layer.
@@ -50,15 +58,28 @@ def build_hybrid(
     rope = read_rope(config, heads.dim, part=0.25, sectioned=True)
     max_positions = config.read_size("max_position_embeddings")
     config.refuse_unread(harmless)
-    weights.leave_out("mtp.", "of the part that guesses further tokens, which is left out")
-
     layers = [
         Layer(attention, mlp, norm, rope=rope)
         if is_attention
         else Layer(recurrence, mlp, norm, names=("linear_attn", "mlp"), rope=rope)
         for is_attention, mlp in zip(attends, mlps, strict=True)
     ]
-    return write_decoder(weights, max_positions, embedding, layers, norm, head)
+    guessing = Layer(attention, mlps[-1], norm, rope=rope)
+    return DecoderParts(max_positions, embedding, layers, norm, head), guessing
+
+
+def build_hybrid(weights: Weights, parts: DecoderParts) -> ir.Model:
+    weights.leave_out("mtp.", LEFT_OUT)
+    return write_decoder(weights, *parts)
+
+
+def build_hybrid_mtp(config: ConfigReader, weights: Weights, parts: DecoderParts, layer: Layer) -> ir.Model | None:
+    if not weights.has_any("mtp."):
+        return None
+    if config.read(bool, "mtp_use_dedicated_embeddings", default=False):
+        raise config.unsupported("mtp_use_dedicated_embeddings", "What guesses has the model's own embedding.")
+    weights.leave_out("mtp.layers.1.", "of a second layer that guesses: the first one makes all guesses")
+    return write_mtp(weights, parts, layer, MTP)
 
 
 def read_experts(config: ConfigReader, layers: int) -> Sequence[GatedMlp | Experts]:

@@ -1,0 +1,189 @@
+"""Which way of drawing makes a draft's guesses right more often: the one that there is, or Gumbel-max?
+
+    python benchmarks/coupling.py ENGINE [--role draft] [--tasks code prose] [--tokens 96]
+
+A guess is right where the same noise makes the same token of both models' probabilities. How often that is depends on
+how noise becomes a token:
+
+    interval  one uniform number a position, and the token at which the running sum of probabilities, in the order of
+              ids, exceeds it (csrc/cpu/sampling.h)
+    Gumbel    a number for each token of a position, and the token of the largest log p + Gumbel noise
+              (https://arxiv.org/abs/2408.07978)
+    bound     1 − the total variation distance of both models' probabilities: no way of drawing is right more often
+
+The model writes texts, and both models' logits are computed at each of their positions. Chances are integrals over all
+noise, so they are exact and nothing is drawn. Accepted tokens of a chain of k guesses are means over all places of a
+text where it may begin.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from protocol.tasks import TASKS
+
+from enginewright import LLM, SamplingParams
+from enginewright.runtime.devices import Executor, open_executor
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.memory_plan import RuntimeConfig
+from enginewright.runtime.sampling import Sampler, SamplingRequest
+from enginewright.runtime.score import score
+
+Floats = NDArray[np.float64]
+
+LONGEST_CHAIN = 8
+FILTERS = [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.95}, {"top_p": 0.95}]
+ROWS = 128  # of logits in a step
+
+
+def probabilities(logits: NDArray[np.float32], params: SamplingParams) -> Floats:
+    """Of each token after temperature and top-p, [vocab_size]."""
+    weights: Floats = np.exp((logits - logits.max()).astype(np.float64) / params.temperature)
+    if params.top_p < 1:
+        order = np.argsort(-weights, kind="stable")
+        before = np.cumsum(weights[order]) - weights[order]
+        weights[order[before >= params.top_p * weights.sum()]] = 0
+    return weights / weights.sum()
+
+
+def by_interval(p: Floats, q: Floats) -> Floats:
+    """The chance of each token that it is drawn from both: how far its two intervals overlap."""
+    p_end, q_end = np.cumsum(p), np.cumsum(q)
+    return np.maximum(np.minimum(p_end, q_end) - np.maximum(p_end - p, q_end - q), 0)
+
+
+def by_gumbel(p: Floats, q: Floats) -> Floats:
+    """The same with Gumbel noise: 1 / Σ_y max(p_y / p_x, q_y / q_x) of token x.
+
+    Equally, the smallest E / p wins where E are exponential: x wins both if each E_y is above E_x times that maximum.
+    In the order of p / q, tokens up to x count by p, and those behind it by q.
+    """
+    result = np.zeros_like(p)
+    ids = np.flatnonzero((p > 0) & (q > 0))
+    ids = ids[np.argsort(-p[ids] / q[ids])]
+    up_to = p[q == 0].sum() + np.cumsum(p[ids])
+    behind = q[p == 0].sum() + np.append(np.cumsum(q[ids][:0:-1])[::-1], 0)
+    result[ids] = 1 / (up_to / p[ids] + behind / q[ids])
+    return result
+
+
+def at_bound(p: Floats, q: Floats) -> Floats:
+    return np.minimum(p, q)
+
+
+WAYS: dict[str, Callable[[Floats, Floats], Floats]] = {"interval": by_interval, "Gumbel": by_gumbel, "bound": at_bound}
+
+
+@dataclass(frozen=True)
+class Chances:
+    """Of one text, at each of its positions."""
+
+    right: Floats  # that a guess is right
+    right_here: Floats  # the same where the model draws the token that stands in the text
+
+    def chains(self) -> Floats:
+        """Tokens that are accepted of 1, 2, … guesses, [places where they may begin, LONGEST_CHAIN]."""
+        lengths = []
+        for begin in range(len(self.right) - LONGEST_CHAIN + 1):
+            # Guesses before the last one were right, so it follows what stands in the text.
+            before = np.cumprod(np.append(1, self.right_here[begin : begin + LONGEST_CHAIN - 1]))
+            lengths.append(np.cumsum(before * self.right[begin : begin + LONGEST_CHAIN]))
+        return np.reshape(lengths, (-1, LONGEST_CHAIN))
+
+
+def chances(
+    model: NDArray[np.float32], draft: NDArray[np.float32], answer: Sequence[int], params: SamplingParams
+) -> dict[str, Chances]:
+    """By ways of drawing. model, draft: logits before each token of the answer."""
+    rows: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    for logits, guessed, token in zip(model, draft, answer, strict=True):
+        p, q = probabilities(logits, params), probabilities(guessed, params)
+        for way, both in WAYS.items():
+            tokens = both(p, q)
+            rows[way].append((tokens.sum(), tokens[token] / p[token]))
+    return {way: Chances(*np.array(values).T) for way, values in rows.items()}
+
+
+def counted(model: NDArray[np.float32], draft: NDArray[np.float32], params: SamplingParams) -> float:
+    """How often the sampler itself draws the same token from both: as `interval` says, but for the noise."""
+    drawn = []
+    for logits in model, draft:
+        vocab_size = logits.shape[1]
+        requests = [SamplingRequest(params, [0] * (row + 1), vocab_size, seed=0) for row in range(len(logits))]
+        drawn.append([one.token for one in Sampler().sample(logits, requests)])
+    return float(np.mean(np.equal(*drawn)))
+
+
+def print_costs(llm: LLM, executor: Executor, logits: NDArray[np.float32]) -> None:
+    """What drawing takes of a step that decodes."""
+    for batch in 1, 32:
+        prompts = [[row + 100] * 16 for row in range(batch)]
+        seconds = []
+        for tokens in 1, 33:
+            llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))
+            began = time.perf_counter()
+            llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))
+            seconds.append(time.perf_counter() - began)
+        step = (seconds[1] - seconds[0]) / 32
+        for filters in FILTERS:
+            sampler, rows = Sampler(executor.draw), np.resize(logits, (batch, logits.shape[1]))
+            requests = [SamplingRequest(SamplingParams(**filters), [row], logits.shape[1]) for row in range(batch)]
+            taken = []
+            for _ in range(20):
+                began = time.perf_counter()
+                sampler.sample(rows, requests)
+                taken.append(time.perf_counter() - began)
+            draw = float(np.median(taken))
+            print(
+                f"batch {batch}, {filters}: a step {1e3 * step:.1f} ms, drawing {1e6 * draw / batch:.0f} us a row, "
+                f"{draw / step:.2%} of the step"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", type=Path)
+    parser.add_argument("--role", default="draft", help="of what guesses: draft or skip")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["code", "prose"])
+    parser.add_argument("--tokens", type=int, default=96, help="of each text")
+    options = parser.parse_args()
+    limits = RuntimeConfig(
+        max_model_len=1024, max_num_seqs=1, max_num_batched_tokens=ROWS, max_logit_rows=ROWS, kv_cache_memory=1 << 28
+    )
+    with (
+        Engine.open(options.engine) as engine,
+        LLM(engine, max_model_len=1024, speculate="off", kv_cache_memory="1g") as llm,
+    ):
+        executors = [open_executor(one, limits) for one in (engine, engine.for_role(options.role))]
+        print("accepted of a chain of 1 to 8 guesses; the first is how often one guess is right")
+        for filters in FILTERS:
+            for task in options.tasks:
+                params = [
+                    SamplingParams(**filters, seed=row, max_tokens=options.tokens) for row in range(len(TASKS[task]))
+                ]
+                outputs = llm.generate([llm.encode(prompt) for prompt in TASKS[task]], params)
+                texts: list[dict[str, Chances]] = []
+                same = []
+                for output, one in zip(outputs, params, strict=True):
+                    prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
+                    ids = [*prompt, *answer]
+                    model, draft = (score(executor, [ids])[0][len(prompt) - 1 : -1] for executor in executors)
+                    texts.append(chances(model, draft, answer, one))
+                    same.append(counted(model, draft, one))
+                positions = sum(len(text["bound"].right) for text in texts)
+                print(f"{task}, {filters}: {positions} positions; counted with one noise: {np.mean(same):.3f}")
+                for way in WAYS:
+                    right = np.concatenate([text[way].right for text in texts])
+                    chains = np.concatenate([text[way].chains() for text in texts]).mean(axis=0)
+                    print(
+                        f"  {way:8} {right.mean():.3f}  " + " ".join(f"{length:.2f}" for length in chains), flush=True
+                    )
+        print_costs(llm, executors[0], model[:1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""What the prefix cache has had, on disk: blocks and snapshots that fell out of memory, and those of earlier processes.
+
+An entry is a file, `DIR/<identity>/<group>-<key>`: a SHA-256 and the bytes of a place. The identity names all that the
+bytes depend on, so an entry is right or is not found; the SHA-256 is of the identity, the name and the bytes, so a file
+that was cut short, altered or renamed counts as not there. Files are replaced whole and may vanish at any time: several
+processes can use a folder. KV caches give away the prompts that they are of, and answers are made of them, so nobody
+else may read them, nor write into the folder.
+"""
+
+import json
+import logging
+import os
+import re
+import stat
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from hashlib import file_digest, sha256
+from pathlib import Path
+from threading import Event
+
+import msgspec
+
+from enginewright import _cpu
+from enginewright.errors import UsageError
+from enginewright.plan import CacheGroup
+from enginewright.runtime.count import format_bytes
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1  # of entries
+HASH_BYTES = 32
+MOST_PENDING_BYTES = 64 << 20  # that wait to be written; what comes on top is not kept
+SCAN_S = 1.0  # what is not found by then in a large folder is found later
+STALE_S = 600.0  # a file that is being written is not written for so long
+ENTRY = re.compile(r"(?P<group>\d+)-(?P<key>[0-9a-f]{64})")
+IDENTITY = re.compile(r"[0-9a-f]{64}")
+
+Entry = tuple[int, bytes]  # a group, and the key of what a sequence has left in it
+
+
+def identity_of(content_hash: str, isa: str, groups: Sequence[CacheGroup]) -> str:
+    """Names what the bytes of an entry depend on: the engine, the code that computes, and how places are laid out."""
+    with open(_cpu.__file__, "rb") as code:
+        facts = [FORMAT, content_hash, file_digest(code, "sha256").hexdigest(), isa, msgspec.to_builtins(groups)]
+    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+class ReadEntries(msgspec.Struct, frozen=True):
+    """What was read."""
+
+    contents: Mapping[Entry, bytes | memoryview]  # without those that are not there
+    seconds: float
+
+
+class DiskStore:
+    """Entries of one engine. Threads of its own read, write and remove files; all methods are for one other thread.
+
+    Where entries take more than `capacity_bytes`, those go first that were not wanted for the longest time, other
+    engines' among them as they were when this one was opened.
+
+    Args:
+        folder: made if it is not there.
+        place_bytes: of a place, a group.
+
+    Raises:
+        UsageError: the folder cannot be used, or nothing would fit.
+    """
+
+    def __init__(self, folder: Path, identity: str, capacity_bytes: int, place_bytes: Sequence[int]) -> None:
+        self._folder, self._identity, self._capacity_bytes = folder, identity, capacity_bytes
+        self._sizes = [HASH_BYTES + size for size in place_bytes]
+        if capacity_bytes < sum(self._sizes):
+            least = format_bytes(sum(self._sizes))
+            raise UsageError(
+                f"kv_cache_disk is {format_bytes(capacity_bytes)}", f"what a few tokens leave takes {least}"
+            )
+        _make_private(folder)
+        _make_private(folder / identity)
+        # By group, what is there or is being written. Added to by the caller and the writer, asked by the caller.
+        self.keys: tuple[set[bytes], ...] = tuple(set() for _ in place_bytes)
+        self._pending: dict[Entry, bytes] = {}  # not written yet
+        self._pending_bytes = 0
+        self._scanned, self._opened = Event(), time.monotonic()
+        self._broken = False  # nothing can be written
+        self.num_bytes = 0  # of all entries
+        self.num_failures = 0  # files that could not be written, or not be read, or were damaged
+        # The writer's alone: sizes by path below the folder, those that were not wanted for the longest time first.
+        self._files: OrderedDict[str, int] = OrderedDict()
+        self._reader = ThreadPoolExecutor(1, "kv-cache-read")
+        self._writer = ThreadPoolExecutor(1, "kv-cache-write")
+        self._writer.submit(self._guarded, self._scan)
+
+    @property
+    def is_scanned(self) -> bool:
+        """Whether entries of earlier processes can be found, or have been waited for long enough."""
+        return self._scanned.is_set() or time.monotonic() > self._opened + SCAN_S
+
+    def wait_for_scan(self, seconds: float) -> None:
+        self._scanned.wait(seconds)
+
+    def save(self, entry: Entry, content: bytes) -> None:
+        """Keep what can be found in memory, or falls out of it."""
+        if self._broken or self._pending_bytes + len(content) > MOST_PENDING_BYTES:
+            return
+        group, key = entry
+        self.keys[group].add(key)
+        self._pending[entry] = content
+        self._pending_bytes += len(content)
+        self._writer.submit(self._guarded, self._write, entry)
+
+    def touch(self, entries: Sequence[Entry]) -> None:
+        """These were wanted: the first of them are removed last."""
+        self._writer.submit(self._guarded, self._touch, [self._path(*entry) for entry in reversed(entries)])
+
+    def read(self, entries: Sequence[Entry]) -> "Future[ReadEntries]":
+        """Begin to read these."""
+        return self._reader.submit(self._read, entries)
+
+    def close(self) -> None:
+        """Write what waits for it, and end the threads."""
+        self._reader.shutdown(cancel_futures=True)
+        self._writer.shutdown()
+
+    def _path(self, group: int, key: bytes) -> str:
+        return f"{self._identity}/{group}-{key.hex()}"
+
+    def _digest(self, path: str, content: bytes | memoryview) -> bytes:
+        digest = sha256(path.encode())
+        digest.update(content)
+        return digest.digest()
+
+    def _guarded(self, work: Callable[..., None], *arguments: object) -> None:
+        """Disks fill up and fail. A server goes on without what it would have kept there."""
+        try:
+            work(*arguments)
+        except OSError as error:
+            self.num_failures += 1
+            if not self._broken:
+                logger.warning("no more of the KV cache is kept in %s: %s", self._folder, error.strerror)
+            self._broken = True
+
+    def _scan(self) -> None:
+        found: list[tuple[float, str, int]] = []
+        try:
+            for folder in os.scandir(self._folder):
+                if IDENTITY.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
+                    found += self._entries_in(folder.name)
+            for _, path, size in sorted(found):
+                self._files[path] = size
+            self.num_bytes = sum(self._files.values())
+            self._make_room(0)
+            for group, key in filter(None, map(self._entry_of, self._files)):
+                self.keys[group].add(key)
+        finally:
+            self._scanned.set()
+
+    def _entries_in(self, identity: str) -> list[tuple[float, str, int]]:
+        """Times, paths and sizes of an engine's entries. What was never finished is removed."""
+        found = []
+        for file in os.scandir(self._folder / identity):
+            if not file.is_file(follow_symlinks=False):
+                continue
+            facts = file.stat(follow_symlinks=False)
+            if ENTRY.fullmatch(file.name):
+                found.append((facts.st_mtime, f"{identity}/{file.name}", facts.st_size))
+            elif file.name.endswith(".part") and facts.st_mtime < time.time() - STALE_S:
+                os.unlink(file.path)
+        return found
+
+    def _write(self, entry: Entry) -> None:
+        content, path = self._pending[entry], self._path(*entry)
+        try:
+            if self._broken:
+                return
+            self._make_room(HASH_BYTES + len(content))
+            part = self._folder / f"{path}.{os.getpid()}.part"
+            try:
+                with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+                    file.write(self._digest(path, content))
+                    file.write(content)
+                os.replace(part, self._folder / path)
+            except OSError:
+                self.keys[entry[0]].discard(entry[1])
+                part.unlink(missing_ok=True)
+                raise
+            self.num_bytes += HASH_BYTES + len(content) - self._files.pop(path, 0)
+            self._files[path] = HASH_BYTES + len(content)
+        finally:
+            del self._pending[entry]
+            self._pending_bytes -= len(content)
+
+    def _make_room(self, nbytes: int) -> None:
+        while self._files and self.num_bytes + nbytes > self._capacity_bytes:
+            path, size = self._files.popitem(last=False)
+            self.num_bytes -= size
+            if entry := self._entry_of(path):
+                self.keys[entry[0]].discard(entry[1])
+            (self._folder / path).unlink(missing_ok=True)
+
+    def _entry_of(self, path: str) -> Entry | None:
+        """None: it is another engine's."""
+        identity, _, name = path.partition("/")
+        match = ENTRY.fullmatch(name) if identity == self._identity else None
+        if match is None or int(match["group"]) >= len(self.keys):
+            return None
+        return int(match["group"]), bytes.fromhex(match["key"])
+
+    def _touch(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            if path in self._files:
+                self._files.move_to_end(path)
+                with suppress(FileNotFoundError):
+                    os.utime(self._folder / path)
+
+    def _drop(self, path: str) -> None:
+        """It is damaged, or not there."""
+        self.num_bytes -= self._files.pop(path, 0)
+        (self._folder / path).unlink(missing_ok=True)
+
+    def _read(self, entries: Sequence[Entry]) -> ReadEntries:
+        began, contents = time.perf_counter(), dict[Entry, bytes | memoryview]()
+        for entry in entries:
+            content = self._pending.get(entry) or self._content(entry)
+            if content is None:  # it was removed meanwhile, or is damaged: whatever it is, it is computed anew
+                self.keys[entry[0]].discard(entry[1])
+                self._writer.submit(self._guarded, self._drop, self._path(*entry))
+                break  # what comes behind it is of no use
+            contents[entry] = content
+        return ReadEntries(contents, time.perf_counter() - began)
+
+    def _content(self, entry: Entry) -> memoryview | None:
+        path = self._path(*entry)
+        try:
+            with open(os.open(self._folder / path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
+                data = memoryview(file.read())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self.num_failures += 1
+            logger.warning("a block of the KV cache in %s cannot be read: %s", self._folder, error.strerror)
+            return None
+        digest, content = data[:HASH_BYTES], data[HASH_BYTES:]
+        if len(data) != self._sizes[entry[0]] or digest != self._digest(path, content):
+            self.num_failures += 1
+            logger.warning("a block of the KV cache in %s is damaged, and is computed anew", self._folder)
+            return None
+        return content
+
+
+def _make_private(folder: Path) -> None:
+    """Raises UsageError where a folder cannot be made, or others may write into it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.stat()
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise UsageError(
+            f"the KV cache cannot be kept in {folder}", error.strerror or "", "Name another --kv-cache-dir."
+        ) from error
+    if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o022:
+        raise UsageError(
+            f"the KV cache cannot be kept in {folder}",
+            "others may write there, and answers would be made of what they write",
+            f"Name a --kv-cache-dir of your own, or chmod go-w {folder}.",
+        )
+    if not writable:
+        raise UsageError(
+            f"the KV cache cannot be kept in {folder}", "it cannot be written", "Name another --kv-cache-dir."
+        )

@@ -1,0 +1,114 @@
+"""Tiny models whose checkpoints carry what guesses for them, and what that says, by transformers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+
+Tensors = Mapping[str, torch.Tensor]
+
+# Of a family: the config of a model of one layer that is like the one that guesses, and the names of its tensors, those
+# of the layer last.
+BEHIND = tuple(f"model.layers.3.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", ""))
+MTP: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
+    "qwen3_5_text": (
+        {"layer_types": ["full_attention"]},
+        ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0."),
+    ),
+    "glm4_moe": ({"first_k_dense_replace": 0}, BEHIND),
+    "glm4_moe_lite": ({"mlp_layer_types": ["sparse"]}, BEHIND),
+    "deepseek_v3": ({"first_k_dense_replace": 0}, BEHIND),
+}
+SHORT_BY_ONE = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")  # families that store norms less 1
+
+
+@dataclass(frozen=True)
+class WithHead:
+    """A model, and a layer that guesses for it."""
+
+    model: PreTrainedModel
+    layer: PreTrainedModel  # of one layer, and a norm
+    norms: Tensors  # of embeddings, and of hidden states
+    fc: torch.Tensor  # [hidden, 2 · hidden]
+    checkpoint: MemoryCheckpoint
+
+    def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
+        """The model's states behind its last norm, [tokens, hidden]."""
+        with torch.inference_mode():
+            states: torch.Tensor = self.model.model(torch.tensor([tokens])).last_hidden_state[0]
+        return states
+
+    def guess(self, tokens: Sequence[int], hidden: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the head gives for tokens from `first` + 1 on, with hidden states from `first` on: logits and states."""
+        with torch.inference_mode():
+            embedded = self.model.get_input_embeddings()(torch.tensor(tokens))
+            both = [self._norm(embedded, "embedding"), self._norm(hidden, "hidden")]
+            x = torch.cat(both, -1) @ self.fc.T
+            positions = torch.arange(first, first + len(tokens))[None]
+            states = self.layer.model(inputs_embeds=x[None], position_ids=positions).last_hidden_state[0]
+            return self.model.lm_head(states), states
+
+    def shortfalls(self, tokens: Sequence[int], guesses: Sequence[int], first: int = 0) -> list[float]:
+        """By how much the logits of guesses behind some tokens fall short of the largest one's.
+
+        Args:
+            first: the position that the head begins at.
+        """
+        states, read, found = self.hidden(tokens[:-1])[first:], list(tokens[first + 1 :]), []
+        for guess in guesses:
+            logits, own = self.guess(read, states, first)
+            found.append(float(logits[-1].max() - logits[-1, guess]))
+            read.append(guess)
+            states = torch.cat([states, own[-1:]])
+        return found
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        epsilon = self.model.config.rms_norm_eps
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * self.norms[name]
+
+
+def with_mtp(family: str, seed: int = 5, **changes: Any) -> WithHead:
+    """A random model of a family with an MTP layer, as its publisher stores it."""
+    config = tiny_config(family, **changes)
+    model = tiny_model(config)
+    like, (embedding_norm, hidden_norm, joined, norm, prefix) = MTP[family]
+    layer = tiny_model({**config, "num_hidden_layers": 1, "tie_word_embeddings": False, **like}, seed=seed)
+    random, width = torch.Generator().manual_seed(seed), config["hidden_size"]
+    less = 1.0 if family in SHORT_BY_ONE else 0.0
+    norms = {
+        name: (0.2 * torch.randn(width, generator=random) + 1 - less).bfloat16().float()
+        for name in ("embedding", "hidden")
+    }
+    fc = (torch.randn(width, 2 * width, generator=random) * (2 * width) ** -0.5).bfloat16().float()
+    stored = {
+        f"{embedding_norm}.weight": norms["embedding"],
+        f"{hidden_norm}.weight": norms["hidden"],
+        f"{joined}.weight": fc,
+        f"{norm}.weight": layer.model.norm.weight.data,
+    }
+    for name, value in layer.state_dict().items():
+        if name.startswith("model.layers.0."):
+            stored[name.replace("model.layers.0.", prefix)] = value
+    stored = {name: value.bfloat16() for name, value in stored.items()}
+    checkpoint = MemoryCheckpoint(config, {**MemoryCheckpoint.of(model, config).stored, **stored})
+    return WithHead(model, layer, {name: value + less for name, value in norms.items()}, fc, checkpoint)
+
+
+def silenced(family: str) -> MemoryCheckpoint:
+    """A model with an MTP layer whose layers add nothing: what comes next hangs on the last token alone, and the head
+    hands that token on.
+    """
+    checkpoint = with_mtp(family, tie_word_embeddings=True).checkpoint
+    embedding_norm, _, joined, norm, _ = MTP[family][1]
+    silent = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+    stored = {name: value * 0 if name.endswith(silent) else value for name, value in checkpoint.stored.items()}
+    width = checkpoint.config["hidden_size"]
+    one = torch.full((width,), 0.0 if family in SHORT_BY_ONE else 1.0, dtype=torch.bfloat16)
+    passed_on = torch.cat([torch.eye(width), torch.zeros(width, width)], 1).bfloat16()
+    stored |= {f"{embedding_norm}.weight": one, f"{joined}.weight": passed_on}
+    stored[f"{norm}.weight"] = stored["model.norm.weight"]
+    return replace(checkpoint, stored=stored)

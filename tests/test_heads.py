@@ -1,0 +1,303 @@
+"""Heads that a checkpoint carries guess as they were trained to, and no answer depends on them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace as replaced
+
+from enginewright import LLM, SamplingParams
+from enginewright.builder import build
+from enginewright.builder.assembly import assemble
+from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.builder.draft import Automatic, add_draft
+from enginewright.builder.models import build_mtp_graph
+from enginewright.builder.progress import Silent
+from enginewright.errors import EngineError, UnsupportedModelError
+from enginewright.passes.show_hidden import ShowHidden
+from enginewright.plan import HIDDEN, HIDDEN_BEFORE, Plan
+from enginewright.plugins.kernel import Specialization
+from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.cuda.executor import CudaExecutor
+from enginewright.runtime.devices import Executor
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.inspect import describe, summarize
+from enginewright.runtime.memory_plan import RuntimeConfig, runtime_config, sequence_bytes
+from enginewright.runtime.scheduler.scheduler import Scheduler
+from enginewright.runtime.score import score
+from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.speculation.draft import DraftModel
+from enginewright.runtime.speculation.head import HeadModel
+from enginewright.runtime.step_cost import StepCost
+from enginewright.runtime.step_plan import StepPlan
+from tests import tolerances
+from tests.emulator.device import device_for
+from tests.helpers.engines import folder_of_engines
+from tests.helpers.graphs import relative_error
+from tests.helpers.heads import MTP, WithHead, silenced, with_mtp
+from tests.helpers.mixed_requests import LIMITS, answers, check_same
+from tests.helpers.onnx_run import run
+from tests.helpers.tiny import ALL_EXPERTS, MemoryCheckpoint
+
+CONFIG = BuildConfig(gate=None)
+
+
+@cache
+def head_of(family: str) -> WithHead:
+    return with_mtp(family, tie_word_embeddings=True)  # greedy, it repeats itself
+
+
+@cache
+def engine_of(family: str) -> Path:
+    path = folder_of_engines() / f"heads-{family}.engine"
+    build_engine(head_of(family).checkpoint, CONFIG, path, draft=Automatic())
+    return path
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine, guesses pay."""
+    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
+    monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
+
+
+@pytest.mark.parametrize("family", MTP)
+def test_mtp_graphs_are_what_transformers_computes(family: str) -> None:
+    head = with_mtp(family)
+    tokens = np.random.default_rng(0).integers(3, 300, 23).tolist()
+    hidden = head.hidden(tokens)
+    logits, states = head.guess(tokens[1:], hidden[:-1])
+    graph = build_mtp_graph(head.checkpoint)
+    assert graph is not None
+    ShowHidden()(graph)
+    feeds: dict[str, Any] = {
+        "tokens": np.array([tokens[1:]]),
+        "positions": np.arange(len(tokens) - 1)[None],
+        HIDDEN_BEFORE: hidden[None, :-1].numpy(),
+    }
+    for value in graph.graph.inputs:
+        if str(value.name).startswith("past_"):
+            shape = [size if isinstance(size, int) else 0 for size in value.shape or ()]
+            feeds[str(value.name)] = np.zeros(shape, np.float32)
+    given = run(graph, feeds)
+    assert np.abs(given["logits"][0] - logits.numpy()).max() < tolerances.HYBRID_LOGITS
+    assert np.abs(given[HIDDEN][0] - states.numpy()).max() < tolerances.HYBRID_LOGITS
+
+
+class Watched:
+    """What heads guess: the tokens before, the position that the head begins at, and the guesses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[list[int], int, Sequence[int]]] = []
+        propose = HeadModel.propose
+
+        def watched(head: HeadModel, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> Any:
+            guesses = propose(head, sequences, counts)
+            for one, own in zip(sequences, guesses, strict=True):
+                self.made.append((list(one.token_ids), head._states[one].first, own))
+            return guesses
+
+        monkeypatch.setattr(HeadModel, "propose", watched)
+
+    def check(self, head: WithHead) -> int:
+        """All guesses are what transformers would guess; how many there are."""
+        short = [by for tokens, first, guesses in self.made for by in head.shortfalls(tokens, guesses, first)]
+        assert max(short) < tolerances.GUESS_LOGITS
+        return len(short)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("family", MTP)
+def test_engines_guess_what_transformers_would(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tokens in a chain, behind prompts that are read at once and in chunks, with wrong guesses taken back; and
+    behind what the prefix cache has, where the head begins with what is computed.
+    """
+    watched = Watched(monkeypatch)
+    random = np.random.default_rng(1)
+    prompts = [random.integers(3, 300, length).tolist() for length in (2, 3, 31, 150, 90)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(engine_of(family), **{**LIMITS, "max_model_len": 200}, speculate_tokens=3) as llm:
+        llm.generate(prompts, params)
+        assert watched.check(head_of(family)) > 100 and {first for _, first, _ in watched.made} == {0}
+        watched.made.clear()
+        (again,) = llm.generate([[*prompts[3], 7, 9, 11]], params)
+    assert watched.check(head_of(family)) > 10
+    assert {first for _, first, _ in watched.made} == {again.num_cached_tokens} == {128}
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("family", MTP)
+def test_no_answer_depends_on_mtp(family: str) -> None:
+    with Engine.open(engine_of(family)) as engine:
+        plain, _ = answers(engine, 40, speculate="off")
+        for limits in {}, {"enable_prefix_caching": False, "prefill_chunk_size": 7}:
+            guessed, after = answers(engine, 40, speculate="mtp", speculate_tokens=4, **limits)
+            check_same(plain, guessed)
+            assert after.speculation is not None and sum(after.speculation.guessed) > 300
+
+
+@pytest.mark.usefixtures("always")
+def test_heads_go_on_behind_preemptions() -> None:
+    """Sequences that are computed anew, from where the prefix cache ends, are guessed for as before."""
+    random, path = np.random.default_rng(4), engine_of("glm4_moe")
+    prompts = [random.integers(3, 300, 40).tolist() for _ in range(6)]
+    params = [SamplingParams(max_tokens=60, ignore_eos=True, seed=seed) for seed in range(6)]
+    with Engine.open(path) as engine:
+        one = sequence_bytes(engine.plan.caches, LIMITS["max_model_len"], LIMITS["max_num_batched_tokens"])
+    with LLM(path, **LIMITS, speculate="off") as llm:
+        plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    with LLM(path, **LIMITS, speculate_tokens=4, kv_cache_memory=3 * one) as llm:
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == plain
+        stats = llm.stats()
+    assert stats.num_preemptions > 1 and stats.speculation is not None and sum(stats.speculation.guessed) > 400
+
+
+@pytest.mark.usefixtures("always")
+def test_a_head_that_is_right_is_always_right() -> None:
+    """The model says what comes from the last token alone, and the head looks at nothing else, by the same noise."""
+    path = folder_of_engines() / "heads-right.engine"
+    build_engine(silenced("qwen3_5_text"), CONFIG, path, draft=Automatic())
+    with Engine.open(path) as engine:
+        plain, _ = answers(engine, 30, speculate="off")
+        guessed, after = answers(engine, 30, speculate_tokens=4)
+    check_same(plain, guessed)
+    assert after.speculation is not None and sum(after.speculation.guessed) > 150
+    assert sum(after.speculation.accepted) / sum(after.speculation.guessed) > 0.97
+
+
+def test_states_that_no_guess_needs_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where guesses never pay, the head reads what there is meanwhile; where it has no room for it, it forgets it."""
+    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: tokens)
+    counts: list[int] = []
+    observe = HeadModel.observe
+
+    def watched(head: HeadModel, plan: Any, outputs: Any) -> None:
+        observe(head, plan, outputs)
+        counts.append(max((len(states.rows) for states in head._states.values()), default=0))
+
+    monkeypatch.setattr(HeadModel, "observe", watched)
+    prompts = [np.random.default_rng(1).integers(3, 300, length).tolist() for length in (500, 400, 300)]
+    limits: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "threads": 1}
+    for has_room in True, False:
+        counts.clear()
+        with LLM(engine_of("glm4_moe"), **limits, speculate="mtp") as llm:
+            if not has_room:
+                monkeypatch.setattr(HeadModel, "_open", lambda head, token_ids: None)
+            llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
+            stats = llm.stats().speculation
+        assert stats is not None and not stats.num_drafts
+        assert 32 <= max(counts) <= 3 * 32
+
+
+def test_an_engine_with_mtp_is_the_same_model(tmp_path: Path) -> None:
+    """Its logits are those of one without, and the embedding, the head and the rope are stored once."""
+    checkpoint = with_mtp("glm4_moe").checkpoint
+    plain = build_engine(checkpoint, CONFIG, tmp_path / "plain.engine")
+    both = build_engine(checkpoint, CONFIG, tmp_path / "both.engine", draft=Automatic())
+    assert any("further tokens" in note for note in plain.notes)
+    assert not any("further tokens" in note for note in both.notes)
+    prompts = [np.random.default_rng(2).integers(3, 300, length).tolist() for length in (1, 40)]
+    logits = []
+    for one in plain, both:
+        with Engine.open(one.path, verify=True) as engine:
+            limits = runtime_config(threads=1, max_num_seqs=2, max_num_batched_tokens=19, kv_cache_memory="4m")
+            logits.append(score(CpuExecutor(engine, limits), prompts))
+    for mine, its in zip(*logits, strict=True):
+        assert np.array_equal(mine.view(np.uint32), its.view(np.uint32))
+    with Engine.open(both.path) as engine:
+        shared = set(engine.plan.weight_names()) & set(engine.for_role("mtp").plan.weight_names())
+    assert shared == {"model.embed_tokens.weight", "lm_head.weight", "rope.inv_freq"}
+    summary = summarize(both.path)
+    assert (summary["speculate"], list(summary["roles"]), summary["recipe"]["mtp"]) == ("mtp", ["mtp"], {"layers": 1})
+    assert "speculate  mtp" in describe(summary) and "\n  mtp " in describe(summary)
+
+
+@pytest.mark.parametrize("quant", ["w8a8", "int4-rtn", "int8-sq", "auto"])
+def test_heads_are_quantized_as_the_model_is(quant: str) -> None:
+    """Without scales that only texts could tell, on all targets."""
+    settings = {"activation_scheme": "static"} if quant == "int8-sq" else {}
+    config = replace(CONFIG, targets=("cpu", "cuda:sm_90a"), quant=quant_config(quant, **settings))
+    both = add_draft(assemble(with_mtp("qwen3_5_text").checkpoint, config, Silent()), Automatic(), Silent())
+    for platform in "cpu", "cuda":
+        head, model = (Plan.from_json(both.files[f"plan/{role}{platform}"]) for role in ("mtp/", ""))
+        assert {HIDDEN, "logits"} == set(head.outputs) == set(model.outputs) and set(head.given) == {HIDDEN_BEFORE}
+        assert not any("largest" in call.operands for call in head.calls)
+        assert {*head.weight_names(), *model.weight_names()} == set(both.weights) or platform == "cuda"
+        assert {call.kernel for call in head.calls if call.kernel.startswith("gemm_")} - {"gemm_bf16@1"}
+
+
+def test_gpus_show_hidden_states_and_are_given_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An emulated one, beside the CPU: the model's states, and what the head makes of them."""
+    kernels: dict[str, Specialization] = {}
+    monkeypatch.setattr(build, "code_sections", lambda own, targets: kernels.update(own) or {})
+    path, config = tmp_path / "gpu.engine", replace(CONFIG, targets=("cpu", "cuda:sm_80"))
+    build_engine(with_mtp("glm4_moe", **ALL_EXPERTS["glm4_moe"]).checkpoint, config, path, draft=Automatic())
+    limits = RuntimeConfig(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=16, max_logit_rows=16, threads=1)
+    tokens, hidden = np.random.default_rng(0).integers(3, 300, 12).tolist(), None
+    for role in None, "mtp":
+        shown = []
+        for target in "cpu", "cuda":
+            with Engine.open(path, target) as opened:
+                engine = opened.for_role(role) if role else opened
+                on_cpu = target == "cpu"
+                executor = CpuExecutor(engine, limits) if on_cpu else CudaExecutor(engine, device_for(kernels), limits)
+                sequence = TokenSequence(tokens, len(tokens), len(tokens) + 1)
+                plan = replaced(_step(executor, sequence), hidden=hidden)
+                outputs = executor.run(plan)
+                shown.append((np.array(outputs.hidden), np.array(outputs.logits)))
+        (hidden, logits), (states, others) = shown
+        assert hidden.shape == (12, 48) and relative_error(states, hidden) < tolerances.ENGINE_GRAPH["bf16"]
+        assert relative_error(others, logits) < tolerances.ENGINE_GRAPH["bf16"]
+
+
+def _step(executor: Executor, sequence: TokenSequence) -> StepPlan:
+    """Of a whole prompt."""
+    scheduler = Scheduler(executor.plan.caches, executor.memory_plan)
+    sequence.every_logit = True
+    scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert plan is not None and plan.sizes.tokens == len(sequence.token_ids)
+    return plan
+
+
+def changed(checkpoint: MemoryCheckpoint, **instead: torch.Tensor | None) -> MemoryCheckpoint:
+    """With other tensors of these names, or without them."""
+    stored = {**checkpoint.stored, **instead}
+    return replace(checkpoint, stored={name: value for name, value in stored.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("instead", "error", "message"),
+    [
+        ({"mtp.fc.weight": None}, EngineError, r"the checkpoint has no tensor mtp\.fc\.weight"),
+        ({"mtp.layers.0.mlp.up_proj.weight": None}, EngineError, r"no tensor mtp\.layers\.0\.mlp\.up_proj\.weight"),
+        ({"mtp.norm.weight": torch.zeros(41)}, EngineError, r"mtp\.norm\.weight has the wrong shape.*\[41\].*\[40\]"),
+        ({"mtp.gate.weight": torch.zeros(3)}, UnsupportedModelError, r"1 of .* tensors are not used.*mtp\.gate"),
+    ],
+)
+def test_heads_that_do_not_fit_the_model(
+    instead: dict[str, torch.Tensor | None], error: type[EngineError], message: str
+) -> None:
+    checkpoint = changed(with_mtp("qwen3_5_text").checkpoint, **instead)
+    with pytest.raises(error, match=f"(?s){message}"):
+        add_draft(assemble(checkpoint, CONFIG, Silent()), Automatic(), Silent())
+
+
+def test_what_a_checkpoint_has_decides() -> None:
+    """A second layer is left out, with a note; without any, guesses are looked up; own embeddings are refused."""
+
+    def drafted(checkpoint: MemoryCheckpoint) -> Any:
+        return add_draft(assemble(checkpoint, CONFIG, Silent()), Automatic(), Silent())
+
+    checkpoint = with_mtp("qwen3_5_text").checkpoint
+    second = drafted(changed(checkpoint, **{"mtp.layers.1.mlp.up_proj.weight": torch.zeros(3)}))
+    assert any("1 weights: of a second layer" in note for note in second.notes) and second.speculate == "mtp"
+    none = drafted(changed(checkpoint, **{name: None for name in checkpoint.stored if name.startswith("mtp.")}))
+    assert none.speculate == "ngram" and not none.roles
+    with pytest.raises(UnsupportedModelError, match="mtp_use_dedicated_embeddings"):
+        drafted(replace(checkpoint, config={**checkpoint.config, "mtp_use_dedicated_embeddings": True}))

@@ -1,0 +1,458 @@
+"""What the prefix cache keeps on disk: found again, right or not at all, within its bounds, and nobody else's."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from enginewright import LLM, SamplingParams
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.errors import EngineError, UsageError
+from enginewright.plan import PagedCache, Plane
+from enginewright.runtime.cache import disk
+from enginewright.runtime.cache.cache import Cache
+from enginewright.runtime.cache.disk import HASH_BYTES, DiskStore
+from enginewright.runtime.cache.keys import PrefixKeys
+from enginewright.runtime.cache.kind import Copies
+from enginewright.runtime.cache.pool import Pool
+from enginewright.runtime.core import EngineCore
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.memory_plan import runtime_config, sequence_bytes
+from enginewright.runtime.outputs import Delta, RequestOutput
+from enginewright.runtime.sampling import SamplingRequest
+from enginewright.runtime.scheduler import stored
+from enginewright.runtime.scheduler.prefixes import SharedPrefixes
+from enginewright.runtime.sequence import TokenSequence
+from tests.helpers.mixed_requests import answers, check_same
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+
+LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "threads": 1}
+
+
+class Collected:
+    """What came of one request."""
+
+    def __init__(self) -> None:
+        self.tokens, self.text = 0, ""
+
+    def __call__(self, delta: Delta | EngineError) -> None:
+        assert isinstance(delta, Delta)
+        self.tokens += len(delta.tokens)
+        self.text += delta.text
+
+
+class Places:
+    """Memory of a group, as an executor has it."""
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self._memory = memory
+
+    def places(self) -> NDArray[np.uint8]:
+        return self._memory
+
+    def copy(self, places: Copies) -> None:
+        for source, target in places:
+            self._memory[target] = self._memory[source]
+
+
+PARAMS = SamplingParams(seed=7, max_tokens=40, logprobs=2, ignore_eos=True)
+# One that keeps everything, one with windows, one with a recurrent state.
+FAMILIES = ("llama", "gemma3_text", "qwen3_5_text")
+
+
+@pytest.fixture(autouse=True)
+def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine: these models are computed faster than files are read."""
+    monkeypatch.setattr(EngineCore, "_seconds_of", lambda self, first, end: None)
+    monkeypatch.setattr(stored, "LONGEST_S", 60.0)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built("llama", tmp_path_factory.mktemp("llama"))
+
+
+def built(family: str, folder: Path) -> Path:
+    config = tiny_config(family, max_position_embeddings=256)
+    path = folder / f"{family}.engine"
+    build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(), path)
+    return path
+
+
+def prompt(seed: int, length: int = 150) -> list[int]:
+    return [3 + (seed * 7919 + place * place * 31) % 300 for place in range(length)]
+
+
+def told(outputs: Sequence[RequestOutput]) -> list[Any]:
+    """All that an answer is, but not what computing it took."""
+    return [(one.outputs[0].text, one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+
+
+def opened(engine: Path, folder: Path, **limits: Any) -> LLM:
+    return LLM(engine, kv_cache_disk="64m", kv_cache_dir=str(folder), **{**LIMITS, **limits})
+
+
+def stepped(core: EngineCore) -> None:
+    for request, delta in core.step():
+        request.sink(delta)
+
+
+def answered(engine: Engine, limits: dict[str, Any]) -> str:
+    """What comes of a prompt, and what it leaves on disk."""
+    core, whole = EngineCore(engine, runtime_config(**{**LIMITS, **limits})), Collected()
+    core.add(core.request(prompt(1), PARAMS, whole))
+    while core.has_work:
+        stepped(core)
+    core.close()
+    return whole.text
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*/*") if disk.ENTRY.fullmatch(path.name))
+
+
+def test_the_next_process_goes_on_from_what_is_there(engine: Path, tmp_path: Path) -> None:
+    prompts = [prompt(seed) for seed in range(3)]
+    with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
+        right, cold = told(llm.generate(prompts, PARAMS)), llm.stats().computed_tokens
+    with opened(engine, tmp_path) as llm:
+        assert told(llm.generate(prompts, PARAMS)) == right and llm.stats().restored_tokens == 0
+    assert {path.stat().st_mode & 0o777 for path in entries(tmp_path)} == {0o600}
+    with opened(engine, tmp_path) as llm:
+        outputs, stats = llm.generate(prompts, PARAMS), llm.stats()
+        assert told(outputs) == right
+        assert [one.num_cached_tokens for one in outputs] == [128] * 3
+        assert stats.restored_tokens == 3 * 128 and stats.computed_tokens == cold - 3 * 128
+        assert told(llm.generate(prompts, PARAMS)) == right and llm.stats().restored_tokens == 3 * 128
+        assert stats.disk is not None and stats.disk.num_failures == 0
+        assert stats.disk.num_bytes == sum(path.stat().st_size for path in entries(tmp_path))
+
+
+def test_what_falls_out_of_memory_is_there(engine: Path, tmp_path: Path) -> None:
+    """Room for two or three sequences, and nine prompts in turns: alone each would have to be computed each time."""
+    prompts = [prompt(seed) for seed in range(9)]
+    with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
+        right = [told(llm.generate([one], PARAMS)) for one in prompts]
+    with Engine.open(engine) as engine_at_hand:
+        one = int(sequence_bytes(engine_at_hand.plan.caches, 256, 64))
+    with opened(engine, tmp_path, kv_cache_memory=one * 3 // 2, max_num_seqs=2) as llm:
+        for turn in range(3):
+            assert [told(llm.generate([one], PARAMS)) for one in prompts] == right
+            restored = llm.stats().restored_tokens
+            assert restored >= turn * 128 * 7, "all but the last ones were taken for something else"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_requests_with_preemptions(family: str, tmp_path: Path) -> None:
+    """Aborted ones, siblings, scored prompts, grammars and tenants, where blocks are few: the same answers."""
+    path = built(family, tmp_path)
+    with Engine.open(path) as engine:
+        plain, _ = answers(engine, 36, kv_cache_memory=1 << 20, enable_prefix_caching=False)
+        scarce = int(sequence_bytes(engine.plan.caches, 160, 48))
+        for memory in 1 << 20, scarce:
+            limits = {"kv_cache_disk": 64 << 20, "kv_cache_dir": str(tmp_path / "kv"), "kv_cache_memory": memory}
+            kept, stats = answers(engine, 36, **limits)
+            check_same(plain, kept)
+            assert stats.disk is not None and stats.disk.num_failures == 0
+        assert stats.num_preemptions > 0 or engine.plan.recurrent_states  # of these, there are no slots left to run in
+        assert stats.restored_tokens > 0
+
+
+def test_nobody_else_waits_for_the_disk(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer is written on while another request's beginning is read; that is computed if it takes too long."""
+    may_read, content = threading.Event(), DiskStore._content
+    limits = {"kv_cache_disk": 64 << 20, "kv_cache_dir": str(tmp_path)}
+    with Engine.open(llama) as engine:
+        right = answered(engine, limits)
+        monkeypatch.setattr(DiskStore, "_content", lambda self, entry: may_read.wait(60) and content(self, entry))
+        for read_in_time in True, False:
+            may_read.clear()
+            monkeypatch.setattr(stored, "LONGEST_S", 60.0 if read_in_time else 0.0)
+            core = EngineCore(engine, runtime_config(**{**LIMITS, **limits}))
+            running, waiting = Collected(), Collected()
+            core.add(core.request(prompt(5, 20), PARAMS, running))
+            core.step()
+            core.add(core.request(prompt(1), PARAMS, waiting))
+            while running.tokens < 20:
+                stepped(core)
+            assert waiting.tokens == 0 or not read_in_time
+            may_read.set()
+            while core.has_work:
+                stepped(core)
+            assert waiting.tokens == 40 and waiting.text == right
+            assert core.stats().restored_tokens == 128 * read_in_time
+            core.close()
+
+
+def test_with_nothing_else_to_do_it_sleeps(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"kv_cache_disk": 64 << 20, "kv_cache_dir": str(tmp_path)}
+    with Engine.open(llama) as engine:
+        answered(engine, limits)
+        content = DiskStore._content
+        monkeypatch.setattr(DiskStore, "_content", lambda self, entry: (time.sleep(0.05), content(self, entry))[1])
+        core = EngineCore(engine, runtime_config(**{**LIMITS, **limits}))
+        core.add(core.request(prompt(1), PARAMS, Collected()))
+        turns = 0
+        while not core.stats().restored_tokens:
+            core.step()
+            turns += 1
+        core.close()
+    assert turns < 200, "4 files take 0.2 s, in which a turn that does not wait comes back some 10,000 times"
+
+
+def test_an_aborted_request_leaves_nothing_of_what_it_read(llama: Path, tmp_path: Path) -> None:
+    limits = {"kv_cache_disk": 64 << 20, "kv_cache_dir": str(tmp_path)}
+    with Engine.open(llama) as engine:
+        answered(engine, limits)
+        core = EngineCore(engine, runtime_config(**{**LIMITS, **limits}))
+        request = core.request(prompt(1), PARAMS, Collected())
+        core.add(request)
+        core.step()
+        core.abort(request)
+        assert not core.has_work and core.step() == []
+        disk_of = core._scheduler._waiting.stored
+        assert disk_of is not None and disk_of._reading is None and disk_of._sequence is None
+        core.close()
+
+
+def two_blocks_on_disk(
+    folder: Path, memory: NDArray[np.uint8], seconds: float
+) -> tuple[TokenSequence, stored.StoredPrefixes, DiskStore]:
+    """A sequence that begins with two blocks of 500 bytes each, 1 and 2, which take so long to compute."""
+    cache = Cache([PagedCache((0,), (Plane("key", 1, 8, "bf16", 16),), 4)], [len(memory)], 8)
+    prefixes, kept = SharedPrefixes(cache, enabled=True), DiskStore(folder, "a" * 64, 10_000, [500])
+    sequence = TokenSequence(list(range(9)), 9, 20, request=SamplingRequest(PARAMS, range(9), 300))
+    prefixes.add(sequence)
+    for number, block in enumerate(prefixes.keys_of(sequence), start=1):
+        kept.save((0, block), bytes([number]) * 500)
+    kept.wait_for_scan(60)
+    return sequence, stored.StoredPrefixes(cache, prefixes, kept, [Places(memory)], lambda *_: seconds), kept
+
+
+def test_what_is_computed_sooner_is_not_read(tmp_path: Path) -> None:
+    sequence, found, kept = two_blocks_on_disk(tmp_path, np.zeros((20, 500), np.uint8), 1.0)
+    found._bytes_per_s = 900.0
+    for _ in range(3):
+        assert found.is_read(sequence, []) and found._reading is None
+        found.forget(sequence)
+    found.is_read(sequence, [])
+    assert found._reading is not None, "what was slow may be fast again"
+    kept.close()
+
+
+def test_copies_that_are_to_be_made_are_made_first(tmp_path: Path) -> None:
+    """They may be of a place that nobody holds any more, which is now written over."""
+    memory = np.full((3, 500), 7, np.uint8)
+    sequence, found, kept = two_blocks_on_disk(tmp_path, memory, 60.0)
+    copies = [[(0, 2), (1, 2)]]
+    memory[1] = 8
+    while not found.is_read(sequence, []):
+        found.wait(1)
+    assert len(found.restore(sequence, [], copies)) == 2
+    assert memory[:, 0].tolist() == [1, 2, 8] and copies == [[]] and found.num_tokens == 8
+    kept.close()
+
+
+def test_a_place_is_saved_when_it_can_be_found_and_before_it_is_taken() -> None:
+    pool, saves = Pool(2), list[tuple[bytes, int]]()
+    pool.save = lambda *one: saves.append(one)
+    first, second = pool.take(), pool.take()
+    pool.publish(first, pool.tag(first, key(1)))
+    pool.tag(second, key(2))  # NaN came out of it
+    pool.drop(first)
+    pool.drop(second)
+    assert saves == [(key(1), first)]
+    pool.take()
+    pool.take()
+    assert saves == [(key(1), first)] * 2
+
+
+def test_tenants_and_instruction_sets_share_nothing(llama: Path, tmp_path: Path) -> None:
+    for limits, salt in ({}, "one"), ({}, "another"), ({"isa": "portable"}, "one"):
+        with opened(llama, tmp_path, **limits) as llm:
+            llm.generate([prompt(1)], PARAMS, cache_salt=salt)
+            assert llm.stats().restored_tokens == 0
+    with opened(llama, tmp_path, isa="portable") as llm:
+        llm.generate([prompt(1)], PARAMS, cache_salt="one")
+        assert llm.stats().restored_tokens == 128
+
+
+@pytest.mark.parametrize("fault", ["a bit", "the end", "another's name", "a link"])
+def test_a_damaged_entry_is_computed_anew(fault: str, llama: Path, tmp_path: Path) -> None:
+    with opened(llama, tmp_path) as llm:
+        right = told(llm.generate([prompt(1)], PARAMS))
+    block = PrefixKeys(32).of(prompt(1), 3)[2]
+    (path,) = tmp_path.glob(f"*/0-{block.hex()}")
+    whole = path.read_bytes()
+    if fault == "a bit":
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    elif fault == "the end":
+        path.write_bytes(whole[:-1])
+    elif fault == "another's name":
+        path.write_bytes((path.parent / f"0-{PrefixKeys(32).of(prompt(1), 2)[1].hex()}").read_bytes())
+    else:
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    with opened(llama, tmp_path) as llm:
+        assert told(llm.generate([prompt(1)], PARAMS)) == right
+        stats = llm.stats()
+        assert stats.restored_tokens == 64, "the blocks before it"
+        assert stats.disk is not None and stats.disk.num_failures == (fault != "a link")
+    assert path.read_bytes() == whole and not path.is_symlink(), "it was written again"
+
+
+def test_a_full_disk_stops_nothing(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(llama, **LIMITS) as llm:
+        right = told(llm.generate([prompt(seed) for seed in range(3)], PARAMS))
+    replace, calls = os.replace, 0
+
+    def fail(*names: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(*names)
+
+    monkeypatch.setattr(disk.os, "replace", fail)
+    with opened(llama, tmp_path) as llm:
+        assert told(llm.generate([prompt(seed) for seed in range(3)], PARAMS)) == right
+        core = llm
+    stats = core.stats()
+    assert stats.disk is not None and stats.disk.num_failures == 1
+    assert [record.getMessage() for record in caplog.records if record.name == disk.__name__] == [
+        f"no more of the KV cache is kept in {tmp_path}: No space left on device"
+    ]
+    assert len(entries(tmp_path)) == 2 and not list(tmp_path.glob("*/*.part"))
+
+
+def test_a_killed_server_leaves_what_it_had_written(llama: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time, enginewright as e\n"
+        f"llm = e.LLM(sys.argv[1], kv_cache_disk='64m', kv_cache_dir=sys.argv[2], **{LIMITS})\n"
+        f"llm.generate([{prompt(1)}], e.SamplingParams(seed=7, max_tokens=40, ignore_eos=True))\n"
+        "while llm.stats().disk.num_bytes == 0: time.sleep(0.01)\n"
+        "time.sleep(0.5)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, llama, tmp_path], check=False).returncode == -9
+    with opened(llama, tmp_path) as llm:
+        llm.generate([prompt(1)], PARAMS)
+        assert llm.stats().restored_tokens == 128
+
+
+def store(folder: Path, identity: str = "a", capacity: int = 1000) -> DiskStore:
+    """Of two groups, whose entries take 100 and 50 bytes."""
+    return DiskStore(folder, identity * 64, capacity, [100 - HASH_BYTES, 50 - HASH_BYTES])
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def saved(kept: DiskStore, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        kept.save((0, key(number)), bytes([number]) * (100 - HASH_BYTES))
+
+
+def numbers_in(kept: DiskStore) -> list[int]:
+    return sorted(int.from_bytes(one, "big") for one in kept.keys[0])
+
+
+def test_what_was_wanted_last_stays(tmp_path: Path) -> None:
+    kept = store(tmp_path)
+    saved(kept, range(10))
+    kept.touch([(0, key(0)), (0, key(1))])
+    saved(kept, [10, 11])
+    kept.close()
+    assert numbers_in(kept) == [0, 1, 4, 5, 6, 7, 8, 9, 10, 11] and kept.num_bytes == 1000
+    assert sum(path.stat().st_size for path in entries(tmp_path)) == 1000
+    for number in numbers_in(kept):  # the next process has the order from the files' times
+        when = 100 + (7 * number) % 12  # no order that numbers have
+        os.utime(tmp_path / ("a" * 64) / f"0-{key(number).hex()}", (when, when))
+    again = store(tmp_path, capacity=500)
+    saved(again, [20])
+    again.close()
+    assert numbers_in(again) == [1, 5, 8, 10, 20], "the latest by their times, and a new one"
+
+
+def test_entries_of_other_engines_go_by_their_age(tmp_path: Path) -> None:
+    old = store(tmp_path, "b")
+    saved(old, range(4))
+    old.close()
+    for path in entries(tmp_path):
+        os.utime(path, (100, 100))
+    (tmp_path / "notes.txt").write_text("not ours")
+    (tmp_path / ("b" * 64) / "notes.txt").write_text("not ours")
+    new = store(tmp_path)
+    saved(new, range(8))
+    new.close()
+    assert len(entries(tmp_path)) == 10 and numbers_in(new) == list(range(8))
+    assert len(list((tmp_path / ("b" * 64)).iterdir())) == 3, "two entries, and what nobody knows"
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_a_file_that_was_never_finished_goes(tmp_path: Path) -> None:
+    store(tmp_path).close()
+    old, new = (tmp_path / ("a" * 64) / f"0-{key(n).hex()}.{n}.part" for n in (1, 2))
+    old.write_bytes(b"")
+    new.write_bytes(b"")
+    os.utime(old, (100, 100))
+    store(tmp_path).close()
+    assert not old.exists() and new.exists()
+
+
+def test_what_waits_to_be_written_can_be_read_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "MOST_PENDING_BYTES", 3 * (100 - HASH_BYTES))
+    kept, may_write = store(tmp_path), threading.Event()
+    kept._writer.submit(may_write.wait)
+    saved(kept, range(5))
+    read = kept.read([(0, key(number)) for number in range(4)]).result()
+    assert {entry[1]: bytes(content)[0] for entry, content in read.contents.items()} == {key(n): n for n in range(3)}
+    may_write.set()
+    kept.close()
+    assert numbers_in(kept) == [0, 1, 2] and len(entries(tmp_path)) == 3
+    again = store(tmp_path)
+    read = again.read([(0, key(number)) for number in range(3)]).result()
+    again.close()
+    assert [bytes(content) for content in read.contents.values()] == [bytes([n]) * (100 - HASH_BYTES) for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"kv_cache_dir": "somewhere"}, "kv_cache_dir goes with kv_cache_disk"),
+        ({"kv_cache_disk": "1k"}, "what a few tokens leave takes"),
+        ({"kv_cache_disk": "many"}, "kv_cache_disk"),
+        ({"kv_cache_disk": "1g", "enable_prefix_caching": False}, "kv_cache_disk goes with a prefix cache"),
+    ],
+)
+def test_options_that_make_no_sense(limits: dict[str, Any], message: str, llama: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        LLM(llama, **LIMITS, **limits)
+
+
+def test_folders_that_others_can_write_are_refused(llama: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(UsageError, match="others may write there") as refused:
+        opened(llama, tmp_path)
+    assert f"chmod go-w {tmp_path}" in str(refused.value)
+    tmp_path.chmod(0o700)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="Name another --kv-cache-dir"):
+        opened(llama, tmp_path / "file")
