@@ -97,7 +97,7 @@ def prompt(seed: int, length: int = 150) -> list[int]:
     return [3 + (seed * 7919 + place * place * 31) % 300 for place in range(length)]
 
 
-def told(outputs: Sequence[RequestOutput]) -> list[Any]:
+def answers_of(outputs: Sequence[RequestOutput]) -> list[Any]:
     """All that an answer is, but not what computing it took."""
     return [(one.outputs[0].text, one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
 
@@ -128,16 +128,16 @@ def entries(folder: Path) -> list[Path]:
 def test_the_next_process_goes_on_from_what_is_there(engine: Path, tmp_path: Path) -> None:
     prompts = [prompt(seed) for seed in range(3)]
     with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
-        right, cold = told(llm.generate(prompts, PARAMS)), llm.stats().computed_tokens
+        right, cold = answers_of(llm.generate(prompts, PARAMS)), llm.stats().computed_tokens
     with opened(engine, tmp_path) as llm:
-        assert told(llm.generate(prompts, PARAMS)) == right and llm.stats().restored_tokens == 0
+        assert answers_of(llm.generate(prompts, PARAMS)) == right and llm.stats().restored_tokens == 0
     assert {path.stat().st_mode & 0o777 for path in entries(tmp_path)} == {0o600}
     with opened(engine, tmp_path) as llm:
         outputs, stats = llm.generate(prompts, PARAMS), llm.stats()
-        assert told(outputs) == right
+        assert answers_of(outputs) == right
         assert [one.num_cached_tokens for one in outputs] == [128] * 3
         assert stats.restored_tokens == 3 * 128 and stats.computed_tokens == cold - 3 * 128
-        assert told(llm.generate(prompts, PARAMS)) == right and llm.stats().restored_tokens == 3 * 128
+        assert answers_of(llm.generate(prompts, PARAMS)) == right and llm.stats().restored_tokens == 3 * 128
         assert stats.disk is not None and stats.disk.num_failures == 0
         assert stats.disk.num_bytes == sum(path.stat().st_size for path in entries(tmp_path))
 
@@ -146,12 +146,12 @@ def test_what_falls_out_of_memory_is_there(engine: Path, tmp_path: Path) -> None
     """Room for two or three sequences, and nine prompts in turns: alone each would have to be computed each time."""
     prompts = [prompt(seed) for seed in range(9)]
     with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
-        right = [told(llm.generate([one], PARAMS)) for one in prompts]
+        right = [answers_of(llm.generate([one], PARAMS)) for one in prompts]
     with Engine.open(engine) as engine_at_hand:
         one = int(sequence_bytes(engine_at_hand.plan.caches, 256, 64))
     with opened(engine, tmp_path, kv_cache_memory=one * 3 // 2, max_num_seqs=2) as llm:
         for turn in range(3):
-            assert [told(llm.generate([one], PARAMS)) for one in prompts] == right
+            assert [answers_of(llm.generate([one], PARAMS)) for one in prompts] == right
             restored = llm.stats().restored_tokens
             assert restored >= turn * 128 * 7, "all but the last ones were taken for something else"
 
@@ -245,12 +245,25 @@ def two_blocks_on_disk(
 
 def test_what_is_computed_sooner_is_not_read(tmp_path: Path) -> None:
     sequence, found, kept = two_blocks_on_disk(tmp_path, np.zeros((20, 500), np.uint8), 1.0)
-    found._bytes_per_s = 900.0
+    found._s_per_byte = 1 / 900
     for _ in range(3):
         assert found.is_read(sequence, []) and found._reading is None
         found.forget(sequence)
     found.is_read(sequence, [])
     assert found._reading is not None, "what was slow may be fast again"
+    kept.close()
+
+
+def test_what_is_not_read_in_time_is_not_tried_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_read, content = threading.Event(), DiskStore._content
+    monkeypatch.setattr(DiskStore, "_content", lambda self, entry: may_read.wait(60) and content(self, entry))
+    sequence, found, kept = two_blocks_on_disk(tmp_path, np.zeros((20, 500), np.uint8), 0.05)
+    kept._writer.submit(lambda: None).result()  # what waits to be written would be read at once
+    while not found.is_read(sequence, []):
+        time.sleep(0.01)
+    assert found._reading is not None and found.restore(sequence, [], [[]]) == []
+    assert found.is_read(sequence, []) and found._reading is None
+    may_read.set()
     kept.close()
 
 
@@ -294,7 +307,7 @@ def test_tenants_and_instruction_sets_share_nothing(llama: Path, tmp_path: Path)
 @pytest.mark.parametrize("fault", ["a bit", "the end", "another's name", "a link"])
 def test_a_damaged_entry_is_computed_anew(fault: str, llama: Path, tmp_path: Path) -> None:
     with opened(llama, tmp_path) as llm:
-        right = told(llm.generate([prompt(1)], PARAMS))
+        right = answers_of(llm.generate([prompt(1)], PARAMS))
     block = PrefixKeys(32).of(prompt(1), 3)[2]
     (path,) = tmp_path.glob(f"*/0-{block.hex()}")
     whole = path.read_bytes()
@@ -308,7 +321,7 @@ def test_a_damaged_entry_is_computed_anew(fault: str, llama: Path, tmp_path: Pat
         path.rename(tmp_path / "elsewhere")
         path.symlink_to(tmp_path / "elsewhere")
     with opened(llama, tmp_path) as llm:
-        assert told(llm.generate([prompt(1)], PARAMS)) == right
+        assert answers_of(llm.generate([prompt(1)], PARAMS)) == right
         stats = llm.stats()
         assert stats.restored_tokens == 64, "the blocks before it"
         assert stats.disk is not None and stats.disk.num_failures == (fault != "a link")
@@ -319,7 +332,7 @@ def test_a_full_disk_stops_nothing(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with LLM(llama, **LIMITS) as llm:
-        right = told(llm.generate([prompt(seed) for seed in range(3)], PARAMS))
+        right = answers_of(llm.generate([prompt(seed) for seed in range(3)], PARAMS))
     replace, calls = os.replace, 0
 
     def fail(*names: Any) -> None:
@@ -331,7 +344,7 @@ def test_a_full_disk_stops_nothing(
 
     monkeypatch.setattr(disk.os, "replace", fail)
     with opened(llama, tmp_path) as llm:
-        assert told(llm.generate([prompt(seed) for seed in range(3)], PARAMS)) == right
+        assert answers_of(llm.generate([prompt(seed) for seed in range(3)], PARAMS)) == right
         core = llm
     stats = core.stats()
     assert stats.disk is not None and stats.disk.num_failures == 1

@@ -82,11 +82,12 @@ class DiskStore:
         # By group, what is there or is being written. Added to by the caller and the writer, asked by the caller.
         self.keys: tuple[set[bytes], ...] = tuple(set() for _ in place_bytes)
         self._pending: dict[Entry, bytes] = {}  # not written yet
-        self._pending_bytes = 0
+        # Each is counted up by one thread, and none by two, which would lose some.
+        self._queued_bytes = self._done_bytes = 0  # by the caller, and by the writer
+        self._write_failures = self._read_failures = 0
         self._scanned, self._opened = Event(), time.monotonic()
         self._broken = False  # nothing can be written
         self.num_bytes = 0  # of all entries
-        self.num_failures = 0  # files that could not be written, or not be read, or were damaged
         # The writer's alone: sizes by path below the folder, those that were not wanted for the longest time first.
         self._files: OrderedDict[str, int] = OrderedDict()
         self._reader = ThreadPoolExecutor(1, "kv-cache-read")
@@ -101,14 +102,19 @@ class DiskStore:
     def wait_for_scan(self, seconds: float) -> None:
         self._scanned.wait(seconds)
 
+    @property
+    def num_failures(self) -> int:
+        """Files that could not be written, or not be read, or were damaged."""
+        return self._write_failures + self._read_failures
+
     def save(self, entry: Entry, content: bytes) -> None:
         """Keep what can be found in memory, or falls out of it."""
-        if self._broken or self._pending_bytes + len(content) > MOST_PENDING_BYTES:
+        if self._broken or self._queued_bytes - self._done_bytes + len(content) > MOST_PENDING_BYTES:
             return
         group, key = entry
         self.keys[group].add(key)
         self._pending[entry] = content
-        self._pending_bytes += len(content)
+        self._queued_bytes += len(content)
         self._writer.submit(self._guarded, self._write, entry)
 
     def touch(self, entries: Sequence[Entry]) -> None:
@@ -137,7 +143,7 @@ class DiskStore:
         try:
             work(*arguments)
         except OSError as error:
-            self.num_failures += 1
+            self._write_failures += 1
             if not self._broken:
                 logger.warning("no more of the KV cache is kept in %s: %s", self._folder, error.strerror)
             self._broken = True
@@ -190,7 +196,7 @@ class DiskStore:
             self._files[path] = HASH_BYTES + len(content)
         finally:
             del self._pending[entry]
-            self._pending_bytes -= len(content)
+            self._done_bytes += len(content)
 
     def _make_room(self, nbytes: int) -> None:
         while self._files and self.num_bytes + nbytes > self._capacity_bytes:
@@ -239,12 +245,12 @@ class DiskStore:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self.num_failures += 1
+            self._read_failures += 1
             logger.warning("a block of the KV cache in %s cannot be read: %s", self._folder, error.strerror)
             return None
         digest, content = data[:HASH_BYTES], data[HASH_BYTES:]
         if len(data) != self._sizes[entry[0]] or digest != self._digest(path, content):
-            self.num_failures += 1
+            self._read_failures += 1
             logger.warning("a block of the KV cache in %s is damaged, and is computed anew", self._folder)
             return None
         return content

@@ -15,8 +15,9 @@ from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.sequence import TokenSequence
 
-FIRST_BYTES_PER_S = 500e6  # that are read, before anything was
+FIRST_S_PER_BYTE = 1 / 500e6  # of reading, before anything was read
 LEARNING = 0.3  # what a read says of the pace of those to come
+LATE = 2.0  # what is not read in time is believed to take so many times what it was given
 # How much faster reading is believed to be each time that it does not seem to pay: what was slow may be fast again.
 HOPE = 1.05
 LONGEST_S = 5.0  # that a sequence waits for the disk, where nobody knows what computing takes
@@ -52,8 +53,9 @@ class StoredPrefixes:
         self._places = [one.places() for one in memory]
         self._sequence: TokenSequence | None = None  # that was asked for last
         self._reading: Future[ReadEntries] | None = None  # of it; None: nothing is to be read
-        self._until = 0.0  # by time.monotonic: then it is computed
-        self._bytes_per_s = FIRST_BYTES_PER_S
+        self._num_bytes = 0  # that are being read
+        self._began = self._until = 0.0  # by time.monotonic: when reading began, and when to compute instead
+        self._s_per_byte = FIRST_S_PER_BYTE
         self.num_tokens = 0  # that were not computed, since they were read
         cache.save(self._save)
 
@@ -91,10 +93,15 @@ class StoredPrefixes:
         """
         reading = self._reading
         self.forget(sequence)
-        if reading is None or not reading.done():
+        if reading is None:
+            return keys
+        if not reading.done():
+            took = (time.monotonic() - self._began) / self._num_bytes
+            self._s_per_byte = max(self._s_per_byte, LATE * took)
             return keys
         read, wanted = reading.result(), self._prefixes.keys_of(sequence)
-        self._learn(read)
+        if nbytes := sum(len(content) for content in read.contents.values()):
+            self._s_per_byte += LEARNING * (read.seconds / nbytes - self._s_per_byte)
         there = [{key for group, key in read.contents if group == one} for one in range(len(self._memory))]
         found = wanted[: self._cache.num_shared(wanted, there)]
         if len(found) <= len(keys):
@@ -121,16 +128,12 @@ class StoredPrefixes:
         absent, block_size = self._cache.absent(wanted[:found]), self._cache.block_size or 0
         seconds = self._seconds(num_there * block_size, found * block_size)
         nbytes = sum(self._places[group].shape[1] for group, _ in absent)
-        if seconds is not None and nbytes / self._bytes_per_s > seconds:
-            self._bytes_per_s *= HOPE
+        if seconds is not None and nbytes * self._s_per_byte > seconds:
+            self._s_per_byte /= HOPE
             return None
-        self._until = time.monotonic() + (LONGEST_S if seconds is None else seconds)
+        self._num_bytes, self._began = nbytes, time.monotonic()
+        self._until = self._began + (LONGEST_S if seconds is None else seconds)
         return self._store.read(absent)
-
-    def _learn(self, read: ReadEntries) -> None:
-        nbytes = sum(len(content) for content in read.contents.values())
-        if nbytes:
-            self._bytes_per_s += LEARNING * (nbytes / max(read.seconds, 1e-6) - self._bytes_per_s)
 
     def _save(self, group: int, key: bytes, place: int) -> None:
         """A place can be found, or is taken for something else."""
