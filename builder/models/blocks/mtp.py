@@ -6,7 +6,8 @@ It reads the embedding of a token and the model's hidden state before it, and sa
     and the model's own head
 
 Hidden states are those behind the model's last norm. What the layer gives behind its own norm takes their place where
-it guesses a token more. As vllm/model_executor/models/qwen3_5_mtp.py and python/sglang/srt/models/deepseek_nextn.py.
+it guesses a token more. After qwen3_5_mtp.py and deepseek_mtp.py of vllm/model_executor/models, of which the second
+feeds back what comes before its norm.
 """
 
 from dataclasses import dataclass
