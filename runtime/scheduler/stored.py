@@ -67,7 +67,7 @@ class StoredPrefixes:
         """
         if not self._store.is_scanned:
             return False
-        if sequence is not self._sequence:
+        if sequence is not self._sequence or self._reading is None:  # memory loses blocks while it waits for room
             self._sequence, self._reading = sequence, self._begin(sequence, len(keys))
         return self._reading is None or self._reading.done() or time.monotonic() > self._until
 
