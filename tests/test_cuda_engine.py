@@ -320,7 +320,7 @@ def test_tokens_are_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None
 
         read: list[int] = []
         whole = gpu._read
-        monkeypatch.setattr(gpu, "_read", lambda count: read.append(count) or whole(count))
+        monkeypatch.setattr(gpu, "_read", lambda index, count: read.append(count) or whole(index, count))
         monkeypatch.setattr(gpu, "_draw", checked)
         monkeypatch.setattr(core, "open_executor", lambda engine, config: gpu)
         running = core.EngineCore(engine, LIMITS)
