@@ -9,8 +9,9 @@
 //                it where it stays in L1, as dots want it (4 bits become a byte), for the others of a panel,
 //                while their sums wait in scratch
 //
-// Codes are larger than the numbers that they stand for: u4 by its zero, i8 by S::i8_bias, where dot_i8 wants
-// it so, and those that e2m1 becomes by 12. A run's sum therefore begins with -zero * (sum of the run of x).
+// The dots of a run sum to more than they should by its excess, which depends on x alone: codes of u4 are
+// larger than their numbers by their zero, those that e2m1 becomes by 12, and S::dot_i8 has an excess of its
+// own. A sum therefore begins with -excess.
 #pragma once
 
 #include <utility>
@@ -30,11 +31,11 @@ struct I8Codes {
   static constexpr DType dtype = DType::i8;
   static constexpr int lines = 1;
   static constexpr bool scaled = false;  // by runs
-  static constexpr int32_t zero = S::i8_bias;
   static ENGINEWRIGHT_INLINE void load(const std::byte* p, Line (&w)[lines]) { w[0] = S::load_i8(p); }
   static ENGINEWRIGHT_INLINE typename S::I dot(typename S::I acc, Line w, typename S::Bytes4 x) {
     return S::dot_i8(acc, w, x);
   }
+  static ENGINEWRIGHT_INLINE int32_t excess(const int8_t* x, int64_t n) { return S::excess_i8(x, n); }
 };
 
 template <class S>
@@ -48,6 +49,7 @@ struct U4Codes {
   static ENGINEWRIGHT_INLINE typename S::I dot(typename S::I acc, Line w, typename S::Bytes4 x) {
     return S::dot_u4(acc, w, x);
   }
+  static ENGINEWRIGHT_INLINE int32_t excess(const int8_t* x, int64_t n) { return zero * S::sum_i8(x, n); }
 };
 
 template <class S>
@@ -68,6 +70,7 @@ struct E2m1Codes {
   static ENGINEWRIGHT_INLINE typename S::I dot(typename S::I acc, Line w, typename S::Bytes4 x) {
     return S::dot_u4(acc, w, x);
   }
+  static ENGINEWRIGHT_INLINE int32_t excess(const int8_t* x, int64_t n) { return zero * S::sum_i8(x, n); }
 };
 
 template <class S, class Codes>
@@ -149,14 +152,14 @@ class GemmA8 {
   Panel panel_at(int64_t row, int64_t tokens, std::byte* scratch) const {
     auto* sums = reinterpret_cast<float*>(scratch + piece_bytes_);
     const Panel panel{row, tokens, scratch, sums, reinterpret_cast<Run*>(sums + tokens * kBlocks * 16)};
-    const int32_t zero = g_.group_zero != nullptr ? 1 : Codes::zero;
     const int64_t tile = tokens <= kDirect ? kDirect : tile_tokens();
     for (int64_t m = 0; m < tokens; ++m) {
       const float* scales = g_.x_scale + (row + m) * g_.x_scale_stride;
       for (int64_t g = 0; g < g_.groups; ++g) {
         Run& run = panel.runs[m / tile * g_.groups + g];
-        run.first[m % tile] =
-            zero == 0 ? 0 : -zero * S::sum_i8(x(row + m) + g * g_.group, depth(g * g_.group, k_end_));
+        const int8_t* begin = x(row + m) + g * g_.group;
+        const int64_t n = depth(g * g_.group, k_end_);
+        run.first[m % tile] = g_.group_zero != nullptr ? -S::sum_i8(begin, n) : -Codes::excess(begin, n);
         run.scale[m % tile] = scales[g];
       }
     }
