@@ -90,6 +90,7 @@ class GemmA8 {
     const int64_t tokens = panel_tokens();
     return piece_bytes_ + tokens * kBlocks * 64 + tokens / tile_tokens() * g_.groups * int64_t{sizeof(Run)};
   }
+  int64_t passes(int64_t tokens) const { return (tokens + panel_tokens() - 1) / panel_tokens(); }
 
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
     const int64_t most = panel_tokens();
@@ -115,6 +116,7 @@ class GemmA8 {
   static constexpr int kRunTokens = S::run_tokens, kRunBlocks = S::run_blocks;  // of several runs
   static constexpr int kDirect = S::direct_tokens, kMostTokens = kDirect > kRunTokens ? kDirect : kRunTokens;
   static constexpr int64_t kPanelBytes = 1 << 19;   // of x: a part of L2
+  static constexpr int64_t kPanelTokens = 64;       // at least, though a long K has x come from L3 then
   static constexpr int64_t kPrefetchStream = 4096;  // ahead in the only stream
   static constexpr int64_t kPrefetchBytes = 2048;   // ahead in each of several
   static constexpr int64_t kPrefetchAgain = 256;    // since a core with many lines on their way drops some
@@ -132,7 +134,7 @@ class GemmA8 {
   int64_t tile_tokens() const { return g_.groups == 1 ? kTokens : kRunTokens; }
   // Of a panel: whole tiles.
   int64_t panel_tokens() const {
-    const int64_t rows = kPanelBytes / g_.k_pad;
+    const int64_t fit = kPanelBytes / g_.k_pad, rows = fit < kPanelTokens ? kPanelTokens : fit;
     return round_up(g_.x.max_rows < rows ? g_.x.max_rows : rows, tile_tokens());
   }
 
