@@ -1,37 +1,82 @@
 """What speculation brings: the same requests with and without it, round by round, and whether the answers are the same.
 
-    python benchmarks/speculation.py ENGINE [--speculate ngram] [--batch 1 32] [--tokens 96] [--rounds 5]
+    python benchmarks/speculation.py ENGINE [--speculate ngram] [--tasks code edit prose random] [--temperatures 0 0.7]
+                                     [--batch 1 32] [--tokens 96] [--rounds 5]
 
-Tasks: `copy` goes on with code that stands in the prompt three times; `text` continues random tokens at temperature 1,
-where next to nothing can be guessed. Rounds are interleaved; ratios are medians over them.
+Tasks: `code` completes functions, `edit` repeats a text with a change, `prose` goes on with a story
+(protocol/tasks.py), and `random` goes on with random tokens: at temperature 1 hardly a guess is right. Rounds are
+interleaved; ratios are medians over them, with their range. `--rounds 0` gives lengths alone. These depend on time only
+by the number of guesses, which the engine chooses by what they cost: how often guesses are right by their place says
+what a fixed number would give.
 """
 
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
+from protocol.tasks import TASKS
 
 from enginewright import LLM, SamplingParams
 from enginewright.runtime.engine import Engine
+from enginewright.runtime.stats import SpeculationStats
 
-CODE = "".join(
-    f"def area_of_{name}(width, height):\n    return width * height + {len(name)}\n\n"
-    for name in ("box", "room", "field")
-)
-PROMPT = 64  # tokens of a random one
+RANDOM = "random"
+PROMPT, PROMPTS = 64, 4  # tokens of a random prompt, and how many there are
+
+Requests = tuple[list[list[int]], list[SamplingParams]]
 
 
-def task(name: str, llm: LLM, batch: int, tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and parameters of as many requests."""
-    if name == "copy":
-        return [llm.encode(3 * CODE)] * batch, [
-            SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        ] * batch
-    vocab_size = llm.engine.plan.vocab_size
-    prompts = np.random.default_rng(0).integers(vocab_size // 10, vocab_size, (batch, PROMPT)).tolist()
-    return prompts, [SamplingParams(seed=row, max_tokens=tokens, ignore_eos=True) for row in range(batch)]
+def requests_of(task: str, llm: LLM, count: int, tokens: int, temperature: float) -> Requests:
+    """So many at least, and each prompt of the task once at least."""
+    if task == RANDOM:
+        vocab_size = llm.engine.plan.vocab_size
+        prompts = np.random.default_rng(0).integers(vocab_size // 10, vocab_size, (PROMPTS, PROMPT)).tolist()
+    else:
+        prompts = [llm.encode(prompt) for prompt in TASKS[task]]
+    prompts = list(islice(cycle(prompts), max(count, len(prompts))))
+    params = [SamplingParams(temperature=temperature, seed=row, max_tokens=tokens) for row in range(len(prompts))]
+    return prompts, params
+
+
+def answers_to(llm: LLM, requests: Requests, batch: int, salt: str) -> list[Sequence[int]]:
+    """So many at a time."""
+    prompts, params = requests
+    answers: list[Sequence[int]] = []
+    for begin in range(0, len(prompts), batch):
+        part = slice(begin, begin + batch)
+        outputs = llm.generate(prompts[part], params[part], cache_salt=salt)
+        answers += [output.outputs[0].token_ids for output in outputs]
+    return answers
+
+
+def stats_of(llm: LLM) -> SpeculationStats:
+    stats = llm.stats().speculation
+    assert stats is not None
+    return stats
+
+
+def lengths(before: SpeculationStats, after: SpeculationStats, num_tokens: int) -> str:
+    """What became of the guesses of so many tokens of answers."""
+    guessed = np.subtract(after.guessed, before.guessed)
+    accepted = np.subtract(after.accepted, before.accepted)
+    drafts = after.num_drafts - before.num_drafts
+    rates = " ".join(f"{right / all_:.2f}" for right, all_ in zip(accepted, guessed, strict=True) if all_)
+    return (
+        f"{1 + accepted.sum() / max(drafts, 1):.2f} tokens by a step with guesses, of which there were {drafts}, "
+        f"{num_tokens / (num_tokens - accepted.sum()):.2f} by any; right by place: {rates or 'no guess'}"
+    )
+
+
+def speeds(seconds: dict[LLM, list[float]], off: LLM, on: LLM, num_tokens: int) -> str:
+    ratios = [one / other for one, other in zip(seconds[off], seconds[on], strict=True)]
+    return (
+        f"; {statistics.median(ratios):.2f} × as fast ({min(ratios):.2f}–{max(ratios):.2f}), "
+        f"{num_tokens / statistics.median(seconds[on]):.1f} tokens/s"
+    )
 
 
 def main() -> None:
@@ -39,6 +84,8 @@ def main() -> None:
     parser.add_argument("engine", type=Path)
     parser.add_argument("--speculate", default="ngram")
     parser.add_argument("--speculate-tokens", type=int, default=8)
+    parser.add_argument("--tasks", nargs="+", choices=[*TASKS, RANDOM], default=[*TASKS, RANDOM])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0, 0.7])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
@@ -51,31 +98,25 @@ def main() -> None:
         LLM(engine, **limits, **guessing) as on,
     ):
         for batch in options.batch:
-            for name in "copy", "text":
-                prompts, params = task(name, off, batch, options.tokens)
-                seconds: dict[LLM, list[float]] = {off: [], on: []}
-                before = on.stats().speculation
-                for number in range(1 + options.rounds):
-                    answers = []
-                    for llm in (off, on) if number % 2 else (on, off):
-                        began = time.perf_counter()
-                        outputs = llm.generate(prompts, params, cache_salt=str(number))
-                        if number:  # the first one warms up
-                            seconds[llm].append(time.perf_counter() - began)
-                        answers.append([output.outputs[0].token_ids for output in outputs])
-                    assert answers[0] == answers[1], "speculation has changed an answer"
-                after = on.stats().speculation
-                assert before is not None and after is not None
-                drafts, accepted = (
-                    after.num_drafts - before.num_drafts,
-                    sum(after.accepted) - sum(before.accepted),
-                )
-                ratio = statistics.median(one / other for one, other in zip(seconds[off], seconds[on], strict=True))
-                pace = batch * options.tokens / statistics.median(seconds[on])
-                print(
-                    f"{name}, batch {batch}: {ratio:.2f} × as fast, {pace:.1f} tokens/s; guesses {drafts} times, "
-                    f"{accepted} right, {1 + accepted / max(drafts, 1):.2f} tokens by such a step; same answers"
-                )
+            for task in options.tasks:
+                for temperature in options.temperatures:
+                    requests = requests_of(task, off, batch, options.tokens, temperature)
+                    seconds: dict[LLM, list[float]] = {off: [], on: []}
+                    before = stats_of(on)
+                    for number in range(1 + options.rounds):
+                        answers = {}
+                        for llm in (off, on) if number % 2 else (on, off):
+                            began = time.perf_counter()
+                            answers[llm] = answers_to(llm, requests, batch, str(number))
+                            if number:  # the first one warms up
+                                seconds[llm].append(time.perf_counter() - began)
+                        assert answers[off] == answers[on], "speculation has changed an answer"
+                    num_tokens = sum(map(len, answers[on]))
+                    found = lengths(before, stats_of(on), (1 + options.rounds) * num_tokens)
+                    speed = speeds(seconds, off, on, num_tokens) if options.rounds else ""
+                    print(
+                        f"{task}, temperature {temperature:g}, batch {batch}: {found}{speed}; same answers", flush=True
+                    )
 
 
 if __name__ == "__main__":
