@@ -346,10 +346,10 @@ ONE_OF = "must have one of json, regex, choice, grammar, json_object"
 SCHEMA_OF = "response_format.json_schema.schema"
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"response_format": "json"}, "response_format", "expected `object | null`, got `str`"),
-    ({"response_format": {}}, "response_format.type", "missing required field `type`"),
+    ({"response_format": {}}, "response_format.type", "response_format.type is missing"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "invalid enum value 'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "response_format has no json_schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, SCHEMA_OF, "required field `schema`"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, SCHEMA_OF, "schema is missing"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, SCHEMA_OF, "expected `object`"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},

@@ -409,4 +409,5 @@ def _of_type_error(text: str, where: str) -> ApiError:
         name = field["name"][:MAX_KEY_CHARS]
         path = f"{path}.{name}" if path else name
     where = path or "the body"
-    return ApiError(400, f"{where}: {what[:1].lower()}{what[1:]}", param=path or None, code="invalid_type")
+    why = f"{where} is missing" if what.startswith("Object missing") else f"{where}: {what[:1].lower()}{what[1:]}"
+    return ApiError(400, why, param=path or None, code="invalid_type")
