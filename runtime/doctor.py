@@ -179,4 +179,4 @@ def describe(report: dict[str, Any]) -> str:
                 ("", f"beside it, {arena} arena and {cache} KV cache for what guesses ({engine['speculate']})")
             )
     lines += [("warning", text) for text in report["warnings"]] + [("problem", text) for text in report["problems"]]
-    return "\n".join(f"{name:<13} {text}".rstrip() for name, text in lines)
+    return "\n".join(f"{name:<13} {text}".rstrip().replace("\n", f"\n{'':<13} ") for name, text in lines)
