@@ -247,6 +247,14 @@ def test_errors_have_anthropics_form(server: Running, client: anthropic.Anthropi
     assert "maximum context length" in long.json["error"]["message"]
 
 
+def test_a_timeout(server: Running) -> None:
+    asked = {"max_tokens": 3000, "ignore_eos": True, "timeout": 0.2}
+    answer = post(server, asked)
+    assert (answer.status, answer.json["error"]["type"]) == (504, "timeout_error")
+    *_, last = events(post(server, asked | {"stream": True, "timeout": 1}))
+    assert last["error"]["type"] == "timeout_error"
+
+
 def test_a_server_that_ends_is_overloaded() -> None:
     with running(drain_seconds=1) as server:
         server.call(setattr, server.service, "draining", True)
