@@ -358,7 +358,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
         ({"output_config": {"effort": "low"}}, "output_config.effort is not implemented: the model's chat template"),
         ({"output_config": {"effort": "much"}}, "output_config.effort: invalid enum"),
         ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type: invalid enum"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "cannot be compiled"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}},
+            "output_config.format cannot be compiled",
+        ),
         ({"container": "x"}, "container is not implemented"),
         ({"context_management": {"edits": []}}, "context_management is not implemented"),
         ({"mcp_servers": [{}]}, "mcp_servers is not implemented"),
