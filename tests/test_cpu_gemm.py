@@ -189,6 +189,16 @@ def test_work(kernel: str, epilogue: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_requests_in_flight_share_one_pass_of_the_weights(isa: str, kernel: str) -> None:
+    """With as many columns as the MLP of a model of 8 billion weights has; prompts may be read in several panels."""
+    for tokens in 33, 64:
+        assert Problem(kernel, tokens, 32, 14_336).work(isa)["weight_passes"] == 1
+    passes = Problem(kernel, 100, 32, 14_336).work(isa)["weight_passes"]
+    assert passes == (2 if kernel in INT8_KERNELS and "amx" not in isa else 1)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_x_may_be_columns_of_a_buffer(isa: str) -> None:
     problem = Problem("gemm_bf16@1", 5, 37, 128)
     runner = KernelRunner(isa, tokens=5)

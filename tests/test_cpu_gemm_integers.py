@@ -25,14 +25,14 @@ def test_int8_products_are_the_same_bits_everywhere(tokens: int) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("tokens", [1, 5, 17, 40])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_the_largest_int8_products_neither_saturate_nor_wrap(isa: str, tokens: int, sign: int) -> None:
+@pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1), (-1, -1)])
+def test_the_largest_int8_products_neither_saturate_nor_wrap(isa: str, tokens: int, signs: tuple[int, int]) -> None:
     columns = 16_500  # 127 * 127 of them are above 2^27, and x is cut into pieces
     problem = Problem("gemm_w8a8@1", tokens, 33, columns)
-    problem.x.fill_(127)
-    problem.weight.fill_(sign * 127)
+    problem.x.fill_(signs[0] * 127)
+    problem.weight.fill_(signs[1] * 127)
     problem.vectors["scale"] = torch.full((33,), 2.0**-20)
-    expected = torch.tensor(float(sign * 127 * 127 * columns)) * scales_of(problem.x, 0) * 2.0**-20
+    expected = torch.tensor(float(signs[0] * signs[1] * 127 * 127 * columns)) * scales_of(problem.x, 0) * 2.0**-20
     assert torch.equal(problem.run(isa, "f32"), expected.expand(tokens, 33))
 
 

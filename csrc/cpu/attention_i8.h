@@ -38,7 +38,7 @@ class SplitAttentionI8 : public SplitBase<S> {
     std::memset(row, 0, static_cast<size_t>(q_stride()));
     const float scale = quantize_run<S>(RowReader<S>(from), 0, head_dim, row);
     tile.scale[r] = scale < 0x1p-100f ? 0x1p-100f : scale;  // not 0: the product with -infinity would be NaN
-    tile.sum[r] = S::sum_i8(row, q_stride());
+    tile.excess[r] = S::excess_i8(row, q_stride());
   }
 
   // partial: (rows, partial_floats)
@@ -116,7 +116,7 @@ class SplitAttentionI8 : public SplitBase<S> {
     ENGINEWRIGHT_UNROLL
     for (int r = 0; r < R; ++r) {
       ENGINEWRIGHT_UNROLL
-      for (int n = 0; n < N; ++n) acc[r][n] = S::set1_i(-S::i8_bias * tile.sum[row + r]);
+      for (int n = 0; n < N; ++n) acc[r][n] = S::set1_i(-tile.excess[row + r]);
     }
     const int8_t* q = tile.q + row * q_stride();
     const int8_t *keys[N], *values[N];

@@ -35,7 +35,7 @@ struct TileQueries {
   int64_t rows;
   int64_t low[kMostTileRows], high[kMostTileRows];
   float scale[kMostTileRows];  // of int8 alone, see attention_i8.h
-  int32_t sum[kMostTileRows];
+  int32_t excess[kMostTileRows];
 };
 
 // The part of a split that a tile sees: whole steps of positions from `begin` on, by groups as they lie in

@@ -170,6 +170,7 @@ class GemmBf16 {
   explicit GemmBf16(const GemmOperands& g) : g_(g) {}
 
   int64_t scratch_bytes() const { return 0; }
+  static int64_t passes(int64_t) { return 1; }  // of strips
 
   void run(int64_t tokens, Range mine, std::byte*) const {
     const int64_t most = strip_units(g_, g_.block_bytes);
@@ -195,6 +196,7 @@ class Gemm8A16 {
   int64_t scratch_bytes() const {
     return strip_units(g_, 2 * g_.block_bytes) * g_.unit_blocks * 2 * g_.block_bytes;
   }
+  static int64_t passes(int64_t) { return 1; }  // of strips
 
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
     const int64_t most = strip_units(g_, 2 * g_.block_bytes);

@@ -9,8 +9,9 @@
 //                it where it stays in L1, as dots want it (4 bits become a byte), for the others of a panel,
 //                while their sums wait in scratch
 //
-// Codes are larger than the numbers that they stand for: u4 by its zero, i8 by S::i8_bias, where dot_i8 wants
-// it so, and those that e2m1 becomes by 12. A run's sum therefore begins with -zero * (sum of the run of x).
+// The dots of a run sum to more than they should by its excess, which depends on x alone: codes of u4 are
+// larger than their numbers by their zero, those that e2m1 becomes by 12, and S::dot_i8 has an excess of its
+// own. A sum therefore begins with -excess.
 #pragma once
 
 #include <utility>
@@ -30,11 +31,11 @@ struct I8Codes {
   static constexpr DType dtype = DType::i8;
   static constexpr int lines = 1;
   static constexpr bool scaled = false;  // by runs
-  static constexpr int32_t zero = S::i8_bias;
   static ENGINEWRIGHT_INLINE void load(const std::byte* p, Line (&w)[lines]) { w[0] = S::load_i8(p); }
   static ENGINEWRIGHT_INLINE typename S::I dot(typename S::I acc, Line w, typename S::Bytes4 x) {
     return S::dot_i8(acc, w, x);
   }
+  static ENGINEWRIGHT_INLINE int32_t excess(const int8_t* x, int64_t n) { return S::excess_i8(x, n); }
 };
 
 template <class S>
@@ -48,6 +49,7 @@ struct U4Codes {
   static ENGINEWRIGHT_INLINE typename S::I dot(typename S::I acc, Line w, typename S::Bytes4 x) {
     return S::dot_u4(acc, w, x);
   }
+  static ENGINEWRIGHT_INLINE int32_t excess(const int8_t* x, int64_t n) { return zero * S::sum_i8(x, n); }
 };
 
 template <class S>
@@ -68,6 +70,7 @@ struct E2m1Codes {
   static ENGINEWRIGHT_INLINE typename S::I dot(typename S::I acc, Line w, typename S::Bytes4 x) {
     return S::dot_u4(acc, w, x);
   }
+  static ENGINEWRIGHT_INLINE int32_t excess(const int8_t* x, int64_t n) { return zero * S::sum_i8(x, n); }
 };
 
 template <class S, class Codes>
@@ -87,6 +90,7 @@ class GemmA8 {
     const int64_t tokens = panel_tokens();
     return piece_bytes_ + tokens * kBlocks * 64 + tokens / tile_tokens() * g_.groups * int64_t{sizeof(Run)};
   }
+  int64_t passes(int64_t tokens) const { return (tokens + panel_tokens() - 1) / panel_tokens(); }
 
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
     const int64_t most = panel_tokens();
@@ -112,6 +116,7 @@ class GemmA8 {
   static constexpr int kRunTokens = S::run_tokens, kRunBlocks = S::run_blocks;  // of several runs
   static constexpr int kDirect = S::direct_tokens, kMostTokens = kDirect > kRunTokens ? kDirect : kRunTokens;
   static constexpr int64_t kPanelBytes = 1 << 19;   // of x: a part of L2
+  static constexpr int64_t kPanelTokens = 64;       // at least, though a long K has x come from L3 then
   static constexpr int64_t kPrefetchStream = 4096;  // ahead in the only stream
   static constexpr int64_t kPrefetchBytes = 2048;   // ahead in each of several
   static constexpr int64_t kPrefetchAgain = 256;    // since a core with many lines on their way drops some
@@ -129,7 +134,7 @@ class GemmA8 {
   int64_t tile_tokens() const { return g_.groups == 1 ? kTokens : kRunTokens; }
   // Of a panel: whole tiles.
   int64_t panel_tokens() const {
-    const int64_t rows = kPanelBytes / g_.k_pad;
+    const int64_t fit = kPanelBytes / g_.k_pad, rows = fit < kPanelTokens ? kPanelTokens : fit;
     return round_up(g_.x.max_rows < rows ? g_.x.max_rows : rows, tile_tokens());
   }
 
@@ -149,14 +154,14 @@ class GemmA8 {
   Panel panel_at(int64_t row, int64_t tokens, std::byte* scratch) const {
     auto* sums = reinterpret_cast<float*>(scratch + piece_bytes_);
     const Panel panel{row, tokens, scratch, sums, reinterpret_cast<Run*>(sums + tokens * kBlocks * 16)};
-    const int32_t zero = g_.group_zero != nullptr ? 1 : Codes::zero;
     const int64_t tile = tokens <= kDirect ? kDirect : tile_tokens();
     for (int64_t m = 0; m < tokens; ++m) {
       const float* scales = g_.x_scale + (row + m) * g_.x_scale_stride;
       for (int64_t g = 0; g < g_.groups; ++g) {
         Run& run = panel.runs[m / tile * g_.groups + g];
-        run.first[m % tile] =
-            zero == 0 ? 0 : -zero * S::sum_i8(x(row + m) + g * g_.group, depth(g * g_.group, k_end_));
+        const int8_t* begin = x(row + m) + g * g_.group;
+        const int64_t n = depth(g * g_.group, k_end_);
+        run.first[m % tile] = g_.group_zero != nullptr ? -S::sum_i8(begin, n) : -Codes::excess(begin, n);
         run.scale[m % tile] = scales[g];
       }
     }

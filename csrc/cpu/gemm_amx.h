@@ -291,6 +291,7 @@ class GemmBf16Amx {
   explicit GemmBf16Amx(const GemmOperands& g) : g_(g) {}
 
   int64_t scratch_bytes() const { return larger(few_tokens_bytes(g_), amx_partial_bytes(g_)); }
+  static int64_t passes(int64_t) { return 1; }  // of strips
 
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
     const FlushDenormals flush;
@@ -316,6 +317,7 @@ class Gemm8A16Amx {
     return larger(few_tokens_bytes(g_),
                   amx_partial_bytes(g_) + larger(strip, ExpandedTiles<Lines>::kScratchBytes));
   }
+  static int64_t passes(int64_t) { return 1; }  // of strips
 
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
     const FlushDenormals flush;
@@ -349,6 +351,7 @@ class GemmW8A8Amx {
   explicit GemmW8A8Amx(const GemmOperands& g) : g_(g), few_(g) {}
 
   int64_t scratch_bytes() const { return larger(few_.scratch_bytes(), amx_partial_bytes(g_)); }
+  static int64_t passes(int64_t) { return 1; }  // of strips
 
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
     if (tokens <= kFewTokens) return few_.run(tokens, mine, scratch);

@@ -33,6 +33,8 @@ class GemmA8Amx {
     return larger(few_.scratch_bytes(), kSumsBytes + scales_bytes() + expanded);
   }
 
+  static int64_t passes(int64_t) { return 1; }  // of strips
+
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
     if (tokens <= kFewTokens) return few_.run(tokens, mine, scratch);
     auto* sums = reinterpret_cast<float*>(scratch);

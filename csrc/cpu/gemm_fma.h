@@ -36,6 +36,7 @@ class GemmFma {
     const int64_t strip = (kGroupTokens + 16 * kBlocks) * kChunk + kGroupTokens * kStripBlocks * 16;
     return (few > strip ? few : strip) * 4;
   }
+  static int64_t passes(int64_t) { return 1; }  // of strips
 
   void run(int64_t tokens, Range mine, std::byte* own) const {
     const int64_t begin = mine.begin * g_.unit_blocks, end = mine.end * g_.unit_blocks;

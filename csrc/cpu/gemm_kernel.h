@@ -2,7 +2,8 @@
 // expert after the other.
 //
 // A product is a class over GemmOperands with `run(tokens, units, scratch)`: its first rows past some units
-// of its weight. What it computes for a row depends on nothing else. So threads share what there is to do as
+// of its weight, which come from memory `passes(tokens)` times. What it computes for a row depends on nothing
+// else. So threads share what there is to do as
 // it suits them: without experts, units; with experts, all experts' units one behind the other, by what they
 // cost, so that few threads meet in an expert, and weights of experts without rows are never touched.
 #pragma once
@@ -25,7 +26,13 @@ class GemmKernel final : public Kernel {
 
   int64_t scratch_bytes() const override { return Product(g_).scratch_bytes(); }
 
-  Work work(const Sizes& sizes) const override { return g_.work(sizes, Product::operations); }
+  Work work(const Sizes& sizes) const override {
+    Work work = g_.work(sizes, Product::operations);
+    const int64_t rows = g_.rows.at(sizes);
+    work.weight_passes =
+        Product(g_).passes(g_.starts == nullptr ? rows : (rows + g_.experts - 1) / g_.experts);
+    return work;
+  }
 
   void run(const Sizes& sizes, Worker& worker) const override {
     if (g_.starts == nullptr) {

@@ -57,6 +57,7 @@ class HeadGemm final : public Kernel {
     work.weight_bytes *= heads;
     work.activation_bytes *= heads;
     work.*Product::operations *= heads;
+    work.weight_passes = Product(heads_.front()).passes(heads_.front().rows.at(sizes));
     return work;
   }
 

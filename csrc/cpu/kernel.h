@@ -166,6 +166,7 @@ class Worker {
 struct Work {
   int64_t weight_bytes = 0, activation_bytes = 0, kv_bytes = 0;
   int64_t int8_ops = 0, bf16_ops = 0, fp32_ops = 0;
+  int64_t weight_passes = 0;  // how often a GEMM has weights come from memory, rather than from a cache
 };
 
 class Kernel {

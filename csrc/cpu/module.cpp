@@ -264,7 +264,8 @@ void bind_caches(py::module_& module) {
 }
 
 void bind_executor(py::module_& module) {
-  PYBIND11_NUMPY_DTYPE(Work, weight_bytes, activation_bytes, kv_bytes, int8_ops, bf16_ops, fp32_ops);
+  PYBIND11_NUMPY_DTYPE(Work, weight_bytes, activation_bytes, kv_bytes, int8_ops, bf16_ops, fp32_ops,
+                       weight_passes);
   py::class_<OperandSpec>(module, "OperandSpec")
       .def_static("weight", &weight_spec, py::arg("buffer"), py::arg("dtype"), py::arg("layout"),
                   py::arg("rows"), py::arg("columns"), py::arg("matrices") = 1)

@@ -26,7 +26,7 @@ struct Avx2 {
     __m256i a, b;
   };
   struct Bytes4 {
-    __m256i signs, largest;  // themselves, and their absolute values
+    __m256i all, size, negative;  // themselves, their absolute values, all bits where they are below 0
   };
   static constexpr int tile_tokens = 2, tile_blocks = 2, gemv_blocks = 4, direct_tokens = 2;  // of gemm_a8.h
   static constexpr int run_tokens = 2, run_blocks = 2;
@@ -146,7 +146,6 @@ struct Avx2 {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
   }
 
-  static constexpr int32_t i8_bias = 0;
   static ENGINEWRIGHT_INLINE I set1_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
   static ENGINEWRIGHT_INLINE I load_i(const int32_t* p) {
     const Line line = load_line(p);
@@ -161,7 +160,7 @@ struct Avx2 {
     int32_t bytes;
     std::memcpy(&bytes, p, 4);
     const __m256i all = _mm256_set1_epi32(bytes);
-    return {all, _mm256_abs_epi8(all)};
+    return {all, _mm256_abs_epi8(all), _mm256_cmpgt_epi8(_mm256_setzero_si256(), all)};
   }
   static ENGINEWRIGHT_INLINE Line load_i8(const void* p) { return load_line(p); }
   static ENGINEWRIGHT_INLINE void store_line(void* p, Line x) {
@@ -170,6 +169,12 @@ struct Avx2 {
   }
   static ENGINEWRIGHT_INLINE I dot_i8(I acc, Line w, Bytes4 x) {
     return {_mm256_add_epi32(acc.a, dot_i8(w.a, x)), _mm256_add_epi32(acc.b, dot_i8(w.b, x))};
+  }
+  static ENGINEWRIGHT_INLINE int32_t excess_i8(const int8_t* p, int64_t n) {  // the sum of those below 0
+    __m256i sum = _mm256_setzero_si256();
+    for (int64_t i = 0; i < n; i += 32)
+      sum = add_bytes(sum, _mm256_min_epi8(load_bytes(p + i), _mm256_setzero_si256()));
+    return total(sum);
   }
   static ENGINEWRIGHT_INLINE void expand_u4(const void* p, Line& low, Line& high) {
     const Line both = load_line(p);
@@ -185,8 +190,8 @@ struct Avx2 {
   // Two products are at most 2 * 24 * 127, which int16 holds.
   static ENGINEWRIGHT_INLINE I dot_u4(I acc, Line w, Bytes4 x) {
     const __m256i ones = _mm256_set1_epi16(1);
-    acc.a = _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, x.signs), ones));
-    acc.b = _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, x.signs), ones));
+    acc.a = _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, x.all), ones));
+    acc.b = _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, x.all), ones));
     return acc;
   }
   static ENGINEWRIGHT_INLINE I widen_i8(const int8_t* p) {
@@ -197,21 +202,15 @@ struct Avx2 {
     return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)};
   }
   static ENGINEWRIGHT_INLINE int32_t sum_i8(const int8_t* p, int64_t n) {
-    const __m256i ones = _mm256_set1_epi8(1);
     __m256i sum = _mm256_setzero_si256();
-    for (int64_t i = 0; i < n; i += 32) {
-      const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i));
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(ones, x), _mm256_set1_epi16(1)));
-    }
-    const __m128i half = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
-    const __m128i pair = _mm_add_epi32(half, _mm_unpackhi_epi64(half, half));
-    return _mm_cvtsi128_si32(pair) + _mm_extract_epi32(pair, 1);
+    for (int64_t i = 0; i < n; i += 32) sum = add_bytes(sum, load_bytes(p + i));
+    return total(sum);
   }
   static constexpr int byte_bits = 7;  // two products of bytes of 8 would not fit int16
   static ENGINEWRIGHT_INLINE I dot_u(I acc, Line w, Bytes4 x) {
     const __m256i ones = _mm256_set1_epi16(1);
-    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(x.signs, w.a), ones)),
-            _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(x.signs, w.b), ones))};
+    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(x.all, w.a), ones)),
+            _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(x.all, w.b), ones))};
   }
   static ENGINEWRIGHT_INLINE void store_two_bytes(int8_t* p, F x) {
     const __m256i words =
@@ -256,13 +255,26 @@ struct Avx2 {
   }
 
  private:
+  static ENGINEWRIGHT_INLINE __m256i load_bytes(const int8_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static ENGINEWRIGHT_INLINE __m256i add_bytes(__m256i sum, __m256i x) {  // four to a lane
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), x);
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  static ENGINEWRIGHT_INLINE int32_t total(__m256i sum) {
+    const __m128i half = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+    const __m128i pair = _mm_add_epi32(half, _mm_unpackhi_epi64(half, half));
+    return _mm_cvtsi128_si32(pair) + _mm_extract_epi32(pair, 1);
+  }
   static ENGINEWRIGHT_INLINE F floor(F x) {  // of -160 at least
     const F held = max(set1(-160.0f), x);
     return {_mm256_floor_ps(held.a), _mm256_floor_ps(held.b)};
   }
-  // |x| * (w with the sign of x): two products are at most 2 * 127 * 127, which int16 holds.
+  // |x| * (x < 0 ? ~w : w), where ~w is -w - 1: two products are at most 2 * 127 * 128, which int16 holds. To
+  // negate w instead would take one of the two ports that multiply.
   static ENGINEWRIGHT_INLINE __m256i dot_i8(__m256i w, Bytes4 x) {
-    const __m256i pairs = _mm256_maddubs_epi16(x.largest, _mm256_sign_epi8(w, x.signs));
+    const __m256i pairs = _mm256_maddubs_epi16(x.size, _mm256_xor_si256(w, x.negative));
     return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
   }
   static ENGINEWRIGHT_INLINE Line below(int64_t n) {  // all bits in the first n lanes

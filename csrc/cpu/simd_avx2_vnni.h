@@ -10,8 +10,7 @@ namespace {
 struct Avx2Vnni : Avx2 {
   using Bytes4 = __m256i;
 
-  // VNNI multiplies unsigned bytes by signed ones.
-  static constexpr int32_t i8_bias = 128;
+  // VNNI multiplies unsigned bytes by signed ones: weights are larger by 128.
   static ENGINEWRIGHT_INLINE Line load_i8(const void* p) {
     const Line line = load_line(p);
     const __m256i top = _mm256_set1_epi8(-128);
@@ -25,6 +24,7 @@ struct Avx2Vnni : Avx2 {
   static ENGINEWRIGHT_INLINE I dot_i8(I acc, Line w, Bytes4 x) {
     return {_mm256_dpbusd_avx_epi32(acc.a, w.a, x), _mm256_dpbusd_avx_epi32(acc.b, w.b, x)};
   }
+  static ENGINEWRIGHT_INLINE int32_t excess_i8(const int8_t* p, int64_t n) { return 128 * sum_i8(p, n); }
   static ENGINEWRIGHT_INLINE I dot_u4(I acc, Line w, Bytes4 x) { return dot_i8(acc, w, x); }
   static ENGINEWRIGHT_INLINE I dot_u(I acc, Line w, Bytes4 x) {
     return {_mm256_dpbusd_avx_epi32(acc.a, x, w.a), _mm256_dpbusd_avx_epi32(acc.b, x, w.b)};

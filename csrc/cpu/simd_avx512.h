@@ -111,8 +111,6 @@ struct Avx512Vnni {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
   }
 
-  // VNNI multiplies unsigned bytes by signed ones.
-  static constexpr int32_t i8_bias = 128;
   static ENGINEWRIGHT_INLINE I set1_i(int32_t x) { return _mm512_set1_epi32(x); }
   static ENGINEWRIGHT_INLINE I load_i(const int32_t* p) { return _mm512_loadu_si512(p); }
   static ENGINEWRIGHT_INLINE void store_i(int32_t* p, I a) { _mm512_storeu_si512(p, a); }
@@ -122,10 +120,12 @@ struct Avx512Vnni {
     std::memcpy(&bytes, p, 4);
     return _mm512_set1_epi32(bytes);
   }
+  // VNNI multiplies unsigned bytes by signed ones: weights are larger by 128.
   static ENGINEWRIGHT_INLINE Line load_i8(const void* p) {
     return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128));
   }
   static ENGINEWRIGHT_INLINE I dot_i8(I acc, Line w, Bytes4 x) { return _mm512_dpbusd_epi32(acc, w, x); }
+  static ENGINEWRIGHT_INLINE int32_t excess_i8(const int8_t* p, int64_t n) { return 128 * sum_i8(p, n); }
   static ENGINEWRIGHT_INLINE void expand_u4(const void* p, Line& low, Line& high) {
     const __m512i both = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(0x0f);
     low = _mm512_and_si512(both, mask);

@@ -27,13 +27,15 @@
 //   expand_e4m3(ptr, Line&, Line&) the same of an e4m3 line
 //   I                              16 int32 lanes: set1_i, load_i, store_i; to_float rounds to nearest even
 //   Bytes4 load_bytes4(ptr)        four int8 along K, for all lanes
-//   load_i8(ptr)                   an i8 line as dot_i8 wants it: i8_bias larger, as unsigned bytes, if that
-//                                  is not 0
-//   dot_i8(I, Line w, Bytes4 x)    acc[i] + the sum of w[i][j] * x[j]; codes are in [-127, 127]
+//   load_i8(ptr)                   an i8 line as dot_i8 wants it
+//   dot_i8(I, Line w, Bytes4 x)    acc[i] + the sum of w[i][j] * x[j] + the excess of x, which is the same
+//   for
+//                                  all w; codes are in [-127, 127]
+//   excess_i8(ptr, n)              the excess of n int8 together, a multiple of 32
 //   expand_u4(ptr, Line&, Line&)   64 bytes as two lines of unsigned bytes, low halves and high halves, as
 //                                  dot_u4 wants them
 //   lookup16(table, Line)          each byte i, of those in [0, 15], as the i-th of the table's
-//   dot_u4(I, Line w, Bytes4 x)    as dot_i8, of bytes up to 24
+//   dot_u4(I, Line w, Bytes4 x)    acc[i] + the sum of w[i][j] * x[j], of bytes w up to 24
 //   widen_i8(ptr)                  16 int8 as I; mul_i: lane by lane
 //   dot_u(I, Line w, Bytes4 x)     the same with w as load_line gives it, and x of byte_bits bits, unsigned
 //   store_two_bytes(ptr, x)        lanes rounded to integers of 2 * byte_bits bits: of four at a time, first
@@ -269,7 +271,6 @@ struct Portable {
   static ENGINEWRIGHT_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
   static ENGINEWRIGHT_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
-  static constexpr int32_t i8_bias = 0;
   static ENGINEWRIGHT_INLINE I set1_i(int32_t x) {
     const Ints q = {x, x, x, x};
     return {{q, q, q, q}};
@@ -295,6 +296,7 @@ struct Portable {
     }
     return acc;
   }
+  static ENGINEWRIGHT_INLINE int32_t excess_i8(const int8_t*, int64_t) { return 0; }
   static ENGINEWRIGHT_INLINE void expand_u4(const void* p, Line& low, Line& high) {
     const Line both = load_line(p);
     for (int i = 0; i < 4; ++i) {
