@@ -54,7 +54,7 @@ from enginewright.targets import architectures
 class BuildReport:
     """What was built. weight_bytes: weights as stored. rewrites: pass → number of rewrites. calibration: None if the
     method needs none. notes: what people should know of weights that the checkpoint has quantized, and of its chat
-    template.
+    template. gives: `logits`, of which tokens are sampled, or one of plan.RESULTS for each text.
     """
 
     path: Path
@@ -63,6 +63,7 @@ class BuildReport:
     weight_bytes: int
     kv_bytes_per_token: int
     max_seq_len: int
+    gives: str
     rewrites: dict[str, int]
     calibration: Mapping[str, Any] | None
     notes: Sequence[str]
@@ -161,6 +162,7 @@ def _build(
         weight_bytes=assembly.weight_bytes,
         kv_bytes_per_token=assembly.kv_bytes_per_token,
         max_seq_len=assembly.max_seq_len,
+        gives=next(iter(assembly.plans.values())).result_name,
         rewrites={name: result.rewrites for name, result in assembly.results.items()},
         calibration=samples.to_dict() if samples else None,
         notes=assembly.notes,

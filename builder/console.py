@@ -26,6 +26,12 @@ from enginewright.runtime.count import format_bytes
 from enginewright.runtime.quality import describe_quality
 
 REFUSALS_SHOWN = 3  # of each pass
+# The command to try an engine with, by what it gives, and what follows the file.
+NEXT = {
+    "logits": ("generate", '--chat "What is the capital of France?"'),
+    "embedding": ("embed", '"What is the capital of France?"'),
+    "score": ("run", ""),
+}
 SECONDS_BETWEEN_LINES = 10.0  # of a phase, where there is no terminal to draw a bar on
 
 
@@ -113,7 +119,8 @@ def _built(report: BuildReport) -> Iterator[str]:
     quality = describe_quality(report.quality)
     yield from (f"{name:<8} {line}" for name, line in zip_longest(["quality"], quality, fillvalue=""))
     yield ""
-    yield f'next     engine generate {shlex.quote(str(report.path))} --chat "What is the capital of France?"'
+    command, argument = NEXT[report.gives]
+    yield f"next     engine {command} {shlex.quote(str(report.path))} {argument}".rstrip()
 
 
 def _foreseen(report: Forecast) -> Iterator[str]:

@@ -14,8 +14,8 @@ from enginewright.runtime.cpu.executor import choose_isa
 from enginewright.runtime.cuda.device import describe_gpus
 from enginewright.runtime.devices import open_engine
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import KvBlocks, RuntimeConfig, places_of, plan_memory
-from enginewright.runtime.speculation.methods import with_method
+from enginewright.runtime.memory_plan import KvBlocks, RuntimeConfig, places_of
+from enginewright.runtime.speculation.methods import plan_models, with_method
 from enginewright.targets import CPU
 
 SLOW_ISAS = {
@@ -78,7 +78,8 @@ def _engine_facts(engine: Engine, config: RuntimeConfig, cpu: dict[str, Any]) ->
     on_cpu = engine.target == CPU
     isa = choose_isa(config.isa or env.cpu_isa()) if on_cpu else None
     free = None if on_cpu else describe_gpus()[int(config.device.partition(":")[2] or 0)]["free_bytes"]
-    memory = plan_memory(plan, with_method(engine, config), engine.weight_bytes, free)
+    config = with_method(engine, config)
+    memory, draft = plan_models(engine, config, free)
     whole = [
         count // places_of(group, memory.max_model_len, memory.limits.tokens)
         for count, group in zip(memory.num_blocks, plan.caches, strict=True)
@@ -97,6 +98,8 @@ def _engine_facts(engine: Engine, config: RuntimeConfig, cpu: dict[str, Any]) ->
         "kv_cache_bytes": memory.kv_bytes,
         "kv_cache_tokens": None if blocks is None else blocks.tokens,
         "whole_sequences": min(whole, default=None),
+        "speculate": config.speculate,
+        "draft": None if draft is None else {"arena_bytes": draft.arena_bytes, "kv_cache_bytes": draft.kv_bytes},
     }
 
 
@@ -118,7 +121,8 @@ def _warnings(report: dict[str, Any]) -> Iterator[str]:
         return
     if engine["threads"] is not None and engine["threads"] > cpu["cores"]:
         yield f"{engine['threads']} threads share {cpu['cores']} cores: more threads than cores make each step slower"
-    if engine["device"] == CPU and engine["weight_bytes"] + engine["arena_bytes"] > memory["free_bytes"]:
+    arena_bytes = engine["arena_bytes"] + (engine["draft"]["arena_bytes"] if engine["draft"] else 0)
+    if engine["device"] == CPU and engine["weight_bytes"] + arena_bytes > memory["free_bytes"]:
         yield (
             f"the weights take {format_bytes(engine['weight_bytes'])}, and {format_bytes(memory['free_bytes'])} are "
             "free: each step reads a part of them from the disk"
@@ -169,5 +173,10 @@ def describe(report: dict[str, Any]) -> str:
         if engine["kv_cache_tokens"] is not None:
             fit = f"which holds {engine['kv_cache_tokens']:,} tokens, or {engine['whole_sequences']:,} sequences"
             lines.append(("", f"{fit} of {engine['max_model_len']:,} positions"))
+        if draft := engine["draft"]:
+            arena, cache = format_bytes(draft["arena_bytes"]), format_bytes(draft["kv_cache_bytes"])
+            lines.append(
+                ("", f"beside it, {arena} arena and {cache} KV cache for what guesses ({engine['speculate']})")
+            )
     lines += [("warning", text) for text in report["warnings"]] + [("problem", text) for text in report["problems"]]
-    return "\n".join(f"{name:<13} {text}".rstrip() for name, text in lines)
+    return "\n".join(f"{name:<13} {text}".rstrip().replace("\n", f"\n{'':<13} ") for name, text in lines)

@@ -8,6 +8,7 @@ from typing import Any
 
 from enginewright.errors import UsageError
 from enginewright.runtime.console import refuse_failed
+from enginewright.runtime.embeddings import refuse_answers
 from enginewright.runtime.llm import LLM, DeltaStream
 from enginewright.runtime.messages.formats import new_parser
 from enginewright.runtime.messages.parser import Piece, Reasoning, Text
@@ -57,12 +58,13 @@ class TerminalChat:
         template_kwargs: further variables of the chat template.
 
     Raises:
-        UsageError: the model has no chat template, or it takes no such system message or variables.
+        UsageError: the model writes no text or has no chat template, or it takes no such system message or variables.
     """
 
     def __init__(
         self, llm: LLM, params: SamplingParams, *, system: str | None = None, template_kwargs: Mapping[str, Any]
     ) -> None:
+        refuse_answers(llm.engine)
         self._llm, self._params, self._template_kwargs = llm, params, template_kwargs
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self.system = system

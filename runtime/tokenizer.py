@@ -309,5 +309,5 @@ class Tokenizer:
         from enginewright.runtime.chat_template import ChatTemplate  # jinja2 takes a while to import
 
         if self._source is None:
-            raise UsageError("this model has no chat template", fix="Give the whole text with --prompt.")
+            raise UsageError("this model has no chat template", fix="Give the whole text: engine generate --prompt.")
         return ChatTemplate(self._source, self._now)

@@ -79,6 +79,7 @@ def test_an_engine_that_cannot_run_here(options: list[str], problem: str) -> Non
     result = run(str(tiny_engine()), *options)
     assert result.exit_code == 1 and problem in result.stdout
     assert "problem" in result.stdout and "enginewright" in result.stdout, "the machine is described all the same"
+    assert not [line for line in result.stdout.splitlines() if line[13:14] != " "], "texts are in their column"
 
 
 def test_threads_beyond_the_cores() -> None:

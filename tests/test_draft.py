@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from enginewright.errors import UsageError
 from enginewright.manifest import Manifest
 from enginewright.passes.quant import W8A8
 from enginewright.plugins.target import targets_of
+from enginewright.runtime import doctor
+from enginewright.runtime.core import EngineCore
 from enginewright.runtime.cuda.upload import upload_weights
 from enginewright.runtime.devices import open_executor
 from enginewright.runtime.diff import compare
@@ -32,6 +35,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.inspect import describe, summarize
 from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.score import score
+from enginewright.runtime.speculation.draft import DraftModel
 from tests.emulator.device import EmulatedDevice
 from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
@@ -220,6 +224,30 @@ def test_the_builder_names_what_guesses(tmp_path: Path) -> None:
             assert (llm.stats().speculation is not None) == guesses
     facts = examine(path, runtime_config(**limits))["engine"]
     assert facts["arena_bytes"] > examine(path, runtime_config(**limits, speculate="off"))["engine"]["arena_bytes"]
+
+
+def test_doctor_counts_the_draft_that_guesses(built: dict[str, BuildReport]) -> None:
+    """What it says of both models is what they have where the engine runs."""
+    limits: dict[str, Any] = {"threads": 1, "max_num_seqs": 2, "max_num_batched_tokens": 8, "kv_cache_memory": "1m"}
+    with_draft, without = (
+        examine(built["both"].path, runtime_config(**limits, speculate=asked)) for asked in ("draft", "off")
+    )
+    with (
+        Engine.open(built["both"].path) as engine,
+        closing(EngineCore(engine, runtime_config(**limits, speculate="draft"))) as core,
+    ):
+        assert core._speculator is not None
+        draft = core._speculator._proposer
+        assert isinstance(draft, DraftModel)
+        own, its = core.executor.memory_plan, draft._executor.memory_plan
+    facts = with_draft["engine"]
+    assert (facts["arena_bytes"], facts["kv_cache_bytes"]) == (own.arena_bytes, own.kv_bytes)
+    assert facts["draft"] == {"arena_bytes": its.arena_bytes, "kv_cache_bytes": its.kv_bytes}
+    assert "KV cache for what guesses (draft)" in doctor.describe(with_draft)
+    assert without["engine"]["draft"] is None and without["engine"]["kv_cache_bytes"] > own.kv_bytes
+    assert "guesses" not in doctor.describe(without)
+    (problem,) = examine(built["target"].path, runtime_config(**limits, speculate="draft"))["problems"]
+    assert "has no draft model" in problem
 
 
 def test_first_layers_of_what_writes_no_text(tmp_path: Path) -> None:

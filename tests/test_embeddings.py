@@ -19,6 +19,7 @@ from enginewright.builder.assembly import BuildConfig, assemble
 from enginewright.builder.build import build_engine
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.checkpoint.base import TokenizerFiles
+from enginewright.builder.console import describe
 from enginewright.builder.gate import GateConfig
 from enginewright.builder.pooling import Dense, Pooling
 from enginewright.builder.progress import Silent
@@ -314,6 +315,16 @@ def test_the_files_of_sentence_transformers(tmp_path: Path) -> None:
 def test_files_that_are_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=message):
         open_checkpoint(str(folder(tmp_path, **changed)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"), [("mean", 'embed {path} "What is the capital of France?"'), ("pair", "run {path}")]
+)
+def test_a_build_says_what_to_do_next(kind: str, command: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.engine"
+    source = checkpoint("bert", kind) if kind == "mean" else pair_checkpoint()
+    report = build_engine(source, BuildConfig(gate=None), path)
+    assert describe(report).endswith(f"\nnext     engine {command.format(path=path)}")
 
 
 def test_the_command_prints_vectors(tmp_path: Path) -> None:

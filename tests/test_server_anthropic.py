@@ -247,6 +247,14 @@ def test_errors_have_anthropics_form(server: Running, client: anthropic.Anthropi
     assert "maximum context length" in long.json["error"]["message"]
 
 
+def test_a_timeout(server: Running) -> None:
+    asked = {"max_tokens": 3000, "ignore_eos": True, "timeout": 0.2}
+    answer = post(server, asked)
+    assert (answer.status, answer.json["error"]["type"]) == (504, "timeout_error")
+    *_, last = events(post(server, asked | {"stream": True, "timeout": 1}))
+    assert last["error"]["type"] == "timeout_error"
+
+
 def test_a_server_that_ends_is_overloaded() -> None:
     with running(drain_seconds=1) as server:
         server.call(setattr, server.service, "draining", True)
@@ -288,7 +296,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
         ({"messages": []}, "messages is empty"),
         ({"messages": [3]}, "messages[0]: expected `object`"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: invalid enum value 'tool'"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content: object missing required field"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
         ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "no key called messages[0].name"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "So"}]}, "messages[1] is not implemented: the last"),
         (user(), "messages[0].content is empty"),
@@ -296,9 +304,9 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
         (user(IMAGE), "messages[0].content[0].type is not implemented: 'image'"),
         (user({"type": "document"}), "messages[0].content[0].type is not implemented: 'document'"),
         (user({"type": "tool_use"}), "messages[0].content[0].type is not implemented: 'tool_use'"),
-        (user({"type": "text"}), "messages[0].content[0].text: object missing"),
+        (user({"type": "text"}), "messages[0].content[0].text is missing"),
         (user({"type": "text", "text": "x", "citations": [{}]}), "no key called messages[0].content[0].citations"),
-        (user({"type": "tool_result", "content": "x"}), "messages[0].content[0].tool_use_id: object missing"),
+        (user({"type": "tool_result", "content": "x"}), "messages[0].content[0].tool_use_id is missing"),
         (user({"type": "tool_result", "tool_use_id": "x", "content": 3}), "messages[0].content[0].content: expected"),
         (
             user({"type": "tool_result", "tool_use_id": "x", "content": [IMAGE]}),
@@ -306,8 +314,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
         ),
         (user({"type": "tool_result", "tool_use_id": "x", "is_error": "y"}), "messages[0].content[0].is_error"),
         (assistant({"type": "redacted_thinking", "data": "x"}), "type is not implemented: 'redacted_thinking'"),
-        (assistant({"type": "thinking"}), "messages[0].content[0].thinking: object missing"),
-        (assistant({"type": "tool_use", "id": "x", "name": "f"}), "messages[0].content[0].input: object missing"),
+        (assistant({"type": "thinking"}), "messages[0].content[0].thinking is missing"),
+        (assistant({"type": "tool_use", "id": "x", "name": "f"}), "messages[0].content[0].input is missing"),
         (assistant({"type": "tool_use", "id": "x", "name": "f", "input": []}), "input: expected `object`"),
         ({"system": 3}, "system: expected `str | array | null`"),
         ({"system": [IMAGE]}, "system[0].type is not implemented: 'image'; there are text"),
@@ -335,7 +343,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
         ({"timeout": 0}, "timeout must be above 0"),
         ({"priority": 1001}, "priority must be between -1000 and 1000"),
         ({"tools": [3]}, "tools[0]: expected `object`"),
-        ({"tools": [{"name": "f"}]}, "tools[0].input_schema: object missing"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must have 1 to 64 letters"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].name: there are two tools of this name"),
         ({"tools": [{**TOOLS[0], "parameters": {}}]}, "no key called tools[0].parameters"),
@@ -350,7 +358,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
         ({"output_config": {"effort": "low"}}, "output_config.effort is not implemented: the model's chat template"),
         ({"output_config": {"effort": "much"}}, "output_config.effort: invalid enum"),
         ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type: invalid enum"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "cannot be compiled"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}},
+            "output_config.format cannot be compiled",
+        ),
         ({"container": "x"}, "container is not implemented"),
         ({"context_management": {"edits": []}}, "context_management is not implemented"),
         ({"mcp_servers": [{}]}, "mcp_servers is not implemented"),

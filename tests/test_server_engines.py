@@ -22,6 +22,7 @@ from enginewright.runtime.llm import LLM
 from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.config import ServerConfig
+from enginewright.runtime.server.engines import files_of
 from enginewright.runtime.server.serve import serve
 from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.methods import plan_engine_memory
@@ -197,6 +198,15 @@ def test_a_timeout_ends_the_wait_for_an_engine(server: Running) -> None:
     late = server.post(COMPLETIONS, {"prompt": "a", "model": "llama", "timeout": 1e-6})
     assert late.status == 504 and late.error["code"] == "timeout"
     assert server.complete("a", model="llama", timeout=60)["model"] == "llama"
+
+
+def test_a_folder_without_engines(folder: Path, tmp_path: Path) -> None:
+    assert [path.stem for path in map(Path, files_of([folder]))] == sorted(NAMES)
+    with pytest.raises(UsageError, match=r"there is no engine in .*: no name of a file there ends in \.engine"):
+        files_of([folder, tmp_path])
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="not an engine: build it first"):
+        files_of([tmp_path])
 
 
 def test_what_cannot_be_opened_harms_nobody(folder: Path, tmp_path: Path) -> None:

@@ -66,9 +66,7 @@ def test_a_wrong_type_is_refused_by_its_key(server: Running, path: str) -> None:
         assert answer.status == 400, (key, value, answer.body)
         message = answer.json["error"]["message"]
         assert message.startswith(key), (key, value, message)
-        assert any(
-            word in message for word in ("expected `", "missing required field", "unknown field", "invalid enum")
-        )
+        assert any(word in message for word in ("expected `", "is missing", "unknown field", "invalid enum"))
 
 
 @pytest.mark.parametrize("path", OFF)

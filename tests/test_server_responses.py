@@ -489,6 +489,11 @@ def parts(*given: Any) -> dict[str, Any]:
         ({"parallel_tool_calls": "x"}, "parallel_tool_calls", "expected `bool | null`"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid enum"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "text.format has no schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 3}}}},
+            "text.format",
+            "text.format cannot be compiled",
+        ),
         ({"text": {"format": {"type": "text", "x": 1}}}, "text.format.x", "unknown field"),
         *(
             ({"text": {"format": {"type": kind, name: value}}}, f"text.format.{name}", "goes with the type json_schema")

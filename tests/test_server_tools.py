@@ -321,13 +321,13 @@ def _function(**keys: Any) -> list[Any]:
         ),
         (
             {"tools": _function(name="f", strict=True, parameters={"type": "object", "properties": 3})},
-            "structured_outputs",
-            "cannot be compiled",
+            "tools",
+            "tools cannot be compiled",
         ),
         (
             {"tools": _function(name="f", parameters={"type": "object", "properties": 3}), "tool_choice": "required"},
-            "structured_outputs",
-            "cannot be compiled",
+            "tools",
+            "tools cannot be compiled",
         ),
         ({"tools": _function(name="f", strict=1)}, "tools[0].function.strict", "expected `bool"),
         ({"structured_outputs": {"regex": "a", "before": 3}}, "structured_outputs", "before must be a text"),

@@ -167,7 +167,8 @@ def test_beam_search_over_http(server: Running, llm: LLM, path: str) -> None:
         ({"stop": "x"}, "stop"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"repetition_penalty": 1.2}, "repetition_penalty"),
-        ({"response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_regex": "a"}, "guided_regex"),
         ({"max_tokens": 0}, "max_tokens"),
     ],
     ids=str,
@@ -178,6 +179,14 @@ def test_what_does_not_go_with_beams_is_refused(server: Running, path: str, opti
     answer = server.post(path, {"use_beam_search": True, "n": 2, **prompt, **options})
     assert answer.status == 400 and answer.error["param"] == param
     assert param in answer.error["message"] and "use_beam_search" in answer.error["message"]
+
+
+def test_echoed_logprobs_do_not_go_with_beams(server: Running) -> None:
+    asked = {"prompt": "x", "use_beam_search": True, "n": 2, "max_tokens": 2, "echo": True}
+    refused = server.post(COMPLETIONS, asked | {"logprobs": 0})
+    assert (refused.status, refused.error["param"]) == (400, "echo")
+    assert refused.error["message"] == "echo with logprobs cannot be combined with use_beam_search"
+    assert all(choice["text"].startswith("x") for choice in server.complete(**asked, ignore_eos=None)["choices"])
 
 
 def test_candidates_are_not_streamed(server: Running) -> None:

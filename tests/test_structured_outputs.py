@@ -346,10 +346,10 @@ ONE_OF = "must have one of json, regex, choice, grammar, json_object"
 SCHEMA_OF = "response_format.json_schema.schema"
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"response_format": "json"}, "response_format", "expected `object | null`, got `str`"),
-    ({"response_format": {}}, "response_format.type", "missing required field `type`"),
+    ({"response_format": {}}, "response_format.type", "response_format.type is missing"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "invalid enum value 'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "response_format has no json_schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, SCHEMA_OF, "required field `schema`"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, SCHEMA_OF, "schema is missing"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, SCHEMA_OF, "expected `object`"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
@@ -358,8 +358,8 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},
-        "structured_outputs",
-        "cannot be compiled: Invalid type: foo",
+        "response_format",
+        "response_format cannot be compiled: Invalid type: foo",
     ),
     (
         {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
@@ -393,14 +393,15 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"guided_regex": 5}, "guided_regex", "expected `str | null`, got `int`"),
     ({"guided_regex": ""}, "guided_regex", "regex must be a text, not ''"),
     ({"guided_regex": "x" * 200_000}, "guided_regex", "must not be longer than 131072 characters"),
-    ({"guided_regex": "(a"}, "structured_outputs", "unclosed group"),
+    ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
     ({"guided_json": 5}, "guided_json", "expected `str | object | null`, got `int`"),
     ({"guided_json": "{"}, "guided_json", "json is no JSON schema"),
-    ({"guided_json": {"type": "foo"}}, "structured_outputs", "Invalid type: foo"),
-    ({"guided_json": {"$ref": "#"}}, "structured_outputs", "no text follows it"),
+    ({"guided_json": {"type": "foo"}}, "guided_json", "Invalid type: foo"),
+    ({"guided_json": {"$ref": "#"}}, "guided_json", "no text follows it"),
     ({"guided_grammar": {}}, "guided_grammar", "expected `str | null`, got `object`"),
     ({"guided_grammar": ""}, "guided_grammar", "grammar must be a text, not ''"),
-    ({"guided_grammar": "start: other"}, "structured_outputs", 'unknown name: "other"'),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "structured_outputs cannot be compiled"),
+    ({"guided_grammar": "start: other"}, "guided_grammar", 'unknown name: "other"'),
 ]
 
 

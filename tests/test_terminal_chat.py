@@ -15,10 +15,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from enginewright.cli import main
+from enginewright.passes.quant import Bf16
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.params import default_params
 from enginewright.runtime.prompts import Conversation
 from tests.helpers.serving import tiny_engine
+from tests.test_embeddings import engine_of
 
 TINY = ("--kv-cache-memory", "16m", "--threads", "1")
 
@@ -55,6 +57,11 @@ def test_options_are_those_of_a_request() -> None:
     given = ("--system", "Be brief.", "--temperature", "0.9", "--seed", "5", "--max-tokens", "9")
     expected = answer([{"role": "system", "content": "Be brief."}, user("Hi")], temperature=0.9, seed=5, max_tokens=9)
     assert chat("Hi\n", *given).stdout == f"{expected}\n" != chat("Hi\n", *given[2:]).stdout
+
+
+def test_an_engine_that_writes_no_text_is_refused() -> None:
+    done = CliRunner().invoke(main, ["chat", str(engine_of("bert", "mean", Bf16()))], input="")
+    assert done.exit_code == 2 and "writes no text: it is a model that gives a vector for a text" in done.stderr
 
 
 def test_no_thinking() -> None:

@@ -187,3 +187,7 @@ TRITON_GEMM_BF16 = 2.0**-7
 # Difference of log-probabilities a token, of an engine with activations and KV in bf16 to transformers in fp32 on the
 # same weights, over 12 tokens of a tiny model whose logits are about ±9; measured 3.2e-3.
 BEAM_SCORE = 1e-2
+
+# Nats, log-probability of the few tokens of a choice that lm-eval gets of SmolLM2 in int8-wo, beside transformers in
+# fp32 on the source's weights; measured 0.38, of a sum that is -7. A token too many or too few is more than 1.
+LM_EVAL_NATS = 0.6

@@ -258,7 +258,8 @@ class CompletionRoute:
             data = await read_body(scope, receive, self._engines.config.max_body_bytes)
             request = self._read(data, scope["tenant"])
             body = request.body
-            with speaking_of(self._form.prompt_key, self._form.renames):
+            prompt_key, renames = self._form.prompt_key, self._form.renames
+            with speaking_of(prompt_key, renames), speaking_of(prompt_key, {"structured_outputs": body.structure_key}):
                 work = work_of(scope, body.priority)
                 check_timeout(body.timeout)
                 async with self._engines.use(body.model, receive, body.timeout) as (model, service):

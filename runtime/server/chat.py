@@ -163,6 +163,10 @@ class ChatBody(Body, kw_only=True):
             raise ApiError(400, "tool_choice cannot be combined with a form of the answer", param="tool_choice")
         return params
 
+    @property
+    def structure_key(self) -> str:
+        return super().structure_key if self._structures() else "tools"
+
     def structure(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> StructuredOutputsParams | None:
         """As it is asked for, from where the reasoning ends."""
         wanted, place = self._structure(), tokenizer.reasoning_place(prompt)

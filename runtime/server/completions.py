@@ -6,6 +6,7 @@ from typing import Any
 
 from enginewright.runtime.prompts import Prompt
 from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, ChoicesForm, Include, encode, shown
 from enginewright.runtime.server.protocol import COMPLETION_TOKENS, Body, prompts_of
 
@@ -22,6 +23,8 @@ class CompletionBody(Body, kw_only=True):
         return prompts_of(self.prompt, "prompt")
 
     def params(self) -> dict[str, Any]:
+        if self.echo and self.logprobs is not None and self.use_beam_search:
+            raise ApiError(400, "echo with logprobs cannot be combined with use_beam_search", param="echo")
         tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         given = {**self.sampling(), "max_tokens": tokens, "logprobs": self.logprobs}
         if self.echo and self.prompt_logprobs is None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from starlette.types import Receive
 
+from enginewright.checkpoint_ref import refuse_checkpoint
 from enginewright.errors import (
     CorruptEngineError,
     EngineError,
@@ -454,11 +455,18 @@ class Engines:
 
 
 def files_of(given: Sequence[str | Path]) -> list[str | Path]:
-    """What is given, with the engine files that are in a folder in its place."""
+    """What is given, with the engine files that are in a folder in its place.
+
+    Raises:
+        UsageError: a folder has none.
+    """
     files: list[str | Path] = []
     for path in given:
-        found = sorted(Path(path).glob(f"*{SUFFIX}")) if os.path.isdir(path) else []
-        files += found or [path]
+        found: Sequence[str | Path] = sorted(Path(path).glob(f"*{SUFFIX}")) if os.path.isdir(path) else [path]
+        if not found:
+            refuse_checkpoint(path)
+            raise UsageError(f"there is no engine in {path}", f"no name of a file there ends in {SUFFIX}")
+        files += found
     return files
 
 

@@ -192,14 +192,23 @@ class Body(msgspec.Struct, kw_only=True):
         """Arguments of default_params, but for max_tokens and logprobs."""
         return {name: getattr(self, name) for name in SAMPLING} | {"structured_outputs": self._structure()}
 
-    def _structure(self) -> StructuredOutputsParams | None:
-        """What the answer has to be. Raises ApiError where several keys say it, or one says what cannot be."""
+    @property
+    def structure_key(self) -> str:
+        """The key that says what the answer has to be, if one does."""
+        return next(iter(self._structures()), "structured_outputs")
+
+    def _structures(self) -> dict[str, dict[str, Any]]:
+        """Arguments of StructuredOutputsParams, by the keys that give some. Raises ApiError for what cannot be."""
         asked = {} if self.response_format is None else {"response_format": self.response_format.structure()}
         asked["structured_outputs"] = self.structured_outputs or {}
         for kind in ("choice", "grammar", "json", "regex"):
             value = getattr(self, f"guided_{kind}")
             asked[f"guided_{kind}"] = {} if value is None else {kind: value}
-        given = {key: arguments for key, arguments in asked.items() if arguments}
+        return {key: arguments for key, arguments in asked.items() if arguments}
+
+    def _structure(self) -> StructuredOutputsParams | None:
+        """What the answer has to be. Raises ApiError where several keys say it, or one says what cannot be."""
+        given = self._structures()
         if len(given) > 1:
             first, second, *_ = given
             raise ApiError(400, f"{first} and {second} cannot be combined", param=second)
@@ -409,4 +418,5 @@ def _of_type_error(text: str, where: str) -> ApiError:
         name = field["name"][:MAX_KEY_CHARS]
         path = f"{path}.{name}" if path else name
     where = path or "the body"
-    return ApiError(400, f"{where}: {what[:1].lower()}{what[1:]}", param=path or None, code="invalid_type")
+    why = f"{where} is missing" if what.startswith("Object missing") else f"{where}: {what[:1].lower()}{what[1:]}"
+    return ApiError(400, why, param=path or None, code="invalid_type")

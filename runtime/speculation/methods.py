@@ -8,7 +8,7 @@ from enginewright.manifest import DRAFT, MTP, NGRAM, ROLES, SKIP
 from enginewright.plan import Plan
 from enginewright.runtime.devices import Executor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import FREE_SHARE, RuntimeConfig, limits_of, plan_memory
+from enginewright.runtime.memory_plan import FREE_SHARE, MemoryPlan, RuntimeConfig, limits_of, plan_memory
 from enginewright.runtime.speculation.draft import DraftModel, config_of_draft, kv_bytes_of_draft
 from enginewright.runtime.speculation.head import HeadModel
 from enginewright.runtime.speculation.lookup import PromptLookup
@@ -46,6 +46,25 @@ def config_of_model(engine: Engine, config: RuntimeConfig) -> RuntimeConfig:
     return replace(config, kv_cache_memory=int(share * config.kv_cache_memory))
 
 
+def plan_models(engine: Engine, config: RuntimeConfig, free: int | None = None) -> tuple[MemoryPlan, MemoryPlan | None]:
+    """What the model takes beside the weights, and what its draft does; None where no draft guesses.
+
+    Args:
+        config: from `with_method`.
+        free: as `plan_memory` has it.
+
+    Raises:
+        NotEnoughMemoryError: the memory does not hold one sequence of the longest length.
+        UsageError: the engine has no draft of the kind that is to guess.
+    """
+    role = _guessing_role(engine, config)
+    if role is None:
+        return plan_memory(engine.plan, config, engine.weight_bytes, free), None
+    own = plan_memory(engine.plan, config_of_model(engine, config), engine.weight_bytes, free)
+    limits, taken = config_of_draft(role, engine, config, own.kv_bytes), engine.weight_bytes + own.arena_bytes
+    return own, plan_memory(engine.for_role(role).plan, limits, taken, free)
+
+
 def plan_engine_memory(engine: Engine, config: RuntimeConfig, free: int) -> tuple[RuntimeConfig, int]:
     """The limits to open an engine with where `free` bytes are there for it, and the bytes that it takes with them.
 
@@ -56,19 +75,19 @@ def plan_engine_memory(engine: Engine, config: RuntimeConfig, free: int) -> tupl
         UsageError: the engine has no draft of the kind that is to guess.
     """
     config = with_method(engine, config)
-    role = config.speculate if config.speculate in ROLES and engine.plan.generates else None
+    role = _guessing_role(engine, config)
     if config.kv_cache_memory is None:
         left = free - engine.weight_bytes - _arena_bytes(engine.plan, config)
         if role is not None:
             left -= _arena_bytes(engine.for_role(role).plan, config_of_draft(role, engine, config))
         config = replace(config, kv_cache_memory=max(int(left * FREE_SHARE), 1))
-    own = plan_memory(engine.plan, config if role is None else config_of_model(engine, config), free=free)
-    nbytes = engine.weight_bytes + own.arena_bytes + own.kv_bytes
-    if role is not None:
-        limits = config_of_draft(role, engine, config, own.kv_bytes)
-        its = plan_memory(engine.for_role(role).plan, limits, free=free)
-        nbytes += its.arena_bytes + its.kv_bytes
-    return config, nbytes
+    plans = plan_models(engine, config, free)
+    return config, engine.weight_bytes + sum(one.arena_bytes + one.kv_bytes for one in plans if one is not None)
+
+
+def _guessing_role(engine: Engine, config: RuntimeConfig) -> str | None:
+    """Of the draft that guesses, if one does."""
+    return config.speculate if config.speculate in ROLES and engine.plan.generates else None
 
 
 def _arena_bytes(plan: Plan, config: RuntimeConfig) -> int:

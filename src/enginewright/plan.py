@@ -288,9 +288,14 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     given: dict[str, int] = {}  # Name → buffer that is written before each step: HIDDEN_BEFORE, or nothing
 
     @property
+    def result_name(self) -> str:
+        """What it gives: "logits", or one of RESULTS."""
+        return next(name for name in self.outputs if name != HIDDEN)
+
+    @property
     def result(self) -> int:
-        """The buffer of the logits, or of what texts are embedded as."""
-        return next(buffer for name, buffer in self.outputs.items() if name != HIDDEN)
+        """The buffer of that."""
+        return self.outputs[self.result_name]
 
     @property
     def generates(self) -> bool:

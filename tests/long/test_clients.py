@@ -16,9 +16,12 @@ from typing import Any, Literal
 import anthropic
 import openai
 import pytest
+import torch
 from pydantic import BaseModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from enginewright.runtime.engine import Engine
+from tests import tolerances
 from tests.helpers.serving import running, tiny_engine
 
 ROOT = Path(__file__).parents[2]
@@ -27,11 +30,14 @@ CLIENTS = ROOT / ".cache/clients/bin"
 MODEL, KEY = "SmolLM2-135M-Instruct", "key"
 # Nothing is fetched from anywhere; what clients keep goes to a folder of the test.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-QUESTIONS = [
+QUESTIONS: list[dict[str, Any]] = [
     {"question": "The capital of France is", "choices": ["Paris", "Lyon", "Berlin"], "answer": 0},
     {"question": "The capital of Italy is", "choices": ["Madrid", "Rome", "Milan"], "answer": 1},
     {"question": "The opposite of hot is", "choices": ["wet", "tall", "cold"], "answer": 2},
     {"question": "Two plus two is", "choices": ["four", "seven", "nine"], "answer": 0},
+    {"question": "Romeo and Juliet is by", "choices": ["Jane Austen", "William Shakespeare"], "answer": 1},
+    {"question": "The chemical symbol of tin is", "choices": ["Ti", "Sn", "Tn"], "answer": 1},
+    {"question": "The tallest of all animals is the", "choices": ["elephant", "blue whale", "giraffe"], "answer": 2},
 ]
 TASK = """
 task: small_{name}
@@ -135,19 +141,48 @@ def test_guidellm(address: str, tokenizer: Path, tmp_path: Path, kind: str) -> N
     assert [request["output_metrics"]["text_tokens"] for request in requests["successful"]] == [8] * 4
 
 
-def test_lm_eval(address: str, tokenizer: Path, tmp_path: Path) -> None:
-    """A task of multiple choice, which takes log-probabilities of prompts, and one of generated answers."""
+def test_lm_eval(address: str, tokenizer: Path, smollm2_folder: Path, tmp_path: Path) -> None:
+    """A task of multiple choice, which takes log-probabilities of prompts: they are transformers', and so is the score.
+    And one of generated answers, by completions and by chats.
+    """
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     for name, rest in (("choices", CHOICES), ("answers", ANSWERS)):
         (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, data=data) + rest)
-    model = f"base_url={address}/v1/completions,model={MODEL},tokenizer={tokenizer},num_concurrent=4,max_retries=1"
-    options = ["--model", "local-completions", "--model_args", model, "--tasks", "small_choices,small_answers"]
-    client(tmp_path, "lm_eval", *options, "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"))
-    (report,) = (tmp_path / "out").rglob("results*.json")
-    results = json.loads(report.read_text())["results"]
-    assert results["small_choices"]["acc,none"] == 1.0
-    assert results["small_answers"]["exact_match,none"] >= 0.5
+
+    def evaluate(route: str, task: str, *options: str) -> tuple[dict[str, float], list[Any]]:
+        """Scores of a task, and what came for each question."""
+        model, output = f"local-{route.replace('/', '-')}", tmp_path / route / task
+        arguments = f"base_url={address}/v1/{route},model={MODEL},tokenizer={tokenizer},num_concurrent=4,max_retries=1"
+        folders = ("--include_path", str(tmp_path), "--output_path", str(output), "--log_samples")
+        client(tmp_path, "lm_eval", "--model", model, "--model_args", arguments, "--tasks", task, *folders, *options)
+        (report,), (samples,) = output.rglob("results*.json"), output.rglob("samples*.jsonl")
+        answers = [json.loads(line)["filtered_resps"] for line in samples.read_text().splitlines()]
+        return json.loads(report.read_text())["results"][task], answers
+
+    scores, answers = evaluate("completions", "small_choices")
+    expected = choice_logprobs(smollm2_folder)
+    for found, choices in zip(answers, expected, strict=True):
+        assert [float(logprob) for logprob, _ in found] == pytest.approx(choices, abs=tolerances.LM_EVAL_NATS)
+    right = [choices.index(max(choices)) == one["answer"] for choices, one in zip(expected, QUESTIONS, strict=True)]
+    assert scores["acc,none"] == right.count(True) / len(right) and set(right) == {True, False}
+    scores, _ = evaluate("completions", "small_answers")
+    assert scores["exact_match,none"] >= 0.4
+    _, answers = evaluate("chat/completions", "small_answers", "--apply_chat_template")
+    assert "cold" in answers[2][0]
+
+
+def choice_logprobs(folder: Path) -> list[list[float]]:
+    """Log-probabilities of each question's choices, by transformers."""
+    model, encode = AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), AutoTokenizer.from_pretrained(folder)
+
+    def logprob(question: str, choice: str) -> float:
+        start, ids = len(encode(question)["input_ids"]), torch.tensor(encode(f"{question} {choice}")["input_ids"])
+        with torch.inference_mode():
+            logprobs = model(ids[None]).logits[0].log_softmax(-1)
+        return float(logprobs[start - 1 : -1].gather(1, ids[start:, None]).sum())
+
+    return [[logprob(one["question"], choice) for choice in one["choices"]] for one in QUESTIONS]
 
 
 def test_langchain(address: str, tools_address: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.browser import FOLDER, browser, opened
-from tests.helpers.serving import Running, running, tiny_engine
+from tests.helpers.serving import Running, exactly, running, tiny_engine, wait_until
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / ".cache/SmolLM2-135M-Instruct-int8-wo.engine"
@@ -56,13 +56,13 @@ def ended(page: Any) -> None:
 
 
 def sent(page: Any, text: str | None = None) -> list[dict[str, Any]]:
-    """What the page asks from now on. Answers are the text, whatever the model is: it is made a choice of one."""
+    """What the page asks from now on. Answers are the text, whatever the model is: it can write nothing else."""
     bodies: list[dict[str, Any]] = []
 
     def pass_on(route: Any) -> None:
         body = route.request.post_data_json
         bodies.append(body)
-        wanted = {} if text is None else {"structured_outputs": {"choice": [text]}}
+        wanted = {} if text is None else {"structured_outputs": exactly(text)}
         route.continue_(post_data=json.dumps(body | wanted))
 
     page.route("**/v1/chat/completions", pass_on)
@@ -123,7 +123,7 @@ def test_an_answer_grows_and_is_stopped(chromium: Any, real: Running) -> None:
         page.keyboard.press("Escape")
         page.get_by_text("You have stopped the answer.").wait_for()
         assert len(text.inner_text()) > lengths[0] > 0
-        assert real.call(lambda: len(real.service.live)) == 0  # the server does not go on either
+        wait_until(real.is_idle)  # the server does not go on either
 
 
 def test_charts_move(chromium: Any, real: Running) -> None:
