@@ -16,106 +16,112 @@
 #define ENGINEWRIGHT_CLONES
 #endif
 #define ENGINEWRIGHT_INLINE inline __attribute__((always_inline))
-#pragma GCC diagnostic ignored "-Wpsabi"  // about vectors as arguments of functions, which are all inlined
 
 namespace enginewright {
 namespace {
 
-constexpr int64_t kBlock = 64;         // values under one maximum and one sum
-constexpr int64_t kLanes = 16;         // partial results in a block: what one vector register holds
-constexpr float kGreedyBelow = 1e-5f;  // a temperature under this is greedy, as in vLLM
-
-// One vector register, or several where they are shorter. Handed over by reference: by value the ABI depends
-// on the instruction set, and clang refuses that.
-typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
-typedef int32_t IntLanes __attribute__((vector_size(kLanes * sizeof(float))));
+constexpr int64_t kBlock = 64;          // values under one maximum and one sum
+constexpr int64_t kLanes = kBlock / 4;  // partial results in a block
+constexpr float kGreedyBelow = 1e-5f;   // a temperature under this is greedy, as in vLLM
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
 
-// The first n of kLanes values; the others are `otherwise`.
-ENGINEWRIGHT_INLINE void load(const float* x, int64_t n, float otherwise, Lanes& lanes) {
-  lanes = Lanes{} + otherwise;
-  if (n >= kLanes) {
-    std::memcpy(&lanes, x, sizeof lanes);
-  } else {
-    std::memcpy(&lanes, x, n * sizeof(float));
-  }
+// Loops over a block have a constant length and no branches, so that the compiler makes vectors of them,
+// which are as wide as the instruction set's. It would take comparisons of wider vector types apart, into
+// floats.
+
+// The block of x at `start`; what it has behind the end of x is `otherwise`, and lies in `padded`.
+ENGINEWRIGHT_INLINE const float* block_at(const float* x, int64_t n, int64_t start, float otherwise,
+                                          float* padded) {
+  if (start + kBlock <= n) return x + start;
+  std::fill(std::copy(x + start, x + n, padded), padded + kBlock, otherwise);
+  return padded;
 }
 
-ENGINEWRIGHT_INLINE void store(float* x, const Lanes& lanes, int64_t n) {
-  if (n >= kLanes) {
-    std::memcpy(x, &lanes, sizeof lanes);
-  } else {
-    std::memcpy(x, &lanes, n * sizeof(float));
+ENGINEWRIGHT_INLINE float larger(float a, float b) { return a > b ? a : b; }
+
+ENGINEWRIGHT_INLINE float max_of_block(const float* x) {
+  float lane[kLanes];
+  for (int64_t j = 0; j < kLanes; ++j) {
+    lane[j] = larger(larger(x[j], x[j + kLanes]), larger(x[j + 2 * kLanes], x[j + 3 * kLanes]));
   }
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t j = 0; j < half; ++j) lane[j] = larger(lane[j], lane[j + half]);
+  }
+  return lane[0];
+}
+
+ENGINEWRIGHT_INLINE double mass_of_block(const float* weights) {
+  float lane[kLanes];
+  for (int64_t j = 0; j < kLanes; ++j) {
+    lane[j] = weights[j] + weights[j + kLanes] + weights[j + 2 * kLanes] + weights[j + 3 * kLanes];
+  }
+  double mass = 0;
+  for (int64_t j = 0; j < kLanes; ++j) mass += lane[j];
+  return mass;
 }
 
 constexpr float kZeroBelow = -87.0f;  // e^x is taken as 0 from here down
 
-// x becomes e^x, for x <= 0 within 2 ulp: exactly 1 at 0, exactly 0 from kZeroBelow down. Cody-Waite
-// reduction, then the polynomial of Cephes' expf. Adding 1.5 * 2^23 rounds to an integer that lands in the
-// low bits.
-ENGINEWRIGHT_INLINE void exp_of_negative(Lanes& x) {
-  const Lanes lowest = Lanes{} + kZeroBelow, clamped = x > lowest ? x : lowest;
-  const Lanes shifted = clamped * 1.44269504088896341f + 12582912.0f;
-  const Lanes n = shifted - 12582912.0f;
-  const Lanes r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-  Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+ENGINEWRIGHT_INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+ENGINEWRIGHT_INLINE float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// e^x for x <= 0 within 2 ulp: exactly 1 at 0, exactly 0 from kZeroBelow down. Cody-Waite reduction, then the
+// polynomial of Cephes' expf. Adding 1.5 * 2^23 rounds to an integer that lands in the low bits.
+ENGINEWRIGHT_INLINE float exp_of_negative(float x) {
+  const float shifted = x * 1.44269504088896341f + 12582912.0f;
+  const float n = shifted - 12582912.0f;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  const Lanes mantissa = (p * (r * r) + r) + 1.0f;
-  const Lanes power = (Lanes)(((IntLanes)shifted + 127) << 23);
-  x = x > lowest ? mantissa * power : Lanes{};
+  const float mantissa = (p * (r * r) + r) + 1.0f;
+  const float power = float_of((bits_of(shifted) + 127) << 23);
+  // A mask, since `x > kZeroBelow ? … : 0` becomes a branch, and a loop with a branch no vectors.
+  const uint32_t mask = -uint32_t{x > kZeroBelow};
+  return float_of(bits_of(mantissa * power) & mask);
 }
 
 // The maximum of each block; true if nothing is NaN or +inf.
 ENGINEWRIGHT_CLONES bool block_maxima(const float* x, int64_t n, float* block_max) {
-  IntLanes bad{};
+  uint32_t bad = 0;
   for (int64_t start = 0; start < n; start += kBlock) {
-    Lanes lane = Lanes{} + kMinusInfinity;
-    for (int64_t i = start; i < std::min(start + kBlock, n); i += kLanes) {
-      Lanes value;
-      load(x + i, n - i, kMinusInfinity, value);
-      lane = value > lane ? value : lane;
-      bad |= ~(value <= FLT_MAX);
-    }
-    float max = kMinusInfinity;
-    for (int64_t j = 0; j < kLanes; ++j) max = lane[j] > max ? lane[j] : max;
-    block_max[start / kBlock] = max;
+    float padded[kBlock];
+    const float* block = block_at(x, n, start, kMinusInfinity, padded);
+    for (int64_t i = 0; i < kBlock; ++i) bad |= !(block[i] <= FLT_MAX);
+    block_max[start / kBlock] = max_of_block(block);
   }
-  int32_t any = 0;
-  for (int64_t j = 0; j < kLanes; ++j) any |= bad[j];
-  return any == 0;
+  return bad == 0;
 }
 
-// weights = e^((x - max) * inverse_temperature), and their sum in each block. block_max: of x, or null. A
-// block whose maximum has no weight is not looked at: of a grammar's few allowed tokens most blocks hold
-// none.
+// weights = e^((x - max) * inverse_temperature), in whole blocks, and their sum in each. block_max: of x, or
+// null. A block whose maximum has no weight is not looked at: of a grammar's few allowed tokens most blocks
+// hold none.
 ENGINEWRIGHT_CLONES void weigh(const float* x, int64_t n, const float* block_max, float max,
                                float inverse_temperature, float* weights, double* block_mass) {
   for (int64_t start = 0; start < n; start += kBlock) {
-    const int64_t end = std::min(start + kBlock, n);
-    if (block_max != nullptr && (block_max[start / kBlock] - max) * inverse_temperature <= kZeroBelow) {
-      std::fill(weights + start, weights + end, 0.0f);
-      block_mass[start / kBlock] = 0;
-      continue;
+    float weight[kBlock] = {};
+    if (block_max == nullptr || (block_max[start / kBlock] - max) * inverse_temperature > kZeroBelow) {
+      float padded[kBlock];
+      const float* block = block_at(x, n, start, kMinusInfinity, padded);
+      for (int64_t i = 0; i < kBlock; ++i) {
+        weight[i] = exp_of_negative((block[i] - max) * inverse_temperature);
+      }
     }
-    Lanes lane{};
-    for (int64_t i = start; i < end; i += kLanes) {
-      Lanes weight;
-      load(x + i, n - i, kMinusInfinity, weight);
-      weight = (weight - max) * inverse_temperature;
-      exp_of_negative(weight);
-      store(weights + i, weight, n - i);
-      lane += weight;
-    }
-    double mass = 0;
-    for (int64_t j = 0; j < kLanes; ++j) mass += lane[j];
-    block_mass[start / kBlock] = mass;
+    block_mass[start / kBlock] = mass_of_block(weight);
+    std::copy(weight, weight + kBlock, weights + start);
   }
 }
 
@@ -125,32 +131,25 @@ struct Floor {
   int32_t index;
 };
 
-// Weights under the floor become 0; block_mass anew. No weight is greater than its block's mass.
+// Weights under the floor become 0; block_mass anew. No weight is greater than its block's mass. The weights
+// are whole blocks, of n tokens.
 ENGINEWRIGHT_CLONES void cut(float* weights, int64_t n, Floor floor, double* block_mass) {
   const float more = std::nextafter(floor.weight, FLT_MAX);
   for (int64_t start = 0; start < n; start += kBlock) {
-    const int64_t end = std::min(start + kBlock, n);
+    float* block = weights + start;
     if (block_mass[start / kBlock] < floor.weight) {
-      std::fill(weights + start, weights + end, 0.0f);
+      std::fill(block, block + kBlock, 0.0f);
       block_mass[start / kBlock] = 0;
       continue;
     }
     const bool equal_too = start <= floor.index;
-    for (int64_t i = int64_t{floor.index} + 1; equal_too && i < end; ++i) {  // in the floor's own block
-      if (weights[i] == floor.weight) weights[i] = 0.0f;
+    const int64_t behind = int64_t{floor.index} + 1 - start;  // within the floor's own block
+    for (int64_t i = behind; equal_too && i < kBlock; ++i) {
+      if (block[i] == floor.weight) block[i] = 0.0f;
     }
-    const Lanes least = Lanes{} + (equal_too ? floor.weight : more);
-    Lanes lane{};
-    for (int64_t i = start; i < end; i += kLanes) {
-      Lanes weight;
-      load(weights + i, n - i, 0.0f, weight);
-      weight = weight >= least ? weight : Lanes{};
-      store(weights + i, weight, n - i);
-      lane += weight;
-    }
-    double mass = 0;
-    for (int64_t j = 0; j < kLanes; ++j) mass += lane[j];
-    block_mass[start / kBlock] = mass;
+    const float least = equal_too ? floor.weight : more;
+    for (int64_t i = 0; i < kBlock; ++i) block[i] = block[i] >= least ? block[i] : 0.0f;
+    block_mass[start / kBlock] = mass_of_block(block);
   }
 }
 
@@ -189,9 +188,7 @@ struct Descending {
 
 // Smaller weights are in higher buckets, 32 of them to a factor of 2.
 inline int64_t bucket_of(float weight) {
-  int32_t bits;
-  std::memcpy(&bits, &weight, sizeof bits);
-  return std::max(0, 0x3F800000 - bits) >> 18;
+  return std::max(0, 0x3F800000 - static_cast<int32_t>(bits_of(weight))) >> 18;
 }
 constexpr int64_t kBuckets = (0x3F800000 >> 18) + 1;
 
@@ -254,37 +251,28 @@ int64_t draw(const float* weights, int64_t n, const std::vector<double>& block_m
   return last;
 }
 
-// `masked` is x where a token is allowed, and -inf elsewhere; block_max becomes its maxima. x is finite or
-// -inf.
+// `masked` is x where a token is allowed, and -inf elsewhere, in whole blocks; block_max becomes its maxima.
+// x is finite or -inf.
 ENGINEWRIGHT_CLONES void mask(const float* x, int64_t n, const uint32_t* allowed, float* masked,
                               float* block_max) {
-  IntLanes bit_of_lane;
-  for (int32_t j = 0; j < kLanes; ++j) bit_of_lane[j] = 1 << j;
   for (int64_t start = 0; start < n; start += kBlock) {
-    const int64_t end = std::min(start + kBlock, n);
-    const uint32_t low = allowed[start / 32], high = start + 32 < n ? allowed[start / 32 + 1] : 0;
-    uint64_t bits = uint64_t{high} << 32 | low;
-    if (bits == 0) {
-      std::fill(masked + start, masked + end, kMinusInfinity);
+    const uint32_t words[2] = {allowed[start / 32], start + 32 < n ? allowed[start / 32 + 1] : 0};
+    float left[kBlock];
+    if ((words[0] | words[1]) == 0) {
+      std::fill(left, left + kBlock, kMinusInfinity);
       block_max[start / kBlock] = kMinusInfinity;
-      continue;
+    } else {
+      float padded[kBlock];
+      const float* block = block_at(x, n, start, kMinusInfinity, padded);
+      for (int64_t half = 0; half < 2; ++half) {
+        for (int64_t j = 0; j < 32; ++j) {
+          const bool here = (words[half] & uint32_t{1} << j) != 0;
+          left[32 * half + j] = here ? block[32 * half + j] : kMinusInfinity;
+        }
+      }
+      block_max[start / kBlock] = max_of_block(left);
     }
-    if (bits == ~uint64_t{0}) {
-      std::copy(x + start, x + end, masked + start);
-      continue;
-    }
-    Lanes most = Lanes{} + kMinusInfinity;
-    for (int64_t i = start; i < end; i += kLanes, bits >>= kLanes) {
-      Lanes value;
-      load(x + i, n - i, kMinusInfinity, value);
-      const IntLanes here = IntLanes{} + static_cast<int32_t>(bits & 0xFFFF);
-      value = (here & bit_of_lane) != 0 ? value : Lanes{} + kMinusInfinity;
-      store(masked + i, value, n - i);
-      most = value > most ? value : most;
-    }
-    float max = kMinusInfinity;
-    for (int64_t j = 0; j < kLanes; ++j) max = most[j] > max ? most[j] : max;
-    block_max[start / kBlock] = max;
+    std::copy(left, left + kBlock, masked + start);
   }
 }
 
@@ -293,7 +281,7 @@ ENGINEWRIGHT_CLONES void mask(const float* x, int64_t n, const uint32_t* allowed
 bool adjust(const float* logits, int64_t vocab, const SamplingRow& row, Span<TokenCount> history,
             Span<TokenBias> biases, const uint32_t* allowed, std::vector<float>& adjusted,
             std::vector<float>& block_max) {
-  adjusted.resize(vocab);
+  adjusted.resize(blocks_of(vocab) * kBlock);
   if (allowed != nullptr) {
     mask(logits, vocab, allowed, adjusted.data(), block_max.data());
     if (biases.size + history.size == 0) return true;
@@ -328,7 +316,7 @@ int32_t sample_token(const float* x, int64_t vocab, float max, const SamplingRow
     for (int64_t i = 0; i < n; ++i) scratch.bound[i] = x[scratch.ids[i]];
     x = scratch.bound.data();
   }
-  scratch.weights.resize(n);
+  scratch.weights.resize(blocks_of(n) * kBlock);
   scratch.block_mass.resize(blocks_of(n));
   float* weights = scratch.weights.data();
   weigh(x, n, some ? nullptr : scratch.block_max.data(), max, 1.0f / row.temperature, weights,
@@ -345,7 +333,7 @@ int32_t sample_token(const float* x, int64_t vocab, float max, const SamplingRow
 }  // namespace
 
 void SamplingScratch::reserve(int64_t vocab) {
-  for (auto* floats : {&adjusted, &weights, &block_max, &bound}) floats->reserve(vocab);
+  for (auto* floats : {&adjusted, &weights, &block_max, &bound}) floats->reserve(blocks_of(vocab) * kBlock);
   for (auto* ints : {&ids, &boundary}) ints->reserve(vocab);
   block_mass.reserve(blocks_of(vocab));
   bucket_mass.reserve(kBuckets);
@@ -362,7 +350,7 @@ SampledRow sample_row(const float* logits, int64_t vocab, const SamplingRow& row
 
   double log_total = 0;  // log Σ e^logit
   if (row.logprobs) {
-    scratch.weights.resize(vocab);
+    scratch.weights.resize(blocks_of(vocab) * kBlock);
     scratch.block_mass.resize(blocks_of(vocab));
     weigh(logits, vocab, block_max.data(), max, 1.0f, scratch.weights.data(), scratch.block_mass.data());
     log_total = max + std::log(sum(scratch.block_mass));
