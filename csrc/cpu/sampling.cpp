@@ -7,7 +7,7 @@
 #include <functional>
 #include <limits>
 
-#include "philox.h"
+#include "noise.h"
 
 // Compiled for each, and chosen at load. No sum is left to the compiler to order, so all give the same bits.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
@@ -64,17 +64,6 @@ ENGINEWRIGHT_INLINE double mass_of_block(const float* weights) {
 }
 
 constexpr float kZeroBelow = -87.0f;  // e^x is taken as 0 from here down
-
-ENGINEWRIGHT_INLINE uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-ENGINEWRIGHT_INLINE float float_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
 
 // e^x for x <= 0 within 2 ulp: exactly 1 at 0, exactly 0 from kZeroBelow down. Cody-Waite reduction, then the
 // polynomial of Cephes' expf. Adding 1.5 * 2^23 rounds to an integer that lands in the low bits.
@@ -231,25 +220,34 @@ Floor nucleus(const float* weights, int64_t n, double top_p, SamplingScratch& sc
   return {weights[ids[last]], ids[last]};
 }
 
-// The index at which the running sum of weights exceeds `uniform` of the total.
-int64_t draw(const float* weights, int64_t n, const std::vector<double>& block_mass, double uniform) {
-  const double target = uniform * sum(block_mass);
-  double reached = 0;
-  int64_t block = 0, last_block = 0;
-  for (; block < static_cast<int64_t>(block_mass.size()) && reached + block_mass[block] <= target; ++block) {
-    reached += block_mass[block];
-    if (block_mass[block] > 0) last_block = block;
+// Tokens enter with their weights; the one of the largest weight / E wins, of equal ones the first.
+class Race {
+ public:
+  explicit Race(const SamplingRow& row) : noise_(row.seed, row.choice, row.position) {}
+
+  // Whether a token of this group may win that weighs so much. Rounding adds less than a millionth.
+  bool may_win(int32_t group, float weight) {
+    if (group != group_) {
+      group_ = group;
+      least_ = noise_.least(group);
+    }
+    return weight >= best_ * least_.value * 0.999999f;
   }
-  if (block == static_cast<int64_t>(block_mass.size())) block = last_block;  // target rounded up to the total
-  int64_t last = block * kBlock;
-  for (int64_t i = block * kBlock; i < std::min((block + 1) * kBlock, n); ++i) {
-    if (weights[i] == 0.0f) continue;
-    last = i;
-    reached += weights[i];
-    if (reached > target) break;
+  void enter(int32_t token, float weight) {
+    if (weight == 0.0f || !may_win(token / kNoiseGroup, weight)) return;
+    const float score = weight / noise_.of(token, least_);
+    if (score < best_ || (score == best_ && token > winner_)) return;
+    best_ = score;
+    winner_ = token;
   }
-  return last;
-}
+  int32_t winner() const { return winner_; }
+
+ private:
+  const Noise noise_;
+  int32_t group_ = -1, winner_ = 0;
+  LeastNoise least_{};
+  float best_ = 0;
+};
 
 // `masked` is x where a token is allowed, and -inf elsewhere, in whole blocks; block_max becomes its maxima.
 // x is finite or -inf.
@@ -301,11 +299,10 @@ bool adjust(const float* logits, int64_t vocab, const SamplingRow& row, Span<Tok
 // Temperature, top-k, top-p, min-p and the draw. `max` is the largest of x, and finite.
 int32_t sample_token(const float* x, int64_t vocab, float max, const SamplingRow& row,
                      SamplingScratch& scratch) {
-  if (row.temperature < kGreedyBelow || row.top_k == 1) {
-    const auto& block_max = scratch.block_max;
-    const int64_t start = (std::find(block_max.begin(), block_max.end(), max) - block_max.begin()) * kBlock;
-    return static_cast<int32_t>(std::find(x + start, x + vocab, max) - x);
-  }
+  const auto& block_max = scratch.block_max;
+  const int64_t block = std::find(block_max.begin(), block_max.end(), max) - block_max.begin();
+  const auto likeliest = static_cast<int32_t>(std::find(x + block * kBlock, x + vocab, max) - x);
+  if (row.temperature < kGreedyBelow || row.top_k == 1) return likeliest;
   const bool some = row.top_k > 0 && row.top_k < vocab;
   int64_t n = vocab;
   if (some) {
@@ -325,9 +322,21 @@ int32_t sample_token(const float* x, int64_t vocab, float max, const SamplingRow
   if (row.top_p < 1.0f) floor = nucleus(weights, n, row.top_p, scratch);
   if (row.min_p > floor.weight) floor = {row.min_p, std::numeric_limits<int32_t>::max()};
   if (floor.weight > 0.0f) cut(weights, n, floor, scratch.block_mass.data());
-  const int64_t index =
-      draw(weights, n, scratch.block_mass, philox_uniform(row.seed, row.choice, row.position));
-  return some ? scratch.ids[index] : static_cast<int32_t>(index);
+
+  Race race(row);
+  if (some) {
+    for (int64_t i = 0; i < n; ++i) race.enter(scratch.ids[i], weights[i]);
+    return race.winner();
+  }
+  race.enter(likeliest, weights[likeliest]);  // behind which few others need their numbers
+  static_assert(kBlock == kNoiseGroup);
+  for (int64_t start = 0; start < n; start += kBlock) {
+    const auto mass =
+        static_cast<float>(scratch.block_mass[start / kBlock]);  // of which each weight is a part
+    if (mass == 0.0f || !race.may_win(static_cast<int32_t>(start / kBlock), mass)) continue;
+    for (int64_t i = start; i < start + kBlock; ++i) race.enter(static_cast<int32_t>(i), weights[i]);
+  }
+  return race.winner();
 }
 
 }  // namespace
