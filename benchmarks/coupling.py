@@ -1,4 +1,4 @@
-"""Which way of drawing makes a draft's guesses right more often: the one that there is, or Gumbel-max?
+"""How often are a draft's guesses right with the Gumbel noise that there is, and with one number a position?
 
     python benchmarks/coupling.py ENGINE [--role draft] [--tasks code prose] [--tokens 96]
 
@@ -6,9 +6,9 @@ A guess is right where the same noise makes the same token of both models' proba
 how noise becomes a token:
 
     interval  one uniform number a position, and the token at which the running sum of probabilities, in the order of
-              ids, exceeds it (csrc/cpu/sampling.h)
+              ids, exceeds it
     Gumbel    a number for each token of a position, and the token of the largest log p + Gumbel noise
-              (https://arxiv.org/abs/2408.07978)
+              (https://arxiv.org/abs/2408.07978): the present way (csrc/cpu/noise.h)
     bound     1 − the total variation distance of both models' probabilities: no way of drawing is right more often
 
 The model writes texts, and both models' logits are computed at each of their positions. Chances are integrals over all
@@ -109,7 +109,7 @@ def chances(
 
 
 def counted(model: NDArray[np.float32], draft: NDArray[np.float32], params: SamplingParams) -> float:
-    """How often the sampler itself draws the same token from both: as `interval` says, but for the noise."""
+    """How often the sampler itself draws the same token from both: as `Gumbel` says, but for the noise."""
     drawn = []
     for logits in model, draft:
         vocab_size = logits.shape[1]

@@ -1,7 +1,7 @@
 """From logits to tokens: what a request may ask for, and the draw.
 
 The arithmetic is C++ (csrc/cpu/sampling.h says what it is and in which order). A draw depends on the logits, the
-request's parameters and history, and Philox(seed, choice, position), and on nothing else.
+request's parameters and history, and Philox(seed, choice, position, token), and on nothing else.
 """
 
 import math

@@ -35,10 +35,10 @@ from tests.helpers.sampling_reference import (
     chi_square,
     logits_of,
     masked_rows,
+    noise,
     probabilities,
     request,
     same_draws,
-    uniform,
 )
 from tests.tolerances import LOGPROB
 
@@ -150,17 +150,18 @@ EXTRA: list[dict[str, Any]] = [
 @pytest.mark.parametrize("size", [SMALL, TINY], ids=["small", "tiny"])
 @pytest.mark.parametrize("ties", [False, True])
 def test_tokens_are_the_cpus(kernels: Kernels, size: tuple[int, int], ties: bool) -> None:
-    """All but draws within 1e-7 of a border, of which 2 in 1000 would be many. With ties, greedy, top-k and top-p have
-    many equals to choose from.
+    """But that top-p may take one token more or fewer, where its sum is within 1e-7: one draw of 1000 would be many.
+    With ties, greedy, top-k and top-p have many equals to choose from.
     """
     draws, different, count = Draws(kernels, size), 0, 0
     for spread, filters in itertools.product([0.2, 1.0, 5.0], [*FILTERS, *EXTRA]):
         logits = logits_of(size[0], 8, spread=spread)
         logits = np.round(logits) if ties else logits
         for mine, cpus in both(draws, logits, [SamplingParams(seed=1, **filters)] * 8):
+            assert mine == cpus or "top_p" in filters
             different += mine != cpus
             count += 1
-    assert different <= count // 500, f"{different} of {count} draws"
+    assert different <= count // 1000, f"{different} of {count} draws"
 
 
 def test_logits_of_equal_weights_are_equals_in_top_p(kernels: Kernels) -> None:
@@ -168,7 +169,7 @@ def test_logits_of_equal_weights_are_equals_in_top_p(kernels: Kernels) -> None:
     rng, params = np.random.default_rng(6), []
     units = np.stack([rng.permutation(SMALL[0]) for _ in range(16)])
     for share in range(16):
-        params.append(SamplingParams(seed=3, temperature=50.0, top_p=0.06 + 0.01 * share))
+        params.append(SamplingParams(seed=3, temperature=50.0, top_p=0.06 + 0.01 * share if share > 0 else 1e-6))
     results = both(Draws(kernels, SMALL), (1 + units * 2.0**-23).astype(np.float32), params)
     assert [mine.token for mine, _ in results] == [cpus.token for _, cpus in results]
 
@@ -180,7 +181,8 @@ def test_draws_are_those_of_the_reference(kernels: Kernels, filters: dict[str, A
     logits = logits_of(vocab, 4, spread=3.0)
     requests = [request(params, vocab, [0] * (row + 1)) for row in range(4)]
     for row, sampled in enumerate(Sampler(Draws(kernels, LARGE).draw).sample(logits, requests)):
-        check_draw(sampled.token, probabilities(logits[row].astype(np.float64), params), uniform(9, 0, row + 1))
+        chances = probabilities(logits[row].astype(np.float64), params)
+        check_draw(sampled.token, chances, noise(9, 0, row + 1, vocab))
 
 
 @pytest.mark.parametrize("filters", [{"temperature": 0.7}, {"top_k": 9, "min_p": 0.02}, {"top_p": 0.95}], ids=str)
@@ -241,7 +243,10 @@ MIXTURE = [
     *({"seed": 5, **filters} for filters in [*FILTERS, *EXTRA]),
     {"temperature": 0.0, "repetition_penalty": 5.0},
     {"logprobs": 20, "presence_penalty": 1.0, "logit_bias": {2: 2.0, 1: 80.0}},
+    {"seed": 5, "top_p": 0.5},
+    {"seed": 5, "top_p": 0.5},
 ]
+TIES = {-2: 600, -1: 200}  # of the last rows: equals, of which top-p takes some; more than the list holds, and fewer
 
 
 Given = tuple[Entries, Entries, Entries, Mask | None]
@@ -256,6 +261,8 @@ def _mixture() -> tuple[NDArray[np.float32], Given]:
         return [(0, None, (), True)] * len(rows)
 
     logits = np.round(logits_of(SMALL[0], len(MIXTURE), spread=1.5), 1)
+    for row, equals in TIES.items():
+        logits[row] = np.where(np.random.default_rng(equals).permutation(SMALL[0]) < equals, 1.0, -30.0)
     likeliest = logits.argmax(-1).tolist()
     requests = [
         request(SamplingParams(**one), SMALL[0], [1, 2, token]) for one, token in zip(MIXTURE, likeliest, strict=True)

@@ -151,7 +151,7 @@ def test_heads_go_on_behind_preemptions() -> None:
         one = sequence_bytes(engine.plan.caches, LIMITS["max_model_len"], LIMITS["max_num_batched_tokens"])
     with LLM(path, **LIMITS, speculate="off") as llm:
         plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    with LLM(path, **LIMITS, speculate_tokens=4, kv_cache_memory=3 * one) as llm:
+    with LLM(path, **LIMITS, speculate_tokens=4, kv_cache_memory=one * 5 // 2) as llm:
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == plain
         stats = llm.stats()
     assert stats.num_preemptions > 1 and stats.speculation is not None and sum(stats.speculation.guessed) > 400

@@ -20,10 +20,10 @@ from tests.helpers.sampling_reference import (
     chi_square,
     logits_of,
     masked_rows,
+    noise,
     philox,
     probabilities,
     request,
-    uniform,
 )
 from tests.tolerances import LOGPROB
 
@@ -41,7 +41,7 @@ def test_draws_are_those_of_the_reference(filters: dict[str, Any], vocab: int, s
     requests = [request(params, vocab, [0] * (row + 1), choice=row % 3) for row in range(rows)]
     for row, sampled in enumerate(Sampler().sample(logits, requests)):
         chances = probabilities(logits[row].astype(np.float64), params)
-        check_draw(sampled.token, chances, uniform(seed, row % 3, row + 1))
+        check_draw(sampled.token, chances, noise(seed, row % 3, row + 1, vocab))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,26 @@ def test_draws_are_those_of_the_reference(filters: dict[str, Any], vocab: int, s
 def test_draws_have_the_right_distribution(filters: dict[str, Any]) -> None:
     statistic, freedom = chi_square(SamplingParams(**filters), logits_of(40, spread=1.0)[0], draws=20000)
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)  # 4 deviations; the seeds are fixed
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_groups_of_noise_and_their_tokens_are_as_likely_as_others(spread: float) -> None:
+    """Three groups of 64 and a part of one."""
+    statistic, freedom = chi_square(SamplingParams(), logits_of(200, spread=spread)[0], draws=40000)
+    assert statistic < freedom + 4 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("distance", [0.3, 3.0])
+def test_rows_draw_the_same_token_as_often_as_gumbel_noise_makes_them(distance: float) -> None:
+    """1 / Σ_y max(p_y / p_x, q_y / q_x) of each token x, which holds if all tokens' numbers are independent."""
+    draws, one = 20000, logits_of(150, spread=1.5)[0]
+    other = one + logits_of(150, seed=1, spread=distance)[0]
+    p, q = (probabilities(row.astype(np.float64), SamplingParams()) for row in (one, other))
+    expected = (1 / np.maximum(p / p[:, None], q / q[:, None]).sum(axis=1)).sum()
+    requests = [request(SamplingParams(seed=seed), 150) for seed in range(draws) for _ in range(2)]
+    tokens = [entry.token for entry in Sampler().sample(np.tile([one, other], (draws, 1)), requests)]
+    same = np.equal(tokens[::2], tokens[1::2]).mean()
+    assert abs(same - expected) < 4 * math.sqrt(expected * (1 - expected) / draws)
 
 
 def test_choices_and_positions_are_independent() -> None:
@@ -94,6 +114,12 @@ def test_top_p_keeps_the_first_of_equals() -> None:
     assert {entry.token for entry in sampled} == {0, 1, 2}
 
 
+def test_top_p_keeps_the_first_of_equal_weights_though_a_logit_is_larger() -> None:
+    logits = np.tile(np.array([0.0, 1.0, 1.0 + 2.0**-23], np.float32), (20, 1))
+    params = [SamplingParams(top_p=1e-6, temperature=50.0, seed=seed) for seed in range(20)]
+    assert {entry.token for entry in Sampler().sample(logits, [request(one, 3) for one in params])} == {1}
+
+
 @pytest.mark.parametrize(
     "penalties",
     [
@@ -119,7 +145,7 @@ def test_penalties_and_biases(penalties: dict[str, Any]) -> None:
         logits = logits_of(vocab, seed=step, spread=1.0)
         chances = probabilities(adjusted(logits[0], params, prompt, output), params)
         token = Sampler().sample(logits, [entry])[0].token
-        check_draw(token, chances, uniform(3, 0, len(prompt) + step))
+        check_draw(token, chances, noise(3, 0, len(prompt) + step, vocab))
         output.append(token)
     assert len(set(output)) > 1 or "logit_bias" in penalties
 
@@ -154,7 +180,7 @@ def test_no_token_is_drawn_that_is_not_allowed(vocab: int, filters: dict[str, An
         left = np.full(vocab, -np.inf)
         left[ids] = adjusted(logits[row], params, [0], [])[ids]
         token = Sampler().sample(logits[row : row + 1], [request(params, vocab)])[0].token
-        check_draw(token, probabilities(left, params), uniform(7, 0, 1))
+        check_draw(token, probabilities(left, params), noise(7, 0, 1, vocab))
 
 
 def test_masks_change_neither_logprobs_nor_other_rows() -> None:

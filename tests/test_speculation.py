@@ -60,7 +60,7 @@ def test_no_answer_depends_on_guesses(family: str, monkeypatch: pytest.MonkeyPat
         assert before.speculation is None
         known = {answer.asked: [token.token for token in answer.tokens] for answer in plain.values()}
         one = sequence_bytes(engine.plan.caches, LIMITS["max_model_len"], LIMITS["max_num_batched_tokens"])
-        scarce, after = answers(engine, REQUESTS, speculate="ngram", speculate_tokens=5, kv_cache_memory=one * 3 // 2)
+        scarce, after = answers(engine, REQUESTS, speculate="ngram", speculate_tokens=5, kv_cache_memory=one)
         check_same(plain, scarce)
         assert after.num_preemptions > 0 or engine.plan.recurrent_states  # of these, there are no slots left to run in
         monkeypatch.setitem(methods.METHODS, "ngram", lambda *_: Recorded(known))

@@ -22,12 +22,4 @@ inline PhiloxCounter philox4x32(PhiloxCounter counter, PhiloxKey key) {
   return counter;
 }
 
-// Uniform in [0, 1) with 53 bits, for one draw of one choice of a request at one position of its text.
-inline double philox_uniform(uint64_t seed, uint32_t choice, uint64_t position) {
-  const PhiloxCounter bits =
-      philox4x32({static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), choice, 0},
-                 {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
-  return ((bits[0] >> 5) * 67108864.0 + (bits[1] >> 6)) / 9007199254740992.0;
-}
-
 }  // namespace enginewright

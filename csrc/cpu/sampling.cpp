@@ -7,7 +7,7 @@
 #include <functional>
 #include <limits>
 
-#include "philox.h"
+#include "noise.h"
 
 // Compiled for each, and chosen at load. No sum is left to the compiler to order, so all give the same bits.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
@@ -16,106 +16,101 @@
 #define ENGINEWRIGHT_CLONES
 #endif
 #define ENGINEWRIGHT_INLINE inline __attribute__((always_inline))
-#pragma GCC diagnostic ignored "-Wpsabi"  // about vectors as arguments of functions, which are all inlined
 
 namespace enginewright {
 namespace {
 
-constexpr int64_t kBlock = 64;         // values under one maximum and one sum
-constexpr int64_t kLanes = 16;         // partial results in a block: what one vector register holds
-constexpr float kGreedyBelow = 1e-5f;  // a temperature under this is greedy, as in vLLM
-
-// One vector register, or several where they are shorter. Handed over by reference: by value the ABI depends
-// on the instruction set, and clang refuses that.
-typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
-typedef int32_t IntLanes __attribute__((vector_size(kLanes * sizeof(float))));
+constexpr int64_t kBlock = 64;          // values under one maximum and one sum
+constexpr int64_t kLanes = kBlock / 4;  // partial results in a block
+constexpr float kGreedyBelow = 1e-5f;   // a temperature under this is greedy, as in vLLM
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
 
-// The first n of kLanes values; the others are `otherwise`.
-ENGINEWRIGHT_INLINE void load(const float* x, int64_t n, float otherwise, Lanes& lanes) {
-  lanes = Lanes{} + otherwise;
-  if (n >= kLanes) {
-    std::memcpy(&lanes, x, sizeof lanes);
-  } else {
-    std::memcpy(&lanes, x, n * sizeof(float));
-  }
+// Loops over a block have a constant length and no branches, so that the compiler makes vectors of them,
+// which are as wide as the instruction set's. It would take comparisons of wider vector types apart, into
+// floats.
+
+// The block of x at `start`; what it has behind the end of x is `otherwise`, and lies in `padded`.
+ENGINEWRIGHT_INLINE const float* block_at(const float* x, int64_t n, int64_t start, float otherwise,
+                                          float* padded) {
+  if (start + kBlock <= n) return x + start;
+  std::fill(std::copy(x + start, x + n, padded), padded + kBlock, otherwise);
+  return padded;
 }
 
-ENGINEWRIGHT_INLINE void store(float* x, const Lanes& lanes, int64_t n) {
-  if (n >= kLanes) {
-    std::memcpy(x, &lanes, sizeof lanes);
-  } else {
-    std::memcpy(x, &lanes, n * sizeof(float));
+ENGINEWRIGHT_INLINE float larger(float a, float b) { return a > b ? a : b; }
+
+ENGINEWRIGHT_INLINE float max_of_block(const float* x) {
+  float lane[kLanes];
+  for (int64_t j = 0; j < kLanes; ++j) {
+    lane[j] = larger(larger(x[j], x[j + kLanes]), larger(x[j + 2 * kLanes], x[j + 3 * kLanes]));
   }
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t j = 0; j < half; ++j) lane[j] = larger(lane[j], lane[j + half]);
+  }
+  return lane[0];
+}
+
+ENGINEWRIGHT_INLINE double mass_of_block(const float* weights) {
+  float lane[kLanes];
+  for (int64_t j = 0; j < kLanes; ++j) {
+    lane[j] = weights[j] + weights[j + kLanes] + weights[j + 2 * kLanes] + weights[j + 3 * kLanes];
+  }
+  double mass = 0;
+  for (int64_t j = 0; j < kLanes; ++j) mass += lane[j];
+  return mass;
 }
 
 constexpr float kZeroBelow = -87.0f;  // e^x is taken as 0 from here down
 
-// x becomes e^x, for x <= 0 within 2 ulp: exactly 1 at 0, exactly 0 from kZeroBelow down. Cody-Waite
-// reduction, then the polynomial of Cephes' expf. Adding 1.5 * 2^23 rounds to an integer that lands in the
-// low bits.
-ENGINEWRIGHT_INLINE void exp_of_negative(Lanes& x) {
-  const Lanes lowest = Lanes{} + kZeroBelow, clamped = x > lowest ? x : lowest;
-  const Lanes shifted = clamped * 1.44269504088896341f + 12582912.0f;
-  const Lanes n = shifted - 12582912.0f;
-  const Lanes r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-  Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+// e^x for x <= 0 within 2 ulp: exactly 1 at 0, exactly 0 from kZeroBelow down. Cody-Waite reduction, then the
+// polynomial of Cephes' expf. Adding 1.5 * 2^23 rounds to an integer that lands in the low bits.
+ENGINEWRIGHT_INLINE float exp_of_negative(float x) {
+  const float shifted = x * 1.44269504088896341f + 12582912.0f;
+  const float n = shifted - 12582912.0f;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  const Lanes mantissa = (p * (r * r) + r) + 1.0f;
-  const Lanes power = (Lanes)(((IntLanes)shifted + 127) << 23);
-  x = x > lowest ? mantissa * power : Lanes{};
+  const float mantissa = (p * (r * r) + r) + 1.0f;
+  const float power = float_of((bits_of(shifted) + 127) << 23);
+  // A mask, since `x > kZeroBelow ? … : 0` becomes a branch, and a loop with a branch no vectors.
+  const uint32_t mask = -uint32_t{x > kZeroBelow};
+  return float_of(bits_of(mantissa * power) & mask);
 }
 
 // The maximum of each block; true if nothing is NaN or +inf.
 ENGINEWRIGHT_CLONES bool block_maxima(const float* x, int64_t n, float* block_max) {
-  IntLanes bad{};
+  uint32_t bad = 0;
   for (int64_t start = 0; start < n; start += kBlock) {
-    Lanes lane = Lanes{} + kMinusInfinity;
-    for (int64_t i = start; i < std::min(start + kBlock, n); i += kLanes) {
-      Lanes value;
-      load(x + i, n - i, kMinusInfinity, value);
-      lane = value > lane ? value : lane;
-      bad |= ~(value <= FLT_MAX);
-    }
-    float max = kMinusInfinity;
-    for (int64_t j = 0; j < kLanes; ++j) max = lane[j] > max ? lane[j] : max;
-    block_max[start / kBlock] = max;
+    float padded[kBlock];
+    const float* block = block_at(x, n, start, kMinusInfinity, padded);
+    for (int64_t i = 0; i < kBlock; ++i) bad |= !(block[i] <= FLT_MAX);
+    block_max[start / kBlock] = max_of_block(block);
   }
-  int32_t any = 0;
-  for (int64_t j = 0; j < kLanes; ++j) any |= bad[j];
-  return any == 0;
+  return bad == 0;
 }
 
-// weights = e^((x - max) * inverse_temperature), and their sum in each block. block_max: of x, or null. A
-// block whose maximum has no weight is not looked at: of a grammar's few allowed tokens most blocks hold
-// none.
+// weights = e^((x - max) * inverse_temperature), in whole blocks, and their sum in each. block_max: of x, or
+// null. A block whose maximum has no weight is not looked at: of a grammar's few allowed tokens most blocks
+// hold none.
 ENGINEWRIGHT_CLONES void weigh(const float* x, int64_t n, const float* block_max, float max,
                                float inverse_temperature, float* weights, double* block_mass) {
   for (int64_t start = 0; start < n; start += kBlock) {
-    const int64_t end = std::min(start + kBlock, n);
-    if (block_max != nullptr && (block_max[start / kBlock] - max) * inverse_temperature <= kZeroBelow) {
-      std::fill(weights + start, weights + end, 0.0f);
-      block_mass[start / kBlock] = 0;
-      continue;
+    float weight[kBlock] = {};
+    if (block_max == nullptr || (block_max[start / kBlock] - max) * inverse_temperature > kZeroBelow) {
+      float padded[kBlock];
+      const float* block = block_at(x, n, start, kMinusInfinity, padded);
+      for (int64_t i = 0; i < kBlock; ++i) {
+        weight[i] = exp_of_negative((block[i] - max) * inverse_temperature);
+      }
     }
-    Lanes lane{};
-    for (int64_t i = start; i < end; i += kLanes) {
-      Lanes weight;
-      load(x + i, n - i, kMinusInfinity, weight);
-      weight = (weight - max) * inverse_temperature;
-      exp_of_negative(weight);
-      store(weights + i, weight, n - i);
-      lane += weight;
-    }
-    double mass = 0;
-    for (int64_t j = 0; j < kLanes; ++j) mass += lane[j];
-    block_mass[start / kBlock] = mass;
+    block_mass[start / kBlock] = mass_of_block(weight);
+    std::copy(weight, weight + kBlock, weights + start);
   }
 }
 
@@ -125,32 +120,25 @@ struct Floor {
   int32_t index;
 };
 
-// Weights under the floor become 0; block_mass anew. No weight is greater than its block's mass.
+// Weights under the floor become 0; block_mass anew. No weight is greater than its block's mass. The weights
+// are whole blocks, of n tokens.
 ENGINEWRIGHT_CLONES void cut(float* weights, int64_t n, Floor floor, double* block_mass) {
   const float more = std::nextafter(floor.weight, FLT_MAX);
   for (int64_t start = 0; start < n; start += kBlock) {
-    const int64_t end = std::min(start + kBlock, n);
+    float* block = weights + start;
     if (block_mass[start / kBlock] < floor.weight) {
-      std::fill(weights + start, weights + end, 0.0f);
+      std::fill(block, block + kBlock, 0.0f);
       block_mass[start / kBlock] = 0;
       continue;
     }
     const bool equal_too = start <= floor.index;
-    for (int64_t i = int64_t{floor.index} + 1; equal_too && i < end; ++i) {  // in the floor's own block
-      if (weights[i] == floor.weight) weights[i] = 0.0f;
+    const int64_t behind = int64_t{floor.index} + 1 - start;  // within the floor's own block
+    for (int64_t i = behind; equal_too && i < kBlock; ++i) {
+      if (block[i] == floor.weight) block[i] = 0.0f;
     }
-    const Lanes least = Lanes{} + (equal_too ? floor.weight : more);
-    Lanes lane{};
-    for (int64_t i = start; i < end; i += kLanes) {
-      Lanes weight;
-      load(weights + i, n - i, 0.0f, weight);
-      weight = weight >= least ? weight : Lanes{};
-      store(weights + i, weight, n - i);
-      lane += weight;
-    }
-    double mass = 0;
-    for (int64_t j = 0; j < kLanes; ++j) mass += lane[j];
-    block_mass[start / kBlock] = mass;
+    const float least = equal_too ? floor.weight : more;
+    for (int64_t i = 0; i < kBlock; ++i) block[i] = block[i] >= least ? block[i] : 0.0f;
+    block_mass[start / kBlock] = mass_of_block(block);
   }
 }
 
@@ -189,9 +177,7 @@ struct Descending {
 
 // Smaller weights are in higher buckets, 32 of them to a factor of 2.
 inline int64_t bucket_of(float weight) {
-  int32_t bits;
-  std::memcpy(&bits, &weight, sizeof bits);
-  return std::max(0, 0x3F800000 - bits) >> 18;
+  return std::max(0, 0x3F800000 - static_cast<int32_t>(bits_of(weight))) >> 18;
 }
 constexpr int64_t kBuckets = (0x3F800000 >> 18) + 1;
 
@@ -234,57 +220,57 @@ Floor nucleus(const float* weights, int64_t n, double top_p, SamplingScratch& sc
   return {weights[ids[last]], ids[last]};
 }
 
-// The index at which the running sum of weights exceeds `uniform` of the total.
-int64_t draw(const float* weights, int64_t n, const std::vector<double>& block_mass, double uniform) {
-  const double target = uniform * sum(block_mass);
-  double reached = 0;
-  int64_t block = 0, last_block = 0;
-  for (; block < static_cast<int64_t>(block_mass.size()) && reached + block_mass[block] <= target; ++block) {
-    reached += block_mass[block];
-    if (block_mass[block] > 0) last_block = block;
-  }
-  if (block == static_cast<int64_t>(block_mass.size())) block = last_block;  // target rounded up to the total
-  int64_t last = block * kBlock;
-  for (int64_t i = block * kBlock; i < std::min((block + 1) * kBlock, n); ++i) {
-    if (weights[i] == 0.0f) continue;
-    last = i;
-    reached += weights[i];
-    if (reached > target) break;
-  }
-  return last;
-}
+// Tokens enter with their weights; the one of the largest weight / E wins, of equal ones the first.
+class Race {
+ public:
+  explicit Race(const SamplingRow& row) : noise_(row.seed, row.choice, row.position) {}
 
-// `masked` is x where a token is allowed, and -inf elsewhere; block_max becomes its maxima. x is finite or
-// -inf.
+  // Whether a token of this group may win that weighs so much. Rounding adds less than a millionth.
+  bool may_win(int32_t group, float weight) {
+    if (group != group_) {
+      group_ = group;
+      least_ = noise_.least(group);
+    }
+    return weight >= best_ * least_.value * 0.999999f;
+  }
+  void enter(int32_t token, float weight) {
+    if (weight == 0.0f || !may_win(token / kNoiseGroup, weight)) return;
+    const float score = weight / noise_.of(token, least_);
+    if (score < best_ || (score == best_ && token > winner_)) return;
+    best_ = score;
+    winner_ = token;
+  }
+  int32_t winner() const { return winner_; }
+
+ private:
+  const Noise noise_;
+  int32_t group_ = -1, winner_ = 0;
+  LeastNoise least_{};
+  float best_ = 0;
+};
+
+// `masked` is x where a token is allowed, and -inf elsewhere, in whole blocks; block_max becomes its maxima.
+// x is finite or -inf.
 ENGINEWRIGHT_CLONES void mask(const float* x, int64_t n, const uint32_t* allowed, float* masked,
                               float* block_max) {
-  IntLanes bit_of_lane;
-  for (int32_t j = 0; j < kLanes; ++j) bit_of_lane[j] = 1 << j;
   for (int64_t start = 0; start < n; start += kBlock) {
-    const int64_t end = std::min(start + kBlock, n);
-    const uint32_t low = allowed[start / 32], high = start + 32 < n ? allowed[start / 32 + 1] : 0;
-    uint64_t bits = uint64_t{high} << 32 | low;
-    if (bits == 0) {
-      std::fill(masked + start, masked + end, kMinusInfinity);
+    const uint32_t words[2] = {allowed[start / 32], start + 32 < n ? allowed[start / 32 + 1] : 0};
+    float left[kBlock];
+    if ((words[0] | words[1]) == 0) {
+      std::fill(left, left + kBlock, kMinusInfinity);
       block_max[start / kBlock] = kMinusInfinity;
-      continue;
+    } else {
+      float padded[kBlock];
+      const float* block = block_at(x, n, start, kMinusInfinity, padded);
+      for (int64_t half = 0; half < 2; ++half) {
+        for (int64_t j = 0; j < 32; ++j) {
+          const bool here = (words[half] & uint32_t{1} << j) != 0;
+          left[32 * half + j] = here ? block[32 * half + j] : kMinusInfinity;
+        }
+      }
+      block_max[start / kBlock] = max_of_block(left);
     }
-    if (bits == ~uint64_t{0}) {
-      std::copy(x + start, x + end, masked + start);
-      continue;
-    }
-    Lanes most = Lanes{} + kMinusInfinity;
-    for (int64_t i = start; i < end; i += kLanes, bits >>= kLanes) {
-      Lanes value;
-      load(x + i, n - i, kMinusInfinity, value);
-      const IntLanes here = IntLanes{} + static_cast<int32_t>(bits & 0xFFFF);
-      value = (here & bit_of_lane) != 0 ? value : Lanes{} + kMinusInfinity;
-      store(masked + i, value, n - i);
-      most = value > most ? value : most;
-    }
-    float max = kMinusInfinity;
-    for (int64_t j = 0; j < kLanes; ++j) max = most[j] > max ? most[j] : max;
-    block_max[start / kBlock] = max;
+    std::copy(left, left + kBlock, masked + start);
   }
 }
 
@@ -293,7 +279,7 @@ ENGINEWRIGHT_CLONES void mask(const float* x, int64_t n, const uint32_t* allowed
 bool adjust(const float* logits, int64_t vocab, const SamplingRow& row, Span<TokenCount> history,
             Span<TokenBias> biases, const uint32_t* allowed, std::vector<float>& adjusted,
             std::vector<float>& block_max) {
-  adjusted.resize(vocab);
+  adjusted.resize(blocks_of(vocab) * kBlock);
   if (allowed != nullptr) {
     mask(logits, vocab, allowed, adjusted.data(), block_max.data());
     if (biases.size + history.size == 0) return true;
@@ -313,11 +299,10 @@ bool adjust(const float* logits, int64_t vocab, const SamplingRow& row, Span<Tok
 // Temperature, top-k, top-p, min-p and the draw. `max` is the largest of x, and finite.
 int32_t sample_token(const float* x, int64_t vocab, float max, const SamplingRow& row,
                      SamplingScratch& scratch) {
-  if (row.temperature < kGreedyBelow || row.top_k == 1) {
-    const auto& block_max = scratch.block_max;
-    const int64_t start = (std::find(block_max.begin(), block_max.end(), max) - block_max.begin()) * kBlock;
-    return static_cast<int32_t>(std::find(x + start, x + vocab, max) - x);
-  }
+  const auto& block_max = scratch.block_max;
+  const int64_t block = std::find(block_max.begin(), block_max.end(), max) - block_max.begin();
+  const auto likeliest = static_cast<int32_t>(std::find(x + block * kBlock, x + vocab, max) - x);
+  if (row.temperature < kGreedyBelow || row.top_k == 1) return likeliest;
   const bool some = row.top_k > 0 && row.top_k < vocab;
   int64_t n = vocab;
   if (some) {
@@ -328,7 +313,7 @@ int32_t sample_token(const float* x, int64_t vocab, float max, const SamplingRow
     for (int64_t i = 0; i < n; ++i) scratch.bound[i] = x[scratch.ids[i]];
     x = scratch.bound.data();
   }
-  scratch.weights.resize(n);
+  scratch.weights.resize(blocks_of(n) * kBlock);
   scratch.block_mass.resize(blocks_of(n));
   float* weights = scratch.weights.data();
   weigh(x, n, some ? nullptr : scratch.block_max.data(), max, 1.0f / row.temperature, weights,
@@ -337,15 +322,27 @@ int32_t sample_token(const float* x, int64_t vocab, float max, const SamplingRow
   if (row.top_p < 1.0f) floor = nucleus(weights, n, row.top_p, scratch);
   if (row.min_p > floor.weight) floor = {row.min_p, std::numeric_limits<int32_t>::max()};
   if (floor.weight > 0.0f) cut(weights, n, floor, scratch.block_mass.data());
-  const int64_t index =
-      draw(weights, n, scratch.block_mass, philox_uniform(row.seed, row.choice, row.position));
-  return some ? scratch.ids[index] : static_cast<int32_t>(index);
+
+  Race race(row);
+  if (some) {
+    for (int64_t i = 0; i < n; ++i) race.enter(scratch.ids[i], weights[i]);
+    return race.winner();
+  }
+  race.enter(likeliest, weights[likeliest]);  // behind which few others need their numbers
+  static_assert(kBlock == kNoiseGroup);
+  for (int64_t start = 0; start < n; start += kBlock) {
+    const auto mass =
+        static_cast<float>(scratch.block_mass[start / kBlock]);  // of which each weight is a part
+    if (mass == 0.0f || !race.may_win(static_cast<int32_t>(start / kBlock), mass)) continue;
+    for (int64_t i = start; i < start + kBlock; ++i) race.enter(static_cast<int32_t>(i), weights[i]);
+  }
+  return race.winner();
 }
 
 }  // namespace
 
 void SamplingScratch::reserve(int64_t vocab) {
-  for (auto* floats : {&adjusted, &weights, &block_max, &bound}) floats->reserve(vocab);
+  for (auto* floats : {&adjusted, &weights, &block_max, &bound}) floats->reserve(blocks_of(vocab) * kBlock);
   for (auto* ints : {&ids, &boundary}) ints->reserve(vocab);
   block_mass.reserve(blocks_of(vocab));
   bucket_mass.reserve(kBuckets);
@@ -362,7 +359,7 @@ SampledRow sample_row(const float* logits, int64_t vocab, const SamplingRow& row
 
   double log_total = 0;  // log Σ e^logit
   if (row.logprobs) {
-    scratch.weights.resize(vocab);
+    scratch.weights.resize(blocks_of(vocab) * kBlock);
     scratch.block_mass.resize(blocks_of(vocab));
     weigh(logits, vocab, block_max.data(), max, 1.0f, scratch.weights.data(), scratch.block_mass.data());
     log_total = max + std::log(sum(scratch.block_mass));

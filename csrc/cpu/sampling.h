@@ -1,9 +1,10 @@
 // From a row of logits to a token.
 //
 // In this order, as in vLLM and transformers: logit bias, penalties (repetition, frequency, presence), the
-// mask; then greedy, or temperature, top-k, top-p, min-p and one draw. Equal values are ordered by token id,
-// so top-k keeps exactly k tokens, and top_k = 1 is greedy. Log-probabilities are those of the logits as the
-// model gave them. Nothing depends on other rows, on threads, or on the instruction set: sums have one order.
+// mask; then greedy, or temperature, top-k, top-p, min-p and the draw (noise.h). Equal values are ordered by
+// token id, so top-k keeps exactly k tokens, and top_k = 1 is greedy. Log-probabilities are those of the
+// logits as the model gave them. Nothing depends on other rows, on threads, or on the instruction set: sums
+// have one order.
 #pragma once
 
 #include <cstdint>

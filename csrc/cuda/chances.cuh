@@ -1,4 +1,4 @@
-// Chances of tokens: their weights, as floats and as integers, and the random number that one is sampled by.
+// Chances of tokens: their weights, as floats and as integers.
 #pragma once
 
 #include "device.cuh"
@@ -38,24 +38,6 @@ DEVICE uint64_t share_of(uint64_t total, float top_p) {
   uint64_t share = down <= 41 ? mantissa << (41 - down) : down <= 64 ? mantissa >> (down - 41) : 0;
   uint64_t mass = multiply_high(total, share) + (total * share != 0);
   return mass > 0 ? mass : 1;
-}
-
-// Of 2^64, for one draw: 53 bits of Philox4x32-10 (csrc/cpu/philox.h).
-DEVICE uint64_t philox_uniform(uint64_t seed, uint32_t choice, uint64_t position) {
-  uint32_t counter[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), choice, 0};
-  uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-  NO_UNROLL
-  for (int round = 0; round < 10; ++round) {
-    uint64_t first = static_cast<uint64_t>(0xD2511F53u) * counter[0];
-    uint64_t second = static_cast<uint64_t>(0xCD9E8D57u) * counter[2];
-    counter[0] = static_cast<uint32_t>(second >> 32) ^ counter[1] ^ key[0];
-    counter[1] = static_cast<uint32_t>(second);
-    counter[2] = static_cast<uint32_t>(first >> 32) ^ counter[3] ^ key[1];
-    counter[3] = static_cast<uint32_t>(first);
-    key[0] += 0x9E3779B9u;
-    key[1] += 0xBB67AE85u;
-  }
-  return (static_cast<uint64_t>(counter[0] >> 5) << 26 | counter[1] >> 6) << 11;
 }
 
 }  // namespace enginewright

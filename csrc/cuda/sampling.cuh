@@ -3,22 +3,23 @@
 //
 // A block a row. What a row gets depends on nothing but the row: weights e^((x - max) / temperature) have the
 // CPU's bits, and are added as integers, in units of 2^-44, so that no order of additions (nor of atomics)
-// matters. Status, adjusted logits, greedy tokens, the sets of top-k and min-p, and ties (by token id) are
-// exactly the CPU's. Sums differ from the CPU's by about 1e-7 of the whole, so a token at the border of top-p
-// may be in or out, and a draw within that of two tokens' border may give the other one.
+// matters. Status, adjusted logits, greedy tokens, the sets of top-k and min-p, the noise of each token, and
+// ties (by token id) are exactly the CPU's. Sums differ from the CPU's by about 1e-7 of the whole, so a token
+// at the border of top-p may be in or out.
 //
 // Passes over the row (in L2; each beyond the first, but those of top-k, weighs every token):
 //   1        greedy
-//   2 + 1/32 temperature alone or with min-p (a warp's part is read again, to find the token in it)
+//   2        temperature alone or with min-p
 //   2        top-k up to 11/16 THREADS, and top-p whose tokens are among the likeliest 11/16 THREADS (or
 //            somewhat more): they are moved to shared memory, by a bound from each thread's largest logit
-//   6 + 1/32 top-p of flatter rows: three to find its last weight, digit by digit
+//   6        top-p of flatter rows: three to find its last weight, digit by digit
 //   5 to 11  larger top-k, and many tokens that are equal to the last one of top-k or top-p
 // and with log-probabilities one more; two, where biases, penalties or a grammar change the row.
 #pragma once
 
 #include "adjust.cuh"
 #include "chances.cuh"
+#include "noise.cuh"
 #include "sampled_row.cuh"
 #include "select.cuh"
 
@@ -48,7 +49,7 @@ struct SamplingMemory {
 };
 
 // The block's tokens, in two forms. each: f(index, logit) for every one of them, by all threads; run: the
-// same for those in [begin, end), by a warp. Indices are in the order of ids.
+// same for those in [begin, end), by a warp. Indices are in the order of ids; token: the id of one.
 template <Sampling S>
 struct Row {
   const float* x;
@@ -60,6 +61,7 @@ struct Row {
     return out ? -INF : value;  // what is not finite fails the row in any case
   }
   DEVICE float at(int i) const { return masked(x[i], i); }
+  DEVICE int token(int i) const { return i; }
 
   // Four at a time; f's code stands there once.
   template <class F>
@@ -101,6 +103,7 @@ struct List {
 
   DEVICE int size() const { return count; }
   DEVICE float at(int i) const { return float_of_bits(static_cast<uint32_t>(entries[i])); }
+  DEVICE int token(int i) const { return static_cast<int>(entries[i] >> 32); }
   template <class F>
   DEVICE void each(F f) const {
     NO_UNROLL
@@ -173,11 +176,36 @@ COLD Floor bound_of(SelectMemory<S.threads>& m, uint32_t mine, int k) {
   return {select(m, static_cast<uint64_t>(k), [&](auto add) { add(mine, 1); }).key, LAST};
 }
 
+// Tokens enter with their weights; the one of the largest weight / E wins, of equal ones the first. A
+// thread's.
+struct Race {
+  Noise noise;
+  int group = -1;
+  LeastNoise least = {};
+  float best = 0;
+  uint32_t winner = 0;
+
+  DEVICE void enter(int token, float weight) {
+    if (weight == 0.0f) return;
+    if (token / NOISE_GROUP != group) {
+      group = token / NOISE_GROUP;
+      least = noise.least(group);
+    }
+    if (weight < best * least.value * 0.999999f) return;  // rounding adds less than a millionth
+    float score = divide(weight, noise.of(token, least));
+    if (score < best || (score == best && static_cast<uint32_t>(token) > winner)) return;
+    best = score;
+    winner = static_cast<uint32_t>(token);
+  }
+  // The larger, the better.
+  DEVICE uint64_t result() const { return static_cast<uint64_t>(bits_of_float(best)) << 32 | ~winner; }
+};
+
 // Temperature, top-p, min-p and the draw, from what top-k has left (`kept`). whole: their mass, or 0 if it is
-// to be found.
+// to be found. first: the index of a token that enters first: behind a likely one few need their noise.
 template <Sampling S, class Source>
 COLD int draw(SelectMemory<S.threads>& m, const SamplingRow& row, Source source, Floor kept, float max,
-              uint64_t whole) {
+              uint64_t whole, int first) {
   float inverse_temperature = divide(1.0f, row.temperature);
   auto weight = [&](int i, float x) {
     return kept.keeps(key_of(x), i) ? exp_of_negative((x - max) * inverse_temperature) : 0.0f;
@@ -195,15 +223,14 @@ COLD int draw(SelectMemory<S.threads>& m, const SamplingRow& row, Source source,
         [](uint32_t key) { return mass_of(float_of_bits(key >> 2)); });
   }
   if (bits_of_float(row.min_p) << 2 > floor.key) floor = {bits_of_float(row.min_p) << 2, LAST};
-  return locate(
-      m, source,
-      [&](int i, float x) {
-        float w = weight(i, x);
-        return floor.keeps(bits_of_float(w) << 2, i) ? mass_of(w) : 0;
-      },
-      [&](uint64_t all) {
-        return multiply_high(all, philox_uniform(row.seed, row.choice, row.position)) + 1;
-      });
+  Race race = {{row.seed, row.position, row.choice}};
+  auto enter = [&](int i, float x) {
+    float w = weight(i, x);
+    if (floor.keeps(bits_of_float(w) << 2, i)) race.enter(source.token(i), w);
+  };
+  enter(first, source.at(first));
+  source.each(enter);
+  return static_cast<int>(~static_cast<uint32_t>(combined(m, race.result(), Maximum())));
 }
 
 // A token of an adjusted row.
@@ -242,9 +269,9 @@ DEVICE int sample(SamplingMemory<S.threads>& m, const SamplingRow& row, Row<S> l
       list.each([&](int, float x) { mass += weight(x) > least ? mass_of(weight(x)) : 0; });
       enough = combined(m.select, mass, Sum()) >= share_of(whole, row.top_p);
     }
-    if (enough) return static_cast<int>(m.list[draw<S>(m.select, row, list, kept, max, whole)] >> 32);
+    if (enough) return draw<S>(m.select, row, list, kept, max, whole, 0);
   }
-  return draw<S>(m.select, row, logits, kept, max, whole);
+  return draw<S>(m.select, row, logits, kept, max, whole, largest.id);
 }
 
 // The log-probabilities of the likeliest tokens, most likely first; gives log Σ e^logit to the first warp.

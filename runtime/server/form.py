@@ -135,7 +135,7 @@ class Form(ABC):
     """The id of a response, and the JSON of all that it says.
 
     Args:
-        fingerprint: of the engine; the same seed gives the same answer where it is the same.
+        fingerprint: of the engine; where it and the release are the same, the same seed gives the same answer.
     """
 
     id_prefix: ClassVar[str]

@@ -20,7 +20,7 @@ from enginewright.runtime.sampling import (
     _Batch,
 )
 from enginewright.runtime.token_mask import Mask
-from tests.tolerances import LOGPROB, SAMPLING_BOUNDARY
+from tests.tolerances import LOGPROB, SAMPLED_SCORE
 
 Floats = NDArray[np.float64]
 
@@ -33,7 +33,8 @@ def request(params: SamplingParams, vocab: int, prompt: list[int] | None = None,
     return SamplingRequest(params, prompt or [0], vocab, **more)
 
 
-def philox(counter: list[int], key: list[int]) -> list[int]:
+def philox(counter: Sequence[Any], key: Sequence[int]) -> Sequence[Any]:
+    """Of words, or of arrays of them (uint64)."""
     for _ in range(10):
         first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
         low = 2**32 - 1
@@ -42,10 +43,17 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     return counter
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
+def noise(seed: int, choice: int, position: int, vocab: int) -> Floats:
+    """The number of each token, which its chance is divided by: csrc/cpu/noise.h."""
     low = 2**32 - 1
-    words = philox([position & low, position >> 32, choice, 0], [seed & low, seed >> 32])
-    return ((words[0] >> 5) * 2**26 + (words[1] >> 6)) / 2**53
+
+    def drawn(numbers: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], Floats]:
+        words = philox([position & low, position >> 32, choice, numbers], [seed & low, seed >> 32])[0]
+        return words, -np.log1p(-((words >> 6) + 0.5) / 2**26)
+
+    tokens = np.arange(vocab, dtype=np.uint64)
+    words, least = drawn(2**31 + tokens // 64)
+    return least / 64 + np.where(tokens % 64 == words % 64, 0.0, drawn(tokens)[1])
 
 
 def adjusted(logits: NDArray[np.float32], params: SamplingParams, prompt: list[int], output: list[int]) -> Floats:
@@ -75,11 +83,11 @@ def probabilities(x: Floats, params: SamplingParams) -> Floats:
     return result / result.sum()
 
 
-def check_draw(token: int, chances: Floats, chance: float) -> None:
-    """The token is the one at which the sum of chances passes `chance`, but for rounding at its ends."""
+def check_draw(token: int, chances: Floats, noise: Floats) -> None:
+    """The token is the one of the largest chance / noise, but for rounding."""
     assert chances[token] > 0, "a token that had been taken out"
-    end = chances[: token + 1].sum()
-    assert end - chances[token] - SAMPLING_BOUNDARY <= chance <= end + SAMPLING_BOUNDARY
+    scores = chances / noise
+    assert scores[token] >= scores.max() * (1 - SAMPLED_SCORE)
 
 
 def with_newest(rows: Entries, history: Entries, newest: Sequence[int]) -> tuple[Entries, Entries]:
