@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from enginewright.manifest import DRAFT, MTP, NGRAM, ROLES, SKIP
+from enginewright.manifest import DRAFT, EAGLE, MTP, NGRAM, ROLES, SKIP
 from enginewright.plan import Plan
 from enginewright.runtime.devices import Executor
 from enginewright.runtime.engine import Engine
@@ -21,6 +21,7 @@ METHODS: Mapping[str, Callable[[Engine, RuntimeConfig, Executor], Proposer]] = {
     DRAFT: partial(DraftModel.open, DRAFT),
     SKIP: partial(DraftModel.open, SKIP),
     MTP: partial(HeadModel.open, MTP),
+    EAGLE: partial(HeadModel.open, EAGLE),
 }
 
 

@@ -1,0 +1,52 @@
+"""A head in a folder of its own: what is trained to guess for a model of another folder. It has no tokenizer."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from enginewright.builder.checkpoint.files import SourceFolder
+from enginewright.builder.checkpoint.folder import CONFIG, TensorFolder
+from enginewright.errors import UnsupportedModelError
+from enginewright.manifest import EAGLE
+
+
+class HeadFolder(TensorFolder):
+    """Its config.json and its tensors.
+
+    Attributes:
+        role: what kind of head it is, among ROLES of the manifest.
+    """
+
+    def __init__(self, files: SourceFolder, name: str | None, config: Mapping[str, Any], role: str) -> None:
+        super().__init__(files, name)
+        self.config, self.role = config, role
+
+
+def find_head(path: Path, name: str | None = None) -> HeadFolder | None:
+    """The head of a folder; None where it holds none, or is none.
+
+    Args:
+        name: what it is called; None is the folder's name.
+
+    Raises:
+        EngineError: it is damaged, or cannot be read.
+        UnsupportedModelError: its tensors are pickles, or its config is of several kinds of heads.
+    """
+    files = SourceFolder(path)
+    if not path.is_dir() or files.find(CONFIG) is None:
+        return None
+    config = files.read_json(CONFIG)
+    role = _role_of(config, path)
+    return None if role is None else HeadFolder(files, name, config, role)
+
+
+def _role_of(config: Mapping[str, Any], path: Path) -> str | None:
+    """By its class, or by a key that only heads of its kind have."""
+    architectures = config.get("architectures")
+    classes = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
+    keys = config.keys()
+    signs = {EAGLE: "Eagle" in classes or bool(keys & {"draft_vocab_size", "speculators_model_type"})}
+    roles = [role for role, is_there in signs.items() if is_there]
+    if len(roles) > 1:
+        raise UnsupportedModelError(f"{CONFIG} in {path} is of several kinds of heads", " and ".join(roles))
+    return roles[0] if roles else None

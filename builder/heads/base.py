@@ -1,0 +1,65 @@
+"""What heads have to know of the model that they guess for, and what they give."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from enginewright.builder.wrappers import text_config
+from enginewright.errors import UnsupportedModelError, UsageError
+from enginewright.passes.show_hidden import ShowHidden
+from enginewright.plugins.plugin import width_of
+
+
+@dataclass(frozen=True)
+class HeadGraph:
+    """A head, as a dense graph."""
+
+    graph: ir.Model
+    reads: ShowHidden  # the model's hidden states
+    gives: ShowHidden  # its own, in their place where it guesses a token more
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """The model that a head guesses for."""
+
+    name: str
+    layers: int
+    width: int  # columns of its hidden states
+    table: ir.Value  # its embedding: [tokens, width]
+    max_seq_len: int
+
+    @staticmethod
+    def of(name: str, config: Mapping[str, Any], dense: ir.Model, max_seq_len: int) -> "Guessed":
+        """config: what config.json holds. dense: its graph.
+
+        Raises:
+            UnsupportedModelError: its hidden states are not carried along as heads know them.
+        """
+        factor = text_config(config).get("residual_multiplier") or 1.0
+        if factor != 1.0:  # blocks/granite.py
+            raise UnsupportedModelError(
+                f"{name} cannot show its hidden states", f"they are divided by its residual_multiplier, {factor}"
+            )
+        ends = json.loads(dense.metadata_props["enginewright.layer_ends"])
+        tokens = next(value for value in dense.graph.inputs if value.name == "tokens")
+        table = next(node.inputs[0] for node in tokens.consumers() if node.op_type == "Gather")
+        assert table is not None and table.is_initializer()
+        end = next(value for node in dense.graph for value in node.outputs if value.name == ends[0])
+        return Guessed(name, len(ends), width_of(end), table, max_seq_len)
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding."""
+        assert self.table.shape is not None
+        rows = self.table.shape[0]
+        assert isinstance(rows, int)
+        return rows
+
+
+def no_head(head: str, model: str, why: str) -> UsageError:
+    """What is raised where a head is another model's."""
+    return UsageError(f"{head} is no head for {model}", why, "Take a head that was trained for this very model.")
