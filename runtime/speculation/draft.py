@@ -164,7 +164,7 @@ class DraftModel(Proposer):
         return own if self._grow(own) else None
 
     def _grow(self, own: TokenSequence) -> bool:
-        return self._cache.grow(own.held, len(own.token_ids))
+        return len(own.token_ids) <= self._longest and self._cache.grow(own.held, len(own.token_ids))
 
     def _mark(self, own: TokenSequence) -> bool:
         """Make ready for guesses, which may be taken back."""

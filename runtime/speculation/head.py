@@ -69,7 +69,9 @@ class HeadModel(DraftModel):
     def observe(self, plan: StepPlan, outputs: StepOutputs) -> None:
         shown, row = np.asarray(outputs.hidden), 0
         for part in plan.parts:
-            if part.sequence.is_running and not part.sequence.is_beam:
+            if len(part.sequence.token_ids) >= self._longest:  # nothing more is guessed for it
+                self.end(part.sequence)
+            elif part.sequence.is_running and not part.sequence.is_beam:
                 rows = np.zeros((part.num_tokens, self._columns), np.float32)
                 rows[:, : shown.shape[1]] = shown[row : row + part.num_tokens]
                 self._put(part, rows)
