@@ -242,15 +242,17 @@ def test_heads_are_quantized_as_the_model_is(quant: str) -> None:
         assert {call.kernel for call in head.calls if call.kernel.startswith("gemm_")} - {"gemm_bf16@1"}
 
 
-def test_gpus_show_hidden_states_and_are_given_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["glm4_moe", "eagle llama"])
+def test_gpus_show_hidden_states_and_are_given_them(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An emulated one, beside the CPU: the model's states, and what the head makes of them."""
     kernels: dict[str, Specialization] = {}
     monkeypatch.setattr(build, "code_sections", lambda own, targets: kernels.update(own) or {})
     path, config = tmp_path / "gpu.engine", replace(CONFIG, targets=("cpu", "cuda:sm_80"))
-    build_engine(with_mtp("glm4_moe", **ALL_EXPERTS["glm4_moe"]).checkpoint, config, path, draft=Automatic())
+    head = head_of(case) if case.startswith("eagle") else with_mtp(case, **ALL_EXPERTS[case])
+    build_engine(head.checkpoint, config, path, draft=head.draft(tmp_path / "head"))
     limits = RuntimeConfig(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=16, max_logit_rows=16, threads=1)
     tokens, hidden = np.random.default_rng(0).integers(3, 300, 12).tolist(), None
-    for role in None, "mtp":
+    for role in None, head.role:
         shown = []
         for target in "cpu", "cuda":
             with Engine.open(path, target) as opened:
@@ -258,11 +260,14 @@ def test_gpus_show_hidden_states_and_are_given_them(tmp_path: Path, monkeypatch:
                 on_cpu = target == "cpu"
                 executor = CpuExecutor(engine, limits) if on_cpu else CudaExecutor(engine, device_for(kernels), limits)
                 sequence = TokenSequence(tokens, len(tokens), len(tokens) + 1)
+                if hidden is not None:  # the model's states are the first columns
+                    before = engine.plan.buffers[engine.plan.given[HIDDEN_BEFORE]].columns
+                    hidden = np.pad(hidden, ((0, 0), (0, before - hidden.shape[1])))
                 plan = replaced(_step(executor, sequence), hidden=hidden)
                 outputs = executor.run(plan)
                 shown.append((np.array(outputs.hidden), np.array(outputs.logits)))
         (hidden, logits), (states, others) = shown
-        assert hidden.shape == (12, 48) and relative_error(states, hidden) < tolerances.ENGINE_GRAPH["bf16"]
+        assert len(hidden) == 12 and relative_error(states, hidden) < tolerances.ENGINE_GRAPH["bf16"]
         assert relative_error(others, logits) < tolerances.ENGINE_GRAPH["bf16"]
 
 

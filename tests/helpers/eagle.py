@@ -4,7 +4,7 @@ paper (https://arxiv.org/abs/2503.01840) and the layouts alone.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -233,6 +233,39 @@ def with_eagle(
     }
     checkpoint = MemoryCheckpoint.of(model, target)
     return WithEagle(model, checkpoint, config, tensors, layers, speculators, says_layers)
+
+
+def right_by_construction() -> WithEagle:
+    """A model whose layers add nothing, so that what comes next hangs on the last token alone; and a head that says the
+    same, with its columns in another order.
+
+    Each of its tokens attends to itself alone: queries and keys are biases that say nothing of tokens, and match best
+    where they are rotated by the same angle. What it finds there is the token's embedding.
+    """
+    head = with_eagle("llama", layers=(2,), speculators=True, norm_before_residual=True, attention_bias=True)
+    silent = ("o_proj.weight", "down_proj.weight")
+    stored = {name: value * 0 if name.endswith(silent) else value for name, value in head.checkpoint.stored.items()}
+    width, dim = head.config["hidden_size"], 8  # 6 heads of 8 columns
+    assert width == head.config["num_attention_heads"] * dim
+    attention, order = "midlayer.self_attn", torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    zero, one, eye = torch.zeros(width, 2 * width), torch.ones(width), torch.eye(width)
+    tensors = {
+        **head.tensors,
+        "lm_head.weight": stored["model.embed_tokens.weight"].float()[order],
+        "norm.weight": stored["model.norm.weight"].float(),
+        "d2t": order - torch.arange(VOCAB_SIZE),
+        "midlayer.input_layernorm.weight": one,
+        "midlayer.hidden_norm.weight": 0 * one,  # the residual is nothing
+        "midlayer.mlp.down_proj.weight": 0 * head.tensors["midlayer.mlp.down_proj.weight"],
+        f"{attention}.v_proj.weight": torch.cat([eye, 0 * eye], 1),
+        f"{attention}.v_proj.bias": 0 * one,
+        f"{attention}.o_proj.weight": eye,
+        f"{attention}.o_proj.bias": 0 * one,
+        **{f"{attention}.{part}_proj.weight": zero for part in "qk"},
+        **{f"{attention}.{part}_proj.bias": 100 * one for part in "qk"},
+    }
+    config = {**head.config, "head_dim": dim, "num_key_value_heads": head.config["num_attention_heads"]}
+    return replace(head, checkpoint=replace(head.checkpoint, stored=stored), config=config, tensors=tensors)
 
 
 def _rounded(values: torch.Tensor) -> torch.Tensor:
