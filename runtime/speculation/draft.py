@@ -251,7 +251,8 @@ def config_of_draft(role: str, engine: Engine, config: RuntimeConfig, kv_bytes: 
         config,
         max_model_len=min(length, engine.for_role(role).plan.max_seq_len),
         max_logit_rows=config.max_num_seqs,
-        kv_cache_memory=None if kv_bytes is None else int(kv_bytes_of_draft(role, engine, config, kv_bytes)),
+        # A draft without caches takes none of it, and a limit is 1 at least.
+        kv_cache_memory=None if kv_bytes is None else max(int(kv_bytes_of_draft(role, engine, config, kv_bytes)), 1),
     )
 
 
