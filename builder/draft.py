@@ -14,15 +14,16 @@ from enginewright.builder.assembly import Assembly, BuildConfig, assemble, check
 from enginewright.builder.checkpoint import Checkpoint, open_checkpoint
 from enginewright.builder.checkpoint.head import HeadFolder, find_head
 from enginewright.builder.checkpoint.hub import CheckConfig
-from enginewright.builder.heads.base import Guessed, HeadGraph, no_head
+from enginewright.builder.heads.base import GuessedModel, HeadGraph, no_head
 from enginewright.builder.heads.eagle import build_eagle
+from enginewright.builder.heads.medusa import build_medusa
 from enginewright.builder.lower import Lowered, Weight, lower, pack_rows
 from enginewright.builder.models import build_mtp_graph
 from enginewright.builder.models.blocks.mtp import LEFT_OUT
 from enginewright.builder.progress import Progress
 from enginewright.dtypes import KV_CACHES
 from enginewright.errors import UsageError
-from enginewright.manifest import DRAFT, MTP, NGRAM, SKIP, plan_section
+from enginewright.manifest import DRAFT, EAGLE, MEDUSA, MTP, NGRAM, SKIP, plan_section
 from enginewright.passes.first_layers import first_layers
 from enginewright.passes.pipeline import run_for_target, run_pipeline
 from enginewright.passes.quant.method import Calibration
@@ -48,6 +49,7 @@ class Automatic:
     """
 
 
+HEADS = {EAGLE: build_eagle, MEDUSA: build_medusa}
 Draft = Checkpoint | HeadFolder | FirstLayers | Automatic
 
 
@@ -108,8 +110,8 @@ def add_draft(target: Assembly, draft: Draft, progress: Progress, calibration: C
         name = target.checkpoint.name
         if not all(plan.generates for plan in target.plans.values()):
             raise no_head(draft.name, name, "that writes no text")
-        model = Guessed.of(name, target.checkpoint.config, target.dense, target.max_seq_len)
-        return with_head(target, draft.role, build_eagle(draft, model), {"name": draft.name})
+        model = GuessedModel.of(name, target.checkpoint.config, target.dense, target.max_seq_len)
+        return with_head(target, draft.role, HEADS[draft.role](draft, model), {"name": draft.name})
     dump = target.config.dump_graphs
     config = replace(target.config, dump_graphs=dump / DRAFT if dump else None)
     return with_draft(target, assemble(draft, config, progress, calibration))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 import torch
 
+from enginewright.plugins.combine_experts import COMBINE_EXPERTS
 from enginewright.plugins.gather_columns import GATHER_COLUMNS
 from enginewright.plugins.grouped_linear import GROUPED_LINEAR, STARTS
 from enginewright.plugins.plugin import DOMAIN, operand, optional
@@ -133,7 +134,7 @@ def head_of(model: ir.Model) -> LinearLayer | None:
     logits: ir.Value | None = next((value for value in model.graph.outputs if value.name == "logits"), None)
     if logits is None:
         return None
-    for plugin in (SOFTCAP, GATHER_COLUMNS):
+    for plugin in (SOFTCAP, GATHER_COLUMNS, COMBINE_EXPERTS):
         node = made_by(logits, plugin.name, DOMAIN)
         logits = logits if node is None else node.inputs[0]
     head = linear_of(logits)

@@ -16,7 +16,7 @@ from enginewright.builder.assembly import Assembly, assemble
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint.head import find_head
 from enginewright.builder.draft import add_draft, open_draft
-from enginewright.builder.heads.base import Guessed
+from enginewright.builder.heads.base import GuessedModel
 from enginewright.builder.heads.eagle import build_eagle
 from enginewright.builder.pooling import Pooling
 from enginewright.builder.progress import Silent
@@ -56,7 +56,7 @@ def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
     head = with_eagle(case, **EAGLE[case])
     tokens = np.random.default_rng(0).integers(3, 300, 23).tolist()
     target = assembled(head)
-    model = Guessed.of("tiny", head.checkpoint.config, target.dense, target.max_seq_len)
+    model = GuessedModel.of("tiny", head.checkpoint.config, target.dense, target.max_seq_len)
     made, shows = build_eagle(head.draft(tmp_path / "head"), model), target.dense.clone()
     made.reads(shows)
     made.gives(made.graph)
@@ -211,7 +211,7 @@ def test_published_configs(speculators: bool, more: Mapping[str, Any], layers: t
     head = with_eagle("llama", layers=(1, 3), speculators=speculators)
     target = assembled(head)
     folder = open_draft(str(head.store(tmp_path / "head", more, {})))
-    made = build_eagle(folder, Guessed.of("tiny", head.checkpoint.config, target.dense, target.max_seq_len))
+    made = build_eagle(folder, GuessedModel.of("tiny", head.checkpoint.config, target.dense, target.max_seq_len))
     assert made.reads.layers == layers
 
 

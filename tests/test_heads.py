@@ -43,6 +43,7 @@ from tests.helpers.eagle import EAGLE, with_eagle
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.graphs import relative_error
 from tests.helpers.heads import MTP, Guesser, silenced, with_mtp
+from tests.helpers.medusa import MEDUSA, with_medusa
 from tests.helpers.mixed_requests import LIMITS, answers, check_same
 from tests.helpers.onnx_run import run
 from tests.helpers.tiny import ALL_EXPERTS, MemoryCheckpoint
@@ -50,14 +51,19 @@ from tests.helpers.tiny import ALL_EXPERTS, MemoryCheckpoint
 CONFIG = BuildConfig(gate=None)
 
 
-HEADS = (*MTP, *(f"eagle {case}" for case in EAGLE))
+CHAINS = (*MTP, *(f"eagle {case}" for case in EAGLE))  # whose guesses follow from those before
+HEADS = (*CHAINS, *(f"medusa {case}" for case in MEDUSA))
 
 
 @cache
 def head_of(case: str) -> Guesser:
     """Its model ties its embeddings: greedy, it repeats itself."""
-    kind, _, of_eagle = case.partition(" ")
-    return with_eagle(of_eagle, **EAGLE[of_eagle]) if of_eagle else with_mtp(kind, tie_word_embeddings=True)
+    match case.split():
+        case ["eagle", own]:
+            return with_eagle(own, **EAGLE[own])
+        case ["medusa", own]:
+            return with_medusa(own, **MEDUSA[own])
+    return with_mtp(case, tie_word_embeddings=True)
 
 
 @cache
@@ -120,7 +126,7 @@ class Watched:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize("case", CHAINS)
 def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tokens in a chain, behind prompts that are read at once and in chunks, with wrong guesses taken back; and
     behind what the prefix cache has, where the head begins with what is computed.
@@ -151,18 +157,18 @@ def test_no_answer_depends_on_heads(case: str) -> None:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("case", ["glm4_moe", "eagle llama"])
+@pytest.mark.parametrize("case", ["glm4_moe", "eagle llama", "medusa llama"])
 def test_heads_go_on_behind_preemptions(case: str) -> None:
     """Sequences that are computed anew, from where the prefix cache ends, are guessed for as before."""
     random, path = np.random.default_rng(4), engine_of(case)
     prompts = [random.integers(3, 300, 40).tolist() for _ in range(6)]
     params = [SamplingParams(max_tokens=60, ignore_eos=True, seed=seed) for seed in range(6)]
+    role, limits = head_of(case).role, (LIMITS["max_model_len"], LIMITS["max_num_batched_tokens"])
     with Engine.open(path) as engine:
-        one = sequence_bytes(engine.plan.caches, LIMITS["max_model_len"], LIMITS["max_num_batched_tokens"])
+        both = sum(sequence_bytes(plan.caches, *limits) for plan in (engine.plan, engine.for_role(role).plan))
     with LLM(path, **LIMITS, speculate="off") as llm:
         plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    role = head_of(case).role
-    with LLM(path, **LIMITS, speculate=role, speculate_tokens=4, kv_cache_memory=5 * one // 2) as llm:
+    with LLM(path, **LIMITS, speculate=role, speculate_tokens=4, kv_cache_memory=9 * both // 4) as llm:
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == plain
         stats = llm.stats()
     assert stats.num_preemptions > 1 and stats.speculation is not None and sum(stats.speculation.guessed) > 400

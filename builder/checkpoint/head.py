@@ -7,7 +7,7 @@ from typing import Any
 from enginewright.builder.checkpoint.files import SourceFolder
 from enginewright.builder.checkpoint.folder import CONFIG, TensorFolder
 from enginewright.errors import UnsupportedModelError
-from enginewright.manifest import EAGLE
+from enginewright.manifest import EAGLE, MEDUSA
 
 
 class HeadFolder(TensorFolder):
@@ -45,7 +45,10 @@ def _role_of(config: Mapping[str, Any], path: Path) -> str | None:
     architectures = config.get("architectures")
     classes = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
     keys = config.keys()
-    signs = {EAGLE: "Eagle" in classes or bool(keys & {"draft_vocab_size", "speculators_model_type"})}
+    signs = {
+        EAGLE: "Eagle" in classes or bool(keys & {"draft_vocab_size", "speculators_model_type"}),
+        MEDUSA: "Medusa" in classes or "medusa_num_heads" in keys or config.get("model_type") == "medusa",
+    }
     roles = [role for role, is_there in signs.items() if is_there]
     if len(roles) > 1:
         raise UnsupportedModelError(f"{CONFIG} in {path} is of several kinds of heads", " and ".join(roles))

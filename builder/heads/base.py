@@ -12,6 +12,9 @@ from enginewright.errors import UnsupportedModelError, UsageError
 from enginewright.passes.show_hidden import ShowHidden
 from enginewright.plugins.plugin import width_of
 
+# Families whose last norm is multiplied, so that logits are.
+SCALED = ("cohere2", "falcon_h1", "granite", "granitemoe", "granitemoehybrid", "granitemoeshared")
+
 
 @dataclass(frozen=True)
 class HeadGraph:
@@ -19,27 +22,29 @@ class HeadGraph:
 
     graph: ir.Model
     reads: ShowHidden  # the model's hidden states
-    gives: ShowHidden  # its own, in their place where it guesses a token more
+    gives: ShowHidden | None = None  # its own, in their place where it guesses a token more; None where it needs none
 
 
 @dataclass(frozen=True)
-class Guessed:
+class GuessedModel:
     """The model that a head guesses for."""
 
     name: str
+    model_type: str
     layers: int
     width: int  # columns of its hidden states
     table: ir.Value  # its embedding: [tokens, width]
     max_seq_len: int
 
     @staticmethod
-    def of(name: str, config: Mapping[str, Any], dense: ir.Model, max_seq_len: int) -> "Guessed":
+    def of(name: str, config: Mapping[str, Any], dense: ir.Model, max_seq_len: int) -> "GuessedModel":
         """config: what config.json holds. dense: its graph.
 
         Raises:
             UnsupportedModelError: its hidden states are not carried along as heads know them.
         """
-        factor = text_config(config).get("residual_multiplier") or 1.0
+        text = text_config(config)
+        factor = text.get("residual_multiplier") or 1.0
         if factor != 1.0:  # blocks/granite.py
             raise UnsupportedModelError(
                 f"{name} cannot show its hidden states", f"they are divided by its residual_multiplier, {factor}"
@@ -49,7 +54,19 @@ class Guessed:
         table = next(node.inputs[0] for node in tokens.consumers() if node.op_type == "Gather")
         assert table is not None and table.is_initializer()
         end = next(value for node in dense.graph for value in node.outputs if value.name == ends[0])
-        return Guessed(name, len(ends), width_of(end), table, max_seq_len)
+        return GuessedModel(name, str(text["model_type"]), len(ends), width_of(end), table, max_seq_len)
+
+    def check_last_norm(self) -> None:
+        """Refuse a model whose last norm has a factor of the logits in it.
+
+        Raises:
+            UnsupportedModelError: it has.
+        """
+        if self.model_type in SCALED:
+            raise UnsupportedModelError(
+                f"{self.name} cannot show the states behind its last norm",
+                f"models of type {self.model_type} have a factor of the logits in them",
+            )
 
     @property
     def vocab(self) -> int:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from enginewright.builder.checkpoint.head import HeadFolder
 from enginewright.builder.config import MOST_TOKENS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
-from enginewright.builder.heads.base import Guessed, HeadGraph, no_head
+from enginewright.builder.heads.base import GuessedModel, HeadGraph, no_head
 from enginewright.builder.models import llama
 from enginewright.builder.models.blocks import Attention, Embedding, GatedMlp, GraphWriter, Heads, Layer, RmsNorm
 from enginewright.builder.models.blocks.layers import read_layer_count
@@ -56,7 +56,7 @@ HARMLESS = {
 }
 
 
-def build_eagle(folder: HeadFolder, model: Guessed) -> HeadGraph:
+def build_eagle(folder: HeadFolder, model: GuessedModel) -> HeadGraph:
     """Its graph. What it has no embedding for is in the model's.
 
     Raises:
@@ -130,7 +130,7 @@ def _check_kind(whole: ConfigReader, config: ConfigReader) -> None:
         raise config.unsupported(f"num_hidden_layers = {count}", "Heads of one layer are implemented.")
 
 
-def _read_layers(config: ConfigReader, folder: HeadFolder, model: Guessed) -> tuple[int, ...]:
+def _read_layers(config: ConfigReader, folder: HeadFolder, model: GuessedModel) -> tuple[int, ...]:
     """Behind how many layers of the model the states are.
 
     vLLM and its speculators number the layers in front of which they are, and where nothing is said take these three.
