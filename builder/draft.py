@@ -63,7 +63,7 @@ def open_draft(text: str, *, only_cached: bool = False, check_config: CheckConfi
         return Automatic()
     form, colon, count = text.partition(":")
     if form != SKIP:
-        head = find_head(Path(text).expanduser())
+        head = find_head(Path(text))
         return head or open_checkpoint(text, only_cached=only_cached, check_config=check_config)
     try:
         return FirstLayers(parse_count(count))

@@ -189,6 +189,7 @@ SPECULATORS = {
     "embed_requires_grad": False,
     "fc_norm": False,
     "has_no_defaults_at_init": False,
+    "model_type": "speculator_model",
     "speculators_version": "0.3.0",
     "tie_word_embeddings": False,
     "transformers_version": "4.57.1",
@@ -283,6 +284,12 @@ def test_folders_that_are_damaged(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(EngineError, match=r"config\.json"):
         open_draft(str(folder))
+
+
+@pytest.mark.parametrize("text", ["~nobody-of-that-name/head", "x" * 5000, "nowhere"])
+def test_folders_that_are_not_there(text: str) -> None:
+    with pytest.raises(UsageError, match=r"there is no checkpoint|cannot be read"):
+        open_draft(text)
 
 
 def test_models_that_no_head_is_for(tmp_path: Path) -> None:

@@ -32,8 +32,13 @@ def find_head(path: Path, name: str | None = None) -> HeadFolder | None:
         EngineError: it is damaged, or cannot be read.
         UnsupportedModelError: its tensors are pickles, or its config is of several kinds of heads.
     """
+    try:
+        path = path.expanduser()
+        is_folder = path.is_dir()
+    except (OSError, RuntimeError):  # why, is said where it is opened as a checkpoint
+        return None
     files = SourceFolder(path)
-    if not path.is_dir() or files.find(CONFIG) is None:
+    if not is_folder or files.find(CONFIG) is None:
         return None
     config = files.read_json(CONFIG)
     role = _role_of(config, path)

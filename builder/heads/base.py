@@ -10,7 +10,7 @@ import onnx_ir as ir
 from enginewright.builder.wrappers import text_config
 from enginewright.errors import UnsupportedModelError, UsageError
 from enginewright.passes.show_hidden import ShowHidden
-from enginewright.plugins.plugin import width_of
+from enginewright.plugins.plugin import operand, width_of
 
 # Families whose last norm is multiplied, so that logits are.
 SCALED = ("cohere2", "falcon_h1", "granite", "granitemoe", "granitemoehybrid", "granitemoeshared")
@@ -50,11 +50,11 @@ class GuessedModel:
                 f"{name} cannot show its hidden states", f"they are divided by its residual_multiplier, {factor}"
             )
         ends = json.loads(dense.metadata_props["enginewright.layer_ends"])
+        width = next(width_of(value) for node in dense.graph for value in node.outputs if value.name == ends[0])
         tokens = next(value for value in dense.graph.inputs if value.name == "tokens")
-        table = next(node.inputs[0] for node in tokens.consumers() if node.op_type == "Gather")
-        assert table is not None and table.is_initializer()
-        end = next(value for node in dense.graph for value in node.outputs if value.name == ends[0])
-        return GuessedModel(name, str(text["model_type"]), len(ends), width_of(end), table, max_seq_len)
+        tables = [operand(node, 0) for node in tokens.consumers() if node.op_type == "Gather"]
+        table = next(table for table in tables if width_of(table) == width)  # some have others for each layer
+        return GuessedModel(name, str(text["model_type"]), len(ends), width, table, max_seq_len)
 
     def check_last_norm(self) -> None:
         """Refuse a model whose last norm has a factor of the logits in it.

@@ -47,6 +47,7 @@ HARMLESS = {
     "fc_norm": Harmless("What fc reads has no norms of single layers.", (False,)),
     "has_no_defaults_at_init": Harmless("It is a remark of speculators about its classes."),
     "max_window_layers": Harmless("No layer has a window."),
+    "model_type": Harmless("It is that of the layer that counts."),
     "num_aux_hidden_states": Harmless("The shape of fc says it, too."),
     "speculators_config": Harmless("It says how many tokens vLLM guesses, and for which model."),
     "speculators_version": Harmless("It says where the checkpoint comes from."),
