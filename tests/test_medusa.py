@@ -62,7 +62,7 @@ def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
     made = build_medusa(head.draft(tmp_path / "head"), model)
     states = head.hidden(random.integers(3, 300, 23).tolist())
     numbers = random.integers(0, head.heads, 23)
-    given = np.concatenate([states.numpy(), np.eye(head.heads, dtype=np.float32)[numbers]], 1)
+    given = np.concatenate([np.eye(head.heads, dtype=np.float32)[numbers], states.numpy()], 1)
     nothing = np.zeros((1, 23), np.int64)  # heads see no tokens
     feeds = {"tokens": nothing, "positions": nothing, HIDDEN_BEFORE: given[None]}
     said = run(made.graph, feeds)["logits"][0]
@@ -170,7 +170,7 @@ def test_gpus_run_the_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     build_engine(head.checkpoint, config, path, draft=head.draft(tmp_path / "head"))
     limits, said = RuntimeConfig(max_num_seqs=1, max_num_batched_tokens=16, max_logit_rows=16, threads=1), []
     state = head.hidden([3, 4, 5])[-1]
-    given = np.concatenate([np.tile(state, (3, 1)), np.eye(3, dtype=np.float32)], 1)
+    given = np.concatenate([np.eye(3, dtype=np.float32), np.tile(state, (3, 1))], 1)
     for target in "cpu", "cuda":
         with Engine.open(path, target) as opened:
             engine = opened.for_role("medusa")

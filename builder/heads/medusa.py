@@ -5,7 +5,7 @@ The state is the one behind the model's last norm. Head i guesses the token that
     x + silu(linear(x)), once for each of its layers, and a table of its own for logits
 
 The heads are experts here, each row's by its head: so one graph has all of them, a row reads the weights of one, and a
-row is sampled as those of other drafts are. What routes a row is one 1 in the last columns of what it is given.
+row is sampled as those of other drafts are. What routes a row is one 1 in the first columns of what it is given.
 After medusa/model/medusa_model.py of FasterDecoding/Medusa and vllm/model_executor/models/medusa.py.
 """
 
@@ -77,7 +77,7 @@ def build_medusa(folder: HeadFolder, model: GuessedModel) -> HeadGraph:
             raise no_head(folder.name, model.name, why)
 
     graph = GraphWriter(weights, max_positions=heads)
-    state, head = graph.split(graph.hidden_before(width + heads), "given", width, heads)
+    head, state = graph.split(graph.hidden_before(heads + width), "given", heads, width)
     places, share, starts = _route(graph, head, heads)
     to = int(ir.DataType.FLOAT)
     x = graph.plugin(SORT_ROWS, [state, places], "sorted", to=to, group=0).outputs[0]

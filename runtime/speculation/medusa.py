@@ -19,13 +19,12 @@ from enginewright.runtime.step_plan import Part, StepOutputs, StepPlan
 
 
 class MedusaModel(DraftModel):
-    """Guesses by a plan that is given a hidden state in each row, and behind it a 1 in the column of a head."""
+    """Guesses by a plan that is given a row for each guess: a 1 in the column of its head, and last the state."""
 
     def __init__(self, executor: Executor, cost: StepCost) -> None:
         self._shown: dict[TokenSequence, tuple[int, NDArray[np.float32]]] = {}  # position of the first row, and rows
         self._read_by: dict[TokenSequence, NDArray[np.float32]] = {}  # the state, by the heads' sequence
         self._columns = executor.plan.buffers[executor.plan.given[HIDDEN_BEFORE]].columns
-        self._width = self._columns - executor.plan.max_seq_len  # of a state
         super().__init__(executor, cost)
 
     def observe(self, plan: StepPlan, outputs: StepOutputs) -> None:
@@ -50,10 +49,11 @@ class MedusaModel(DraftModel):
         return rows[row] if 0 <= row < len(rows) else None
 
     def _follow(self, sequence: TokenSequence) -> TokenSequence | None:
-        state, own = self._state(sequence), self._own.get(sequence)
+        own, state = self._own.get(sequence), self._state(sequence)
+        assert state is not None, "nothing is guessed for a sequence whose state is not known"
         if own is None:
             own = self._open([0])
-        if own is None or state is None:
+        if own is None:
             return None
         self._own[sequence], self._read_by[own] = own, state
         own.token_ids[:], own.num_computed_tokens = [0], 0
@@ -66,6 +66,7 @@ class MedusaModel(DraftModel):
     def _hidden_before(self, parts: Sequence[Part]) -> NDArray[np.float32]:
         rows = np.zeros((len(parts), self._columns), np.float32)
         for row, part in zip(rows, parts, strict=True):
-            row[: self._width] = self._read_by.get(part.sequence, 0.0)
-            row[self._width + part.first] = 1.0
+            row[part.first] = 1.0
+            if (state := self._read_by.get(part.sequence)) is not None:  # while it measures, there is none
+                row[-len(state) :] = state
         return rows
