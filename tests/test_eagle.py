@@ -24,8 +24,6 @@ from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 from enginewright.plan import HIDDEN, HIDDEN_BEFORE, Plan
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.inspect import describe, summarize
-from enginewright.runtime.speculation.draft import DraftModel
-from enginewright.runtime.step_cost import StepCost
 from tests import tolerances
 from tests.helpers.eagle import EAGLE, WithEagle, right_by_construction, with_eagle
 from tests.helpers.engines import folder_of_engines
@@ -76,12 +74,11 @@ def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
     assert np.abs(said[HIDDEN][0] - given.numpy()).max() < tolerances.HYBRID_LOGITS
 
 
-def test_a_head_that_is_right_is_always_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("always")
+def test_a_head_that_is_right_is_always_right(tmp_path: Path) -> None:
     """The model says what comes from the last token alone, and the head looks at nothing else, by the same noise,
     though its logits stand in another order.
     """
-    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
-    monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
     head, path = right_by_construction(), tmp_path / "right.engine"
     build_engine(head.checkpoint, CONFIG, path, draft=head.draft(tmp_path / "head"))
     with Engine.open(path) as engine:
@@ -92,10 +89,9 @@ def test_a_head_that_is_right_is_always_right(tmp_path: Path, monkeypatch: pytes
     assert sum(after.speculation.accepted) / sum(after.speculation.guessed) > 0.97
 
 
-def test_a_head_may_have_fewer_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("always")
+def test_a_head_may_have_fewer_positions(tmp_path: Path) -> None:
     """Beyond them it guesses nothing, whether the prompt is longer or the answer."""
-    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
-    monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
     head, path = with_eagle("llama", layers=(1, 2)), tmp_path / "short.engine"
     folder = head.store(tmp_path / "head", {"max_position_embeddings": 64}, {})
     build_engine(head.checkpoint, CONFIG, path, draft=open_draft(str(folder)))
@@ -149,10 +145,9 @@ def test_heads_are_quantized_as_the_model_is(case: str, quant: str, tmp_path: Pa
         assert {call.kernel for call in own.calls if call.kernel.startswith("gemm_")} - {"gemm_bf16@1"}
 
 
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("quant", ["w8a8", "int4-rtn"])
-def test_no_answer_depends_on_quantized_heads(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
-    monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
+def test_no_answer_depends_on_quantized_heads(quant: str) -> None:
     head, path = with_eagle("llama", **EAGLE["llama"]), folder_of_engines() / f"eagle-{quant}.engine"
     config = replace(CONFIG, quant=quant_config(quant))
     build_engine(head.checkpoint, config, path, draft=head.draft(folder_of_engines() / f"eagle-{quant}"))

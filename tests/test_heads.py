@@ -33,7 +33,6 @@ from enginewright.runtime.memory_plan import RuntimeConfig, runtime_config, sequ
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.score import score
 from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.head import HeadModel
 from enginewright.runtime.step_cost import StepCost
 from enginewright.runtime.step_plan import StepPlan
@@ -71,13 +70,6 @@ def engine_of(case: str) -> Path:
     head, path = head_of(case), folder_of_engines() / f"heads-{case}.engine"
     build_engine(head.checkpoint, CONFIG, path, draft=head.draft(folder_of_engines() / f"heads-{case}"))
     return path
-
-
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine, guesses pay."""
-    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
-    monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
 
 
 @pytest.mark.parametrize("family", MTP)

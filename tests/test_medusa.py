@@ -27,9 +27,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.inspect import describe, summarize
 from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.medusa import MedusaModel
-from enginewright.runtime.step_cost import StepCost
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
 from tests import tolerances
 from tests.emulator.device import device_for
@@ -44,13 +42,6 @@ CONFIG = BuildConfig(gate=None)
 
 def assembled(head: WithMedusa, config: BuildConfig = CONFIG) -> Assembly:
     return assemble(head.checkpoint, config, Silent())
-
-
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine, guesses pay."""
-    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
-    monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
 
 
 @pytest.mark.parametrize("case", MEDUSA)
