@@ -14,6 +14,7 @@ import torch
 from enginewright import LLM, SamplingParams
 from enginewright.builder.assembly import Assembly, assemble
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.checkpoint.head import find_head
 from enginewright.builder.draft import add_draft, open_draft
 from enginewright.builder.heads.base import GuessedModel
@@ -279,6 +280,12 @@ def test_folders_that_are_damaged(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(EngineError, match=r"config\.json"):
         open_draft(str(folder))
+
+
+def test_a_head_is_no_model(tmp_path: Path) -> None:
+    folder = with_eagle("llama", layers=(1, 3)).store(tmp_path / "head", {}, {})
+    with pytest.raises(UsageError, match=r"head holds no model: .* guesses for one: eagle\n.*with --draft"):
+        open_checkpoint(str(folder))
 
 
 @pytest.mark.parametrize("text", ["~nobody-of-that-name/head", "x" * 5000, "nowhere"])

@@ -14,6 +14,7 @@ from enginewright.builder.checkpoint.files import INDEX_LIMIT_BYTES, SourceFolde
 from enginewright.builder.checkpoint.folder_tokenizer import TOKENIZER_FILES, check_tokenizer, read_tokenizer
 from enginewright.builder.checkpoint.sentence_transformers import dense_weights, module_texts, read_pooling
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
+from enginewright.manifest import EAGLE, MEDUSA
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -142,7 +143,7 @@ def read_config(files: SourceFolder) -> dict[str, Any]:
     """config.json, and in it the quantization_config that modelopt writes beside it.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or it is that of a head (head.py).
         UnsupportedModelError: it names no model_type.
     """
     folder = files.path
@@ -153,12 +154,38 @@ def read_config(files: SourceFolder) -> dict[str, Any]:
             "Name a folder with config.json, tokenizer.json and safetensors files, a GGUF file, or a hub id.",
         )
     config = files.read_json(CONFIG)
+    if (role := head_role(config)) is not None:
+        raise UsageError(
+            f"{folder} holds no model",
+            f"by its {CONFIG}, it is what guesses for one: {role}",
+            "Name its model, and its folder with --draft. From the hub, download it first: "
+            "`hf download OWNER/NAME --local-dir FOLDER`.",
+        )
     if not isinstance(config.get("model_type"), str):
         raise UnsupportedModelError(f"{CONFIG} in {folder} names no model_type")
     beside = files.read_json(MODELOPT_CONFIG).get("quantization")
     if config.get("quantization_config") is None and isinstance(beside, dict):
         config["quantization_config"] = {"quant_method": "modelopt", **beside}
     return config
+
+
+def head_role(config: Mapping[str, Any]) -> str | None:
+    """The role of the head whose config.json this is, by its class or a key that only its kind has; None of a model.
+
+    Raises:
+        UnsupportedModelError: it is of several kinds.
+    """
+    architectures = config.get("architectures")
+    classes = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
+    keys = config.keys()
+    signs = {
+        EAGLE: "Eagle" in classes or bool(keys & {"draft_vocab_size", "speculators_model_type"}),
+        MEDUSA: "Medusa" in classes or "medusa_num_heads" in keys or config.get("model_type") == "medusa",
+    }
+    roles = [role for role, is_there in signs.items() if is_there]
+    if len(roles) > 1:
+        raise UnsupportedModelError(f"{CONFIG} is of several kinds of heads", " and ".join(roles))
+    return roles[0] if roles else None
 
 
 def weight_files(files: SourceFolder) -> tuple[list[str], dict[str, str]]:

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from enginewright.builder.checkpoint.files import SourceFolder
-from enginewright.builder.checkpoint.folder import CONFIG, TensorFolder
-from enginewright.errors import UnsupportedModelError
-from enginewright.manifest import EAGLE, MEDUSA
+from enginewright.builder.checkpoint.folder import CONFIG, TensorFolder, head_role
 
 
 class HeadFolder(TensorFolder):
@@ -41,20 +39,5 @@ def find_head(path: Path, name: str | None = None) -> HeadFolder | None:
     if not is_folder or files.find(CONFIG) is None:
         return None
     config = files.read_json(CONFIG)
-    role = _role_of(config, path)
+    role = head_role(config)
     return None if role is None else HeadFolder(files, name, config, role)
-
-
-def _role_of(config: Mapping[str, Any], path: Path) -> str | None:
-    """By its class, or by a key that only heads of its kind have."""
-    architectures = config.get("architectures")
-    classes = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
-    keys = config.keys()
-    signs = {
-        EAGLE: "Eagle" in classes or bool(keys & {"draft_vocab_size", "speculators_model_type"}),
-        MEDUSA: "Medusa" in classes or "medusa_num_heads" in keys or config.get("model_type") == "medusa",
-    }
-    roles = [role for role, is_there in signs.items() if is_there]
-    if len(roles) > 1:
-        raise UnsupportedModelError(f"{CONFIG} in {path} is of several kinds of heads", " and ".join(roles))
-    return roles[0] if roles else None
