@@ -131,8 +131,9 @@ def main() -> None:
     "--draft",
     show_default="none",
     help="What the engine holds as well, to guess what MODEL says next: a smaller model of the same tokenizer, named "
-    "like MODEL, for --speculate draft; or skip:8, the first 8 layers of MODEL itself, for --speculate skip; or auto, "
-    "which takes the MTP layer that MODEL carries and makes --speculate mtp the engine's default, or else ngram.",
+    "like MODEL, for --speculate draft; or the folder of an EAGLE-3 head or of Medusa heads that were trained for "
+    "MODEL, for --speculate eagle or medusa; or skip:8, the first 8 layers of MODEL itself, for --speculate skip; or "
+    "auto, which takes the MTP layer that MODEL carries and makes --speculate mtp the engine's default, or else ngram.",
 )
 @form(
     "--quant",
@@ -474,7 +475,7 @@ def diff(context: click.Context, a: Path, b: Path, every_line: bool, as_json: bo
 @model(
     "--draft",
     show_default="looked for in the same places",
-    help="The checkpoint of the smaller model beside it, where ENGINE has one.",
+    help="The checkpoint of the smaller model beside it, or the folder of its heads, where ENGINE has one.",
 )
 @calibration(
     "--calib-data",

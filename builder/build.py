@@ -22,9 +22,10 @@ from enginewright.builder.assembly import (
 )
 from enginewright.builder.calibration import calibrate
 from enginewright.builder.checkpoint import Checkpoint
+from enginewright.builder.checkpoint.head import HeadFolder
 from enginewright.builder.cuda.compile import check_compiler
 from enginewright.builder.cuda.sections import code_sections
-from enginewright.builder.draft import Automatic, Draft, FirstLayers, add_draft, check_draft, with_first_layers
+from enginewright.builder.draft import Draft, FirstLayers, add_draft, check_draft, source_of
 from enginewright.builder.gate import (
     Subject,
     check_report_path,
@@ -36,7 +37,7 @@ from enginewright.builder.gate import (
 from enginewright.builder.gate.layers import FileWeights
 from enginewright.builder.gate.simulate import simulate
 from enginewright.builder.progress import Progress, Silent
-from enginewright.manifest import DRAFT, About
+from enginewright.manifest import About
 from enginewright.passes.quant import quant_config
 from enginewright.passes.quant.method import Calibration
 from enginewright.plugins.target import targets_of
@@ -84,8 +85,8 @@ def build_engine(
 
     Args:
         draft: a smaller model of the same tokenizer, which the engine holds in the role `draft`, built by the same
-            config; or first layers of the model itself, in the role `skip`; or what there is. The gate does not
-            measure it.
+            config; or a head that was trained for the model, in a role of its kind; or first layers of the model
+            itself, in the role `skip`; or what there is. The gate does not measure it.
 
     Raises:
         UnsupportedModelError: the model, or something in it, is not implemented.
@@ -126,7 +127,7 @@ def _build(
         _check_plan(checkpoint, draft, config, output)
     samples = calibrate(checkpoint, config, output, progress)
     sources = begin(checkpoint.source_hashes)
-    other = None if isinstance(draft, FirstLayers | Automatic) else draft
+    role, other = source_of(draft) or ("", None)
     draft_sources = begin(other.source_hashes) if other is not None else None
     threads, folder = env.num_threads() or num_cores(), output.absolute().parent
     calibration = Calibration(samples.texts, threads, folder) if samples else None
@@ -142,7 +143,7 @@ def _build(
         assembly.write(writer, progress)
         hashes = dict(sources.result())
         if draft_sources is not None:
-            hashes |= {f"{DRAFT}/{file}": value for file, value in draft_sources.result().items()}
+            hashes |= {f"{role}/{file}": value for file, value in draft_sources.result().items()}
         about = assembly.about(hashes, **(samples.recipe() if samples else {}))
         writer.write_header(about)
         progress.phase("run it once")
@@ -153,7 +154,7 @@ def _build(
         progress.phase("write it to disk")
         manifest = writer.commit(about)
     if config.provenance is not None:
-        origins = {name: one.origin for name, one in (("", checkpoint), (f"{DRAFT}/", other)) if one is not None}
+        origins = {name: one.origin for name, one in (("", checkpoint), (f"{role}/", other)) if one is not None}
         write_provenance(output, config.provenance, origins, config.builder_id)
     return BuildReport(
         path=output,
@@ -175,8 +176,8 @@ def _check_plan(checkpoint: Checkpoint, draft: Draft | None, config: BuildConfig
     possible, or has no space on the disk.
     """
     planned = assemble(checkpoint, replace(config, dump_graphs=None), Silent())
-    if isinstance(draft, FirstLayers):
-        planned = with_first_layers(planned, draft)
+    if isinstance(draft, FirstLayers | HeadFolder):
+        planned = add_draft(planned, draft, Silent())
     with planned.writer(output, evidence_sections=2):
         pass
 

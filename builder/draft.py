@@ -1,24 +1,29 @@
-"""What an engine holds beside its model to guess what that says next: a smaller model, the model's own first layers, or
-the layer that its checkpoint carries for it.
+"""What an engine holds beside its model to guess what that says next: a smaller model, the model's own first layers,
+the layer that its checkpoint carries for it, or a head that was trained for it.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
 from enginewright.builder.assembly import Assembly, BuildConfig, assemble, check_quant, merged_weights
 from enginewright.builder.checkpoint import Checkpoint, open_checkpoint
+from enginewright.builder.checkpoint.head import HeadFolder, find_head
 from enginewright.builder.checkpoint.hub import CheckConfig
+from enginewright.builder.heads.base import GuessedModel, HeadGraph, no_head
+from enginewright.builder.heads.eagle import build_eagle
+from enginewright.builder.heads.medusa import build_medusa
 from enginewright.builder.lower import Lowered, Weight, lower, pack_rows
 from enginewright.builder.models import build_mtp_graph
 from enginewright.builder.models.blocks.mtp import LEFT_OUT
 from enginewright.builder.progress import Progress
 from enginewright.dtypes import KV_CACHES
 from enginewright.errors import UsageError
-from enginewright.manifest import DRAFT, MTP, NGRAM, SKIP, plan_section
+from enginewright.manifest import DRAFT, EAGLE, MEDUSA, MTP, NGRAM, SKIP, plan_section
 from enginewright.passes.first_layers import first_layers
 from enginewright.passes.pipeline import run_for_target, run_pipeline
 from enginewright.passes.quant.method import Calibration
@@ -44,20 +49,22 @@ class Automatic:
     """
 
 
-Draft = Checkpoint | FirstLayers | Automatic
+HEADS = {EAGLE: build_eagle, MEDUSA: build_medusa}
+Draft = Checkpoint | HeadFolder | FirstLayers | Automatic
 
 
 def open_draft(text: str, *, only_cached: bool = False, check_config: CheckConfig | None = None) -> Draft:
-    """What `--draft` names: `auto`, `skip:8`, or a checkpoint as `open_checkpoint` has it.
+    """What `--draft` names: `auto`, `skip:8`, the folder of a head, or a checkpoint as `open_checkpoint` has it.
 
     Raises:
-        UsageError: the number of layers is none; or what `open_checkpoint` raises.
+        UsageError: the number of layers is none; or what `find_head` and `open_checkpoint` raise.
     """
     if text == "auto":
         return Automatic()
     form, colon, count = text.partition(":")
     if form != SKIP:
-        return open_checkpoint(text, only_cached=only_cached, check_config=check_config)
+        head = find_head(Path(text))
+        return head or open_checkpoint(text, only_cached=only_cached, check_config=check_config)
     try:
         return FirstLayers(parse_count(count))
     except UsageError as error:
@@ -65,9 +72,20 @@ def open_draft(text: str, *, only_cached: bool = False, check_config: CheckConfi
         raise UsageError(f"--draft {text} names no number of layers", str(error) if colon else "", fix) from error
 
 
+def source_of(draft: Draft | None) -> tuple[str, Checkpoint | HeadFolder] | None:
+    """The role of a draft that has files of its own, and what reads them."""
+    match draft:
+        case None | FirstLayers() | Automatic():
+            return None
+        case HeadFolder():
+            return draft.role, draft
+        case _:
+            return DRAFT, draft
+
+
 def check_draft(checkpoint: Checkpoint, draft: Draft, config: BuildConfig) -> None:
     """Refuse a model that cannot guess for another one, before anything is read."""
-    if not isinstance(draft, FirstLayers | Automatic):
+    if not isinstance(draft, HeadFolder | FirstLayers | Automatic):
         check_quant(draft, config)
         check_tokenizer(checkpoint, draft)
 
@@ -83,8 +101,17 @@ def add_draft(target: Assembly, draft: Draft, progress: Progress, calibration: C
     if isinstance(draft, Automatic):
         if not all(plan.generates for plan in target.plans.values()):
             return target
-        head = build_mtp_graph(target.checkpoint, target.max_seq_len)
-        return replace(target, speculate=NGRAM) if head is None else with_mtp(target, head)
+        graph = build_mtp_graph(target.checkpoint, target.max_seq_len)
+        if graph is None:
+            return replace(target, speculate=NGRAM)
+        taken = replace(target, notes=[note for note in target.notes if not note.endswith(LEFT_OUT)], speculate=MTP)
+        return with_head(taken, MTP, HeadGraph(graph, ShowHidden(), ShowHidden()), {"layers": 1})
+    if isinstance(draft, HeadFolder):
+        name = target.checkpoint.name
+        if not all(plan.generates for plan in target.plans.values()):
+            raise no_head(draft.name, name, "that writes no text")
+        model = GuessedModel.of(name, target.checkpoint.config, target.dense, target.max_seq_len)
+        return with_head(target, draft.role, HEADS[draft.role](draft, model), {"name": draft.name})
     dump = target.config.dump_graphs
     config = replace(target.config, dump_graphs=dump / DRAFT if dump else None)
     return with_draft(target, assemble(draft, config, progress, calibration))
@@ -111,46 +138,42 @@ def with_first_layers(target: Assembly, draft: FirstLayers) -> Assembly:
     )
 
 
-def with_mtp(target: Assembly, head: ir.Model) -> Assembly:
-    """What the engine of `target` holds with the layer that its checkpoint carries to guess with. The model's own plans
-    show their hidden states then.
+def with_head(target: Assembly, role: str, head: HeadGraph, recipe: Mapping[str, Any]) -> Assembly:
+    """What the engine of `target` holds with a head beside its model, whose own plans show their hidden states then.
 
-    The layer's weights are quantized without calibration: no texts can be streamed through it alone.
+    The head's weights are quantized without calibration: no texts can be streamed through it alone.
 
     Args:
-        head: from `build_mtp_graph`.
+        recipe: what is said of the head there.
     """
     config, dense = target.config, list[ir.Model]()
-    notes = json.loads(head.metadata_props["enginewright.notes"])
-    dump = config.dump_graphs / MTP if config.dump_graphs else None
-    run_pipeline(head, config.method.unseen, dump, KV_CACHES[config.kv_cache_dtype].name, keep=dense.append)
-    shown = _lower(target, target.dense, HIDDEN, hidden=ShowHidden())
+    notes = json.loads(head.graph.metadata_props.get("enginewright.notes", "{}"))
+    dump = config.dump_graphs / role if config.dump_graphs else None
+    run_pipeline(head.graph, config.method.unseen, dump, KV_CACHES[config.kv_cache_dtype].name, keep=dense.append)
+    shown = _lower(target, target.dense, HIDDEN, hidden=head.reads)
     model = replace(
         target,
         plans={one.plan.target: one.plan for one in shown},
         kernels={name: kernel for one in shown for name, kernel in one.kernels.items()},
         files={**target.files, **{plan_section(one.plan.target): one.plan.to_json() for one in shown}},
-        notes=[
-            *(note for note in target.notes if not note.endswith(LEFT_OUT)),
-            *(f"{MTP}: {count} weights: {text}" for text, count in notes.items()),
-        ],
-        speculate=MTP,
+        notes=[*target.notes, *(f"{role}: {count} weights: {text}" for text, count in notes.items())],
     )
     unseen = replace(model, config=replace(config, quant=config.method.unseen))
-    lowered = _lower(unseen, dense[0], MTP, hidden=ShowHidden())
+    lowered = _lower(unseen, dense[0], role, hidden=head.gives)
     plans, weights = {one.plan.target: one.plan for one in lowered}, merged_weights(lowered)
     kernels = {name: kernel for one in lowered for name, kernel in one.kernels.items()}
-    return _with_role(model, MTP, {"layers": 1}, plans, weights, kernels)
+    return _with_role(model, role, recipe, plans, weights, kernels)
 
 
 def _lower(target: Assembly, dense: ir.Model, name: str, hidden: ShowHidden | None = None) -> list[Lowered]:
     """A dense graph for each platform of the engine. name: of a folder for its graphs, where they are dumped."""
     config, lowered = target.config, []
+    max_seq_len = min(target.max_seq_len, int(dense.metadata_props["enginewright.max_seq_len"]))
     for one in targets_of(config.targets):
         dump = config.dump_graphs / name / one.name if config.dump_graphs else None
         kv_dtype = KV_CACHES[config.kv_cache_dtype].name
         ragged = run_for_target(dense.clone(), config.method, one, dump, kv_dtype, hidden)
-        lowered.append(lower(ragged, one, target.max_seq_len, config.batch_invariant))
+        lowered.append(lower(ragged, one, max_seq_len, config.batch_invariant))
     return lowered
 
 

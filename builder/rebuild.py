@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub import constants
 
@@ -18,6 +18,7 @@ from enginewright.builder.calibration.data import is_remote
 from enginewright.builder.calibration.samples import ITSELF
 from enginewright.builder.checkpoint import Checkpoint, open_checkpoint
 from enginewright.builder.checkpoint.files import sha256
+from enginewright.builder.checkpoint.head import HeadFolder, find_head
 from enginewright.builder.checkpoint.quantized import format_name
 from enginewright.builder.draft import Automatic, Draft, FirstLayers
 from enginewright.builder.gate import GateConfig
@@ -26,12 +27,13 @@ from enginewright.builder.models import check_config
 from enginewright.builder.progress import Progress
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, EngineError, UsageError
-from enginewright.manifest import DRAFT, SKIP, Manifest
+from enginewright.manifest import SKIP, Manifest
 from enginewright.passes.quant import METHODS, Bf16, QuantConfig, quant_config
 from enginewright.runtime import diff
 from enginewright.runtime.quality import QUALITY, QualityReport
 
 CONFIG = "config.json"
+Source = TypeVar("Source", bound=Checkpoint | HeadFolder)
 
 
 def rebuild(
@@ -67,7 +69,7 @@ def rebuild(
             raise UsageError(f"{output} is the engine itself", "nothing would be left to compare with", "Name another.")
     progress.phase("check the inputs")
     with _as_usage_errors():
-        checkpoint = _open_source(engine, manifest, None, model)
+        checkpoint = _model(engine, manifest, model)
         beside = _draft(engine, manifest, draft)
         config = _config(engine, manifest, quality if evidence else QualityReport("off"), checkpoint)
         config = _with_calibration(manifest, config, checkpoint, calib_data)
@@ -118,35 +120,53 @@ def _as_usage_errors() -> Iterator[None]:
         raise UsageError(error.what, error.why, error.fix) from error
 
 
-def _open_source(engine: Path, manifest: Manifest, role: str | None, ref: str | None) -> Checkpoint:
-    """The checkpoint of the engine's model, or of the one in a role, with the very files that it had."""
-    prefix = f"{DRAFT}/"
-    sources = {name: digest for name, digest in manifest.sources.items() if name.startswith(prefix) == (role == DRAFT)}
-    if role == DRAFT:
-        sources = {name.removeprefix(prefix): digest for name, digest in sources.items()}
-    name = str(manifest.recipe[DRAFT]["name"]) if role == DRAFT else manifest.name
-    option = "--draft" if role == DRAFT else "--model"
-    if not sources:
-        raise UsageError(f"{engine} cannot be made again", "it does not say what files it was built of")
-    ref = ref or _find(engine, name, sources, option)
-    if Path(ref).is_dir() and (missing := [one for one in sources if not Path(ref, one).is_file()]):
-        raise _other_inputs(ref, [f"{one} is missing" for one in missing], option)
-    checkpoint = open_checkpoint(ref, check_config=check_config, name=name)
-    found = checkpoint.source_hashes()
-    if differing := [*_differing(sources, found)]:
-        raise _other_inputs(ref, differing, option)
-    return checkpoint
+def _role_with_files(manifest: Manifest) -> str | None:
+    """The role of what guesses, where that is of files of its own."""
+    return next((role for role in manifest.roles if "name" in manifest.recipe[role]), None)
+
+
+def _model(engine: Path, manifest: Manifest, ref: str | None) -> Checkpoint:
+    """The checkpoint of the engine's model."""
+    beside = f"{_role_with_files(manifest)}/"
+    sources = {name: digest for name, digest in manifest.sources.items() if not name.startswith(beside)}
+    ref = _place(engine, ref, manifest.name, sources, "--model")
+    return _checked(open_checkpoint(ref, check_config=check_config, name=manifest.name), ref, sources, "--model")
 
 
 def _draft(engine: Path, manifest: Manifest, ref: str | None) -> Draft | None:
-    """What guesses in the engine: another checkpoint, which `ref` may name, or what needs none."""
-    if DRAFT in manifest.roles:
-        return _open_source(engine, manifest, DRAFT, ref)
+    """What guesses in the engine: another checkpoint or a head, which `ref` may name, or what needs none."""
+    if (role := _role_with_files(manifest)) is not None:
+        sources = {
+            name.removeprefix(f"{role}/"): digest
+            for name, digest in manifest.sources.items()
+            if name.startswith(f"{role}/")
+        }
+        name = str(manifest.recipe[role]["name"])
+        ref = _place(engine, ref, name, sources, "--draft")
+        opened = find_head(Path(ref), name) or open_checkpoint(ref, check_config=check_config, name=name)
+        return _checked(opened, ref, sources, "--draft")
     if ref is not None:
         raise UsageError("--draft means nothing here", f"{engine} has no model beside its own")
     if SKIP in manifest.roles:
         return FirstLayers(manifest.recipe[SKIP]["layers"])
     return Automatic() if manifest.speculate is not None else None
+
+
+def _place(engine: Path, ref: str | None, name: str, sources: Mapping[str, str], option: str) -> str:
+    """Where a checkpoint of these files is."""
+    if not sources:
+        raise UsageError(f"{engine} cannot be made again", "it does not say what files it was built of")
+    ref = ref or _find(engine, name, sources, option)
+    if Path(ref).is_dir() and (missing := [one for one in sources if not Path(ref, one).is_file()]):
+        raise _other_inputs(ref, [f"{one} is missing" for one in missing], option)
+    return ref
+
+
+def _checked(source: Source, ref: str, sources: Mapping[str, str], option: str) -> Source:
+    """The same, with the very files that it had."""
+    if differing := [*_differing(sources, source.source_hashes())]:
+        raise _other_inputs(ref, differing, option)
+    return source
 
 
 def _differing(sources: Mapping[str, str], found: Mapping[str, str]) -> Iterator[str]:

@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection, KeysView, Mapping
 
 import torch
 
-from enginewright.builder.checkpoint.base import Checkpoint, TensorInfo
-from enginewright.builder.wrappers import TextPart
+from enginewright.builder.checkpoint.base import TensorInfo, TensorSource
 from enginewright.errors import EngineError, UnsupportedModelError
 
 Read = Callable[[], torch.Tensor]
@@ -14,7 +13,7 @@ Read = Callable[[], torch.Tensor]
 class Tensors:
     """reads: how often a tensor was read. taken: the names of those that somebody asked for."""
 
-    def __init__(self, checkpoint: Checkpoint | TextPart) -> None:
+    def __init__(self, checkpoint: TensorSource) -> None:
         self.reads = 0
         self.taken: set[str] = set()
         self._checkpoint = checkpoint

@@ -128,6 +128,12 @@ class Weights:
         for name, rows in parts.items():
             self._stored[name] = _Stored(whole, height, rows, transposed)
 
+    def borrow(self, name: str, value: ir.Value) -> None:
+        """A tensor that the checkpoint lacks is an initializer of another graph, whose name it keeps."""
+        self._values[name] = ir.Value(
+            name=value.name, type=value.type, shape=value.shape, const_value=value.const_value
+        )
+
     def reorder(self, name: str, order: Sequence[int]) -> None:
         """Rows of a layer, or numbers of a vector, are from now on in this order, of what they were."""
         place = self._stored.get(name, _Stored(name, len(order), range(len(order))))

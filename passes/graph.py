@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 import torch
 
+from enginewright.plugins.combine_experts import COMBINE_EXPERTS
+from enginewright.plugins.gather_columns import GATHER_COLUMNS
 from enginewright.plugins.grouped_linear import GROUPED_LINEAR, STARTS
 from enginewright.plugins.plugin import DOMAIN, operand, optional
 from enginewright.plugins.route import experts_of
@@ -132,7 +134,9 @@ def head_of(model: ir.Model) -> LinearLayer | None:
     logits: ir.Value | None = next((value for value in model.graph.outputs if value.name == "logits"), None)
     if logits is None:
         return None
-    softcap = made_by(logits, SOFTCAP.name, DOMAIN)
-    head = linear_of(logits if softcap is None else softcap.inputs[0])
+    for plugin in (SOFTCAP, GATHER_COLUMNS, COMBINE_EXPERTS):
+        node = made_by(logits, plugin.name, DOMAIN)
+        logits = logits if node is None else node.inputs[0]
+    head = linear_of(logits)
     assert head is not None, "no linear layer makes the logits"
     return head

@@ -1,23 +1,35 @@
 """Hidden states of all tokens become an output of the graph: what heads guess from."""
 
+import json
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from enginewright.passes.graph import head_of
+from enginewright.passes.graph import head_of, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plan import HIDDEN
+from enginewright.plugins.plugin import dims_of, width_of
 
 
 @dataclass(frozen=True)
 class ShowHidden:
-    """Shows what the model's head reads: the states behind the last norm."""
+    """layers: the states behind the first so many layers, those of several side by side. () are the states behind the
+    last norm, which the model's head reads.
+    """
 
+    layers: tuple[int, ...] = ()
     name: str = "show_hidden"
 
     def __call__(self, model: ir.Model) -> PassResult:
         head = head_of(model)
         assert head is not None, "a model that writes no text is asked for hidden states"
-        head.x.name = HIDDEN
-        model.graph.outputs.append(head.x)
+        shown = head.x
+        if self.layers:
+            ends: list[str] = json.loads(model.metadata_props["enginewright.layer_ends"])
+            values = {value.name: value for node in model.graph for value in node.outputs}
+            states = [values[ends[count - 1]] for count in self.layers]
+            shown = typed(HIDDEN, ir.DataType.FLOAT, (*dims_of(states[0])[:-1], sum(map(width_of, states))))
+            model.graph.append(standard("Concat", states, [shown], HIDDEN, axis=-1))
+        shown.name = HIDDEN
+        model.graph.outputs.append(shown)
         return PassResult(1)

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from enginewright.errors import EngineError
+from enginewright.plugins.gather_columns import LACKING
 from enginewright.plugins.gemm import CLAMPED_LIMIT, CLAMPED_SLOPE
 from enginewright.plugins.plugin import DOMAIN, float_of, int_of
 from enginewright.plugins.route import LEAST_SUM
@@ -340,7 +341,7 @@ _OPS: Mapping[tuple[str, str], Compute] = {
     (DOMAIN, "PositionScale"): _position_scale,
     (DOMAIN, "Scale"): lambda node, x, factor: (x * factor,),
     (DOMAIN, "LayerNorm"): _layer_norm,
-    (DOMAIN, "GatherColumns"): lambda node, x, columns: (x[..., columns.long()],),
+    (DOMAIN, "GatherColumns"): lambda node, x, columns: (x[..., columns.long()].where(columns >= 0, LACKING),),
     (DOMAIN, "RopeTable"): _rope_table,
     (DOMAIN, "WindowAttention"): _attention,
     (DOMAIN, "HeadLinear"): _head_linear,

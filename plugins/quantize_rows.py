@@ -94,19 +94,33 @@ def spread(write: Writer, scale: ir.Value, width: int, group: int) -> ir.Value:
 TO_ATTRIBUTES = {"to": int, "group": int}
 
 
-def written_as(write: Writer, node: ir.Node, value: ir.Value, largest: ir.Value | None) -> list[ir.Value]:
-    """The last outputs of such an op: the FLOAT value as `to`, with the dimensions of input 0, and its scale."""
+def written_as(
+    write: Writer, node: ir.Node, value: ir.Value, largest: ir.Value | None, width: int | None = None
+) -> list[ir.Value]:
+    """The last outputs of such an op: the FLOAT value as `to`, and its scale.
+
+    Args:
+        width: columns of the value; None where its dimensions are those of input 0.
+    """
     to = dtype_attribute(node)
     if to in CODES:
-        return quantized(write, value, dims_of(operand(node, 0)), int_of(node, "group"), to, largest)
+        return quantized(write, value, _dims_as(node, width), int_of(node, "group"), to, largest)
     return [write.round_to(value, to)]
 
 
-def types_as(node: ir.Node) -> list[TypeAndDims]:
-    to, dims = dtype_attribute(node), dims_of(operand(node, 0))
+def types_as(node: ir.Node, width: int | None = None) -> list[TypeAndDims]:
+    """Of the same."""
+    to, dims = dtype_attribute(node), _dims_as(node, width)
     if to not in CODES:
         return [(to, dims)]
-    return [(to, dims), (ir.DataType.FLOAT, (*dims[:-1], groups_of(width_of(operand(node, 0)), int_of(node, "group"))))]
+    columns = dims[-1]
+    assert isinstance(columns, int)
+    return [(to, dims), (ir.DataType.FLOAT, (*dims[:-1], groups_of(columns, int_of(node, "group"))))]
+
+
+def _dims_as(node: ir.Node, width: int | None) -> Dims:
+    dims = dims_of(operand(node, 0))
+    return dims if width is None else (*dims[:-1], width)
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:

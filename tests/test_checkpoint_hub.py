@@ -13,6 +13,7 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, models
 
 from enginewright.builder.checkpoint import Checkpoint, hub, open_checkpoint, opening
+from enginewright.builder.draft import open_draft
 from enginewright.builder.models import build_graph, check_config
 from enginewright.cli import main
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
@@ -69,6 +70,14 @@ def test_shards_of_the_index_and_no_others(remote: Hub) -> None:
     checkpoint = assert_opens("owner/Tiny", x=1.0, y=2.0)
     assert "part/a.safetensors" in checkpoint.source_hashes()
     assert "consolidated.safetensors" not in remote.fetched
+
+
+def test_a_head_is_to_be_downloaded_first(remote: Hub) -> None:
+    """Whether it is named as the model or as the draft; its weights are not fetched."""
+    remote.files |= {"config.json": b'{"medusa_num_heads": 3}', "medusa_lm_head.safetensors": shard(x=1.0)}
+    with pytest.raises(UsageError, match=r"guesses for one: medusa\n.*`hf download OWNER/NAME --local-dir FOLDER`"):
+        open_draft("owner/Tiny")
+    assert "medusa_lm_head.safetensors" not in remote.fetched
 
 
 def test_index_of_the_hub_that_leads_out(remote: Hub, tmp_path: Path) -> None:

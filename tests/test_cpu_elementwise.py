@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from enginewright import _cpu
+from enginewright.plugins.gather_columns import LACKING
 from tests.helpers.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, Operands, weight
 from tests.tolerances import BF16_ROUNDING, LAYER_NORM_F32, NORM_F32, SOFTCAP_F32, TANH_GELU_SILU
 
@@ -308,21 +309,22 @@ def test_add(isa: str, columns: int) -> None:
 
 
 @isas
-@pytest.mark.parametrize("columns", [1, 77, 1100])
+@pytest.mark.parametrize(("columns", "wanted"), [(1, 1), (1, 33), (77, 77), (77, 5), (1100, 1100), (300, 1111)])
 @pytest.mark.parametrize("threads", THREADS)
-def test_gather_columns(isa: str, columns: int, threads: int) -> None:
-    """Some columns twice, others not at all."""
+def test_gather_columns(isa: str, columns: int, wanted: int, threads: int) -> None:
+    """Some columns twice, others not at all; and some that x lacks."""
     x = randn(5, columns)
-    order = torch.randint(0, columns, (columns,), generator=torch.Generator().manual_seed(columns), dtype=torch.int32)
-    order[-1] = columns - 1
+    order = torch.randint(-1, columns, (wanted,), generator=torch.Generator().manual_seed(columns), dtype=torch.int32)
+    order[wanted // 2], order[-1] = -1, columns - 1
+    expected = torch.cat([x, torch.full((5, 1), LACKING)], 1)[:, order]
     runner = KernelRunner(isa, threads, tokens=5)
     operands: Operands = {"x": runner.filled(x), "columns": weight(order)}
-    out, half = runner.buffer(5, columns, "f32"), runner.buffer(5, columns, "bf16")
+    out, half = runner.buffer(5, wanted, "f32"), runner.buffer(5, wanted, "bf16")
     for target in (out, half):
         runner.call("gather_columns@1", operands | {"out": target})
-    assert torch.equal(runner.read(out), x[:, order])
+    assert torch.equal(runner.read(out), expected)
     assert runner.read_pad(out).isnan().all()
-    assert torch.equal(runner.read(half), x[:, order].bfloat16().float())
+    assert torch.equal(runner.read(half), expected.bfloat16().float())
     assert not runner.read_pad(half).any()
 
 
@@ -335,7 +337,7 @@ def test_gather_columns_of_a_column_view(isa: str) -> None:
     assert torch.equal(runner.read(out), x[:, 20:116].flip(1))
 
 
-@pytest.mark.parametrize("wrong", [-1, 64, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("wrong", [-2, 64, 2**31 - 1, -(2**31)])
 def test_columns_that_are_not_there_are_refused(wrong: int) -> None:
     order = torch.arange(64, dtype=torch.int32)
     order[17] = wrong

@@ -6,6 +6,7 @@ import pytest
 
 from enginewright.plan import Linear, linear, step_sizes
 from enginewright.plugins import PLUGINS
+from enginewright.plugins.gather_columns import LACKING
 from enginewright.plugins.kernel import CudaKernel, Matrix
 from tests.emulator.kernels import SCHEDULES
 from tests.helpers.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, strided
@@ -100,10 +101,15 @@ def test_a_scale_is_nan_where_its_run_is_not_finite(to: str) -> None:
 
 
 @pytest.mark.parametrize(("to", "group"), [("f32", 0), ("bf16", 0), ("i8", 0), ("i8", 32), ("e4m3", 0)])
-def test_columns_are_gathered(to: str, group: int) -> None:
-    x = np.nan_to_num(rows(), nan=3.0, posinf=7.0)
-    order = np.random.default_rng(1).integers(0, COLUMNS, COLUMNS).astype(np.int32)
+@pytest.mark.parametrize("width", [COLUMNS, COLUMNS - 20])
+def test_columns_are_gathered(to: str, group: int, width: int) -> None:
+    """width: of x."""
+    x = np.nan_to_num(rows(), nan=3.0, posinf=7.0)[:, :width]
+    order = np.random.default_rng(1).integers(0, width, COLUMNS).astype(np.int32)
     padded = COLUMNS if to == "f32" else PADDED
+    if to in ("f32", "bf16"):
+        order[[3, COLUMNS - 1]] = -1
+    expected = np.where(order < 0, np.float32(LACKING), x[:, order])
     operands = {
         "x": strided("f32", TOKENS, x, STRIDE),
         "columns": Operand(order, Matrix("i32", Linear(1), COLUMNS, COLUMNS, COLUMNS)),
@@ -113,11 +119,11 @@ def test_columns_are_gathered(to: str, group: int) -> None:
         operands["scale"] = empty("f32", TOKENS, 6, -(-COLUMNS // (group or COLUMNS)), 64)
     call = CudaCall(cuda("GatherColumns"), {role: one.matrix for role, one in operands.items()}, group=group)
     if to in ("i8", "e4m3"):
-        check(call, operands, "out", x[:, order], group)
+        check(call, operands, "out", expected, group)
         return
     call.run(operands, SIZES)
     out = operands["out"].values
-    want = x[:, order] if to == "f32" else as_bf16(x[:, order])
+    want = expected if to == "f32" else as_bf16(expected)
     np.testing.assert_array_equal(out[:6, :COLUMNS], want)
     untouched = np.isnan(out[:6, padded:]) if to == "f32" else out[:6, padded:] == 0x7FFF
     assert untouched.all() and not out[:6, COLUMNS:padded].any()

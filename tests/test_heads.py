@@ -1,4 +1,6 @@
-"""Heads that a checkpoint carries guess as they were trained to, and no answer depends on them."""
+"""Heads guess as they were trained to, and no answer depends on them: those that a model's checkpoint carries, and
+those that come in one of their own.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,15 +33,16 @@ from enginewright.runtime.memory_plan import RuntimeConfig, runtime_config, sequ
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.score import score
 from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.head import HeadModel
 from enginewright.runtime.step_cost import StepCost
 from enginewright.runtime.step_plan import StepPlan
 from tests import tolerances
 from tests.emulator.device import device_for
+from tests.helpers.eagle import EAGLE, with_eagle
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.graphs import relative_error
-from tests.helpers.heads import MTP, WithHead, silenced, with_mtp
+from tests.helpers.heads import MTP, Guesser, silenced, with_mtp
+from tests.helpers.medusa import MEDUSA, with_medusa
 from tests.helpers.mixed_requests import LIMITS, answers, check_same
 from tests.helpers.onnx_run import run
 from tests.helpers.tiny import ALL_EXPERTS, MemoryCheckpoint
@@ -47,23 +50,26 @@ from tests.helpers.tiny import ALL_EXPERTS, MemoryCheckpoint
 CONFIG = BuildConfig(gate=None)
 
 
-@cache
-def head_of(family: str) -> WithHead:
-    return with_mtp(family, tie_word_embeddings=True)  # greedy, it repeats itself
+CHAINS = (*MTP, *(f"eagle {case}" for case in EAGLE))  # whose guesses follow from those before
+HEADS = (*CHAINS, *(f"medusa {case}" for case in MEDUSA))
 
 
 @cache
-def engine_of(family: str) -> Path:
-    path = folder_of_engines() / f"heads-{family}.engine"
-    build_engine(head_of(family).checkpoint, CONFIG, path, draft=Automatic())
+def head_of(case: str) -> Guesser:
+    """Its model ties its embeddings: greedy, it repeats itself."""
+    match case.split():
+        case ["eagle", own]:
+            return with_eagle(own, **EAGLE[own])
+        case ["medusa", own]:
+            return with_medusa(own, **MEDUSA[own])
+    return with_mtp(case, tie_word_embeddings=True)
+
+
+@cache
+def engine_of(case: str) -> Path:
+    head, path = head_of(case), folder_of_engines() / f"heads-{case}.engine"
+    build_engine(head.checkpoint, CONFIG, path, draft=head.draft(folder_of_engines() / f"heads-{case}"))
     return path
-
-
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine, guesses pay."""
-    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
-    monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
 
 
 @pytest.mark.parametrize("family", MTP)
@@ -104,16 +110,16 @@ class Watched:
 
         monkeypatch.setattr(HeadModel, "propose", watched)
 
-    def check(self, head: WithHead) -> int:
-        """All guesses are what transformers would guess; how many there are."""
+    def check(self, head: Guesser) -> int:
+        """All guesses are what the head would guess; how many there are."""
         short = [by for tokens, first, guesses in self.made for by in head.shortfalls(tokens, guesses, first)]
         assert max(short) < tolerances.GUESS_LOGITS
         return len(short)
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("family", MTP)
-def test_engines_guess_what_transformers_would(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", CHAINS)
+def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tokens in a chain, behind prompts that are read at once and in chunks, with wrong guesses taken back; and
     behind what the prefix cache has, where the head begins with what is computed.
     """
@@ -121,37 +127,40 @@ def test_engines_guess_what_transformers_would(family: str, monkeypatch: pytest.
     random = np.random.default_rng(1)
     prompts = [random.integers(3, 300, length).tolist() for length in (2, 3, 31, 150, 90)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with LLM(engine_of(family), **{**LIMITS, "max_model_len": 200}, speculate_tokens=3) as llm:
+    head = head_of(case)
+    with LLM(engine_of(case), **{**LIMITS, "max_model_len": 200}, speculate=head.role, speculate_tokens=3) as llm:
         llm.generate(prompts, params)
-        assert watched.check(head_of(family)) > 100 and {first for _, first, _ in watched.made} == {0}
+        assert watched.check(head) > 100 and {first for _, first, _ in watched.made} == {0}
         watched.made.clear()
         (again,) = llm.generate([[*prompts[3], 7, 9, 11]], params)
-    assert watched.check(head_of(family)) > 10
+    assert watched.check(head) > 10
     assert {first for _, first, _ in watched.made} == {again.num_cached_tokens} == {128}
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("family", MTP)
-def test_no_answer_depends_on_mtp(family: str) -> None:
-    with Engine.open(engine_of(family)) as engine:
+@pytest.mark.parametrize("case", HEADS)
+def test_no_answer_depends_on_heads(case: str) -> None:
+    with Engine.open(engine_of(case)) as engine:
         plain, _ = answers(engine, 40, speculate="off")
         for limits in {}, {"enable_prefix_caching": False, "prefill_chunk_size": 7}:
-            guessed, after = answers(engine, 40, speculate="mtp", speculate_tokens=4, **limits)
+            guessed, after = answers(engine, 40, speculate=head_of(case).role, speculate_tokens=4, **limits)
             check_same(plain, guessed)
             assert after.speculation is not None and sum(after.speculation.guessed) > 300
 
 
 @pytest.mark.usefixtures("always")
-def test_heads_go_on_behind_preemptions() -> None:
+@pytest.mark.parametrize("case", ["glm4_moe", "eagle llama", "medusa llama"])
+def test_heads_go_on_behind_preemptions(case: str) -> None:
     """Sequences that are computed anew, from where the prefix cache ends, are guessed for as before."""
-    random, path = np.random.default_rng(4), engine_of("glm4_moe")
+    random, path = np.random.default_rng(4), engine_of(case)
     prompts = [random.integers(3, 300, 40).tolist() for _ in range(6)]
     params = [SamplingParams(max_tokens=60, ignore_eos=True, seed=seed) for seed in range(6)]
+    role, limits = head_of(case).role, (LIMITS["max_model_len"], LIMITS["max_num_batched_tokens"])
     with Engine.open(path) as engine:
-        one = sequence_bytes(engine.plan.caches, LIMITS["max_model_len"], LIMITS["max_num_batched_tokens"])
+        both = sum(sequence_bytes(plan.caches, *limits) for plan in (engine.plan, engine.for_role(role).plan))
     with LLM(path, **LIMITS, speculate="off") as llm:
         plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    with LLM(path, **LIMITS, speculate_tokens=4, kv_cache_memory=one * 5 // 2) as llm:
+    with LLM(path, **LIMITS, speculate=role, speculate_tokens=4, kv_cache_memory=2 * both) as llm:
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == plain
         stats = llm.stats()
     assert stats.num_preemptions > 1 and stats.speculation is not None and sum(stats.speculation.guessed) > 400
@@ -231,15 +240,17 @@ def test_heads_are_quantized_as_the_model_is(quant: str) -> None:
         assert {call.kernel for call in head.calls if call.kernel.startswith("gemm_")} - {"gemm_bf16@1"}
 
 
-def test_gpus_show_hidden_states_and_are_given_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["glm4_moe", "eagle llama"])
+def test_gpus_show_hidden_states_and_are_given_them(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An emulated one, beside the CPU: the model's states, and what the head makes of them."""
     kernels: dict[str, Specialization] = {}
     monkeypatch.setattr(build, "code_sections", lambda own, targets: kernels.update(own) or {})
     path, config = tmp_path / "gpu.engine", replace(CONFIG, targets=("cpu", "cuda:sm_80"))
-    build_engine(with_mtp("glm4_moe", **ALL_EXPERTS["glm4_moe"]).checkpoint, config, path, draft=Automatic())
+    head = head_of(case) if case.startswith("eagle") else with_mtp(case, **ALL_EXPERTS[case])
+    build_engine(head.checkpoint, config, path, draft=head.draft(tmp_path / "head"))
     limits = RuntimeConfig(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=16, max_logit_rows=16, threads=1)
     tokens, hidden = np.random.default_rng(0).integers(3, 300, 12).tolist(), None
-    for role in None, "mtp":
+    for role in None, head.role:
         shown = []
         for target in "cpu", "cuda":
             with Engine.open(path, target) as opened:
@@ -247,11 +258,14 @@ def test_gpus_show_hidden_states_and_are_given_them(tmp_path: Path, monkeypatch:
                 on_cpu = target == "cpu"
                 executor = CpuExecutor(engine, limits) if on_cpu else CudaExecutor(engine, device_for(kernels), limits)
                 sequence = TokenSequence(tokens, len(tokens), len(tokens) + 1)
+                if hidden is not None:  # the model's states are the first columns
+                    before = engine.plan.buffers[engine.plan.given[HIDDEN_BEFORE]].columns
+                    hidden = np.pad(hidden, ((0, 0), (0, before - hidden.shape[1])))
                 plan = replaced(_step(executor, sequence), hidden=hidden)
                 outputs = executor.run(plan)
                 shown.append((np.array(outputs.hidden), np.array(outputs.logits)))
         (hidden, logits), (states, others) = shown
-        assert hidden.shape == (12, 48) and relative_error(states, hidden) < tolerances.ENGINE_GRAPH["bf16"]
+        assert len(hidden) == 12 and relative_error(states, hidden) < tolerances.ENGINE_GRAPH["bf16"]
         assert relative_error(others, logits) < tolerances.ENGINE_GRAPH["bf16"]
 
 

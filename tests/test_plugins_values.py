@@ -12,6 +12,7 @@ import onnx_ir as ir
 import pytest
 
 from enginewright.plugins import PLUGINS
+from enginewright.plugins.gather_columns import LACKING
 from enginewright.plugins.plugin import CODES
 from tests import tolerances
 from tests.helpers.onnx_run import Array, run
@@ -369,6 +370,11 @@ def selective_state(x: Inputs, a: Attributes) -> list[Doubles]:
     return [state, out.reshape(x["value"].shape)]
 
 
+def gather_columns(x: Inputs) -> Doubles:
+    columns = x["columns"].astype(int)
+    return np.where(columns < 0, LACKING, x["x"][..., columns])
+
+
 def gated_rms_norm(x: Inputs, a: Mapping[str, Any]) -> list[Doubles]:
     gate, shape = x["z"] * sigmoid(x["z"]), x["x"].shape
     gated = (x["x"] * gate if a["gate"] == "before" else x["x"]).reshape(*shape[:-1], -1, a["run"])
@@ -419,7 +425,7 @@ EXPECTED: Mapping[str, Callable[[Inputs, Attributes], Doubles | list[Doubles]]] 
     "EmbedW8": lambda x, a: (x["table"] * x["table_scale"][:, None])[x["tokens"].astype(int)] * a["scale"],
     "GatedDelta": gated_delta,
     "GatedRmsNorm": gated_rms_norm,
-    "GatherColumns": lambda x, a: written_to(x["x"][..., x["columns"].astype(int)], a, x.get("largest")),
+    "GatherColumns": lambda x, a: written_to(gather_columns(x), a, x.get("largest")),
     "GemmBf16": by_expert(gemm),
     "GemmFp8A16": by_expert(gemm),
     "GemmFp8A8": lambda x, a: gemm({**x, "x": x["x"] * by_runs(x["x_scale"], a["group"], x["x"].shape[-1])}, a),

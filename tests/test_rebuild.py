@@ -13,6 +13,7 @@ from enginewright.builder.progress import Silent
 from enginewright.builder.rebuild import rebuild
 from enginewright.cli import main
 from enginewright.engine_file import EngineFile
+from tests.helpers.eagle import with_eagle
 from tests.helpers.engines import copied
 from tests.helpers.quantized import tiny_case
 from tests.helpers.tiny import tiny_checkpoint
@@ -198,6 +199,19 @@ def test_a_draft(folder: Path) -> None:
     said = refused(2, engine, "--draft", folder / "tiny-llama")
     assert "config.json has changed" in said and "with --draft" in said
     assert "--draft means nothing here" in refused(2, folder / "x.engine", "--draft", draft)
+
+
+def test_a_head(folder: Path) -> None:
+    """Its folder may have another name by now."""
+    head = with_eagle("llama", layers=(1, 3))
+    draft = head.store(folder / "head", {}, {})
+    engine = built(folder / "tiny-llama", folder / "eagle.engine", "--gate", "off", "--draft", draft)
+    assert remade(engine)["same_bytes"]
+    moved = draft.rename(folder / "moved")
+    assert remade(engine, "--draft", moved)["same_bytes"]
+    head.store(folder / "other", {"rms_norm_eps": 1e-6}, {})
+    said = refused(2, engine, "--draft", folder / "other")
+    assert "config.json has changed" in said and "with --draft" in said
 
 
 @pytest.mark.parametrize("draft", ["skip:1", "auto"])

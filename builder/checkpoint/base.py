@@ -26,7 +26,17 @@ class TokenizerFiles:
     chat_template: str | None  # a Jinja template; None: there is none
 
 
-class Checkpoint(Protocol):
+class TensorSource(Protocol):
+    """Tensors by name, read one at a time."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in its stored dtype (GGUF: dequantized to float32). Nothing is kept."""
+
+
+class Checkpoint(TensorSource, Protocol):
     """Tensor names and shapes are those of the Hugging Face model, whatever the files hold."""
 
     @property
@@ -51,12 +61,6 @@ class Checkpoint(Protocol):
     @property
     def pooling(self) -> Pooling | None:
         """What makes vectors of texts; None where the model generates text."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, in its stored dtype (GGUF: dequantized to float32). Nothing is kept."""
 
     def source_hashes(self) -> Mapping[str, str]:
         """File name -> SHA-256 of every file that the engine depends on."""

@@ -1,8 +1,9 @@
 """A checkpoint folder as the hub keeps them: config.json, tokenizer.json, weights in safetensors files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from enginewright.builder.checkpoint.files import INDEX_LIMIT_BYTES, SourceFolde
 from enginewright.builder.checkpoint.folder_tokenizer import TOKENIZER_FILES, check_tokenizer, read_tokenizer
 from enginewright.builder.checkpoint.sentence_transformers import dense_weights, module_texts, read_pooling
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
+from enginewright.manifest import EAGLE, MEDUSA
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -39,33 +41,23 @@ DTYPES = {
 }
 
 
-class FolderCheckpoint:
-    """Reads config and headers when made; tensors one at a time, each time from the file.
+class TensorFolder:
+    """The tensors of a folder: headers are read when it is made, tensors one at a time, each time from the file.
 
     Args:
-        path: the folder.
+        files: the folder.
         name: as in `Checkpoint.name`; the folder's own unless said.
-        root: as in `SourceFolder`.
+        more: safetensors files beside the model's own: name → what is put in front of the names in it.
 
     Raises:
-        EngineError: what is wrong, by file name. No code of the folder is ever run: `auto_map` and the
-            Python files it names are ignored, and pickled weights are refused.
+        EngineError: what is wrong, by file name. Pickled weights are refused.
     """
 
-    def __init__(self, path: Path, name: str | None = None, root: Path | None = None) -> None:
-        self.name, self.origin = name or path.resolve().name, hub_origin(path)
-        self._files = SourceFolder(path, root)
-        self.config: Mapping[str, Any] = read_config(self._files)
-        self.generation_config: Mapping[str, Any] = self._files.read_json(GENERATION_CONFIG)
-        check_tokenizer(self._files)
-        self.pooling = read_pooling(self._files)
+    def __init__(self, files: SourceFolder, name: str | None = None, more: Mapping[str, str] = MappingProxyType({})):
+        self.name, self.origin = name or files.path.resolve().name, hub_origin(files.path)
+        self._files, self._prefixes = files, more
         self._shard_of: dict[str, str] = {}
-        self._prefixes: dict[str, str] = {}  # of the names in a file: `2_Dense.` of a layer behind the pooling
         self.tensors: Mapping[str, TensorInfo] = self._read_headers()
-
-    @cached_property
-    def tokenizer(self) -> TokenizerFiles:
-        return read_tokenizer(self._files)
 
     def read(self, name: str) -> torch.Tensor:
         # Opened anew each time: the header is checked against the file's length again, and what one tensor
@@ -83,18 +75,19 @@ class FolderCheckpoint:
     def source_hashes(self) -> Mapping[str, str]:
         return self._source_hashes
 
+    def _texts(self) -> Sequence[str]:
+        """The files that count beside those of tensors; some may not be there."""
+        return [CONFIG, INDEX]
+
     @cached_property
     def _source_hashes(self) -> Mapping[str, str]:
-        texts = [CONFIG, GENERATION_CONFIG, MODELOPT_CONFIG, *TOKENIZER_FILES, INDEX, *module_texts(self._files)]
-        present = {name for name in texts if self._files.find(name)} | set(self._shard_of.values())
+        present = {name for name in self._texts() if self._files.find(name)} | set(self._shard_of.values())
         return {name: self._files.sha256(name) for name in sorted(present)}
 
     def _read_headers(self) -> dict[str, TensorInfo]:
         """Every tensor's dtype and shape, and in `_shard_of` its file; no tensor is read."""
         shards, index = weight_files(self._files)
-        dense = dense_weights(self._files)
-        self._prefixes |= {shard: f"{shard.rpartition('/')[0]}." for shard in dense}
-        shards = [*shards, *dense]
+        shards = [*shards, *self._prefixes]
         tensors: dict[str, TensorInfo] = {}
         for shard in shards:
             for name, info in _read_header(self._files, shard).items():
@@ -115,11 +108,42 @@ class FolderCheckpoint:
         return tensors
 
 
+class FolderCheckpoint(TensorFolder):
+    """A whole checkpoint.
+
+    Args:
+        path: the folder.
+        name: as in `Checkpoint.name`; the folder's own unless said.
+        root: as in `SourceFolder`.
+
+    Raises:
+        EngineError: what is wrong, by file name. No code of the folder is ever run: `auto_map` and the
+            Python files it names are ignored, and pickled weights are refused.
+    """
+
+    def __init__(self, path: Path, name: str | None = None, root: Path | None = None) -> None:
+        files = SourceFolder(path, root)
+        self.config: Mapping[str, Any] = read_config(files)
+        self.generation_config: Mapping[str, Any] = files.read_json(GENERATION_CONFIG)
+        check_tokenizer(files)
+        self.pooling = read_pooling(files)
+        # Of a layer behind the pooling: `2_Dense.`.
+        super().__init__(files, name, {shard: f"{shard.rpartition('/')[0]}." for shard in dense_weights(files)})
+
+    @cached_property
+    def tokenizer(self) -> TokenizerFiles:
+        return read_tokenizer(self._files)
+
+    def _texts(self) -> Sequence[str]:
+        own = [CONFIG, GENERATION_CONFIG, MODELOPT_CONFIG, *TOKENIZER_FILES, INDEX]
+        return [*own, *module_texts(self._files)]
+
+
 def read_config(files: SourceFolder) -> dict[str, Any]:
     """config.json, and in it the quantization_config that modelopt writes beside it.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or it is that of a head (head.py).
         UnsupportedModelError: it names no model_type.
     """
     folder = files.path
@@ -130,12 +154,38 @@ def read_config(files: SourceFolder) -> dict[str, Any]:
             "Name a folder with config.json, tokenizer.json and safetensors files, a GGUF file, or a hub id.",
         )
     config = files.read_json(CONFIG)
+    if (role := head_role(config)) is not None:
+        raise UsageError(
+            f"{folder} holds no model",
+            f"by its {CONFIG}, it is what guesses for one: {role}",
+            "Name its model, and its folder with --draft. From the hub, download it first: "
+            "`hf download OWNER/NAME --local-dir FOLDER`.",
+        )
     if not isinstance(config.get("model_type"), str):
         raise UnsupportedModelError(f"{CONFIG} in {folder} names no model_type")
     beside = files.read_json(MODELOPT_CONFIG).get("quantization")
     if config.get("quantization_config") is None and isinstance(beside, dict):
         config["quantization_config"] = {"quant_method": "modelopt", **beside}
     return config
+
+
+def head_role(config: Mapping[str, Any]) -> str | None:
+    """The role of the head whose config.json this is, by its class or a key that only its kind has; None of a model.
+
+    Raises:
+        UnsupportedModelError: it is of several kinds.
+    """
+    architectures = config.get("architectures")
+    classes = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
+    keys = config.keys()
+    signs = {
+        EAGLE: "Eagle" in classes or bool(keys & {"draft_vocab_size", "speculators_model_type"}),
+        MEDUSA: "Medusa" in classes or "medusa_num_heads" in keys or config.get("model_type") == "medusa",
+    }
+    roles = [role for role, is_there in signs.items() if is_there]
+    if len(roles) > 1:
+        raise UnsupportedModelError(f"{CONFIG} is of several kinds of heads", " and ".join(roles))
+    return roles[0] if roles else None
 
 
 def weight_files(files: SourceFolder) -> tuple[list[str], dict[str, str]]:
@@ -182,8 +232,8 @@ def refuse_pickle(name: str, folder: Path) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{name} in {folder} is a pickle",
         "reading one can run any code that its author put in",
-        "Look for the same model as safetensors. Where you trust the file, convert it in a sandbox: "
-        "load it with transformers and call save_pretrained.",
+        "Look for the same as safetensors. Where you trust the file, convert it in a sandbox: load a model with "
+        "transformers and call save_pretrained, or a head with torch and call safetensors.torch.save_file.",
     )
 
 

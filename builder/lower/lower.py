@@ -209,7 +209,7 @@ class _Lowering:
             buffers=tuple(Buffer(*entry, slot) for entry, slot in zip(self.buffers, slots, strict=True)),
             calls=tuple(self.calls),
             outputs=outputs,
-            vocab_size=self._vocab_size(),
+            vocab_size=self._vocab_size() if logits is None else logits.columns,
             max_seq_len=max_seq_len,
             whole_texts=self._takes_whole_texts(),
             sampling=self._named(*sampling) if sampling else None,
@@ -226,7 +226,7 @@ class _Lowering:
         return (operand for call in self.calls for operand in call.operands.values())
 
     def _vocab_size(self) -> int:
-        """Rows of the table that tokens are looked up in."""
+        """Rows of the table that tokens are looked up in, where there are no logits."""
         (tokens,) = (value for value in self.graph.inputs if value.name == "tokens")
         return next(
             _shape(value)[0]

@@ -1,8 +1,8 @@
-// The columns of x in another order.
+// The columns of x in another order, or those of them that are wanted, each as often as it is.
 //
-//   gather_columns@1  out[i, j] = x[i, columns[j]]
+//   gather_columns@1  out[i, j] = x[i, columns[j]], or LACKING where columns[j] is -1
 //
-// x: f32 [rows, K]; columns: i32 weight [K], each in [0, K); out: f32 or bf16 [rows, K], or i8 as quantize.h
+// x: f32 [rows, K]; columns: i32 weight [N], each in [-1, K); out: f32 or bf16 [rows, N], or i8 as quantize.h
 // has it, with scale: f32 [rows, runs] beside it.
 #pragma once
 
@@ -13,24 +13,26 @@
 namespace enginewright {
 namespace {
 
+// The logit of a token that the head has none for: as good as none, and finite under every penalty.
+constexpr float LACKING = -1e30f;
+
 template <class S>
 class GatherColumns final : public Kernel {
  public:
   GatherColumns(const Operands& operands, const Attributes& attributes)
       : x_(matrix(operands, "x", DType::f32)),
         columns_(matrix(operands, "columns", DType::i32)),
-        out_(operands, attributes, "out", x_, x_.columns) {
+        out_(operands, attributes, "out", with_columns(x_, columns_.columns), columns_.columns) {
     require_known(operands, attributes, {"x", "columns", "largest", "out", "scale"}, {"group"});
     require(columns_.kind == Operand::Kind::weight && columns_.max_rows == 1,
             "'columns' must be a weight of one row");
-    require_columns(columns_, x_.columns);
     const int32_t* columns = columns_.as<const int32_t>();
     for (int64_t i = 0; i < columns_.columns; ++i) {
-      require(0 <= columns[i] && columns[i] < x_.columns, "'columns' names columns that 'x' does not have");
+      require(-1 <= columns[i] && columns[i] < x_.columns, "'columns' names columns that 'x' does not have");
     }
   }
 
-  int64_t scratch_bytes() const override { return 4 * x_.columns; }
+  int64_t scratch_bytes() const override { return 4 * columns_.columns; }
 
   Work work(const Sizes& sizes) const override { return touched({&x_, &columns_, &out_.written()}, sizes); }
 
@@ -40,12 +42,17 @@ class GatherColumns final : public Kernel {
     const Range mine = share(x_.rows.at(sizes), worker);
     for (int64_t i = mine.begin; i < mine.end; ++i) {
       const float* x = x_.as<const float>() + i * x_.stride;
-      for (int64_t j = 0; j < x_.columns; ++j) row[j] = x[columns[j]];
+      for (int64_t j = 0; j < columns_.columns; ++j) row[j] = columns[j] < 0 ? LACKING : x[columns[j]];
       out_.put(i, 0, RowReader<S>(row));
     }
   }
 
  private:
+  static Operand with_columns(Operand x, int64_t columns) {
+    x.columns = columns;
+    return x;
+  }
+
   const Operand x_, columns_;
   const RowsOut<S> out_;
 };

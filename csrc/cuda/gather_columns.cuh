@@ -1,5 +1,5 @@
-// Columns of x in another order, stored as `type` (plugins/gather_columns.py): out[row, j] = x[row,
-// columns[j]].
+// Columns of x in another order, or those of them that are wanted, stored as `type`
+// (plugins/gather_columns.py): out[row, j] = x[row, columns[j]], or LACKING where columns[j] is -1.
 #pragma once
 
 #include "rows.cuh"
@@ -14,6 +14,7 @@ struct GatherColumns {
 };
 
 constexpr int GATHER_COLUMNS_THREADS = 256;
+constexpr float LACKING = -1e30f;  // csrc/cpu/gather_columns.h
 
 // A block a row. Shared memory: two floats for each warp.
 template <GatherColumns S>
@@ -23,7 +24,10 @@ gather_columns(const Sizes* sizes, const float* x, const int32_t* columns, store
   int row = block_x();
   if (row >= (*sizes)[S.rows]) return;
   constexpr RowOut OUT{S.type, S.columns, S.padded, S.out_stride, S.group, S.scale_stride};
-  auto value = [&](int c) { return x[int64_t{row} * S.x_stride + columns[c]]; };
+  auto value = [&](int c) {
+    int from = columns[c];
+    return from < 0 ? LACKING : x[int64_t{row} * S.x_stride + from];
+  };
   write_row<OUT, GATHER_COLUMNS_THREADS>(row, value, out, scale, shared_memory<float>());
 }
 

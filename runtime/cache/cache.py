@@ -29,9 +29,9 @@ class Cache:
         paged = {group.block_size for group in groups if isinstance(group, PagedCache)}
         snapshots = {group.snapshot_tokens for group in groups if not isinstance(group, PagedCache)}
         self.stride = gcd(*paged, *snapshots)  # what a sequence holds changes at multiples of it alone
-        # Tokens of a block that can be shared, which has one key; None if groups do not fit together.
-        self.block_size: int | None = min(paged or snapshots)
-        if len(paged) > 1 or any(tokens % self.block_size for tokens in snapshots):
+        # Tokens of a block that can be shared, which has one key; None if there are no groups that fit together.
+        self.block_size: int | None = min(paged or snapshots, default=None)
+        if len(paged) > 1 or any(tokens % (self.block_size or 1) for tokens in snapshots):
             self.block_size = None
         self.has_snapshots = self.block_size is not None and len(snapshots) > 0
         self._kinds: list[CacheKind[Any]] = [

@@ -88,7 +88,8 @@ class CudaExecutor:
         self.isa, self.threads = device.architecture, 0
         if self.plan.sampling is None:
             raise CorruptEngineError("the plan is damaged", "it does not say how tokens are sampled", "Build it again.")
-        if not any("sampled" in launch.arguments for call in self.plan.calls for launch in call.launches):
+        reads_tokens = [call for call in self.plan.calls if InputOperand("tokens") in call.operands.values()]
+        if reads_tokens and not any("sampled" in one.arguments for call in reads_tokens for one in call.launches):
             raise CorruptEngineError("the plan is damaged", "it does not take up what was sampled", "Build it again.")
         length, limits = limits_of(self.plan, config)
         sampler_limits = SamplerLimits.of(limits.sequences, length, self.plan.vocab_size, len(engine.eos_token_ids))

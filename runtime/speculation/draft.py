@@ -164,7 +164,7 @@ class DraftModel(Proposer):
         return own if self._grow(own) else None
 
     def _grow(self, own: TokenSequence) -> bool:
-        return self._cache.grow(own.held, len(own.token_ids))
+        return len(own.token_ids) <= self._longest and self._cache.grow(own.held, len(own.token_ids))
 
     def _mark(self, own: TokenSequence) -> bool:
         """Make ready for guesses, which may be taken back."""
@@ -251,7 +251,8 @@ def config_of_draft(role: str, engine: Engine, config: RuntimeConfig, kv_bytes: 
         config,
         max_model_len=min(length, engine.for_role(role).plan.max_seq_len),
         max_logit_rows=config.max_num_seqs,
-        kv_cache_memory=None if kv_bytes is None else int(kv_bytes_of_draft(role, engine, config, kv_bytes)),
+        # A draft without caches takes none of it, and a limit is 1 at least.
+        kv_cache_memory=None if kv_bytes is None else max(int(kv_bytes_of_draft(role, engine, config, kv_bytes)), 1),
     )
 
 

@@ -1,4 +1,5 @@
-"""A head guesses what comes next from the model's own hidden states: MTP layers (builder/models/blocks/mtp.py).
+"""A head guesses what comes next from the model's own hidden states: MTP layers (builder/models/blocks/mtp.py) and
+EAGLE-3 (builder/heads/eagle.py).
 
 Its token i is the model's token i + 1, read together with the model's hidden state i. Guess by guess, its own hidden
 states take the place of the model's; once the guesses are verified, it reads the right tokens again with the model's.
@@ -38,7 +39,7 @@ class HiddenStates:
         known = max(self.begin - position, 0)
         if known < len(rows):
             del self.rows[position + known - self.begin :]
-            self.rows += list(rows[known:].copy())
+            self.rows += list(rows[known:])
             self.end = position + len(rows)
 
     def keep(self, begin: int, end: int) -> None:
@@ -53,7 +54,11 @@ class HiddenStates:
 
 
 class HeadModel(DraftModel):
-    """Guesses by a plan that is given hidden states, and shows its own."""
+    """Guesses by a plan that is given hidden states, and shows its own.
+
+    In a row that the plan is given, the model's states are the first columns, and the head's own the last ones, which
+    may be the same; the other columns are zero.
+    """
 
     def __init__(self, executor: Executor, cost: StepCost) -> None:
         self._states: dict[TokenSequence, HiddenStates] = {}  # by the model's sequences
@@ -62,10 +67,14 @@ class HeadModel(DraftModel):
         super().__init__(executor, cost)
 
     def observe(self, plan: StepPlan, outputs: StepOutputs) -> None:
-        rows, row = np.asarray(outputs.hidden), 0
+        shown, row = np.asarray(outputs.hidden), 0
         for part in plan.parts:
-            if part.sequence.is_running and not part.sequence.is_beam:
-                self._put(part, rows[row : row + part.num_tokens])
+            if len(part.sequence.token_ids) >= self._longest:  # nothing more is guessed for it
+                self.end(part.sequence)
+            elif part.sequence.is_running and not part.sequence.is_beam:
+                rows = np.zeros((part.num_tokens, self._columns), np.float32)
+                rows[:, : shown.shape[1]] = shown[row : row + part.num_tokens]
+                self._put(part, rows)
             row += part.num_tokens
         # What guesses do not need soon is read meanwhile, or states would add up.
         full = [one for one, states in self._states.items() if len(states.rows) > self._limits.tokens]
@@ -131,8 +140,10 @@ class HeadModel(DraftModel):
         return np.stack([row for part in parts for row in self._read_by[part.sequence].of(part)])
 
     def _ran(self, parts: Sequence[Part], outputs: StepOutputs) -> None:
-        rows, last = np.asarray(outputs.hidden), -1
+        shown, last = np.asarray(outputs.hidden), -1
         for part in parts:
             last += part.num_tokens
             if part.num_logit_rows:  # a guess comes behind it
-                self._read_by[part.sequence].rows.append(rows[last].copy())
+                row = np.zeros(self._columns, np.float32)
+                row[-shown.shape[1] :] = shown[last]
+                self._read_by[part.sequence].rows.append(row)

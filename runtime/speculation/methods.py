@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from enginewright.manifest import DRAFT, MTP, NGRAM, ROLES, SKIP
+from enginewright.manifest import DRAFT, EAGLE, MEDUSA, MTP, NGRAM, ROLES, SKIP
 from enginewright.plan import Plan
 from enginewright.runtime.devices import Executor
 from enginewright.runtime.engine import Engine
@@ -12,6 +12,7 @@ from enginewright.runtime.memory_plan import FREE_SHARE, MemoryPlan, RuntimeConf
 from enginewright.runtime.speculation.draft import DraftModel, config_of_draft, kv_bytes_of_draft
 from enginewright.runtime.speculation.head import HeadModel
 from enginewright.runtime.speculation.lookup import PromptLookup
+from enginewright.runtime.speculation.medusa import MedusaModel
 from enginewright.runtime.speculation.proposer import Proposer
 from enginewright.runtime.speculation.speculator import Speculator
 from enginewright.runtime.step_cost import StepCost
@@ -21,6 +22,8 @@ METHODS: Mapping[str, Callable[[Engine, RuntimeConfig, Executor], Proposer]] = {
     DRAFT: partial(DraftModel.open, DRAFT),
     SKIP: partial(DraftModel.open, SKIP),
     MTP: partial(HeadModel.open, MTP),
+    EAGLE: partial(HeadModel.open, EAGLE),
+    MEDUSA: partial(MedusaModel.open, MEDUSA),
 }
 
 

@@ -244,7 +244,8 @@ LIMIT_OPTIONS = with_options(
         help="Guess the next tokens, and check several guesses in one step. Answers are the same, to the bit, and come "
         "faster where many guesses are right. ngram looks up what followed the last tokens where they came before, in "
         "prompt, answer or earlier answers. draft asks the smaller model, skip the first layers of the model itself, "
-        "and mtp the layer that its checkpoint carries for that, which `engine build --draft` put into the engine.",
+        "mtp the layer that its checkpoint carries for that, and eagle and medusa heads that were trained for it: what "
+        "`engine build --draft` has put into the engine.",
     ),
     _speculation(
         "--speculate-tokens",

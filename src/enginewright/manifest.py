@@ -21,7 +21,9 @@ PLANS = "plan/"
 DRAFT = "draft"  # a smaller model of the same tokenizer
 SKIP = "skip"  # the first layers of the model itself, with its head
 MTP = "mtp"  # the layer that the checkpoint carries to guess with
-ROLES = (DRAFT, SKIP, MTP)  # of plans beside the model's own
+EAGLE = "eagle"  # a head that reads hidden states of several layers of the model
+MEDUSA = "medusa"  # heads that all read one hidden state of the model
+ROLES = (DRAFT, SKIP, MTP, EAGLE, MEDUSA)  # of plans beside the model's own
 NGRAM = "ngram"  # guesses are looked up: no plan
 
 MAX_BYTES = 2**53  # of a section or a file: whole numbers up to here survive every JSON reader

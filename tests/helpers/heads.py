@@ -1,12 +1,15 @@
 """Tiny models whose checkpoints carry what guesses for them, and what that says, by transformers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
+from enginewright.builder.draft import Automatic, Draft
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 Tensors = Mapping[str, torch.Tensor]
@@ -26,32 +29,25 @@ MTP: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
 SHORT_BY_ONE = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")  # families that store norms less 1
 
 
-@dataclass(frozen=True)
-class WithHead:
-    """A model, and a layer that guesses for it."""
+class Guesser(ABC):
+    """A model, and what guesses for it from its hidden states."""
 
-    model: PreTrainedModel
-    layer: PreTrainedModel  # of one layer, and a norm
-    norms: Tensors  # of embeddings, and of hidden states
-    fc: torch.Tensor  # [hidden, 2 · hidden]
-    checkpoint: MemoryCheckpoint
+    role: ClassVar[str]
+    checkpoint: MemoryCheckpoint  # the model's
 
+    @abstractmethod
+    def draft(self, folder: Path) -> Draft:
+        """What an engine is built with. folder: where files of a checkpoint of its own may be."""
+
+    @abstractmethod
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
-        """The model's states behind its last norm, [tokens, hidden]."""
-        with torch.inference_mode():
-            states: torch.Tensor = self.model.model(torch.tensor([tokens])).last_hidden_state[0]
-        return states
+        """What the head reads of the model, [tokens, columns of its own states]."""
 
+    @abstractmethod
     def guess(self, tokens: Sequence[int], hidden: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """What the head gives for tokens from `first` + 1 on, with hidden states from `first` on: logits and states."""
-        with torch.inference_mode():
-            embedded = self.model.get_input_embeddings()(torch.tensor(tokens))
-            both = [self._norm(embedded, "embedding"), self._norm(hidden, "hidden")]
-            x = torch.cat(both, -1) @ self.fc.T
-            positions = torch.arange(first, first + len(tokens))[None]
-            states = self.layer.model(inputs_embeds=x[None], position_ids=positions).last_hidden_state[0]
-            return self.model.lm_head(states), states
 
+    @torch.inference_mode()
     def shortfalls(self, tokens: Sequence[int], guesses: Sequence[int], first: int = 0) -> list[float]:
         """By how much the logits of guesses behind some tokens fall short of the largest one's.
 
@@ -66,12 +62,43 @@ class WithHead:
             states = torch.cat([states, own[-1:]])
         return found
 
+
+@dataclass(frozen=True)
+class WithMtp(Guesser):
+    """A model, and a layer of its checkpoint that guesses for it."""
+
+    role: ClassVar[str] = "mtp"
+
+    model: PreTrainedModel
+    layer: PreTrainedModel  # of one layer, and a norm
+    norms: Tensors  # of embeddings, and of hidden states
+    fc: torch.Tensor  # [hidden, 2 · hidden]
+    checkpoint: MemoryCheckpoint
+
+    def draft(self, folder: Path) -> Draft:
+        return Automatic()
+
+    def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
+        """The model's states behind its last norm."""
+        with torch.inference_mode():
+            states: torch.Tensor = self.model.model(torch.tensor([tokens])).last_hidden_state[0]
+        return states
+
+    def guess(self, tokens: Sequence[int], hidden: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.inference_mode():
+            embedded = self.model.get_input_embeddings()(torch.tensor(tokens))
+            both = [self._norm(embedded, "embedding"), self._norm(hidden, "hidden")]
+            x = torch.cat(both, -1) @ self.fc.T
+            positions = torch.arange(first, first + len(tokens))[None]
+            states = self.layer.model(inputs_embeds=x[None], position_ids=positions).last_hidden_state[0]
+            return self.model.lm_head(states), states
+
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         epsilon = self.model.config.rms_norm_eps
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * self.norms[name]
 
 
-def with_mtp(family: str, seed: int = 5, **changes: Any) -> WithHead:
+def with_mtp(family: str, seed: int = 5, **changes: Any) -> WithMtp:
     """A random model of a family with an MTP layer, as its publisher stores it."""
     config = tiny_config(family, **changes)
     model = tiny_model(config)
@@ -95,7 +122,7 @@ def with_mtp(family: str, seed: int = 5, **changes: Any) -> WithHead:
             stored[name.replace("model.layers.0.", prefix)] = value
     stored = {name: value.bfloat16() for name, value in stored.items()}
     checkpoint = MemoryCheckpoint(config, {**MemoryCheckpoint.of(model, config).stored, **stored})
-    return WithHead(model, layer, {name: value + less for name, value in norms.items()}, fc, checkpoint)
+    return WithMtp(model, layer, {name: value + less for name, value in norms.items()}, fc, checkpoint)
 
 
 def silenced(family: str) -> MemoryCheckpoint:

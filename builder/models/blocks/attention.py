@@ -80,7 +80,7 @@ class PositionScale:
 
 @dataclass(frozen=True)
 class Attention:
-    """o(attention(q(x), k(x), v(x))), as wide as x. Every field may differ from layer to layer.
+    """o(attention(q(x), k(x), v(x))). Every field may differ from layer to layer.
 
     What a checkpoint stores in one tensor (q, k and v; q and a gate) has the names of its parts by `Weights.cut`.
     """
@@ -89,6 +89,7 @@ class Attention:
     scale: float | None = None  # of the scores; None is 1 / √heads.dim
     bias: bool = False  # of q, k and v
     output_bias: bool = False  # of o
+    output_width: int | None = None  # columns of o; None is as wide as x
     head_norm: RmsNorm | None = None  # of q and of k, before they are rotated
     norms_all_heads: bool = False  # the norm is of all heads together, not of each by itself
     norms_rotated: bool = False  # the norm is behind the rotation
@@ -127,7 +128,7 @@ class Attention:
         if self.gated:
             gate = graph.linear(x, f"{tensor}.gate_proj", heads.count * heads.dim, self.bias)
             y = graph.activation("sigmoid", y, f"layers.{layer}.attention.gated", gate)
-        return graph.linear(y, f"{tensor}.{self.output_name}", width_of(x), self.output_bias)
+        return graph.linear(y, f"{tensor}.{self.output_name}", self.output_width or width_of(x), self.output_bias)
 
     def _project(self, graph: GraphWriter, x: ir.Value, tensor: str) -> tuple[ir.Value, ir.Value]:
         """Keys and values, without norms and positions."""

@@ -1,0 +1,72 @@
+"""Medusa heads (builder/heads/medusa.py) guess several tokens from one hidden state of the model, each by a head of its
+own.
+
+A sequence of theirs begins anew with each state, and its positions are the heads: the token at position i is what head
+i guesses behind. They see no tokens, and have no caches.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginewright.plan import HIDDEN_BEFORE
+from enginewright.runtime.devices import Executor
+from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.speculation.draft import DraftModel
+from enginewright.runtime.step_cost import StepCost
+from enginewright.runtime.step_plan import Part, StepOutputs, StepPlan
+
+
+class MedusaModel(DraftModel):
+    """Guesses by a plan that is given a row for each guess: a 1 in the column of its head, and last the state."""
+
+    def __init__(self, executor: Executor, cost: StepCost) -> None:
+        self._shown: dict[TokenSequence, tuple[int, NDArray[np.float32]]] = {}  # position of the first row, and rows
+        self._read_by: dict[TokenSequence, NDArray[np.float32]] = {}  # the state, by the heads' sequence
+        self._columns = executor.plan.buffers[executor.plan.given[HIDDEN_BEFORE]].columns
+        super().__init__(executor, cost)
+
+    def observe(self, plan: StepPlan, outputs: StepOutputs) -> None:
+        shown, end = np.asarray(outputs.hidden), 0
+        for part in plan.parts:
+            end += part.num_tokens
+            if part.num_logit_rows and part.sequence.is_running and not part.sequence.is_beam:
+                rows = shown[end - part.num_logit_rows : end].copy()
+                self._shown[part.sequence] = part.end - part.num_logit_rows, rows
+
+    def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
+        return [None if self._state(sequence) is None else 0 for sequence in sequences]
+
+    def end(self, sequence: TokenSequence) -> None:
+        self._shown.pop(sequence, None)
+        super().end(sequence)
+
+    def _state(self, sequence: TokenSequence) -> NDArray[np.float32] | None:
+        """That of the token before the last one, which the model has sampled from it."""
+        first, rows = self._shown.get(sequence, (0, ()))
+        row = len(sequence.token_ids) - 2 - first
+        return rows[row] if 0 <= row < len(rows) else None
+
+    def _follow(self, sequence: TokenSequence) -> TokenSequence | None:
+        own, state = self._own.get(sequence), self._state(sequence)
+        assert state is not None, "nothing is guessed for a sequence whose state is not known"
+        if own is None:
+            own = self._open([0])
+        if own is None:
+            return None
+        self._own[sequence], self._read_by[own] = own, state
+        own.token_ids[:], own.num_computed_tokens = [0], 0
+        return own
+
+    def _release(self, own: TokenSequence) -> None:
+        self._read_by.pop(own, None)
+        super()._release(own)
+
+    def _hidden_before(self, parts: Sequence[Part]) -> NDArray[np.float32]:
+        rows = np.zeros((len(parts), self._columns), np.float32)
+        for row, part in zip(rows, parts, strict=True):
+            row[part.first] = 1.0
+            if (state := self._read_by.get(part.sequence)) is not None:  # while it measures, there is none
+                row[-len(state) :] = state
+        return rows

@@ -1,0 +1,227 @@
+"""Medusa heads as they are published and as vLLM stores them (tests/test_heads.py has what all heads do)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from enginewright import LLM, SamplingParams
+from enginewright.builder import build
+from enginewright.builder.assembly import Assembly, assemble
+from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.builder.checkpoint.head import find_head
+from enginewright.builder.draft import add_draft, open_draft
+from enginewright.builder.heads.base import GuessedModel
+from enginewright.builder.heads.medusa import build_medusa
+from enginewright.builder.progress import Silent
+from enginewright.errors import EngineError, UnsupportedModelError, UsageError
+from enginewright.plan import HIDDEN, HIDDEN_BEFORE, Plan
+from enginewright.plugins.kernel import Specialization
+from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.cuda.executor import CudaExecutor
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.inspect import describe, summarize
+from enginewright.runtime.memory_plan import RuntimeConfig
+from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.speculation.medusa import MedusaModel
+from enginewright.runtime.step_plan import Packer, Part, StepPlan
+from tests import tolerances
+from tests.emulator.device import device_for
+from tests.helpers.graphs import relative_error
+from tests.helpers.medusa import MEDUSA, WithMedusa, with_medusa
+from tests.helpers.mixed_requests import LIMITS, answers, check_same
+from tests.helpers.onnx_run import run
+from tests.helpers.tiny import VOCAB_SIZE, MemoryCheckpoint, tiny_config, tiny_model
+
+CONFIG = BuildConfig(gate=None)
+
+
+def assembled(head: WithMedusa, config: BuildConfig = CONFIG) -> Assembly:
+    return assemble(head.checkpoint, config, Silent())
+
+
+@pytest.mark.parametrize("case", MEDUSA)
+def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
+    """Rows of all heads in one step, in no order."""
+    head, random = with_medusa(case, **MEDUSA[case]), np.random.default_rng(0)
+    target = assembled(head)
+    model = GuessedModel.of("tiny", head.checkpoint.config, target.dense, target.max_seq_len)
+    made = build_medusa(head.draft(tmp_path / "head"), model)
+    states = head.hidden(random.integers(3, 300, 23).tolist())
+    numbers = random.integers(0, head.heads, 23)
+    given = np.concatenate([np.eye(head.heads, dtype=np.float32)[numbers], states.numpy()], 1)
+    nothing = np.zeros((1, 23), np.int64)  # heads see no tokens
+    feeds = {"tokens": nothing, "positions": nothing, HIDDEN_BEFORE: given[None]}
+    said = run(made.graph, feeds)["logits"][0]
+    wanted = torch.stack([head.logits(state, number) for state, number in zip(states, numbers, strict=True)])
+    assert np.abs(said - wanted.numpy()).max() < tolerances.HYBRID_LOGITS
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("case", MEDUSA)
+def test_engines_guess_what_heads_would(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens as there are heads, behind prompts that are read at once and in chunks, and behind what the prefix
+    cache has; never more.
+    """
+    made: list[tuple[list[int], Sequence[int]]] = []
+    propose = MedusaModel.propose
+
+    def watched(model: MedusaModel, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> Any:
+        guesses = propose(model, sequences, counts)
+        made.extend((list(one.token_ids), own) for one, own in zip(sequences, guesses, strict=True))
+        return guesses
+
+    monkeypatch.setattr(MedusaModel, "propose", watched)
+    head, path, random = with_medusa(case, **MEDUSA[case]), tmp_path / "x.engine", np.random.default_rng(1)
+    build_engine(head.checkpoint, CONFIG, path, draft=head.draft(tmp_path / "head"))
+    prompts = [random.integers(3, 300, length).tolist() for length in (1, 2, 31, 150, 90)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(path, **{**LIMITS, "max_model_len": 200}, speculate="medusa", speculate_tokens=4) as llm:
+        llm.generate(prompts, params)
+        (again,) = llm.generate([[*prompts[3], 7, 9, 11]], params)
+    assert again.num_cached_tokens == 128
+    assert max(len(guesses) for _, guesses in made) == min(head.heads, 4)
+    short = [by for tokens, guesses in made for by in head.shortfalls(tokens, guesses)]
+    assert len(short) > 50 and max(short) < tolerances.GUESS_LOGITS
+
+
+@pytest.mark.usefixtures("always")
+def test_heads_that_are_right_are_always_right(tmp_path: Path) -> None:
+    """The model says the same behind every token, and so do the heads, by the noise of each token's position."""
+    head, path = with_medusa("llama", heads=4, tie_word_embeddings=False), tmp_path / "right.engine"
+    silent, stored = ("o_proj.weight", "down_proj.weight"), dict(head.checkpoint.stored)
+    stored = {name: value * 0 if name.endswith(silent) else value for name, value in stored.items()}
+    stored["model.embed_tokens.weight"] = stored["model.embed_tokens.weight"][:1].repeat(VOCAB_SIZE, 1)
+    tensors = {name: value * 0 for name, value in head.tensors.items()}
+    tensors |= {f"{number}.1.weight": stored["lm_head.weight"].float() for number in range(4)}
+    right = replace(head, checkpoint=replace(head.checkpoint, stored=stored), tensors=tensors)
+    build_engine(right.checkpoint, CONFIG, path, draft=right.draft(tmp_path / "head"))
+    with Engine.open(path) as engine:
+        plain, _ = answers(engine, 30, speculate="off")
+        guessed, after = answers(engine, 30, speculate="medusa", speculate_tokens=4)
+    check_same(plain, guessed)
+    assert after.speculation is not None and sum(after.speculation.guessed) > 150
+    assert sum(after.speculation.accepted) / sum(after.speculation.guessed) > 0.97
+
+
+def test_an_engine_with_heads_is_the_same_model(tmp_path: Path) -> None:
+    head = with_medusa("llama")
+    plain = build_engine(head.checkpoint, CONFIG, tmp_path / "plain.engine")
+    both = build_engine(head.checkpoint, CONFIG, tmp_path / "both.engine", draft=head.draft(tmp_path / "head"))
+    found = []
+    for one in plain, both:
+        with Engine.open(one.path, verify=True) as engine:
+            found.append(answers(engine, 12)[0])
+    check_same(*found)
+    summary = summarize(both.path)
+    assert (summary["speculate"], list(summary["roles"])) == (None, ["medusa"])
+    assert summary["roles"]["medusa"]["kv_bytes_per_token"] == 0
+    assert summary["recipe"]["medusa"] == {"name": "head"} and "\n  medusa " in describe(summary)
+    assert "medusa/medusa_lm_head.safetensors" in summary["sources"]
+
+
+@pytest.mark.parametrize("quant", ["w8a8", "int4-rtn", "int8-sq", "auto"])
+def test_heads_are_quantized_as_the_model_is(quant: str, tmp_path: Path) -> None:
+    """Without scales that only texts could tell, on all targets."""
+    settings = {"activation_scheme": "static"} if quant == "int8-sq" else {}
+    config = replace(CONFIG, targets=("cpu", "cuda:sm_90a"), quant=quant_config(quant, **settings))
+    head = with_medusa("llama", layers=2)
+    both = add_draft(assembled(head, config), head.draft(tmp_path / "head"), Silent())
+    for platform in "cpu", "cuda":
+        own, model = (Plan.from_json(both.files[f"plan/{role}{platform}"]) for role in ("medusa/", ""))
+        assert set(own.outputs) == {"logits"} and set(model.outputs) == {HIDDEN, "logits"}
+        assert own.vocab_size == VOCAB_SIZE and set(own.given) == {HIDDEN_BEFORE} and not own.caches
+        assert not any("largest" in call.operands for call in own.calls)
+        assert {*own.weight_names(), *model.weight_names()} == set(both.weights) or platform == "cuda"
+        assert {call.kernel for call in own.calls if call.kernel.startswith("gemm_")} - {"gemm_bf16@1"}
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("quant", ["w8a8", "int4-rtn"])
+def test_no_answer_depends_on_quantized_heads(quant: str, tmp_path: Path) -> None:
+    head, path = with_medusa("llama"), tmp_path / "x.engine"
+    build_engine(head.checkpoint, replace(CONFIG, quant=quant_config(quant)), path, draft=head.draft(tmp_path / "head"))
+    with Engine.open(path) as engine:
+        plain, _ = answers(engine, 12, speculate="off")
+        guessed, after = answers(engine, 12, speculate="medusa", speculate_tokens=4)
+    check_same(plain, guessed)
+    assert after.speculation is not None and sum(after.speculation.guessed) > 100
+
+
+def test_gpus_run_the_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An emulated one, beside the CPU: a row of each head, of one state."""
+    kernels: dict[str, Specialization] = {}
+    monkeypatch.setattr(build, "code_sections", lambda own, targets: kernels.update(own) or {})
+    path, config = tmp_path / "gpu.engine", replace(CONFIG, targets=("cpu", "cuda:sm_80"))
+    head = with_medusa("llama")
+    build_engine(head.checkpoint, config, path, draft=head.draft(tmp_path / "head"))
+    limits, said = RuntimeConfig(max_num_seqs=1, max_num_batched_tokens=16, max_logit_rows=16, threads=1), []
+    state = head.hidden([3, 4, 5])[-1]
+    given = np.concatenate([np.eye(3, dtype=np.float32), np.tile(state, (3, 1))], 1)
+    for target in "cpu", "cuda":
+        with Engine.open(path, target) as opened:
+            engine = opened.for_role("medusa")
+            on_cpu = target == "cpu"
+            executor = CpuExecutor(engine, limits) if on_cpu else CudaExecutor(engine, device_for(kernels), limits)
+            sequence = TokenSequence([0] * 3, 3, 3)
+            packer = Packer((), executor.memory_plan.limits)
+            packer.place(sequence)
+            part = Part(sequence, 0, 3, 3)
+            sizes, inputs = packer.pack([part], 0, [part])
+            plan = StepPlan((part,), 0, sizes, inputs, (), (), hidden=given)
+            said.append(np.array(executor.run(plan).logits))
+    wanted = torch.stack([head.logits(state, number) for number in range(3)]).numpy()
+    for logits in said:
+        assert relative_error(logits, wanted) < tolerances.ENGINE_GRAPH["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "error", "message"),
+    [
+        ({"hidden_size": 40}, {}, UsageError, "head is no head for tiny: .*40 columns, and the model's have 48"),
+        ({"vocab_size": 300}, {}, UsageError, "they have 300 tokens, and the model 307"),
+        ({"truncated_vocab_size": 100}, {}, UnsupportedModelError, "truncated_vocab_size = 100"),
+        ({"original_lm_head": True}, {}, UnsupportedModelError, "original_lm_head = True"),
+        ({"logit_scale": 2.0}, {}, UnsupportedModelError, "logit_scale = 2.0"),
+        ({"medusa_num_heads": 0}, {}, EngineError, "medusa_num_heads is 0"),
+        ({"medusa_num_heads": 4}, {}, EngineError, r"no tensor 3\.0\.linear\.weight"),
+        ({"medusa_num_heads": 2}, {}, UnsupportedModelError, r"3 of the checkpoint's 9 tensors are not used.*2\.0"),
+        ({"medusa_num_layers": 2}, {}, EngineError, r"no tensor 0\.1\.linear\.weight"),
+        ({}, {"1.0.linear.bias": None}, EngineError, r"no tensor 1\.0\.linear\.bias"),
+        ({}, {"0.0.linear.weight": torch.zeros(48, 40)}, EngineError, r"wrong shape.*\[48, 40\].*\[48, 48\]"),
+        ({}, {"2.1.weight": torch.zeros(306, 48)}, EngineError, r"wrong shape.*\[306, 48\].*\[307, 48\]"),
+    ],
+)
+def test_heads_that_do_not_fit(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor | None],
+    error: type[EngineError],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    head = with_medusa("llama")
+    draft = find_head(head.store(tmp_path / "head", config, tensors))
+    with pytest.raises(error, match=f"(?s){message}"):
+        assert draft is not None and add_draft(assembled(head), draft, Silent())
+
+
+def test_folders_that_are_refused(tmp_path: Path) -> None:
+    head = with_medusa("llama")
+    folder = head.store(tmp_path / "head", {"draft_vocab_size": 307}, {})
+    with pytest.raises(UnsupportedModelError, match="is of several kinds of heads: eagle and medusa"):
+        open_draft(str(folder))
+    folder = head.store(tmp_path / "other", {}, {})
+    (folder / "medusa_lm_head.safetensors").rename(folder / "medusa_lm_head.pt")
+    with pytest.raises(UnsupportedModelError, match=r"medusa_lm_head\.pt in .* is a pickle"):
+        open_draft(str(folder))
+
+
+def test_models_that_no_head_is_for(tmp_path: Path) -> None:
+    draft, config = with_medusa("llama").draft(tmp_path / "head"), tiny_config("cohere2")
+    scaled = MemoryCheckpoint.of(tiny_model(config), config)
+    with pytest.raises(UnsupportedModelError, match="behind its last norm: models of type cohere2"):
+        add_draft(assemble(scaled, CONFIG, Silent()), draft, Silent())
