@@ -17,11 +17,11 @@ Tensors = Mapping[str, torch.Tensor]
 # Of a family: the config of a model of one layer that is like the one that guesses, and the names of its tensors, those
 # of the layer last.
 BEHIND = tuple(f"model.layers.3.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", ""))
+BESIDE = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0.")
 MTP: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
-    "qwen3_5_text": (
-        {"layer_types": ["full_attention"]},
-        ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0."),
-    ),
+    "qwen3_5_text": ({"layer_types": ["full_attention"]}, BESIDE),
+    "qwen3_5_moe_text": ({"layer_types": ["full_attention"]}, BESIDE),
+    "qwen3_next": ({"layer_types": ["full_attention"]}, BESIDE),
     "glm4_moe": ({"first_k_dense_replace": 0}, BEHIND),
     "glm4_moe_lite": ({"mlp_layer_types": ["sparse"]}, BEHIND),
     "deepseek_v3": ({"first_k_dense_replace": 0}, BEHIND),

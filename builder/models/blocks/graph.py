@@ -236,8 +236,8 @@ class GraphWriter:
 
 
 def short(tensor: str) -> str:
-    """The name of the node that uses a tensor."""
-    return tensor.removeprefix("model.")
+    """The name of the node that uses a tensor, which is none of a tensor: those of experts may have no `.weight`."""
+    return tensor.removeprefix("model.").removeprefix("mtp.")
 
 
 def _input(name: str, dtype: ir.DataType, dims: Dims) -> ir.Value:
