@@ -6,9 +6,9 @@ from enginewright import _cpu
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import sequence_bytes
 from enginewright.runtime.speculation import methods
-from enginewright.runtime.speculation.draft import DraftModel
-from enginewright.runtime.step_cost import StepCost
 from tests.helpers.mixed_requests import LIMITS, Recorded, answers, check_same
+from tests.test_heads import HEADS, head_of
+from tests.test_heads import engine_of as engine_with_head
 from tests.test_speculation import engine_of
 
 REQUESTS = 200
@@ -22,9 +22,8 @@ REQUESTS = 200
         *(("gemma3_text", 2), ("qwen3_5_text", 2), ("qwen3_moe", 1), ("gemma4_text", 1)),
     ],
 )
+@pytest.mark.usefixtures("always")
 def test_no_answer_depends_on_guesses(family: str, draft: str | int, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
-    monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
     with Engine.open(engine_of(family, draft)) as engine:
         plain, _ = answers(engine, REQUESTS, isa=isa)
         known = {answer.asked: [token.token for token in answer.tokens] for answer in plain.values()}
@@ -38,3 +37,18 @@ def test_no_answer_depends_on_guesses(family: str, draft: str | int, isa: str, m
                 guessed, stats = answers(engine, REQUESTS, isa=isa, speculate=speculate, **limits)
                 check_same(plain, guessed)
                 assert stats.speculation is not None and (limits or sum(stats.speculation.guessed) > 0)
+
+
+@pytest.mark.parametrize("isa", _cpu.isa_names())
+@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.usefixtures("always")
+def test_no_answer_depends_on_heads(case: str, isa: str) -> None:
+    """MTP layers, EAGLE-3 and Medusa, of dense models, hybrids and mixtures."""
+    role = head_of(case).role
+    with Engine.open(engine_with_head(case)) as engine:
+        plain, _ = answers(engine, REQUESTS, isa=isa, speculate="off")
+        one = sequence_bytes(engine.plan.caches, LIMITS["max_model_len"], LIMITS["max_num_batched_tokens"])
+        for limits in {}, {"kv_cache_memory": 8 * one, "enable_prefix_caching": False}:
+            guessed, stats = answers(engine, REQUESTS, isa=isa, speculate=role, **limits)
+            check_same(plain, guessed)
+            assert stats.speculation is not None and (limits or sum(stats.speculation.guessed) > 0)
