@@ -884,7 +884,7 @@ def chat(
     "--kv-cache-dir",
     type=click.Path(file_okay=False),
     show_default="kv in the folder of caches, $XDG_CACHE_HOME/enginewright",
-    help="Folder for it. Whoever reads it can learn what was asked and answered.",
+    help="Folder for it; one in /dev/shm keeps it in memory. Whoever reads it can learn what was asked and answered.",
 )
 @overload(
     "--max-num-waiting",

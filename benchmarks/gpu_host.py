@@ -65,7 +65,7 @@ class IdleDevice:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         return self._count
 
-    def event(self) -> int:
+    def event(self, *, sleeps: bool = False) -> int:
         return 0
 
     def _count(self, *_: object) -> None:

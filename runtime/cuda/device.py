@@ -47,8 +47,12 @@ class Device(Protocol):
     def copy(self, to: int, source: int, nbytes: int) -> None: ...
     def zero(self, address: int, nbytes: int) -> None: ...
     def synchronize(self) -> None: ...
-    def event(self) -> Any:
-        """Something that can be recorded, again and again, and waited for."""
+    def event(self, *, sleeps: bool = False) -> Any:
+        """Something that can be recorded, again and again, and waited for.
+
+        Args:
+            sleeps: whoever waits for it leaves the core to others, and goes on a little later.
+        """
         ...
 
     def record(self, event: Any) -> None: ...
@@ -225,9 +229,10 @@ class CudaDevice:
     def synchronize(self) -> None:
         self._call("cuStreamSynchronize", self._stream)
 
-    def event(self) -> Any:
-        flags = self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        return self._own("cuEventDestroy", self._call("cuEventCreate", flags))
+    def event(self, *, sleeps: bool = False) -> Any:
+        flags = self._driver.CUevent_flags
+        sleep = flags.CU_EVENT_BLOCKING_SYNC if sleeps else flags.CU_EVENT_DEFAULT
+        return self._own("cuEventDestroy", self._call("cuEventCreate", flags.CU_EVENT_DISABLE_TIMING | sleep))
 
     def record(self, event: Any) -> None:
         self._call("cuEventRecord", event, self._stream)

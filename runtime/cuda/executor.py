@@ -36,6 +36,7 @@ from enginewright.plan import (
     cache_of,
 )
 from enginewright.runtime.cuda.device import Device, Grid, OnGrid
+from enginewright.runtime.cuda.places import DevicePlaces
 from enginewright.runtime.cuda.sampling import PIPELINE_SLOTS, DeviceSampler, SamplerLimits
 from enginewright.runtime.cuda.upload import upload_weights
 from enginewright.runtime.engine import Engine
@@ -74,7 +75,6 @@ class CudaExecutor:
 
     steps_ahead = PIPELINE_SLOTS - 1
     max_top_logprobs = MAX_LOGPROBS
-    pools = None
 
     def __init__(
         self,
@@ -102,11 +102,10 @@ class CudaExecutor:
         arena = device.allocate(arena_bytes)
         self._buffers = [arena + offset for offset in offsets]
         caches = self.plan.caches
-        self._place_bytes = [place_bytes(group) for group in caches]
         self._states = [index for index, group in enumerate(caches) if isinstance(group, RecurrentState)]
-        self._pools = [
-            device.allocate(count * nbytes)
-            for count, nbytes in zip(self.memory_plan.num_blocks, self._place_bytes, strict=True)
+        self.place_memory = [
+            DevicePlaces(device, count, place_bytes(group))
+            for group, count in zip(caches, self.memory_plan.num_blocks, strict=True)
         ]
         self.weights = upload_weights(engine, device, ALIGN, weights)
         self._logits = self._buffers[self.plan.result]
@@ -146,14 +145,11 @@ class CudaExecutor:
         self.device.bind()
         sizes = plan.sizes
         if any(plan.copies):
-            for pool, size, copies in zip(self._pools, self._place_bytes, plan.copies, strict=True):
-                for source, to in copies:
-                    self.device.copy(pool + to * size, pool + source * size, size)
+            for memory, copies in zip(self.place_memory, plan.copies, strict=True):
+                memory.copy(copies)
         # A state begins with zeros. New blocks need none: attention reads no position that its queries do not see.
         for group in self._states:
-            pool, size = self._pools[group], self._place_bytes[group]
-            for slot in plan.new_blocks[group]:
-                self.device.zero(pool + slot * size, size)
+            self.place_memory[group].zero(plan.new_blocks[group])
         self._inputs.upload(plan.inputs, sizes)
         if plan.hidden is not None:
             self._write(self.plan.given[HIDDEN_BEFORE], plan.hidden)
@@ -226,7 +222,8 @@ class CudaExecutor:
                 return self._buffers[operand.index] + operand.column * buffer.element_bytes
             case CacheOperand():
                 group = cache_of(self.plan.caches, operand)
-                return self._pools[self.plan.caches.index(group)] + group.offset_bytes(operand.layer, operand.part)
+                memory = self.place_memory[self.plan.caches.index(group)]
+                return memory.address + group.offset_bytes(operand.layer, operand.part)
 
 
 def buckets_for(most: int) -> tuple[int, ...]:

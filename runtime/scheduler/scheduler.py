@@ -120,8 +120,7 @@ class Scheduler:
     def keep_on_disk(
         self, store: DiskStore, memory: Sequence[PlaceMemory], seconds: Callable[[int, int], float | None]
     ) -> None:
-        """Keep in `store`, from now on, what others may find, and look for it there. No step may be under way when
-        another one is planned.
+        """Keep in `store`, from now on, what others may find, and look for it there.
 
         Args:
             memory, seconds: as StoredPrefixes has them.

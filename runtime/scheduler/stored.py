@@ -6,9 +6,6 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.disk import DiskStore, ReadEntries
 from enginewright.runtime.cache.kind import Copies
@@ -24,12 +21,16 @@ LONGEST_S = 5.0  # that a sequence waits for the disk, where nobody knows what c
 
 
 class PlaceMemory(Protocol):
-    """The memory of a cache group."""
+    """The memory of a cache group. What is asked of it is done after all steps that have begun, and before the next."""
+
+    place_bytes: int
 
     def copy(self, places: Copies) -> None: ...
-    def places(self) -> NDArray[np.uint8]:
-        """[place, byte]"""
+    def read(self, place: int) -> Callable[[], bytes]:
+        """Begin to read what a place holds; what waits for it and gives it, in any thread, and has to be called."""
         ...
+
+    def write(self, place: int, content: bytes | memoryview) -> None: ...
 
 
 class StoredPrefixes:
@@ -50,7 +51,6 @@ class StoredPrefixes:
         seconds: Callable[[int, int], float | None],
     ) -> None:
         self._cache, self._prefixes, self._store, self._memory, self._seconds = cache, prefixes, store, memory, seconds
-        self._places = [one.places() for one in memory]
         self._sequence: TokenSequence | None = None  # that was asked for last
         self._reading: Future[ReadEntries] | None = None  # of it; None: nothing is to be read
         self._num_bytes = 0  # that are being read
@@ -112,7 +112,7 @@ class StoredPrefixes:
                 pending.clear()
 
         def write(group: int, key: bytes, place: int) -> None:
-            self._places[group][place] = np.frombuffer(read.contents[group, key], np.uint8)
+            self._memory[group].write(place, read.contents[group, key])
 
         self._store.touch(self._cache.absent(found))
         self._cache.restore(found, write)
@@ -127,7 +127,7 @@ class StoredPrefixes:
             return None
         absent, block_size = self._cache.absent(wanted[:found]), self._cache.block_size or 0
         seconds = self._seconds(num_there * block_size, found * block_size)
-        nbytes = sum(self._places[group].shape[1] for group, _ in absent)
+        nbytes = sum(self._memory[group].place_bytes for group, _ in absent)
         if seconds is not None and nbytes * self._s_per_byte > seconds:
             self._s_per_byte /= HOPE
             return None
@@ -139,5 +139,5 @@ class StoredPrefixes:
         """A place can be found, or is taken for something else."""
         if key in self._store.keys[group]:
             self._store.touch([(group, key)])
-        else:
-            self._store.save((group, key), self._places[group][place].tobytes())
+        elif self._store.has_room(group):
+            self._store.save((group, key), self._memory[group].read(place))

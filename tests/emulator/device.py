@@ -5,6 +5,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
+from threading import Lock
 
 import numpy as np
 
@@ -22,6 +23,7 @@ class EmulatedDevice:
     """Does nothing before it is waited for: what it reads from the host's memory has to stay there as long.
 
     kernels: the code of the engine, by name. What is captured is done when it is replayed, on the memory as it is then.
+    Several threads may wait for it.
     """
 
     architecture = "emulated"
@@ -34,7 +36,8 @@ class EmulatedDevice:
         self._memory: list[Bytes] = []
         self._captured: list[Callable[[], None]] | None = None
         self._asked: deque[Callable[[], None]] = deque()  # and not done yet
-        self._num_asked = 0  # in all
+        self._num_asked = self._num_done = 0  # in all
+        self._doing = Lock()
         self._events: list[int] = []  # what was asked for before each was recorded
         self._schedules = cycle(SCHEDULES)
         self.launches = 0
@@ -66,7 +69,7 @@ class EmulatedDevice:
     def synchronize(self) -> None:
         self._do(self._num_asked)
 
-    def event(self) -> int:
+    def event(self, *, sleeps: bool = False) -> int:
         self._events.append(0)
         return len(self._events) - 1
 
@@ -82,8 +85,10 @@ class EmulatedDevice:
 
     def _do(self, end: int) -> None:
         """All that was asked for before `end`."""
-        while self._num_asked - len(self._asked) < end:
-            self._asked.popleft()()
+        with self._doing:
+            while self._num_done < end:
+                self._asked.popleft()()
+                self._num_done += 1
 
     def bind(self) -> None:
         pass

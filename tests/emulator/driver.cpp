@@ -15,6 +15,7 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
@@ -57,6 +58,7 @@ struct Stream {
   std::deque<Work> asked;
   std::size_t asked_of = 0, done = 0;
   Graph* captured = nullptr;
+  std::mutex asking, doing;  // what is asked for is done by whichever thread waits
 };
 
 constexpr std::size_t MEMORY = 512 << 20, ALIGN = 256;
@@ -76,15 +78,24 @@ Result ask(Stream* stream, Work work) {
   if (stream->captured) {
     stream->captured->push_back(std::move(work));
   } else {
+    std::lock_guard lock(stream->asking);
     stream->asked.push_back(std::move(work));
     ++stream->asked_of;
   }
   return broken;
 }
 Result finish(Stream* stream, std::size_t end) {
-  for (; stream->done < end && !stream->asked.empty(); ++stream->done) {
-    if (!stream->asked.front()()) broken = FAILED;
-    stream->asked.pop_front();
+  std::lock_guard lock(stream->doing);
+  while (stream->done < end) {
+    Work next;
+    {
+      std::lock_guard also(stream->asking);
+      if (stream->asked.empty()) break;
+      next = std::move(stream->asked.front());
+      stream->asked.pop_front();
+    }
+    if (!next()) broken = FAILED;
+    ++stream->done;
   }
   return broken;
 }
@@ -196,7 +207,7 @@ Result cuStreamSynchronize(Stream* stream) {
   return why ? why : finish(stream, stream->asked_of);
 }
 Result cuEventCreate(Event** event, unsigned flags) {
-  return *event = made(new Event), flags == 2 ? OK : INVALID_VALUE;  // CU_EVENT_DISABLE_TIMING
+  return *event = made(new Event), flags == 2 || flags == 3 ? OK : INVALID_VALUE;  // no timing; 1: waits asleep
 }
 Result cuEventDestroy_v2(Event* event) { return gone(event); }
 Result cuEventRecord(Event* event, Stream* stream) {
