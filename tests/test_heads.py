@@ -138,7 +138,10 @@ def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("case", HEADS)
+# All others are in tests/long/test_speculation.py.
+@pytest.mark.parametrize(
+    "case", ["qwen3_5_moe_text", "glm4_moe_lite", "eagle llama-own-embedding", "eagle qwen3_5_text", "medusa llama"]
+)
 def test_no_answer_depends_on_heads(case: str) -> None:
     with Engine.open(engine_of(case)) as engine:
         plain, _ = answers(engine, 40, speculate="off")
