@@ -31,7 +31,7 @@ class Executor(Protocol):
     isa: the instruction set of the CPU that it runs on, or the architecture of the GPU. threads: of the CPU.
     steps_ahead: 1 if a step may be run before the tokens of the one before are known, which it then finds by itself.
     max_top_logprobs: likeliest tokens that a row of logits can be asked for. weights: by name, those that are in memory
-    of its own, for another executor of the same engine. place_memory: of each cache group.
+    of its own, for another executor of the same engine. place_memory: that of each cache group.
     """
 
     plan: Plan

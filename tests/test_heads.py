@@ -137,8 +137,8 @@ def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPat
     assert {first for _, first, _ in watched.made} == {again.num_cached_tokens} == {128}
 
 
-@pytest.mark.usefixtures("always")
 # All others are in tests/long/test_speculation.py.
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
     "case", ["qwen3_5_moe_text", "glm4_moe_lite", "eagle llama-own-embedding", "eagle qwen3_5_text", "medusa llama"]
 )

@@ -87,6 +87,10 @@ ON_GPU = {"llama": ("bf16", "bf16"), "gemma3_text": ("w8a8", "int8"), "qwen3_5_t
 @pytest.fixture(autouse=True)
 def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the machine: these models are computed faster than files are read."""
+    make_reading_pay(monkeypatch)
+
+
+def make_reading_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineCore, "_seconds_of", lambda self, first, end: None)
     monkeypatch.setattr(stored, "LONGEST_S", 60.0)
 
@@ -196,6 +200,21 @@ def test_what_falls_out_of_memory_is_there(engine: Engine, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("engine", ["llama", "llama, on a GPU"], indirect=True)
+def test_what_was_too_much_at_once_is_kept_before_it_is_overwritten(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step writes where a place is read when it is taken."""
+    prompts, memory = [prompt(seed, 70) for seed in range(5)], 2 * int(sequence_bytes(engine.plan.caches, 96, 64))
+    with opened(engine, tmp_path, kv_cache_memory=memory, max_num_seqs=2, max_model_len=96) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskStore, "has_room", lambda self, group: False)
+            right = answers_of(llm.generate(prompts[:1], FEW))
+        llm.generate(prompts[1:], FEW)
+        assert answers_of(llm.generate(prompts[:1], FEW)) == right
+        assert llm.stats().restored_tokens == 64
+
+
+@pytest.mark.parametrize("engine", ["llama", "llama, on a GPU"], indirect=True)
 def test_preempted_answers_go_on_from_the_disk(engine: Engine, tmp_path: Path) -> None:
     """Two that begin with 3 blocks each and end with 6, where there are 7: the later one gives its blocks back."""
     prompts, params = [prompt(1, 90), prompt(2, 90)], SamplingParams(seed=7, max_tokens=75, ignore_eos=True)
@@ -210,12 +229,16 @@ def test_preempted_answers_go_on_from_the_disk(engine: Engine, tmp_path: Path) -
 
 @pytest.mark.parametrize("engine", FAMILIES, indirect=True)
 def test_mixed_requests_with_few_blocks(engine: Engine, tmp_path: Path) -> None:
+    check_mixed_requests(engine, 36, tmp_path)
+
+
+def check_mixed_requests(engine: Engine, count: int, folder: Path) -> None:
     """Aborted ones, siblings, scored prompts, grammars and tenants, where blocks are few: the same answers."""
-    plain, _ = answers(engine, 36, kv_cache_memory=1 << 20, enable_prefix_caching=False)
+    plain, _ = answers(engine, count, kv_cache_memory=1 << 20, enable_prefix_caching=False)
     scarce = int(sequence_bytes(engine.plan.caches, 160, 48))
     for memory in 1 << 20, scarce:
-        limits = {"kv_cache_disk": 64 << 20, "kv_cache_dir": str(tmp_path / "kv"), "kv_cache_memory": memory}
-        kept, stats = answers(engine, 36, **limits)
+        limits = {"kv_cache_disk": 64 << 20, "kv_cache_dir": str(folder), "kv_cache_memory": memory}
+        kept, stats = answers(engine, count, **limits)
         check_same(plain, kept)
         assert stats.disk is not None and stats.disk.num_failures == 0
     assert stats.restored_tokens > 0

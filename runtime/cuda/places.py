@@ -6,6 +6,7 @@ have left, and what is written is there for the steps behind.
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -15,11 +16,12 @@ from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.cuda.device import Bytes, Device
 
 
+@dataclass(frozen=True, eq=False)
 class _Staging:
-    """Pinned memory for a place on its way. done: when it has been copied."""
+    """Where a place is on the host, on its way."""
 
-    def __init__(self, data: Bytes, done: Any) -> None:
-        self.data, self.done = data, done
+    data: Bytes  # pinned
+    done: Any  # an event: when it was copied last
 
 
 class DevicePlaces:
@@ -32,7 +34,7 @@ class DevicePlaces:
         self.place_bytes = place_bytes
         self.address = device.allocate(num_places * place_bytes)
         self._device = device
-        self._free: deque[_Staging] = deque()  # of what was written, that which was written last comes last
+        self._free: deque[_Staging] = deque()  # that which was used last to write comes last
 
     def copy(self, places: Copies) -> None:
         for source, to in places:

@@ -27,7 +27,11 @@ class PlaceMemory(Protocol):
 
     def copy(self, places: Copies) -> None: ...
     def read(self, place: int) -> Callable[[], bytes]:
-        """Begin to read what a place holds; what waits for it and gives it, in any thread, and has to be called."""
+        """Begin to read what a place holds now.
+
+        Returns:
+            What waits for it and gives it, in any thread. Called at least once, since memory is kept for it until then.
+        """
         ...
 
     def write(self, place: int, content: bytes | memoryview) -> None: ...
