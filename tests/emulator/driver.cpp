@@ -207,7 +207,8 @@ Result cuStreamSynchronize(Stream* stream) {
   return why ? why : finish(stream, stream->asked_of);
 }
 Result cuEventCreate(Event** event, unsigned flags) {
-  return *event = made(new Event), flags == 2 || flags == 3 ? OK : INVALID_VALUE;  // no timing; 1: waits asleep
+  return *event = made(new Event),
+         flags == 2 || flags == 3 ? OK : INVALID_VALUE;  // no timing; 1: waits asleep
 }
 Result cuEventDestroy_v2(Event* event) { return gone(event); }
 Result cuEventRecord(Event* event, Stream* stream) {
