@@ -129,8 +129,10 @@ def test_an_engine_with_a_head_is_the_same_model(case: str, tmp_path: Path) -> N
     assert summary["recipe"]["eagle"] == {"name": "head"} and "\n  eagle " in describe(summary)
 
 
-@pytest.mark.parametrize("quant", ["w8a8", "int4-rtn", "int8-sq", "auto"])
-@pytest.mark.parametrize("case", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    ("case", "quant"),
+    [*(("llama", quant) for quant in ("w8a8", "int4-rtn", "int8-sq", "auto")), ("qwen3_5_text", "w8a8")],
+)
 def test_heads_are_quantized_as_the_model_is(case: str, quant: str, tmp_path: Path) -> None:
     """Without scales that only texts could tell, on all targets."""
     settings = {"activation_scheme": "static"} if quant == "int8-sq" else {}

@@ -214,14 +214,18 @@ def test_what_was_too_much_at_once_is_kept_before_it_is_overwritten(
         assert llm.stats().restored_tokens == 64
 
 
-@pytest.mark.parametrize("engine", ["llama", "llama, on a GPU"], indirect=True)
-def test_preempted_answers_go_on_from_the_disk(engine: Engine, tmp_path: Path) -> None:
+def test_preempted_answers_go_on_from_the_disk(llama: Path, tmp_path: Path) -> None:
+    with Engine.open(llama) as engine:
+        check_preempted_answers(engine, tmp_path)
+
+
+def check_preempted_answers(engine: Engine, folder: Path) -> None:
     """Two that begin with 3 blocks each and end with 6, where there are 7: the later one gives its blocks back."""
     prompts, params = [prompt(1, 90), prompt(2, 90)], SamplingParams(seed=7, max_tokens=75, ignore_eos=True)
     with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
         right = answers_of(llm.generate(prompts, params))
     seven = 7 * sum(group.block_bytes for group in engine.plan.paged_caches)
-    with opened(engine, tmp_path, kv_cache_memory=seven, max_model_len=192) as llm:
+    with opened(engine, folder, kv_cache_memory=seven, max_model_len=192) as llm:
         assert answers_of(llm.generate(prompts, params)) == right
         stats = llm.stats()
         assert stats.num_preemptions > 0 and stats.restored_tokens > 0
@@ -420,7 +424,7 @@ def test_a_device_uses_its_pinned_memory_again() -> None:
 
 @pytest.mark.parametrize(
     ("engine", "fault"),
-    [*(("llama", fault) for fault in ("a bit", "the end", "another's name", "a link")), ("llama, on a GPU", "a bit")],
+    [("llama", fault) for fault in ("a bit", "the end", "another's name", "a link")],
     indirect=["engine"],
 )
 def test_a_damaged_entry_is_computed_anew(fault: str, engine: Engine, tmp_path: Path) -> None:
@@ -562,6 +566,13 @@ def test_what_waits_to_be_written_can_be_read_and_is_bounded(tmp_path: Path, mon
     read = again.read([(0, key(number)) for number in range(3)]).result()
     again.close()
     assert [bytes(content) for content in read.contents.values()] == [bytes([n]) * (100 - HASH_BYTES) for n in range(3)]
+
+
+def test_an_entry_of_any_size_is_kept_where_nothing_else_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "MOST_PENDING_BYTES", 10)
+    kept = store(tmp_path)
+    assert kept.has_room(0)
+    kept.close()
 
 
 @pytest.mark.parametrize(

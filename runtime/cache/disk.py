@@ -114,9 +114,12 @@ class DiskStore:
         return self._write_failures + self._read_failures
 
     def has_room(self, group: int) -> bool:
-        """Whether one more entry of a group can be kept: not where too much waits to be written already."""
+        """Whether one more entry of a group can be kept: not where too much waits to be written already.
+
+        Where nothing waits, an entry of any size can: one of a recurrent state may be larger than what is to wait.
+        """
         pending = self._queued_bytes - self._done_bytes
-        return not self._broken and pending + self._sizes[group] <= MOST_PENDING_BYTES
+        return not self._broken and (not pending or pending + self._sizes[group] <= MOST_PENDING_BYTES)
 
     def save(self, entry: Entry, content: Callable[[], bytes]) -> None:
         """Keep what can be found in memory, or falls out of it; there is room for it.
