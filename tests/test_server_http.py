@@ -75,7 +75,7 @@ def test_huge_headers(server: Running) -> None:
         b"GET /health HTTP/1.1\r\n" + one + b"\r\n",
         b"GET /health HTTP/1.1\r\n" + endless,
         b"GET " + url,
-        b"POST /v1/completions HTTP/1.1\r\n" + trailers,
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + trailers,
     ):
         with server.connect() as connection:
             with suppress(ConnectionError):
