@@ -55,7 +55,7 @@ def test_streams_while_engines_are_swapped(
     assert texts == [alone[QUANTS[number // IN_A_ROW % 3]][number] for number in range(NUM_REQUESTS)]
     found = [re.search(r" is open after ([\d.]+) s", line) for line in caplog.messages]
     times = [float(one[1]) for one in found if one is not None]
-    assert len(times) >= 6, "they were swapped"
+    assert len(times) > len(QUANTS), "they were swapped"
     middle, p95 = median(times), quantiles(times, n=20, method="inclusive")[-1]
     with capsys.disabled():
         print(f"\n{len(times)} openings in {format_bytes(memory)}: median {middle:.3f} s, p95 {p95:.3f} s")
