@@ -63,7 +63,7 @@ class DraftModel(Proposer):
         cost: of its steps.
     """
 
-    first_rates = (0.7,)
+    first_rates = (0.8,)
 
     def __init__(self, executor: Executor, cost: StepCost) -> None:
         self._executor, self._cost = executor, cost
@@ -224,7 +224,9 @@ class DraftModel(Proposer):
         if own is None:
             return
         request = SamplingRequest(SamplingParams(temperature=0), [0], self._executor.plan.vocab_size)
-        for _ in range(min(WARM_UP, self._longest)):
+        self._run([Part(own, 0, 1, 1)], {})  # reads the weights from the disk, which the others find in memory
+        own.token_ids.append(0)
+        for _ in range(WARM_UP):
             if self._grow(own):
                 self._sample([Row(TokenSequence([0], 1, 2, request=request), own, 1)], {})
                 own.token_ids.append(0)
