@@ -25,7 +25,7 @@ from enginewright.runtime.speculation import methods
 from enginewright.runtime.speculation.acceptance import Acceptance
 from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.lookup import BETWEEN, MEMORY_TOKENS, TENANTS, PromptLookup, Text
-from enginewright.runtime.speculation.speculator import Speculator
+from enginewright.runtime.speculation.speculator import PROBE, Speculator
 from enginewright.runtime.stats import SpeculationStats, Stats
 from enginewright.runtime.step_cost import StepCost
 from tests.helpers.engines import folder_of_engines
@@ -225,6 +225,16 @@ def test_wrong_guesses_are_given_up_and_tried_again(cost: StepCost) -> None:
     stats = speculator.stats()
     assert stats.num_drafts == sum(map(bool, tried)) == stats.guessed[0] and sum(stats.accepted) == 0
     assert stats.mean_length == 1
+
+
+def test_what_does_not_seem_to_pay_is_tried_now_and_then(cost: StepCost) -> None:
+    """Otherwise nobody would see that it does."""
+    cost.fixed, cost.of_token = 1.0, 20.0
+    speculator, going = Speculator(PromptLookup(8), cost, 8, 512), sequence([1, 2, 3] * 5)
+    tried = [sum(len(one) for _, one in speculator.guess([going])) for _ in range(3 * PROBE)]
+    assert tried == ([0] * (PROBE - 1) + [1]) * 3
+    full = Speculator(PromptLookup(8), cost, 8, 1)
+    assert not any(full.guess([going]) for _ in range(3 * PROBE)), "a step has no room for it"
 
 
 def test_right_guesses_raise_the_rate() -> None:

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-BY_GUESS = 0.2  # how far a guess that was verified moves what is believed of its sequence
+BY_GUESS = 0.1  # how far a guess that was verified moves what is believed of its sequence
 OF_ALL = 0.02  # and of all sequences, with which a new one begins
 # How far a step without a guess moves it back: after some tens of steps one guess shows whether the text has changed.
 # Where it has not, that costs a hundredth of the time.
-FORGETTING = 0.002
+FORGETTING = 0.001
 
 
 class Acceptance:

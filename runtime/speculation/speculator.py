@@ -16,6 +16,10 @@ from enginewright.runtime.step_plan import StepOutputs, StepPlan
 
 Guesses = list[tuple[TokenSequence, Sequence[int]]]
 
+# Steps without a guess after which one is made though it does not seem to pay. It shows whether that still holds: a
+# draft's steps are timed when it guesses, and a machine may have been busy with something else the last time.
+PROBE = 64
+
 
 class Speculator:
     """What an engine's core asks for guesses.
@@ -32,6 +36,7 @@ class Speculator:
         self._all = Acceptance.of_all(proposer.first_rates)
         self._each: dict[TokenSequence, Acceptance] = {}
         self._levels: dict[TokenSequence, int] = {}  # of the guesses that are not verified yet
+        self._idle = 0  # steps since a guess was made, in which there was something to guess
         self._num_drafts, self._guessed, self._accepted = 0, [0] * most, [0] * most
 
     def stats(self) -> SpeculationStats:
@@ -103,13 +108,17 @@ class Speculator:
                     chance *= rate
                     chances.append((chance, -place, index))
         chances.sort(reverse=True)
+        del chances[max(self._room - len(sequences), 0) :]
         plain, expected, rounds, taken = len(sequences), float(len(sequences)), 0, 0
         best = expected / self._cost.seconds(plain)
-        for number, (chance, place, _) in enumerate(chances[: max(self._room - plain, 0)], start=1):
+        for number, (chance, place, _) in enumerate(chances, start=1):
             expected, rounds = expected + chance, max(rounds, 1 - place)
             seconds = self._cost.seconds(plain + number) + self._proposer.seconds(rounds, number)
             if expected / seconds > best:
                 best, taken = expected / seconds, number
+        self._idle = 0 if taken or not chances else self._idle + 1
+        if self._idle == PROBE:
+            self._idle, taken = 0, 1
         counts = [0] * plain
         for _, _, index in chances[:taken]:
             counts[index] += 1
