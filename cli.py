@@ -35,6 +35,7 @@ from enginewright.errors import UsageError
 from enginewright.targets import CPU, PTX, SMS, parse_targets
 
 QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto")
+DRAFT_QUANTS = ("bf16", "int8-wo", "w8a8", "int4-rtn", "mxfp4", "fp8")  # that need no calibration
 KV_CACHE_DTYPES = {name: name for name in KV_CACHES}
 KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # vLLM's names
 RUN_LIMITS = (
@@ -145,6 +146,13 @@ def main() -> None:
 )
 @QUANT_OPTIONS
 @form(
+    "--draft-quant",
+    type=Quant(DRAFT_QUANTS),
+    show_default="that of MODEL, but for its calibration",
+    help="Number format of a --draft. Fewer bits make it faster, and guesses wrong a little more often; answers stay "
+    "the same.",
+)
+@form(
     "--kv-cache-dtype",
     type=click.Choice(tuple(KV_CACHE_DTYPES)),
     default="bf16",
@@ -230,6 +238,7 @@ def main() -> None:
 def build(
     model: str,
     quant: str | None,
+    draft_quant: str | None,
     kv_cache_dtype: str,
     calib_data: str | None,
     calib_size: int | None,
@@ -263,6 +272,7 @@ def build(
 
     config = BuildConfig(
         quant=chosen_quant(quant, **settings),
+        draft_quant=chosen_quant(draft_quant),
         kv_cache_dtype=KV_CACHE_DTYPES[kv_cache_dtype],
         targets=parse_targets(targets),
         max_seq_len=max_seq_len,

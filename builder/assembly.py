@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ from enginewright.targets import CPU
 class BuildConfig:
     """What a build is asked for.
 
-    quant: None takes weights as the checkpoint has them, quantized or BF16. kv_cache_dtype: what the KV cache holds,
+    quant: None takes weights as the checkpoint has them, quantized or BF16. draft_quant: of what guesses, by a method
+    that needs no calibration; None takes the model's. kv_cache_dtype: what the KV cache holds,
     one of KV_CACHES. max_seq_len: positions of the longest sequence; None takes the model's own. max_batch_size:
     sequences in a step, recorded as the runtime's default and nothing more. batch_invariant: an answer has the
     same bits in any batch, on GPUs, too. calib_data, calib_size: as `builder.calibration` has them; both None where
@@ -55,6 +56,7 @@ class BuildConfig:
     """
 
     quant: QuantConfig | None = None
+    draft_quant: QuantConfig | None = None
     targets: tuple[str, ...] = (CPU,)
     kv_cache_dtype: str = "bf16"
     max_seq_len: int | None = None
@@ -72,6 +74,11 @@ class BuildConfig:
     def method(self) -> QuantConfig:
         """Of weights that are not quantized already."""
         return self.quant or Bf16()
+
+    @property
+    def for_draft(self) -> "BuildConfig":
+        """The same for what guesses."""
+        return replace(self, quant=self.draft_quant or self.quant, draft_quant=None)
 
 
 @dataclass(frozen=True)

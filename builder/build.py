@@ -84,9 +84,9 @@ def build_engine(
     """Build `output` from a checkpoint. It appears whole under its name, or not at all.
 
     Args:
-        draft: a smaller model of the same tokenizer, which the engine holds in the role `draft`, built by the same
-            config; or a head that was trained for the model, in a role of its kind; or first layers of the model
-            itself, in the role `skip`; or what there is. The gate does not measure it.
+        draft: a smaller model of the same tokenizer, which the engine holds in the role `draft`, built by
+            `config.for_draft`; or a head that was trained for the model, in a role of its kind; or first layers of the
+            model itself, in the role `skip`; or what there is. The gate does not measure it.
 
     Raises:
         UnsupportedModelError: the model, or something in it, is not implemented.
@@ -116,8 +116,7 @@ def _build(
         check_place(place)
     env.source_date()  # what is wrong with it is said now
     check_quant(checkpoint, config)
-    if draft is not None:
-        check_draft(checkpoint, draft, config)
+    check_draft(checkpoint, draft, config)
     if architectures(config.targets):
         check_compiler()
     if config.report is not None:

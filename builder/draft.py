@@ -83,11 +83,21 @@ def source_of(draft: Draft | None) -> tuple[str, Checkpoint | HeadFolder] | None
             return DRAFT, draft
 
 
-def check_draft(checkpoint: Checkpoint, draft: Draft, config: BuildConfig) -> None:
-    """Refuse a model that cannot guess for another one, before anything is read."""
-    if not isinstance(draft, HeadFolder | FirstLayers | Automatic):
-        check_quant(draft, config)
+def check_draft(checkpoint: Checkpoint, draft: Draft | None, config: BuildConfig) -> None:
+    """Refuse what cannot guess for a model, before anything is read."""
+    if draft is None or isinstance(draft, FirstLayers):
+        _check_no_quant(config, "nothing guesses" if draft is None else "first layers read the model's own weights")
+    elif config.draft_quant is not None and config.draft_quant.calibrated:
+        what = f"--draft-quant {config.draft_quant.name} is not possible"
+        raise UsageError(what, "it has to be calibrated, and the texts are the model's", "Use int4-rtn, for example.")
+    if not isinstance(draft, None | HeadFolder | FirstLayers | Automatic):
+        check_quant(draft, config.for_draft)
         check_tokenizer(checkpoint, draft)
+
+
+def _check_no_quant(config: BuildConfig, why: str) -> None:
+    if config.draft_quant is not None:
+        raise UsageError("--draft-quant means nothing here", why, "Leave it out.")
 
 
 def add_draft(target: Assembly, draft: Draft, progress: Progress, calibration: Calibration | None = None) -> Assembly:
@@ -103,6 +113,7 @@ def add_draft(target: Assembly, draft: Draft, progress: Progress, calibration: C
             return target
         graph = build_mtp_graph(target.checkpoint, target.max_seq_len)
         if graph is None:
+            _check_no_quant(target.config, f"{target.checkpoint.name} carries no MTP layer, so lookup guesses")
             return replace(target, speculate=NGRAM)
         taken = replace(target, notes=[note for note in target.notes if not note.endswith(LEFT_OUT)], speculate=MTP)
         return with_head(taken, MTP, HeadGraph(graph, ShowHidden(), ShowHidden()), {"layers": 1})
@@ -113,7 +124,7 @@ def add_draft(target: Assembly, draft: Draft, progress: Progress, calibration: C
         model = GuessedModel.of(name, target.checkpoint.config, target.dense, target.max_seq_len)
         return with_head(target, draft.role, HEADS[draft.role](draft, model), {"name": draft.name})
     dump = target.config.dump_graphs
-    config = replace(target.config, dump_graphs=dump / DRAFT if dump else None)
+    config = replace(target.config.for_draft, dump_graphs=dump / DRAFT if dump else None)
     return with_draft(target, assemble(draft, config, progress, calibration))
 
 
@@ -146,10 +157,11 @@ def with_head(target: Assembly, role: str, head: HeadGraph, recipe: Mapping[str,
     Args:
         recipe: what is said of the head there.
     """
-    config, dense = target.config, list[ir.Model]()
+    method, dense = target.config.for_draft.method.unseen, list[ir.Model]()
+    config = replace(target.config, quant=method)
     notes = json.loads(head.graph.metadata_props.get("enginewright.notes", "{}"))
     dump = config.dump_graphs / role if config.dump_graphs else None
-    run_pipeline(head.graph, config.method.unseen, dump, KV_CACHES[config.kv_cache_dtype].name, keep=dense.append)
+    run_pipeline(head.graph, method, dump, KV_CACHES[config.kv_cache_dtype].name, keep=dense.append)
     shown = _lower(target, target.dense, HIDDEN, hidden=head.reads)
     model = replace(
         target,
@@ -158,8 +170,7 @@ def with_head(target: Assembly, role: str, head: HeadGraph, recipe: Mapping[str,
         files={**target.files, **{plan_section(one.plan.target): one.plan.to_json() for one in shown}},
         notes=[*target.notes, *(f"{role}: {count} weights: {text}" for text, count in notes.items())],
     )
-    unseen = replace(model, config=replace(config, quant=config.method.unseen))
-    lowered = _lower(unseen, dense[0], role, hidden=head.gives)
+    lowered = _lower(replace(model, config=config), dense[0], role, hidden=head.gives)
     plans, weights = {one.plan.target: one.plan for one in lowered}, merged_weights(lowered)
     kernels = {name: kernel for one in lowered for name, kernel in one.kernels.items()}
     return _with_role(model, role, recipe, plans, weights, kernels)
@@ -203,6 +214,8 @@ def _with_role(
     kernels: Mapping[str, Specialization],
 ) -> Assembly:
     """The same with another model in a role. A weight that has the same name and bytes in both is stored once."""
+    if target.config.draft_quant is not None:
+        recipe = {**recipe, "quant": target.config.draft_quant.name}
     names = {
         name: name if _same(weight, target.weights.get(name)) else f"{role}/{name}" for name, weight in weights.items()
     }

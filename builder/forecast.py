@@ -79,8 +79,8 @@ def forecast(
         raise UsageError("--dry-run writes nothing", "and --report does", "Leave one of them out.")
     samples = foresee_samples(checkpoint, config)
     assembly = assemble(checkpoint, config, progress)
+    check_draft(checkpoint, draft, config)
     if draft is not None:
-        check_draft(checkpoint, draft, config)
         assembly = add_draft(assembly, draft, Silent())
     writer = assemble(checkpoint, BuildConfig(quant=W8A8()), Silent()) if samples and not config.calib_data else None
     file_bytes = _file_bytes(assembly)

@@ -127,8 +127,10 @@ def _role_with_files(manifest: Manifest) -> str | None:
 
 def _model(engine: Path, manifest: Manifest, ref: str | None) -> Checkpoint:
     """The checkpoint of the engine's model."""
-    beside = f"{_role_with_files(manifest)}/"
-    sources = {name: digest for name, digest in manifest.sources.items() if not name.startswith(beside)}
+    role = _role_with_files(manifest)
+    sources = {
+        name: digest for name, digest in manifest.sources.items() if role is None or not name.startswith(f"{role}/")
+    }
     ref = _place(engine, ref, manifest.name, sources, "--model")
     return _checked(open_checkpoint(ref, check_config=check_config, name=manifest.name), ref, sources, "--model")
 
@@ -209,8 +211,10 @@ def _config(engine: Path, manifest: Manifest, quality: QualityReport, checkpoint
         known = {measure.name for measure in MEASURES}
         limits = {name: limit for name, limit in quality.limits.items() if name in known}
         gate = GateConfig(full=quality.gate == "full", limits=limits)
+    names = [recipe[role]["quant"] for role in manifest.roles if "quant" in recipe[role]]
     return BuildConfig(
         quant=_quant(engine, recipe, checkpoint),
+        draft_quant=quant_config(names[0]) if names else None,
         targets=manifest.targets,
         kv_cache_dtype=recipe["kv_cache_dtype"],
         max_seq_len=recipe["max_seq_len"],

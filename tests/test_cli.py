@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from enginewright import _cpu, cli_hints
-from enginewright.cli import QUANTS, main
+from enginewright.cli import DRAFT_QUANTS, QUANTS, main
 from enginewright.cli_help import SectionCommand, SectionOption, first_sentence
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
@@ -340,7 +340,11 @@ def test_formats_of_other_programs_are_answered_with_ours(typed: str, meant: str
         ("build x --max-num-seqs 3", "The batch size is an option of engine run: --max-num-seqs."),
         ("build x --max-model-len 3", "The longest sequence of an engine is set by engine build --max-seq-len."),
         ("generate x --temp 1", "Write --temperature."),
-        ("bench offline x --speculative-config {}", "That is not implemented."),
+        ("run x --enable-lora", "That is not implemented."),
+        (
+            "bench offline x --speculative-config {}",
+            "Put what guesses into the engine with engine build --draft, and choose it with --speculate.",
+        ),
         ("run x --max-num-seq 3", "(Did you mean one of: '--max-num-seqs', '--max-num-waiting'?)"),
     ],
 )
@@ -545,6 +549,7 @@ def test_settings_of_a_method(checkpoint: Path, tmp_path: Path) -> None:
 def test_quant_offers_what_there_is() -> None:
     """The command line names the methods by itself: asking the builder would import torch for `--help`."""
     assert tuple(method.name for method in METHODS) == QUANTS
+    assert tuple(method.name for method in METHODS if not method.calibrated) == DRAFT_QUANTS
 
 
 def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:

@@ -16,14 +16,14 @@ from enginewright import LLM
 from enginewright.builder.assembly import assemble
 from enginewright.builder.build import BuildConfig, BuildReport, build_engine
 from enginewright.builder.checkpoint.base import TokenizerFiles
-from enginewright.builder.draft import Automatic, FirstLayers, add_draft, open_draft, with_draft
+from enginewright.builder.draft import Automatic, Draft, FirstLayers, add_draft, open_draft, with_draft
 from enginewright.builder.pooling import Pooling
 from enginewright.builder.progress import Silent
 from enginewright.cli import main
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.manifest import Manifest
-from enginewright.passes.quant import W8A8
+from enginewright.passes.quant import W8A8, Int4Awq, Int4Rtn, QuantConfig
 from enginewright.plugins.target import targets_of
 from enginewright.runtime import doctor
 from enginewright.runtime.core import EngineCore
@@ -40,6 +40,7 @@ from tests.emulator.device import EmulatedDevice
 from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 CONFIG = BuildConfig(gate=None)
+INT4_DRAFT = replace(CONFIG, draft_quant=Int4Rtn())
 EMBEDDING = "model.embed_tokens.weight"
 PROMPTS = [[5, 9, 200, 17, 33, 4, 99], [301]]
 
@@ -79,6 +80,8 @@ def built(
         "again": build_engine(target, CONFIG, folder / "again.engine", draft=draft),
         "target": build_engine(target, CONFIG, folder / "target.engine"),
         "draft": build_engine(draft, CONFIG, folder / "draft.engine"),
+        "int4 beside": build_engine(target, INT4_DRAFT, folder / "beside.engine", draft=draft),
+        "int4 draft": build_engine(draft, INT4_DRAFT.for_draft, folder / "int4.engine"),
     }
 
 
@@ -90,10 +93,11 @@ def logits_of(engine: Engine) -> list[np.ndarray[Any, Any]]:
         executor.close()
 
 
-def test_both_models_compute_what_they_do_alone(built: dict[str, BuildReport]) -> None:
-    with Engine.open(built["both"].path, verify=True) as both:
+@pytest.mark.parametrize(("name", "draft"), [("both", "draft"), ("int4 beside", "int4 draft")])
+def test_both_models_compute_what_they_do_alone(built: dict[str, BuildReport], name: str, draft: str) -> None:
+    with Engine.open(built[name].path, verify=True) as both:
         own, its = logits_of(both), logits_of(both.for_role("draft"))
-    for name, logits in ("target", own), ("draft", its):
+    for name, logits in ("target", own), (draft, its):
         with Engine.open(built[name].path) as alone:
             for mine, other in zip(logits, logits_of(alone), strict=True):
                 assert np.array_equal(mine.view(np.uint32), other.view(np.uint32))
@@ -104,6 +108,8 @@ def test_same_inputs_give_the_same_bytes(built: dict[str, BuildReport]) -> None:
     assert built["both"].path.read_bytes() == built["again"].path.read_bytes()
     differing = compare(built["both"].path, built["target"].path)
     assert differing["about"] == {"roles": [("draft",), ()]} and "draft.name" in differing["recipe"]
+    mixed = compare(built["both"].path, built["int4 beside"].path)
+    assert mixed["recipe"] == {"draft.quant": [None, "int4-rtn"]}
 
 
 def test_equal_weights_are_stored_once(built: dict[str, BuildReport]) -> None:
@@ -131,6 +137,20 @@ def test_an_engine_without_the_role(built: dict[str, BuildReport]) -> None:
         pytest.raises(UsageError, match=r"has no draft model.*one model alone"),
     ):
         engine.for_role("draft")
+
+
+@pytest.mark.parametrize(
+    ("draft", "quant", "why"),
+    [
+        (None, Int4Rtn(), "--draft-quant means nothing here: nothing guesses"),
+        (FirstLayers(1), Int4Rtn(), "--draft-quant means nothing here: first layers read the model's own weights"),
+        (Automatic(), Int4Rtn(), "--draft-quant means nothing here: target carries no MTP layer"),
+        (tiny("draft"), Int4Awq(), "--draft-quant int4-awq is not possible: it has to be calibrated"),
+    ],
+)
+def test_methods_that_a_draft_cannot_have(draft: Draft | None, quant: QuantConfig, why: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=why):
+        build_engine(tiny("target"), replace(CONFIG, draft_quant=quant), tmp_path / "x", draft=draft)
 
 
 def test_drafts_of_other_tokens_are_refused(models: tuple[MemoryCheckpoint, MemoryCheckpoint], tmp_path: Path) -> None:

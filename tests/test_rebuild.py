@@ -194,7 +194,8 @@ def test_calibration(folder: Path) -> None:
 def test_a_draft(folder: Path) -> None:
     (folder / "draft").mkdir()
     draft = tiny_checkpoint(folder / "draft", "llama", num_hidden_layers=1)
-    engine = built(folder / "tiny-llama", folder / "y.engine", "--gate", "off", "--draft", draft)
+    options = ["--gate", "off", "--draft", draft, "--draft-quant", "int8-wo"]
+    engine = built(folder / "tiny-llama", folder / "y.engine", *options)
     assert remade(engine, "--draft", draft)["same_bytes"]
     said = refused(2, engine, "--draft", folder / "tiny-llama")
     assert "config.json has changed" in said and "with --draft" in said

@@ -87,7 +87,10 @@ OPTIONS: Mapping[str, str] = {
             "Calls and reasoning are found by the model's chat template: leave it out (see --tool-call-parser).",
         ),
         ("--enable-lora --lora-modules --lora", _NOT_IMPLEMENTED),
-        ("--speculative-config --speculative-model --model-draft -md", _NOT_IMPLEMENTED),
+        (
+            "--speculative-config --speculative-model --model-draft -md",
+            "Put what guesses into the engine with engine build --draft, and choose it with --speculate.",
+        ),
         ("--block-size --swap-space --cpu-offload-gb --mlock", "It has no counterpart here: leave it out."),
         (
             "--enforce-eager --compilation-config --max-seq-len-to-capture",
