@@ -1,6 +1,6 @@
 // The columns of x in another order, or those of them that are wanted, each as often as it is.
 //
-//   gather_columns@1  out[i, j] = x[i, columns[j]], or LACKING where columns[j] is -1
+//   gather_columns@1  out[i, j] = x[i, columns[j]], or kLacking where columns[j] is -1
 //
 // x: f32 [rows, K]; columns: i32 weight [N], each in [-1, K); out: f32 or bf16 [rows, N], or i8 as quantize.h
 // has it, with scale: f32 [rows, runs] beside it.
@@ -14,7 +14,7 @@ namespace enginewright {
 namespace {
 
 // The logit of a token that the head has none for: as good as none, and finite under every penalty.
-constexpr float LACKING = -1e30f;
+constexpr float kLacking = -1e30f;
 
 template <class S>
 class GatherColumns final : public Kernel {
@@ -42,7 +42,7 @@ class GatherColumns final : public Kernel {
     const Range mine = share(x_.rows.at(sizes), worker);
     for (int64_t i = mine.begin; i < mine.end; ++i) {
       const float* x = x_.as<const float>() + i * x_.stride;
-      for (int64_t j = 0; j < columns_.columns; ++j) row[j] = columns[j] < 0 ? LACKING : x[columns[j]];
+      for (int64_t j = 0; j < columns_.columns; ++j) row[j] = columns[j] < 0 ? kLacking : x[columns[j]];
       out_.put(i, 0, RowReader<S>(row));
     }
   }

@@ -29,6 +29,7 @@ class GemmKernel final : public Kernel {
   Work work(const Sizes& sizes) const override {
     Work work = g_.work(sizes, Product::operations);
     const int64_t rows = g_.rows.at(sizes);
+    // How many rows each expert has is known only when it runs: those that it has if all have as many.
     work.weight_passes =
         Product(g_).passes(g_.starts == nullptr ? rows : (rows + g_.experts - 1) / g_.experts);
     return work;
