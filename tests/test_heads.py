@@ -137,11 +137,8 @@ def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPat
     assert {first for _, first, _ in watched.made} == {again.num_cached_tokens} == {128}
 
 
-# All others are in tests/long/test_speculation.py.
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize(
-    "case", ["qwen3_5_moe_text", "glm4_moe_lite", "eagle llama-own-embedding", "eagle qwen3_5_text", "medusa llama"]
-)
+@pytest.mark.parametrize("case", HEADS)
 def test_no_answer_depends_on_heads(case: str) -> None:
     with Engine.open(engine_of(case)) as engine:
         plain, _ = answers(engine, 40, speculate="off")
@@ -253,6 +250,7 @@ def test_gpus_show_hidden_states_and_are_given_them(case: str, tmp_path: Path, m
     build_engine(head.checkpoint, config, path, draft=head.draft(tmp_path / "head"))
     limits = RuntimeConfig(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=16, max_logit_rows=16, threads=1)
     tokens, hidden = np.random.default_rng(0).integers(3, 300, 12).tolist(), None
+    width = head.checkpoint.config["hidden_size"]
     for role in None, head.role:
         shown = []
         for target in "cpu", "cuda":
@@ -268,7 +266,9 @@ def test_gpus_show_hidden_states_and_are_given_them(case: str, tmp_path: Path, m
                 outputs = executor.run(plan)
                 shown.append((np.array(outputs.hidden), np.array(outputs.logits)))
         (hidden, logits), (states, others) = shown
-        assert len(hidden) == 12 and relative_error(states, hidden) < tolerances.ENGINE_GRAPH["bf16"]
+        num_states = 3 if role is None and head.role == "eagle" else 1  # EAGLE-3 reads those behind three layers
+        assert states.shape == hidden.shape == (12, num_states * width)
+        assert relative_error(states, hidden) < tolerances.ENGINE_GRAPH["bf16"]
         assert relative_error(others, logits) < tolerances.ENGINE_GRAPH["bf16"]
 
 
