@@ -30,7 +30,7 @@ from enginewright.runtime.stats import SpeculationStats, Stats
 from enginewright.runtime.step_cost import StepCost
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.late_executor import LateExecutor
-from tests.helpers.mixed_requests import LIMITS, Recorded, answers, check_same
+from tests.helpers.mixed_requests import LIMITS, Recorded, answers, check_guesses, check_same
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 REQUESTS = 40
@@ -85,13 +85,7 @@ def test_a_draft_guesses_by_the_same_noise(family: str, draft: str | int, monkey
     monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
     monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
     with Engine.open(engine_of(family, draft)) as engine:
-        plain, _ = answers(engine, REQUESTS)
-        method = "draft" if isinstance(draft, str) else "skip"
-        guessed, after = answers(engine, REQUESTS, speculate=method, speculate_tokens=4)
-    check_same(plain, guessed)
-    stats = after.speculation
-    assert stats is not None and sum(stats.guessed) > 300
-    rate = sum(stats.accepted) / sum(stats.guessed)
+        rate = check_guesses(engine, REQUESTS, 300, speculate="draft" if isinstance(draft, str) else "skip")
     assert rate > 0.97 if family == draft else 0 < rate < 0.9
 
 
@@ -107,11 +101,7 @@ def test_first_layers_that_say_all_are_always_right(tmp_path: Path, monkeypatch:
     path = tmp_path / "skip.engine"
     build_engine(replace(model, stored=stored), BuildConfig(gate=None), path, draft=FirstLayers(1))
     with Engine.open(path) as engine:
-        plain, _ = answers(engine, 20)
-        guessed, after = answers(engine, 20, speculate="skip", speculate_tokens=4)
-    check_same(plain, guessed)
-    assert after.speculation is not None and sum(after.speculation.guessed) > 150
-    assert sum(after.speculation.accepted) / sum(after.speculation.guessed) > 0.97
+        assert check_guesses(engine, 20, 150, speculate="skip") > 0.97
 
 
 def test_steps_do_not_run_ahead_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
