@@ -48,7 +48,7 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine, guesses pay."""
+def guesses_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine: steps take as long with guesses as without, and guesses take no time."""
     monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
     monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)

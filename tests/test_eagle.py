@@ -71,7 +71,7 @@ def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
     assert np.abs(said[HIDDEN][0] - given.numpy()).max() < tolerances.HYBRID_LOGITS
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("guesses_pay")
 def test_a_head_may_have_fewer_positions(tmp_path: Path) -> None:
     """Beyond them it guesses nothing, whether the prompt is longer or the answer."""
     head, path = with_eagle("llama", layers=(1, 2)), tmp_path / "short.engine"

@@ -119,7 +119,7 @@ class Watched:
         return len(short)
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("case", CHAINS)
 def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tokens in a chain, behind prompts that are read at once and in chunks, with wrong guesses taken back; and
@@ -139,7 +139,7 @@ def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPat
     assert {first for _, first, _ in watched.made} == {again.num_cached_tokens} == {128}
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("case", HEADS)
 def test_no_answer_depends_on_heads(case: str) -> None:
     with Engine.open(engine_of(case)) as engine:
@@ -150,7 +150,7 @@ def test_no_answer_depends_on_heads(case: str) -> None:
             assert after.speculation is not None and sum(after.speculation.guessed) > 300
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("case", ["glm4_moe", "eagle llama", "medusa llama"])
 def test_heads_go_on_behind_preemptions(case: str) -> None:
     """Sequences that are computed anew, from where the prefix cache ends, are guessed for as before."""
@@ -168,7 +168,7 @@ def test_heads_go_on_behind_preemptions(case: str) -> None:
     assert stats.num_preemptions > 1 and stats.speculation is not None and sum(stats.speculation.guessed) > 400
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("right", [right_mtp, right_eagle, right_medusa])
 def test_a_head_that_is_right_is_always_right(right: Callable[[], Guesser], tmp_path: Path) -> None:
     """It says what the model says, by the same noise: that of each token's position, whatever the order of logits."""
@@ -266,7 +266,7 @@ def test_heads_are_quantized_as_the_model_is(case: str, quant: str, tmp_path: Pa
         assert {call.kernel for call in own.calls if call.kernel.startswith("gemm_")} - {"gemm_bf16@1"}
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("quant", ["w8a8", "int4-rtn"])
 @pytest.mark.parametrize("case", ["eagle llama", "medusa llama"])
 def test_no_answer_depends_on_quantized_heads(case: str, quant: str, tmp_path: Path) -> None:

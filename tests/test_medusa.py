@@ -60,7 +60,7 @@ def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
     assert np.abs(said - wanted.numpy()).max() < tolerances.HYBRID_LOGITS
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("case", MEDUSA)
 def test_engines_guess_what_heads_would(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many tokens as there are heads, behind prompts that are read at once and in chunks, and behind what the prefix
