@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from enginewright.runtime.core import EngineCore
+from enginewright.runtime.scheduler import stored
 from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.step_cost import StepCost
 
@@ -48,7 +50,14 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine, guesses pay."""
+def guesses_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine: steps take as long with guesses as without, and guesses take no time."""
     monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
     monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
+
+
+@pytest.fixture
+def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine: tiny models are computed faster than what they left on disk is read."""
+    monkeypatch.setattr(EngineCore, "_seconds_of", lambda self, first, end: None)
+    monkeypatch.setattr(stored, "LONGEST_S", 60.0)

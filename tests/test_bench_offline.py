@@ -10,7 +10,6 @@ import pytest
 from enginewright import _cpu
 from enginewright.errors import UsageError
 from enginewright.runtime.llm import LLM
-from enginewright.runtime.step_cost import StepCost
 from enginewright_bench import offline
 from enginewright_bench.offline import OfflineConfig, OfflineReport, Round, run_offline
 from enginewright_bench.report import describe_offline
@@ -108,10 +107,10 @@ def test_the_report_for_people_and_for_programs(engine: Path) -> None:
     assert lines[1] == "7 prompts, 3:20 tokens in, 2:9 out, seed 0; 2 rounds"
 
 
+@pytest.mark.usefixtures("guesses_pay")
 def test_rounds_with_guesses_beside_rounds_without(
-    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)  # whatever the machine, guesses pay
     path = tmp_path / "data.jsonl"
     path.write_text("[5, 6, 7, 5, 6, 7, 5, 6]\n[9, 8, 9, 8, 9, 8]\n")
     config = OfflineConfig(WorkloadConfig(dataset=path, output_len=Lengths(30, 30)), rounds=2, compare=True)

@@ -1,7 +1,6 @@
 """EAGLE-3 heads in the layouts in which they are published (tests/test_heads.py has what all heads do)."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from enginewright import LLM, SamplingParams
 from enginewright.builder.assembly import Assembly, assemble
-from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.checkpoint.head import find_head
 from enginewright.builder.draft import add_draft, open_draft
@@ -22,13 +21,10 @@ from enginewright.builder.heads.eagle import build_eagle
 from enginewright.builder.pooling import Pooling
 from enginewright.builder.progress import Silent
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
-from enginewright.plan import HIDDEN, HIDDEN_BEFORE, Plan
-from enginewright.runtime.engine import Engine
-from enginewright.runtime.inspect import describe, summarize
+from enginewright.plan import HIDDEN
 from tests import tolerances
-from tests.helpers.eagle import EAGLE, WithEagle, right_by_construction, with_eagle
-from tests.helpers.engines import folder_of_engines
-from tests.helpers.mixed_requests import LIMITS, answers, check_same
+from tests.helpers.eagle import EAGLE, WithEagle, with_eagle
+from tests.helpers.mixed_requests import LIMITS
 from tests.helpers.onnx_run import run
 from tests.helpers.tiny import VOCAB_SIZE, MemoryCheckpoint, tiny_config, tiny_model
 
@@ -75,22 +71,7 @@ def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
     assert np.abs(said[HIDDEN][0] - given.numpy()).max() < tolerances.HYBRID_LOGITS
 
 
-@pytest.mark.usefixtures("always")
-def test_a_head_that_is_right_is_always_right(tmp_path: Path) -> None:
-    """The model says what comes from the last token alone, and the head looks at nothing else, by the same noise,
-    though its logits stand in another order.
-    """
-    head, path = right_by_construction(), tmp_path / "right.engine"
-    build_engine(head.checkpoint, CONFIG, path, draft=head.draft(tmp_path / "head"))
-    with Engine.open(path) as engine:
-        plain, _ = answers(engine, 30, speculate="off")
-        guessed, after = answers(engine, 30, speculate="eagle", speculate_tokens=4)
-    check_same(plain, guessed)
-    assert after.speculation is not None and sum(after.speculation.guessed) > 150
-    assert sum(after.speculation.accepted) / sum(after.speculation.guessed) > 0.97
-
-
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("guesses_pay")
 def test_a_head_may_have_fewer_positions(tmp_path: Path) -> None:
     """Beyond them it guesses nothing, whether the prompt is longer or the answer."""
     head, path = with_eagle("llama", layers=(1, 2)), tmp_path / "short.engine"
@@ -106,59 +87,6 @@ def test_a_head_may_have_fewer_positions(tmp_path: Path) -> None:
             guessed.append([output.num_guessed_tokens for output in outputs])
     assert tokens[0] == tokens[1]
     assert guessed[1][1] == 0 and min(guessed[1][0], guessed[1][3]) > 10
-
-
-@pytest.mark.parametrize("case", ["llama", "llama-own-embedding"])
-def test_an_engine_with_a_head_is_the_same_model(case: str, tmp_path: Path) -> None:
-    """Its answers are those of one without, and an embedding that the head lacks is stored once."""
-    head = with_eagle(case, **EAGLE[case])
-    plain = build_engine(head.checkpoint, CONFIG, tmp_path / "plain.engine")
-    both = build_engine(head.checkpoint, CONFIG, tmp_path / "both.engine", draft=head.draft(tmp_path / "head"))
-    found = []
-    for one in plain, both:
-        with Engine.open(one.path, verify=True) as engine:
-            found.append(answers(engine, 12)[0])
-    check_same(*found)
-    with Engine.open(both.path) as engine:
-        shared = set(engine.plan.weight_names()) & set(engine.for_role("eagle").plan.weight_names())
-        hashed = {name for name in engine.manifest.sources if name.startswith("eagle/")}
-    assert shared == ({"model.embed_tokens.weight"} if case == "llama" else set())
-    assert hashed == {"eagle/config.json", "eagle/model.safetensors"}
-    summary = summarize(both.path)
-    assert (summary["speculate"], list(summary["roles"])) == (None, ["eagle"])
-    assert summary["recipe"]["eagle"] == {"name": "head"} and "\n  eagle " in describe(summary)
-
-
-@pytest.mark.parametrize(
-    ("case", "quant"),
-    [*(("llama", quant) for quant in ("w8a8", "int4-rtn", "int8-sq", "auto")), ("qwen3_5_text", "w8a8")],
-)
-def test_heads_are_quantized_as_the_model_is(case: str, quant: str, tmp_path: Path) -> None:
-    """Without scales that only texts could tell, on all targets."""
-    settings = {"activation_scheme": "static"} if quant == "int8-sq" else {}
-    config = replace(CONFIG, targets=("cpu", "cuda:sm_90a"), quant=quant_config(quant, **settings))
-    head = with_eagle(case, **EAGLE[case])
-    both = add_draft(assembled(head, config), head.draft(tmp_path / "head"), Silent())
-    for platform in "cpu", "cuda":
-        own, model = (Plan.from_json(both.files[f"plan/{role}{platform}"]) for role in ("eagle/", ""))
-        assert {HIDDEN, "logits"} == set(own.outputs) == set(model.outputs) and set(own.given) == {HIDDEN_BEFORE}
-        assert own.vocab_size == model.vocab_size == VOCAB_SIZE
-        assert not any("largest" in call.operands for call in own.calls)
-        assert {*own.weight_names(), *model.weight_names()} == set(both.weights) or platform == "cuda"
-        assert {call.kernel for call in own.calls if call.kernel.startswith("gemm_")} - {"gemm_bf16@1"}
-
-
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("quant", ["w8a8", "int4-rtn"])
-def test_no_answer_depends_on_quantized_heads(quant: str) -> None:
-    head, path = with_eagle("llama", **EAGLE["llama"]), folder_of_engines() / f"eagle-{quant}.engine"
-    config = replace(CONFIG, quant=quant_config(quant))
-    build_engine(head.checkpoint, config, path, draft=head.draft(folder_of_engines() / f"eagle-{quant}"))
-    with Engine.open(path) as engine:
-        plain, _ = answers(engine, 12, speculate="off")
-        guessed, after = answers(engine, 12, speculate="eagle", speculate_tokens=4)
-    check_same(plain, guessed)
-    assert after.speculation is not None and sum(after.speculation.guessed) > 100
 
 
 # Keys that published heads have beside those of a tiny one.

@@ -20,7 +20,8 @@ ASKED = [
     SamplingParams(seed=1, max_tokens=60, logprobs=2, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=45, repetition_penalty=1.3, frequency_penalty=0.5, ignore_eos=True),
     SamplingParams(seed=2, n=2, max_tokens=40, min_tokens=30, stop_token_ids=list(range(0, VOCAB, 5))),
-    # It waits for a place. With this seed it ends before the first one all the same, which so decides how many steps.
+    # Queued behind the others; with this seed it ends before the first request does, where none is preempted, so that
+    # the first one decides how many steps there are.
     SamplingParams(seed=4, max_tokens=50, stop=["e", "t", "a"], min_tokens=9, allowed_token_ids=list(range(3, 300))),
 ]
 

@@ -2,7 +2,7 @@
 those that come in one of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -38,14 +38,14 @@ from enginewright.runtime.step_cost import StepCost
 from enginewright.runtime.step_plan import StepPlan
 from tests import tolerances
 from tests.emulator.device import device_for
-from tests.helpers.eagle import EAGLE, with_eagle
+from tests.helpers.eagle import EAGLE, right_eagle, with_eagle
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.graphs import relative_error
-from tests.helpers.heads import MTP, Guesser, silenced, with_mtp
-from tests.helpers.medusa import MEDUSA, with_medusa
-from tests.helpers.mixed_requests import LIMITS, answers, check_same
+from tests.helpers.heads import MTP, Guesser, right_mtp, with_mtp
+from tests.helpers.medusa import MEDUSA, right_medusa, with_medusa
+from tests.helpers.mixed_requests import LIMITS, answers, check_guesses, check_same
 from tests.helpers.onnx_run import run
-from tests.helpers.tiny import ALL_EXPERTS, MemoryCheckpoint
+from tests.helpers.tiny import ALL_EXPERTS, VOCAB_SIZE, MemoryCheckpoint
 
 CONFIG = BuildConfig(gate=None)
 
@@ -56,8 +56,10 @@ HEADS = (*CHAINS, *(f"medusa {case}" for case in MEDUSA))
 
 @cache
 def head_of(case: str) -> Guesser:
-    """Its model ties its embeddings: greedy, it repeats itself."""
+    """Its model ties its embeddings, unless it says so: greedy, it repeats itself."""
     match case.split():
+        case ["untied", family]:
+            return with_mtp(family)
         case ["eagle", own]:
             return with_eagle(own, **EAGLE[own])
         case ["medusa", own]:
@@ -117,7 +119,7 @@ class Watched:
         return len(short)
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("case", CHAINS)
 def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tokens in a chain, behind prompts that are read at once and in chunks, with wrong guesses taken back; and
@@ -137,11 +139,8 @@ def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPat
     assert {first for _, first, _ in watched.made} == {again.num_cached_tokens} == {128}
 
 
-# All others are in tests/long/test_speculation.py.
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize(
-    "case", ["qwen3_5_moe_text", "glm4_moe_lite", "eagle llama-own-embedding", "eagle qwen3_5_text", "medusa llama"]
-)
+@pytest.mark.usefixtures("guesses_pay")
+@pytest.mark.parametrize("case", HEADS)
 def test_no_answer_depends_on_heads(case: str) -> None:
     with Engine.open(engine_of(case)) as engine:
         plain, _ = answers(engine, 40, speculate="off")
@@ -151,7 +150,7 @@ def test_no_answer_depends_on_heads(case: str) -> None:
             assert after.speculation is not None and sum(after.speculation.guessed) > 300
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("case", ["glm4_moe", "eagle llama", "medusa llama"])
 def test_heads_go_on_behind_preemptions(case: str) -> None:
     """Sequences that are computed anew, from where the prefix cache ends, are guessed for as before."""
@@ -169,17 +168,14 @@ def test_heads_go_on_behind_preemptions(case: str) -> None:
     assert stats.num_preemptions > 1 and stats.speculation is not None and sum(stats.speculation.guessed) > 400
 
 
-@pytest.mark.usefixtures("always")
-def test_a_head_that_is_right_is_always_right() -> None:
-    """The model says what comes from the last token alone, and the head looks at nothing else, by the same noise."""
-    path = folder_of_engines() / "heads-right.engine"
-    build_engine(silenced("qwen3_5_text"), CONFIG, path, draft=Automatic())
+@pytest.mark.usefixtures("guesses_pay")
+@pytest.mark.parametrize("right", [right_mtp, right_eagle, right_medusa])
+def test_a_head_that_is_right_is_always_right(right: Callable[[], Guesser], tmp_path: Path) -> None:
+    """It says what the model says, by the same noise: that of each token's position, whatever the order of logits."""
+    head, path = right(), tmp_path / "right.engine"
+    build_engine(head.checkpoint, CONFIG, path, draft=head.draft(tmp_path / "head"))
     with Engine.open(path) as engine:
-        plain, _ = answers(engine, 30, speculate="off")
-        guessed, after = answers(engine, 30, speculate_tokens=4)
-    check_same(plain, guessed)
-    assert after.speculation is not None and sum(after.speculation.guessed) > 150
-    assert sum(after.speculation.accepted) / sum(after.speculation.guessed) > 0.97
+        assert check_guesses(engine, 30, 150, speculate=head.role) > 0.97
 
 
 def test_states_that_no_guess_needs_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,41 +202,78 @@ def test_states_that_no_guess_needs_do_not_add_up(monkeypatch: pytest.MonkeyPatc
         assert 32 <= max(counts) <= 3 * 32
 
 
-def test_an_engine_with_mtp_is_the_same_model(tmp_path: Path) -> None:
-    """Its logits are those of one without, and the embedding, the head and the rope are stored once."""
-    checkpoint = with_mtp("glm4_moe").checkpoint
-    plain = build_engine(checkpoint, CONFIG, tmp_path / "plain.engine")
-    both = build_engine(checkpoint, CONFIG, tmp_path / "both.engine", draft=Automatic())
-    assert any("further tokens" in note for note in plain.notes)
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("case", "shared", "sources"),
+    [
+        ("untied glm4_moe", {EMBEDDING, "lm_head.weight", "rope.inv_freq"}, set()),
+        ("eagle llama", {EMBEDDING}, {"eagle/config.json", "eagle/model.safetensors"}),
+        ("eagle llama-own-embedding", set(), {"eagle/config.json", "eagle/model.safetensors"}),
+        ("medusa llama", set(), {"medusa/config.json", "medusa/medusa_lm_head.safetensors"}),
+    ],
+)
+def test_an_engine_with_heads_is_the_same_model(case: str, shared: set[str], sources: set[str], tmp_path: Path) -> None:
+    """Its logits and answers are those of one without, and weights that both read are stored once. Only a head of the
+    model's own checkpoint guesses without being asked to.
+    """
+    head, found = head_of(case), []
+    role, carried = head.role, head.role == "mtp"
+    plain = build_engine(head.checkpoint, CONFIG, tmp_path / "plain.engine")
+    both = build_engine(head.checkpoint, CONFIG, tmp_path / "both.engine", draft=head.draft(tmp_path / "head"))
+    assert any("further tokens" in note for note in plain.notes) == carried
     assert not any("further tokens" in note for note in both.notes)
     prompts = [np.random.default_rng(2).integers(3, 300, length).tolist() for length in (1, 40)]
-    logits = []
+    limits = runtime_config(threads=1, max_num_seqs=2, max_num_batched_tokens=19, kv_cache_memory="4m")
     for one in plain, both:
         with Engine.open(one.path, verify=True) as engine:
-            limits = runtime_config(threads=1, max_num_seqs=2, max_num_batched_tokens=19, kv_cache_memory="4m")
-            logits.append(score(CpuExecutor(engine, limits), prompts))
-    for mine, its in zip(*logits, strict=True):
+            found.append((score(CpuExecutor(engine, limits), prompts), *answers(engine, 12)))
+    (logits, said, _), (others, again, stats) = found
+    for mine, its in zip(logits, others, strict=True):
         assert np.array_equal(mine.view(np.uint32), its.view(np.uint32))
+    check_same(said, again)
+    assert (stats.speculation is not None) == carried
     with Engine.open(both.path) as engine:
-        shared = set(engine.plan.weight_names()) & set(engine.for_role("mtp").plan.weight_names())
-    assert shared == {"model.embed_tokens.weight", "lm_head.weight", "rope.inv_freq"}
+        assert set(engine.plan.weight_names()) & set(engine.for_role(role).plan.weight_names()) == shared
+        assert {name for name in engine.manifest.sources if name.startswith(f"{role}/")} == sources
     summary = summarize(both.path)
-    assert (summary["speculate"], list(summary["roles"]), summary["recipe"]["mtp"]) == ("mtp", ["mtp"], {"layers": 1})
-    assert "speculate  mtp" in describe(summary) and "\n  mtp " in describe(summary)
+    description = describe(summary)
+    assert (summary["speculate"], list(summary["roles"])) == ("mtp" if carried else None, [role])
+    assert summary["recipe"][role] == ({"layers": 1} if carried else {"name": "head"})
+    assert (summary["roles"][role]["kv_bytes_per_token"] == 0) == (role == "medusa")
+    assert ("speculate  mtp" in description) == carried and f"\n  {role} " in description
 
 
 @pytest.mark.parametrize("quant", ["w8a8", "int4-rtn", "int8-sq", "auto"])
-def test_heads_are_quantized_as_the_model_is(quant: str) -> None:
+@pytest.mark.parametrize(
+    "case", ["untied qwen3_5_text", "eagle llama", "eagle qwen3_5_text", "medusa llama", "medusa llama-vllm"]
+)
+def test_heads_are_quantized_as_the_model_is(case: str, quant: str, tmp_path: Path) -> None:
     """Without scales that only texts could tell, on all targets."""
     settings = {"activation_scheme": "static"} if quant == "int8-sq" else {}
     config = replace(CONFIG, targets=("cpu", "cuda:sm_90a"), quant=quant_config(quant, **settings))
-    both = add_draft(assemble(with_mtp("qwen3_5_text").checkpoint, config, Silent()), Automatic(), Silent())
+    head = head_of(case)
+    both = add_draft(assemble(head.checkpoint, config, Silent()), head.draft(tmp_path / "head"), Silent())
     for platform in "cpu", "cuda":
-        head, model = (Plan.from_json(both.files[f"plan/{role}{platform}"]) for role in ("mtp/", ""))
-        assert {HIDDEN, "logits"} == set(head.outputs) == set(model.outputs) and set(head.given) == {HIDDEN_BEFORE}
-        assert not any("largest" in call.operands for call in head.calls)
-        assert {*head.weight_names(), *model.weight_names()} == set(both.weights) or platform == "cuda"
-        assert {call.kernel for call in head.calls if call.kernel.startswith("gemm_")} - {"gemm_bf16@1"}
+        own, model = (Plan.from_json(both.files[f"plan/{role}{platform}"]) for role in (f"{head.role}/", ""))
+        assert set(model.outputs) == {HIDDEN, "logits"} and set(own.given) == {HIDDEN_BEFORE}
+        is_medusa = head.role == "medusa"  # whose heads read one row of the model's, and nothing of their own
+        assert set(own.outputs) == ({"logits"} if is_medusa else {HIDDEN, "logits"}) and bool(own.caches) != is_medusa
+        assert own.vocab_size == model.vocab_size == VOCAB_SIZE
+        assert not any("largest" in call.operands for call in own.calls)
+        assert {*own.weight_names(), *model.weight_names()} == set(both.weights) or platform == "cuda"
+        assert {call.kernel for call in own.calls if call.kernel.startswith("gemm_")} - {"gemm_bf16@1"}
+
+
+@pytest.mark.usefixtures("guesses_pay")
+@pytest.mark.parametrize("quant", ["w8a8", "int4-rtn"])
+@pytest.mark.parametrize("case", ["eagle llama", "medusa llama"])
+def test_no_answer_depends_on_quantized_heads(case: str, quant: str, tmp_path: Path) -> None:
+    head, path = head_of(case), tmp_path / "x.engine"
+    build_engine(head.checkpoint, replace(CONFIG, quant=quant_config(quant)), path, draft=head.draft(tmp_path / "head"))
+    with Engine.open(path) as engine:
+        check_guesses(engine, 12, 100, speculate=head.role)
 
 
 @pytest.mark.parametrize("case", ["glm4_moe", "eagle llama"])
@@ -253,6 +286,7 @@ def test_gpus_show_hidden_states_and_are_given_them(case: str, tmp_path: Path, m
     build_engine(head.checkpoint, config, path, draft=head.draft(tmp_path / "head"))
     limits = RuntimeConfig(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=16, max_logit_rows=16, threads=1)
     tokens, hidden = np.random.default_rng(0).integers(3, 300, 12).tolist(), None
+    width = head.checkpoint.config["hidden_size"]
     for role in None, head.role:
         shown = []
         for target in "cpu", "cuda":
@@ -268,7 +302,9 @@ def test_gpus_show_hidden_states_and_are_given_them(case: str, tmp_path: Path, m
                 outputs = executor.run(plan)
                 shown.append((np.array(outputs.hidden), np.array(outputs.logits)))
         (hidden, logits), (states, others) = shown
-        assert len(hidden) == 12 and relative_error(states, hidden) < tolerances.ENGINE_GRAPH["bf16"]
+        num_states = 3 if role is None and head.role == "eagle" else 1  # EAGLE-3 reads those behind three layers
+        assert states.shape == hidden.shape == (12, num_states * width)
+        assert relative_error(states, hidden) < tolerances.ENGINE_GRAPH["bf16"]
         assert relative_error(others, logits) < tolerances.ENGINE_GRAPH["bf16"]
 
 

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,34 +15,44 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from enginewright import LLM, SamplingParams
+from enginewright import LLM
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import EngineError, UsageError
 from enginewright.plan import PagedCache, Plane
-from enginewright.runtime import core
 from enginewright.runtime.cache import disk
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.disk import HASH_BYTES, DiskStore
-from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.cache.pool import Pool
 from enginewright.runtime.core import EngineCore
-from enginewright.runtime.cuda.executor import CudaExecutor
 from enginewright.runtime.cuda.places import DevicePlaces
-from enginewright.runtime.devices import open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import runtime_config, sequence_bytes
-from enginewright.runtime.outputs import Delta, RequestOutput
+from enginewright.runtime.outputs import Delta
 from enginewright.runtime.sampling import SamplingRequest
 from enginewright.runtime.scheduler import stored
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.sequence import TokenSequence
-from tests.emulator.device import EmulatedDevice, device_for
-from tests.helpers.mixed_requests import answers, check_same
+from tests.emulator.device import EmulatedDevice
+from tests.helpers.kv_cache_disk import (
+    FAMILIES,
+    FEW,
+    LIMITS,
+    PARAMS,
+    answers_of,
+    check_damaged_entry,
+    check_eviction,
+    check_mixed_requests,
+    check_next_process,
+    check_preempted_answers,
+    entries,
+    gpu_engine,
+    opened,
+    prompt,
+)
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
-from tests.test_cuda_engine import built as built_for_both
 
-LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "threads": 1}
+pytestmark = pytest.mark.usefixtures("reading_pays")
 
 
 class Collected:
@@ -76,25 +85,6 @@ class Places:
             self._memory[target] = self._memory[source]
 
 
-PARAMS = SamplingParams(seed=7, max_tokens=40, logprobs=2, ignore_eos=True)
-FEW = replace(PARAMS, max_tokens=3)  # a step of the emulated GPU takes some 0.2 s
-# One that keeps everything, one with windows, one with a recurrent state.
-FAMILIES = ("llama", "gemma3_text", "qwen3_5_text")
-# The same on GPUs: formats of weights and of the KV cache, in which steps of up to 64 tokens give the same bits.
-ON_GPU = {"llama": ("bf16", "bf16"), "gemma3_text": ("w8a8", "int8"), "qwen3_5_text": ("w8a8", "bf16")}
-
-
-@pytest.fixture(autouse=True)
-def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine: these models are computed faster than files are read."""
-    make_reading_pay(monkeypatch)
-
-
-def make_reading_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineCore, "_seconds_of", lambda self, first, end: None)
-    monkeypatch.setattr(stored, "LONGEST_S", 60.0)
-
-
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Engines for CPUs, by family."""
@@ -111,18 +101,6 @@ def engine(
         yield opened
 
 
-def gpu_engine(family: str, patch: pytest.MonkeyPatch) -> Engine:
-    """It runs on the emulated GPU from now on, and what is for CPUs as ever."""
-    path, _, kernels = built_for_both(family, *ON_GPU[family])
-
-    def opened(engine: Engine, config: Any) -> Any:
-        on_gpu = engine.target == "cuda"
-        return CudaExecutor(engine, device_for(kernels), config) if on_gpu else open_executor(engine, config)
-
-    patch.setattr(core, "open_executor", opened)
-    return Engine.open(path, "cuda")
-
-
 @pytest.fixture(scope="module")
 def llama(engines: Callable[[str], Path]) -> Path:
     return engines("llama")
@@ -133,19 +111,6 @@ def built(family: str, folder: Path) -> Path:
     path = folder / f"{family}.engine"
     build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(), path)
     return path
-
-
-def prompt(seed: int, length: int = 150) -> list[int]:
-    return [3 + (seed * 7919 + place * place * 31) % 300 for place in range(length)]
-
-
-def answers_of(outputs: Sequence[RequestOutput]) -> list[Any]:
-    """All that an answer is, but not what computing it took."""
-    return [(one.outputs[0].text, one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
-
-
-def opened(engine: Path | Engine, folder: Path, **limits: Any) -> LLM:
-    return LLM(engine, kv_cache_disk="64m", kv_cache_dir=str(folder), **{**LIMITS, **limits})
 
 
 def stepped(core: EngineCore) -> None:
@@ -163,40 +128,14 @@ def answered(engine: Engine, limits: dict[str, Any]) -> str:
     return whole.text
 
 
-def entries(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*/*") if disk.ENTRY.fullmatch(path.name))
-
-
-@pytest.mark.parametrize("engine", [*FAMILIES, "qwen3_5_text, on a GPU"], indirect=True)
+@pytest.mark.parametrize("engine", FAMILIES, indirect=True)
 def test_the_next_process_goes_on_from_what_is_there(engine: Engine, tmp_path: Path) -> None:
-    prompts = [prompt(seed, 70) for seed in range(3)]
-    with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
-        right, cold = answers_of(llm.generate(prompts, FEW)), llm.stats().computed_tokens
-    with opened(engine, tmp_path) as llm:
-        assert answers_of(llm.generate(prompts, FEW)) == right and llm.stats().restored_tokens == 0
-    assert {path.stat().st_mode & 0o777 for path in entries(tmp_path)} == {0o600}
-    with opened(engine, tmp_path) as llm:
-        outputs, stats = llm.generate(prompts, FEW), llm.stats()
-        assert answers_of(outputs) == right
-        assert [one.num_cached_tokens for one in outputs] == [64] * 3
-        assert stats.restored_tokens == 3 * 64 and stats.computed_tokens == cold - 3 * 64
-        assert answers_of(llm.generate(prompts, FEW)) == right and llm.stats().restored_tokens == 3 * 64
-        assert stats.disk is not None and stats.disk.num_failures == 0
-        assert stats.disk.num_bytes == sum(path.stat().st_size for path in entries(tmp_path))
+    check_next_process(engine, tmp_path)
 
 
 @pytest.mark.parametrize("engine", FAMILIES, indirect=True)
 def test_what_falls_out_of_memory_is_there(engine: Engine, tmp_path: Path) -> None:
-    """Room for two sequences, and six prompts in turns: alone each would have to be computed each time."""
-    prompts = [prompt(seed, 70) for seed in range(6)]
-    with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
-        right = [answers_of(llm.generate([one], FEW)) for one in prompts]
-    one = int(sequence_bytes(engine.plan.caches, 96, 64))
-    with opened(engine, tmp_path, kv_cache_memory=2 * one, max_num_seqs=2, max_model_len=96) as llm:
-        for turn in range(3):
-            assert [answers_of(llm.generate([one], FEW)) for one in prompts] == right
-            restored = llm.stats().restored_tokens
-            assert restored >= turn * 64 * 4, "all but the last ones were taken for something else"
+    check_eviction(engine, tmp_path)
 
 
 @pytest.mark.parametrize("engine", ["llama", "llama, on a GPU"], indirect=True)
@@ -219,33 +158,9 @@ def test_preempted_answers_go_on_from_the_disk(llama: Path, tmp_path: Path) -> N
         check_preempted_answers(engine, tmp_path)
 
 
-def check_preempted_answers(engine: Engine, folder: Path) -> None:
-    """Two that begin with 3 blocks each and end with 6, where there are 7: the later one gives its blocks back."""
-    prompts, params = [prompt(1, 90), prompt(2, 90)], SamplingParams(seed=7, max_tokens=75, ignore_eos=True)
-    with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
-        right = answers_of(llm.generate(prompts, params))
-    seven = 7 * sum(group.block_bytes for group in engine.plan.paged_caches)
-    with opened(engine, folder, kv_cache_memory=seven, max_model_len=192) as llm:
-        assert answers_of(llm.generate(prompts, params)) == right
-        stats = llm.stats()
-        assert stats.num_preemptions > 0 and stats.restored_tokens > 0
-
-
 @pytest.mark.parametrize("engine", FAMILIES, indirect=True)
 def test_mixed_requests_with_few_blocks(engine: Engine, tmp_path: Path) -> None:
     check_mixed_requests(engine, 36, tmp_path)
-
-
-def check_mixed_requests(engine: Engine, count: int, folder: Path) -> None:
-    """Aborted ones, siblings, scored prompts, grammars and tenants, where blocks are few: the same answers."""
-    plain, _ = answers(engine, count, kv_cache_memory=1 << 20, enable_prefix_caching=False)
-    scarce = int(sequence_bytes(engine.plan.caches, 160, 48))
-    for memory in 1 << 20, scarce:
-        limits = {"kv_cache_disk": 64 << 20, "kv_cache_dir": str(folder), "kv_cache_memory": memory}
-        kept, stats = answers(engine, count, **limits)
-        check_same(plain, kept)
-        assert stats.disk is not None and stats.disk.num_failures == 0
-    assert stats.restored_tokens > 0
 
 
 def test_nobody_else_waits_for_the_disk(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,32 +337,10 @@ def test_a_device_uses_its_pinned_memory_again() -> None:
     assert num_buffers == len(device._memory) == 1 + 3 + 2, "the places, and one for each that is on its way, and two"
 
 
-@pytest.mark.parametrize(
-    ("engine", "fault"),
-    [("llama", fault) for fault in ("a bit", "the end", "another's name", "a link")],
-    indirect=["engine"],
-)
-def test_a_damaged_entry_is_computed_anew(fault: str, engine: Engine, tmp_path: Path) -> None:
-    with opened(engine, tmp_path) as llm:
-        right = answers_of(llm.generate([prompt(1)], FEW))
-    block = PrefixKeys(32).of(prompt(1), 3)[2]
-    (path,) = tmp_path.glob(f"*/0-{block.hex()}")
-    whole = path.read_bytes()
-    if fault == "a bit":
-        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    elif fault == "the end":
-        path.write_bytes(whole[:-1])
-    elif fault == "another's name":
-        path.write_bytes((path.parent / f"0-{PrefixKeys(32).of(prompt(1), 2)[1].hex()}").read_bytes())
-    else:
-        path.rename(tmp_path / "elsewhere")
-        path.symlink_to(tmp_path / "elsewhere")
-    with opened(engine, tmp_path) as llm:
-        assert answers_of(llm.generate([prompt(1)], FEW)) == right
-        stats = llm.stats()
-        assert stats.restored_tokens == 64, "the blocks before it"
-        assert stats.disk is not None and stats.disk.num_failures == (fault != "a link")
-    assert path.read_bytes() == whole and not path.is_symlink(), "it was written again"
+@pytest.mark.parametrize("fault", ["a bit", "the end", "another's name", "a link"])
+def test_a_damaged_entry_is_computed_anew(fault: str, llama: Path, tmp_path: Path) -> None:
+    with Engine.open(llama) as engine:
+        check_damaged_entry(engine, fault, tmp_path)
 
 
 def test_a_full_disk_stops_nothing(

@@ -12,19 +12,18 @@ import torch
 from enginewright import LLM, SamplingParams
 from enginewright.builder import build
 from enginewright.builder.assembly import Assembly, assemble
-from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint.head import find_head
 from enginewright.builder.draft import add_draft, open_draft
 from enginewright.builder.heads.base import GuessedModel
 from enginewright.builder.heads.medusa import build_medusa
 from enginewright.builder.progress import Silent
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
-from enginewright.plan import HIDDEN, HIDDEN_BEFORE, Plan
+from enginewright.plan import HIDDEN_BEFORE
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime.cpu.executor import CpuExecutor
 from enginewright.runtime.cuda.executor import CudaExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.inspect import describe, summarize
 from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.speculation.medusa import MedusaModel
@@ -33,9 +32,9 @@ from tests import tolerances
 from tests.emulator.device import device_for
 from tests.helpers.graphs import relative_error
 from tests.helpers.medusa import MEDUSA, WithMedusa, with_medusa
-from tests.helpers.mixed_requests import LIMITS, answers, check_same
+from tests.helpers.mixed_requests import LIMITS
 from tests.helpers.onnx_run import run
-from tests.helpers.tiny import VOCAB_SIZE, MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 CONFIG = BuildConfig(gate=None)
 
@@ -61,7 +60,7 @@ def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
     assert np.abs(said - wanted.numpy()).max() < tolerances.HYBRID_LOGITS
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("case", MEDUSA)
 def test_engines_guess_what_heads_would(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many tokens as there are heads, behind prompts that are read at once and in chunks, and behind what the prefix
@@ -87,69 +86,6 @@ def test_engines_guess_what_heads_would(case: str, tmp_path: Path, monkeypatch: 
     assert max(len(guesses) for _, guesses in made) == min(head.heads, 4)
     short = [by for tokens, guesses in made for by in head.shortfalls(tokens, guesses)]
     assert len(short) > 50 and max(short) < tolerances.GUESS_LOGITS
-
-
-@pytest.mark.usefixtures("always")
-def test_heads_that_are_right_are_always_right(tmp_path: Path) -> None:
-    """The model says the same behind every token, and so do the heads, by the noise of each token's position."""
-    head, path = with_medusa("llama", heads=4, tie_word_embeddings=False), tmp_path / "right.engine"
-    silent, stored = ("o_proj.weight", "down_proj.weight"), dict(head.checkpoint.stored)
-    stored = {name: value * 0 if name.endswith(silent) else value for name, value in stored.items()}
-    stored["model.embed_tokens.weight"] = stored["model.embed_tokens.weight"][:1].repeat(VOCAB_SIZE, 1)
-    tensors = {name: value * 0 for name, value in head.tensors.items()}
-    tensors |= {f"{number}.1.weight": stored["lm_head.weight"].float() for number in range(4)}
-    right = replace(head, checkpoint=replace(head.checkpoint, stored=stored), tensors=tensors)
-    build_engine(right.checkpoint, CONFIG, path, draft=right.draft(tmp_path / "head"))
-    with Engine.open(path) as engine:
-        plain, _ = answers(engine, 30, speculate="off")
-        guessed, after = answers(engine, 30, speculate="medusa", speculate_tokens=4)
-    check_same(plain, guessed)
-    assert after.speculation is not None and sum(after.speculation.guessed) > 150
-    assert sum(after.speculation.accepted) / sum(after.speculation.guessed) > 0.97
-
-
-def test_an_engine_with_heads_is_the_same_model(tmp_path: Path) -> None:
-    head = with_medusa("llama")
-    plain = build_engine(head.checkpoint, CONFIG, tmp_path / "plain.engine")
-    both = build_engine(head.checkpoint, CONFIG, tmp_path / "both.engine", draft=head.draft(tmp_path / "head"))
-    found = []
-    for one in plain, both:
-        with Engine.open(one.path, verify=True) as engine:
-            found.append(answers(engine, 12)[0])
-    check_same(*found)
-    summary = summarize(both.path)
-    assert (summary["speculate"], list(summary["roles"])) == (None, ["medusa"])
-    assert summary["roles"]["medusa"]["kv_bytes_per_token"] == 0
-    assert summary["recipe"]["medusa"] == {"name": "head"} and "\n  medusa " in describe(summary)
-    assert "medusa/medusa_lm_head.safetensors" in summary["sources"]
-
-
-@pytest.mark.parametrize("quant", ["w8a8", "int4-rtn", "int8-sq", "auto"])
-def test_heads_are_quantized_as_the_model_is(quant: str, tmp_path: Path) -> None:
-    """Without scales that only texts could tell, on all targets."""
-    settings = {"activation_scheme": "static"} if quant == "int8-sq" else {}
-    config = replace(CONFIG, targets=("cpu", "cuda:sm_90a"), quant=quant_config(quant, **settings))
-    head = with_medusa("llama", layers=2)
-    both = add_draft(assembled(head, config), head.draft(tmp_path / "head"), Silent())
-    for platform in "cpu", "cuda":
-        own, model = (Plan.from_json(both.files[f"plan/{role}{platform}"]) for role in ("medusa/", ""))
-        assert set(own.outputs) == {"logits"} and set(model.outputs) == {HIDDEN, "logits"}
-        assert own.vocab_size == VOCAB_SIZE and set(own.given) == {HIDDEN_BEFORE} and not own.caches
-        assert not any("largest" in call.operands for call in own.calls)
-        assert {*own.weight_names(), *model.weight_names()} == set(both.weights) or platform == "cuda"
-        assert {call.kernel for call in own.calls if call.kernel.startswith("gemm_")} - {"gemm_bf16@1"}
-
-
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("quant", ["w8a8", "int4-rtn"])
-def test_no_answer_depends_on_quantized_heads(quant: str, tmp_path: Path) -> None:
-    head, path = with_medusa("llama"), tmp_path / "x.engine"
-    build_engine(head.checkpoint, replace(CONFIG, quant=quant_config(quant)), path, draft=head.draft(tmp_path / "head"))
-    with Engine.open(path) as engine:
-        plain, _ = answers(engine, 12, speculate="off")
-        guessed, after = answers(engine, 12, speculate="medusa", speculate_tokens=4)
-    check_same(plain, guessed)
-    assert after.speculation is not None and sum(after.speculation.guessed) > 100
 
 
 def test_gpus_run_the_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

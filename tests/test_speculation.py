@@ -23,14 +23,13 @@ from enginewright.runtime.server.form import Usage
 from enginewright.runtime.server.metrics import Metrics, MetricsPage
 from enginewright.runtime.speculation import methods
 from enginewright.runtime.speculation.acceptance import Acceptance
-from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.lookup import BETWEEN, MEMORY_TOKENS, TENANTS, PromptLookup, Text
 from enginewright.runtime.speculation.speculator import PROBE, Speculator
 from enginewright.runtime.stats import SpeculationStats, Stats
 from enginewright.runtime.step_cost import StepCost
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.late_executor import LateExecutor
-from tests.helpers.mixed_requests import LIMITS, Recorded, answers, check_same
+from tests.helpers.mixed_requests import LIMITS, Recorded, answers, check_guesses, check_same
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 REQUESTS = 40
@@ -51,10 +50,10 @@ def checkpoint_of(family: str) -> MemoryCheckpoint:
     return MemoryCheckpoint.of(tiny_model(config), config)
 
 
+@pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text", "qwen3_moe"])
 def test_no_answer_depends_on_guesses(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, a state that cannot be taken back, experts; right guesses and garbage, with preemptions and without."""
-    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)  # whatever the machine, guesses pay
     with Engine.open(engine_of(family)) as engine:
         plain, before = answers(engine, REQUESTS)
         assert before.speculation is None
@@ -71,6 +70,7 @@ def test_no_answer_depends_on_guesses(family: str, monkeypatch: pytest.MonkeyPat
         assert accepted > 200 and guesses - accepted > 40 and after.num_steps < before.num_steps * 2 / 3
 
 
+@pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize(
     ("family", "draft"),
     [
@@ -78,27 +78,18 @@ def test_no_answer_depends_on_guesses(family: str, monkeypatch: pytest.MonkeyPat
         *(("gemma3_text", 2), ("qwen3_5_text", 1), ("qwen3_moe", 1)),
     ],
 )
-def test_a_draft_guesses_by_the_same_noise(family: str, draft: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_guesses_by_the_same_noise(family: str, draft: str | int) -> None:
     """A draft that is the model itself is always right, whatever the temperature; another one is not, nor first layers,
     be they with a window, without attention, or with experts.
     """
-    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
-    monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
     with Engine.open(engine_of(family, draft)) as engine:
-        plain, _ = answers(engine, REQUESTS)
-        method = "draft" if isinstance(draft, str) else "skip"
-        guessed, after = answers(engine, REQUESTS, speculate=method, speculate_tokens=4)
-    check_same(plain, guessed)
-    stats = after.speculation
-    assert stats is not None and sum(stats.guessed) > 300
-    rate = sum(stats.accepted) / sum(stats.guessed)
+        rate = check_guesses(engine, REQUESTS, 300, speculate="draft" if isinstance(draft, str) else "skip")
     assert rate > 0.97 if family == draft else 0 < rate < 0.9
 
 
-def test_first_layers_that_say_all_are_always_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("guesses_pay")
+def test_first_layers_that_say_all_are_always_right(tmp_path: Path) -> None:
     """The layers above add nothing, so guesses and tokens come from the same logits, by the same noise."""
-    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
-    monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
     model = checkpoint_of("llama")
     silent = tuple(
         f"layers.{layer}.{name}.weight" for layer in (1, 2) for name in ("self_attn.o_proj", "mlp.down_proj")
@@ -107,16 +98,12 @@ def test_first_layers_that_say_all_are_always_right(tmp_path: Path, monkeypatch:
     path = tmp_path / "skip.engine"
     build_engine(replace(model, stored=stored), BuildConfig(gate=None), path, draft=FirstLayers(1))
     with Engine.open(path) as engine:
-        plain, _ = answers(engine, 20)
-        guessed, after = answers(engine, 20, speculate="skip", speculate_tokens=4)
-    check_same(plain, guessed)
-    assert after.speculation is not None and sum(after.speculation.guessed) > 150
-    assert sum(after.speculation.accepted) / sum(after.speculation.guessed) > 0.97
+        assert check_guesses(engine, 20, 150, speculate="skip") > 0.97
 
 
+@pytest.mark.usefixtures("guesses_pay")
 def test_steps_do_not_run_ahead_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device whose steps could."""
-    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
     monkeypatch.setattr(core, "open_executor", LateExecutor)
     with Engine.open(engine_of("gemma3_text")) as engine:
         plain, _ = answers(engine, 12)
@@ -244,8 +231,8 @@ def test_right_guesses_raise_the_rate() -> None:
     assert 0.3 < one.rate(0) < 1 and (one.rate(1), rates.rate(0)) == (0.5, 0.3)
 
 
-def test_what_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
+@pytest.mark.usefixtures("guesses_pay")
+def test_what_is_reported() -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     with LLM(engine_of("gemma3_text"), **LIMITS, speculate="ngram") as llm:
         (output,) = llm.generate([[5, 6, 7] * 4], params)

@@ -235,7 +235,7 @@ def with_eagle(
     return WithEagle(model, checkpoint, config, tensors, layers, speculators, says_layers)
 
 
-def right_by_construction() -> WithEagle:
+def right_eagle() -> WithEagle:
     """A model whose layers add nothing, so that what comes next hangs on the last token alone; and a head that says the
     same, with its columns in another order.
 

@@ -125,11 +125,13 @@ def with_mtp(family: str, seed: int = 5, **changes: Any) -> WithMtp:
     return WithMtp(model, layer, {name: value + less for name, value in norms.items()}, fc, checkpoint)
 
 
-def silenced(family: str) -> MemoryCheckpoint:
-    """A model with an MTP layer whose layers add nothing: what comes next hangs on the last token alone, and the head
+def right_mtp() -> WithMtp:
+    """A model whose layers add nothing, so that what comes next hangs on the last token alone; and an MTP layer that
     hands that token on.
     """
-    checkpoint = with_mtp(family, tie_word_embeddings=True).checkpoint
+    family = "qwen3_5_text"
+    head = with_mtp(family, tie_word_embeddings=True)
+    checkpoint = head.checkpoint
     embedding_norm, _, joined, norm, _ = MTP[family][1]
     silent = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
     stored = {name: value * 0 if name.endswith(silent) else value for name, value in checkpoint.stored.items()}
@@ -138,4 +140,4 @@ def silenced(family: str) -> MemoryCheckpoint:
     passed_on = torch.cat([torch.eye(width), torch.zeros(width, width)], 1).bfloat16()
     stored |= {f"{embedding_norm}.weight": one, f"{joined}.weight": passed_on}
     stored[f"{norm}.weight"] = stored["model.norm.weight"]
-    return replace(checkpoint, stored=stored)
+    return replace(head, checkpoint=replace(checkpoint, stored=stored))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -117,3 +117,14 @@ def with_medusa(
         logits = torch.randn(VOCAB_SIZE, width, generator=random) * width**-0.5
         tensors[f"{head}.{layers}.weight"] = logits.bfloat16().float()
     return WithMedusa(model, MemoryCheckpoint.of(model, target), tensors, heads, layers, vllm, prefix)
+
+
+def right_medusa() -> WithMedusa:
+    """A model that says the same behind every token, and heads that do, too."""
+    head = with_medusa("llama", heads=4, tie_word_embeddings=False)
+    silent = ("o_proj.weight", "down_proj.weight")
+    stored = {name: value * 0 if name.endswith(silent) else value for name, value in head.checkpoint.stored.items()}
+    stored["model.embed_tokens.weight"] = stored["model.embed_tokens.weight"][:1].repeat(VOCAB_SIZE, 1)
+    tensors = {name: value * 0 for name, value in head.tensors.items()}
+    tensors |= {f"{number}.1.weight": stored["lm_head.weight"].float() for number in range(head.heads)}
+    return replace(head, checkpoint=replace(head.checkpoint, stored=stored), tensors=tensors)

@@ -125,6 +125,22 @@ class Recorded(Proposer):
         return guesses[:count]
 
 
+def check_guesses(engine: Engine, count: int, more_than: int, **limits: Any) -> float:
+    """No answer depends on guesses.
+
+    Args:
+        more_than: the number that guesses have to exceed.
+
+    Returns:
+        The share of guesses that were right.
+    """
+    plain, _ = answers(engine, count, speculate="off")
+    guessed, after = answers(engine, count, speculate_tokens=4, **limits)
+    check_same(plain, guessed)
+    assert after.speculation is not None and sum(after.speculation.guessed) > more_than
+    return sum(after.speculation.accepted) / sum(after.speculation.guessed)
+
+
 def check_same(plain: dict[tuple[int, int], Answer], guessed: dict[tuple[int, int], Answer]) -> None:
     """All answers are the same bits; those that were aborted, as far as both came."""
     aborted = {number for (number, _), answer in (*plain.items(), *guessed.items()) if answer.end[0] == "abort"}

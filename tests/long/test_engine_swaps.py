@@ -18,7 +18,9 @@ from tests.helpers.serving import LIMITS, running
 
 QUANTS = ("int8-wo", "w8a8", "int4-rtn")
 SMALL = {"max_model_len": 512, "kv_cache_memory": 32 << 20}
-NUM_REQUESTS = 128
+# Between two openings five rows of requests are answered at most: then all streams wait for the engine that is closed.
+# So 18 rows take six openings, however fast the machine is.
+NUM_REQUESTS = 288
 STREAMS = 32
 IN_A_ROW = 16  # requests to one engine
 
@@ -55,7 +57,7 @@ def test_streams_while_engines_are_swapped(
     assert texts == [alone[QUANTS[number // IN_A_ROW % 3]][number] for number in range(NUM_REQUESTS)]
     found = [re.search(r" is open after ([\d.]+) s", line) for line in caplog.messages]
     times = [float(one[1]) for one in found if one is not None]
-    assert len(times) > len(QUANTS), "they were swapped"
+    assert len(times) >= 6, "they were swapped"
     middle, p95 = median(times), quantiles(times, n=20, method="inclusive")[-1]
     with capsys.disabled():
         print(f"\n{len(times)} openings in {format_bytes(memory)}: median {middle:.3f} s, p95 {p95:.3f} s")

@@ -1,26 +1,51 @@
-"""What the prefix cache of a GPU keeps on disk, where requests of all kinds come and go: the same answers."""
+"""What the prefix cache of a GPU keeps on disk is what a CPU's does (tests/test_kv_cache_disk.py)."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.test_kv_cache_disk import (
+from enginewright.runtime.engine import Engine
+from tests.helpers.kv_cache_disk import (
     ON_GPU,
+    check_damaged_entry,
+    check_eviction,
     check_mixed_requests,
+    check_next_process,
     check_preempted_answers,
     gpu_engine,
-    make_reading_pay,
 )
 
-
-@pytest.mark.parametrize("family", ON_GPU)
-def test_mixed_requests_with_few_blocks(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_reading_pay(monkeypatch)
-    with gpu_engine(family, monkeypatch) as engine:
-        check_mixed_requests(engine, 9, tmp_path)  # one of each kind
+pytestmark = pytest.mark.usefixtures("reading_pays")
 
 
-def test_preempted_answers_go_on_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_reading_pay(monkeypatch)
-    with gpu_engine("llama", monkeypatch) as engine:
-        check_preempted_answers(engine, tmp_path)
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """Of a family, on the emulated GPU."""
+    with gpu_engine(request.param, monkeypatch) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("engine", ON_GPU, indirect=True)
+def test_the_next_process_goes_on_from_what_is_there(engine: Engine, tmp_path: Path) -> None:
+    check_next_process(engine, tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["qwen3_5_text"], indirect=True)
+def test_what_falls_out_of_memory_is_there(engine: Engine, tmp_path: Path) -> None:
+    check_eviction(engine, tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["llama"], indirect=True)
+def test_preempted_answers_go_on_from_the_disk(engine: Engine, tmp_path: Path) -> None:
+    check_preempted_answers(engine, tmp_path)
+
+
+@pytest.mark.parametrize("engine", ON_GPU, indirect=True)
+def test_mixed_requests_with_few_blocks(engine: Engine, tmp_path: Path) -> None:
+    check_mixed_requests(engine, 9, tmp_path)  # one of each kind
+
+
+@pytest.mark.parametrize("engine", ["llama"], indirect=True)
+def test_a_damaged_entry_is_computed_anew(engine: Engine, tmp_path: Path) -> None:
+    check_damaged_entry(engine, "a bit", tmp_path)

@@ -22,7 +22,7 @@ REQUESTS = 200
         *(("gemma3_text", 2), ("qwen3_5_text", 2), ("qwen3_moe", 1), ("gemma4_text", 1)),
     ],
 )
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("guesses_pay")
 def test_no_answer_depends_on_guesses(family: str, draft: str | int, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.open(engine_of(family, draft)) as engine:
         plain, _ = answers(engine, REQUESTS, isa=isa)
@@ -41,7 +41,7 @@ def test_no_answer_depends_on_guesses(family: str, draft: str | int, isa: str, m
 
 @pytest.mark.parametrize("isa", _cpu.isa_names())
 @pytest.mark.parametrize("case", HEADS)
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("guesses_pay")
 def test_no_answer_depends_on_heads(case: str, isa: str) -> None:
     """MTP layers, EAGLE-3 and Medusa, of dense models, hybrids and mixtures."""
     role = head_of(case).role

@@ -1,0 +1,137 @@
+"""What of a prefix cache is kept on disk, on CPUs and on emulated GPUs: checks that hold on both."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginewright import LLM, SamplingParams
+from enginewright.runtime import core
+from enginewright.runtime.cache import disk
+from enginewright.runtime.cache.keys import PrefixKeys
+from enginewright.runtime.cuda.executor import CudaExecutor
+from enginewright.runtime.devices import open_executor
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.memory_plan import sequence_bytes
+from enginewright.runtime.outputs import RequestOutput
+from tests.emulator.device import device_for
+from tests.helpers.mixed_requests import answers, check_same
+from tests.test_cuda_engine import built
+
+LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "threads": 1}
+PARAMS = SamplingParams(seed=7, max_tokens=40, logprobs=2, ignore_eos=True)
+FEW = replace(PARAMS, max_tokens=3)  # a step of the emulated GPU takes some 0.2 s
+# One that keeps everything, one with windows, one with a recurrent state.
+FAMILIES = ("llama", "gemma3_text", "qwen3_5_text")
+# The same on GPUs: formats of weights and of the KV cache, in which steps of up to 64 tokens give the same bits.
+ON_GPU = {"llama": ("bf16", "bf16"), "gemma3_text": ("w8a8", "int8"), "qwen3_5_text": ("w8a8", "bf16")}
+
+
+def gpu_engine(family: str, patch: pytest.MonkeyPatch) -> Engine:
+    """It runs on the emulated GPU from now on, and what is for CPUs as ever."""
+    path, _, kernels = built(family, *ON_GPU[family])
+
+    def opened(engine: Engine, config: Any) -> Any:
+        on_gpu = engine.target == "cuda"
+        return CudaExecutor(engine, device_for(kernels), config) if on_gpu else open_executor(engine, config)
+
+    patch.setattr(core, "open_executor", opened)
+    return Engine.open(path, "cuda")
+
+
+def prompt(seed: int, length: int = 150) -> list[int]:
+    return [3 + (seed * 7919 + place * place * 31) % 300 for place in range(length)]
+
+
+def answers_of(outputs: Sequence[RequestOutput]) -> list[Any]:
+    """All that an answer is, but not what computing it took."""
+    return [(one.outputs[0].text, one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+
+
+def opened(engine: Path | Engine, folder: Path, **limits: Any) -> LLM:
+    return LLM(engine, kv_cache_disk="64m", kv_cache_dir=str(folder), **{**LIMITS, **limits})
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*/*") if disk.ENTRY.fullmatch(path.name))
+
+
+def check_next_process(engine: Engine, folder: Path) -> None:
+    """Another process finds all full blocks, and gives the same answers."""
+    prompts = [prompt(seed, 70) for seed in range(3)]
+    with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
+        right, cold = answers_of(llm.generate(prompts, FEW)), llm.stats().computed_tokens
+    with opened(engine, folder) as llm:
+        assert answers_of(llm.generate(prompts, FEW)) == right and llm.stats().restored_tokens == 0
+    assert {path.stat().st_mode & 0o777 for path in entries(folder)} == {0o600}
+    with opened(engine, folder) as llm:
+        outputs, stats = llm.generate(prompts, FEW), llm.stats()
+        assert answers_of(outputs) == right
+        assert [one.num_cached_tokens for one in outputs] == [64] * 3
+        assert stats.restored_tokens == 3 * 64 and stats.computed_tokens == cold - 3 * 64
+        assert answers_of(llm.generate(prompts, FEW)) == right and llm.stats().restored_tokens == 3 * 64
+        assert stats.disk is not None and stats.disk.num_failures == 0
+        assert stats.disk.num_bytes == sum(path.stat().st_size for path in entries(folder))
+
+
+def check_eviction(engine: Engine, folder: Path) -> None:
+    """Room for two sequences, and six prompts in turns: alone each would have to be computed each time."""
+    prompts = [prompt(seed, 70) for seed in range(6)]
+    with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
+        right = [answers_of(llm.generate([one], FEW)) for one in prompts]
+    one = int(sequence_bytes(engine.plan.caches, 96, 64))
+    with opened(engine, folder, kv_cache_memory=2 * one, max_num_seqs=2, max_model_len=96) as llm:
+        for turn in range(3):
+            assert [answers_of(llm.generate([one], FEW)) for one in prompts] == right
+            restored = llm.stats().restored_tokens
+            assert restored >= turn * 64 * 4, "all but the last ones were taken for something else"
+
+
+def check_preempted_answers(engine: Engine, folder: Path) -> None:
+    """Two that begin with 3 blocks each and end with 6, where there are 7: the later one gives its blocks back."""
+    prompts, params = [prompt(1, 90), prompt(2, 90)], SamplingParams(seed=7, max_tokens=75, ignore_eos=True)
+    with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
+        right = answers_of(llm.generate(prompts, params))
+    seven = 7 * sum(group.block_bytes for group in engine.plan.paged_caches)
+    with opened(engine, folder, kv_cache_memory=seven, max_model_len=192) as llm:
+        assert answers_of(llm.generate(prompts, params)) == right
+        stats = llm.stats()
+        assert stats.num_preemptions > 0 and stats.restored_tokens > 0
+
+
+def check_mixed_requests(engine: Engine, count: int, folder: Path) -> None:
+    """Aborted ones, siblings, scored prompts, grammars and tenants, where blocks are few: the same answers."""
+    plain, _ = answers(engine, count, kv_cache_memory=1 << 20, enable_prefix_caching=False)
+    scarce = int(sequence_bytes(engine.plan.caches, 160, 48))
+    for memory in 1 << 20, scarce:
+        limits = {"kv_cache_disk": 64 << 20, "kv_cache_dir": str(folder), "kv_cache_memory": memory}
+        kept, stats = answers(engine, count, **limits)
+        check_same(plain, kept)
+        assert stats.disk is not None and stats.disk.num_failures == 0
+    assert stats.restored_tokens > 0
+
+
+def check_damaged_entry(engine: Engine, fault: str, folder: Path) -> None:
+    """It is computed anew, and written again."""
+    with opened(engine, folder) as llm:
+        right = answers_of(llm.generate([prompt(1)], FEW))
+    block = PrefixKeys(32).of(prompt(1), 3)[2]
+    (path,) = folder.glob(f"*/0-{block.hex()}")
+    whole = path.read_bytes()
+    if fault == "a bit":
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    elif fault == "the end":
+        path.write_bytes(whole[:-1])
+    elif fault == "another's name":
+        path.write_bytes((path.parent / f"0-{PrefixKeys(32).of(prompt(1), 2)[1].hex()}").read_bytes())
+    else:
+        path.rename(folder / "elsewhere")
+        path.symlink_to(folder / "elsewhere")
+    with opened(engine, folder) as llm:
+        assert answers_of(llm.generate([prompt(1)], FEW)) == right
+        stats = llm.stats()
+        assert stats.restored_tokens == 64, "the blocks before it"
+        assert stats.disk is not None and stats.disk.num_failures == (fault != "a link")
+    assert path.read_bytes() == whole and not path.is_symlink(), "it was written again"
