@@ -391,13 +391,21 @@ class SamplingRequest:
 
 
 class RowBehindGuesses:
-    """A row that is sampled as if guesses had been taken. What comes of it is for `SamplingRequest.accept`."""
+    """A row that is sampled as if guesses had been taken. What comes of it is for `SamplingRequest.accept`.
+
+    Args:
+        with_logprob: the token's is given, and no others, whatever the request asks for.
+    """
 
     has_extras, needs_tokens = True, False
 
-    def __init__(self, request: SamplingRequest, guesses: Sequence[int]) -> None:
+    def __init__(self, request: SamplingRequest, guesses: Sequence[int], *, with_logprob: bool = False) -> None:
         self.request, self.guesses = request, tuple(guesses)
         self.row, self.vocab_size = request.row, request.vocab_size
+        if with_logprob:
+            row = np.frombuffer(bytearray(request.row), dtype=_cpu.SAMPLING_ROW)
+            row["logprobs"], row["top_logprobs"] = 1, 0
+            self.row = row.tobytes()
         self.grammar, self.is_masked = request.grammar, request.is_masked
 
     @property

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from enginewright.runtime.core import EngineCore
 from enginewright.runtime.scheduler import stored
-from enginewright.runtime.speculation.draft import DraftModel
-from enginewright.runtime.step_cost import StepCost
+from enginewright.runtime.speculation.speculator import Speculator
 
 # What builds of tests compile for GPUs is not the user's.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / "build/cache")
@@ -51,9 +50,8 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def guesses_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine: steps take as long with guesses as without, and guesses take no time."""
-    monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: 1.0)
-    monkeypatch.setattr(DraftModel, "seconds", lambda self, rounds, num_guesses: 0.0)
+    """Whatever the machine: a token is worth more than it takes to guess it and to verify it."""
+    monkeypatch.setattr(Speculator, "_worth", lambda *_: 1e9)
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.score import score
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.speculation.head import HeadModel
+from enginewright.runtime.speculation.speculator import Guesses, Speculator
 from enginewright.runtime.step_cost import StepCost
 from enginewright.runtime.step_plan import StepPlan
 from tests import tolerances
@@ -102,15 +103,16 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[list[int], int, Sequence[int]]] = []
-        propose = HeadModel.propose
+        guess = Speculator.guess
 
-        def watched(head: HeadModel, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> Any:
-            guesses = propose(head, sequences, counts)
-            for one, own in zip(sequences, guesses, strict=True):
-                self.made.append((list(one.token_ids), head._states[one].first, own))
+        def watched(speculator: Speculator, sequences: Sequence[TokenSequence]) -> Guesses:
+            guesses = guess(speculator, sequences)
+            for one, own in guesses:
+                assert isinstance(speculator._proposer, HeadModel)
+                self.made.append((list(one.token_ids), speculator._proposer._states[one].first, own))
             return guesses
 
-        monkeypatch.setattr(HeadModel, "propose", watched)
+        monkeypatch.setattr(Speculator, "guess", watched)
 
     def check(self, head: Guesser) -> int:
         """All guesses are what the head would guess; how many there are."""

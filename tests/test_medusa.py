@@ -26,7 +26,7 @@ from enginewright.runtime.cuda.executor import CudaExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.speculation.medusa import MedusaModel
+from enginewright.runtime.speculation.speculator import Guesses, Speculator
 from enginewright.runtime.step_plan import Packer, Part, StepPlan
 from tests import tolerances
 from tests.emulator.device import device_for
@@ -67,14 +67,14 @@ def test_engines_guess_what_heads_would(case: str, tmp_path: Path, monkeypatch: 
     cache has; never more.
     """
     made: list[tuple[list[int], Sequence[int]]] = []
-    propose = MedusaModel.propose
+    guess = Speculator.guess
 
-    def watched(model: MedusaModel, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> Any:
-        guesses = propose(model, sequences, counts)
-        made.extend((list(one.token_ids), own) for one, own in zip(sequences, guesses, strict=True))
+    def watched(speculator: Speculator, sequences: Sequence[TokenSequence]) -> Guesses:
+        guesses = guess(speculator, sequences)
+        made.extend((list(one.token_ids), own) for one, own in guesses)
         return guesses
 
-    monkeypatch.setattr(MedusaModel, "propose", watched)
+    monkeypatch.setattr(Speculator, "guess", watched)
     head, path, random = with_medusa(case, **MEDUSA[case]), tmp_path / "x.engine", np.random.default_rng(1)
     build_engine(head.checkpoint, CONFIG, path, draft=head.draft(tmp_path / "head"))
     prompts = [random.integers(3, 300, length).tolist() for length in (1, 2, 31, 150, 90)]

@@ -24,6 +24,7 @@ from enginewright.runtime.server.metrics import Metrics, MetricsPage
 from enginewright.runtime.speculation import methods
 from enginewright.runtime.speculation.acceptance import Acceptance
 from enginewright.runtime.speculation.lookup import BETWEEN, MEMORY_TOKENS, TENANTS, PromptLookup, Text
+from enginewright.runtime.speculation.proposer import Guess, Proposer
 from enginewright.runtime.speculation.speculator import PROBE, Speculator
 from enginewright.runtime.stats import SpeculationStats, Stats
 from enginewright.runtime.step_cost import StepCost
@@ -118,8 +119,13 @@ def sequence(token_ids: Sequence[int], num_prompt_tokens: int = 1, salt: str = "
 
 def lookup(proposer: PromptLookup, *sequences: TokenSequence) -> list[tuple[int | None, list[int]]]:
     """Levels and guesses."""
-    levels = proposer.look(sequences)
-    return list(zip(levels, map(list, proposer.propose(sequences, [4] * len(sequences))), strict=True))
+    found: list[tuple[int | None, list[int]]] = []
+    for one, level in zip(sequences, proposer.look(sequences), strict=True):
+        proposer.begin([one])
+        made = [guess for _ in range(4) for guess in proposer.guess([one]) if guess is not None and level is not None]
+        assert all(guess.level == level for guess in made)
+        found.append((level, [guess.token for guess in made]))
+    return found
 
 
 def test_lookup_takes_the_longest_match_and_the_latest_of_these() -> None:
@@ -134,8 +140,8 @@ def test_lookup_takes_the_longest_match_and_the_latest_of_these() -> None:
 def test_lookup_guesses_what_repeats_itself() -> None:
     proposer = PromptLookup(6)
     going = sequence([5, 1, 2, 3, 1, 2, 3])
-    assert lookup(proposer, going) == [(0, [1, 2, 3, 1])]
-    assert proposer.propose([going], [6]) == [[1, 2, 3, 1, 2, 3]], "over and over"
+    assert lookup(proposer, going) == [(0, [1, 2, 3, 1])], "over and over"
+    assert [proposer.guess([going]) for _ in range(3)] == [[Guess(2, 0)], [Guess(3, 0)], [None]], "six at most"
     going.token_ids += [7, 1, 2]
     assert lookup(proposer, going) == [(0, [3, 7, 1, 2])]
     assert proposer.look([sequence([1, 2, 3, 4]), sequence([4, 9, 4])]) == [None, None], "one token is no match"
@@ -201,6 +207,66 @@ def test_guesses_stay_within_a_step_and_an_answer(cost: StepCost) -> None:
     assert sum(len(one) for _, one in guesses) == 12 - 3 and len(guesses[0][1]) == 2
 
 
+class Scripted(Proposer):
+    """It says how sure it is with each guess, and takes time."""
+
+    first_rates = (0.8, 0.05, 0.99)
+    seconds = (0.1, 0.02)
+
+    def __init__(self, *levels: int) -> None:
+        self.levels, self.made = levels, 0
+
+    def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
+        return [0] * len(sequences)
+
+    def begin(self, sequences: Sequence[TokenSequence]) -> None:
+        self.made = 0
+
+    def guess(self, sequences: Sequence[TokenSequence]) -> Sequence[Guess | None]:
+        self.made += 1
+        return [Guess(self.made, self.levels[self.made - 1]) if self.made <= len(self.levels) else None] * len(
+            sequences
+        )
+
+    def end(self, sequence: TokenSequence) -> None:
+        """It keeps nothing of a sequence."""
+
+    def close(self) -> None:
+        """It runs in nothing."""
+
+
+@pytest.mark.parametrize(
+    ("levels", "made", "taken"),
+    [
+        ((2, 2, 2, 2, 2, 2, 2, 2, 2), 8, 8),  # as many as a step may have
+        ((2, 2, 1, 2, 2), 3, 2),  # nothing is guessed behind what it is not sure of, nor is that verified
+        ((1, 2, 2), 1, 0),
+        ((2, 2), 3, 2),  # it has no more
+    ],
+)
+def test_a_chain_ends_where_the_proposer_is_not_sure(
+    cost: StepCost, levels: Sequence[int], made: int, taken: int
+) -> None:
+    cost.fixed, cost.of_token = 1.0, 0.1
+    proposer, going = Scripted(*levels), [sequence([7], 1), sequence([8], 1)]
+    speculator = Speculator(proposer, cost, 8, 512)
+    guesses = [(one, list(tokens)) for one, tokens in speculator.guess(going)]
+    assert guesses == ([(one, [*range(1, taken + 1)]) for one in going] if taken else []) and proposer.made == made
+
+
+def test_each_level_learns_from_its_own_guesses(cost: StepCost) -> None:
+    cost.fixed, cost.of_token = 1.0, 0.1
+    speculator, going = Speculator(Scripted(2, 2, 2, 1), cost, 8, 512), sequence([7], 1)
+    for _ in range(40):
+        ((_, tokens),) = speculator.guess([going])
+        speculator.verified(going, len(tokens), 1)  # the second one is always wrong
+        if len(tokens) < 3:
+            break
+    acceptance = speculator._of(going)
+    assert acceptance.rate(2) < 0.9 and acceptance.rate(1) == 0.05, "which was never verified"
+    assert acceptance.rate(0) < 0.8, "what is expected of a guess is what those that are made promise"
+
+
 def test_wrong_guesses_are_given_up_and_tried_again(cost: StepCost) -> None:
     cost.fixed, cost.of_token = 1.0, 0.1
     speculator, going, tried = Speculator(PromptLookup(8), cost, 8, 512), sequence([1, 2, 3] * 5), []
@@ -227,7 +293,8 @@ def test_what_does_not_seem_to_pay_is_tried_now_and_then(cost: StepCost) -> None
 def test_right_guesses_raise_the_rate() -> None:
     rates = Acceptance.of_all([0.3, 0.5])
     one = rates.of_sequence()
-    one.learn(0, 5, any_wrong=True)
+    for right in 1.0, 1.0, 1.0, 1.0, 1.0, 0.0:
+        one.learn(0, right)
     assert 0.3 < one.rate(0) < 1 and (one.rate(1), rates.rate(0)) == (0.5, 0.3)
 
 

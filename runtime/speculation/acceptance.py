@@ -33,12 +33,9 @@ class Acceptance:
     def rate(self, level: int) -> float:
         return self._rates[level]
 
-    def learn(self, level: int, num_right: int, any_wrong: bool) -> None:
-        """So many guesses were right, and the one behind them wrong or the last."""
-        rate = self._rates[level]
-        for right in [1.0] * num_right + [0.0] * any_wrong:
-            rate += self._weight * (right - rate)
-        self._rates[level] = rate
+    def learn(self, level: int, right: float) -> None:
+        """A guess was right (1) or wrong (0), or is right with this chance."""
+        self._rates[level] += self._weight * (right - self._rates[level])
 
     def forget(self, level: int) -> None:
         """A step went by without a guess."""

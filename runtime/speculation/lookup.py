@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.speculation.proposer import Proposer
+from enginewright.runtime.speculation.proposer import Guess, Proposer
 
 SHORTEST, LONGEST = 2, 8  # tokens that have to be the same, and those that are looked at
 LEVELS = (4, LONGEST)  # lengths of a match from which on it is of the next level
@@ -68,6 +68,8 @@ class _OwnText:
 
     text: Text = field(default_factory=Text)
     found: Sequence[int] = ()  # what may come next
+    level: int = 0
+    given: int = 0  # how many of them
 
 
 class PromptLookup(Proposer):
@@ -87,8 +89,19 @@ class PromptLookup(Proposer):
     def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
         return [self._look(sequence) for sequence in sequences]
 
-    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> Sequence[Sequence[int]]:
-        return [self._own[sequence].found[:count] for sequence, count in zip(sequences, counts, strict=True)]
+    def begin(self, sequences: Sequence[TokenSequence]) -> None:
+        for sequence in sequences:
+            self._own[sequence].given = 0
+
+    def guess(self, sequences: Sequence[TokenSequence]) -> Sequence[Guess | None]:
+        return [self._guess(self._own[sequence]) for sequence in sequences]
+
+    @staticmethod
+    def _guess(own: _OwnText) -> Guess | None:
+        if own.given == len(own.found):
+            return None
+        own.given += 1
+        return Guess(own.found[own.given - 1], own.level)
 
     def end(self, sequence: TokenSequence) -> None:
         self._own.pop(sequence, None)
@@ -121,4 +134,5 @@ class PromptLookup(Proposer):
         own.found = following.tolist()
         if matched < min(SHORTEST, len(suffix)) or not own.found:
             return None
-        return sum(matched >= length for length in LEVELS)
+        own.level = sum(matched >= length for length in LEVELS)
+        return own.level

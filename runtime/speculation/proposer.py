@@ -2,9 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.step_plan import StepOutputs, StepPlan
+
+
+class Guess(NamedTuple):
+    """A token, and how sure the proposer is of it."""
+
+    token: int
+    level: int
 
 
 class Proposer(ABC):
@@ -27,12 +35,17 @@ class Proposer(ABC):
         """How sure it is of what it would guess for each: a level, or None where it would guess nothing."""
 
     @abstractmethod
-    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Guesses for some of those that it was asked for last, as many as `counts` says at most."""
+    def begin(self, sequences: Sequence[TokenSequence]) -> None:
+        """Guesses are wanted for these, of those that it has looked at last."""
 
-    def seconds(self, rounds: int, num_guesses: int) -> float:
-        """What guessing takes, at most `rounds` tokens of a sequence and so many of all."""
-        return 0.0
+    @abstractmethod
+    def guess(self, sequences: Sequence[TokenSequence]) -> Sequence[Guess | None]:
+        """One guess more for some of those, behind the ones that they have; None where there is none."""
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """What `guess` takes: for the first sequence and for each one, to be added up."""
+        return 0.0, 0.0
 
     @abstractmethod
     def end(self, sequence: TokenSequence) -> None:

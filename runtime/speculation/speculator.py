@@ -1,15 +1,17 @@
 """How many tokens of which sequence are worth guessing, and what became of the guesses.
 
 A step of several tokens takes longer than one of a single token, and how much longer depends on the machine, the model
-and how many sequences run (step_cost.py). So the guesses of all sequences are put in the order of their chances, and as
-many are taken as make the most tokens a second. In a full batch that is few of them, or none.
+and how many sequences run (step_cost.py). A guess pays if the time that a token is worth, times its chance to be right,
+is more than it takes to guess and to verify it. In a full batch that is few of them, or none.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.speculation.acceptance import Acceptance
-from enginewright.runtime.speculation.proposer import Proposer
+from enginewright.runtime.speculation.proposer import Guess, Proposer
 from enginewright.runtime.stats import SpeculationStats
 from enginewright.runtime.step_cost import StepCost
 from enginewright.runtime.step_plan import StepOutputs, StepPlan
@@ -19,6 +21,28 @@ Guesses = list[tuple[TokenSequence, Sequence[int]]]
 # Steps without a guess after which one is made though it does not seem to pay. It shows whether that still holds: a
 # draft's steps are timed when it guesses, and a machine may have been busy with something else the last time.
 PROBE = 64
+
+
+@dataclass(eq=False, slots=True)
+class Chain:
+    """Guesses for a sequence, each behind the one before."""
+
+    sequence: TokenSequence
+    level: int  # of the next guess, as long as it is not made
+    most: int  # guesses
+    acceptance: Acceptance
+    guesses: list[Guess] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)  # of each, that it and those before it are right
+
+    @property
+    def chance(self) -> float:
+        """That all guesses are right."""
+        return self.chances[-1] if self.chances else 1.0
+
+    @property
+    def next_chance(self) -> float:
+        """That one more is right, too."""
+        return self.chance * self.acceptance.rate(self.level)
 
 
 class Speculator:
@@ -35,7 +59,7 @@ class Speculator:
         self._proposer, self._cost, self._most, self._room = proposer, cost, most, room
         self._all = Acceptance.of_all(proposer.first_rates)
         self._each: dict[TokenSequence, Acceptance] = {}
-        self._levels: dict[TokenSequence, int] = {}  # of the guesses that are not verified yet
+        self._chains: dict[TokenSequence, Chain] = {}  # of the guesses that are not verified yet
         self._idle = 0  # steps since a guess was made, in which there was something to guess
         self._num_drafts, self._guessed, self._accepted = 0, [0] * most, [0] * most
 
@@ -52,26 +76,33 @@ class Speculator:
         Args:
             sequences: all that decode in the next step; none of their tokens is in flight.
         """
-        self._levels = {}
+        self._chains = {}
         if not sequences:
             return []
-        levels = self._proposer.look(sequences)
-        counts = self._counts(sequences, levels)
-        chosen = [index for index, count in enumerate(counts) if count]
-        for index, level in enumerate(levels):
-            if level is not None and not counts[index]:
-                self._of(sequences[index]).forget(level)
-        if not chosen:
-            return []
-        wanted = [sequences[index] for index in chosen]
-        guesses = self._proposer.propose(wanted, [counts[index] for index in chosen])
-        self._levels = {sequences[index]: levels[index] or 0 for index in chosen}
-        return list(zip(wanted, guesses, strict=True))
+        chains = [
+            Chain(one, level, min(self._most, one.max_tokens - len(one.token_ids) - 1), self._of(one))
+            for one, level in zip(sequences, self._proposer.look(sequences), strict=True)
+            if level is not None
+        ]
+        room, worth = self._room - len(sequences), self._worth(chains, len(sequences))
+        if worth is not None:
+            self._idle = 0
+            self._make(chains, room, worth)
+        elif room > 0 and any(one.most > 0 for one in chains):
+            self._idle += 1
+            if self._idle == PROBE:
+                self._idle = 0
+                self._extend([max(chains, key=lambda one: one.next_chance)])
+        for one in chains:
+            if not one.guesses:
+                one.acceptance.forget(one.level)
+        self._chains = {one.sequence: one for one in chains if one.guesses}
+        return [(sequence, [guess.token for guess in one.guesses]) for sequence, one in self._chains.items()]
 
     def verified(self, sequence: TokenSequence, num_guesses: int, num_right: int) -> None:
         """Of a sequence's guesses so many were right. Those that came from elsewhere do not count."""
-        level = self._levels.get(sequence)
-        if level is None or not num_guesses:
+        chain = self._chains.get(sequence)
+        if chain is None or not num_guesses:
             return
         sequence.num_guessed += num_guesses
         sequence.num_accepted += num_right
@@ -79,8 +110,8 @@ class Speculator:
         for place in range(num_guesses):
             self._guessed[place] += 1
             self._accepted[place] += place < num_right
-        for acceptance in (self._all, self._of(sequence)):
-            acceptance.learn(level, num_right, num_right < num_guesses)
+        for place in range(min(num_guesses, num_right + 1)):  # what is behind a wrong one says nothing
+            self._learn(chain, chain.guesses[place].level, float(place < num_right))
 
     def step_took(self, tokens: int, seconds: float) -> None:
         """A step with a row of logits for each of its tokens."""
@@ -98,28 +129,61 @@ class Speculator:
             self._each[sequence] = self._all.of_sequence()
         return self._each[sequence]
 
-    def _counts(self, sequences: Sequence[TokenSequence], levels: Sequence[int | None]) -> list[int]:
-        """How many tokens of each to guess."""
-        chances: list[tuple[float, int, int]] = []  # that a guess is right, its place behind the first, whose it is
-        for index, (sequence, level) in enumerate(zip(sequences, levels, strict=True)):
-            if level is not None:
-                rate, chance = self._of(sequence).rate(level), 1.0
-                for place in range(min(self._most, sequence.max_tokens - len(sequence.token_ids) - 1)):
-                    chance *= rate
-                    chances.append((chance, -place, index))
+    def _learn(self, chain: Chain, level: int, right: float) -> None:
+        for acceptance in (self._all, chain.acceptance):
+            acceptance.learn(level, right)
+
+    def _worth(self, chains: Sequence[Chain], plain: int) -> float | None:
+        """Seconds that a token is worth: what one takes in the step that makes the most tokens a second, as far as that
+        is known before guesses are made. None where that is a step without any.
+
+        Args:
+            plain: tokens of that one.
+        """
+        chances: list[tuple[float, int]] = []  # that a guess is right, and its place behind the first
+        for one in chains:
+            rate, chance = one.acceptance.rate(one.level), 1.0
+            for place in range(one.most):
+                chance *= rate
+                chances.append((chance, -place))
         chances.sort(reverse=True)
-        del chances[max(self._room - len(sequences), 0) :]
-        plain, expected, rounds, taken = len(sequences), float(len(sequences)), 0, 0
-        best = expected / self._cost.seconds(plain)
-        for number, (chance, place, _) in enumerate(chances, start=1):
+        of_round, of_guess = self._proposer.seconds
+        expected, rounds = float(plain), 0
+        best = alone = expected / self._cost.seconds(plain)
+        for number, (chance, place) in enumerate(chances[: max(self._room - plain, 0)], start=1):
             expected, rounds = expected + chance, max(rounds, 1 - place)
-            seconds = self._cost.seconds(plain + number) + self._proposer.seconds(rounds, number)
-            if expected / seconds > best:
-                best, taken = expected / seconds, number
-        self._idle = 0 if taken or not chances else self._idle + 1
-        if self._idle == PROBE:
-            self._idle, taken = 0, 1
-        counts = [0] * plain
-        for _, _, index in chances[:taken]:
-            counts[index] += 1
-        return counts
+            seconds = self._cost.seconds(plain + number) + rounds * of_round + number * of_guess
+            best = max(best, expected / seconds)
+        return 1 / best if best > alone else None
+
+    def _make(self, chains: Sequence[Chain], room: int, worth: float) -> None:
+        """Guess by guess, for all sequences together, as long as it pays; what is less sure than it had to be goes."""
+        of_round, of_guess = self._proposer.seconds
+        verifying, going = self._cost.of_token, list(chains)
+        while going:
+            gains = [(one.next_chance * worth - verifying - of_guess, one) for one in going]
+            paying = [(gain, one) for gain, one in gains if gain > 0 and len(one.guesses) < one.most]
+            paying = sorted(paying, key=itemgetter(0), reverse=True)[: max(room, 0)]
+            if sum(gain for gain, _ in paying) <= of_round:
+                break
+            going = self._extend([one for _, one in paying])
+            room -= len(going)
+        for one in chains:
+            while one.guesses and one.chance * worth <= verifying:
+                one.guesses.pop()
+                one.chances.pop()
+
+    def _extend(self, chains: Sequence[Chain]) -> list[Chain]:
+        """One guess more of each; those that have got it."""
+        sequences = [one.sequence for one in chains]
+        if not chains[0].guesses:  # they all go on together, so it is the first of each
+            self._proposer.begin(sequences)
+        longer = []
+        for one, guess in zip(chains, self._proposer.guess(sequences), strict=True):
+            if guess is not None:
+                if guess.level != one.level:
+                    self._learn(one, one.level, one.acceptance.rate(guess.level))
+                one.chances.append(one.chance * one.acceptance.rate(guess.level))
+                one.guesses.append(guess)
+                longer.append(one)
+        return longer

@@ -12,7 +12,7 @@ from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.outputs import Delta, merge
 from enginewright.runtime.sampling import SampledToken, SamplingParams
 from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.speculation.proposer import Proposer
+from enginewright.runtime.speculation.proposer import Guess, Proposer
 from enginewright.runtime.stats import Stats
 
 LIMITS: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 6, "max_num_batched_tokens": 48, "threads": 1}
@@ -93,7 +93,7 @@ def asked_by(sequence: TokenSequence) -> bytes:
 
 
 class Recorded(Proposer):
-    """Guesses what was answered before; every third time, garbage is among it.
+    """Guesses what was answered before; every eighth guess is garbage.
 
     Args:
         known: answers by `Answer.asked`.
@@ -104,12 +104,16 @@ class Recorded(Proposer):
     def __init__(self, known: dict[bytes, list[int]]) -> None:
         self._known = known
         self._random = np.random.default_rng(0)
+        self._made: dict[TokenSequence, int] = {}
 
     def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
         return [0] * len(sequences)
 
-    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> Sequence[Sequence[int]]:
-        return [self._guess(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+    def begin(self, sequences: Sequence[TokenSequence]) -> None:
+        self._made = dict.fromkeys(sequences, 0)
+
+    def guess(self, sequences: Sequence[TokenSequence]) -> Sequence[Guess | None]:
+        return [self._guess(sequence) for sequence in sequences]
 
     def end(self, sequence: TokenSequence) -> None:
         """It keeps nothing of a sequence."""
@@ -117,12 +121,13 @@ class Recorded(Proposer):
     def close(self) -> None:
         """It runs in nothing."""
 
-    def _guess(self, sequence: TokenSequence, count: int) -> list[int]:
-        written = len(sequence.token_ids) - sequence.num_prompt_tokens
-        guesses = self._known.get(asked_by(sequence), [])[written : written + count]
-        if self._random.random() < 1 / 3:
-            guesses[self._random.integers(len(guesses) + 1) :] = self._random.integers(0, 307, 2).tolist()
-        return guesses[:count]
+    def _guess(self, sequence: TokenSequence) -> Guess | None:
+        place = len(sequence.token_ids) - sequence.num_prompt_tokens + self._made[sequence]
+        answer = self._known.get(asked_by(sequence), [])
+        self._made[sequence] += 1
+        if self._random.random() < 1 / 8:
+            return Guess(int(self._random.integers(0, 307)), 0)
+        return Guess(answer[place], 0) if place < len(answer) else None
 
 
 def check_guesses(engine: Engine, count: int, more_than: int, **limits: Any) -> float:
