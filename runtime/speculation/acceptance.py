@@ -4,9 +4,7 @@ from collections.abc import Sequence
 
 BY_GUESS = 0.1  # how far a guess that was verified moves what is believed of its sequence
 OF_ALL = 0.02  # and of all sequences, with which a new one begins
-# How far a step without a guess moves it back: after some tens of steps one guess shows whether the text has changed.
-# Where it has not, that costs a hundredth of the time.
-FORGETTING = 0.001
+FIRST = 10  # guesses that the first rates weigh as much as
 
 
 class Acceptance:
@@ -14,11 +12,12 @@ class Acceptance:
 
     Args:
         rates: at first.
-        weight: of a guess.
+        weight: of a guess, when many have been verified.
     """
 
     def __init__(self, rates: Sequence[float], weight: float) -> None:
-        self._first, self._rates, self._weight = tuple(rates), list(rates), weight
+        self._rates, self._weight = list(rates), weight
+        self._counts = [FIRST] * len(rates)
 
     @staticmethod
     def of_all(rates: Sequence[float]) -> "Acceptance":
@@ -26,17 +25,12 @@ class Acceptance:
 
     def of_sequence(self) -> "Acceptance":
         """What is believed of a new one."""
-        new = Acceptance(self._first, BY_GUESS)
-        new._rates[:] = self._rates
-        return new
+        return Acceptance(self._rates, BY_GUESS)
 
     def rate(self, level: int) -> float:
         return self._rates[level]
 
     def learn(self, level: int, right: float) -> None:
         """A guess was right (1) or wrong (0), or is right with this chance."""
-        self._rates[level] += self._weight * (right - self._rates[level])
-
-    def forget(self, level: int) -> None:
-        """A step went by without a guess."""
-        self._rates[level] += FORGETTING * (max(self._first) - self._rates[level])
+        self._counts[level] += 1
+        self._rates[level] += max(self._weight, 1 / self._counts[level]) * (right - self._rates[level])

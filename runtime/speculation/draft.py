@@ -124,6 +124,9 @@ class DraftModel(Proposer):
         guesses = {row.sequence: row.take(token) for row, token in zip(going, sampled, strict=True)}
         return [guesses.get(sequence) for sequence in sequences]
 
+    def reading(self, sequence: TokenSequence) -> float:
+        return max(self._num_unread(sequence) - 1, 0) * self._cost.of_token
+
     @property
     def seconds(self) -> tuple[float, float]:
         return self._cost.fixed, self._cost.of_token
@@ -135,6 +138,10 @@ class DraftModel(Proposer):
 
     def close(self) -> None:
         self._executor.close()
+
+    def _num_unread(self, sequence: TokenSequence) -> int:
+        own = self._own.get(sequence)
+        return len(sequence.token_ids) - (0 if own is None else own.num_computed_tokens)
 
     def _nothing(self) -> tuple[list[tuple[int, int]], ...]:
         return tuple([] for _ in range(self._num_groups))
@@ -189,7 +196,9 @@ class DraftModel(Proposer):
                 parts.append(Part(own, own.num_computed_tokens, count, 0))
                 room -= count
         if parts:
+            began = time.perf_counter()
             self._run(parts, {})
+            self._cost.learn(self._limits.tokens - room, time.perf_counter() - began)
 
     def _sample(self, rows: Sequence[Row], begun: Mapping[TokenSequence, int]) -> list[SampledToken]:
         """A token behind each.

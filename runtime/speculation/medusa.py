@@ -38,6 +38,9 @@ class MedusaModel(DraftModel):
     def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
         return [None if self._state(sequence) is None else 0 for sequence in sequences]
 
+    def _num_unread(self, sequence: TokenSequence) -> int:
+        return 0  # but the state, which is there
+
     def end(self, sequence: TokenSequence) -> None:
         self._shown.pop(sequence, None)
         super().end(sequence)

@@ -42,6 +42,10 @@ class Proposer(ABC):
     def guess(self, sequences: Sequence[TokenSequence]) -> Sequence[Guess | None]:
         """One guess more for some of those, behind the ones that they have; None where there is none."""
 
+    def reading(self, sequence: TokenSequence) -> float:
+        """Seconds that it takes before the first guess, to come to where the sequence is."""
+        return 0.0
+
     @property
     def seconds(self) -> tuple[float, float]:
         """What `guess` takes: for the first sequence and for each one, to be added up."""

@@ -18,9 +18,10 @@ from enginewright.runtime.step_plan import StepOutputs, StepPlan
 
 Guesses = list[tuple[TokenSequence, Sequence[int]]]
 
-# Steps without a guess after which one is made though it does not seem to pay. It shows whether that still holds: a
-# draft's steps are timed when it guesses, and a machine may have been busy with something else the last time.
-PROBE = 64
+# Of the time that goes by without a guess, what is spent on one that does not seem to pay. It shows whether that still
+# holds: the text may have changed, and a draft's steps are timed when it guesses, perhaps on a machine that was busy.
+PROBING = 0.01
+BY_ANSWER = 0.05  # how far an answer moves what is believed of their length
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +61,8 @@ class Speculator:
         self._all = Acceptance.of_all(proposer.first_rates)
         self._each: dict[TokenSequence, Acceptance] = {}
         self._chains: dict[TokenSequence, Chain] = {}  # of the guesses that are not verified yet
-        self._idle = 0  # steps since a guess was made, in which there was something to guess
+        self._idle = 0.0  # seconds since a guess was made, in which there was something to guess
+        self._length = 256.0  # tokens of an answer
         self._num_drafts, self._guessed, self._accepted = 0, [0] * most, [0] * most
 
     def stats(self) -> SpeculationStats:
@@ -85,17 +87,18 @@ class Speculator:
             if level is not None
         ]
         room, worth = self._room - len(sequences), self._worth(chains, len(sequences))
+        alone = self._cost.seconds(len(sequences))
         if worth is not None:
             self._idle = 0
-            self._make(chains, room, worth)
+            saved = alone / len(sequences) - worth
+            self._make([one for one in chains if self._is_read_for(one.sequence, saved)], room, worth)
         elif room > 0 and any(one.most > 0 for one in chains):
-            self._idle += 1
-            if self._idle == PROBE:
+            self._idle += alone
+            nearest = min(chains, key=lambda one: (self._proposer.reading(one.sequence), one.sequence.num_guessed))
+            takes = self._cost.of_token + sum(self._proposer.seconds) + self._proposer.reading(nearest.sequence)
+            if PROBING * self._idle > takes:
                 self._idle = 0
-                self._extend([max(chains, key=lambda one: one.next_chance)])
-        for one in chains:
-            if not one.guesses:
-                one.acceptance.forget(one.level)
+                self._extend([nearest])
         self._chains = {one.sequence: one for one in chains if one.guesses}
         return [(sequence, [guess.token for guess in one.guesses]) for sequence, one in self._chains.items()]
 
@@ -118,6 +121,7 @@ class Speculator:
         self._cost.learn(tokens, seconds)
 
     def end(self, sequence: TokenSequence) -> None:
+        self._length += BY_ANSWER * (len(sequence.token_ids) - sequence.num_prompt_tokens - self._length)
         self._each.pop(sequence, None)
         self._proposer.end(sequence)
 
@@ -128,6 +132,15 @@ class Speculator:
         if sequence not in self._each:
             self._each[sequence] = self._all.of_sequence()
         return self._each[sequence]
+
+    def _is_read_for(self, sequence: TokenSequence, saved: float) -> bool:
+        """Whether guesses make up for what the proposer has to read before.
+
+        Args:
+            saved: seconds that guesses save with each token.
+        """
+        left = min(self._length, sequence.max_tokens - len(sequence.token_ids))
+        return self._proposer.reading(sequence) <= saved * left
 
     def _learn(self, chain: Chain, level: int, right: float) -> None:
         for acceptance in (self._all, chain.acceptance):
