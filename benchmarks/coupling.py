@@ -108,14 +108,20 @@ def chances(
     return {way: Chances(*np.array(values).T) for way, values in rows.items()}
 
 
-def counted(model: NDArray[np.float32], draft: NDArray[np.float32], params: SamplingParams) -> float:
-    """How often the sampler itself draws the same token from both: as `Gumbel` says, but for the noise."""
-    drawn = []
-    for logits in model, draft:
+def counted(model: NDArray[np.float32], draft: NDArray[np.float32], params: SamplingParams) -> list[tuple[bool, bool]]:
+    """Whether the sampler itself draws the same token from both, and whether it does without the draft's first choice:
+    of each row. What the first tells on average is what Gumbel says, but for the noise.
+    """
+
+    def drawn(logits: NDArray[np.float32]) -> list[int]:
         vocab_size = logits.shape[1]
         requests = [SamplingRequest(params, [0] * (row + 1), vocab_size, seed=0) for row in range(len(logits))]
-        drawn.append([one.token for one in Sampler().sample(logits, requests)])
-    return float(np.mean(np.equal(*drawn)))
+        return [one.token for one in Sampler().sample(logits, requests)]
+
+    tokens, first = drawn(model), drawn(draft)
+    others = draft.copy()
+    others[np.arange(len(first)), first] = -np.inf
+    return [(token == one, token == two) for token, one, two in zip(tokens, first, drawn(others), strict=True)]
 
 
 def print_costs(llm: LLM, executor: Executor, logits: NDArray[np.float32]) -> None:
@@ -167,15 +173,19 @@ def main() -> None:
                 ]
                 outputs = llm.generate([llm.encode(prompt) for prompt in TASKS[task]], params)
                 texts: list[dict[str, Chances]] = []
-                same = []
+                same: list[tuple[bool, bool]] = []
                 for output, one in zip(outputs, params, strict=True):
                     prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
                     ids = [*prompt, *answer]
                     model, draft = (score(executor, [ids])[0][len(prompt) - 1 : -1] for executor in executors)
                     texts.append(chances(model, draft, answer, one))
-                    same.append(counted(model, draft, one))
+                    same += counted(model, draft, one)
                 positions = sum(len(text["bound"].right) for text in texts)
-                print(f"{task}, {filters}: {positions} positions; counted with one noise: {np.mean(same):.3f}")
+                wrong = [two for one, two in same if not one]
+                print(
+                    f"{task}, {filters}: {positions} positions; same token by count: {1 - len(wrong) / len(same):.3f}, "
+                    f"and where the first token is wrong, the draft's second is right: {np.mean(wrong):.3f}"
+                )
                 for way in WAYS:
                     right = np.concatenate([text[way].right for text in texts])
                     chains = np.concatenate([text[way].chains() for text in texts]).mean(axis=0)
