@@ -33,6 +33,7 @@ from enginewright.runtime.memory_plan import RuntimeConfig, runtime_config, sequ
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.score import score
 from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.speculation import speculator
 from enginewright.runtime.speculation.head import HeadModel
 from enginewright.runtime.speculation.speculator import Guesses, Speculator
 from enginewright.runtime.step_cost import StepCost
@@ -105,11 +106,11 @@ class Watched:
         self.made: list[tuple[list[int], int, Sequence[int]]] = []
         guess = Speculator.guess
 
-        def watched(speculator: Speculator, sequences: Sequence[TokenSequence]) -> Guesses:
-            guesses = guess(speculator, sequences)
+        def watched(guessing: Speculator, sequences: Sequence[TokenSequence]) -> Guesses:
+            guesses = guess(guessing, sequences)
             for one, own in guesses:
-                assert isinstance(speculator._proposer, HeadModel)
-                self.made.append((list(one.token_ids), speculator._proposer._states[one].first, own))
+                assert isinstance(guessing._proposer, HeadModel)
+                self.made.append((list(one.token_ids), guessing._proposer._states[one].first, own))
             return guesses
 
         monkeypatch.setattr(Speculator, "guess", watched)
@@ -183,6 +184,7 @@ def test_a_head_that_is_right_is_always_right(right: Callable[[], Guesser], tmp_
 def test_states_that_no_guess_needs_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where guesses never pay, the head reads what there is meanwhile; where it has no room for it, it forgets it."""
     monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: tokens)
+    monkeypatch.setattr(speculator, "PROBING", 0.0)
     counts: list[int] = []
     observe = HeadModel.observe
 
