@@ -101,7 +101,7 @@ def _check_no_quant(config: BuildConfig, why: str) -> None:
 
 
 def add_draft(target: Assembly, draft: Draft, progress: Progress, calibration: Calibration | None = None) -> Assembly:
-    """What the engine of `target` holds with a draft beside its model, built by the same config.
+    """What the engine of `target` holds with a draft beside its model, built by its `config.for_draft`.
 
     Raises:
         UsageError: it is no draft for this model.
@@ -110,6 +110,7 @@ def add_draft(target: Assembly, draft: Draft, progress: Progress, calibration: C
         return with_first_layers(target, draft)
     if isinstance(draft, Automatic):
         if not all(plan.generates for plan in target.plans.values()):
+            _check_no_quant(target.config, f"{target.checkpoint.name} writes no text, so nothing guesses")
             return target
         graph = build_mtp_graph(target.checkpoint, target.max_seq_len)
         if graph is None:

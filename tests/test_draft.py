@@ -276,6 +276,8 @@ def test_first_layers_of_what_writes_no_text(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--draft skip:1 is not possible.*writes no text"):
         build_engine(model, CONFIG, tmp_path / "x", draft=FirstLayers(1))
     assert add_draft(assemble(model, CONFIG, Silent()), Automatic(), Silent()).about({}).speculate is None
+    with pytest.raises(UsageError, match=r"--draft-quant means nothing here.*writes no text"):
+        add_draft(assemble(model, INT4_DRAFT, Silent()), Automatic(), Silent())
 
 
 def changed(path: Path, change: Any) -> bytes:

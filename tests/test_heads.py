@@ -110,6 +110,7 @@ class Watched:
             guesses = guess(guessing, sequences)
             for one, own in guesses:
                 assert isinstance(guessing._proposer, HeadModel)
+                assert guessing._proposer._num_unread(one) <= 1, "it has read what it guesses behind"
                 self.made.append((list(one.token_ids), guessing._proposer._states[one].first, own))
             return guesses
 
@@ -268,6 +269,17 @@ def test_heads_are_quantized_as_the_model_is(case: str, quant: str, tmp_path: Pa
         assert not any("largest" in call.operands for call in own.calls)
         assert {*own.weight_names(), *model.weight_names()} == set(both.weights) or platform == "cuda"
         assert {call.kernel for call in own.calls if call.kernel.startswith("gemm_")} - {"gemm_bf16@1"}
+
+
+@pytest.mark.parametrize("case", ["untied qwen3_5_text", "eagle llama", "medusa llama"])
+def test_heads_may_have_a_method_of_their_own(case: str, tmp_path: Path) -> None:
+    head = head_of(case)
+    target = assemble(head.checkpoint, replace(CONFIG, draft_quant=quant_config("int4-rtn")), Silent())
+    both = add_draft(target, head.draft(tmp_path / "head"), Silent())
+    own, model = (Plan.from_json(both.files[f"plan/{role}cpu"]) for role in (f"{head.role}/", ""))
+    products = [{call.kernel for call in plan.calls if call.kernel.startswith("gemm_")} for plan in (own, model)]
+    assert any("w4" in kernel for kernel in products[0]) and products[1] == {"gemm_bf16@1"}
+    assert both.about({}).recipe[head.role]["quant"] == "int4-rtn"
 
 
 @pytest.mark.usefixtures("guesses_pay")

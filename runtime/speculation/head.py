@@ -106,6 +106,12 @@ class HeadModel(DraftModel):
         states, last = self._states.get(sequence), len(sequence.token_ids) - 1
         return 0 if states is None or states.first >= last else min(states.end, last)
 
+    def _num_unread(self, sequence: TokenSequence) -> int:
+        states, own = self._states.get(sequence), self._own.get(sequence)
+        if states is None:
+            return 0
+        return self._num_known(sequence) - states.first - (0 if own is None else own.num_computed_tokens)
+
     def _follow(self, sequence: TokenSequence) -> TokenSequence | None:
         end = self._num_known(sequence)
         if not end:
