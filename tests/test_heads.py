@@ -292,8 +292,11 @@ def test_no_answer_depends_on_quantized_heads(case: str, quant: str, tmp_path: P
         check_guesses(engine, 12, 100, speculate=head.role)
 
 
-@pytest.mark.parametrize("case", ["glm4_moe", "eagle llama"])
-def test_gpus_show_hidden_states_and_are_given_them(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_show_hidden_states_and_are_given_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_hidden_on_gpus("eagle llama", tmp_path, monkeypatch)
+
+
+def check_hidden_on_gpus(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An emulated one, beside the CPU: the model's states, and what the head makes of them."""
     kernels: dict[str, Specialization] = {}
     monkeypatch.setattr(build, "code_sections", lambda own, targets: kernels.update(own) or {})
