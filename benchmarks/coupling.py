@@ -18,8 +18,10 @@ text where it may begin.
 
 import argparse
 import time
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig
 from enginewright.runtime.sampling import Sampler, SamplingRequest
 from enginewright.runtime.score import score
+from enginewright.runtime.speculation.draft import LEVELS
 
 Floats = NDArray[np.float64]
 
@@ -108,10 +111,21 @@ def chances(
     return {way: Chances(*np.array(values).T) for way, values in rows.items()}
 
 
-def counted(model: NDArray[np.float32], draft: NDArray[np.float32], params: SamplingParams) -> list[tuple[bool, bool]]:
-    """Whether the sampler itself draws the same token from both, and whether it does without the draft's first choice:
-    of each row. What the first tells on average is what Gumbel says, but for the noise.
+@dataclass(frozen=True)
+class Drawn:
+    """What the sampler itself drew at a position: as `Gumbel` says, but for the noise.
+
+    right: the same token from both. second: the same where the draft's first choice is left out. level: how sure the
+    draft was, as it guesses.
     """
+
+    right: bool
+    second: bool
+    level: int
+
+
+def counted(model: NDArray[np.float32], draft: NDArray[np.float32], params: SamplingParams) -> list[Drawn]:
+    """Of each row."""
 
     def drawn(logits: NDArray[np.float32]) -> list[int]:
         vocab_size = logits.shape[1]
@@ -121,7 +135,11 @@ def counted(model: NDArray[np.float32], draft: NDArray[np.float32], params: Samp
     tokens, first = drawn(model), drawn(draft)
     others = draft.copy()
     others[np.arange(len(first)), first] = -np.inf
-    return [(token == one, token == two) for token, one, two in zip(tokens, first, drawn(others), strict=True)]
+    sure = [probabilities(row, SamplingParams())[token] for row, token in zip(draft, first, strict=True)]
+    return [
+        Drawn(token == one, token == two, bisect(LEVELS, probability))
+        for token, one, two, probability in zip(tokens, first, drawn(others), sure, strict=True)
+    ]
 
 
 def print_costs(llm: LLM, executor: Executor, logits: NDArray[np.float32]) -> None:
@@ -173,7 +191,7 @@ def main() -> None:
                 ]
                 outputs = llm.generate([llm.encode(prompt) for prompt in TASKS[task]], params)
                 texts: list[dict[str, Chances]] = []
-                same: list[tuple[bool, bool]] = []
+                same: list[Drawn] = []
                 for output, one in zip(outputs, params, strict=True):
                     prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
                     ids = [*prompt, *answer]
@@ -181,11 +199,15 @@ def main() -> None:
                     texts.append(chances(model, draft, answer, one))
                     same += counted(model, draft, one)
                 positions = sum(len(text["bound"].right) for text in texts)
-                wrong = [two for one, two in same if not one]
+                wrong = [one.second for one in same if not one.right]
                 print(
                     f"{task}, {filters}: {positions} positions; same token by count: {1 - len(wrong) / len(same):.3f}, "
                     f"and where the first token is wrong, the draft's second is right: {np.mean(wrong):.3f}"
                 )
+                for level, (low, high) in enumerate(pairwise((0, *LEVELS, 1))):
+                    rights = [one.right for one in same if one.level == level]
+                    if rights:
+                        print(f"  the draft says {low} to {high}: right {np.mean(rights):.2f} of {len(rights)}")
                 for way in WAYS:
                     right = np.concatenate([text[way].right for text in texts])
                     chains = np.concatenate([text[way].chains() for text in texts]).mean(axis=0)
