@@ -274,7 +274,8 @@ def test_wrong_guesses_are_given_up_and_tried_again(cost: StepCost) -> None:
         guesses = dict(speculator.guess([going]))
         tried.append(len(guesses.get(going, ())))
         speculator.verified(going, tried[-1], 0)
-    assert tried[0] > 1 and 0 < sum(map(bool, tried[100:])) < 36 and max(tried[100:]) == 1
+    assert tried[0] > 1 and max(tried[100:]) == 1
+    assert sum(tried[100:]) == 30, "every tenth step, of which a hundredth takes 0.011, and a guess 0.1"
     stats = speculator.stats()
     assert stats.num_drafts == sum(map(bool, tried)) == stats.guessed[0] and sum(stats.accepted) == 0
     assert stats.mean_length == 1
@@ -299,7 +300,8 @@ def test_a_proposer_reads_what_guesses_make_up_for(cost: StepCost, monkeypatch: 
     assert [one for one, _ in speculator.guess([short, long, ending])] == [short]
     for _ in range(200):
         speculator.end(sequence([7] * 30, 20))  # answers of ten tokens
-    assert not speculator.guess([short])
+    tried = [bool(speculator.guess([short])) for _ in range(2000)]
+    assert not tried[0] and 0 < sum(tried) < 4, "reading it takes ten seconds, and a thousand steps eleven hundred"
 
 
 def test_right_guesses_raise_the_rate() -> None:

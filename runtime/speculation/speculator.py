@@ -2,7 +2,7 @@
 
 A step of several tokens takes longer than one of a single token, and how much longer depends on the machine, the model
 and how many sequences run (step_cost.py). A guess pays if the time that a token is worth, times its chance to be right,
-is more than it takes to guess and to verify it. In a full batch that is few of them, or none.
+is more than it takes to guess and to verify it. In a full batch few do, or none.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ class Speculator:
         self._all = Acceptance.of_all(proposer.first_rates)
         self._each: dict[TokenSequence, Acceptance] = {}
         self._chains: dict[TokenSequence, Chain] = {}  # of the guesses that are not verified yet
-        self._idle = 0.0  # seconds since a guess was made, in which there was something to guess
+        self._idle = 0.0  # seconds of steps without a guess since the last one, where there was something to guess
         self._length = 256.0  # tokens of an answer
         self._num_drafts, self._guessed, self._accepted = 0, [0] * most, [0] * most
 
@@ -79,26 +79,23 @@ class Speculator:
             sequences: all that decode in the next step; none of their tokens is in flight.
         """
         self._chains = {}
-        if not sequences:
-            return []
         chains = [
             Chain(one, level, min(self._most, one.max_tokens - len(one.token_ids) - 1), self._of(one))
             for one, level in zip(sequences, self._proposer.look(sequences), strict=True)
             if level is not None
         ]
-        room, worth = self._room - len(sequences), self._worth(chains, len(sequences))
-        alone = self._cost.seconds(len(sequences))
+        chains, room = [one for one in chains if one.most > 0], self._room - len(sequences)
+        if not chains or room <= 0:
+            return []
+        alone, worth = self._cost.seconds(len(sequences)), self._worth(chains, len(sequences))
+        self._idle += alone
         if worth is not None:
-            self._idle = 0
             saved = alone / len(sequences) - worth
             self._make([one for one in chains if self._is_read_for(one.sequence, saved)], room, worth)
-        elif room > 0 and any(one.most > 0 for one in chains):
-            self._idle += alone
-            nearest = min(chains, key=lambda one: (self._proposer.reading(one.sequence), one.sequence.num_guessed))
-            takes = self._cost.of_token + sum(self._proposer.seconds) + self._proposer.reading(nearest.sequence)
-            if PROBING * self._idle > takes:
-                self._idle = 0
-                self._extend([nearest])
+        nearest = min(chains, key=lambda one: (self._proposer.reading(one.sequence), one.sequence.num_guessed))
+        takes = self._cost.of_token + sum(self._proposer.seconds) + self._proposer.reading(nearest.sequence)
+        if PROBING * self._idle > takes:
+            self._extend([nearest])
         self._chains = {one.sequence: one for one in chains if one.guesses}
         return [(sequence, [guess.token for guess in one.guesses]) for sequence, one in self._chains.items()]
 
@@ -163,7 +160,7 @@ class Speculator:
         of_round, of_guess = self._proposer.seconds
         expected, rounds = float(plain), 0
         best = alone = expected / self._cost.seconds(plain)
-        for number, (chance, place) in enumerate(chances[: max(self._room - plain, 0)], start=1):
+        for number, (chance, place) in enumerate(chances[: self._room - plain], start=1):
             expected, rounds = expected + chance, max(rounds, 1 - place)
             seconds = self._cost.seconds(plain + number) + rounds * of_round + number * of_guess
             best = max(best, expected / seconds)
@@ -176,7 +173,7 @@ class Speculator:
         while going:
             gains = [(one.next_chance * worth - verifying - of_guess, one) for one in going]
             paying = [(gain, one) for gain, one in gains if gain > 0 and len(one.guesses) < one.most]
-            paying = sorted(paying, key=itemgetter(0), reverse=True)[: max(room, 0)]
+            paying = sorted(paying, key=itemgetter(0), reverse=True)[:room]
             if sum(gain for gain, _ in paying) <= of_round:
                 break
             going = self._extend([one for _, one in paying])
@@ -188,7 +185,7 @@ class Speculator:
 
     def _extend(self, chains: Sequence[Chain]) -> list[Chain]:
         """One guess more of each; those that have got it."""
-        sequences = [one.sequence for one in chains]
+        sequences, self._idle = [one.sequence for one in chains], 0.0
         if not chains[0].guesses:  # they all go on together, so it is the first of each
             self._proposer.begin(sequences)
         longer = []
