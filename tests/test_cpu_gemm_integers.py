@@ -101,7 +101,7 @@ def test_runs_of_columns(isa: str, kernel: str, group: int) -> None:
         problem = Problem(kernel, 40, 70, columns, "swiglu", bias=True, group=group, zeros=zeros)
         together = problem.run(isa, "f32", threads=2)
         assert relative_error(together, problem.expected()) < GEMM_F32
-        for tokens in (1, 2, 3, 5, 6, 7):
+        for tokens in range(1, 8):
             assert torch.equal(together[:tokens], problem.run(isa, "f32", x=problem.x[:tokens]))
 
 

@@ -9,11 +9,16 @@
 //                it where it stays in L1, as dots want it (4 bits become a byte), for the others of a panel,
 //                while their sums wait in scratch
 //
+// Where dots want more of x than its bytes (S::KeptI8, S::KeptU4), each thread makes that of a panel once:
+// the tokens of a tile side by side, as they meet a line of weights, which also spares L1 rows a power of 2
+// apart.
+//
 // The dots of a run sum to more than they should by its excess, which depends on x alone: codes of u4 are
 // larger than their numbers by their zero, those that e2m1 becomes by 12, and S::dot_i8 has an excess of its
 // own. A sum therefore begins with -excess.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "gemm_epilogue.h"
@@ -28,6 +33,8 @@ namespace {
 template <class S>
 struct I8Codes {
   using Line = typename S::Line;
+  using Kept = typename S::KeptI8;
+  static constexpr auto& streams = S::i8_streams;
   static constexpr DType dtype = DType::i8;
   static constexpr int lines = 1;
   static constexpr bool scaled = false;  // by runs
@@ -41,6 +48,8 @@ struct I8Codes {
 template <class S>
 struct U4Codes {
   using Line = typename S::Line;
+  using Kept = typename S::KeptU4;
+  static constexpr auto& streams = S::u4_streams;
   static constexpr DType dtype = DType::u4;
   static constexpr int lines = 2;
   static constexpr bool scaled = true;
@@ -55,6 +64,8 @@ struct U4Codes {
 template <class S>
 struct E2m1Codes {
   using Line = typename S::Line;
+  using Kept = typename S::KeptU4;
+  static constexpr auto& streams = S::u4_streams;
   static constexpr DType dtype = DType::e2m1;
   static constexpr int lines = 2;
   static constexpr bool scaled = true;
@@ -87,8 +98,9 @@ class GemmA8 {
                                 : piece_of(g_.group, piece_bytes_ / 16 / kRunBlocks)) {}
 
   int64_t scratch_bytes() const {
-    const int64_t tokens = panel_tokens();
-    return piece_bytes_ + tokens * kBlocks * 64 + tokens / tile_tokens() * g_.groups * int64_t{sizeof(Run)};
+    const int64_t tokens = panel_tokens(), kept = kKeeps ? kFourBytes * g_.k_pad / 4 : 0;
+    return piece_bytes_ + tokens * (kMostBlocks * 64 + kept) +
+           tokens / tile_tokens() * g_.groups * int64_t{sizeof(Run)};
   }
   int64_t passes(int64_t tokens) const { return (tokens + panel_tokens() - 1) / panel_tokens(); }
 
@@ -114,8 +126,10 @@ class GemmA8 {
   static constexpr int kTokens = S::tile_tokens, kBlocks = S::tile_blocks, kLines = Codes::lines;
   static constexpr int64_t kLineK = 4 * kLines;                                 // of K, in 64 bytes
   static constexpr int kRunTokens = S::run_tokens, kRunBlocks = S::run_blocks;  // of several runs
-  static constexpr int kDirect = S::direct_tokens, kMostTokens = kDirect > kRunTokens ? kDirect : kRunTokens;
-  static constexpr int64_t kPanelBytes = 1 << 19;   // of x: a part of L2
+  static constexpr int kDirect = std::size(Codes::streams),
+                       kMostTokens = kDirect > kRunTokens ? kDirect : kRunTokens;
+  static constexpr int kMostBlocks = kBlocks > 2 ? kBlocks : 2;  // whose sums wait
+  static constexpr int64_t kPanelBytes = 1 << 19;                // of x: a part of L2
   static constexpr int64_t kPanelTokens = 64;       // at least, though a long K has x come from L3 then
   static constexpr int64_t kPrefetchStream = 4096;  // ahead in the only stream
   static constexpr int64_t kPrefetchBytes = 2048;   // ahead in each of several
@@ -123,6 +137,16 @@ class GemmA8 {
   static constexpr int64_t kPrefetchScales = 32;    // runs ahead
   static_assert(kLeastL1Bytes / 256 * 192 / 16 / kRunBlocks >= GemmOperands::kLongestGroup);
   static_assert(kRunTokens >= kTokens && kRunBlocks <= kBlocks);
+
+  using Kept = typename Codes::Kept;
+  static constexpr bool kKeeps = !std::is_void_v<Kept>;
+  static constexpr int64_t four_bytes() {
+    if constexpr (kKeeps) return Kept::bytes;
+    return 4;
+  }
+  static constexpr int64_t kFourBytes = four_bytes();  // of x, that meet a line of weights
+  // From what a line of a tile of M tokens meets to what the next one does.
+  static constexpr int64_t fours(int tokens) { return kKeeps ? tokens * kFourBytes : 4; }
 
   // Pieces of K of nearly the same length, whole `unit`s, and no longer than `most`.
   int64_t piece_of(int64_t unit, int64_t most) const {
@@ -148,14 +172,22 @@ class GemmA8 {
     int64_t row, tokens;
     std::byte* weights;  // (piece_k_ / 4, blocks, 64)
     float* sums;         // of tile after tile, (blocks, tokens of the tile, 16); of a run cut in two, int32
+    std::byte* kept;     // of x, of tile after tile, (k_pad / 4, tokens of the tile, kFourBytes)
     Run* runs;           // (tiles, groups)
   };
 
   Panel panel_at(int64_t row, int64_t tokens, std::byte* scratch) const {
     auto* sums = reinterpret_cast<float*>(scratch + piece_bytes_);
-    const Panel panel{row, tokens, scratch, sums, reinterpret_cast<Run*>(sums + tokens * kBlocks * 16)};
+    auto* kept = reinterpret_cast<std::byte*>(sums + tokens * kMostBlocks * 16);
+    std::byte* const runs = kept + (kKeeps ? tokens * g_.k_pad / 4 * kFourBytes : 0);
+    const Panel panel{row, tokens, scratch, sums, kept, reinterpret_cast<Run*>(runs)};
     const int64_t tile = tokens <= kDirect ? kDirect : tile_tokens();
     for (int64_t m = 0; m < tokens; ++m) {
+      if constexpr (kKeeps) {
+        const int64_t first = m / tile * tile, together = tokens - first < tile ? tokens - first : tile;
+        Kept::keep(x(row + m), k_end_, kept_at(panel, first, together, 0) + m % tile * kFourBytes,
+                   together * kFourBytes);
+      }
       const float* scales = g_.x_scale + (row + m) * g_.x_scale_stride;
       for (int64_t g = 0; g < g_.groups; ++g) {
         Run& run = panel.runs[m / tile * g_.groups + g];
@@ -168,21 +200,29 @@ class GemmA8 {
     return panel;
   }
 
+  // What a tile of `tokens` tokens meets from k on.
+  std::byte* kept_at(const Panel& panel, int64_t first, int64_t tokens, int64_t k) const {
+    return panel.kept + (first * g_.k_pad + k * tokens) / 4 * kFourBytes;
+  }
+  const std::byte* x_at(const Panel& panel, int64_t first, int64_t tokens, int64_t k) const {
+    if constexpr (kKeeps) return kept_at(panel, first, tokens, k);
+    return reinterpret_cast<const std::byte*>(x(panel.row + first) + k);
+  }
   const int8_t* x(int64_t row) const { return g_.x.as<const int8_t>() + row * g_.x.stride; }
   // Of a run that begins at k, up to `end`.
   int64_t depth(int64_t k, int64_t end) const { return end - k < g_.group ? end - k : g_.group; }
 
-  // As many blocks together as registers hold sums of, twice. Their number is a power of 2, and at least 2
-  // while there are 2 blocks, so that the pairs of a gated epilogue are never divided.
+  template <int M>
+  static constexpr int kStreams = Codes::streams[M - 1];
+
+  // At least 2 blocks together while there are 2, so that the pairs of a gated epilogue are never divided.
   template <int M>
   void few(const Panel& panel, int64_t block, int64_t end) const {
     if constexpr (M > 1) {
       if (panel.tokens < M) return few<M - 1>(panel, block, end);
     }
-    if (panel.tokens == M) pass_blocks<M, blocks_of(M, S::gemv_blocks)>(panel, block, end);
-  }
-  static constexpr int blocks_of(int tokens, int most) {
-    return most == 2 || tokens * most <= kTokens * kBlocks / 2 ? most : blocks_of(tokens, most / 2);
+    constexpr int blocks = kStreams<M> > 2 ? kStreams<M> : 2;
+    if (panel.tokens == M) pass_blocks<M, blocks>(panel, block, end);
   }
 
   template <int M, int N>
@@ -198,7 +238,7 @@ class GemmA8 {
   template <int M, int N>
   void direct_tile(const Panel& panel, int64_t block) const {
     float out[N][M][16];
-    if constexpr (M <= kTokens) {
+    if constexpr (N <= kStreams<M>) {
       if (!reads_one_stream()) {
         pass<M, N>(panel, block, out);
         return finish_.blocks(panel.row, M, block, N, out[0][0], M * 16);
@@ -214,14 +254,14 @@ class GemmA8 {
     F sums[M][N];
     each<M, N>([&](int m, int n) { sums[m][n] = S::zero(); });
     const std::byte* line = g_.block(block);
-    const int8_t* k = x(panel.row);
+    const std::byte* four = x_at(panel, 0, M, 0);
     const std::byte *ahead = line + kPrefetchBytes, *block_end = line + g_.block_bytes;
     for (int64_t g = 0; g < g_.groups; ++g) {
       const Run& run = panel.runs[g];
       I acc[M][N];
       begin(run, block, g, acc);
       const std::byte* end = line + depth(g * g_.group, k_end_) / kLineK * 64;
-      for (; line < end; line += 64, k += kLineK, ahead += 64) {
+      for (; line < end; line += 64, four += kLines * fours(M), ahead += 64) {
         if (N > 1 && ahead == block_end) ahead += (N - 1) * g_.block_bytes;  // the next N
         Line w[N][kLines];
         ENGINEWRIGHT_UNROLL
@@ -235,7 +275,7 @@ class GemmA8 {
           Codes::load(line + n * g_.block_bytes, w[n]);
         }
         ENGINEWRIGHT_UNROLL
-        for (int i = 0; i < kLines; ++i) dots(k + 4 * i, w, i, acc);
+        for (int i = 0; i < kLines; ++i) dots<true>(four + i * fours(M), w, i, acc);
       }
       fold(acc, run, block, g, sums);
     }
@@ -256,13 +296,26 @@ class GemmA8 {
     }
   }
 
-  template <int M, int N, int L>
-  ENGINEWRIGHT_INLINE void dots(const int8_t* k, const Line (&w)[N][L], int line, I (&acc)[M][N]) const {
+  template <bool hold, int M, int N, int L>
+  ENGINEWRIGHT_INLINE void dots(const std::byte* fours, const Line (&w)[N][L], int line,
+                                I (&acc)[M][N]) const {
     ENGINEWRIGHT_UNROLL
     for (int m = 0; m < M; ++m) {
-      const typename S::Bytes4 four = S::load_bytes4(k + m * g_.x.stride);
+      const typename S::Bytes4 four = load_four(fours, m);
       ENGINEWRIGHT_UNROLL
       for (int n = 0; n < N; ++n) acc[m][n] = Codes::dot(acc[m][n], w[n][line], four);
+      if constexpr (hold) {
+        ENGINEWRIGHT_UNROLL
+        for (int n = 0; n < N; ++n) S::hold(acc[m][n]);
+      }
+    }
+  }
+
+  ENGINEWRIGHT_INLINE typename S::Bytes4 load_four(const std::byte* fours, int m) const {
+    if constexpr (kKeeps) {
+      return Kept::load(fours + m * kFourBytes);
+    } else {
+      return S::load_bytes4(reinterpret_cast<const int8_t*>(fours) + m * g_.x.stride);
     }
   }
 
@@ -287,37 +340,56 @@ class GemmA8 {
     }
   }
 
+  // Blocks whose sums are finished together, so that the pairs of a gated epilogue are never divided: a tile
+  // has N of them, from `at` on.
+  struct Blocks {
+    int64_t first;
+    int count, at;
+    int64_t begin() const { return first + at; }
+  };
+
   // All tokens of a panel, M at least, past the blocks [block, end), M x N at once, then fewer.
   template <int M, int N>
   void pass_groups(const Panel& panel, int64_t block, int64_t end) const {
-    for (; block + N <= end; block += N) {
-      for (int64_t k = 0; k < k_end_; k += piece_k_) {
-        const int64_t k_end = k_end_ - k < piece_k_ ? k_end_ : k + piece_k_;
-        // The first tiles prefetch a block of the next piece each.
-        const std::byte* next = k_end < k_end_ ? g_.block(block) + k_end / kLineK * 64 : g_.block(block + N);
-        int nexts = k_end < k_end_ || block + N < end ? N : 0;
-        const auto ahead = [&] {
-          if (nexts == 0) return static_cast<const std::byte*>(panel.weights);  // is there
-          --nexts;
-          return std::exchange(next, next + g_.block_bytes);
-        };
-        tile<M, N, true>(panel, 0, block, k, k_end, ahead());
-        int64_t m = M;
-        for (; m + M <= panel.tokens; m += M) tile<M, N, false>(panel, m, block, k, k_end, ahead());
-        rest<M - 1, N>(panel, m, block, k, k_end, ahead());
+    constexpr int together = N < 2 ? 2 : N;
+    for (; block + together <= end; block += together) {
+      for (int at = 0; at < together; at += N) {
+        pass_pieces<M, N>(panel, {block, together, at}, block + together < end);
       }
     }
     if constexpr (N > 1) {
       if (block < end) pass_groups<M, N / 2>(panel, block, end);
+    } else {
+      if (block < end) pass_pieces<M, 1>(panel, {block, 1, 0}, false);
     }
   }
 
   template <int M, int N>
-  void rest(const Panel& panel, int64_t m, int64_t block, int64_t k, int64_t k_end,
+  void pass_pieces(const Panel& panel, const Blocks& blocks, bool more) const {
+    for (int64_t k = 0; k < k_end_; k += piece_k_) {
+      const int64_t k_end = k_end_ - k < piece_k_ ? k_end_ : k + piece_k_;
+      // The first tiles prefetch a block of the next piece each.
+      const std::byte* next =
+          k_end < k_end_ ? g_.block(blocks.begin()) + k_end / kLineK * 64 : g_.block(blocks.begin() + N);
+      int nexts = k_end < k_end_ || blocks.at + N < blocks.count || more ? N : 0;
+      const auto ahead = [&] {
+        if (nexts == 0) return static_cast<const std::byte*>(panel.weights);  // is there
+        --nexts;
+        return std::exchange(next, next + g_.block_bytes);
+      };
+      tile<M, N, true>(panel, 0, blocks, k, k_end, ahead());
+      int64_t m = M;
+      for (; m + M <= panel.tokens; m += M) tile<M, N, false>(panel, m, blocks, k, k_end, ahead());
+      rest<M - 1, N>(panel, m, blocks, k, k_end, ahead());
+    }
+  }
+
+  template <int M, int N>
+  void rest(const Panel& panel, int64_t m, const Blocks& blocks, int64_t k, int64_t k_end,
             const std::byte* ahead) const {
     if constexpr (M > 0) {
-      if (panel.tokens - m < M) return rest<M - 1, N>(panel, m, block, k, k_end, ahead);
-      tile<M, N, false>(panel, m, block, k, k_end, ahead);
+      if (panel.tokens - m < M) return rest<M - 1, N>(panel, m, blocks, k, k_end, ahead);
+      tile<M, N, false>(panel, m, blocks, k, k_end, ahead);
     }
   }
 
@@ -325,12 +397,14 @@ class GemmA8 {
   // tile reads weights from memory, and leaves them to the others. As much of a block is prefetched from
   // `ahead` on.
   template <int M, int N, bool fresh>
-  void tile(const Panel& panel, int64_t first, int64_t block, int64_t k, int64_t k_end,
+  void tile(const Panel& panel, int64_t first, const Blocks& blocks, int64_t k, int64_t k_end,
             const std::byte* ahead) const {
-    float* waiting = panel.sums + first * N * 16;  // (N, M, 16)
+    float* const all = panel.sums + first * blocks.count * 16;  // (count, M, 16)
+    float* const waiting = all + blocks.at * M * 16;            // (N, M, 16)
+    const int64_t block = blocks.begin();
     auto* cut = reinterpret_cast<int32_t*>(waiting);
     const auto at = [](int m, int n) { return (n * M + m) * 16; };
-    const int8_t* four = x(panel.row + first) + k;
+    const std::byte* four = x_at(panel, first, M, k);
     const std::byte* from = g_.block(block) + k / kLineK * 64;
     std::byte* line = panel.weights;
     const bool whole = g_.groups > 1;
@@ -349,7 +423,7 @@ class GemmA8 {
       constexpr int lines = fresh ? kLines : 1;  // of a block at once
       // By itself GCC moves sums from register to register in every pass.
       ENGINEWRIGHT_UNROLL_TWICE
-      for (; line < end; line += lines * N * 64, four += lines * 4, ahead += lines * 64 / kLines) {
+      for (; line < end; line += lines * N * 64, four += lines * fours(M), ahead += lines * 64 / kLines) {
         S::prefetch_l2(ahead);
         Line w[N][lines];
         ENGINEWRIGHT_UNROLL
@@ -364,7 +438,7 @@ class GemmA8 {
         }
         from += 64;
         ENGINEWRIGHT_UNROLL
-        for (int i = 0; i < lines; ++i) dots(four + 4 * i, w, i, acc);
+        for (int i = 0; i < lines; ++i) dots<false>(four + i * fours(M), w, i, acc);
       }
       if (!whole && k_end < k_end_) {
         each<M, N>([&](int m, int n) { S::store_i(cut + at(m, n), acc[m][n]); });
@@ -373,7 +447,9 @@ class GemmA8 {
       fold(acc, *run, block, g, sums);
     }
     each<M, N>([&](int m, int n) { S::store(waiting + at(m, n), sums[m][n]); });
-    if (k_end == k_end_) finish_.blocks(panel.row + first, M, block, N, waiting, M * 16);
+    if (k_end == k_end_ && blocks.at + N == blocks.count) {
+      finish_.blocks(panel.row + first, M, blocks.first, blocks.count, all, M * 16);
+    }
   }
 
   template <int M, int N, class Function>

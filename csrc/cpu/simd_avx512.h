@@ -21,8 +21,11 @@ struct Avx512Vnni {
   };
   using I = __m512i;
   using Bytes4 = __m512i;
-  static constexpr int tile_tokens = 6, tile_blocks = 4, gemv_blocks = 8, direct_tokens = 8;
+  static constexpr int tile_tokens = 6, tile_blocks = 4, gemv_blocks = 8;
+  static constexpr int i8_streams[] = {8, 4, 4, 2, 2, 2, 1, 1}, u4_streams[] = {8, 4, 4, 2, 2, 2, 1, 1};
   static constexpr int run_tokens = 7, run_blocks = 2;
+  using KeptI8 = void;
+  using KeptU4 = void;
 
   static ENGINEWRIGHT_INLINE __mmask16 below(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
 
@@ -125,6 +128,7 @@ struct Avx512Vnni {
     return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128));
   }
   static ENGINEWRIGHT_INLINE I dot_i8(I acc, Line w, Bytes4 x) { return _mm512_dpbusd_epi32(acc, w, x); }
+  static ENGINEWRIGHT_INLINE void hold(I&) {}
   static ENGINEWRIGHT_INLINE int32_t excess_i8(const int8_t* p, int64_t n) { return 128 * sum_i8(p, n); }
   static ENGINEWRIGHT_INLINE void expand_u4(const void* p, Line& low, Line& high) {
     const __m512i both = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(0x0f);

@@ -36,6 +36,7 @@
 //                                  dot_u4 wants them
 //   lookup16(table, Line)          each byte i, of those in [0, 15], as the i-th of the table's
 //   dot_u4(I, Line w, Bytes4 x)    acc[i] + the sum of w[i][j] * x[j], of bytes w up to 24
+//   hold(I&)                       has it in registers by here, where the compiler needs to be told
 //   widen_i8(ptr)                  16 int8 as I; mul_i: lane by lane
 //   dot_u(I, Line w, Bytes4 x)     the same with w as load_line gives it, and x of byte_bits bits, unsigned
 //   store_two_bytes(ptr, x)        lanes rounded to integers of 2 * byte_bits bits: of four at a time, first
@@ -44,8 +45,12 @@
 //   prefetch(ptr) prefetch_l2(ptr) towards L1, or L2
 //   tile_tokens, tile_blocks       the GEMM tile whose accumulators fit the registers; gemv_blocks: blocks of
 //                                  16 rows that one token passes together; both powers of 2, at least 2
-//   direct_tokens                  that weights pass at once as they come from memory, at least tile_tokens
+//   i8_streams, u4_streams         for 1, 2, … tokens that weights of gemm_a8.h pass as they come from
+//   memory:
+//                                  of how many blocks they come at once
 //   run_tokens, run_blocks         the tile whose accumulators fit twice, as those of a run of K and of all
+//   KeptI8, KeptU4                 how gemm_a8.h keeps four int8 of x for dot_i8 and dot_u4: `bytes` of them,
+//                                  keep() and load() as KeptBytes has them; void: it reads x where it lies
 #pragma once
 
 #include <cmath>
@@ -68,6 +73,19 @@
 
 namespace enginewright {
 namespace {
+
+// Four int8 of x as they are.
+template <class S>
+struct KeptBytes {
+  static constexpr int64_t bytes = 4;
+  // n numbers, a multiple of 32, four every `step` bytes.
+  static void keep(const int8_t* x, int64_t n, std::byte* out, int64_t step) {
+    for (int64_t i = 0; i < n; i += 4, out += step) std::memcpy(out, x + i, 4);
+  }
+  static ENGINEWRIGHT_INLINE auto load(const std::byte* p) {
+    return S::load_bytes4(reinterpret_cast<const int8_t*>(p));
+  }
+};
 
 // An e4m3 on top of a word, moved down by 4 with its sign: what is left with these bits is an fp32 with the
 // exponent and fraction where they belong, 2^-120 times the number, subnormals too.
@@ -99,8 +117,11 @@ struct Portable {
   struct Bytes4 {
     int8_t x[4];
   };
-  static constexpr int tile_tokens = 2, tile_blocks = 2, gemv_blocks = 2, direct_tokens = 2;
+  static constexpr int tile_tokens = 2, tile_blocks = 2, gemv_blocks = 2;
+  static constexpr int i8_streams[] = {2, 2}, u4_streams[] = {2, 2};
   static constexpr int run_tokens = 2, run_blocks = 2;
+  using KeptI8 = void;
+  using KeptU4 = void;
 
   static ENGINEWRIGHT_INLINE F set1(float x) {
     const Quad q = {x, x, x, x};
@@ -288,6 +309,7 @@ struct Portable {
   }
   static ENGINEWRIGHT_INLINE Bytes4 load_bytes4(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
   static ENGINEWRIGHT_INLINE Line load_i8(const void* p) { return load_line(p); }
+  static ENGINEWRIGHT_INLINE void hold(I&) {}
   static ENGINEWRIGHT_INLINE I dot_i8(I acc, const Line& w, Bytes4 x) {
     for (int i = 0; i < 4; ++i) {
       const Ints word = (Ints)w.q[i];
