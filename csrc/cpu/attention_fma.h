@@ -32,8 +32,8 @@ class SplitAttentionFma : public SplitSoftmax<S, Element> {
     for (int64_t dim = 0; dim < head_dim_; dim += kSplitPositions) {
       const int64_t left = head_dim_ - dim, count = left < kSplitPositions ? left : kSplitPositions;
       expand_rows<S>(tile.q + dim, width_, tile.rows, (count + 15) / 16 * 16, 1.0f, x, kStride);
-      if (tile.rows <= S::few_rows) {
-        call_few<S::few_rows>(tile.rows, [&](auto few) {
+      if (tile.rows <= kFew) {
+        call_few<kFew>(tile.rows, [&](auto few) {
           score_few<decltype(few)::rows>(x, kv, 0, dim, count, scratch.scores);
         });
       } else {
@@ -42,8 +42,8 @@ class SplitAttentionFma : public SplitSoftmax<S, Element> {
     }
     this->softmax(tile, kv, scratch, ahead, partial);
     expand_rows<S>(scratch.p, kSplitPositions, tile.rows, kv.groups * kGroup, 1.0f, x, kStride);
-    if (tile.rows <= S::few_rows) {
-      call_few<S::few_rows>(tile.rows, [&](auto few) { weigh_few<decltype(few)::rows>(x, kv, 0, partial); });
+    if (tile.rows <= kFew) {
+      call_few<kFew>(tile.rows, [&](auto few) { weigh_few<decltype(few)::rows>(x, kv, 0, partial); });
     } else {
       weigh(x, tile.rows, kv, partial);
     }
@@ -51,6 +51,7 @@ class SplitAttentionFma : public SplitSoftmax<S, Element> {
 
  private:
   using SplitSoftmax<S, Element>::width_;
+  static constexpr int kFew = few_rows<S, Floats>;
   static constexpr int64_t kDepth = Floats::k_count;        // of a line: along dims, or positions
   static constexpr int64_t kStride = kSplitPositions + 16;  // rows do not share the sets of L1
   static const std::byte* bytes(const Element* p) { return reinterpret_cast<const std::byte*>(p); }

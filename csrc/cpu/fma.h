@@ -11,7 +11,8 @@
 //   byte_on_top(Bits, k)           byte k of each word on top of it, zeros behind
 //   part_of_words(Bits)            words as floats
 //   part_of_e4m3(Bits)             words with an e4m3 on top as floats
-//   fma_rows, fma_blocks           a tile whose accumulators fit the registers; few_rows: see below
+//   fma_rows, fma_blocks           a tile whose accumulators fit the registers
+//   few_rows, few_byte_rows        of bf16, and of bytes: see below
 //   fma_chunk                      of K, whose weights for fma_blocks blocks are to stay in L1
 #pragma once
 
@@ -144,9 +145,9 @@ void fma_tile(const float* x, const Expanded& w, bool zero, const Sums& sums, Ne
   }
 }
 
-// The least tile that more than few_rows rows are divided into.
+// The least tile that more rows than few are divided into.
 template <class S>
-constexpr int least_rows = S::few_rows < S::fma_rows / 2 ? S::few_rows + 1 : (S::fma_rows + 1) / 2;
+constexpr int least_rows = S::few_byte_rows < S::fma_rows / 2 ? S::few_byte_rows + 1 : (S::fma_rows + 1) / 2;
 
 template <class S, int M, int N, int64_t x_stride, bool fetch>
 void fma_tile_of(int64_t rows, const float* x, const Expanded& w, bool zero, const Sums& sums,
@@ -157,7 +158,7 @@ void fma_tile_of(int64_t rows, const float* x, const Expanded& w, bool zero, con
   fma_tile<S, M, N, x_stride, fetch>(x, w, zero, sums, ahead);
 }
 
-// The same for more than few_rows rows, in tiles of nearly the same size. `fetch`: they share the `bytes` of
+// The same for more rows than few, in tiles of nearly the same size. `fetch`: they share the `bytes` of
 // each block that are to be prefetched from ahead.data on.
 template <class S, int N, int64_t x_stride, bool fetch = false>
 void fma_rows(const float* x, int64_t rows, const Expanded& w, bool zero, Sums sums, Next ahead = {},
@@ -174,6 +175,8 @@ void fma_rows(const float* x, int64_t rows, const Expanded& w, bool zero, Sums s
 }
 
 // Few rows: weights pass from memory through registers instead.
+template <class S, class Weights>
+constexpr int few_rows = Weights::k_count == 4 ? S::few_byte_rows : S::few_rows;
 constexpr int64_t kPrefetchBytes = 1024;
 
 // Blocks of 16 columns that M rows pass at once: accumulators enough to hide an FMA's latency.

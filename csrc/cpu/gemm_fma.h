@@ -3,7 +3,7 @@
 // Why not gemm.h: without a dot product of bf16 each line of weights would be expanded anew for every few
 // tokens, in the registers that the accumulators need.
 //
-// Up to S::few_rows tokens, weights pass from memory through registers, a line at a time. With more, weights
+// Up to few_rows tokens, weights pass from memory through registers, a line at a time. With more, weights
 // of S::fma_blocks blocks are expanded into L1, a chunk of K at a time, and tiles of tokens pass them
 // (fma.h). Between chunks accumulators rest in memory, which rounds nothing: the order of rounding is the
 // same everywhere. Runs of K that have scales of their own are chunks.
@@ -32,7 +32,7 @@ class GemmFma {
         chunk_(chunk_of(g_)) {}
 
   int64_t scratch_bytes() const {
-    const int64_t few = S::few_rows * g_.k_pad;
+    const int64_t few = kFew * g_.k_pad;
     const int64_t strip = (kGroupTokens + 16 * kBlocks) * kChunk + kGroupTokens * kStripBlocks * 16;
     return (few > strip ? few : strip) * 4;
   }
@@ -41,9 +41,9 @@ class GemmFma {
   void run(int64_t tokens, Range mine, std::byte* own) const {
     const int64_t begin = mine.begin * g_.unit_blocks, end = mine.end * g_.unit_blocks;
     auto* scratch = reinterpret_cast<float*>(own);
-    if (tokens <= S::few_rows) {
+    if (tokens <= kFew) {
       expand_rows<S>(x_row(0), g_.x.stride, tokens, g_.k_pad, Weights::x_factor, scratch, g_.k_pad);
-      call_few<S::few_rows>(tokens, [&](auto few) { pass_blocks<decltype(few)::rows>(scratch, begin, end); });
+      call_few<kFew>(tokens, [&](auto few) { pass_blocks<decltype(few)::rows>(scratch, begin, end); });
       return;
     }
     for (int64_t block = begin; block < end; block += kStripBlocks) {
@@ -58,7 +58,7 @@ class GemmFma {
 
  private:
   using F = typename S::F;
-  static constexpr int kBlocks = S::fma_blocks;
+  static constexpr int kBlocks = S::fma_blocks, kFew = few_rows<S, Weights>;
   static constexpr int64_t kChunk =  // of K, at most
       S::fma_chunk > GemmOperands::kLongestBf16Group ? S::fma_chunk : GemmOperands::kLongestBf16Group;
 

@@ -253,7 +253,7 @@ struct Avx2 {
   static constexpr int part_floats = 8;
   static constexpr int fma_rows = 6,
                        fma_blocks = 1;  // 12 accumulators, two registers of weights, a broadcast
-  static constexpr int few_rows = 5;
+  static constexpr int few_rows = 5, few_byte_rows = 3;
   static constexpr int64_t fma_chunk = 320;  // 20 KB of weights
   static ENGINEWRIGHT_INLINE Part part_zero() { return _mm256_setzero_ps(); }
   static ENGINEWRIGHT_INLINE Part part_load(const float* p) { return _mm256_loadu_ps(p); }

@@ -170,7 +170,7 @@ struct Avx512Vnni {
   static constexpr int part_floats = 16;
   static constexpr int fma_rows = 12,
                        fma_blocks = 2;  // 24 accumulators, two registers of weights, a broadcast
-  static constexpr int few_rows = 8;
+  static constexpr int few_rows = 8, few_byte_rows = 8;
   static constexpr int64_t fma_chunk = 192;  // 24 KB of weights
   static ENGINEWRIGHT_INLINE Part part_zero() { return _mm512_setzero_ps(); }
   static ENGINEWRIGHT_INLINE Part part_load(const float* p) { return _mm512_loadu_ps(p); }
