@@ -50,6 +50,7 @@ class Automatic:
 
 
 HEADS = {EAGLE: build_eagle, MEDUSA: build_medusa}
+PHASE = "add what guesses"  # its weights are compared with the model's
 Draft = Checkpoint | HeadFolder | FirstLayers | Automatic
 
 
@@ -116,17 +117,21 @@ def add_draft(target: Assembly, draft: Draft, progress: Progress, calibration: C
         if graph is None:
             _check_no_quant(target.config, f"{target.checkpoint.name} carries no MTP layer, so lookup guesses")
             return replace(target, speculate=NGRAM)
+        progress.phase(PHASE)
         taken = replace(target, notes=[note for note in target.notes if not note.endswith(LEFT_OUT)], speculate=MTP)
         return with_head(taken, MTP, HeadGraph(graph, ShowHidden(), ShowHidden()), {"layers": 1})
     if isinstance(draft, HeadFolder):
         name = target.checkpoint.name
         if not all(plan.generates for plan in target.plans.values()):
             raise no_head(draft.name, name, "that writes no text")
+        progress.phase(PHASE)
         model = GuessedModel.of(name, target.checkpoint.config, target.dense, target.max_seq_len)
         return with_head(target, draft.role, HEADS[draft.role](draft, model), {"name": draft.name})
     dump = target.config.dump_graphs
     config = replace(target.config.for_draft, dump_graphs=dump / DRAFT if dump else None)
-    return with_draft(target, assemble(draft, config, progress, calibration))
+    assembled = assemble(draft, config, progress, calibration)
+    progress.phase(PHASE)
+    return with_draft(target, assembled)
 
 
 def with_first_layers(target: Assembly, draft: FirstLayers) -> Assembly:
