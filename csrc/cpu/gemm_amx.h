@@ -1,17 +1,18 @@
 // GEMM on AMX tiles (Intel SDM vol. 1, ch. 18): the same kernels as gemm.h and gemm_a8.h, for machines with
 // TDPBF16PS and TDPBSSD.
 //
-// A block of r16 weights is a row of AMX B tiles as it lies in memory: 16 lines are 32 of K x 16 rows. A
-// tiles are 16 tokens x 32 of K, straight from x; C tiles are 16 tokens x 16 rows in fp32. Every output is
-// the chain C += A · B over K in steps of 32, ascending, and what TDPBF16PS adds to an element depends on
-// nothing else in the tile: the same bits in each of the shapes below.
+// A block of r16 weights is a row of AMX B tiles as it lies in memory: 16 lines are 64 bytes of K x 16 rows.
+// A tiles are 16 tokens x 64 bytes of K, C tiles 16 tokens x 16 rows. Every output is the chain C += A · B
+// over K in such steps, ascending, and what TDPBF16PS adds to an element depends on nothing else in the tile:
+// the same bits however many tokens there are, and however the loops below are cut.
 //
-//   panel of 17 … 32 tokens   2 A tiles x 2 blocks
-//   panel of 1 … 16 tokens    1 A tile x 4 blocks
-//   1 or 2 tokens in all: gemv_amx.h
+// A panel of 32 tokens meets two blocks of weights at a time: 2 A tiles x 2 B tiles. Several panels pass a
+// strip of weights that stays in L2, one after the other, a piece of K at a time for which the panel stays in
+// L1 while its sums wait. One panel in all passes all of K of two blocks after the other, as they come from
+// memory; it is copied first where its rows would share few sets of L1. 1 or 2 tokens in all: gemv_amx.h.
 //
-// Few weights of 8 bits at a time become bf16 in scratch: pieces of K that stay in L1 for few tokens, a strip
-// that stays in L2 for many.
+// Weights of 8 bits become bf16 in scratch: pieces of K that stay in L1 for one panel, a strip that stays in
+// L2 for several.
 #pragma once
 
 #include "amx.h"
@@ -51,29 +52,104 @@ void expand_to_bf16(const std::byte* from, int64_t bytes, std::byte* to) {
   }
 }
 
-// Weights of N blocks as tiles, a piece of K at a time.
-template <class P>
+constexpr int64_t kPanel = 32, kHalf = 16;   // tokens
+constexpr int64_t kPieceBytes = 1280;        // of a row of x, at most
+constexpr int64_t kAmxStripBytes = 1 << 19;  // of weights as tiles; these machines have 2 MB of L2
+
+// A range of K, in elements.
+struct Depth {
+  int64_t begin, end;
+};
+
+// Of weights that come from memory, what is wanted so many bytes later.
+constexpr int64_t kAheadBytes = 8 * kTileBytes;
+ENGINEWRIGHT_INLINE void prefetch_tile(const std::byte* tile) {
+  for (int64_t at = 0; at < kTileBytes; at += 64) Avx512::prefetch_l2(tile + at);
+}
+
+// How a product is cut: k_pad columns of x, of `bytes` each.
+struct AmxCut {
+  AmxCut(const GemmOperands& g, int64_t bytes) : row_bytes(g.k_pad * bytes), unit_blocks(g.unit_blocks) {
+    const int64_t tiles = row_bytes / kTileRowBytes, pieces = (row_bytes + kPieceBytes - 1) / kPieceBytes;
+    piece = (tiles + pieces - 1) / pieces * kTileRowBytes / bytes;
+    const int64_t blocks = kAmxStripBytes / (16 * row_bytes);
+    strip_units = (blocks < 4 ? 4 : blocks) / unit_blocks;
+  }
+
+  int64_t strip_blocks() const { return strip_units * unit_blocks; }
+  int64_t strip_bytes() const { return strip_blocks() * 16 * row_bytes; }
+  // Scratch: one panel's copy, or the sums of a strip that wait.
+  int64_t scratch_bytes() const {
+    const int64_t copy = kPanel * row_bytes, sums = (strip_blocks() + 1) * 2 * kTileBytes;
+    return copy < sums ? sums : copy;
+  }
+
+  const int64_t row_bytes, unit_blocks;
+  int64_t piece;        // columns
+  int64_t strip_units;  // of a strip at most
+};
+
+// Where the A tiles of a panel are.
+struct PanelTiles {
+  const std::byte* data;
+  int64_t row_bytes, step_bytes, half_bytes;  // from a row, 64 bytes of K, or half a panel to the next
+
+  const std::byte* at(int64_t k_bytes) const {
+    return data + k_bytes / kTileRowBytes * step_bytes + k_bytes % kTileRowBytes;
+  }
+};
+
+inline PanelTiles rows_as_tiles(const std::byte* x, int64_t row_bytes) {
+  return {x, row_bytes, kTileRowBytes, kHalf * row_bytes};
+}
+
+// `bytes` of K of `rows` rows of x. Rows that are a multiple of 1 KB apart share few sets of L1 with each
+// other: their tiles are copied, one behind the other, to `copy`.
+inline PanelTiles panel_tiles(const std::byte* x, int64_t row_bytes, int64_t rows, int64_t bytes,
+                              std::byte* copy) {
+  if (row_bytes % 1024 != 0) return rows_as_tiles(x, row_bytes);
+  constexpr int64_t kTogether = 8 * kTileRowBytes, kStep = kPanel * kTileRowBytes;
+  for (int64_t at = 0; at < bytes; at += kTogether) {
+    const int64_t end = bytes - at < kTogether ? bytes : at + kTogether;
+    for (int64_t row = 0; row < rows; ++row) {
+      std::byte* to = copy + at * kPanel + row * kTileRowBytes;
+      for (int64_t k = at; k < end; k += kTileRowBytes, to += kStep) {
+        Avx512::store_line(to, Avx512::load_line(x + row * row_bytes + k));
+      }
+    }
+  }
+  Amx::written();
+  return {copy, kTileRowBytes, kStep, kHalf * kTileRowBytes};
+}
+
+// Weights that are tiles as they lie in memory or in scratch, a block every `block_bytes`; memory: they come
+// from there, rather than from L2.
+template <class P, bool memory>
 struct PlainTiles {
   using Product = P;
   static constexpr int64_t kPieceK = int64_t{1} << 40;  // all of it
-  const std::byte* weight;
+  static constexpr bool from_memory = memory;
+  const std::byte* weight;  // of the strip's first block
   int64_t block_bytes;
+
   template <int N>
   const std::byte* piece(int64_t block, int64_t k, int64_t, int64_t* stride) const {
     *stride = block_bytes;
     return weight + block * block_bytes + k * 16 * Product::kBytes;
   }
 };
-using Bf16Tiles = PlainTiles<Bf16Product>;
 
+// Weights of 8 bits that become tiles in scratch, a piece of K of two blocks at a time.
 template <class Lines>
 struct ExpandedTiles {
   using Product = Bf16Product;
   static constexpr int64_t kPieceK = 64;
-  static constexpr int64_t kScratchBytes = 4 * kPieceK * 32;
+  static constexpr int64_t kScratchBytes = 2 * kPieceK * 32;
+  static constexpr bool from_memory = false;
   const std::byte* weight;
   int64_t block_bytes;
   std::byte* scratch;
+
   template <int N>
   const std::byte* piece(int64_t block, int64_t k, int64_t depth, int64_t* stride) const {
     *stride = kPieceK * 32;
@@ -85,43 +161,28 @@ struct ExpandedTiles {
   }
 };
 
-// Where a panel of A stays in L1: its rows are cut into pieces of about this, C waiting in scratch.
-constexpr int64_t kWideBytes = 1280;
-constexpr int64_t kAmxStripBytes = 1 << 19;  // of weights as tiles; these machines have 2 MB of L2
-
-inline int64_t x_row_bytes(const GemmOperands& g) { return g.k_pad * bytes_of(g.x.dtype); }
-
-// Units of a strip.
-inline int64_t amx_strip_units(const GemmOperands& g) {
-  const int64_t blocks = kAmxStripBytes / (16 * x_row_bytes(g));
-  return blocks < 4 ? 4 / g.unit_blocks : blocks / g.unit_blocks;
-}
-
-// Of C, for one panel and a strip.
-inline int64_t amx_partial_bytes(const GemmOperands& g) {
-  return x_row_bytes(g) <= kWideBytes ? 0 : (amx_strip_units(g) * g.unit_blocks + 1) * 2 * kTileBytes;
-}
-
+// A panel of x past the blocks of a strip.
 template <class Tiles>
 class AmxStrip {
  public:
-  // partial: amx_partial_bytes().
-  AmxStrip(const GemmOperands& g, const Tiles& tiles, int64_t first_block, int64_t blocks, std::byte* partial)
-      : g_(g), finish_(g), tiles_(tiles), first_block_(first_block), blocks_(blocks), partial_(partial) {}
+  AmxStrip(const GemmOperands& g, const Finish<Avx512>& finish, const Tiles& tiles, int64_t first_block,
+           int64_t blocks)
+      : g_(g), finish_(finish), tiles_(tiles), first_block_(first_block), blocks_(blocks) {}
 
-  void run(int64_t tokens) const {
-    int64_t row = 0;
-    if (tokens >= 32) {
-      Amx::configure(tile_config(16, 16));
-      for (; row + 32 <= tokens; row += 32) wide(row, 16);
-    }
-    const int64_t rest = tokens - row;
-    if (rest > 16) {
-      Amx::configure(tile_config(16, rest - 16));
-      wide(row, rest - 16);
-    } else if (rest > 0) {
-      Amx::configure(tile_config(rest, 0));
-      narrow<4>(row, rest, 0);
+  struct Panel {
+    int64_t row, rows;
+    PanelTiles x;
+    std::byte* sums;  // of the strip's blocks, where they wait
+  };
+
+  // A piece of so many columns at a time.
+  void pass(const Panel& panel, int64_t piece) const {
+    Amx::configure(panel.rows > kHalf ? tile_config(kHalf, panel.rows - kHalf) : tile_config(panel.rows, 0));
+    for (int64_t k = 0; k < g_.k_pad; k += piece) {
+      const Depth now{k, g_.k_pad - k < piece ? g_.k_pad : k + piece};
+      int64_t block = 0;
+      for (; block + 2 <= blocks_; block += 2) meet<2>(panel, block, now);
+      if (block < blocks_) meet<1>(panel, block, now);
     }
   }
 
@@ -130,148 +191,139 @@ class AmxStrip {
   using Sum = typename Product::Sum;
   static constexpr int64_t kBytes = Product::kBytes, kTileK = kTileRowBytes / kBytes;
 
-  const std::byte* x(int64_t row) const { return g_.x.data + row * g_.x.stride * kBytes; }
-
-  // A panel of 16 + `second` tokens past all blocks.
-  void wide(int64_t row, int64_t second) const {
-    const int64_t pieces = (x_row_bytes(g_) + kWideBytes - 1) / kWideBytes;
-    const int64_t depth = (g_.k_pad / kTileK + pieces - 1) / pieces * kTileK;
-    for (int64_t begin = 0; begin < g_.k_pad; begin += depth) {
-      const int64_t end = g_.k_pad - begin < depth ? g_.k_pad : begin + depth;
-      int64_t block = 0;
-      for (; block + 2 <= blocks_; block += 2) wide_tile<2>(row, second, block, begin, end);
-      if (block < blocks_) wide_tile<1>(row, second, block, begin, end);
+  template <int N>
+  void meet(const Panel& panel, int64_t block, Depth depth) const {
+    if (panel.rows > kHalf) {
+      tiles<N, 2>(panel, block, depth);
+    } else {
+      tiles<N, 1>(panel, block, depth);
     }
   }
 
-  // 2 x N tiles over [begin, end) of K. Tiles: C 0 1 / 2 3, A 4 / 5, B 6 7.
-  template <int N>
-  void wide_tile(int64_t row, int64_t second, int64_t block, int64_t begin, int64_t end) const {
-    std::byte* const partial = partial_ + block * 2 * kTileBytes;
-    if (begin == 0) {
-      zero_tiles<N>();
+  // H x N tiles. Tiles: C 0 1 / 2 3, A 4 / 5, B 6 7.
+  template <int N, int H>
+  void tiles(const Panel& panel, int64_t block, Depth depth) const {
+    std::byte* const waiting = panel.sums + block * 2 * kTileBytes;
+    if (depth.begin == 0) {
+      zero<N, H>();
     } else {
-      Amx::load<0>(partial, 64);
-      Amx::load<2>(partial + kTileBytes, 64);
-      if (N == 2) Amx::load<1>(partial + 2 * kTileBytes, 64);
-      if (N == 2) Amx::load<3>(partial + 3 * kTileBytes, 64);
+      load<N, H>(waiting);
     }
-    const int64_t x_stride = g_.x.stride * kBytes;
-    const std::byte *upper = x(row), *lower = x(row + 16);
-    int64_t stride = 0;
-    const std::byte* b = tiles_.template piece<N>(block, begin, end - begin, &stride);
-    for (int64_t k = begin; k < end; k += kTileK, b += kTileBytes) {
-      Amx::load<4>(upper + k * kBytes, x_stride);
-      Amx::load_once<6>(b, kTileRowBytes);
-      Product::template dot<0, 4, 6>();
-      Amx::load<5>(lower + k * kBytes, x_stride);
-      Product::template dot<2, 5, 6>();
-      if (N == 2) {
-        Amx::load_once<7>(b + stride, kTileRowBytes);
-        Product::template dot<1, 4, 7>();
-        Product::template dot<3, 5, 7>();
-      }
+    for (int64_t k = depth.begin; k < depth.end;) {
+      const int64_t left = depth.end - k, columns = left < Tiles::kPieceK ? left : Tiles::kPieceK;
+      int64_t stride = 0;
+      const std::byte* b = tiles_.template piece<N>(block, k, columns, &stride);
+      add<N, H>(panel.x, k * kBytes, b, stride, columns);
+      k += columns;
     }
-    if (end < g_.k_pad) {
-      Amx::store<0>(partial, 64);
-      Amx::store<2>(partial + kTileBytes, 64);
-      if (N == 2) Amx::store<1>(partial + 2 * kTileBytes, 64);
-      if (N == 2) Amx::store<3>(partial + 3 * kTileBytes, 64);
-      return;
-    }
+    if (depth.end < g_.k_pad) return store<N, H>(waiting, 2 * kTileBytes, kTileBytes, kTileRowBytes);
     if (finish_.is_copy(first_block_ + block + N - 1)) {
       const int64_t row_bytes = g_.out.stride * 4;
-      std::byte* out = g_.out.data + row * row_bytes + (first_block_ + block) * kTileRowBytes;
-      Amx::store<0>(out, row_bytes);
-      Amx::store<2>(out + 16 * row_bytes, row_bytes);
-      if (N == 2) Amx::store<1>(out + kTileRowBytes, row_bytes);
-      if (N == 2) Amx::store<3>(out + 16 * row_bytes + kTileRowBytes, row_bytes);
-      return;
+      std::byte* out = g_.out.data + panel.row * row_bytes + (first_block_ + block) * kTileRowBytes;
+      return store<N, H>(out, kTileRowBytes, kHalf * row_bytes, row_bytes);
     }
-    alignas(64) Sum c[4][256];
-    Amx::store<0>(c[0], 64);
-    Amx::store<2>(c[2], 64);
-    if (N == 2) Amx::store<1>(c[1], 64);
-    if (N == 2) Amx::store<3>(c[3], 64);
-    finish_tiles<N>(c, row, 16, block);
-    finish_tiles<N>(c + 2, row + 16, second, block);
+    alignas(64) Sum c[2][2][256];  // blocks, halves
+    store<N, H>(reinterpret_cast<std::byte*>(c), 2 * kTileBytes, kTileBytes, kTileRowBytes);
+    finish_.blocks(panel.row, panel.rows, first_block_ + block, N, c[0][0], 512);
   }
 
-  template <int N>
-  static ENGINEWRIGHT_INLINE void zero_tiles() {
-    Amx::zero<0>();
-    Amx::zero<2>();
-    if (N > 1) Amx::zero<1>();
-    if (N > 1) Amx::zero<3>();
-  }
-
-  // A panel of at most 16 tokens past the blocks from `block`; N as in gemm.h's pass_blocks.
-  template <int N>
-  void narrow(int64_t row, int64_t tokens, int64_t block) const {
-    for (; block + N <= blocks_; block += N) narrow_tile<N>(row, tokens, block);
-    if constexpr (N > 1) {
-      if (block < blocks_) narrow<N / 2>(row, tokens, block);
-    }
-  }
-
-  // 1 x N tiles. Tiles: C 0 … 3, A 4, B 5 … 7.
-  template <int N>
-  void narrow_tile(int64_t row, int64_t tokens, int64_t block) const {
-    const int64_t x_stride = g_.x.stride * kBytes;
-    const std::byte* a = x(row);
-    zero_tiles<N>();
-    for (int64_t begin = 0; begin < g_.k_pad; begin += Tiles::kPieceK) {
-      const int64_t end = g_.k_pad - begin < Tiles::kPieceK ? g_.k_pad : begin + Tiles::kPieceK;
-      int64_t stride = 0;
-      const std::byte* b = tiles_.template piece<N>(block, begin, end - begin, &stride);
-      for (int64_t k = begin; k < end; k += kTileK, b += kTileBytes) {
-        Amx::load<4>(a + k * kBytes, x_stride);
-        Amx::load_once<5>(b, kTileRowBytes);
-        Product::template dot<0, 4, 5>();
-        if (N > 1) {
-          Amx::load_once<6>(b + stride, kTileRowBytes);
-          Product::template dot<1, 4, 6>();
+  // C += A · B. From memory: what comes next of these blocks, and then of the two behind them, is prefetched.
+  template <int N, int H>
+  ENGINEWRIGHT_INLINE void add(const PanelTiles& x, int64_t k_bytes, const std::byte* b, int64_t stride,
+                               int64_t columns) const {
+    const std::byte* a = x.at(k_bytes);
+    const std::byte* const end = b + columns * 16 * kBytes;
+    const std::byte *ahead = b + kAheadBytes, *ahead_end = end;
+    for (; b != end; a += x.step_bytes, b += kTileBytes, ahead += kTileBytes) {
+      if (Tiles::from_memory) {
+        if (ahead >= ahead_end) {
+          ahead += N * stride - columns * 16 * kBytes;
+          ahead_end = ahead + kAheadBytes + kTileBytes;  // once
         }
-        if (N > 2) {
-          Amx::load_once<7>(b + 2 * stride, kTileRowBytes);
-          Product::template dot<2, 4, 7>();
-          Amx::load_once<5>(b + 3 * stride, kTileRowBytes);
-          Product::template dot<3, 4, 5>();
-        }
+        prefetch_tile(ahead);
+        if (N > 1) prefetch_tile(ahead + stride);
+      }
+      Amx::load_once<6>(b, kTileRowBytes);
+      Amx::load<4>(a, x.row_bytes);
+      Product::template dot<0, 4, 6>();
+      if (N > 1) {
+        Amx::load_once<7>(b + stride, kTileRowBytes);
+        Product::template dot<1, 4, 7>();
+      }
+      if (H > 1) {
+        Amx::load<5>(a + x.half_bytes, x.row_bytes);
+        Product::template dot<2, 5, 6>();
+        if (N > 1) Product::template dot<3, 5, 7>();
       }
     }
-    alignas(64) Sum c[4][256];
-    Amx::store<0>(c[0], 64);
-    if (N > 1) Amx::store<1>(c[1], 64);
-    if (N > 2) Amx::store<2>(c[2], 64);
-    if (N > 2) Amx::store<3>(c[3], 64);
-    finish_tiles<N>(c, row, tokens, block);
   }
 
-  // c: (N blocks from `block`, 16 tokens, 16)
-  template <int N>
-  ENGINEWRIGHT_INLINE void finish_tiles(const Sum (*c)[256], int64_t row, int64_t tokens,
-                                        int64_t block) const {
-    finish_.blocks(row, tokens, first_block_ + block, N, c[0], 256);
+  template <int N, int H>
+  static ENGINEWRIGHT_INLINE void zero() {
+    Amx::zero<0>();
+    if (N > 1) Amx::zero<1>();
+    if (H > 1) Amx::zero<2>();
+    if (N > 1 && H > 1) Amx::zero<3>();
+  }
+  template <int N, int H>
+  static ENGINEWRIGHT_INLINE void load(const std::byte* from) {
+    Amx::load<0>(from, kTileRowBytes);
+    if (N > 1) Amx::load<1>(from + 2 * kTileBytes, kTileRowBytes);
+    if (H > 1) Amx::load<2>(from + kTileBytes, kTileRowBytes);
+    if (N > 1 && H > 1) Amx::load<3>(from + 3 * kTileBytes, kTileRowBytes);
+  }
+  template <int N, int H>
+  static ENGINEWRIGHT_INLINE void store(std::byte* to, int64_t block_bytes, int64_t half_bytes,
+                                        int64_t row_bytes) {
+    Amx::store<0>(to, row_bytes);
+    if (N > 1) Amx::store<1>(to + block_bytes, row_bytes);
+    if (H > 1) Amx::store<2>(to + half_bytes, row_bytes);
+    if (N > 1 && H > 1) Amx::store<3>(to + block_bytes + half_bytes, row_bytes);
   }
 
   const GemmOperands& g_;
-  const Finish<Avx512> finish_;
+  const Finish<Avx512>& finish_;
   const Tiles tiles_;
   const int64_t first_block_, blocks_;
-  std::byte* const partial_;
 };
 
-// All strips of weights that are tiles as they lie in memory.
-template <class Tiles>
-void amx_strips(const GemmOperands& g, int64_t tokens, Range mine, std::byte* scratch) {
-  const int64_t most = amx_strip_units(g);
+// All tokens past all strips. one(block): the tiles from this block on for a single panel; many(block,
+// blocks): those of a strip.
+template <class Product, class One, class Many>
+void amx_strips(const GemmOperands& g, int64_t tokens, Range mine, std::byte* scratch, const One& one,
+                const Many& many) {
+  const AmxCut cut(g, Product::kBytes);
+  const Finish<Avx512> finish(g);
+  const int64_t row_bytes = g.x.stride * Product::kBytes;
+  const bool single = tokens <= kPanel;
+  const int64_t most = single ? 2 / g.unit_blocks : cut.strip_units;
+  PanelTiles x = rows_as_tiles(g.x.data, row_bytes);
+  if (single) x = panel_tiles(g.x.data, row_bytes, tokens, cut.row_bytes, scratch);
   for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
-    const int64_t units = mine.end - unit < most ? mine.end - unit : most;
-    const int64_t block = unit * g.unit_blocks, blocks = units * g.unit_blocks;
-    AmxStrip<Tiles>(g, {g.block(block), g.block_bytes}, block, blocks, scratch).run(tokens);
+    const int64_t left = mine.end - unit, block = unit * g.unit_blocks,
+                  blocks = (left < most ? left : most) * g.unit_blocks;
+    if (single) {
+      AmxStrip<decltype(one(block))>(g, finish, one(block), block, blocks)
+          .pass({0, tokens, x, nullptr}, g.k_pad);
+      continue;
+    }
+    const AmxStrip<decltype(many(block, blocks))> strip(g, finish, many(block, blocks), block, blocks);
+    for (int64_t row = 0; row < tokens; row += kPanel) {
+      const int64_t rows = tokens - row < kPanel ? tokens - row : kPanel;
+      strip.pass({row, rows, rows_as_tiles(g.x.data + row * row_bytes, row_bytes), scratch}, cut.piece);
+    }
   }
   Amx::release();
+}
+
+// Weights that are tiles as they lie in memory.
+template <class Product>
+void amx_stored(const GemmOperands& g, int64_t tokens, Range mine, std::byte* scratch) {
+  const auto one = [&](int64_t block) { return PlainTiles<Product, true>{g.block(block), g.block_bytes}; };
+  const auto many = [&](int64_t block, int64_t) {
+    return PlainTiles<Product, false>{g.block(block), g.block_bytes};
+  };
+  amx_strips<Product>(g, tokens, mine, scratch, one, many);
 }
 
 template <class Floats>
@@ -290,13 +342,15 @@ class GemmBf16Amx {
   static constexpr int64_t Work::* operations = &Work::bf16_ops;
   explicit GemmBf16Amx(const GemmOperands& g) : g_(g) {}
 
-  int64_t scratch_bytes() const { return larger(few_tokens_bytes(g_), amx_partial_bytes(g_)); }
+  int64_t scratch_bytes() const {
+    return larger(few_tokens_bytes(g_), AmxCut(g_, Bf16Product::kBytes).scratch_bytes());
+  }
   static int64_t passes(int64_t) { return 1; }  // of strips
 
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
     const FlushDenormals flush;
     if (tokens <= FewTokens<Bf16Floats>::kMost) return few_tokens<Bf16Floats>(g_, tokens, mine, scratch);
-    amx_strips<Bf16Tiles>(g_, tokens, mine, scratch);
+    amx_stored<Bf16Product>(g_, tokens, mine, scratch);
   }
 
  private:
@@ -311,35 +365,28 @@ class Gemm8A16Amx {
   static constexpr int64_t Work::* operations = &Work::bf16_ops;
   explicit Gemm8A16Amx(const GemmOperands& g) : g_(g) {}
 
-  // Partial results, then a strip as bf16.
   int64_t scratch_bytes() const {
-    const int64_t strip = amx_strip_units(g_) * g_.unit_blocks * 2 * g_.block_bytes;
+    const AmxCut cut(g_, Bf16Product::kBytes);
     return larger(few_tokens_bytes(g_),
-                  amx_partial_bytes(g_) + larger(strip, ExpandedTiles<Lines>::kScratchBytes));
+                  cut.scratch_bytes() + larger(cut.strip_bytes(), Expanded::kScratchBytes));
   }
   static int64_t passes(int64_t) { return 1; }  // of strips
 
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
     const FlushDenormals flush;
-    const int64_t most = amx_strip_units(g_);
     if (tokens <= FewTokens<Floats>::kMost) return few_tokens<Floats>(g_, tokens, mine, scratch);
-    std::byte* const expanded = scratch + amx_partial_bytes(g_);
-    for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
-      const int64_t units = mine.end - unit < most ? mine.end - unit : most;
-      const int64_t block = unit * g_.unit_blocks, blocks = units * g_.unit_blocks;
-      if (tokens <= 16) {
-        const ExpandedTiles<Lines> tiles{g_.block(block), g_.block_bytes, expanded};
-        AmxStrip<ExpandedTiles<Lines>>(g_, tiles, block, blocks, scratch).run(tokens);
-        continue;
-      }
+    std::byte* const expanded = scratch + AmxCut(g_, Bf16Product::kBytes).scratch_bytes();
+    const auto one = [&](int64_t block) { return Expanded{g_.block(block), g_.block_bytes, expanded}; };
+    const auto many = [&](int64_t block, int64_t blocks) {
       expand_to_bf16<Lines>(g_.block(block), blocks * g_.block_bytes, expanded);
       Amx::written();
-      AmxStrip<Bf16Tiles>(g_, {expanded, 2 * g_.block_bytes}, block, blocks, scratch).run(tokens);
-    }
-    Amx::release();
+      return PlainTiles<Bf16Product, false>{expanded, 2 * g_.block_bytes};
+    };
+    amx_strips<Bf16Product>(g_, tokens, mine, scratch, one, many);
   }
 
  private:
+  using Expanded = ExpandedTiles<Lines>;
   const GemmOperands& g_;
 };
 
@@ -350,12 +397,14 @@ class GemmW8A8Amx {
   static constexpr int64_t Work::* operations = &Work::int8_ops;
   explicit GemmW8A8Amx(const GemmOperands& g) : g_(g), few_(g) {}
 
-  int64_t scratch_bytes() const { return larger(few_.scratch_bytes(), amx_partial_bytes(g_)); }
+  int64_t scratch_bytes() const {
+    return larger(few_.scratch_bytes(), AmxCut(g_, I8Product::kBytes).scratch_bytes());
+  }
   static int64_t passes(int64_t) { return 1; }  // of strips
 
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
     if (tokens <= kFewTokens) return few_.run(tokens, mine, scratch);
-    amx_strips<PlainTiles<I8Product>>(g_, tokens, mine, scratch);
+    amx_stored<I8Product>(g_, tokens, mine, scratch);
   }
 
  private:

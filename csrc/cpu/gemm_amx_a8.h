@@ -6,7 +6,8 @@
 // that a run of 64 takes about 50 cycles a tile, of which its product takes 16.
 //
 // A panel of 32 tokens meets two blocks of weights at a time: 2 A tiles x 2 B tiles. Weights of 4 bits become
-// bytes once a strip, which then stays in L2, less their zero: signed, as TDPBSSD wants them.
+// bytes once a strip, which then stays in L2, less their zero: signed, as TDPBSSD wants them. Where there is
+// one panel, it is copied as in gemm_amx.h; for several that gained nothing.
 #pragma once
 
 #include "amx.h"
@@ -30,7 +31,7 @@ class GemmA8Amx {
 
   int64_t scratch_bytes() const {
     const int64_t expanded = kExpands ? strip_units() * g_.unit_blocks * 16 * g_.k_pad : 0;
-    return larger(few_.scratch_bytes(), kSumsBytes + scales_bytes() + expanded);
+    return larger(few_.scratch_bytes(), kSumsBytes + scales_bytes() + copy_bytes() + expanded);
   }
 
   static int64_t passes(int64_t) { return 1; }  // of strips
@@ -39,8 +40,11 @@ class GemmA8Amx {
     if (tokens <= kFewTokens) return few_.run(tokens, mine, scratch);
     auto* sums = reinterpret_cast<float*>(scratch);
     auto* scales = reinterpret_cast<float*>(scratch + kSumsBytes);
-    std::byte* const expanded = scratch + kSumsBytes + scales_bytes();
-    const int64_t most = tokens <= kPanel ? 2 / g_.unit_blocks : strip_units();  // for one panel, L1 will do
+    std::byte* const copy = scratch + kSumsBytes + scales_bytes();
+    std::byte* const expanded = copy + copy_bytes();
+    const bool one = tokens <= kPanel;
+    Panel panel = panel_at(0, tokens, one ? copy : nullptr, scales, sums);
+    const int64_t most = one ? 2 / g_.unit_blocks : strip_units();  // for one panel, L1 will do
     for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
       const int64_t units = mine.end - unit < most ? mine.end - unit : most;
       const int64_t first = unit * g_.unit_blocks, blocks = units * g_.unit_blocks;
@@ -50,7 +54,10 @@ class GemmA8Amx {
       }
       const std::byte* weights = kExpands ? expanded : g_.block(first);
       for (int64_t row = 0; row < tokens; row += kPanel) {
-        pass({row, tokens - row < kPanel ? tokens - row : kPanel, first, weights, scales, sums}, blocks);
+        if (!one) panel = panel_at(row, tokens, nullptr, scales, sums);
+        panel.first = first;
+        panel.weights = weights;
+        pass(panel, blocks, one);
       }
     }
     Amx::release();
@@ -59,7 +66,6 @@ class GemmA8Amx {
  private:
   using F = Avx512::F;
   static constexpr bool kExpands = Codes::dtype != DType::i8;
-  static constexpr int64_t kHalf = 16, kPanel = 2 * kHalf;  // tokens
   static constexpr int64_t kSumsBytes = 2 * kPanel * kTileRowBytes;
   static constexpr int64_t kRuns = 3;                       // that wait at once, in 12 KB
   static constexpr int kFoldTokens = 8;                     // in registers, of two blocks
@@ -67,10 +73,12 @@ class GemmA8Amx {
 
   // Up to kPanel tokens and a strip, whose first block is `first`.
   struct Panel {
-    int64_t row, tokens, first;
-    const std::byte* weights;  // signed bytes, a block every 16 * k_pad
-    float* scales;             // of x: (groups, kPanel)
-    float* sums;               // of two blocks: (2, kPanel, 16)
+    int64_t row, tokens;
+    PanelTiles x;
+    const float* scales;                 // of x: (groups, kPanel)
+    float* sums;                         // of two blocks: (2, kPanel, 16)
+    int64_t first = 0;                   // of the blocks
+    const std::byte* weights = nullptr;  // signed bytes, a block every 16 * k_pad
   };
   // Of N blocks and half a panel in one run.
   template <int N>
@@ -81,6 +89,21 @@ class GemmA8Amx {
     return blocks < 4 ? 4 / g_.unit_blocks : blocks / g_.unit_blocks;
   }
   int64_t scales_bytes() const { return g_.groups * kPanel * 4; }
+  int64_t copy_bytes() const { return kPanel * g_.k_pad; }
+
+  // The panel whose first row is `row`, copied if there is a place for it.
+  Panel panel_at(int64_t row, int64_t tokens, std::byte* copy, float* scales, float* sums) const {
+    const int64_t rows = tokens - row < kPanel ? tokens - row : kPanel;
+    for (int64_t m = 0; m < rows; ++m) {
+      const float* of_row = g_.x_scale + (row + m) * g_.x_scale_stride;
+      for (int64_t g = 0; g < g_.groups; ++g) scales[g * kPanel + m] = of_row[g];
+    }
+    const std::byte* x = g_.x.data + row * g_.x.stride;
+    const PanelTiles tiles =
+        copy != nullptr ? panel_tiles(x, g_.x.stride, rows, g_.k_pad, copy) : rows_as_tiles(x, g_.x.stride);
+    return {row, rows, tiles, scales, sums};
+  }
+
   // Of run g.
   int64_t depth(int64_t g) const {
     const int64_t left = k_end_ - g * g_.group;
@@ -115,35 +138,34 @@ class GemmA8Amx {
     return config;
   }
 
-  // A panel past its strip.
-  void pass(const Panel& panel, int64_t blocks) const {
+  // A panel past its strip. one: it is the only one, so that weights come from memory.
+  void pass(const Panel& panel, int64_t blocks, bool one) const {
     Amx::configure(config(panel.tokens));
-    for (int64_t m = 0; m < panel.tokens; ++m) {
-      const float* scales = g_.x_scale + (panel.row + m) * g_.x_scale_stride;
-      for (int64_t g = 0; g < g_.groups; ++g) panel.scales[g * kPanel + m] = scales[g];
-    }
     int64_t block = 0;
-    for (; block + 2 <= blocks; block += 2) meet<2>(panel, block);
-    if (block < blocks) meet<1>(panel, block);
+    for (; block + 2 <= blocks; block += 2) {
+      one && !kExpands ? meet<2, true>(panel, block) : meet<2, false>(panel, block);
+    }
+    if (block < blocks) meet<1, false>(panel, block);
   }
 
-  template <int N>
+  template <int N, bool memory>
   void meet(const Panel& panel, int64_t block) const {
     if (panel.tokens > kHalf) {
-      add_runs<N, 2>(panel, block);
+      add_runs<N, 2, memory>(panel, block);
     } else {
-      add_runs<N, 1>(panel, block);
+      add_runs<N, 1, memory>(panel, block);
     }
     finish_.blocks(panel.row, panel.tokens, panel.first + block, N, panel.sums, kPanel * 16);
   }
 
-  template <int N, int halves>
+  template <int N, int halves, bool memory>
   void add_runs(const Panel& panel, int64_t block) const {
     alignas(64) Waiting<N> waiting[kRuns][halves];
     for (int64_t g = 0; g < g_.groups; g += kRuns) {
       const int64_t runs = g_.groups - g < kRuns ? g_.groups - g : kRuns;
       for (int64_t i = 0; i < runs; ++i) {
-        multiply<N, halves>(panel, block, g + i, waiting[i], i > 0 ? &waiting[i - 1][halves - 1] : nullptr);
+        multiply<N, halves, memory>(panel, block, g + i, waiting[i],
+                                    i > 0 ? &waiting[i - 1][halves - 1] : nullptr);
       }
       if (halves > 1) store<N, 2>(waiting[runs - 1][halves - 1]);
       fold<N, halves>(panel, block, g, runs, waiting);
@@ -152,21 +174,27 @@ class GemmA8Amx {
 
   // A store waits for the products before it, so a half is stored while the other one is multiplied: the
   // second half, to `before`, in the run behind its own.
-  template <int N, int halves>
+  template <int N, int halves, bool memory>
   ENGINEWRIGHT_INLINE void multiply(const Panel& panel, int64_t block, int64_t g, Waiting<N> (&now)[halves],
                                     Waiting<N>* before) const {
     const int64_t begin = g * g_.group, end = begin + depth(g);
-    const std::byte* x = g_.x.data + panel.row * g_.x.stride;
-    const std::byte* weights = panel.weights + block * 16 * g_.k_pad;
+    const int64_t block_bytes = 16 * g_.k_pad;
+    const std::byte* weights = panel.weights + block * block_bytes;
     for (int64_t k = begin; k < end; k += step_) {
-      Amx::load<4>(x + k, g_.x.stride);
+      const std::byte* x = panel.x.at(k);
+      if (memory) {  // what comes next of these blocks, and then of the two behind them
+        const int64_t ahead = k * 16 + kAheadBytes, at = ahead < block_bytes ? ahead : ahead + block_bytes;
+        prefetch_tile(weights + at);
+        prefetch_tile(weights + block_bytes + at);
+      }
+      Amx::load<4>(x, panel.x.row_bytes);
       Amx::load_once<6>(weights + k * 16, kTileRowBytes);
-      if (N > 1) Amx::load_once<7>(weights + (g_.k_pad + k) * 16, kTileRowBytes);
+      if (N > 1) Amx::load_once<7>(weights + block_bytes + k * 16, kTileRowBytes);
       if (k == begin) zero<N, 0>();
       I8Product::dot<0, 4, 6>();
       if (N > 1) I8Product::dot<1, 4, 7>();
       if (halves == 1) continue;
-      Amx::load<5>(x + kHalf * g_.x.stride + k, g_.x.stride);
+      Amx::load<5>(x + panel.x.half_bytes, panel.x.row_bytes);
       if (k == begin) {
         if (before != nullptr) store<N, 2>(*before);
         zero<N, 2>();
