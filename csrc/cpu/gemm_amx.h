@@ -56,15 +56,16 @@ constexpr int64_t kPanel = 32, kHalf = 16;   // tokens
 constexpr int64_t kPieceBytes = 1280;        // of a row of x, at most
 constexpr int64_t kAmxStripBytes = 1 << 19;  // of weights as tiles; these machines have 2 MB of L2
 
-// A range of K, in elements.
-struct Depth {
-  int64_t begin, end;
-};
-
-// Of weights that come from memory, what is wanted so many bytes later.
-constexpr int64_t kAheadBytes = 8 * kTileBytes;
-ENGINEWRIGHT_INLINE void prefetch_tile(const std::byte* tile) {
-  for (int64_t at = 0; at < kTileBytes; at += 64) Avx512::prefetch_l2(tile + at);
+// Two blocks of weights come from memory, tile by tile, now that `at` bytes behind the start of each:
+// prefetches what is wanted soon of them, and then of the two behind them.
+ENGINEWRIGHT_INLINE void prefetch_ahead(const std::byte* blocks, int64_t at, int64_t block_bytes) {
+  constexpr int64_t kAheadBytes = 8 * kTileBytes;
+  const int64_t ahead = at + kAheadBytes;
+  const std::byte* tile = blocks + (ahead < block_bytes ? ahead : ahead + block_bytes);
+  for (int64_t line = 0; line < kTileBytes; line += 64) {
+    Avx512::prefetch_l2(tile + line);
+    Avx512::prefetch_l2(tile + block_bytes + line);
+  }
 }
 
 // How a product is cut: k_pad columns of x, of `bytes` each.
@@ -122,13 +123,13 @@ inline PanelTiles panel_tiles(const std::byte* x, int64_t row_bytes, int64_t row
   return {copy, kTileRowBytes, kStep, kHalf * kTileRowBytes};
 }
 
-// Weights that are tiles as they lie in memory or in scratch, a block every `block_bytes`; memory: they come
-// from there, rather than from L2.
-template <class P, bool memory>
+// Weights that are tiles as they lie in memory or in scratch, a block every `block_bytes`. from_memory:
+// rather than from L2.
+template <class P, bool from_memory>
 struct PlainTiles {
   using Product = P;
   static constexpr int64_t kPieceK = int64_t{1} << 40;  // all of it
-  static constexpr bool from_memory = memory;
+  static constexpr bool kFromMemory = from_memory;
   const std::byte* weight;  // of the strip's first block
   int64_t block_bytes;
 
@@ -145,7 +146,7 @@ struct ExpandedTiles {
   using Product = Bf16Product;
   static constexpr int64_t kPieceK = 64;
   static constexpr int64_t kScratchBytes = 2 * kPieceK * 32;
-  static constexpr bool from_memory = false;
+  static constexpr bool kFromMemory = false;
   const std::byte* weight;
   int64_t block_bytes;
   std::byte* scratch;
@@ -179,7 +180,7 @@ class AmxStrip {
   void pass(const Panel& panel, int64_t piece) const {
     Amx::configure(panel.rows > kHalf ? tile_config(kHalf, panel.rows - kHalf) : tile_config(panel.rows, 0));
     for (int64_t k = 0; k < g_.k_pad; k += piece) {
-      const Depth now{k, g_.k_pad - k < piece ? g_.k_pad : k + piece};
+      const Range now{k, g_.k_pad - k < piece ? g_.k_pad : k + piece};
       int64_t block = 0;
       for (; block + 2 <= blocks_; block += 2) meet<2>(panel, block, now);
       if (block < blocks_) meet<1>(panel, block, now);
@@ -192,7 +193,7 @@ class AmxStrip {
   static constexpr int64_t kBytes = Product::kBytes, kTileK = kTileRowBytes / kBytes;
 
   template <int N>
-  void meet(const Panel& panel, int64_t block, Depth depth) const {
+  void meet(const Panel& panel, int64_t block, Range depth) const {
     if (panel.rows > kHalf) {
       tiles<N, 2>(panel, block, depth);
     } else {
@@ -202,7 +203,7 @@ class AmxStrip {
 
   // H x N tiles. Tiles: C 0 1 / 2 3, A 4 / 5, B 6 7.
   template <int N, int H>
-  void tiles(const Panel& panel, int64_t block, Depth depth) const {
+  void tiles(const Panel& panel, int64_t block, Range depth) const {
     std::byte* const waiting = panel.sums + block * 2 * kTileBytes;
     if (depth.begin == 0) {
       zero<N, H>();
@@ -227,22 +228,14 @@ class AmxStrip {
     finish_.blocks(panel.row, panel.rows, first_block_ + block, N, c[0][0], 512);
   }
 
-  // C += A · B. From memory: what comes next of these blocks, and then of the two behind them, is prefetched.
+  // C += A · B
   template <int N, int H>
   ENGINEWRIGHT_INLINE void add(const PanelTiles& x, int64_t k_bytes, const std::byte* b, int64_t stride,
                                int64_t columns) const {
     const std::byte* a = x.at(k_bytes);
-    const std::byte* const end = b + columns * 16 * kBytes;
-    const std::byte *ahead = b + kAheadBytes, *ahead_end = end;
-    for (; b != end; a += x.step_bytes, b += kTileBytes, ahead += kTileBytes) {
-      if (Tiles::from_memory) {
-        if (ahead >= ahead_end) {
-          ahead += N * stride - columns * 16 * kBytes;
-          ahead_end = ahead + kAheadBytes + kTileBytes;  // once
-        }
-        prefetch_tile(ahead);
-        if (N > 1) prefetch_tile(ahead + stride);
-      }
+    const std::byte *const begin = b, *const end = b + columns * 16 * kBytes;
+    for (; b != end; a += x.step_bytes, b += kTileBytes) {
+      if (Tiles::kFromMemory && N > 1) prefetch_ahead(begin, b - begin, stride);
       Amx::load_once<6>(b, kTileRowBytes);
       Amx::load<4>(a, x.row_bytes);
       Product::template dot<0, 4, 6>();

@@ -42,9 +42,9 @@ class GemmA8Amx {
     auto* scales = reinterpret_cast<float*>(scratch + kSumsBytes);
     std::byte* const copy = scratch + kSumsBytes + scales_bytes();
     std::byte* const expanded = copy + copy_bytes();
-    const bool one = tokens <= kPanel;
-    Panel panel = panel_at(0, tokens, one ? copy : nullptr, scales, sums);
-    const int64_t most = one ? 2 / g_.unit_blocks : strip_units();  // for one panel, L1 will do
+    const bool single = tokens <= kPanel;
+    Panel panel = panel_at(0, tokens, single ? copy : nullptr, scales, sums);
+    const int64_t most = single ? 2 / g_.unit_blocks : strip_units();  // for one panel, L1 will do
     for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
       const int64_t units = mine.end - unit < most ? mine.end - unit : most;
       const int64_t first = unit * g_.unit_blocks, blocks = units * g_.unit_blocks;
@@ -54,10 +54,10 @@ class GemmA8Amx {
       }
       const std::byte* weights = kExpands ? expanded : g_.block(first);
       for (int64_t row = 0; row < tokens; row += kPanel) {
-        if (!one) panel = panel_at(row, tokens, nullptr, scales, sums);
+        if (!single) panel = panel_at(row, tokens, nullptr, scales, sums);
         panel.first = first;
         panel.weights = weights;
-        pass(panel, blocks, one);
+        pass(panel, blocks, single);
       }
     }
     Amx::release();
@@ -138,34 +138,34 @@ class GemmA8Amx {
     return config;
   }
 
-  // A panel past its strip. one: it is the only one, so that weights come from memory.
-  void pass(const Panel& panel, int64_t blocks, bool one) const {
+  // A panel past its strip. single: there is no other, so that weights come from memory.
+  void pass(const Panel& panel, int64_t blocks, bool single) const {
     Amx::configure(config(panel.tokens));
     int64_t block = 0;
     for (; block + 2 <= blocks; block += 2) {
-      one && !kExpands ? meet<2, true>(panel, block) : meet<2, false>(panel, block);
+      single && !kExpands ? meet<2, true>(panel, block) : meet<2, false>(panel, block);
     }
     if (block < blocks) meet<1, false>(panel, block);
   }
 
-  template <int N, bool memory>
+  template <int N, bool from_memory>
   void meet(const Panel& panel, int64_t block) const {
     if (panel.tokens > kHalf) {
-      add_runs<N, 2, memory>(panel, block);
+      add_runs<N, 2, from_memory>(panel, block);
     } else {
-      add_runs<N, 1, memory>(panel, block);
+      add_runs<N, 1, from_memory>(panel, block);
     }
     finish_.blocks(panel.row, panel.tokens, panel.first + block, N, panel.sums, kPanel * 16);
   }
 
-  template <int N, int halves, bool memory>
+  template <int N, int halves, bool from_memory>
   void add_runs(const Panel& panel, int64_t block) const {
     alignas(64) Waiting<N> waiting[kRuns][halves];
     for (int64_t g = 0; g < g_.groups; g += kRuns) {
       const int64_t runs = g_.groups - g < kRuns ? g_.groups - g : kRuns;
       for (int64_t i = 0; i < runs; ++i) {
-        multiply<N, halves, memory>(panel, block, g + i, waiting[i],
-                                    i > 0 ? &waiting[i - 1][halves - 1] : nullptr);
+        multiply<N, halves, from_memory>(panel, block, g + i, waiting[i],
+                                         i > 0 ? &waiting[i - 1][halves - 1] : nullptr);
       }
       if (halves > 1) store<N, 2>(waiting[runs - 1][halves - 1]);
       fold<N, halves>(panel, block, g, runs, waiting);
@@ -174,7 +174,7 @@ class GemmA8Amx {
 
   // A store waits for the products before it, so a half is stored while the other one is multiplied: the
   // second half, to `before`, in the run behind its own.
-  template <int N, int halves, bool memory>
+  template <int N, int halves, bool from_memory>
   ENGINEWRIGHT_INLINE void multiply(const Panel& panel, int64_t block, int64_t g, Waiting<N> (&now)[halves],
                                     Waiting<N>* before) const {
     const int64_t begin = g * g_.group, end = begin + depth(g);
@@ -182,11 +182,7 @@ class GemmA8Amx {
     const std::byte* weights = panel.weights + block * block_bytes;
     for (int64_t k = begin; k < end; k += step_) {
       const std::byte* x = panel.x.at(k);
-      if (memory) {  // what comes next of these blocks, and then of the two behind them
-        const int64_t ahead = k * 16 + kAheadBytes, at = ahead < block_bytes ? ahead : ahead + block_bytes;
-        prefetch_tile(weights + at);
-        prefetch_tile(weights + block_bytes + at);
-      }
+      if (from_memory) prefetch_ahead(weights, k * 16, block_bytes);
       Amx::load<4>(x, panel.x.row_bytes);
       Amx::load_once<6>(weights + k * 16, kTileRowBytes);
       if (N > 1) Amx::load_once<7>(weights + block_bytes + k * 16, kTileRowBytes);
