@@ -62,6 +62,8 @@ def head_of(case: str) -> Guesser:
     match case.split():
         case ["untied", family]:
             return with_mtp(family)
+        case ["all-experts", family]:
+            return with_mtp(family, tie_word_embeddings=True, **ALL_EXPERTS[family])
         case ["eagle", own]:
             return with_eagle(own, **EAGLE[own])
         case ["medusa", own]:
@@ -124,7 +126,7 @@ class Watched:
 
 
 @pytest.mark.usefixtures("guesses_pay")
-@pytest.mark.parametrize("case", CHAINS)
+@pytest.mark.parametrize("case", [f"all-experts {case}" if case in ALL_EXPERTS else case for case in CHAINS])
 def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tokens in a chain, behind prompts that are read at once and in chunks, with wrong guesses taken back; and
     behind what the prefix cache has, where the head begins with what is computed.

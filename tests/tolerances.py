@@ -23,7 +23,7 @@ DENSE_LOGITS = 2e-5
 HYBRID_LOGITS = 1e-4
 
 # By how much the logits (about ±9) of a token that an engine guesses may fall short of the largest, in fp32: of those
-# that are nearly the same, BFLOAT16 chooses; at most 0.08. With the hidden states of one token before, it is 6.
+# that are nearly the same, BFLOAT16 chooses; at most 0.13. With the hidden states of one token before, it is 6.
 GUESS_LOGITS = 0.3
 
 # The same for a graph exported in fp16: 11 bits, so 5e-4 of a value at each of some thirty roundings; measured 6e-3.
