@@ -9,7 +9,7 @@
 // A panel of 32 tokens meets two blocks of weights at a time: 2 A tiles x 2 B tiles. Several panels pass a
 // strip of weights that stays in L2, one after the other, a piece of K at a time for which the panel stays in
 // L1 while its sums wait. One panel in all passes all of K of two blocks after the other, as they come from
-// memory; it is copied first where its rows would share few sets of L1. 1 or 2 tokens in all: gemv_amx.h.
+// memory. 1 or 2 tokens in all: gemv_amx.h.
 //
 // Weights of 8 bits become bf16 in scratch: pieces of K that stay in L1 for one panel, a strip that stays in
 // L2 for several.
@@ -79,49 +79,13 @@ struct AmxCut {
 
   int64_t strip_blocks() const { return strip_units * unit_blocks; }
   int64_t strip_bytes() const { return strip_blocks() * 16 * row_bytes; }
-  // Scratch: one panel's copy, or the sums of a strip that wait.
-  int64_t scratch_bytes() const {
-    const int64_t copy = kPanel * row_bytes, sums = (strip_blocks() + 1) * 2 * kTileBytes;
-    return copy < sums ? sums : copy;
-  }
+  // Scratch: the sums of a strip that wait.
+  int64_t sums_bytes() const { return (strip_blocks() + 1) * 2 * kTileBytes; }
 
   const int64_t row_bytes, unit_blocks;
   int64_t piece;        // columns
   int64_t strip_units;  // of a strip at most
 };
-
-// Where the A tiles of a panel are.
-struct PanelTiles {
-  const std::byte* data;
-  int64_t row_bytes, step_bytes, half_bytes;  // from a row, 64 bytes of K, or half a panel to the next
-
-  const std::byte* at(int64_t k_bytes) const {
-    return data + k_bytes / kTileRowBytes * step_bytes + k_bytes % kTileRowBytes;
-  }
-};
-
-inline PanelTiles rows_as_tiles(const std::byte* x, int64_t row_bytes) {
-  return {x, row_bytes, kTileRowBytes, kHalf * row_bytes};
-}
-
-// `bytes` of K of `rows` rows of x. Rows that are a multiple of 1 KB apart share few sets of L1 with each
-// other: their tiles are copied, one behind the other, to `copy`.
-inline PanelTiles panel_tiles(const std::byte* x, int64_t row_bytes, int64_t rows, int64_t bytes,
-                              std::byte* copy) {
-  if (row_bytes % 1024 != 0) return rows_as_tiles(x, row_bytes);
-  constexpr int64_t kTogether = 8 * kTileRowBytes, kStep = kPanel * kTileRowBytes;
-  for (int64_t at = 0; at < bytes; at += kTogether) {
-    const int64_t end = bytes - at < kTogether ? bytes : at + kTogether;
-    for (int64_t row = 0; row < rows; ++row) {
-      std::byte* to = copy + at * kPanel + row * kTileRowBytes;
-      for (int64_t k = at; k < end; k += kTileRowBytes, to += kStep) {
-        Avx512::store_line(to, Avx512::load_line(x + row * row_bytes + k));
-      }
-    }
-  }
-  Amx::written();
-  return {copy, kTileRowBytes, kStep, kHalf * kTileRowBytes};
-}
 
 // Weights that are tiles as they lie in memory or in scratch, a block every `block_bytes`. from_memory:
 // rather than from L2.
@@ -172,7 +136,6 @@ class AmxStrip {
 
   struct Panel {
     int64_t row, rows;
-    PanelTiles x;
     std::byte* sums;  // of the strip's blocks, where they wait
   };
 
@@ -190,7 +153,9 @@ class AmxStrip {
  private:
   using Product = typename Tiles::Product;
   using Sum = typename Product::Sum;
-  static constexpr int64_t kBytes = Product::kBytes, kTileK = kTileRowBytes / kBytes;
+  static constexpr int64_t kBytes = Product::kBytes;
+
+  int64_t x_row_bytes() const { return g_.x.stride * kBytes; }
 
   template <int N>
   void meet(const Panel& panel, int64_t block, Range depth) const {
@@ -205,6 +170,7 @@ class AmxStrip {
   template <int N, int H>
   void tiles(const Panel& panel, int64_t block, Range depth) const {
     std::byte* const waiting = panel.sums + block * 2 * kTileBytes;
+    const std::byte* const x = g_.x.data + panel.row * x_row_bytes();
     if (depth.begin == 0) {
       zero<N, H>();
     } else {
@@ -214,7 +180,7 @@ class AmxStrip {
       const int64_t left = depth.end - k, columns = left < Tiles::kPieceK ? left : Tiles::kPieceK;
       int64_t stride = 0;
       const std::byte* b = tiles_.template piece<N>(block, k, columns, &stride);
-      add<N, H>(panel.x, k * kBytes, b, stride, columns);
+      add<N, H>(x + k * kBytes, b, stride, columns);
       k += columns;
     }
     if (depth.end < g_.k_pad) return store<N, H>(waiting, 2 * kTileBytes, kTileBytes, kTileRowBytes);
@@ -230,21 +196,20 @@ class AmxStrip {
 
   // C += A · B
   template <int N, int H>
-  ENGINEWRIGHT_INLINE void add(const PanelTiles& x, int64_t k_bytes, const std::byte* b, int64_t stride,
+  ENGINEWRIGHT_INLINE void add(const std::byte* a, const std::byte* b, int64_t stride,
                                int64_t columns) const {
-    const std::byte* a = x.at(k_bytes);
     const std::byte *const begin = b, *const end = b + columns * 16 * kBytes;
-    for (; b != end; a += x.step_bytes, b += kTileBytes) {
+    for (; b != end; a += kTileRowBytes, b += kTileBytes) {
       if (Tiles::kFromMemory && N > 1) prefetch_ahead(begin, b - begin, stride);
       Amx::load_once<6>(b, kTileRowBytes);
-      Amx::load<4>(a, x.row_bytes);
+      Amx::load<4>(a, x_row_bytes());
       Product::template dot<0, 4, 6>();
       if (N > 1) {
         Amx::load_once<7>(b + stride, kTileRowBytes);
         Product::template dot<1, 4, 7>();
       }
       if (H > 1) {
-        Amx::load<5>(a + x.half_bytes, x.row_bytes);
+        Amx::load<5>(a + kHalf * x_row_bytes(), x_row_bytes());
         Product::template dot<2, 5, 6>();
         if (N > 1) Product::template dot<3, 5, 7>();
       }
@@ -287,23 +252,20 @@ void amx_strips(const GemmOperands& g, int64_t tokens, Range mine, std::byte* sc
                 const Many& many) {
   const AmxCut cut(g, Product::kBytes);
   const Finish<Avx512> finish(g);
-  const int64_t row_bytes = g.x.stride * Product::kBytes;
   const bool single = tokens <= kPanel;
   const int64_t most = single ? 2 / g.unit_blocks : cut.strip_units;
-  PanelTiles x = rows_as_tiles(g.x.data, row_bytes);
-  if (single) x = panel_tiles(g.x.data, row_bytes, tokens, cut.row_bytes, scratch);
   for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
     const int64_t left = mine.end - unit, block = unit * g.unit_blocks,
                   blocks = (left < most ? left : most) * g.unit_blocks;
     if (single) {
       AmxStrip<decltype(one(block))>(g, finish, one(block), block, blocks)
-          .pass({0, tokens, x, nullptr}, g.k_pad);
+          .pass({0, tokens, nullptr}, g.k_pad);
       continue;
     }
     const AmxStrip<decltype(many(block, blocks))> strip(g, finish, many(block, blocks), block, blocks);
     for (int64_t row = 0; row < tokens; row += kPanel) {
       const int64_t rows = tokens - row < kPanel ? tokens - row : kPanel;
-      strip.pass({row, rows, rows_as_tiles(g.x.data + row * row_bytes, row_bytes), scratch}, cut.piece);
+      strip.pass({row, rows, scratch}, cut.piece);
     }
   }
   Amx::release();
@@ -336,7 +298,7 @@ class GemmBf16Amx {
   explicit GemmBf16Amx(const GemmOperands& g) : g_(g) {}
 
   int64_t scratch_bytes() const {
-    return larger(few_tokens_bytes(g_), AmxCut(g_, Bf16Product::kBytes).scratch_bytes());
+    return larger(few_tokens_bytes(g_), AmxCut(g_, Bf16Product::kBytes).sums_bytes());
   }
   static int64_t passes(int64_t) { return 1; }  // of strips
 
@@ -361,14 +323,14 @@ class Gemm8A16Amx {
   int64_t scratch_bytes() const {
     const AmxCut cut(g_, Bf16Product::kBytes);
     return larger(few_tokens_bytes(g_),
-                  cut.scratch_bytes() + larger(cut.strip_bytes(), Expanded::kScratchBytes));
+                  cut.sums_bytes() + larger(cut.strip_bytes(), Expanded::kScratchBytes));
   }
   static int64_t passes(int64_t) { return 1; }  // of strips
 
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
     const FlushDenormals flush;
     if (tokens <= FewTokens<Floats>::kMost) return few_tokens<Floats>(g_, tokens, mine, scratch);
-    std::byte* const expanded = scratch + AmxCut(g_, Bf16Product::kBytes).scratch_bytes();
+    std::byte* const expanded = scratch + AmxCut(g_, Bf16Product::kBytes).sums_bytes();
     const auto one = [&](int64_t block) { return Expanded{g_.block(block), g_.block_bytes, expanded}; };
     const auto many = [&](int64_t block, int64_t blocks) {
       expand_to_bf16<Lines>(g_.block(block), blocks * g_.block_bytes, expanded);
@@ -391,7 +353,7 @@ class GemmW8A8Amx {
   explicit GemmW8A8Amx(const GemmOperands& g) : g_(g), few_(g) {}
 
   int64_t scratch_bytes() const {
-    return larger(few_.scratch_bytes(), AmxCut(g_, I8Product::kBytes).scratch_bytes());
+    return larger(few_.scratch_bytes(), AmxCut(g_, I8Product::kBytes).sums_bytes());
   }
   static int64_t passes(int64_t) { return 1; }  // of strips
 

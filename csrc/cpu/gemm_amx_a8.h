@@ -6,8 +6,7 @@
 // that a run of 64 takes about 50 cycles a tile, of which its product takes 16.
 //
 // A panel of 32 tokens meets two blocks of weights at a time: 2 A tiles x 2 B tiles. Weights of 4 bits become
-// bytes once a strip, which then stays in L2, less their zero: signed, as TDPBSSD wants them. Where there is
-// one panel, it is copied as in gemm_amx.h; for several that gained nothing.
+// bytes once a strip, which then stays in L2, less their zero: signed, as TDPBSSD wants them.
 #pragma once
 
 #include "amx.h"
@@ -31,7 +30,7 @@ class GemmA8Amx {
 
   int64_t scratch_bytes() const {
     const int64_t expanded = kExpands ? strip_units() * g_.unit_blocks * 16 * g_.k_pad : 0;
-    return larger(few_.scratch_bytes(), kSumsBytes + scales_bytes() + copy_bytes() + expanded);
+    return larger(few_.scratch_bytes(), kSumsBytes + scales_bytes() + expanded);
   }
 
   static int64_t passes(int64_t) { return 1; }  // of strips
@@ -40,10 +39,9 @@ class GemmA8Amx {
     if (tokens <= kFewTokens) return few_.run(tokens, mine, scratch);
     auto* sums = reinterpret_cast<float*>(scratch);
     auto* scales = reinterpret_cast<float*>(scratch + kSumsBytes);
-    std::byte* const copy = scratch + kSumsBytes + scales_bytes();
-    std::byte* const expanded = copy + copy_bytes();
+    std::byte* const expanded = scratch + kSumsBytes + scales_bytes();
     const bool single = tokens <= kPanel;
-    Panel panel = panel_at(0, tokens, single ? copy : nullptr, scales, sums);
+    Panel panel = panel_at(0, tokens, scales, sums);
     const int64_t most = single ? 2 / g_.unit_blocks : strip_units();  // for one panel, L1 will do
     for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
       const int64_t units = mine.end - unit < most ? mine.end - unit : most;
@@ -54,7 +52,7 @@ class GemmA8Amx {
       }
       const std::byte* weights = kExpands ? expanded : g_.block(first);
       for (int64_t row = 0; row < tokens; row += kPanel) {
-        if (!single) panel = panel_at(row, tokens, nullptr, scales, sums);
+        if (!single) panel = panel_at(row, tokens, scales, sums);
         panel.first = first;
         panel.weights = weights;
         pass(panel, blocks, single);
@@ -74,7 +72,7 @@ class GemmA8Amx {
   // Up to kPanel tokens and a strip, whose first block is `first`.
   struct Panel {
     int64_t row, tokens;
-    PanelTiles x;
+    const std::byte* x;
     const float* scales;                 // of x: (groups, kPanel)
     float* sums;                         // of two blocks: (2, kPanel, 16)
     int64_t first = 0;                   // of the blocks
@@ -89,19 +87,15 @@ class GemmA8Amx {
     return blocks < 4 ? 4 / g_.unit_blocks : blocks / g_.unit_blocks;
   }
   int64_t scales_bytes() const { return g_.groups * kPanel * 4; }
-  int64_t copy_bytes() const { return kPanel * g_.k_pad; }
 
-  // The panel whose first row is `row`, copied if there is a place for it.
-  Panel panel_at(int64_t row, int64_t tokens, std::byte* copy, float* scales, float* sums) const {
+  // The panel whose first row is `row`.
+  Panel panel_at(int64_t row, int64_t tokens, float* scales, float* sums) const {
     const int64_t rows = tokens - row < kPanel ? tokens - row : kPanel;
     for (int64_t m = 0; m < rows; ++m) {
       const float* of_row = g_.x_scale + (row + m) * g_.x_scale_stride;
       for (int64_t g = 0; g < g_.groups; ++g) scales[g * kPanel + m] = of_row[g];
     }
-    const std::byte* x = g_.x.data + row * g_.x.stride;
-    const PanelTiles tiles =
-        copy != nullptr ? panel_tiles(x, g_.x.stride, rows, g_.k_pad, copy) : rows_as_tiles(x, g_.x.stride);
-    return {row, rows, tiles, scales, sums};
+    return {row, rows, g_.x.data + row * g_.x.stride, scales, sums};
   }
 
   // Of run g.
@@ -181,16 +175,16 @@ class GemmA8Amx {
     const int64_t block_bytes = 16 * g_.k_pad;
     const std::byte* weights = panel.weights + block * block_bytes;
     for (int64_t k = begin; k < end; k += step_) {
-      const std::byte* x = panel.x.at(k);
+      const std::byte* x = panel.x + k;
       if (from_memory) prefetch_ahead(weights, k * 16, block_bytes);
-      Amx::load<4>(x, panel.x.row_bytes);
+      Amx::load<4>(x, g_.x.stride);
       Amx::load_once<6>(weights + k * 16, kTileRowBytes);
       if (N > 1) Amx::load_once<7>(weights + block_bytes + k * 16, kTileRowBytes);
       if (k == begin) zero<N, 0>();
       I8Product::dot<0, 4, 6>();
       if (N > 1) I8Product::dot<1, 4, 7>();
       if (halves == 1) continue;
-      Amx::load<5>(x + panel.x.half_bytes, panel.x.row_bytes);
+      Amx::load<5>(x + kHalf * g_.x.stride, g_.x.stride);
       if (k == begin) {
         if (before != nullptr) store<N, 2>(*before);
         zero<N, 2>();
