@@ -173,6 +173,11 @@ def cost() -> StepCost:
         return StepCost.of(engine)
 
 
+def measured(cost: StepCost, fixed: float, of_token: float) -> None:
+    cost.learn(1, fixed + of_token)
+    cost.fixed, cost.of_token = fixed, of_token
+
+
 def test_the_cost_of_steps_is_learned(cost: StepCost) -> None:
     assert 0 < cost.of_token < cost.fixed, "as the plan says"
     for _ in range(100):
@@ -247,15 +252,25 @@ class Scripted(Proposer):
 def test_a_chain_ends_where_the_proposer_is_not_sure(
     cost: StepCost, levels: Sequence[int], made: int, taken: int
 ) -> None:
-    cost.fixed, cost.of_token = 1.0, 0.1
+    measured(cost, 1.0, 0.1)
     proposer, going = Scripted(*levels), [sequence([7], 1), sequence([8], 1)]
     speculator = Speculator(proposer, cost, 8, 512)
     guesses = [(one, list(tokens)) for one, tokens in speculator.guess(going)]
     assert guesses == ([(one, [*range(1, taken + 1)]) for one in going] if taken else []) and proposer.made == made
 
 
+def test_guesses_that_take_time_wait_until_a_step_was_measured(cost: StepCost) -> None:
+    """Before, a step's cost is in no seconds: nobody knows what it may be compared with."""
+    going, proposer = sequence([1, 2, 3] * 5), Scripted(2, 2, 2)
+    speculator = Speculator(proposer, cost, 8, 512)
+    assert not speculator.guess([going]) and proposer.made == 0
+    assert Speculator(PromptLookup(8), cost, 8, 512).guess([going]), "which take none"
+    speculator.step_took(1, 1.0)
+    assert speculator.guess([going])
+
+
 def test_each_level_learns_from_its_own_guesses(cost: StepCost) -> None:
-    cost.fixed, cost.of_token = 1.0, 0.1
+    measured(cost, 1.0, 0.1)
     speculator, going = Speculator(Scripted(2, 2, 2, 1), cost, 8, 512), sequence([7], 1)
     for _ in range(40):
         ((_, tokens),) = speculator.guess([going])
@@ -292,7 +307,7 @@ def test_what_does_not_seem_to_pay_is_tried_now_and_then(cost: StepCost) -> None
 
 
 def test_a_proposer_reads_what_guesses_make_up_for(cost: StepCost, monkeypatch: pytest.MonkeyPatch) -> None:
-    cost.fixed, cost.of_token = 1.0, 0.1
+    measured(cost, 1.0, 0.1)
     monkeypatch.setattr(Scripted, "reading", lambda _, sequence: 0.5 * sequence.num_prompt_tokens)
     short, long, ending = sequence([7] * 20, 20), sequence([8] * 400, 400), sequence([9] * 20, 20)
     ending.max_tokens = 24

@@ -145,11 +145,14 @@ class Speculator:
 
     def _worth(self, chains: Sequence[Chain], plain: int) -> float | None:
         """Seconds that a token is worth: what one takes in the step that makes the most tokens a second, as far as that
-        is known before guesses are made. None where that is a step without any.
+        is known before guesses are made. None where that is a step without any, and before any step was measured where
+        guesses take time: there is nothing to compare it with.
 
         Args:
             plain: tokens of that one.
         """
+        if any(self._proposer.seconds) and not self._cost.is_measured:
+            return None
         chances: list[tuple[float, int]] = []  # that a guess is right, and its place behind the first
         for one in chains:
             rate, chance = one.acceptance.rate(one.level), 1.0
