@@ -477,8 +477,12 @@ class EngineCore:
                 self._speculator.step_took(plan.sizes.tokens, seconds)
             self._speculator.observe(plan, step.outputs)
             self._sampler.settle()  # a draft samples as its requests will
-            for sequence, guesses in self._speculator.guess(free):
+            for sequence, guesses in self._speculator.guess(free, self._num_soon()):
                 self._scheduler.propose(sequence, guesses)
+
+    def _num_soon(self) -> int:
+        """How many sequences decode once the prompts that are there are read."""
+        return min(self._scheduler.num_unfinished, self.executor.memory_plan.limits.sequences)
 
     def _propose_forced(self, sequence: TokenSequence) -> bool:
         """Tokens that a grammar leaves no choice about are guesses that are right: they take no step each."""

@@ -108,8 +108,8 @@ class Watched:
         self.made: list[tuple[list[int], int, Sequence[int]]] = []
         guess = Speculator.guess
 
-        def watched(guessing: Speculator, sequences: Sequence[TokenSequence]) -> Guesses:
-            guesses = guess(guessing, sequences)
+        def watched(guessing: Speculator, sequences: Sequence[TokenSequence], soon: int) -> Guesses:
+            guesses = guess(guessing, sequences, soon)
             for one, own in guesses:
                 assert isinstance(guessing._proposer, HeadModel)
                 assert guessing._proposer._num_unread(one) <= 1, "it has read what it guesses behind"

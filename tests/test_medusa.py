@@ -69,8 +69,8 @@ def test_engines_guess_what_heads_would(case: str, tmp_path: Path, monkeypatch: 
     made: list[tuple[list[int], Sequence[int]]] = []
     guess = Speculator.guess
 
-    def watched(speculator: Speculator, sequences: Sequence[TokenSequence]) -> Guesses:
-        guesses = guess(speculator, sequences)
+    def watched(speculator: Speculator, sequences: Sequence[TokenSequence], soon: int) -> Guesses:
+        guesses = guess(speculator, sequences, soon)
         made.extend((list(one.token_ids), own) for one, own in guesses)
         return guesses
 

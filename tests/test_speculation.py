@@ -313,6 +313,8 @@ def test_a_proposer_reads_what_guesses_make_up_for(cost: StepCost, monkeypatch: 
     ending.max_tokens = 24
     speculator = Speculator(Scripted(2, 2), cost, 8, 512)
     assert [one for one, _ in speculator.guess([short, long, ending])] == [short]
+    assert [one for one, _ in speculator.guess([short, long, ending], soon=4)] == [short]
+    assert not speculator.guess([short, long, ending], soon=64), "guesses do not pay then"
     for _ in range(200):
         speculator.end(sequence([7] * 30, 20))  # answers of ten tokens
     tried = [bool(speculator.guess([short])) for _ in range(2000)]

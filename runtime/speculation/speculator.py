@@ -72,11 +72,12 @@ class Speculator:
         """As a proposer has it."""
         self._proposer.observe(plan, outputs)
 
-    def guess(self, sequences: Sequence[TokenSequence]) -> Guesses:
+    def guess(self, sequences: Sequence[TokenSequence], soon: int = 0) -> Guesses:
         """Guesses that pay.
 
         Args:
             sequences: all that decode in the next step; none of their tokens is in flight.
+            soon: how many will, once prompts are read. Where guesses do not pay then, no prompt is read for them now.
         """
         self._chains = {}
         chains = [
@@ -91,6 +92,9 @@ class Speculator:
         self._idle += alone
         if worth is not None:
             saved = alone / len(sequences) - worth
+            if soon > len(sequences):
+                later = self._worth(chains, soon)
+                saved = 0.0 if later is None else min(saved, self._cost.seconds(soon) / soon - later)
             self._make([one for one in chains if self._is_read_for(one.sequence, saved)], room, worth)
         nearest = min(chains, key=lambda one: (self._proposer.reading(one.sequence), one.sequence.num_guessed))
         takes = self._cost.of_token + sum(self._proposer.seconds) + self._proposer.reading(nearest.sequence)
