@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from coder_pair import DRAFT, TARGET
@@ -56,8 +57,8 @@ def ours(path: Path, tokens: int, threads: int) -> tuple[Runs, list[list[int]]]:
     return {way: lambda llm=llm: run(llm) for way, llm in llms.items()}, prompts
 
 
-def openvino(folder: Path, prompts: list[list[int]], tokens: int, threads: int) -> dict[str, Runs]:
-    """By the number of guesses, each in a process of its own."""
+def openvino(folder: Path, prompts: list[list[int]], tokens: int, threads: int, workers: ExitStack) -> dict[str, Runs]:
+    """By the number of guesses, each in a process of its own that ends with `workers`."""
     python = python_of("openvino", folder / "envs")
     models = [
         openvino_model(python, checkpoint_of(folder / parted.name, folder), folder, bits)
@@ -67,7 +68,7 @@ def openvino(folder: Path, prompts: list[list[int]], tokens: int, threads: int) 
     for guesses in GUESSES:
         script = Path(__file__).parent / "peers/openvino_speculating.py"
         command = [str(python), str(script), *map(str, models), str(guesses), str(threads)]
-        worker = Worker(command, folder / f"openvino-{guesses}.log")
+        worker = workers.enter_context(closing(Worker(command, folder / f"openvino-{guesses}.log")))
         found[f"OpenVINO, {guesses} guesses"] = {
             do: lambda worker=worker, do=do: worker.ask(do, prompts=prompts, tokens=tokens).seconds
             for do in ("generate", "guess")
@@ -132,17 +133,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     own, prompts = ours(options.engine, options.tokens, options.threads)
-    engines = {"enginewright": own, **openvino(options.folder, prompts, options.tokens, options.threads)}
-    if options.llama_cpp is not None:
-        engines |= llama_cpp(options.folder, options.llama_cpp, prompts, options.tokens, options.threads)
-    seconds: dict[str, list[list[float]]] = {name: [] for name in engines}
-    for number in range(1 + options.rounds):
-        for name, runs in engines.items():
-            without, guessing = runs.values()
-            taken = [without(), guessing()] if number % 2 else [guessing(), without()][::-1]
-            if number:  # the first round warms up
-                seconds[name].append(taken)
-            print(f"round {number}, {name}: {taken[0]:.2f} s, with a draft {taken[1]:.2f} s", file=sys.stderr)
+    with ExitStack() as workers:
+        engines = {"enginewright": own, **openvino(options.folder, prompts, options.tokens, options.threads, workers)}
+        if options.llama_cpp is not None:
+            engines |= llama_cpp(options.folder, options.llama_cpp, prompts, options.tokens, options.threads)
+        seconds: dict[str, list[list[float]]] = {name: [] for name in engines}
+        for number in range(1 + options.rounds):
+            for name, runs in engines.items():
+                without, guessing = runs.values()
+                taken = [without(), guessing()] if number % 2 else [guessing(), without()][::-1]
+                if number:  # the first round warms up
+                    seconds[name].append(taken)
+                print(f"round {number}, {name}: {taken[0]:.2f} s, with a draft {taken[1]:.2f} s", file=sys.stderr)
     num_tokens = options.tokens * len(prompts)
     for name, rounds in seconds.items():
         ratios = [off / on for off, on in rounds]
