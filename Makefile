@@ -88,7 +88,7 @@ sanitize-asan sanitize-tsan: sanitize-%: $(INSTALLED)
 lint: $(BUILT) ## ruff, mypy, import-linter, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(JOBS)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
