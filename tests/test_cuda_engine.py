@@ -54,6 +54,7 @@ CASES = [
     ("llama", "fp8", "bf16"),
     ("qwen3_moe", "int4-rtn", "bf16"),
     ("qwen3_5_text", "w8a8", "bf16"),
+    ("gpt2", "bf16", "bf16"),
 ]
 
 

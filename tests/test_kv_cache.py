@@ -44,7 +44,7 @@ def opened(cache: Cache, length: int, keys: list[bytes] | None = None) -> list[B
     return tables
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     windows=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 13)), min_size=1, max_size=3),
     block_size=st.integers(1, 7),

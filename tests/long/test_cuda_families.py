@@ -17,7 +17,6 @@ from tests.test_heads import check_hidden_on_gpus
         *((family, "w8a8", "bf16") for family in ("qwen3", "qwen3_moe", "cohere2")),
         ("gemma3_text", "bf16", "int4"),
         ("qwen2", "int8-wo", "fp8"),
-        ("gpt2", "bf16", "bf16"),
         ("nemotron_h", "bf16", "bf16"),
         *(("kimi_linear", quant, "bf16") for quant in ("bf16", "w8a8")),
     ],
