@@ -34,6 +34,7 @@ template <class S>
 struct I8Codes {
   using Line = typename S::Line;
   using Kept = typename S::KeptI8;
+  using Pairs = void;
   static constexpr auto& streams = S::i8_streams;
   static constexpr DType dtype = DType::i8;
   static constexpr int lines = 1;
@@ -49,14 +50,16 @@ template <class S>
 struct U4Codes {
   using Line = typename S::Line;
   using Kept = typename S::KeptU4;
+  using Pairs = typename S::Pairs;
   static constexpr auto& streams = S::u4_streams;
   static constexpr DType dtype = DType::u4;
   static constexpr int lines = 2;
   static constexpr bool scaled = true;
-  static constexpr int32_t zero = 8;
+  static constexpr int32_t zero = 8, largest = 15;
   static ENGINEWRIGHT_INLINE void load(const std::byte* p, Line (&w)[lines]) { S::expand_u4(p, w[0], w[1]); }
-  static ENGINEWRIGHT_INLINE typename S::I dot(typename S::I acc, Line w, typename S::Bytes4 x) {
-    return S::dot_u4(acc, w, x);
+  template <class Sums>
+  static ENGINEWRIGHT_INLINE Sums dot(Sums sums, Line w, typename S::Bytes4 x) {
+    return S::dot_u4(sums, w, x);
   }
   static ENGINEWRIGHT_INLINE int32_t excess(const int8_t* x, int64_t n) { return zero * S::sum_i8(x, n); }
 };
@@ -65,11 +68,12 @@ template <class S>
 struct E2m1Codes {
   using Line = typename S::Line;
   using Kept = typename S::KeptU4;
+  using Pairs = typename S::Pairs;
   static constexpr auto& streams = S::u4_streams;
   static constexpr DType dtype = DType::e2m1;
   static constexpr int lines = 2;
   static constexpr bool scaled = true;
-  static constexpr int32_t zero = 12;
+  static constexpr int32_t zero = 12, largest = 24;
   // Twice the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, and 12 more.
   alignas(16) static constexpr uint8_t doubled[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                                       12, 11, 10, 9,  8,  6,  4,  0};
@@ -78,8 +82,9 @@ struct E2m1Codes {
     ENGINEWRIGHT_UNROLL
     for (int i = 0; i < lines; ++i) w[i] = S::lookup16(doubled, w[i]);
   }
-  static ENGINEWRIGHT_INLINE typename S::I dot(typename S::I acc, Line w, typename S::Bytes4 x) {
-    return S::dot_u4(acc, w, x);
+  template <class Sums>
+  static ENGINEWRIGHT_INLINE Sums dot(Sums sums, Line w, typename S::Bytes4 x) {
+    return S::dot_u4(sums, w, x);
   }
   static ENGINEWRIGHT_INLINE int32_t excess(const int8_t* x, int64_t n) { return zero * S::sum_i8(x, n); }
 };
@@ -215,6 +220,31 @@ class GemmA8 {
   template <int M>
   static constexpr int kStreams = Codes::streams[M - 1];
 
+  // Lines whose dots Pairs hold, of x from -128 on.
+  using Pairs = typename Codes::Pairs;
+  static constexpr bool kPairs = !std::is_void_v<Pairs>;
+  static constexpr int64_t pair_lines() {
+    if constexpr (kPairs) return 32767 / (2 * Codes::largest * 128) / kLines * kLines;
+    return 0;
+  }
+
+  // acc += the dots of the next `lines` lines of each block, where step(sums) adds those of `at_once`.
+  template <int at_once, int M, int N, class Step>
+  static ENGINEWRIGHT_INLINE void add_pairs(int64_t lines, I (&acc)[M][N], const Step& step) {
+    constexpr int64_t most = pair_lines();
+    Pairs pairs[M][N];
+    for (; lines >= most; lines -= most) {
+      each<M, N>([&](int m, int n) { pairs[m][n] = S::no_pairs(); });
+      ENGINEWRIGHT_UNROLL
+      for (int i = 0; i < most; i += at_once) step(pairs);
+      each<M, N>([&](int m, int n) { acc[m][n] = S::add_pairs(acc[m][n], pairs[m][n]); });
+    }
+    if (lines == 0) return;
+    each<M, N>([&](int m, int n) { pairs[m][n] = S::no_pairs(); });
+    for (; lines > 0; lines -= at_once) step(pairs);
+    each<M, N>([&](int m, int n) { acc[m][n] = S::add_pairs(acc[m][n], pairs[m][n]); });
+  }
+
   // At least 2 blocks together while there are 2, so that the pairs of a gated epilogue are never divided.
   template <int M>
   void few(const Panel& panel, int64_t block, int64_t end) const {
@@ -260,8 +290,8 @@ class GemmA8 {
       const Run& run = panel.runs[g];
       I acc[M][N];
       begin(run, block, g, acc);
-      const std::byte* end = line + depth(g * g_.group, k_end_) / kLineK * 64;
-      for (; line < end; line += 64, four += kLines * fours(M), ahead += 64) {
+      const int64_t run_k = depth(g * g_.group, k_end_);
+      const auto step = [&](auto& dots_of) __attribute__((always_inline)) {
         if (N > 1 && ahead == block_end) ahead += (N - 1) * g_.block_bytes;  // the next N
         Line w[N][kLines];
         ENGINEWRIGHT_UNROLL
@@ -275,7 +305,16 @@ class GemmA8 {
           Codes::load(line + n * g_.block_bytes, w[n]);
         }
         ENGINEWRIGHT_UNROLL
-        for (int i = 0; i < kLines; ++i) dots<true>(four + i * fours(M), w, i, acc);
+        for (int i = 0; i < kLines; ++i) dots<true>(four + i * fours(M), w, i, dots_of);
+        line += 64;
+        four += kLines * fours(M);
+        ahead += 64;
+      };
+      if constexpr (kPairs) {
+        add_pairs<kLines>(run_k / 4, acc, step);
+      } else {
+        const std::byte* end = line + run_k / kLineK * 64;
+        while (line < end) step(acc);
       }
       fold(acc, run, block, g, sums);
     }
@@ -296,9 +335,9 @@ class GemmA8 {
     }
   }
 
-  template <bool hold, int M, int N, int L>
+  template <bool hold, int M, int N, int L, class Sums>
   ENGINEWRIGHT_INLINE void dots(const std::byte* fours, const Line (&w)[N][L], int line,
-                                I (&acc)[M][N]) const {
+                                Sums (&acc)[M][N]) const {
     ENGINEWRIGHT_UNROLL
     for (int m = 0; m < M; ++m) {
       const typename S::Bytes4 four = load_four(fours, m);
@@ -419,11 +458,9 @@ class GemmA8 {
       } else {
         each<M, N>([&](int m, int n) { acc[m][n] = S::load_i(cut + at(m, n)); });
       }
-      const std::byte* end = line + depth(begin_k, k_end) * N * 16;
+      const int64_t run_k = depth(begin_k, k_end);
       constexpr int lines = fresh ? kLines : 1;  // of a block at once
-      // By itself GCC moves sums from register to register in every pass.
-      ENGINEWRIGHT_UNROLL_TWICE
-      for (; line < end; line += lines * N * 64, four += lines * fours(M), ahead += lines * 64 / kLines) {
+      const auto step = [&](auto& dots_of) __attribute__((always_inline)) {
         S::prefetch_l2(ahead);
         Line w[N][lines];
         ENGINEWRIGHT_UNROLL
@@ -438,7 +475,18 @@ class GemmA8 {
         }
         from += 64;
         ENGINEWRIGHT_UNROLL
-        for (int i = 0; i < lines; ++i) dots<false>(four + i * fours(M), w, i, acc);
+        for (int i = 0; i < lines; ++i) dots<kPairs>(four + i * fours(M), w, i, dots_of);
+        line += lines * N * 64;
+        four += lines * fours(M);
+        ahead += lines * 64 / kLines;
+      };
+      if constexpr (kPairs) {
+        add_pairs<lines>(run_k / 4, acc, step);
+      } else {
+        const std::byte* end = line + run_k * N * 16;
+        // By itself GCC moves sums from register to register in every pass.
+        ENGINEWRIGHT_UNROLL_TWICE
+        while (line < end) step(acc);
       }
       if (!whole && k_end < k_end_) {
         each<M, N>([&](int m, int n) { S::store_i(cut + at(m, n), acc[m][n]); });

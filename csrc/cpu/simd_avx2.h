@@ -186,6 +186,9 @@ struct Avx2 {
     }
   };
   using KeptU4 = KeptBytes<Avx2>;
+  struct Pairs {
+    __m256i a, b;
+  };
   static ENGINEWRIGHT_INLINE Line load_i8(const void* p) { return load_line(p); }
   static ENGINEWRIGHT_INLINE void store_line(void* p, Line x) {
     _mm256_storeu_si256(static_cast<__m256i*>(p), x.a);
@@ -195,7 +198,10 @@ struct Avx2 {
     return {_mm256_add_epi32(acc.a, dot_i8(w.a, x)), _mm256_add_epi32(acc.b, dot_i8(w.b, x))};
   }
   // By itself GCC begins products of all tokens at once, and has no registers left for the sums.
-  static ENGINEWRIGHT_INLINE void hold(I& sums) { asm volatile("" : "+x"(sums.a), "+x"(sums.b)); }
+  template <class Sums>
+  static ENGINEWRIGHT_INLINE void hold(Sums& sums) {
+    asm volatile("" : "+x"(sums.a), "+x"(sums.b));
+  }
   static ENGINEWRIGHT_INLINE int32_t excess_i8(const int8_t* p, int64_t n) {  // the sum of those below 0
     __m256i sum = _mm256_setzero_si256();
     for (int64_t i = 0; i < n; i += 32)
@@ -213,12 +219,15 @@ struct Avx2 {
     const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
     return {_mm256_shuffle_epi8(all, x.a), _mm256_shuffle_epi8(all, x.b)};
   }
-  // Two products are at most 2 * 24 * 127, which int16 holds.
-  static ENGINEWRIGHT_INLINE I dot_u4(I acc, Line w, Bytes4 x) {
+  static ENGINEWRIGHT_INLINE Pairs no_pairs() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  static ENGINEWRIGHT_INLINE Pairs dot_u4(Pairs sums, Line w, Bytes4 x) {
+    return {_mm256_add_epi16(sums.a, _mm256_maddubs_epi16(w.a, x.all)),
+            _mm256_add_epi16(sums.b, _mm256_maddubs_epi16(w.b, x.all))};
+  }
+  static ENGINEWRIGHT_INLINE I add_pairs(I acc, Pairs sums) {
     const __m256i ones = _mm256_set1_epi16(1);
-    acc.a = _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, x.all), ones));
-    acc.b = _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, x.all), ones));
-    return acc;
+    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(sums.a, ones)),
+            _mm256_add_epi32(acc.b, _mm256_madd_epi16(sums.b, ones))};
   }
   static ENGINEWRIGHT_INLINE I widen_i8(const int8_t* p) {
     const __m128i lanes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

@@ -11,6 +11,7 @@ struct Avx2Vnni : Avx2 {
   using Bytes4 = __m256i;
   using KeptI8 = KeptBytes<Avx2Vnni>;
   using KeptU4 = KeptBytes<Avx2Vnni>;
+  using Pairs = void;
 
   // VNNI multiplies unsigned bytes by signed ones: weights are larger by 128.
   static ENGINEWRIGHT_INLINE Line load_i8(const void* p) {

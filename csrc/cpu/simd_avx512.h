@@ -26,6 +26,7 @@ struct Avx512Vnni {
   static constexpr int run_tokens = 7, run_blocks = 2;
   using KeptI8 = void;
   using KeptU4 = void;
+  using Pairs = void;
 
   static ENGINEWRIGHT_INLINE __mmask16 below(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
 

@@ -36,6 +36,9 @@
 //                                  dot_u4 wants them
 //   lookup16(table, Line)          each byte i, of those in [0, 15], as the i-th of the table's
 //   dot_u4(I, Line w, Bytes4 x)    acc[i] + the sum of w[i][j] * x[j], of bytes w up to 24
+//   Pairs                          void, or what is faster than I to sum dot_u4 in: 16 lanes of two int16, of
+//                                  the first and the last two products each. Then dot_u4(Pairs, w, x) takes
+//                                  the place of that of I; no_pairs() are zeros; add_pairs(I, Pairs)
 //   hold(I&)                       has it in registers by here, where the compiler needs to be told
 //   widen_i8(ptr)                  16 int8 as I; mul_i: lane by lane
 //   dot_u(I, Line w, Bytes4 x)     the same with w as load_line gives it, and x of byte_bits bits, unsigned
@@ -122,6 +125,7 @@ struct Portable {
   static constexpr int run_tokens = 2, run_blocks = 2;
   using KeptI8 = void;
   using KeptU4 = void;
+  using Pairs = void;
 
   static ENGINEWRIGHT_INLINE F set1(float x) {
     const Quad q = {x, x, x, x};
