@@ -230,7 +230,7 @@ class GemmA8 {
 
   // acc += the dots of the next `lines` lines of each block, where step(sums) adds those of `at_once`.
   template <int at_once, int M, int N, class Step>
-  static ENGINEWRIGHT_INLINE void add_pairs(int64_t lines, I (&acc)[M][N], const Step& step) {
+  static ENGINEWRIGHT_INLINE void sum_in_pairs(int64_t lines, I (&acc)[M][N], const Step& step) {
     constexpr int64_t most = pair_lines();
     Pairs pairs[M][N];
     for (; lines >= most; lines -= most) {
@@ -311,7 +311,7 @@ class GemmA8 {
         ahead += 64;
       };
       if constexpr (kPairs) {
-        add_pairs<kLines>(run_k / 4, acc, step);
+        sum_in_pairs<kLines>(run_k / 4, acc, step);
       } else {
         const std::byte* end = line + run_k / kLineK * 64;
         while (line < end) step(acc);
@@ -481,7 +481,7 @@ class GemmA8 {
         ahead += lines * 64 / kLines;
       };
       if constexpr (kPairs) {
-        add_pairs<lines>(run_k / 4, acc, step);
+        sum_in_pairs<lines>(run_k / 4, acc, step);
       } else {
         const std::byte* end = line + run_k * N * 16;
         // By itself GCC moves sums from register to register in every pass.
