@@ -39,7 +39,7 @@ from tests import tolerances
 from tests.emulator.device import EmulatedDevice, device_for
 from tests.emulator.kernels import EmulatedKernels, Kernels
 from tests.helpers.graphs import CASES as GRAPH_CASES
-from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error
+from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error, with_noise
 from tests.helpers.ladder import Ladder
 from tests.helpers.ragged import RaggedRun
 from tests.helpers.sampling_reference import same_draws, with_newest
@@ -117,12 +117,21 @@ def check_engine(family: str, quant: str, kv: str) -> None:
         (logits,) = score(CudaExecutor(Engine(file, "cuda"), device_for(kernels), limits), [tokens])
         (on_cpu,) = score(CpuExecutor(Engine(file, "cpu"), limits), [tokens])
     activations = {"w8a8": "int8", "fp8": "fp8"}.get(quant, "bf16")
-    activations += " latent" if activations == "fp8" and family in WITH_LATENT else ""
-    bound = tolerances.ENGINE_GRAPH[activations if kv == "bf16" else f"{kv} KV"]
+    if activations == "fp8":
+        bound = bound_of_fp8(graph, tokens, expected)
+    else:
+        bound = tolerances.ENGINE_GRAPH[activations if kv == "bf16" else f"{kv} KV"]
     least = tolerances.ENGINE_GRAPH["latent"] if family in WITH_LATENT else 0.0
     assert relative_error(logits, expected) < max(bound, least)
+    activations += " latent" if activations == "fp8" and family in WITH_LATENT else ""
     bound = tolerances.HYBRID_GPU_CPU if family in HYBRIDS else tolerances.GPU_CPU[activations]
     assert relative_error(logits, on_cpu) < bound
+
+
+def bound_of_fp8(graph: ir.Model, tokens: list[int], expected: NDArray[np.float32]) -> float:
+    """What a graph with FP8 activations makes of attention that is off by a rounding to BF16."""
+    noisy = RaggedRun(with_noise(graph, 2**-9), num_blocks=8).step({"text": tokens})["text"]
+    return tolerances.ENGINE_GRAPH_FP8 * relative_error(noisy, expected)
 
 
 @pytest.mark.parametrize(("family", "quant", "kv"), CASES)
@@ -144,7 +153,7 @@ def test_the_gate_simulates_fp8_activations(scales: str) -> None:
         for target in (CudaTarget(), CPU_TARGET):
             streamed = simulate(made.dense.clone(), config.method, target, weights, [tokens])
             errors.append(relative_error(streamed.logits(0, 0, len(tokens)).numpy(), expected))
-    assert errors[0] < tolerances.ENGINE_GRAPH["fp8"] and errors[0] < 0.8 * errors[1], errors
+    assert errors[0] < bound_of_fp8(graph, tokens, expected) and errors[0] < 0.8 * errors[1], errors
 
 
 def test_logits_are_batch_invariant_where_kernels_are() -> None:

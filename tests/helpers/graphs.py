@@ -9,9 +9,11 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from enginewright.builder.models import build_graph
+from enginewright.passes.graph import nodes_of
 from enginewright.passes.pass_manager import Pass, run_passes
 from enginewright.passes.pipeline import pipeline
 from enginewright.passes.quant import METHODS, Bf16, QuantConfig
+from enginewright.plugins.plugin import DOMAIN
 from tests.helpers.onnx_run import Array, Oracle
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
@@ -106,3 +108,22 @@ def relative_error(actual: Array, expected: Array) -> float:
     """1 - 2<x, y> / (<x, x> + <y, y>): 0 if they are equal, 1 if they have nothing in common; one wrong row shows."""
     x, y = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return float(1 - 2 * (x * y).sum() / ((x * x).sum() + (y * y).sum()))
+
+
+def with_noise(model: ir.Model, size: float) -> ir.Model:
+    """A ragged graph whose attention is off as kernels' is: each output by a share of itself, `size` at a time."""
+    noisy = model.clone()
+    random = np.random.default_rng(0)
+    for node in list(nodes_of(noisy, "PagedAttention", "LatentPagedAttention", domain=DOMAIN)):
+        (exact,) = node.outputs
+        assert exact.shape is not None and exact.dtype is not None
+        factors = (1 + size * random.standard_normal(exact.shape[-1])).astype(np.float32)
+        factor = ir.node("Constant", [], {"value": ir.tensor(factors)})
+        wide = ir.node("Cast", [exact], {"to": ir.DataType.FLOAT})
+        scaled = ir.node("Mul", [wide.outputs[0], factor.outputs[0]])
+        off = ir.node("Cast", [scaled.outputs[0]], {"to": exact.dtype})
+        off.outputs[0].type, off.outputs[0].shape = exact.type, exact.shape
+        noisy.graph.insert_after(node, [factor, wide, scaled, off])
+        ir.convenience.replace_all_uses_with(exact, off.outputs[0])
+        wide.replace_input_with(0, exact)
+    return noisy
