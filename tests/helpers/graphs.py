@@ -114,7 +114,7 @@ def with_noise(model: ir.Model, size: float) -> ir.Model:
     """A ragged graph whose attention is off as kernels' is: each output by a share of itself, `size` at a time."""
     noisy = model.clone()
     random = np.random.default_rng(0)
-    for node in list(nodes_of(noisy, "PagedAttention", "LatentPagedAttention", domain=DOMAIN)):
+    for node in nodes_of(noisy, "PagedAttention", "LatentPagedAttention", domain=DOMAIN):
         (exact,) = node.outputs
         assert exact.shape is not None and exact.dtype is not None
         factors = (1 + size * random.standard_normal(exact.shape[-1])).astype(np.float32)
