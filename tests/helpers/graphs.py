@@ -111,7 +111,7 @@ def relative_error(actual: Array, expected: Array) -> float:
 
 
 def with_noise(model: ir.Model, size: float) -> ir.Model:
-    """A ragged graph whose attention is off as kernels' is: each output by a share of itself, `size` at a time."""
+    """A ragged graph whose attention is off as kernels' is: by a random share of itself, its deviation `size`."""
     noisy = model.clone()
     random = np.random.default_rng(0)
     for node in nodes_of(noisy, "PagedAttention", "LatentPagedAttention", domain=DOMAIN):
