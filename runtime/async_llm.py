@@ -18,7 +18,7 @@ from enginewright.runtime.embedding_core import EmbeddingCore, open_core
 from enginewright.runtime.embeddings import TextTokens, Vector, not_finite, refuse_answers
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.engine_thread import EngineThread, close_all
-from enginewright.runtime.memory_plan import MemoryPlan, RuntimeConfig, runtime_config
+from enginewright.runtime.memory_plan import RuntimeConfig, runtime_config
 from enginewright.runtime.outputs import Delta, RequestOutput, merge
 from enginewright.runtime.params import params_of
 from enginewright.runtime.prompts import Prompt, encode_prompt, salt_of, text_of
@@ -77,7 +77,9 @@ class AsyncLLM:
 
     def _begin(self, core: EngineCore | EmbeddingCore, owned: Engine | None) -> None:
         """owned: an engine that is closed with it."""
-        self.engine, self._core = core.engine, core
+        self.engine, self.max_model_len = core.engine, core.max_model_len
+        executor = core.executor
+        self.memory_plan, self.isa, self.threads = executor.memory_plan, executor.isa, executor.threads
         self._thread = EngineThread(core, partial(_post, self._loop))
         self._close = finalize(self, close_all, self._thread, owned)  # also when it is dropped, and at exit
         self._encoder = ThreadPoolExecutor(ENCODERS, thread_name_prefix="tokenizer")
@@ -103,22 +105,8 @@ class AsyncLLM:
         return cls(**vars(engine_args))
 
     @property
-    def max_model_len(self) -> int:
-        return self._core.max_model_len
-
-    @property
-    def memory_plan(self) -> MemoryPlan:
-        """Limits and memory."""
-        return self._core.executor.memory_plan
-
-    @property
-    def isa(self) -> str:
-        """The instruction set that it runs on: "amx", "avx512", …"""
-        return self._core.executor.isa
-
-    @property
-    def threads(self) -> int:
-        return self._core.executor.threads
+    def _core(self) -> EngineCore | EmbeddingCore:
+        return self._thread.core
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt in any form, made in a thread of its own.
@@ -153,9 +141,10 @@ class AsyncLLM:
             UsageError: a text is none that the engine takes.
             EngineError: the model's numbers are not finite, or the engine has failed.
         """
-        assert isinstance(self._core, EmbeddingCore)
         core, ends = self._core, [self._loop.create_future() for _ in texts]
+        assert isinstance(core, EmbeddingCore)
         requests = [core.text(text, partial(_settle, end), work) for text, end in zip(texts, ends, strict=True)]
+        del core  # whoever waits must not keep it
         try:
             for request in requests:
                 self._thread.submit(request)
@@ -205,12 +194,11 @@ class AsyncLLM:
         structure: Structure | None = None,
     ) -> "AsyncRequest":
         refuse_answers(self.engine)
-        prepared = AsyncRequest(params.n, self._thread.abort)
-        prepared.token_ids = self._encode(prompt)
-        if structure is not None and (wanted := structure(prepared.token_ids)) is not None:
+        token_ids, buffer = self._encode(prompt), _DeltaBuffer()
+        if structure is not None and (wanted := structure(token_ids)) is not None:
             params = replace(params, structured_outputs=wanted)
-        prepared.request = self._core.request(prepared.token_ids, params, prepared.put, cache_salt, work=work)
-        return prepared
+        request = self._core.request(token_ids, params, buffer.put, cache_salt, work=work)
+        return AsyncRequest(token_ids, request, buffer, self._thread.abort)
 
     def start(self, prepared: "AsyncRequest") -> None:
         """Let a prepared request run.
@@ -291,8 +279,9 @@ class AsyncLLM:
     async def close(self) -> None:
         """Abort what runs, and give the memory back. It waits for the step under way, and for the tokenizer."""
         self._encoder.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._thread.close)
+        await asyncio.to_thread(self._encoder.shutdown)  # before its engine is closed, whose chat template it may use
         await asyncio.to_thread(self._close)
-        await asyncio.to_thread(self._encoder.shutdown)
         await asyncio.sleep(0)  # what the thread said last is delivered
 
     def shutdown(self) -> None:
@@ -320,21 +309,38 @@ def _settle(end: asyncio.Future[None], item: Delta | EngineError) -> None:
         end.set_result(None)
 
 
+class _DeltaBuffer:
+    """Deltas of a request that nobody has read yet. It does not know the request: that would be a reference cycle."""
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+        self.error: EngineError | None = None
+        self.has_some = asyncio.Event()
+
+    def put(self, item: Delta | EngineError) -> None:
+        """The request's sink: called with each delta, or with why no more will come."""
+        if isinstance(item, EngineError):
+            self.error = item
+        else:
+            self.deltas.append(item)
+        self.has_some.set()
+
+
 class AsyncRequest:
     """An answer as it is written: an iterator of what came since the last look, one delta a choice at most.
 
     It ends when every choice has had its finish_reason.
+
+    Args:
+        token_ids: of the prompt.
     """
 
-    token_ids: list[int]  # of the prompt
-    request: Request
-
-    def __init__(self, num_choices: int, abort: Callable[[Request], None]) -> None:
-        self._left = num_choices
-        self._abort = abort
-        self._new: list[Delta] = []
-        self._error: EngineError | None = None
-        self._some = asyncio.Event()
+    def __init__(
+        self, token_ids: list[int], request: Request, buffer: _DeltaBuffer, abort: Callable[[Request], None]
+    ) -> None:
+        self.token_ids, self.request = token_ids, request
+        self._buffer, self._abort = buffer, abort
+        self._left = request.params.n
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -350,14 +356,6 @@ class AsyncRequest:
         if not self.request.finished:
             self._abort(self.request)
 
-    def put(self, item: Delta | EngineError) -> None:
-        """What the engine calls with each delta, or with why no more will come."""
-        if isinstance(item, EngineError):
-            self._error = item
-        else:
-            self._new.append(item)
-        self._some.set()
-
     def __aiter__(self) -> "AsyncRequest":
         return self
 
@@ -365,11 +363,12 @@ class AsyncRequest:
         """Raises EngineDeadError if nothing more will come."""
         if self._left == 0:
             raise StopAsyncIteration
-        await self._some.wait()
-        if not self._new and self._error is not None:
-            raise self._error
-        deltas, self._new = merge(self._new), []
-        if self._error is None:
-            self._some.clear()
+        buffer = self._buffer
+        await buffer.has_some.wait()
+        if not buffer.deltas and buffer.error is not None:
+            raise buffer.error
+        deltas, buffer.deltas = merge(buffer.deltas), []
+        if buffer.error is None:
+            buffer.has_some.clear()
         self._left -= sum(delta.finish_reason is not None for delta in deltas)
         return deltas

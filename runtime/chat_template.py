@@ -37,6 +37,10 @@ class ChatTemplate:
         if why := self._worker.start():
             raise EngineError("the chat template cannot be read", *why.values())
 
+    def close(self) -> None:
+        """End the process that renders."""
+        self._worker.close()
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -62,9 +63,9 @@ OutputSink = Callable[[Delta | EngineError], None]
 
 @dataclass(eq=False, slots=True)
 class Completion:
-    """One choice of a request, in the making."""
+    """One choice of a request while it is written. It does not know its request, which would be a reference cycle."""
 
-    request: "Request"
+    params: SamplingParams  # of its request
     index: int  # which of the n choices, or of the best_of that these are chosen from
     sequence: TokenSequence
     detokenizer: Detokenizer
@@ -178,7 +179,7 @@ class EngineCore:
         )
         self._speculator = open_speculator(engine, config, self.executor)
         self._completions: dict[TokenSequence, Completion] = {}
-        self._beams: dict[TokenSequence, Request] = {}  # of beam searches
+        self._requests: dict[TokenSequence, Request] = {}  # of each sequence that has not ended, beams too
         self._in_flight: deque[StepInFlight] = deque()
         self._late: list[LateRows] = []
         self._counts, self._num_generated = StepCounts(self._scheduler, self.executor.memory_plan), 0
@@ -203,15 +204,9 @@ class EngineCore:
         folder = Path(config.kv_cache_dir) if config.kv_cache_dir else env.cache_folder() / "kv"
         identity = identity_of(engine.manifest.content_hash, self.executor.isa, engine.plan.caches)
         store = DiskStore(folder, identity, capacity_bytes, [group.place_bytes for group in memory])
-        self._scheduler.keep_on_disk(store, memory, self._seconds_of)
-        return store
-
-    def _seconds_of(self, first: int, end: int) -> float | None:
-        """What it takes to compute these positions of a prompt; None: no step was measured."""
         assert self._pace is not None
-        if not self._pace.is_measured:
-            return None
-        return self._pace.of_token * self._cost.of(np.arange(first, end, dtype=np.int32))
+        self._scheduler.keep_on_disk(store, memory, partial(_prompt_seconds, self._pace, self._cost))
+        return store
 
     @property
     def _steps_ahead(self) -> int:
@@ -297,7 +292,7 @@ class EngineCore:
             )
             detokenizer = Detokenizer(self.engine.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
             stops = StopStrings(matcher, include=params.include_stop_str_in_output) if matcher else None
-            request.completions.append(Completion(request, index, sequence, detokenizer, stops))
+            request.completions.append(Completion(params, index, sequence, detokenizer, stops))
         return request
 
     def _search(
@@ -339,15 +334,16 @@ class EngineCore:
         )
         request.beams = BeamGroup(search, [first])
         detokenizer = Detokenizer(self.engine.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
-        request.completions.append(Completion(request, 0, first, detokenizer, None))
+        request.completions.append(Completion(params, 0, first, detokenizer, None))
 
     def add(self, request: Request) -> None:
         if request.beams is not None:
             (first,) = request.beams.sequences
-            self._beams[first] = request
+            self._requests[first] = request
             self._scheduler.add(first)
             return
         for completion in request.completions:
+            self._requests[completion.sequence] = request
             self._completions[completion.sequence] = completion
             self._scheduler.add(completion.sequence)
 
@@ -382,9 +378,10 @@ class EngineCore:
         sequences = [completion.sequence for completion in request.completions]
         for sequence in sequences if request.beams is None else request.beams.sequences:
             self._scheduler.finish(sequence, "abort")
-            self._beams.pop(sequence, None)
             if sequence in self._completions:
                 self._forget(sequence)
+            else:
+                self._requests.pop(sequence, None)
 
     def step(self) -> list[tuple[Request, Delta]]:
         """Begin one step of all that has arrived, and end one; what that added.
@@ -494,7 +491,7 @@ class EngineCore:
 
     def _forget(self, sequence: TokenSequence) -> None:
         """It has ended."""
-        del self._completions[sequence]
+        del self._completions[sequence], self._requests[sequence]
         if self._speculator is not None:
             self._speculator.end(sequence)
 
@@ -519,10 +516,10 @@ class EngineCore:
         for sequence, tokens in zip(plan.sampling, accepted, strict=True):
             completion = self._completions.get(sequence)
             if completion is None:  # it has ended meanwhile, or is a beam
-                if sequence in self._beams:
-                    deltas += self._advance(self._beams[sequence], sequence, tokens[0], now)
+                if sequence in self._requests:
+                    deltas += self._advance(self._requests[sequence], sequence, tokens[0], now)
                 continue
-            request = completion.request
+            request = self._requests[sequence]
             try:
                 if sequence.finish_reason is None and completion.stops is None:
                     push = completion.detokenizer.push
@@ -585,7 +582,7 @@ class EngineCore:
                 free.add(parent)
             else:
                 self._scheduler.finish(parent, "abort")
-                del self._beams[parent]
+                del self._requests[parent]
         group.sequences = []
         for beam in beams:
             sequence = parents[beam.parent]
@@ -593,7 +590,7 @@ class EngineCore:
                 free.remove(sequence)
             else:
                 sequence = self._forked(sequence)
-                self._beams[sequence] = request
+                self._requests[sequence] = request
             group.sequences.append(sequence)
         for beam, sequence in zip(beams, group.sequences, strict=True):
             self._scheduler.choose(sequence, beam.tokens[-1].token)
@@ -647,14 +644,15 @@ class EngineCore:
         """
         for row, sequence, position in plan.prompt_rows:
             if sequence in self._completions:  # it has not ended meanwhile
-                self._completions[sequence].request.prompt_logprobs[position] = sampled[row]
+                self._requests[sequence].prompt_logprobs[position] = sampled[row]
                 sequence.every_logit = position + 1 < sequence.num_prompt_tokens
         prompt_rows = {row for row, _, _ in plan.prompt_rows}
         rest = [token for row, token in enumerate(sampled) if row not in prompt_rows]
         row = 0
         for sequence in plan.sampling:
             completion = self._completions.get(sequence)
-            scored = completion.request.prompt_logprobs if completion is not None and completion.index == 0 else ()
+            is_first = completion is not None and completion.index == 0
+            scored = self._requests[sequence].prompt_logprobs if is_first else ()
             if any(token is not None and token.is_nan for token in scored):
                 rest[row] = SampledToken(0, is_nan=True)
             row += 1 + len(sequence.guesses)
@@ -662,7 +660,7 @@ class EngineCore:
 
     def _take(self, completion: Completion, tokens: tuple[SampledToken, ...]) -> Delta:
         """What tokens add of which one is the last, or in a completion with stop strings."""
-        if completion.request.params.max_tokens == 0 and not tokens[-1].is_nan:
+        if completion.params.max_tokens == 0 and not tokens[-1].is_nan:
             return Delta(completion.index, "", (), "length")
         sequence, stops, texts = completion.sequence, completion.stops, list[str]()
         num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
@@ -679,7 +677,7 @@ class EngineCore:
         if sequence.finish_reason == "error":
             grammar = sequence.request.grammar if sequence.request is not None else None
             stop_reason = GRAMMAR if grammar is not None and grammar.failed else NAN_LOGITS
-        elif sequence.finish_reason == "stop" and tokens[-1].token in completion.request.params.stop_token_ids:
+        elif sequence.finish_reason == "stop" and tokens[-1].token in completion.params.stop_token_ids:
             stop_reason = tokens[-1].token
         taken, reason = _numbers(tokens), sequence.finish_reason
         return Delta(completion.index, "".join(texts), taken, reason, stop_reason, ends_of(texts[: len(taken)]))
@@ -697,10 +695,17 @@ class EngineCore:
             text = completion.detokenizer.push(token.token)
         if reason is not None:
             text += completion.detokenizer.flush()
-        if stops is None or num_output <= completion.request.params.min_tokens:
+        if stops is None or num_output <= completion.params.min_tokens:
             return text
         text = stops.push(text)
         return text if reason is None or stops.found is not None else text + stops.flush()
+
+
+def _prompt_seconds(pace: StepCost, cost: PromptCost, first: int, end: int) -> float | None:
+    """Seconds to compute the positions from `first` up to `end` of a prompt; None: no step was measured yet."""
+    if not pace.is_measured:
+        return None
+    return pace.of_token * cost.of(np.arange(first, end, dtype=np.int32))
 
 
 def _may_sample(sequence: TokenSequence, seconds: float) -> bool:

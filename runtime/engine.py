@@ -220,6 +220,8 @@ class Engine:
 
     def close(self) -> None:
         self._mapped.clear()
+        if "tokenizer" in vars(self):
+            self.tokenizer.close()
         self.file.close()
 
     def __enter__(self) -> "Engine":

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from enginewright.errors import EngineDeadError, EngineError
-from enginewright.runtime.core import Request
-from enginewright.runtime.embedding_core import TextRequest
+from enginewright.runtime.core import EngineCore, Request
+from enginewright.runtime.embedding_core import EmbeddingCore, TextRequest
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.outputs import Delta
 from enginewright.runtime.stats import Stats
@@ -21,20 +21,10 @@ AnyRequest = Request | TextRequest
 StepOutputs = Sequence[tuple[AnyRequest, Delta]]  # of one step of the core
 
 
-class Core(Protocol):
-    """An `EngineCore` or an `EmbeddingCore`, with requests of its own."""
-
-    @property
-    def has_work(self) -> bool: ...
-    def add(self, request: Any) -> None: ...
-    def abort(self, request: Any) -> StepOutputs: ...
-    def step(self) -> StepOutputs: ...
-    def stats(self) -> Stats: ...
-    def close(self) -> None: ...
-
-
 class EngineThread:
     """Steps a core as long as there is work, and sleeps otherwise.
+
+    It is the only one that keeps the core, so that `close` frees all of its memory, whatever still refers to a request.
 
     Args:
         core: belongs to the thread from now on.
@@ -42,8 +32,9 @@ class EngineThread:
             engine's thread. There is one call per step, however many requests run.
     """
 
-    def __init__(self, core: Core, post: Callable[..., object] | None = None) -> None:
-        self._core = core
+    def __init__(self, core: EngineCore | EmbeddingCore, post: Callable[..., object] | None = None) -> None:
+        self._core: Any = core  # either with requests of its own; None once it is closed
+        self._last_stats = Stats()  # once it is closed
         self._post = post
         self._inbox: SimpleQueue[tuple[Callable[[AnyRequest], None], AnyRequest] | None] = (
             SimpleQueue()
@@ -70,9 +61,24 @@ class EngineThread:
         """End a request at any time, from any thread; what has ended stays as it is."""
         self._inbox.put((self._abort, request))
 
+    @property
+    def core(self) -> EngineCore | EmbeddingCore:
+        """The core, for what any thread may call. To be kept for no longer than a request's preparation.
+
+        Raises:
+            EngineDeadError: it is closed.
+        """
+        core: EngineCore | EmbeddingCore | None = self._core
+        if core is None:
+            raise EngineDeadError("the engine is closed")
+        return core
+
     def stats(self) -> Stats:
         """Requests that the thread has not taken up yet count as waiting."""
-        stats = self._core.stats()
+        core = self._core
+        if core is None:
+            return self._last_stats
+        stats: Stats = core.stats()
         return replace(stats, num_waiting=stats.num_waiting + self._inbox.qsize())
 
     @property
@@ -82,12 +88,16 @@ class EngineThread:
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
-        """Abort what is left, and end the thread."""
+        """Abort what is left, end the thread, and free the core's memory. A second call does nothing."""
         with self._lock:
             self.error = self.error or EngineDeadError("the engine is closed")
             self._inbox.put(None)
         self._thread.join()
-        self._core.close()
+        with self._lock:
+            if self._core is not None:
+                self._core.close()
+                self._last_stats = self._core.stats()
+                self._core = None
 
     def _run(self) -> None:
         try:

@@ -20,7 +20,7 @@ from weakref import finalize
 from enginewright.errors import EngineError, UsageError, shorten
 from enginewright.runtime.beam_outputs import BeamSearchOutput, BeamSearchParams, beam_output
 from enginewright.runtime.collector import Collector
-from enginewright.runtime.core import OutputSink
+from enginewright.runtime.core import EngineCore, OutputSink
 from enginewright.runtime.devices import open_engine
 from enginewright.runtime.embedding_core import EmbeddingCore, open_core
 from enginewright.runtime.embeddings import (
@@ -43,7 +43,7 @@ from enginewright.runtime.embeddings import (
 )
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.engine_thread import EngineThread, close_all
-from enginewright.runtime.memory_plan import MemoryPlan, runtime_config
+from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.outputs import Delta, RequestOutput
 from enginewright.runtime.params import default_params, params_of
 from enginewright.runtime.progress_bar import ProgressBar
@@ -90,31 +90,19 @@ class LLM:
             model = owned = open_engine(model, config.device)
         self.engine = model
         try:
-            self._core = open_core(self.engine, config)
+            core = open_core(self.engine, config)
         except BaseException:
             close_all(None, owned)
             raise
-        self._thread = EngineThread(self._core)
+        self.max_model_len, executor = core.max_model_len, core.executor
+        self.memory_plan, self.isa, self.threads = executor.memory_plan, executor.isa, executor.threads
+        self._thread = EngineThread(core)
         self._close = finalize(self, close_all, self._thread, owned)  # also when it is dropped, and at exit
         self._request_ids = count()
 
     @property
-    def max_model_len(self) -> int:
-        return self._core.max_model_len
-
-    @property
-    def memory_plan(self) -> MemoryPlan:
-        """Limits and memory."""
-        return self._core.executor.memory_plan
-
-    @property
-    def isa(self) -> str:
-        """The instruction set that it runs on: "amx", "avx512", …"""
-        return self._core.executor.isa
-
-    @property
-    def threads(self) -> int:
-        return self._core.executor.threads
+    def _core(self) -> EngineCore | EmbeddingCore:
+        return self._thread.core
 
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer

@@ -6,8 +6,8 @@ from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import tokenizers
+import tokenizers.decoders
 
 from enginewright.errors import CorruptEngineError, UsageError, shorten
 from enginewright.runtime.messages.formats import message_format
@@ -22,24 +22,23 @@ OPENING_TOKENS = 16  # of a prompt's end, that may begin the reasoning, or end i
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 
 
-class _Kind(msgspec.Struct):
-    type: str = ""
-
-
-class _Form(msgspec.Struct):
-    """What of tokenizer.json decides which text a token may stand for."""
-
-    decoder: _Kind | None = None
-
-
 class _WholeTexts(dict[int, str | None]):
-    """Worked out when they are first asked for."""
+    """The text of each token, decoded at its first use; None where the text depends on the tokens around it.
 
-    def __init__(self, text_of: Callable[[int], str | None]) -> None:
-        self._text_of = text_of
+    Args:
+        tokenizer: must not be the Tokenizer that holds this, which would make a reference cycle.
+        known: texts that are not decoded.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, known: Mapping[int, str | None]) -> None:
+        super().__init__(known)
+        self._tokenizer = tokenizer
+        # Only then the text of several tokens is that of their bytes, with nothing done to its first one.
+        self._decodes_bytes = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
 
     def __missing__(self, token: int) -> str | None:
-        self[token] = self._text_of(token)
+        text = str(self._tokenizer.decode([token], skip_special_tokens=False))
+        self[token] = None if REPLACEMENT in text or not self._decodes_bytes else text
         return self[token]
 
 
@@ -92,10 +91,6 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
         except Exception as error:  # tokenizers raises no narrower class
             raise CorruptEngineError("the tokenizer cannot be read", str(error), "Build the engine again.") from error
-        self.whole_texts: tuple[Mapping[int, str | None], ...] = (
-            _WholeTexts(self._whole_text),
-            _WholeTexts(self._whole_text_skipping),
-        )
         self.use_message_format(message_format(chat_template))
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -107,6 +102,11 @@ class Tokenizer:
         # Ids of its marks that are special tokens: texts have them all the same.
         self.shown_marks = {token: mark for mark, token in ids.items() if token in self.special_ids}
         self.mark_ids = {mark: token for token, mark in self.shown_marks.items()}
+        skipped = {token: None if token in self.shown_marks else "" for token in self.special_ids}
+        self.whole_texts: Sequence[Mapping[int, str | None]] = (
+            _WholeTexts(self._tokenizer, {}),
+            _WholeTexts(self._tokenizer, skipped),
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -196,21 +196,6 @@ class Tokenizer:
     def _id_or_unknown(self, token: str) -> int | None:
         found = self.token_id(token)
         return self.token_id(self.config.get("unk_token")) if found is None else found
-
-    def _whole_text(self, token: int) -> str | None:
-        text = self.decode([token], skip_special_tokens=False)
-        return None if REPLACEMENT in text or not self._decodes_bytes else text
-
-    def _whole_text_skipping(self, token: int) -> str | None:
-        if token in self.special_ids:
-            return None if token in self.shown_marks else ""
-        return self._whole_text(token)
-
-    @cached_property
-    def _decodes_bytes(self) -> bool:
-        """Whether a text is the bytes of its tokens one behind the other, with nothing done to its beginning."""
-        decoder = msgspec.json.decode(self.to_json(), type=_Form).decoder
-        return decoder is not None and decoder.type == "ByteLevel"
 
     @cached_property
     def longest_token_chars(self) -> int:
@@ -303,6 +288,11 @@ class Tokenizer:
             return text
         ids = self.encode(text, add_special_tokens=False)  # the template has written them
         return _encoding(ids) if return_dict else ids
+
+    def close(self) -> None:
+        """End the process that renders chats, if there is one."""
+        if "_template" in vars(self):
+            self._template.close()
 
     @cached_property
     def _template(self) -> "ChatTemplate":

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from enginewright.runtime.core import EngineCore
+from enginewright.runtime import core
 from enginewright.runtime.scheduler import stored
 from enginewright.runtime.speculation.speculator import Speculator
 
@@ -58,5 +58,5 @@ def guesses_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the machine: tiny models are computed faster than what they left on disk is read."""
-    monkeypatch.setattr(EngineCore, "_seconds_of", lambda self, first, end: None)
+    monkeypatch.setattr(core, "_prompt_seconds", lambda *_: None)
     monkeypatch.setattr(stored, "LONGEST_S", 60.0)

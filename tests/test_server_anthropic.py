@@ -248,10 +248,10 @@ def test_errors_have_anthropics_form(server: Running, client: anthropic.Anthropi
 
 
 def test_a_timeout(server: Running) -> None:
-    asked = {"max_tokens": 4000, "ignore_eos": True, "timeout": 0.2}
-    answer = post(server, asked)
+    asked = {"max_tokens": 4000, "messages": HELLO, "ignore_eos": True}
+    answer = post(server, asked | {"timeout": 0.2})
     assert (answer.status, answer.json["error"]["type"]) == (504, "timeout_error")
-    *_, last = events(post(server, asked | {"stream": True, "timeout": 0.3}))
+    *_, last = events(server.begin_with_timeout(MESSAGES, asked, {"X-Api-Key": "key"}))
     assert last["error"]["type"] == "timeout_error"
 
 

@@ -26,6 +26,7 @@ from enginewright.runtime.server.engines import files_of
 from enginewright.runtime.server.serve import serve
 from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.methods import plan_engine_memory
+from tests.helpers.engine_swaps import swap_engines
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine, wait_until
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
@@ -171,26 +172,27 @@ def test_requests_for_a_closed_engine_open_it_once(server: Running, caplog: pyte
 def test_an_engine_in_use_is_not_closed(server: Running) -> None:
     """The one that is to be closed takes no new requests: they wait, and it is opened again for them."""
     with ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(server.complete, "a", model=name, stream=True, **LONG) for name in ("llama", "mistral")]
-        wait_until(lambda: [one["state"] for one in map(server.engines.card, NAMES)] == ["open", "open", "closed"])
-        other = pool.submit(server.complete, "a", model="qwen3")
-        wait_until(lambda: "closing" in states(server).values())
-        (name,) = [name for name, state in states(server).items() if state == "closing"]
-        again = pool.submit(server.complete, "b", model=name)
-        assert all(one.result()[-1] == "[DONE]" for one in streams)
+        streams = [server.begin(COMPLETIONS, {"prompt": "a", "model": name, **LONG}) for name in ("llama", "mistral")]
+        with server.held_steps():
+            other = pool.submit(server.complete, "a", model="qwen3")
+            wait_until(lambda: "closing" in states(server).values())
+            (name,) = [name for name, state in states(server).items() if state == "closing"]
+            again = pool.submit(server.complete, "b", model=name)
+            (closing,) = [one for one in server.engines.all if one.state == "closing"]
+            wait_until(lambda: len(closing.waiting) == 1)
+        assert all(one().events[-1] == "[DONE]" for one in streams)
         assert other.result()["model"] == "qwen3" and again.result()["model"] == name
 
 
 def test_a_client_that_leaves_while_an_engine_is_opened(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     """It waits for memory: nothing is closed for it then."""
-    with ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(server.complete, "a", model=name, stream=True, **LONG) for name in ("llama", "mistral")]
-        wait_until(lambda: len(openings(caplog)) == 2)
+    streams = [server.begin(COMPLETIONS, {"prompt": "a", "model": name, **LONG}) for name in ("llama", "mistral")]
+    with server.held_steps():
         with server.connect() as connection:
             server.send(connection, COMPLETIONS, {"prompt": "a", "model": "qwen3"})
             wait_until(lambda: "closing" in states(server).values())
         wait_until(lambda: "closing" not in states(server).values())
-        assert all(one.result()[-1] == "[DONE]" for one in streams)
+    assert all(one().events[-1] == "[DONE]" for one in streams)
     assert states(server) == {"llama": "open", "mistral": "open", "qwen3": "closed"}
 
 
@@ -258,38 +260,49 @@ def test_an_idle_engine_is_closed_and_its_memory_is_free(folder: Path) -> None:
         server.complete("a", model="llama")
 
 
+@pytest.mark.parametrize("keeps", [False, True], ids=["", "disk and guesses"])
+def test_a_closed_engine_is_freed_at_once(folder: Path, tmp_path: Path, keeps: bool) -> None:
+    """Nothing of an engine is left once another has taken its place, however it was used."""
+    kept = {"kv_cache_disk": 1 << 20, "kv_cache_dir": str(tmp_path), "speculate": "ngram", "mmap": False}
+    with of_folder(folder, kept if keeps else {}, memory=TWO // 2 + (2 << 20)) as server:
+        swap_engines(server, NAMES[:2], num_swaps=12, max_growth_bytes=8 << 20)
+
+
 def test_draining(folder: Path) -> None:
     """Requests that wait for an engine may go on; new ones are refused."""
-    with of_folder(folder, drain_seconds=20) as server, ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(server.complete, "a", model=name, stream=True, **LONG) for name in NAMES]
-        wait_until(lambda: "closing" in [one.state for one in server.engines.all])
-        server.end()
-        wait_until(lambda: server.engines.draining)
-        assert server.post(COMPLETIONS, {"prompt": "a", "model": "llama"}).error["code"] == "server_shutdown"
-        assert server.ask("GET", "/health").status == 503
-        assert all(one.result()[-1] == "[DONE]" for one in streams)
+    with of_folder(folder, drain_seconds=60) as server, ThreadPoolExecutor(8) as pool:
+        streams = [server.begin(COMPLETIONS, {"prompt": "a", "model": name, **LONG}) for name in NAMES[:2]]
+        with server.held_steps():
+            waits = pool.submit(server.complete, "a", model=NAMES[2], stream=True)
+            wait_until(lambda: "closing" in [one.state for one in server.engines.all])
+            server.end()
+            wait_until(lambda: server.engines.draining)
+            assert server.post(COMPLETIONS, {"prompt": "a", "model": "llama"}).error["code"] == "server_shutdown"
+            assert server.ask("GET", "/health").status == 503
+        assert [one().events[-1] for one in streams] == ["[DONE]"] * 2
+        assert waits.result()[-1] == "[DONE]"
 
 
 def test_what_waits_is_told_of_the_end(folder: Path) -> None:
     with of_folder(folder, drain_seconds=0) as server, ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(server.complete, "a", model=name, stream=True, **LONG) for name in NAMES[:2]]
-        wait_until(lambda: len(server.engines.services) == 2)
-        waits = pool.submit(server.post, COMPLETIONS, {"prompt": "a", "model": "qwen3"})
-        wait_until(lambda: "closing" in [one.state for one in server.engines.all])
-        server.end()
-        assert waits.result().error["code"] == "server_shutdown"
-        assert all(one.result()[-1]["error"]["code"] == "server_shutdown" for one in streams)
+        streams = [server.begin(COMPLETIONS, {"prompt": "a", "model": name, **LONG}) for name in NAMES[:2]]
+        with server.held_steps():
+            waits = pool.submit(server.post, COMPLETIONS, {"prompt": "a", "model": "qwen3"})
+            wait_until(lambda: "closing" in [one.state for one in server.engines.all])
+            server.end()
+            assert waits.result().error["code"] == "server_shutdown"
+        assert [one().events[-1]["error"]["code"] for one in streams] == ["server_shutdown"] * 2
 
 
 def test_too_many_that_wait_are_turned_away(folder: Path) -> None:
     with of_folder(folder, max_num_waiting=1) as server, ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(server.complete, "a", model=name, stream=True, **LONG) for name in NAMES[:2]]
-        wait_until(lambda: len(server.engines.services) == 2)
-        waits = pool.submit(server.complete, "a", model="qwen3")
-        wait_until(lambda: len(server.engines.all[2].waiting) == 1)
-        refused = server.post(COMPLETIONS, {"prompt": "a", "model": "qwen3"})
-        assert refused.status == 429 and "1 requests wait until qwen3 is open" in refused.error["message"]
-        assert waits.result() and all(streams)
+        streams = [server.begin(COMPLETIONS, {"prompt": "a", "model": name, **LONG}) for name in NAMES[:2]]
+        with server.held_steps():
+            waits = pool.submit(server.complete, "a", model="qwen3")
+            wait_until(lambda: len(server.engines.all[2].waiting) == 1)
+            refused = server.post(COMPLETIONS, {"prompt": "a", "model": "qwen3"})
+            assert refused.status == 429 and "1 requests wait until qwen3 is open" in refused.error["message"]
+        assert waits.result() and all(one().events for one in streams)
 
 
 def test_what_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:

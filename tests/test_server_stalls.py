@@ -3,38 +3,18 @@
 import logging
 import signal
 import socket
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
-from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, Running, head_of, port_of, process, running, wait_until
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, head_of, port_of, process, running, wait_until
 
 PROMPT = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
 
 
-@contextmanager
-def held_steps(server: Running) -> Iterator[threading.Event]:
-    """The engine's steps do not end until the event is set."""
-    run, free = server.llm._core.executor.run, threading.Event()
-
-    def held(plan: Any) -> Any:
-        assert free.wait(60)
-        return run(plan)
-
-    server.llm._core.executor.run = held  # type: ignore[method-assign]
-    try:
-        yield free
-    finally:
-        free.set()
-
-
 def test_a_step_that_does_not_end_is_known(caplog: pytest.LogCaptureFixture) -> None:
-    with running(step_timeout=0.3) as server, ThreadPoolExecutor(2) as pool, held_steps(server) as free:
+    with running(step_timeout=0.3) as server, ThreadPoolExecutor(2) as pool, server.held_steps() as free:
         first = pool.submit(server.post, COMPLETIONS, PROMPT)
         wait_until(lambda: server.llm.step_s > 0)
         assert server.ask("GET", "/health").status == 200, "it has only begun"
@@ -57,7 +37,7 @@ def test_a_step_that_does_not_end_is_known(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_limit_of_zero_is_none() -> None:
     with running(step_timeout=0) as server, ThreadPoolExecutor(1) as pool:
-        with held_steps(server):
+        with server.held_steps():
             first = pool.submit(server.post, COMPLETIONS, PROMPT)
             wait_until(lambda: server.llm.step_s > 0.3)
             assert server.ask("GET", "/health").status == 200

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -99,13 +98,12 @@ def test_a_timeout_ends_a_request(server: Running, path: str) -> None:
     body = {**LONG, "timeout": 0.2} | ({"messages": HELLO} if path == CHAT else {})
     if path == CHAT:
         del body["prompt"]
-    began = time.perf_counter()
     answer = server.post(path, body)
-    assert answer.status == 504 and answer.error["code"] == "timeout" and time.perf_counter() - began < 10
+    assert answer.status == 504 and answer.error["code"] == "timeout"
     assert answer.error["message"] == "the request has not been answered within its timeout of 0.2 s"
     assert answer.headers["x-should-retry"] == "false"
-    stream = server.post(path, body | {"stream": True, "timeout": 1})
-    assert stream.status == 200 and stream.events[-1]["error"]["code"] == "timeout" and len(stream.events) > 1
+    stream = server.begin_with_timeout(path, body)
+    assert stream.events[-1]["error"]["code"] == "timeout" and len(stream.events) > 1
     wait_until(server.is_idle)
     assert server.complete("x", max_tokens=3, timeout=60)["choices"]
 

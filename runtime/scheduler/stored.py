@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from functools import partial
 from typing import Protocol
 
 from enginewright.runtime.cache.cache import Cache
@@ -61,7 +62,7 @@ class StoredPrefixes:
         self._began = self._until = 0.0  # by time.monotonic: when reading began, and when to compute instead
         self._s_per_byte = FIRST_S_PER_BYTE
         self.num_tokens = 0  # that were not computed, since they were read
-        cache.save(self._save)
+        cache.save(partial(_save, store, memory))
 
     def is_read(self, sequence: TokenSequence, keys: Sequence[bytes]) -> bool:
         """Whether there is nothing to wait for before a sequence is admitted; begins to read what there is.
@@ -139,9 +140,10 @@ class StoredPrefixes:
         self._until = self._began + (LONGEST_S if seconds is None else seconds)
         return self._store.read(absent)
 
-    def _save(self, group: int, key: bytes, place: int) -> None:
-        """A place can be found, or is taken for something else."""
-        if key in self._store.keys[group]:
-            self._store.touch([(group, key)])
-        elif self._store.has_room(group):
-            self._store.save((group, key), self._memory[group].read(place))
+
+def _save(store: DiskStore, memory: Sequence[PlaceMemory], group: int, key: bytes, place: int) -> None:
+    """Store a block that can be shared from now on, or whose memory is taken for something else."""
+    if key in store.keys[group]:
+        store.touch([(group, key)])
+    elif store.has_room(group):
+        store.save((group, key), memory[group].read(place))

@@ -217,7 +217,7 @@ class App:
         if scope["path"].startswith("/v1/messages"):
             error = AnthropicError.of(error)
         self._engines.reject(error.status, scope["log"].model)
-        scope["log"].error = error
+        scope["log"].failed(error)
         return error
 
     async def _no_route(self, request: Request, error: Exception) -> Response:

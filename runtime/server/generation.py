@@ -236,11 +236,12 @@ class Generation:
         if not self._started:
             raise error
         self._service.metrics.rejected[error.status] += 1
-        self._log.error = error
+        self._log.failed(error)
         await send({"type": "http.response.body", "body": self._form.failure(error), "more_body": False})
 
     def _close(self) -> None:
         """Abort what still runs, and release all that the request has reserved."""
+        self._stopped = None  # its traceback leads back here, which would be a reference cycle
         for request in self._requests:
             request.abort()
         for request, choices in zip(self._requests, self._choices, strict=True):

@@ -73,11 +73,15 @@ class RequestLog:
         self.client_id = given[0] if len(given) == 1 and REQUEST_ID.fullmatch(given[0]) else None
         self.request_id: str | None = None  # of the response
         self.model: str | None = None
-        self.error: ApiError | None = None
+        self._failure: tuple[int, str | None] | None = None  # status and code of the error that the client got
         self.is_gone = False  # the client
         self._method, self._path = scope["method"], scope["path"]
         self.figures: Fields | None = None  # None: the request has not reached the engine
         self.params: SamplingParams | None = None  # of its answers
+
+    def failed(self, error: ApiError) -> None:
+        """Record the error that the client got. It is not kept: its traceback leads back to this log."""
+        self._failure = error.status, error.code
 
     def answered(
         self,
@@ -145,11 +149,11 @@ class RequestLog:
 
     @property
     def status(self) -> int:
-        return CLIENT_GONE if self.is_gone else 200 if self.error is None else self.error.status
+        return CLIENT_GONE if self.is_gone else 200 if self._failure is None else self._failure[0]
 
     @property
     def code(self) -> str | None:
-        return "client_gone" if self.is_gone else None if self.error is None else self.error.code
+        return "client_gone" if self.is_gone else None if self._failure is None else self._failure[1]
 
     def write(self) -> None:
         """Write the line of the request.

@@ -177,8 +177,7 @@ class EngineFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-            with contextlib.suppress(BufferError):
-                self._map.close()
+            del self._map  # closes it, unless a view still uses it
 
     def __enter__(self) -> "EngineFile":
         return self

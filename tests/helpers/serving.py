@@ -11,9 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from http.client import HTTPConnection
 from pathlib import Path
 from tempfile import mkdtemp
@@ -203,6 +203,47 @@ class Running:
         connection.sendall(
             head_of(f"POST {path}", "Content-Type: application/json", f"Content-Length: {len(data)}") + data
         )
+
+    def begin(self, path: str, body: Mapping[str, Any]) -> Callable[[], Answer]:
+        """A stream whose first event has come; the function that is returned reads the rest."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("POST", path, json.dumps({**body, "stream": True}), {"Content-Type": "application/json"})
+        response = connection.getresponse()  # the head comes with the first event
+        named = {name.lower(): value for name, value in response.getheaders()}
+
+        def rest() -> Answer:
+            with closing(connection):
+                return Answer(response.status, named, response.read())
+
+        return rest
+
+    def begin_with_timeout(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] = {}) -> Answer:
+        """A stream that its timeout ends after its first event: the shortest that is long enough here."""
+        for timeout_s in (0.25, 1, 4, 16):
+            answer = self.post(path, {**body, "stream": True, "timeout": timeout_s}, headers)
+            if answer.status == 200:
+                return answer
+            assert answer.status == 504, answer.body
+        raise AssertionError("no token has come within 16 s")
+
+    @contextmanager
+    def held_steps(self) -> Iterator[threading.Event]:
+        """No step of an engine that is open ends until the event is set."""
+        executors = [service.llm._core.executor for service in self.engines.services]
+        runs, free = [executor.run for executor in executors], threading.Event()
+
+        def held(run: Callable[[Any], Any], plan: Any) -> Any:
+            assert free.wait(60)
+            return run(plan)
+
+        for executor, run in zip(executors, runs, strict=True):
+            executor.run = partial(held, run)  # type: ignore[method-assign]
+        try:
+            yield free
+        finally:
+            free.set()
+            for executor, run in zip(executors, runs, strict=True):
+                executor.run = run  # type: ignore[method-assign]
 
     def is_idle(self) -> bool:
         """Nothing runs, nothing waits, and every block is free."""

@@ -1,4 +1,4 @@
-"""Three engines of a real model behind one server, of which two fit into memory."""
+"""Three engines of a real model in one server, of which one or two fit into memory."""
 
 import logging
 import re
@@ -14,6 +14,7 @@ from enginewright.passes.quant import quant_config
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.sampling import SamplingParams
+from tests.helpers.engine_swaps import swap_engines
 from tests.helpers.serving import LIMITS, running
 
 QUANTS = ("int8-wo", "w8a8", "int4-rtn")
@@ -25,8 +26,25 @@ STREAMS = 32
 IN_A_ROW = 16  # requests to one engine
 
 
+@pytest.fixture(scope="module")
+def folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine of each method."""
+    place = tmp_path_factory.mktemp("engines")
+    for quant in QUANTS:
+        config = BuildConfig(quant=quant_config(quant), gate=None)
+        build_engine(open_checkpoint(str(smollm2_gguf)), config, place / f"{quant}.engine")
+    return place
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_closed_engines_are_freed_at_once(folder: Path, mmap: bool) -> None:
+    """50 swaps of engines of 100 MiB and more: as much memory at their end as after a third of them."""
+    with running(engine=sorted(folder.glob("*.engine")), limits={**SMALL, "mmap": mmap}, memory=200 << 20) as server:
+        swap_engines(server, QUANTS, num_swaps=50, max_growth_bytes=40 << 20)
+
+
 def test_streams_while_engines_are_swapped(
-    smollm2_gguf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    folder: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No error, and each answer as it is given alone. What openings take is printed."""
     caplog.set_level(logging.INFO, logger="enginewright")
@@ -34,9 +52,7 @@ def test_streams_while_engines_are_swapped(
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     alone, nbytes = {}, []
     for quant in QUANTS:
-        config = BuildConfig(quant=quant_config(quant), gate=None)
-        build_engine(open_checkpoint(str(smollm2_gguf)), config, tmp_path / f"{quant}.engine")
-        with LLM(tmp_path / f"{quant}.engine", **LIMITS | SMALL) as llm:
+        with LLM(folder / f"{quant}.engine", **LIMITS | SMALL) as llm:
             alone[quant] = [output.outputs[0].text for output in llm.generate(prompts, params)]
             nbytes.append(llm.engine.weight_bytes + llm.memory_plan.arena_bytes + llm.memory_plan.kv_bytes)
     memory = sum(nbytes) - 1
@@ -50,7 +66,7 @@ def test_streams_while_engines_are_swapped(
         return "".join(event["choices"][0]["text"] for event in events)
 
     with (
-        running(engine=sorted(tmp_path.glob("*.engine")), limits=SMALL, memory=memory) as server,
+        running(engine=sorted(folder.glob("*.engine")), limits=SMALL, memory=memory) as server,
         ThreadPoolExecutor(STREAMS) as pool,
     ):
         texts = list(pool.map(stream, range(NUM_REQUESTS)))

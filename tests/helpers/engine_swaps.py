@@ -1,0 +1,88 @@
+"""Engines that take each other's place in a server, and a count of what is left of those that were closed."""
+
+import gc
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from enginewright.runtime.server.engines import SUFFIX
+from tests.helpers.serving import COMPLETIONS, HELLO, Running, wait_until
+
+LONG = {"ignore_eos": True, "max_tokens": 400}
+
+
+def swap_engines(server: Running, names: Sequence[str], num_swaps: int, max_growth_bytes: int) -> None:
+    """Have engines of which one fits opened in turn, without Python's collector of reference cycles.
+
+    Asserts that nothing of an engine is left once the next one is open, and that the process has no more files,
+    mappings, threads and children at the end than after a third of the swaps.
+
+    Args:
+        max_growth_bytes: that resident memory may grow meanwhile.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        parts: list[weakref.ref[Any]] = []
+        held, resident_bytes = [], []
+        for swap in range(num_swaps):
+            name = names[swap % len(names)]
+            if swap in (0, 1, num_swaps // 4):
+                _ask_in_many_ways(server, name)
+            else:
+                assert server.chat(model=name, max_tokens=2)["model"] == name
+            wait_until(server.is_idle)
+            assert not [one() for one in parts if one() is not None], "something of the last engine is left"
+            (service,) = server.engines.services
+            llm = service.llm
+            parts = [
+                weakref.ref(part)
+                for part in (service, llm, llm.engine, llm.engine.file, llm.engine.tokenizer, llm._core.executor)
+            ]
+            del service, llm
+            held.append(_held())
+            resident_bytes.append(_resident_bytes())
+        third = num_swaps // 3
+        for what in held[0]:
+            leaked = held[-1][what] - max(one[what] for one in held[third : 2 * third])
+            assert leaked < third // 2, (what, [one[what] for one in held])  # asyncio's own threads may still grow
+        assert resident_bytes[-1] - max(resident_bytes[third : 2 * third]) <= max_growth_bytes, resident_bytes
+    finally:
+        gc.enable()
+
+
+def _ask_in_many_ways(server: Running, name: str) -> None:
+    """Requests of each kind that keeps references of its own: answered, refused, timed out, and left by the client."""
+    some = {"model": name, "max_tokens": 4}
+    for stream in False, True:
+        server.complete("a", n=2, stop=["zz"], stream=stream, **some)
+        server.chat(stream=stream, **some)
+        late = server.post(COMPLETIONS, {"prompt": "a", "stream": stream, "timeout": 0.03, **LONG, "model": name})
+        assert late.status in (200, 504)
+        with server.connect() as connection:
+            server.send(connection, COMPLETIONS, {"prompt": "a", "stream": stream, **LONG, "model": name})
+    server.complete("a", best_of=3, n=2, **some)
+    server.complete("a", use_beam_search=True, n=2, temperature=0, **some)
+    assert server.post(COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "[ab]{9}"}, **some}).status == 200
+    assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": -5, "model": name}).status == 400
+    assert server.post("/v1/responses", {"input": "a", "model": name, "max_output_tokens": 16}).status == 200
+    assert server.post("/v1/messages", {"messages": HELLO, **some}).status == 200
+
+
+def _held() -> dict[str, int]:
+    """Counts of everything but memory that this process holds for its engines."""
+    with open("/proc/self/maps") as maps:
+        mappings = sum(SUFFIX in line for line in maps)
+    tasks = list(Path("/proc/self/task").iterdir())
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "mappings": mappings,
+        "threads": len(tasks),
+        "children": sum(len((task / "children").read_text().split()) for task in tasks),
+    }
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
