@@ -1,5 +1,6 @@
 """Runs plans on the CPU: binds an engine's plan to memory, and hands each step to the C++ executor in one call."""
 
+import mmap
 from collections.abc import Callable, Mapping
 from math import prod
 from types import MappingProxyType
@@ -9,7 +10,6 @@ from numpy.typing import NDArray
 
 from enginewright import _cpu
 from enginewright.dtypes import KV_CACHES
-from enginewright.engine_header import ALIGN
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
 from enginewright.manifest import SectionForm
 from enginewright.plan import (
@@ -34,6 +34,7 @@ from enginewright.runtime.memory_plan import RuntimeConfig, plan_memory
 from enginewright.runtime.sampling import Draw
 from enginewright.runtime.step_plan import StepOutputs, StepPlan
 
+HUGE_PAGE_BYTES = 2 << 20
 KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())  # what planes hold
 
 
@@ -161,9 +162,7 @@ class CpuExecutor:
         if self._mmap:
             return data, form
         if name not in self.weights:
-            space = np.empty(form.nbytes + ALIGN, np.uint8)
-            start = -space.ctypes.data % ALIGN
-            self.weights[name] = space[start : start + form.nbytes]
+            self.weights[name] = _system_memory(form.nbytes)
             self.engine.read_weight(name, 0, self.weights[name])
         return self.weights[name], form
 
@@ -194,6 +193,14 @@ class CpuExecutor:
                 if isinstance(places, _cpu.StateSlots):
                     return _cpu.OperandSpec.state(places, layer, operand.part)
                 return _cpu.OperandSpec.cache(places, layer, operand.part)
+
+
+def _system_memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Page-aligned memory that goes back to the system with the array: malloc would keep it for its own use."""
+    memory = mmap.mmap(-1, max(num_bytes, 1))
+    if num_bytes >= HUGE_PAGE_BYTES:
+        memory.madvise(mmap.MADV_HUGEPAGE)  # as numpy and the KV cache do
+    return np.frombuffer(memory, np.uint8, num_bytes)
 
 
 class HostPlaces:

@@ -28,7 +28,7 @@ from enginewright.runtime.async_llm import AsyncLLM
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.devices import open_engine
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.machine import free_memory
+from enginewright.runtime.machine import free_memory, trim_memory
 from enginewright.runtime.memory_plan import RuntimeConfig, limits_of
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.errors import ApiError, internal, overloaded, shutting_down
@@ -364,6 +364,8 @@ class Engines:
             await service.llm.close()
         finally:
             engine.before, engine.service, engine.is_closing, engine.nbytes = engine.stats(), None, False, 0
+        del service
+        await asyncio.to_thread(trim_memory)
         logger.info("%s is closed: %s", engine.names[0], why)
 
     async def _close_idle(self) -> None:
