@@ -67,9 +67,8 @@ def open_engine(path: str | Path, device: str = AUTO, *, verify: bool = False) -
     """
     if not isinstance(path, str | PathLike) or "\0" in str(path):
         raise UsageError(f"the model is {shorten(path)}", "it must be the path of an engine file")
-    target, _, index = device.partition(":")
-    if target not in (AUTO, *_OPENERS) or (index and (target != CUDA or not index.isdecimal())):
-        raise UsageError(f"{device!r} is no device", fix="There are auto, cpu, cuda, and cuda:1 for the second GPU.")
+    check_device(device)
+    target = device.partition(":")[0]
     if target == AUTO:
         with EngineFile.open(path, check_sections=False) as file:
             platforms = platforms_of(file.manifest.targets)
@@ -82,6 +81,13 @@ def open_engine(path: str | Path, device: str = AUTO, *, verify: bool = False) -
                 "Install 'enginewright[cuda]' where such a GPU is, or build the engine again with --target cpu.",
             )
     return Engine.open(path, target, verify=verify)
+
+
+def check_device(device: str) -> None:
+    """Raises UsageError if there is no device of that name; whether this machine has it is seen later."""
+    target, _, index = device.partition(":")
+    if target not in (AUTO, *_OPENERS) or (index and (target != CUDA or not index.isdecimal())):
+        raise UsageError(f"{device!r} is no device", fix="There are auto, cpu, cuda, and cuda:1 for the second GPU.")
 
 
 def open_executor(engine: Engine, config: RuntimeConfig, weights: Mapping[str, Any] = NO_WEIGHTS) -> Executor:

@@ -1,5 +1,6 @@
 """Several engines behind one server: opened when a request names them, closed when their memory is wanted or idle."""
 
+import asyncio
 import gc
 import logging
 import shutil
@@ -15,18 +16,19 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.draft import FirstLayers
-from enginewright.errors import CorruptEngineError, UsageError
+from enginewright.errors import CorruptEngineError, EngineError, NotEnoughMemoryError, UsageError
 from enginewright.runtime.core import EngineCore
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.config import ServerConfig
-from enginewright.runtime.server.engines import files_of
+from enginewright.runtime.server.engines import Engines, files_of
 from enginewright.runtime.server.serve import serve
 from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.methods import plan_engine_memory
 from tests.helpers.engine_swaps import swap_engines
+from tests.helpers.odd_files import ODD_FILES, make_sparse
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine, wait_until
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
@@ -55,6 +57,18 @@ def server(folder: Path) -> Iterator[Running]:
 
 def of_folder(folder: Path, limits: Mapping[str, Any] = {}, **config: Any) -> Any:
     return running(engine=sorted(folder.glob("*.engine")), limits=SMALL | limits, **{"memory": TWO} | config)
+
+
+def started(given: Path, limits: Mapping[str, Any] = {}, **config: Any) -> dict[str, str]:
+    """States by name of the engines of a folder or file when a server would take its first request."""
+
+    async def start() -> dict[str, str]:
+        engines = Engines.of_files(
+            files_of([given]), ServerConfig(**{"memory": TWO} | config), runtime_config(**LIMITS | SMALL | limits)
+        )
+        return {name: engines.card(name)["state"] for name in engines.names}
+
+    return asyncio.run(start())
 
 
 def states(server: Running) -> dict[str, str]:
@@ -217,7 +231,7 @@ def test_what_cannot_be_opened_harms_nobody(folder: Path, tmp_path: Path) -> Non
     shutil.copy(tiny_engine(), tmp_path / "big.engine")
     (tmp_path / "bad.engine").write_bytes(b"nothing")
     with of_folder(tmp_path, {"max_model_len": None, "kv_cache_memory": None}, memory=8 << 20) as server:
-        assert states(server) == {"bad": "failed", "big": "closed", "llama": "closed"}
+        assert states(server) == {"bad": "failed", "big": "failed", "llama": "closed"}
         server.complete("a", model="llama")
         bad, big = (server.post(COMPLETIONS, {"prompt": "a", "model": name}) for name in ("bad", "big"))
         for answer, why in ((bad, "its file is damaged"), (big, "it takes more memory than this server has")):
@@ -229,6 +243,85 @@ def test_what_cannot_be_opened_harms_nobody(folder: Path, tmp_path: Path) -> Non
         assert server.post(COMPLETIONS, {"prompt": "a", "model": "bad"}).status == 503
         shutil.copy(folder / "mistral.engine", tmp_path / "bad.engine")
         assert server.complete("a", model="bad")["model"] == "bad"
+
+
+def test_whatever_a_folder_has_does_not_end_the_start(folder: Path, tmp_path: Path, caplog: Any) -> None:
+    """What is no engine is warned of and listed as failed, and asking for it is a 503."""
+    shutil.copy(folder / "llama.engine", tmp_path)
+    for kind, make in ODD_FILES.items():
+        make(tmp_path / f"{kind}.engine")
+    make_sparse(tmp_path / "sparse.engine")
+    (tmp_path / "locked.engine").write_bytes(b"nothing")
+    (tmp_path / "locked.engine").chmod(0)
+    (tmp_path / "checkpoint.engine").mkdir()
+    (tmp_path / "checkpoint.engine" / "config.json").write_text("{}")
+    odd = [*ODD_FILES, "sparse", "locked", "checkpoint"]
+    with of_folder(tmp_path) as server:
+        assert states(server) == dict.fromkeys(odd, "failed") | {"llama": "closed"}
+        for name in odd:
+            assert f"{name}.engine cannot be served as it is: " in caplog.text
+            answer = server.post(COMPLETIONS, {"prompt": "a", "model": name})
+            assert (answer.status, answer.error["code"]) == (503, "model_unavailable")
+        assert server.complete("a", model="llama")["model"] == "llama"
+
+
+def test_what_is_no_engine_alone_is_an_error(tmp_path: Path) -> None:
+    """Of a folder that has nothing else, or named by itself: with the exit code that opening it has."""
+    codes = {"dangling link": 2, "loop of links": 2}
+    for kind, make in ODD_FILES.items():
+        (tmp_path / kind).mkdir()
+        make(tmp_path / kind / "x.engine")
+        given = tmp_path / kind / "x.engine" if kind == "folder" else tmp_path / kind
+        code = 2 if kind == "folder" else codes.get(kind, 5)
+        with pytest.raises(EngineError) as error:
+            started(given)
+        assert error.value.exit_code == code and "x.engine" in str(error.value), kind
+
+
+def test_a_name_that_is_mistyped_ends_the_start(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no such file"):
+        serve([folder, tmp_path / "no.engine"], ServerConfig(port=0))
+    with pytest.raises(UsageError, match="there is no such file"):
+        serve([tmp_path / "no.engine", folder], ServerConfig(port=0))
+    with pytest.raises(UsageError, match="is no device"):
+        started(folder, {"device": "gpu"})
+
+
+def test_kv_caches_of_less_than_one_sequence_are_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+    """As the limits of a single engine that stays open are; the error names the engine, and what it needs."""
+    shutil.copy(folder / "llama.engine", tmp_path)
+    for given, name in (folder, "llama"), (tmp_path, "llama"):
+        with pytest.raises(NotEnoughMemoryError) as error:
+            started(given, {"kv_cache_memory": 64 << 10})
+        assert f"{name}.engine needs more than --kv-cache-memory 64.0 KiB" in error.value.what
+        assert error.value.why.startswith("the KV cache of one sequence of 1024 positions takes ")
+        assert "larger --kv-cache-memory" in error.value.fix
+
+
+@pytest.mark.parametrize("kv_cache_memory", [6 << 20, None])
+def test_options_that_no_request_could_be_answered_with_are_refused_at_the_start(
+    folder: Path, kv_cache_memory: int | None
+) -> None:
+    with pytest.raises(UsageError, match=r"llama.engine has no draft model"):
+        started(folder, {"speculate": "draft", "kv_cache_memory": kv_cache_memory})
+    with pytest.raises(UsageError, match="'sse9' is no instruction set"):
+        started(folder, {"isa": "sse9"})
+
+
+@pytest.mark.parametrize("kv_cache_memory", [6 << 20, None])
+def test_memory_that_no_engine_fits_is_refused_at_the_start(
+    folder: Path, tmp_path: Path, kv_cache_memory: int | None
+) -> None:
+    """Where some fit, those that do not are warned of: test_what_cannot_be_opened_harms_nobody."""
+    limits = {"kv_cache_memory": kv_cache_memory}
+    with pytest.raises(NotEnoughMemoryError) as error:
+        started(folder, limits, memory=64 << 10)
+    assert "llama.engine does not fit the memory" in error.value.what and "--memory" in error.value.fix
+    assert "64.0 KiB" in error.value.what
+    shutil.copy(folder / "llama.engine", tmp_path)
+    (tmp_path / "bad.engine").write_bytes(b"nothing")
+    with pytest.raises(NotEnoughMemoryError):
+        started(tmp_path, limits, memory=64 << 10)
 
 
 def test_a_file_that_is_replaced_is_served_anew(folder: Path, tmp_path: Path) -> None:
@@ -313,8 +406,6 @@ def test_what_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
         serve([folder], ServerConfig(port=0, served_model_names=("x",)))
     with pytest.raises(UsageError, match="--max-model-len 2048 is more than the engine was built for"):
         serve([folder], ServerConfig(port=0), max_model_len=2048)
-    with pytest.raises(UsageError, match="there is no such file"):
-        serve([folder, tmp_path / "no.engine"], ServerConfig(port=0))
     (tmp_path / "llama.engine").write_bytes(b"nothing")
     with pytest.raises(CorruptEngineError):
         serve([tmp_path], ServerConfig(port=0, idle_seconds=5))

@@ -24,9 +24,11 @@ from enginewright.errors import (
     NotEnoughMemoryError,
     UsageError,
 )
+from enginewright.runtime import env
 from enginewright.runtime.async_llm import AsyncLLM
 from enginewright.runtime.count import format_bytes
-from enginewright.runtime.devices import open_engine
+from enginewright.runtime.cpu.executor import choose_isa
+from enginewright.runtime.devices import check_device, open_engine
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.machine import free_memory, trim_memory
 from enginewright.runtime.memory_plan import RuntimeConfig, limits_of
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.005  # from one look to the next whether the requests of an engine that is to be closed have ended
 SUFFIX = ".engine"
+UNLIMITED = 1 << 62  # bytes
 
 
 class _AbandonedError(Exception):
@@ -105,6 +108,11 @@ class ServedEngine:
     def stats(self) -> Stats:
         return self.before if self.service is None else self.service.llm.stats().after(self.before)
 
+    def refuse(self, why: EngineError) -> None:
+        """List it as failed from the start; it is served once its file is as it has to be."""
+        logger.warning("%s cannot be served as it is: %s", self.path, why)
+        self.has_failed = True
+
     def take(self, facts: Facts) -> None:
         """What its file says now. Where that is another engine, its metrics begin anew."""
         if self.metrics is None or self.facts is None or facts.content_hash != self.facts.content_hash:
@@ -162,29 +170,43 @@ class Engines:
         the config says, or as its model.
 
         Raises:
-            UsageError: two have the same name, or the limits do not fit one.
+            UsageError: two have the same name, the limits do not fit one, or a path is mistyped.
+            NotEnoughMemoryError: the KV cache does not hold a sequence of one, or none fits the memory.
             EngineError: the only one cannot be opened.
         """
+        check_device(limits.device)
+        memory = free_memory() if config.memory is None else config.memory
         engines: list[ServedEngine] = []
+        too_large: list[NotEnoughMemoryError] = []
         for path in paths:
             engine = ServedEngine((Path(path).stem,), Path(path), None)
-            try:
-                with open_engine(path, limits.device) as opened:
-                    facts = Facts.of(opened, limits)
-            except (CorruptEngineError, NoCodeForMachineError) as error:
-                if len(paths) == 1:
-                    raise
-                logger.warning("%s cannot be served as it is: %s", path, error)
-                engine.has_failed = True
-            else:
-                engine.names = engine.names if len(paths) > 1 else config.served_model_names or (facts.name,)
-                engine.take(facts)
             engines.append(engine)
+            try:
+                opened = open_engine(path, limits.device)
+            except EngineError as error:
+                if len(paths) == 1 or _is_mistyped(path):
+                    raise
+                engine.refuse(error)
+                continue
+            with opened:
+                try:
+                    facts = Facts.of(opened, limits)
+                except NoCodeForMachineError as error:
+                    if len(paths) == 1:
+                        raise
+                    engine.refuse(error)
+                    continue
+                if len(paths) == 1:
+                    engine.names = config.served_model_names or (facts.name,)
+                engine.take(facts)
+                _check_options(opened, config, limits)
+                if (why := _why_too_large(opened, limits, memory)) is not None:
+                    too_large.append(why)
+                    engine.refuse(why)
+        if too_large and all(engine.has_failed for engine in engines):
+            raise too_large[0]
         _check_names(engines, config)
-        if config.memory is None and any(one.facts is not None and one.facts.target != CPU for one in engines):
-            why = "how much of the GPU's memory engines may take together has to be said"
-            raise UsageError("engines that are opened on demand need --memory on a GPU", why)
-        return cls(engines, config, limits, free_memory() if config.memory is None else config.memory, verify=verify)
+        return cls(engines, config, limits, memory, verify=verify)
 
     @property
     def names(self) -> Sequence[str]:
@@ -470,6 +492,56 @@ def files_of(given: Sequence[str | Path]) -> list[str | Path]:
             raise UsageError(f"there is no engine in {path}", f"no name of a file there ends in {SUFFIX}")
         files += found
     return files
+
+
+def _is_mistyped(path: str | Path) -> bool:
+    """Whether a path that cannot be opened names no engine at all, not even a broken one."""
+    return Path(path).suffix != SUFFIX or not os.path.lexists(path)
+
+
+def _check_options(engine: Engine, config: ServerConfig, limits: RuntimeConfig) -> None:
+    """Refuse options at the start with which no request to an engine could ever be answered.
+
+    Raises:
+        UsageError: there is no such instruction set, or the engine runs on a GPU, and there is no --memory.
+        NotEnoughMemoryError: the KV cache does not hold one sequence of the longest length.
+        NoCodeForMachineError: this CPU does not have the instruction set that is asked for.
+    """
+    if engine.target == CPU:
+        choose_isa(limits.isa or env.cpu_isa())
+    elif config.memory is None:
+        why = "how much of the GPU's memory engines may take together has to be said"
+        raise UsageError("engines that are opened on demand need --memory on a GPU", why)
+    if limits.kv_cache_memory is None:
+        return
+    try:
+        plan_engine_memory(engine, limits, UNLIMITED)
+    except NotEnoughMemoryError as error:
+        given = format_bytes(limits.kv_cache_memory)
+        what = f"{engine.file.path} needs more than --kv-cache-memory {given}"
+        raise NotEnoughMemoryError(what, f"{error.what}, {error.why}", error.fix) from error
+
+
+def _why_too_large(engine: Engine, limits: RuntimeConfig, memory: int) -> NotEnoughMemoryError | None:
+    """The reason why an engine does not fit the memory, even if no other one is open; None: it fits.
+
+    Raises:
+        UsageError: the engine has no draft of the kind that is to guess.
+    """
+    weights = f"its weights take {format_bytes(engine.weight_bytes)}"
+    try:
+        _, nbytes = plan_engine_memory(engine, limits, memory)
+    except NotEnoughMemoryError as error:
+        takes = f"{weights}, and {error.what}"
+    else:
+        if nbytes <= memory:
+            return None
+        takes = f"{weights}, and all that it takes are {format_bytes(nbytes)}"
+    return NotEnoughMemoryError(
+        f"{engine.file.path} does not fit the memory that engines may take together, {format_bytes(memory)}",
+        takes,
+        "Use a larger --memory, or a smaller --max-model-len, --max-num-batched-tokens or --kv-cache-memory.",
+    )
 
 
 def _check_names(engines: Sequence[ServedEngine], config: ServerConfig) -> None:

@@ -1,5 +1,6 @@
 """Recognizes a checkpoint that is named where an engine is wanted, and says how to build it."""
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -63,4 +64,5 @@ def check_written_path(given: str) -> None:
 
 def no_such_file(path: str | Path) -> UsageError:
     """The error for an engine file that does not exist."""
-    return UsageError(f"{path} cannot be opened", "there is no such file")
+    why = "it is a link that leads nowhere" if os.path.islink(path) else "there is no such file"
+    return UsageError(f"{path} cannot be opened", why)

@@ -6,10 +6,10 @@ docs/engine-file.md specifies the format. Whatever the bytes, reading raises not
 """
 
 import contextlib
+import errno
 import hashlib
 import mmap
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from enginewright.engine_header import ALIGN, REBUILD, EngineHeader, encode_head
 from enginewright.errors import CorruptEngineError, EngineError, UsageError
 from enginewright.manifest import WEIGHTS, About, Manifest, SectionForm, check_form
 from enginewright.new_file import NewFile
+from enginewright.regular_file import open_regular
 
 HEADER_BASE_BYTES = 16 << 10  # the manifest without its sections
 HEADER_SECTION_BYTES = 640  # a section in header and manifest, with a name of 100 characters
@@ -55,22 +56,26 @@ class EngineFile:
 
         Raises:
             UsageError: there is no such file, or it is a checkpoint: a folder, a GGUF file, or a hub id.
-            CorruptEngineError: the file is cut short, altered, or not an engine.
+            CorruptEngineError: the file is cut short, altered, or not an engine, or there is a FIFO or the like.
             EngineError: it cannot be read, or a newer release wrote it.
         """
         refuse_checkpoint(path)
         path = Path(path)
         with _failing(f"{path} cannot be opened"):
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not hang us
-            except (FileNotFoundError, NotADirectoryError):
-                raise no_such_file(path) from None
+                fd = open_regular(path)
+            except IsADirectoryError:
+                why = "this is a folder, not an engine"
+                raise CorruptEngineError(f"{path} cannot be read", why, _BUILD_IT) from None
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    raise no_such_file(path) from None
+                if error.errno == errno.EINVAL:
+                    raise CorruptEngineError(f"{path} cannot be read", "it is not a file", _BUILD_IT) from None
+                raise
         try:
             with _failing(f"{path} cannot be read"):
                 status = os.fstat(fd)
-                if not stat.S_ISREG(status.st_mode):
-                    why = "this is a folder, not an engine" if stat.S_ISDIR(status.st_mode) else "it is not a file"
-                    raise CorruptEngineError(f"{path} cannot be read", why, _BUILD_IT)
                 end = header_end(os.pread(fd, 8, 0), status.st_size, str(path))
                 header = parse_header(b"".join(_pieces(fd, path, 0, end)), status.st_size, str(path))
                 engine = cls(path, fd, header, status)
