@@ -16,6 +16,7 @@ from enginewright import __version__
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, SignatureError, UsageError
 from enginewright.manifest import Manifest
+from enginewright.regular_file import read_regular
 from enginewright.runtime import env
 from enginewright.runtime.quality import QUALITY, QualityReport
 
@@ -108,12 +109,11 @@ def check_provenance(engine: Path, provenance: Path) -> str:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        with path.open("rb") as file:
-            data = file.read(LIMIT_BYTES + 1)
+        data = read_regular(path, LIMIT_BYTES)
     except OSError as error:
         raise UsageError(f"{path} cannot be read", (error.strerror or str(error)).lower()) from error
     try:
-        found = json.loads(data) if len(data) <= LIMIT_BYTES else None
+        found = json.loads(data)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or (found.get("_type"), found.get("predicateType")) != (STATEMENT, PREDICATE):

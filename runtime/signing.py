@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginewright.errors import EngineError, SignatureError, UsageError
+from enginewright.regular_file import SMALL_FILE_BYTES, read_regular
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 SUFFIX = ".sig"  # of the signature, behind the whole name of the file
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
-BUNDLE_LIMIT_BYTES = 4 << 20
 NEW_KEY = "Make one: openssl ecparam -name prime256v1 -genkey -noout -out KEY.pem"
 # What a bundle's verification material has, by who vouches for it.
 KINDS = {"publicKey": "a key", "x509CertificateChain": "a certificate", "certificate": "an identity (keyless)"}
@@ -257,15 +257,14 @@ def _load_certificates(path: Path) -> Sequence[Any]:
 def _read_bundle(path: Path, signature: Path) -> dict[str, Any]:
     what = f"the signature {signature} cannot be read"
     try:
-        with signature.open("rb") as file:
-            data = file.read(BUNDLE_LIMIT_BYTES + 1)
+        data = read_regular(signature, SMALL_FILE_BYTES)
     except FileNotFoundError:
         fix = "Get it from where the file is from, or name it with --signature."
         raise SignatureError(f"{path} is not signed", f"there is no {signature}", fix) from None
     except OSError as error:
         raise SignatureError(what, error.strerror or str(error)) from error
     try:
-        bundle = json.loads(data) if len(data) <= BUNDLE_LIMIT_BYTES else None
+        bundle = json.loads(data)
     except (ValueError, RecursionError):
         bundle = None
     if not isinstance(bundle, dict) or "verificationMaterial" not in bundle:
@@ -292,7 +291,7 @@ def _check_file(path: Path) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path, SMALL_FILE_BYTES)
     except OSError as error:
         raise UsageError(f"{path} cannot be read", (error.strerror or str(error)).lower()) from error
 

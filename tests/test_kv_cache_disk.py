@@ -50,6 +50,7 @@ from tests.helpers.kv_cache_disk import (
     opened,
     prompt,
 )
+from tests.helpers.odd_files import ODD_FILES, make_sparse
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 pytestmark = pytest.mark.usefixtures("reading_pays")
@@ -337,7 +338,7 @@ def test_a_device_uses_its_pinned_memory_again() -> None:
     assert num_buffers == len(device._memory) == 1 + 3 + 2, "the places, and one for each that is on its way, and two"
 
 
-@pytest.mark.parametrize("fault", ["a bit", "the end", "another's name", "a link"])
+@pytest.mark.parametrize("fault", ["a bit", "the end", "another's name", "a link", "a FIFO", "a sparse file"])
 def test_a_damaged_entry_is_computed_anew(fault: str, llama: Path, tmp_path: Path) -> None:
     with Engine.open(llama) as engine:
         check_damaged_entry(engine, fault, tmp_path)
@@ -443,6 +444,43 @@ def test_a_file_that_was_never_finished_goes(tmp_path: Path) -> None:
     os.utime(old, (100, 100))
     store(tmp_path).close()
     assert not old.exists() and new.exists()
+
+
+@pytest.mark.parametrize("kind", [*ODD_FILES, "sparse"])
+def test_what_is_put_in_the_place_of_an_entry_is_neither_waited_for_nor_read(kind: str, tmp_path: Path) -> None:
+    """However late: it counts as damaged, and no more is read than an entry has."""
+    kept = store(tmp_path)
+    kept.save((0, key(1)), lambda: bytes(100 - HASH_BYTES))
+    kept._writer.submit(lambda: None).result()
+    (path,) = entries(tmp_path)
+    path.unlink()
+    make_sparse(path, 1 << 40) if kind == "sparse" else ODD_FILES[kind](path)
+    assert not kept.read([(0, key(1))]).result(timeout=20).contents
+    assert kept.num_failures > 0
+    kept.close()
+
+
+def test_a_fifo_in_the_place_of_an_unfinished_file_holds_up_nobody(tmp_path: Path) -> None:
+    kept = store(tmp_path)
+    kept.wait_for_scan(20)
+    os.mkfifo(tmp_path / ("a" * 64) / f"0-{key(1).hex()}.{os.getpid()}.part")
+    kept.save((0, key(1)), lambda: bytes(100 - HASH_BYTES))
+    kept._writer.submit(lambda: None).result(timeout=20)
+    assert [path.stat().st_size for path in entries(tmp_path)] == [100] and kept.num_failures == 0
+    kept.close()
+
+
+def test_an_entry_of_the_wrong_size_takes_no_room(tmp_path: Path) -> None:
+    """A sparse file is as large as it says, and would drive out all others."""
+    kept = store(tmp_path)
+    kept.save((0, key(1)), lambda: bytes(100 - HASH_BYTES))
+    kept.close()
+    make_sparse(tmp_path / ("a" * 64) / f"0-{key(2).hex()}")
+    again = store(tmp_path)
+    again.wait_for_scan(20)
+    assert again.keys[0] == {key(1)} and again.num_bytes == 100 and again.num_failures == 1
+    again.close()
+    assert len(entries(tmp_path)) == 1
 
 
 def test_what_waits_to_be_written_can_be_read_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 from enginewright.cli import main
 from enginewright.cli_recipes import SHIPPED, purpose_of
 from enginewright.engine_file import EngineFile
+from tests.helpers.odd_files import make_sparse
 from tests.helpers.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,6 +133,12 @@ def test_what_is_wrong_in_a_recipe_is_named(text: str, said: str, folder: Path, 
     result = run(folder, "--recipe", path, "-o", tmp_path / "x.engine")
     assert result.exit_code == 2 and said in result.stderr, result.output
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.toml"]
+
+
+def test_a_recipe_of_any_size_is_not_read(folder: Path, tmp_path: Path) -> None:
+    make_sparse(tmp_path / "mine.toml", 1 << 40)
+    result = run(folder, "--recipe", tmp_path / "mine.toml")
+    assert result.exit_code == 2 and "it has more than 4,194,304 bytes" in result.stderr
 
 
 def test_no_such_recipe(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 from enginewright.errors import UsageError
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.tls import Tls
+from tests.helpers.odd_files import make_sparse
 from tests.helpers.serving import COMPLETIONS, Running, process, running, wait_until
 
 SITE = "https://chat.example.com"
@@ -82,10 +83,16 @@ def test_files_that_are_no_certificate(tmp_path: Path) -> None:
     locked = certificate(tmp_path, "locked", "-passout", "pass:word")
     text = tmp_path / "text.pem"
     text.write_text("no PEM")
+    fifo, sparse = tmp_path / "fifo.pem", tmp_path / "sparse.pem"
+    os.mkfifo(fifo)
+    make_sparse(sparse)
     wrong: Sequence[tuple[Path, Path | None, str]] = (
         (tmp_path / "none.crt", key, "none.crt cannot be read: no such file"),
         (cert, tmp_path / "none.key", "none.key cannot be read: no such file"),
-        (tmp_path, key, "cannot be read: is a directory"),
+        (tmp_path, key, "cannot be read: it is a folder"),
+        (fifo, key, "fifo.pem cannot be read: it is not a regular file"),
+        (cert, fifo, "fifo.pem cannot be read: it is not a regular file"),
+        (sparse, key, "sparse.pem cannot be read: it has more than 4,194,304 bytes"),
         (cert, other, "other.key is not the key of .*one.crt"),
         (text, key, "are no certificate and key"),
         (cert, None, "are no certificate and key"),

@@ -21,6 +21,7 @@ from cryptography.x509.oid import NameOID
 from enginewright.cli import main
 from enginewright.engine_file import EngineFile
 from tests.helpers.engines import copied
+from tests.helpers.odd_files import ODD_FILES, make_sparse
 from tests.helpers.tiny import tiny_checkpoint
 
 GITHUB = ("--identity", "https://github.com/o/r/.github/workflows/w.yml@refs/heads/main", "--issuer", "https://i")
@@ -229,7 +230,13 @@ def unusable_keys(folder: Path) -> Iterator[tuple[str, str]]:
     yield "mine.pub", "it holds no PEM of a private key"
     yield "x.engine", "it holds no PEM of a private key"
     yield "nowhere", "no such file or directory"
-    yield ".", "is a directory"
+    yield ".", "it is a folder"
+    for kind, make in ODD_FILES.items():
+        if kind not in ("folder", "dangling link", "loop of links"):
+            make(folder / kind)
+            yield kind, "it is not a regular file"
+    make_sparse(folder / "sparse")
+    yield "sparse", "it has more than 4,194,304 bytes"
 
 
 def test_keys_that_cannot_be_used(folder: Path) -> None:
@@ -242,6 +249,15 @@ def test_keys_that_cannot_be_used(folder: Path) -> None:
     mine = ("--key", folder / "mine.pem")
     said = refused(2, "sign", folder / "x.engine", *mine, "--certificate", folder / "mine.pub")
     assert "it holds no PEM of a certificate" in said
+
+
+@pytest.mark.parametrize("kind", [*ODD_FILES, "sparse"])
+def test_what_is_no_file_in_the_place_of_a_signature_or_provenance_is_refused(kind: str, folder: Path) -> None:
+    make = make_sparse if kind == "sparse" else ODD_FILES[kind]
+    make(folder / "x.engine.sig")
+    make(folder / "odd.json")
+    assert "x.engine.sig" in refused(8, "verify", folder / "x.engine", "--key", folder / "mine.pub")
+    assert "odd.json" in refused(2, "verify", folder / "x.engine", "--provenance", folder / "odd.json")
 
 
 def test_options_that_do_not_fit(folder: Path) -> None:

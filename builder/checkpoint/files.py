@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from enginewright.errors import EngineError
+from enginewright.regular_file import open_regular
 
 MIB = 1 << 20
 CONFIG_LIMIT_BYTES = 16 * MIB
@@ -60,7 +61,7 @@ class SourceFolder:
 
     def read_bytes(self, name: str, limit_bytes: int) -> bytes:
         try:
-            with self.file(name).open("rb") as file:
+            with open(open_regular(self.file(name)), "rb") as file:
                 content = file.read(limit_bytes + 1)
         except OSError as error:
             raise EngineError(f"{name} in {self.path} cannot be read", _reason(error)) from error
@@ -119,7 +120,7 @@ def hub_origin(path: Path) -> str | None:
 
 def sha256(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise EngineError(f"{path} cannot be read", _reason(error)) from error
@@ -131,7 +132,7 @@ def check_pulled(name: str, path: Path) -> None:
     Raises:
         EngineError: `path` is such a file.
     """
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             raise _not_pulled(name, path.parent)
 

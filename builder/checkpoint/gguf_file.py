@@ -17,6 +17,7 @@ from enginewright.builder.checkpoint.gguf_header import GgufTensor, read_header
 from enginewright.builder.checkpoint.gguf_names import ROPE_FACTORS, find_architecture, map_tensors
 from enginewright.builder.checkpoint.gguf_tokenizer import Vocabulary, build_tokenizer, generation_config
 from enginewright.errors import EngineError, UnsupportedModelError
+from enginewright.regular_file import open_regular
 
 PIECE_ELEMENTS = 1 << 22  # dequantized at a time; the arithmetic in between takes several times their memory
 QUANT_SUFFIX = re.compile(r"[.-](I?Q\d\w*|TQ\d\w*|MXFP4|F16|F32|BF16)$", re.IGNORECASE)
@@ -79,7 +80,7 @@ class GgufCheckpoint:
         row_bytes = tensor.nbytes // len(rows)
         step = max(1, PIECE_ELEMENTS // tensor.shape[-1])
         try:
-            with self._path.open("rb", buffering=0) as file, np.errstate(all="ignore"):
+            with open(open_regular(self._path), "rb", buffering=0) as file, np.errstate(all="ignore"):
                 file.seek(tensor.offset_bytes)
                 for start in range(0, len(rows), step):
                     piece = rows[start : start + step]

@@ -17,6 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from enginewright.builder.checkpoint.files import check_pulled
 from enginewright.errors import EngineError
+from enginewright.regular_file import open_regular
 
 Value = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
 
@@ -65,7 +66,7 @@ def read_header(path: Path) -> GgufHeader:
     """
     try:
         check_pulled(path.name, path)
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             return _read(file, os.fstat(file.fileno()).st_size)
     except _Malformed as error:
         raise EngineError(

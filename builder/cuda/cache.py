@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 
 from enginewright.builder.cuda.kernel import Compiled
+from enginewright.regular_file import read_regular
 
+ENTRY_LIMIT_BYTES = 64 << 20
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _DECODER = msgspec.msgpack.Decoder(Compiled)
 
@@ -26,7 +28,7 @@ class CompileCache:
     def get(self, key: str) -> Compiled | None:
         """None if there is no such entry, or a damaged one."""
         try:
-            data = self._path(key).read_bytes()
+            data = read_regular(self._path(key), ENTRY_LIMIT_BYTES)
         except OSError:
             return None
         digest, payload = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]

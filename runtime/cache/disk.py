@@ -26,6 +26,7 @@ import msgspec
 from enginewright import _cpu
 from enginewright.errors import UsageError
 from enginewright.plan import CacheGroup
+from enginewright.regular_file import read_regular
 from enginewright.runtime.count import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,13 @@ class DiskStore:
                 if IDENTITY.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
                     found += self._entries_in(folder.name)
             for _, path, size in sorted(found):
-                self._files[path] = size
+                entry = self._entry_of(path)
+                if entry is None or size == self._sizes[entry[0]]:
+                    self._files[path] = size
+                else:
+                    self._write_failures += 1
+                    logger.warning("a block of the KV cache in %s has another size, and is removed", self._folder)
+                    (self._folder / path).unlink(missing_ok=True)
             self.num_bytes = sum(self._files.values())
             self._make_room(0)
             for group, key in filter(None, map(self._entry_of, self._files)):
@@ -201,7 +208,8 @@ class DiskStore:
             self._make_room(size)
             part = self._folder / f"{path}.{os.getpid()}.part"
             try:
-                with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+                part.unlink(missing_ok=True)  # of a process that was killed, or a FIFO
+                with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                     file.write(self._digest(path, content))
                     file.write(content)
                 os.replace(part, self._folder / path)
@@ -256,10 +264,9 @@ class DiskStore:
         return ReadEntries(contents, time.perf_counter() - began)
 
     def _content(self, entry: Entry) -> memoryview | None:
-        path = self._path(*entry)
+        path, size = self._path(*entry), self._sizes[entry[0]]
         try:
-            with open(os.open(self._folder / path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
-                data = memoryview(file.read())
+            data = memoryview(read_regular(self._folder / path, size, follow_links=False))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -267,7 +274,7 @@ class DiskStore:
             logger.warning("a block of the KV cache in %s cannot be read: %s", self._folder, error.strerror)
             return None
         digest, content = data[:HASH_BYTES], data[HASH_BYTES:]
-        if len(data) != self._sizes[entry[0]] or digest != self._digest(path, content):
+        if len(data) != size or digest != self._digest(path, content):
             self._read_failures += 1
             logger.warning("a block of the KV cache in %s is damaged, and is computed anew", self._folder)
             return None

@@ -5,6 +5,7 @@ import ssl
 from pathlib import Path
 
 from enginewright.errors import UsageError
+from enginewright.regular_file import SMALL_FILE_BYTES, read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Tls:
     def _load(self, context: ssl.SSLContext) -> None:
         for path in [self._certfile, *([self._keyfile] if self._keyfile is not None else [])]:
             try:
-                Path(path).read_bytes()
+                read_regular(path, SMALL_FILE_BYTES)
             except OSError as error:
                 raise UsageError(f"{path} cannot be read", (error.strerror or str(error)).lower(), FIX) from error
         try:

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from enginewright.cli_help import section
 from enginewright.errors import UsageError
+from enginewright.regular_file import SMALL_FILE_BYTES, read_regular
 
 PLACE = Path(__file__).with_name("configs")
 SHIPPED = {name: PLACE / f"{name}.toml" for name in sorted(path.stem for path in PLACE.glob("*.toml"))}
@@ -95,7 +96,7 @@ def _take_up(context: click.Context, _: click.Parameter, ref: str | None) -> Non
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_regular(path, SMALL_FILE_BYTES).decode())
     except OSError as error:
         raise UsageError(f"the recipe {path} cannot be read", error.strerror or str(error)) from error
     except ValueError as error:  # no TOML, or no UTF-8

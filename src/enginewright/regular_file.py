@@ -9,6 +9,8 @@ import os
 import stat
 from pathlib import Path
 
+SMALL_FILE_BYTES = 4 << 20  # limit of what people write or keep in one piece: keys, certificates, recipes
+
 
 def open_regular(path: str | Path, *, follow_links: bool = True) -> int:
     """A descriptor of a regular file, for reading.

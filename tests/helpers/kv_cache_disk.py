@@ -1,5 +1,6 @@
 """What of a prefix cache is kept on disk, on CPUs and on emulated GPUs: checks that hold on both."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from enginewright.runtime.memory_plan import sequence_bytes
 from enginewright.runtime.outputs import RequestOutput
 from tests.emulator.device import device_for
 from tests.helpers.mixed_requests import answers, check_same
+from tests.helpers.odd_files import make_sparse
 from tests.test_cuda_engine import built
 
 LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "threads": 1}
@@ -126,6 +128,11 @@ def check_damaged_entry(engine: Engine, fault: str, folder: Path) -> None:
         path.write_bytes(whole[:-1])
     elif fault == "another's name":
         path.write_bytes((path.parent / f"0-{PrefixKeys(32).of(prompt(1), 2)[1].hex()}").read_bytes())
+    elif fault == "a sparse file":
+        make_sparse(path)
+    elif fault == "a FIFO":
+        path.unlink()
+        os.mkfifo(path)
     else:
         path.rename(folder / "elsewhere")
         path.symlink_to(folder / "elsewhere")
@@ -133,5 +140,5 @@ def check_damaged_entry(engine: Engine, fault: str, folder: Path) -> None:
         assert answers_of(llm.generate([prompt(1)], FEW)) == right
         stats = llm.stats()
         assert stats.restored_tokens == 64, "the blocks before it"
-        assert stats.disk is not None and stats.disk.num_failures == (fault != "a link")
+        assert stats.disk is not None and stats.disk.num_failures == (fault not in ("a link", "a FIFO"))
     assert path.read_bytes() == whole and not path.is_symlink(), "it was written again"
