@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from enginewright.errors import EngineError, UsageError
+from enginewright.errors import EngineError, UsageError, WorkerLostError
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.messages.formats import Parser
 from enginewright.runtime.outputs import CompletionOutput, Delta, Logprob, RequestOutput, to_dicts
@@ -215,7 +215,7 @@ def _prepare_openai(llm: LLM, request: OpenAIBatchRequest, common: Mapping[str, 
             llm.check(ids, params)
     except ApiError as error:
         return _Work(request, [], error=error)
-    except UsageError as error:
+    except (UsageError, WorkerLostError) as error:
         return _Work(request, [], error=from_engine(error, form_type.prompt_key))
     manifest = llm.engine.manifest
     form = form_type(
@@ -231,7 +231,7 @@ def _prepare_openai(llm: LLM, request: OpenAIBatchRequest, common: Mapping[str, 
 def _encode(llm: LLM, prompt: Prompt) -> list[int]:
     try:
         return llm.encode(prompt)
-    except UsageError:
+    except (UsageError, WorkerLostError):
         raise
     except EngineError as error:
         why = f"the model's chat template cannot show these messages: {error}"

@@ -58,6 +58,7 @@ class ChatTemplate:
         Raises:
             UsageError: the template refuses the messages, they hold what JSON does not, or a name is reserved.
             EngineError: the template fails, or takes too long or too much memory.
+            WorkerLostError: something outside has ended the process that renders it, twice.
         """
         given = {} if template_kwargs is None else template_kwargs
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):

@@ -1,24 +1,41 @@
 """A process for work that may have to be stopped: what others have written decides how long it takes."""
 
+import logging
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 from weakref import finalize
 
+from enginewright.errors import WorkerLostError
 from enginewright.runtime.env import worker_environment
-from enginewright.runtime.worker_protocol import MAX_CPU_SECONDS, MAX_SECONDS, framed, read_frames, to_frame
+from enginewright.runtime.worker_protocol import (
+    MAX_CPU_SECONDS,
+    MAX_MEMORY_BYTES,
+    MAX_SECONDS,
+    framed,
+    read_frames,
+    to_frame,
+)
 
+logger = logging.getLogger(__name__)
+
+# By what the work itself ends a process: its own timers, and the limits of its stack and memory. Any other signal comes
+# from outside, and says nothing about the work.
 _ENDED_BY: dict[int, str] = {
     signal.SIGPROF: f"it takes more than {MAX_CPU_SECONDS:g} s of CPU time",
     signal.SIGALRM: f"it takes more than {MAX_SECONDS:g} s",
     signal.SIGSEGV: "it is nested too deeply",
+    signal.SIGABRT: f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory, or is nested too deeply",
 }
 
 
 class WorkerProcess:
     """A process that answers frames of JSON (worker_protocol.py), started again where it had to be stopped.
+
+    A frame under which something outside ends the process is asked a second time, of another process.
 
     May be used from any thread; one frame is answered at a time.
 
@@ -34,9 +51,13 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> dict[str, str]:
-        """Start it before it is needed; what it says of the first frames, if anything."""
+        """Start it before it is needed; what it says of the first frames, if anything.
+
+        Raises:
+            WorkerLostError: two processes were ended from outside.
+        """
         with self._lock:
-            return self._start()[1]
+            return self._twice(lambda: self._start()[1])
 
     def ask(self, data: bytes) -> dict[str, str]:
         """The reply to a frame.
@@ -45,21 +66,34 @@ class WorkerProcess:
             data: its JSON.
 
         Returns:
-            {"too_long": why} where the process has ended instead.
+            {"too_long": why} where the work has ended the process.
+
+        Raises:
+            WorkerLostError: two processes were ended from outside.
         """
         frame = framed(data)
         with self._lock:
-            process = self._process
-            if process is None or process.poll() is not None:
-                process, reply = self._start()
-                if reply:
-                    return reply
-            return _ask(process, frame)
+            return self._twice(lambda: self._ask(frame))
 
     def close(self) -> None:
         with self._lock:
             if self._process is not None:
                 _end(self._process)
+
+    def _twice(self, work: Callable[[], dict[str, str]]) -> dict[str, str]:
+        try:
+            return work()
+        except WorkerLostError as error:
+            logger.warning("%s, and is started again", error)
+            return work()
+
+    def _ask(self, frame: bytes) -> dict[str, str]:
+        process = self._process
+        if process is None or process.poll() is not None:
+            process, reply = self._start()
+            if reply:
+                return reply
+        return _ask(process, frame)
 
     def _start(self) -> tuple[subprocess.Popen[bytes], dict[str, str]]:
         self._process = process = subprocess.Popen(
@@ -78,7 +112,11 @@ class WorkerProcess:
 
 
 def _ask(process: subprocess.Popen[bytes], frame: bytes) -> dict[str, str]:
-    """The reply to a frame, or why the process has ended instead."""
+    """The reply to a frame, or why the work has ended the process instead.
+
+    Raises:
+        WorkerLostError: the process was ended from outside.
+    """
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(frame)
@@ -90,6 +128,8 @@ def _ask(process: subprocess.Popen[bytes], frame: bytes) -> dict[str, str]:
         return reply
     _end(process)
     status = process.returncode
+    if status < 0 and -status not in _ENDED_BY:
+        raise WorkerLostError(f"the process {process.pid} was ended by signal {-status}")
     return {"too_long": _ENDED_BY.get(-status) or f"its process has ended with status {status}"}
 
 

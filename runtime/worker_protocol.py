@@ -48,11 +48,11 @@ def serve(answer: Callable[[Any], dict[str, str]]) -> None:
                 return
             signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
             signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
-            reply = answer(frame)
+            reply = to_frame(answer(frame))
         except MemoryError:
-            reply = {"too_long": f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"}
+            reply = to_frame({"too_long": f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"})
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.buffer.write(to_frame(reply))
+        sys.stdout.buffer.write(reply)
         sys.stdout.buffer.flush()

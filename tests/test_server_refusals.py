@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from enginewright.errors import EngineError
 from enginewright.runtime.server.protocol import IGNORED, OFF, SAMPLING
 from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.worker_process import WorkerProcess
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, Running, running, tiny_engine, wait_until
 
 
@@ -264,6 +265,28 @@ def test_a_template_that_fails_is_no_fault_of_the_server() -> None:
         error = refused(server, CHAT, {"messages": HELLO})
         assert error["param"] == "messages" and "jinja" not in error["message"].lower()
         assert server.chat(HELLO * 2)
+
+
+def test_a_worker_that_is_killed_is_a_fault_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """That of the chat template, and that of grammars: whatever kills it says nothing about the request."""
+    with running() as server:
+        tokenizer, grammars = server.llm.engine.tokenizer, server.llm._core._grammars
+        tokenizer._template._worker = WorkerProcess("tests.helpers.killed_worker")
+        for route, body in (
+            (CHAT, {"messages": HELLO}),
+            ("/v1/messages", {"messages": HELLO, "max_tokens": 5, "model": server.service.models[0]}),
+            ("/v1/responses", {"input": "x"}),
+            ("/tokenize", {"messages": HELLO}),
+        ):
+            answer = server.post(route, body)
+            assert answer.status == 500, (route, answer.body)
+        del tokenizer._template
+        grammars._worker = WorkerProcess("tests.helpers.killed_worker")
+        body = {"messages": HELLO, "structured_outputs": {"regex": "a+"}}
+        assert server.post(CHAT, body).status == 500
+        assert server.post(COMPLETIONS, {"prompt": "x", "structured_outputs": {"regex": "a+"}}).status == 500
+        assert server.chat(HELLO)
+    assert "was ended by signal 9" in caplog.text
 
 
 def test_models_that_are_not_there(server: Running) -> None:

@@ -3,12 +3,14 @@
 import gc
 import itertools
 import json
+import os
 import random
 import resource
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -20,12 +22,14 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from enginewright.errors import CorruptEngineError, EngineError, UsageError
+from enginewright.errors import CorruptEngineError, EngineError, UsageError, WorkerLostError
 from enginewright.runtime import chat_template
 from enginewright.runtime.chat_template import ChatTemplate
 from enginewright.runtime.detokenizer import Detokenizer, StopMatcher, StopStrings
 from enginewright.runtime.prompts import PromptTooLongError, encode_prompt
 from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.worker_process import WorkerProcess
+from tests.helpers.serving import wait_until
 from tests.helpers.tiny import BEGIN, END, MemoryCheckpoint
 
 BROKEN = "\ufffd"
@@ -408,6 +412,26 @@ def test_a_template_that_was_stopped_renders_the_next_conversation() -> None:
             template.render([{"role": "user", "content": "loop"}], {})
         assert template.render([{"role": "user", "content": "Hi"}], {}) == "done"
     assert template._worker._process is not process and process.returncode == -signal.SIGPROF
+
+
+def test_a_template_whose_process_is_killed_is_rendered_by_another_one(caplog: pytest.LogCaptureFixture) -> None:
+    """It is no fault of the template, nor of who sent the conversation."""
+    template = ChatTemplate("done")
+    process = template._worker._process
+    os.kill(process.pid, signal.SIGSTOP)  # so that it is under way when it is killed
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(template.render, MESSAGES, {})
+        wait_until(template._worker._lock.locked)
+        os.kill(process.pid, signal.SIGKILL)
+        assert text.result() == "done"
+    assert template._worker._process is not process and "was ended by signal 9, and is started again" in caplog.text
+
+
+def test_a_template_whose_processes_are_all_killed_is_an_error_of_the_server() -> None:
+    template = ChatTemplate("done")
+    template._worker = WorkerProcess("tests.helpers.killed_worker")
+    with pytest.raises(WorkerLostError, match="was ended by signal 9"):
+        template.render(MESSAGES, {})
 
 
 def test_the_process_of_a_template_ends_with_it() -> None:

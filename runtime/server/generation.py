@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Send
 
-from enginewright.errors import EngineError, UsageError
+from enginewright.errors import EngineError, UsageError, WorkerLostError
 from enginewright.runtime.async_llm import AsyncRequest, Structure
 from enginewright.runtime.messages.formats import Parser
 from enginewright.runtime.outputs import Delta
@@ -39,11 +39,14 @@ EVENT_STREAM = [
 
 @contextmanager
 def template_errors(prompt: Prompt) -> Iterator[None]:
-    """Raises ApiError where the model's chat template cannot show a conversation."""
+    """Raises ApiError where the model's chat template cannot show a conversation, or its process is lost."""
     try:
         yield
     except UsageError:
         raise
+    except WorkerLostError as error:
+        logger.error("a request has failed: %s", error)
+        raise internal() from None
     except EngineError as error:
         if not isinstance(prompt, Conversation):
             raise

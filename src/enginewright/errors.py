@@ -62,6 +62,10 @@ class SignatureError(EngineError):
     exit_code = 8
 
 
+class WorkerLostError(EngineError):
+    """Something outside has ended a worker process again and again, such as a person, or a system without memory."""
+
+
 class EngineDeadError(EngineError):
     """The thread that runs the engine has ended with an error; nothing more comes from it."""
 

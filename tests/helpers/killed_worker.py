@@ -1,0 +1,16 @@
+"""A worker that is killed under each frame, as by somebody else."""
+
+import os
+import signal
+from typing import Any, NoReturn
+
+from enginewright.runtime.worker_protocol import serve
+
+
+def answer(frame: Any) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("it is dead")
+
+
+if __name__ == "__main__":
+    serve(answer)
