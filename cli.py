@@ -1,6 +1,7 @@
 """The `engine` command: one function a subcommand, no logic. Heavy imports wait until a subcommand needs them."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,6 +29,8 @@ from enginewright.cli_options import (
     Quant,
     Target,
     refuse_stray_question,
+    say,
+    show,
 )
 from enginewright.cli_recipes import recipe_option
 from enginewright.dtypes import KV_CACHES, kv_share
@@ -292,7 +295,10 @@ def build(
         beside = open_draft(draft, only_cached=dry_run, check_config=check_config) if draft else None
         path = output or default_output(checkpoint, config)
         made = (forecast if dry_run else build_engine)(checkpoint, config, path, progress, beside)
-    click.echo(json.dumps(made.to_dict()) if as_json else describe(made), err=not as_json)
+    if as_json:
+        click.echo(json.dumps(made.to_dict()))
+    else:
+        say(describe(made), err=True)
 
 
 @main.command()
@@ -313,7 +319,7 @@ def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> 
     from enginewright.runtime.inspect import describe, summarize
 
     summary = summarize(engine, memory)
-    click.echo(json.dumps(summary) if as_json else describe(summary, every_section=sections))
+    show(summary, None if as_json else partial(describe, every_section=sections))
 
 
 @main.command()
@@ -386,7 +392,7 @@ def verify(
         signature=signature,
         provenance=provenance,
     )
-    click.echo(json.dumps(report) if as_json else "\n".join(f"{name:<12} {text}" for name, text in report.items()))
+    show(report, None if as_json else lambda one: "\n".join(f"{name:<12} {text}" for name, text in one.items()))
 
 
 @main.command()
@@ -435,7 +441,8 @@ def sign(
     from enginewright.runtime.signing import sign as run_sign
 
     written = run_sign(file, choose_signer(key, certificate, chain, keyless), signature)
-    click.echo(json.dumps({"file": str(file), "signature": str(written)}) if as_json else f"signed {file}: {written}")
+    report = {"file": str(file), "signature": str(written)}
+    show(report, None if as_json else lambda one: f"signed {one['file']}: {one['signature']}")
 
 
 @main.command()
@@ -452,7 +459,7 @@ def doctor(context: click.Context, /, engine: Path | None, as_json: bool, **limi
     from enginewright.runtime.memory_plan import runtime_config
 
     report = examine(engine, runtime_config(**limits))
-    click.echo(json.dumps(report) if as_json else describe(report))
+    show(report, None if as_json else describe)
     context.exit(1 if report["problems"] else 0)
 
 
@@ -470,7 +477,7 @@ def diff(context: click.Context, a: Path, b: Path, every_line: bool, as_json: bo
     from enginewright.runtime.diff import compare, describe
 
     report = compare(a, b)
-    click.echo(json.dumps(report) if as_json else describe(report, every_line=every_line))
+    show(report, None if as_json else partial(describe, every_line=every_line))
     context.exit(0 if report["same"] else 1)
 
 
@@ -537,7 +544,7 @@ def rebuild(
             evidence=evidence,
             output=output,
         )
-    click.echo(json.dumps(report) if as_json else describe(report, every_line=every_line))
+    show(report, None if as_json else partial(describe, every_line=every_line))
     context.exit(0 if report["same"] else 1)
 
 
@@ -566,7 +573,7 @@ def export(model: str, path: Path, dtype: str) -> None:
 
     check_place(path)  # before anything is downloaded
     export_onnx(build_graph(open_checkpoint(model, check_config=check_config)), path, dtype)
-    click.echo(f"wrote {path}", err=True)
+    say(f"wrote {path}", err=True)
 
 
 @main.command(context_settings={"allow_extra_args": True})  # to say what a stray question needs
@@ -1088,7 +1095,7 @@ def bench_offline(
     if plot is not None:
         check_plot(plot)
     report = run_offline(engine, OfflineConfig(workload, warm_up, rounds, compare), **options)
-    click.echo(json.dumps(report.to_dict()) if as_json else describe_offline(report))
+    say(json.dumps(report.to_dict()) if as_json else describe_offline(report))
     if plot is not None:
         draw_offline(report, plot)
 
@@ -1143,7 +1150,7 @@ def bench_profile(
     if as_json:
         click.echo(json.dumps(report.to_dict()))
     else:
-        click.echo(describe_profile(report), err=True)
+        say(describe_profile(report), err=True)
 
 
 @bench.command("serve")
@@ -1207,7 +1214,7 @@ def bench_serve(
     if plot is not None:
         check_plot(plot)
     report = run_serve(config)
-    click.echo(json.dumps(report.to_dict()) if as_json else describe_serve(report))
+    say(json.dumps(report.to_dict()) if as_json else describe_serve(report))
     if plot is not None:
         draw(report, plot)
     report.check()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from enginewright import __version__
 from enginewright.checkpoint_ref import find_checkpoint
 from enginewright.errors import EngineError, NotEnoughMemoryError, UsageError
+from enginewright.printable import printable_lines
 from enginewright.runtime import env
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.cuda.device import CudaDevice, capability_of, num_gpus
@@ -186,4 +187,4 @@ def _locked(folder: Path, model: str) -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable_lines(text), file=sys.stderr, flush=True)

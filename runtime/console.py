@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from enginewright.errors import EngineError
+from enginewright.printable import printable
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import DETOKENIZER, Delta, to_dicts
 from enginewright.runtime.prompts import Prompt
@@ -49,7 +50,7 @@ def print_stream(llm: LLM, question: Prompt, params: SamplingParams, path: Path,
     print(f"[{count} tokens; the first after {first - start:.2f} s{pace}; ended by {reason}]", file=sys.stderr)
     if reason == "length" and count == default_limit:
         _note_limit(default_limit)
-    name = shlex.quote(str(path))
+    name = printable(shlex.quote(str(path)))
     print(f'[next: engine inspect {name}, or engine generate {name} --chat "…" --temperature 0.8]', file=sys.stderr)
 
 

@@ -202,6 +202,29 @@ def refused(code: int, *arguments: object, **environment: str) -> str:
     return result.stderr
 
 
+def test_names_of_files_are_escaped_on_the_terminal(engine: Path, tmp_path: Path) -> None:
+    """In tables and in errors: they add no line, and nothing that a terminal follows."""
+    name = "evil\n# HELP x\x1b[31m\x9b"
+    for folder, content in ("good", engine.read_bytes()), ("bad", b"nothing"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_bytes(content)
+    good, bad, missing = (tmp_path / folder / name for folder in ("good", "bad", "missing"))
+    for code, *words in (
+        *((0, *words, good) for words in (("inspect",), ("verify", "--no-goldens"), ("doctor",))),
+        (0, "diff", good, good),
+        (0, "generate", good, "-p", "x", "--max-tokens", "1"),
+        *((5, *words, bad) for words in (("inspect",), ("verify",), ("diff", good), ("generate", "-p", "x"))),
+        *((2, *words, missing) for words in (("inspect",), ("generate", "-p", "x"), ("run",))),
+        (2, "inspect", good, "--memory", name),
+        (2, "sign", missing, "--key", missing),
+    ):
+        result = run(*words)
+        assert result.exit_code == code, (words, result.output)
+        shown = result.stderr if words[0] == "generate" else result.output
+        assert r"evil\n# HELP x\x1b[31m\x9b" in shown, words
+        assert all(line.isprintable() and not line.startswith("#") for line in shown.splitlines()), (words, shown)
+
+
 def test_usage_is_2(engine: Path, tmp_path: Path) -> None:
     assert "Did you mean 'inspect'?" in refused(2, "inspct", engine)
     assert "--max-tokens" in refused(2, "generate", engine, "-p", "x", "--max-tokns", "3")

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import shutil
 import weakref
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.engines import Engines, files_of
+from enginewright.runtime.server.log import STDERR, log_to
 from enginewright.runtime.server.serve import serve
 from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.methods import plan_engine_memory
@@ -263,6 +265,29 @@ def test_whatever_a_folder_has_does_not_end_the_start(folder: Path, tmp_path: Pa
             answer = server.post(COMPLETIONS, {"prompt": "a", "model": name})
             assert (answer.status, answer.error["code"]) == (503, "model_unavailable")
         assert server.complete("a", model="llama")["model"] == "llama"
+
+
+def test_names_of_files_are_escaped_wherever_they_are_read(folder: Path, tmp_path: Path, capfd: Any) -> None:
+    """As names of models, in the ready line, the log, errors and /metrics, which they can add no line to."""
+    shutil.copy(folder / "llama.engine", tmp_path / "evil\n# HELP x\x1b[31m.engine")
+    (tmp_path / os.fsdecode(b"bad\n2026-01-01T00:00:00.000Z info request \x9b\xff.engine")).write_bytes(b"nothing")
+    good = r"evil\n# HELP x\x1b[31m"
+    with log_to(STDERR, "info", "text") as announce, of_folder(tmp_path) as server:
+        bad, found = sorted(states(server))
+        assert (found, bad.isprintable()) == (good, True) and states(server)[bad] == "failed"
+        assert server.complete("a", model=good)["model"] == good
+        assert server.post(COMPLETIONS, {"prompt": "a", "model": bad}).error["code"] == "model_unavailable"
+        assert server.post(COMPLETIONS, {"prompt": "a"}).error["message"].isprintable()
+        page = server.ask("GET", "/metrics").body.decode()
+        announce(f"serving {', '.join(server.engines.names)}")
+    assert f'model_name="{good.replace(chr(92), chr(92) * 2)}"' in page
+    names = {one.labels.get("model_name") for family in text_string_to_metric_families(page) for one in family.samples}
+    assert good in names and "\x1b" not in page
+    lines = capfd.readouterr().err.splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert not [line for line in lines if line.startswith(("# HELP", "2026-01-01T00:00:00.000Z"))]
+    assert any(line.startswith(f"serving {bad}, {good}") for line in lines)
+    assert len([line for line in lines if "cannot be served as it is" in line]) == 1
 
 
 def test_what_is_no_engine_alone_is_an_error(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import pairwise
+from pathlib import Path
 from queue import Queue
 from typing import Any
 
 import pytest
 
+from enginewright.errors import UsageError
 from enginewright.runtime.server import log
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.log import LineHandler, RequestLog, Throughput, as_json, log_to
@@ -209,7 +211,28 @@ def test_what_uvicorn_and_asyncio_say_comes_in_the_same_form() -> None:
             logging.getLogger("uvicorn.error").exception("Exception in ASGI application\n")
         logging.getLogger("asyncio").info("nobody needs to know")
     assert lines[0].endswith(" error Exception in ASGI application logger=uvicorn.error")
-    assert lines[1] == "Traceback (most recent call last):" and lines[-1] == "ValueError: why"
+    assert lines[1] == "  Traceback (most recent call last):" and lines[-1] == "  ValueError: why", "indented"
+
+
+def test_no_text_begins_a_line_of_its_own() -> None:
+    """What is named is escaped; lines of an exception or a longer message are indented, and keep nothing that a
+    terminal follows.
+    """
+    forged = "x\n2026-01-01T00:00:00.000Z info request \x1b[31m\x9b"
+    for form in "text", "json":
+        with logged(form=form) as lines:
+            logging.getLogger("enginewright.x").warning(
+                "%s and %s: %s", Path(forged), forged, UsageError(forged, forged)
+            )
+            try:
+                raise ValueError(forged)
+            except ValueError:
+                logging.getLogger("enginewright.x").exception("it has failed")
+        assert all(line.isprintable() for line in lines)
+        assert [line[:2] for line in lines if line[:2] != "  "] == (["20"] * 2 if form == "text" else ['{"'] * 2)
+        assert not [line for line in lines if line.startswith("2026-01-01")]
+        shown = r"x\n2026-01-01T00:00:00.000Z info request \x1b[31m\x9b"
+        assert f"{shown} and {shown}: {shown}: x" in (lines[0] if form == "text" else json.loads(lines[0])["message"])
 
 
 def test_halves_of_characters_are_written_as_escapes() -> None:

@@ -24,6 +24,7 @@ from enginewright.errors import (
     NotEnoughMemoryError,
     UsageError,
 )
+from enginewright.printable import printable
 from enginewright.runtime import env
 from enginewright.runtime.async_llm import AsyncLLM
 from enginewright.runtime.count import format_bytes
@@ -166,8 +167,8 @@ class Engines:
     def of_files(
         cls, paths: Sequence[str | Path], config: ServerConfig, limits: RuntimeConfig, *, verify: bool = False
     ) -> "Engines":
-        """Engines that are closed, and opened by requests. They are named after their files; a single one is named as
-        the config says, or as its model.
+        """Engines that are closed, and opened by requests. They are named after their files, with escapes for what is
+        not printable; a single one is named as the config says, or as its model.
 
         Raises:
             UsageError: two have the same name, the limits do not fit one, or a path is mistyped.
@@ -179,7 +180,7 @@ class Engines:
         engines: list[ServedEngine] = []
         too_large: list[NotEnoughMemoryError] = []
         for path in paths:
-            engine = ServedEngine((Path(path).stem,), Path(path), None)
+            engine = ServedEngine((printable(Path(path).stem),), Path(path), None)
             engines.append(engine)
             try:
                 opened = open_engine(path, limits.device)

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum, auto
 from itertools import chain
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
 from starlette.types import Message, Scope, Send
 
+from enginewright.printable import printable, printable_json, printable_lines
 from enginewright.runtime.core import Request
 from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.errors import ApiError
@@ -44,6 +46,7 @@ MAX_LIKE_LINES = 20
 MAX_QUEUED_LINES = 10_000  # while nobody reads stderr; then lines are lost, and counted
 CLOSE_S = 1.0  # for the lines that are left, if nobody reads them
 MAX_PATH_CHARS = 100
+CONTINUATION = "\n  "  # of a text's further lines, so that what stands at the left is always a line of the log
 REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,64}")
 CLIENT_GONE = 499  # as nginx has it; no client ever sees this status
 PLAIN = re.compile(r"[\w.:/+-]+", re.ASCII)  # needs no quotes in a text line
@@ -274,7 +277,8 @@ class Line:
 
 
 def as_json(line: Line) -> str:
-    return msgspec.json.encode({"ts": line.ts, "level": line.level, "event": line.event, **line.fields}).decode()
+    fields = {"ts": line.ts, "level": line.level, "event": line.event, **line.fields}
+    return printable_json(msgspec.json.encode(fields).decode())
 
 
 def as_text(line: Line) -> str:
@@ -284,16 +288,20 @@ def as_text(line: Line) -> str:
         return str(message)
     words = [line.ts, line.level, line.event if message is None else message]
     words += [f"{name}={_shown(value)}" for name, value in fields.items() if value is not None]
-    text = " ".join(words)
-    return text if traceback is None else f"{text}\n{traceback}"
+    text = " ".join(words) if traceback is None else f"{' '.join(words)}\n{traceback}"
+    return printable_lines(text).replace("\n", CONTINUATION)
 
 
 def _message(record: logging.LogRecord) -> Fields:
-    """Of a record that is no event."""
-    fields = {"message": record.getMessage().strip(), "logger": record.name}
+    """Of a record that is no event. What it was given to name is escaped, and has no line of its own."""
+    args = record.args
+    if isinstance(args, tuple):
+        args = tuple(printable(str(one)) if isinstance(one, str | Path) else one for one in args)
+    message = logging.makeLogRecord(record.__dict__ | {"args": args}).getMessage()
+    fields = {"message": message.strip(), "logger": record.name}
     if record.exc_info:
         fields["traceback"] = logging.Formatter().formatException(record.exc_info)
-    return {name: text.encode("utf-8", "backslashreplace").decode() for name, text in fields.items()}
+    return {name: printable_lines(text) for name, text in fields.items()}
 
 
 def _shown(value: Any) -> str:
@@ -337,7 +345,8 @@ class LineHandler(logging.Handler):
     def announce(self, message: str) -> None:
         """Write a message for who started the server."""
         with self._mutex:
-            self._put(Line(time.time(), "info", "ready", {"message": message}, is_announced=True))
+            fields = {"message": printable_lines(message)}
+            self._put(Line(time.time(), "info", "ready", fields, is_announced=True))
 
     def emit(self, record: logging.LogRecord) -> None:
         level = record.levelname.lower()

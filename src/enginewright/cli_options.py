@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from enginewright.checkpoint_ref import check_written_path
 from enginewright.cli_help import SectionCommand, section, with_options
 from enginewright.cli_hints import hint_for_command, hint_for_quant, hint_for_target
 from enginewright.errors import EngineError, UsageError
+from enginewright.printable import printable_lines, printable_values
 from enginewright.runtime.count import parse_bytes, parse_count
 from enginewright.runtime.memory_plan import MAX_GUESSES, SPECULATE
 from enginewright.targets import SMS, parse_targets
@@ -127,6 +129,11 @@ class Commands(click.Group):
         except EngineError as error:
             click.echo(f"engine: {error}", err=True)
             ctx.exit(error.exit_code)
+        except click.UsageError as error:  # it quotes what was typed, and names of files
+            shown = printable_lines(message := error.format_message())
+            if shown == message:
+                raise
+            raise click.UsageError(shown, error.ctx) from None
         except ModuleNotFoundError as error:
             missing = (error.name or "").partition(".")[0]
             extra = next((extra for extra, packages in EXTRAS.items() if missing in packages), None)
@@ -137,6 +144,16 @@ class Commands(click.Group):
             ctx.exit(UsageError.exit_code)
         except BrokenPipeError:
             ctx.exit(1)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print lines for people. What is not printable in the names that they hold is escaped."""
+    click.echo(printable_lines(text), err=err)
+
+
+def show(report: Mapping[str, Any], describe: Callable[[dict[str, Any]], str] | None) -> None:
+    """Print a report on stdout, as lines for people or, without `describe`, as JSON."""
+    click.echo(json.dumps(report) if describe is None else describe(printable_values(report)))
 
 
 def refuse_stray_question(context: click.Context, engine: Path) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from enginewright.engine_header import REBUILD, padded
 from enginewright.errors import CorruptEngineError
 from enginewright.manifest import MAX_BYTES, MAX_NAME
+from enginewright.printable import printable
 
 CODE = "code/"  # sections of this prefix are archives of kernels
 _NAME = re.compile(r"[!#-\[\]-~ ]{1,255}")  # printable ASCII but '"' and '\\'
@@ -96,8 +97,7 @@ def read_code(data: memoryview, section: str) -> CodeArchive:
     try:
         return _read(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        why = "".join(character if character.isprintable() else "?" for character in str(error)[:300])
-        raise CorruptEngineError(f"section {section} is damaged", why, REBUILD) from error
+        raise CorruptEngineError(f"section {section} is damaged", printable(str(error)[:300]), REBUILD) from error
 
 
 def _read(data: memoryview) -> CodeArchive:

@@ -13,6 +13,7 @@ import msgspec
 
 from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.manifest import FORMAT_VERSION, Manifest, SectionForm
+from enginewright.printable import printable
 
 ALIGN = 64  # bytes; where a section starts, and what its size is filled up to
 MAX_HEADER_BYTES = 100_000_000  # what safetensors readers accept
@@ -124,14 +125,10 @@ def parse_header(data: bytes, file_bytes: int, name: str = "the file") -> Engine
         if end % ALIGN:
             raise ValueError(f"the data starts at {end}, which is no multiple of {ALIGN}")
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise CorruptEngineError(f"the header of {name} is damaged", _printable(str(error)), REBUILD) from error
+        why = printable(str(error)[:MESSAGE_CHARACTERS])
+        raise CorruptEngineError(f"the header of {name} is damaged", why, REBUILD) from error
     offsets = {section: end + begin for section, (begin, _) in places.items()}
     return EngineHeader(manifest, metadata["enginewright.sha256"], offsets)
-
-
-def _printable(text: str) -> str:
-    """Messages of the decoder quote the file, which may be long, or talk to the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text[:MESSAGE_CHARACTERS])
 
 
 def _check_places(tensors: Mapping[str, _Tensor], forms: Mapping[str, SectionForm], data_bytes: int) -> None:

@@ -1,10 +1,12 @@
 """Errors people see. Each says what failed, why, and what to do, and carries the exit code of `engine`."""
 
+from enginewright.printable import printable, printable_lines
+
 MAX_SHOWN_CHARS = 60  # of a value that an error message names
 
 
 class EngineError(Exception):
-    """A documented failure.
+    """A documented failure. Its texts are printable, whatever the names in them.
 
     Args:
         what: what failed, as a short clause without a full stop.
@@ -15,7 +17,7 @@ class EngineError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
-        self.what, self.why, self.fix = what, why, fix
+        self.what, self.why, self.fix = what, why, fix = printable(what), printable_lines(why), printable_lines(fix)
         sentence = f"{what}: {why}" if what and why else what or why
         super().__init__(f"{sentence}\n{fix}" if fix else sentence)
 
