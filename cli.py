@@ -35,6 +35,7 @@ from enginewright.cli_options import (
 from enginewright.cli_recipes import recipe_option
 from enginewright.dtypes import KV_CACHES, kv_share
 from enginewright.errors import UsageError
+from enginewright.output_file import require_writable
 from enginewright.targets import CPU, PTX, SMS, parse_targets
 
 QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto")
@@ -566,12 +567,11 @@ def export(model: str, path: Path, dtype: str) -> None:
     MODEL is the folder of a Hugging Face checkpoint, a GGUF file, or the name of a model on the hub, as for `engine
     build`.
     """
-    from enginewright.builder.assembly import check_place
     from enginewright.builder.checkpoint import open_checkpoint
     from enginewright.builder.export import export_onnx
     from enginewright.builder.models import build_graph, check_config
 
-    check_place(path)  # before anything is downloaded
+    require_writable(path, regular=True)  # before anything is downloaded
     export_onnx(build_graph(open_checkpoint(model, check_config=check_config)), path, dtype)
     say(f"wrote {path}", err=True)
 

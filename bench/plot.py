@@ -5,13 +5,14 @@ once: how long answers took, and how much each round got done.
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from enginewright.errors import EngineError, UsageError
-from enginewright.new_file import require_writable
+from enginewright.errors import UsageError
+from enginewright.output_file import require_writable, write_file
 from enginewright_bench.figures import tokens_over_time
 from enginewright_bench.offline import OfflineReport
 from enginewright_bench.serving import ServeReport
@@ -68,13 +69,9 @@ def _picture(path: Path, title: str) -> Iterator[Sequence["Axes"]]:
         figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
         yield figure.subplots(1, 3)
         figure.suptitle(title, fontsize=11)
-        temporary = path.with_name(f".{path.name}.part")
-        try:
-            figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=DPI, metadata=_NO_DATE[path.suffix.lower()])
-            temporary.replace(path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise EngineError(f"{path} cannot be written", error.strerror or str(error)) from error
+        drawn = BytesIO()
+        figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=DPI, metadata=_NO_DATE[path.suffix.lower()])
+        write_file(path, drawn.getvalue())
 
 
 _NO_DATE: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".png": {}}

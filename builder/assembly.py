@@ -241,15 +241,6 @@ def default_output(checkpoint: Checkpoint, config: BuildConfig) -> Path:
     return Path(f"{checkpoint.name}-{quant}{kv}.engine")
 
 
-def check_place(output: Path) -> None:
-    """Raises UsageError where no engine could be written; said before what takes minutes."""
-    folder = output.absolute().parent
-    if not folder.is_dir():
-        raise UsageError(f"{output} cannot be written", f"there is no folder {folder}", "Make it, or name another one.")
-    if output.exists() and not output.is_file():  # as /dev/null, which the engine would replace
-        raise UsageError(f"{output} cannot be written", "it is there, and is no file", "Name a file, new or old.")
-
-
 def _max_seq_len(config: BuildConfig, model_limit: int) -> int:
     if config.max_seq_len is not None and config.max_seq_len > model_limit:
         raise UsageError(

@@ -15,7 +15,6 @@ from enginewright.builder.assembly import (
     Assembly,
     BuildConfig,
     assemble,
-    check_place,
     check_quant,
     chosen_quant,
     default_output,
@@ -37,7 +36,9 @@ from enginewright.builder.gate import (
 from enginewright.builder.gate.layers import FileWeights
 from enginewright.builder.gate.simulate import simulate
 from enginewright.builder.progress import Progress, Silent
+from enginewright.errors import UsageError
 from enginewright.manifest import About
+from enginewright.output_file import require_writable, same_file
 from enginewright.passes.quant import quant_config
 from enginewright.passes.quant.method import Calibration
 from enginewright.plugins.target import targets_of
@@ -112,15 +113,12 @@ def _one_thread() -> Iterator[None]:
 def _build(
     checkpoint: Checkpoint, draft: Draft | None, config: BuildConfig, output: Path, progress: Progress
 ) -> BuildReport:
-    for place in filter(None, (output, config.provenance)):
-        check_place(place)
+    _check_outputs(config, output)
     env.source_date()  # what is wrong with it is said now
     check_quant(checkpoint, config)
     check_draft(checkpoint, draft, config)
     if architectures(config.targets):
         check_compiler()
-    if config.report is not None:
-        check_report_path(config.report, config.gate)
     if config.method.calibrated:
         progress.phase("check the plan")
         _check_plan(checkpoint, draft, config, output)
@@ -168,6 +166,24 @@ def _build(
         notes=assembly.notes,
         quality=quality,
     )
+
+
+def _check_outputs(config: BuildConfig, output: Path) -> None:
+    """Refuse, before a build that takes minutes, outputs that could not be written after it."""
+    require_writable(output, regular=True)
+    others = [config.provenance] if config.provenance is not None else []
+    if config.report is not None:
+        others += check_report_path(config.report, config.gate)
+    for number, path in enumerate(others):
+        require_writable(path)
+        if any(same_file(path, other) for other in (output, *others[:number])):
+            raise UsageError(f"{path} cannot be written", "another output of this build has the same name")
+    if config.dump_graphs is not None:
+        try:
+            config.dump_graphs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise UsageError(f"the folder {config.dump_graphs} cannot be made", why) from error
 
 
 def _check_plan(checkpoint: Checkpoint, draft: Draft | None, config: BuildConfig, output: Path) -> None:

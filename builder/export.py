@@ -8,8 +8,9 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
-from enginewright.builder.assembly import check_place
 from enginewright.errors import EngineError
+from enginewright.new_file import replace_file
+from enginewright.output_file import require_writable
 from enginewright.plugins import DOMAIN, expand_references
 from enginewright.runtime.count import format_bytes
 
@@ -27,10 +28,13 @@ def export_onnx(model: ir.Model, path: Path, dtype: str = "fp32", embed_limit_by
         UsageError: there is no such folder, or `path` cannot be a file.
         EngineError: the disk has no space, or a weight is out of fp16's range. Nothing is left under `path` then.
     """
-    check_place(path)
+    path = Path(os.path.realpath(path))
     standard = expand_references(_in_half(model) if DTYPES[dtype] == ir.DataType.FLOAT16 else model)
     size_bytes = sum(value.const_value.nbytes for value in standard.graph.initializers.values() if value.const_value)
     data = f"{path.name}.data" if size_bytes > embed_limit_bytes else None
+    names = [data, path.name] if data else [path.name]
+    for name in names:
+        require_writable(path.with_name(name), regular=True)
     _check_space(path, size_bytes)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
@@ -38,8 +42,8 @@ def export_onnx(model: ir.Model, path: Path, dtype: str = "fp32", embed_limit_by
                 ir.save(standard, Path(folder, path.name), external_data=data)
             except ir.serde.SerdeError as error:  # wraps what reading a weight raised
                 raise _root(error) from None
-            for name in [data, path.name] if data else [path.name]:
-                os.replace(Path(folder, name), path.with_name(name))
+            for name in names:
+                replace_file(Path(folder, name), path.with_name(name))
     except OSError as error:
         raise EngineError(f"{path} cannot be written", error.strerror or str(error)) from error
 

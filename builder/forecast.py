@@ -11,7 +11,6 @@ from enginewright.builder.assembly import (
     Assembly,
     BuildConfig,
     assemble,
-    check_place,
     check_quant,
 )
 from enginewright.builder.calibration import foresee_samples
@@ -24,6 +23,7 @@ from enginewright.builder.progress import Progress, Silent
 from enginewright.engine_file import header_bytes
 from enginewright.engine_header import padded
 from enginewright.errors import UsageError
+from enginewright.output_file import require_writable
 from enginewright.passes.quant import W8A8
 from enginewright.passes.quant.auto import Mix
 from enginewright.passes.quant.choose import Choose
@@ -73,7 +73,7 @@ def forecast(
     """
     if config.dump_graphs is not None:
         raise UsageError("--dry-run writes nothing", "and --dump-graphs does", "Leave one of them out.")
-    check_place(output)
+    require_writable(output, regular=True)
     check_quant(checkpoint, config)
     if config.report is not None:
         raise UsageError("--dry-run writes nothing", "and --report does", "Leave one of them out.")

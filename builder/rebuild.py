@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from huggingface_hub import constants
 
 from enginewright import __version__
-from enginewright.builder.assembly import BuildConfig, check_place
+from enginewright.builder.assembly import BuildConfig
 from enginewright.builder.build import build_engine
 from enginewright.builder.calibration import foresee_samples
 from enginewright.builder.calibration.data import is_remote
@@ -28,6 +28,7 @@ from enginewright.builder.progress import Progress
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, EngineError, UsageError
 from enginewright.manifest import SKIP, Manifest
+from enginewright.output_file import require_writable, same_file
 from enginewright.passes.quant import METHODS, Bf16, QuantConfig, quant_config
 from enginewright.runtime import diff
 from enginewright.runtime.quality import QUALITY, QualityReport
@@ -64,8 +65,8 @@ def rebuild(
     """
     manifest, quality = _read(engine)
     if output is not None:
-        check_place(output)
-        if output.exists() and output.samefile(engine):
+        require_writable(output, regular=True)
+        if same_file(output, engine):
             raise UsageError(f"{output} is the engine itself", "nothing would be left to compare with", "Name another.")
     progress.phase("check the inputs")
     with _as_usage_errors():

@@ -14,8 +14,9 @@ from typing import Any
 
 from enginewright import __version__
 from enginewright.engine_file import EngineFile
-from enginewright.errors import EngineError, SignatureError, UsageError
+from enginewright.errors import SignatureError, UsageError
 from enginewright.manifest import Manifest
+from enginewright.output_file import write_file
 from enginewright.regular_file import read_regular
 from enginewright.runtime import env
 from enginewright.runtime.quality import QUALITY, QualityReport
@@ -42,10 +43,7 @@ def write_provenance(engine: Path, output: Path, origins: Origins, builder_id: s
         EngineError: the file cannot be written.
     """
     text = json.dumps(statement(engine, origins, builder_id), indent=2, sort_keys=True, ensure_ascii=False)
-    try:
-        output.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise EngineError(f"{output} cannot be written", error.strerror or str(error)) from error
+    write_file(output, f"{text}\n".encode())
 
 
 def statement(engine: Path, origins: Origins, builder_id: str | None = None) -> dict[str, Any]:

@@ -7,7 +7,6 @@ What it raises is of many types, so keys and bundles are looked at here first, t
 import base64
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginewright.errors import EngineError, SignatureError, UsageError
+from enginewright.output_file import require_writable, same_file, write_file
 from enginewright.regular_file import SMALL_FILE_BYTES, read_regular
 
 if TYPE_CHECKING:
@@ -146,12 +146,17 @@ def sign(path: Path, signer: Signer, signature: Path | None = None) -> Path:
     """
     signature = signature or signature_of(path)
     _check_file(path)
+    require_writable(signature)
+    if same_file(signature, path):
+        raise UsageError(f"{signature} cannot be written", "it is the file to sign", "Name another one.")
     from model_signing import signing
 
-    with _sigstore_errors(f"{path} cannot be signed"):
+    with _sigstore_errors(f"{path} cannot be signed"), tempfile.TemporaryDirectory() as folder:
         config = _signing_config(signing.Config(), signer)  # type: ignore[no-untyped-call]
-        with _written_whole(signature) as temporary:
-            config.sign(path.resolve(), temporary)
+        bundle = Path(folder, "bundle")
+        config.sign(path.resolve(), bundle)
+        data = bundle.read_bytes()
+    write_file(signature, data)
     return signature
 
 
@@ -294,17 +299,6 @@ def _read(path: Path) -> bytes:
         return read_regular(path, SMALL_FILE_BYTES)
     except OSError as error:
         raise UsageError(f"{path} cannot be read", (error.strerror or str(error)).lower()) from error
-
-
-@contextmanager
-def _written_whole(path: Path) -> Iterator[Path]:
-    """A file that takes the place of `path` once it is written."""
-    try:
-        with tempfile.TemporaryDirectory(prefix=".signature-", dir=path.absolute().parent) as folder:
-            yield Path(folder, "new")
-            os.replace(Path(folder, "new"), path)
-    except OSError as error:
-        raise EngineError(f"{path} cannot be written", error.strerror or str(error)) from error
 
 
 @contextmanager

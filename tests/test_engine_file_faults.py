@@ -10,6 +10,7 @@ import fcntl
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -256,14 +257,19 @@ def test_long_names(named: bool, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_a_link_is_replaced_and_not_followed(named: bool, tmp_path: Path, whole: bytes) -> None:
-    (tmp_path / "target").write_text("mine")
-    (tmp_path / NEW).symlink_to("target")
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_followed_and_stays(named: bool, there: bool, tmp_path: Path, whole: bytes) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    if there:
+        (folder / "target").write_text("mine")
+    (tmp_path / NEW).symlink_to("elsewhere/target")
     write_engine(tmp_path / NEW)
-    assert contents(tmp_path) == {"target": b"mine", NEW: whole} and not (tmp_path / NEW).is_symlink()
+    assert contents(folder) == {"target": whole} and (tmp_path / NEW).is_symlink()
+    assert {entry.name for entry in tmp_path.iterdir()} == {NEW, "elsewhere"}
 
 
-def test_a_link_comes_back_when_the_last_sync_fails(named: bool, tmp_path: Path) -> None:
+def test_the_target_of_a_link_comes_back_when_the_last_sync_fails(named: bool, tmp_path: Path) -> None:
     (tmp_path / "target").write_text("mine")
     (tmp_path / NEW).symlink_to("target")
     synced: list[str] = []
@@ -278,6 +284,31 @@ def test_a_link_comes_back_when_the_last_sync_fails(named: bool, tmp_path: Path)
     with intercepted(fail), pytest.raises(EngineError, match="the folder"):
         write_engine(tmp_path / NEW)
     assert (tmp_path / NEW).is_symlink() and contents(tmp_path) == {"target": b"mine", NEW: b"mine"}
+
+
+def test_an_engine_has_the_mode_and_owner_of_the_file_that_it_replaces(named: bool, tmp_path: Path) -> None:
+    path = tmp_path / NEW
+    write_engine(path)
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+    owner = (1234, 1235) if os.geteuid() == 0 else (os.getuid(), os.getgid())  # only root gives files away
+    os.chown(path, *owner)
+    for mode in (0o600, 0o444, 0o666):
+        path.chmod(mode)
+        write_engine(path)
+        status = path.stat()
+        assert (stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid) == (mode, *owner)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_what_is_no_file_is_not_replaced(named: bool, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / NEW
+    os.mkfifo(path) if kind == "fifo" else path.mkdir()
+    before = path.stat()
+    with pytest.raises(EngineError, match="cannot be written"):
+        write_engine(path)
+    assert path.stat() == before and os.listdir(tmp_path) == [NEW]
 
 
 def test_another_build_starts_while_this_one_renames(named: bool, folder: Path, whole: bytes) -> None:

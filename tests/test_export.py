@@ -1,5 +1,6 @@
 """ONNX files in standard ops: valid, run by onnxruntime without us, and as exact as their dtype."""
 
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,18 @@ def test_large_weights_go_beside_the_file(tmp_path: Path, dtype: str) -> None:
     np.testing.assert_array_equal(one, two)
 
 
+def test_a_link_is_followed_and_the_mode_of_its_target_stays(tmp_path: Path) -> None:
+    """Weights go next to the file that is written, whose name they have."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "target.onnx").touch(0o600)
+    (tmp_path / "link.onnx").symlink_to("folder/target.onnx")
+    export_onnx(tiny_graph("llama"), tmp_path / "link.onnx", embed_limit_bytes=1000)
+    assert (tmp_path / "link.onnx").is_symlink()
+    assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == ["target.onnx", "target.onnx.data"]
+    assert stat.S_IMODE((tmp_path / "folder" / "target.onnx").stat().st_mode) == 0o600
+    onnxruntime.InferenceSession(str(tmp_path / "folder" / "target.onnx"))
+
+
 def test_positions_are_exact_in_fp16(tmp_path: Path) -> None:
     """fp16 knows no whole number between 2048 and 2050: positions must not pass through it."""
     graph = tiny_graph("llama")
@@ -100,7 +113,7 @@ def test_a_weight_beyond_fp16_is_named_and_nothing_is_left(tmp_path: Path, embed
 def test_no_folder_is_made(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no folder"):
         export_onnx(tiny_graph("llama"), tmp_path / "new" / "model.onnx")
-    with pytest.raises(UsageError, match="is no file"):
+    with pytest.raises(UsageError, match="it is a folder"):
         export_onnx(tiny_graph("llama"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -3,6 +3,7 @@
 import base64
 import json
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from enginewright.cli import main
 from enginewright.engine_file import EngineFile
 from tests.helpers.engines import copied
 from tests.helpers.odd_files import ODD_FILES, make_sparse
+from tests.helpers.outputs import read_end
 from tests.helpers.tiny import tiny_checkpoint
 
 GITHUB = ("--identity", "https://github.com/o/r/.github/workflows/w.yml@refs/heads/main", "--issuer", "https://i")
@@ -124,6 +126,21 @@ def test_a_key(folder: Path) -> None:
     assert "not checked" in verified(engine)["signature"]
     said = refused(8, "verify", engine, "--key", folder / "other.pub")
     assert f"is not signed by the key {folder / 'other.pub'}" in said
+
+
+def test_where_a_signature_is_written(folder: Path) -> None:
+    engine, signature = folder / "x.engine", folder / "x.engine.sig"
+    (folder / "target").touch(0o600)
+    signature.symlink_to("target")
+    assert run("sign", engine, "--key", folder / "mine.pem").exit_code == 0
+    assert signature.is_symlink() and stat.S_IMODE((folder / "target").stat().st_mode) == 0o600
+    verified(engine, "--key", folder / "mine.pub")
+    with read_end(folder / "fifo", "fifo") as (fifo, read):
+        assert run("sign", engine, "--key", folder / "mine.pem", "--signature", fifo).exit_code == 0
+    assert "dsseEnvelope" in json.loads(read()) and fifo.is_fifo()
+    for place, why in (("none/x.sig", "there is no folder"), ("x.engine", "it is the file to sign")):
+        said = refused(2, "sign", engine, "--key", folder / "mine.pem", "--signature", folder / place)
+        assert why in said
 
 
 def test_a_signed_engine_may_have_another_name(folder: Path) -> None:

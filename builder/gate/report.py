@@ -6,20 +6,19 @@ import msgspec
 
 from enginewright.builder.gate.config import GateConfig
 from enginewright.builder.gate.page import page
-from enginewright.errors import EngineError, UsageError
+from enginewright.errors import UsageError
 from enginewright.manifest import About
-from enginewright.new_file import require_writable
+from enginewright.output_file import write_file
 from enginewright.runtime.quality import QualityReport
 
 
-def check_report_path(path: Path, gate: GateConfig | None) -> None:
-    """Raises UsageError, before a build, if its report could not be written after it."""
+def check_report_path(path: Path, gate: GateConfig | None) -> list[Path]:
+    """The files of a report. Raises UsageError if there is nothing to report, or the path is of no known kind."""
     if gate is None:
         raise UsageError("--report has nothing to tell", "--gate off measures nothing")
     if path.suffix.lower() not in (".html", ".json"):
         raise UsageError(f"--report {path} is of no known kind", "it may end in .html or .json")
-    for file in _files(path):
-        require_writable(file)
+    return _files(path)
 
 
 def write_report(report: QualityReport, about: About, path: Path) -> None:
@@ -41,13 +40,7 @@ def write_report(report: QualityReport, about: About, path: Path) -> None:
         else:
             assert report.measured is not None
             data = page(report, report.measured, about).encode()
-        temporary = file.with_name(f".{file.name}.part")
-        try:
-            temporary.write_bytes(data)
-            temporary.replace(file)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise EngineError(f"{file} cannot be written", error.strerror or str(error)) from error
+        write_file(file, data)
 
 
 def _files(path: Path) -> list[Path]:

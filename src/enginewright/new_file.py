@@ -7,6 +7,9 @@ next build of the same target removes hidden files that nobody holds any more.
 A link with a name cannot replace a file. So a build over an existing file links the finished, synced file under a
 hidden name and renames that; only a process killed between these two calls leaves something behind (a hidden,
 whole file, until the next build). The old file stays linked until the rename is known to be durable.
+
+Where the name is a symbolic link, the file that it leads to is made or replaced. A file that replaces another one has
+its mode, and its owner where the system allows that.
 """
 
 import contextlib
@@ -17,8 +20,6 @@ import re
 import secrets
 import stat
 from pathlib import Path
-
-from enginewright.errors import UsageError
 
 _O_TMPFILE = getattr(os, "O_TMPFILE", 0)  # Linux only
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
@@ -31,15 +32,18 @@ class NewFile:
     """Raises OSError where the system does; `discard` then, and the folder is as it was."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path = Path(os.path.realpath(path))
         self.size = 0  # bytes written, from the start to the end of the file
         self._fd = -1
         self._hidden: str | None = None  # the file's temporary name, if it has one
         self._leftovers: list[str] = []  # names to remove, whatever happens
         self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            earlier = self._earlier()
             self._remove_abandoned()
-            self._open()
+            self._open(0o666 if earlier is None else stat.S_IMODE(earlier.st_mode))
+            if earlier is not None:
+                _keep_mode_and_owner(self._fd, earlier)
         except BaseException:
             self.discard()
             raise
@@ -95,23 +99,33 @@ class NewFile:
         """Remove what is not published, and let go of the rest. Never fails."""
         self._close()
 
-    def _open(self) -> None:
-        if _O_TMPFILE and self._open_unnamed():
+    def _earlier(self) -> os.stat_result | None:
+        """The file that is to be replaced. Raises FileExistsError for what is no regular file."""
+        try:
+            earlier = os.stat(self.path.name, dir_fd=self._folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        if not stat.S_ISREG(earlier.st_mode):
+            raise FileExistsError(errno.EEXIST, "it is there, and is no file", str(self.path))
+        return earlier
+
+    def _open(self, mode: int) -> None:
+        if _O_TMPFILE and self._open_unnamed(mode):
             return
         for _ in range(_ATTEMPTS):
             self._hidden = self._new_name("building")
             self._leftovers.append(self._hidden)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._fd = os.open(self._hidden, flags, 0o666, dir_fd=self._folder)
+            self._fd = os.open(self._hidden, flags, mode, dir_fd=self._folder)
             if _lock(self._fd) is not False and os.fstat(self._fd).st_nlink:
                 return
             os.close(self._fd)  # another build took it for abandoned before it was locked
             self._fd = -1
         raise FileExistsError(errno.EEXIST, "another build keeps removing the temporary file", str(self.path))
 
-    def _open_unnamed(self) -> bool:
+    def _open_unnamed(self, mode: int) -> bool:
         try:
-            self._fd = os.open(".", _O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666, dir_fd=self._folder)
+            self._fd = os.open(".", _O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode, dir_fd=self._folder)
         except OSError as error:
             if error.errno in _NO_TMPFILE:
                 return False
@@ -188,15 +202,19 @@ def _lock(fd: int) -> bool | None:
     return True
 
 
-def require_writable(path: Path) -> None:
-    """Raises UsageError if a file cannot be written, so that no run ends in finding out."""
-    trial = path.with_name(f".{path.name}.part")
-    try:
-        if path.is_dir():
-            raise UsageError(f"{path} cannot be written", "it is a folder")
-        if not path.absolute().parent.is_dir():
-            raise UsageError(f"{path} cannot be written", f"there is no folder {path.parent}")
-        trial.touch()
-        trial.unlink()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written", error.strerror or str(error)) from error
+def replace_file(finished: Path, path: Path) -> None:
+    """Rename a finished file to `path`, or to the target of that link, on the same file system. Raises OSError."""
+    target = Path(os.path.realpath(path))
+    with finished.open("rb") as file:
+        if target.exists():
+            _keep_mode_and_owner(file.fileno(), target.stat())
+        os.fsync(file.fileno())
+    os.replace(finished, target)
+
+
+def _keep_mode_and_owner(fd: int, earlier: os.stat_result) -> None:
+    """Give an open file the mode of the one that it replaces, and its owner where the system allows that."""
+    for owner, group in ((-1, earlier.st_gid), (earlier.st_uid, -1)):
+        with contextlib.suppress(PermissionError):
+            os.fchown(fd, owner, group)
+    os.fchmod(fd, stat.S_IMODE(earlier.st_mode))

@@ -1,0 +1,48 @@
+"""Outputs that are no regular files, and the command as a process of its own."""
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+def make_null_device(path: Path) -> None:
+    """A device like /dev/null, which a test may lose."""
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        path.open("wb").close()
+    except PermissionError:
+        pytest.skip("this user, or this file system, has no devices of its own")
+
+
+@contextmanager
+def read_end(path: Path, kind: str) -> Iterator[tuple[Path, Callable[[], bytes]]]:
+    """A FIFO at `path`, or a pipe under /dev/fd, with somebody who reads it.
+
+    Returns:
+        The path to write to, and a function that gives what was written once `with` has ended.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        if kind == "fifo":
+            os.mkfifo(path)
+            read = thread.submit(path.read_bytes)
+            yield path, read.result
+        else:
+            reader, writer = os.pipe()
+            read = thread.submit(lambda: os.fdopen(reader, "rb").read())
+            try:
+                yield Path(f"/dev/fd/{writer}"), read.result
+            finally:
+                os.close(writer)
+
+
+def start_engine(*arguments: object) -> subprocess.Popen[str]:
+    """`engine` with these arguments."""
+    command = [sys.executable, "-m", "enginewright.cli", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
