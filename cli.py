@@ -3,7 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import click
 
@@ -35,6 +35,7 @@ from enginewright.cli_options import (
 from enginewright.cli_recipes import recipe_option
 from enginewright.dtypes import KV_CACHES, kv_share
 from enginewright.errors import UsageError
+from enginewright.input_lines import split_lines
 from enginewright.output_file import require_writable
 from enginewright.targets import CPU, PTX, SMS, parse_targets
 
@@ -715,7 +716,7 @@ def generate(
     "-i",
     "--input",
     "lines",
-    type=click.File(encoding="utf-8"),
+    type=click.File("rb"),
     show_default="none",
     help="File with a text in each line, behind those of the command line; - is standard input.",
 )
@@ -737,7 +738,7 @@ def generate(
 def embed(
     engine: Path,
     texts: tuple[str, ...],
-    lines: TextIO | None,
+    lines: BinaryIO | None,
     prompt_name: str | None,
     truncate_prompt_tokens: int | None,
     dimensions: int | None,
@@ -751,7 +752,7 @@ def embed(
     from enginewright.runtime.devices import open_engine
     from enginewright.runtime.llm import LLM
 
-    given = [*texts, *((line.rstrip("\n") for line in lines) if lines else ())]
+    given = [*texts, *((line.decode() for line in split_lines(lines.read(), lines.name)) if lines else ())]
     if not given:
         raise UsageError("engine embed takes texts", fix='Write them behind the engine: "…", or use --input.')
     with open_engine(engine, limits["device"], verify=verify) as opened, LLM(opened, **limits) as llm:

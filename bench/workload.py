@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from enginewright.errors import UsageError
+from enginewright.input_lines import read_lines
 
 # A text, token ids, or messages with role and content.
 Prompt = str | list[int] | list[dict[str, Any]]
@@ -206,11 +207,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def _lines(path: Path) -> list[tuple[int, bytes]]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read", error.strerror or str(error)) from error
-    found = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    found = read_lines(path)
     if not found:
         raise UsageError(f"{path} has no prompt", fix='Write one a line: {"prompt": "…"}.')
     return found

@@ -136,6 +136,15 @@ def test_a_bad_line_is_named(line: str, tmp_path: Path) -> None:
         workload(WorkloadConfig(dataset=path), IDS)
 
 
+def test_a_dataset_is_utf8_with_a_byte_order_mark_or_without(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n')
+    assert [item.prompt for item in workload(WorkloadConfig(dataset=path), IDS)] == ["a"]
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(UsageError, match=r"data\.jsonl, line 2: byte 13 of the line is no UTF-8"):
+        workload(WorkloadConfig(dataset=path), IDS)
+
+
 def test_a_dataset_that_is_missing_empty_or_too_small_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         workload(WorkloadConfig(dataset=tmp_path / "none"), IDS)

@@ -329,7 +329,7 @@ def test_a_build_says_what_to_do_next(kind: str, command: str, tmp_path: Path) -
 
 def test_the_command_prints_vectors(tmp_path: Path) -> None:
     path, lines = engine_of("bert", "mean", Bf16()), tmp_path / "texts.txt"
-    lines.write_text("dog\nThe capital of France\n")
+    lines.write_bytes(b"\xef\xbb\xbfdog\r\nThe capital of France\n")
     run = CliRunner().invoke(main, ["embed", str(path), "fox", "--input", str(lines), "--dimensions", "8"])
     assert run.exit_code == 0, run.output
     printed = [json.loads(line) for line in run.output.splitlines()]
@@ -339,3 +339,6 @@ def test_the_command_prints_vectors(tmp_path: Path) -> None:
     assert [entry["embedding"] for entry in printed] == [output.outputs.embedding for output in outputs]
     refused = CliRunner().invoke(main, ["embed", str(path)])
     assert refused.exit_code == 2 and "engine embed takes texts" in refused.output
+    lines.write_bytes(b"dog\n\xffcat\n")
+    refused = CliRunner().invoke(main, ["embed", str(path), "--input", str(lines)])
+    assert refused.exit_code == 2 and "line 2: byte 1 of the line is no UTF-8" in refused.output
