@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import click
 from enginewright.checkpoint_ref import check_written_path
 from enginewright.cli_help import SectionCommand, section, with_options
 from enginewright.cli_hints import hint_for_command, hint_for_quant, hint_for_target
+from enginewright.cli_process import INTERRUPTED, open_standard_streams, sigterm_ends_the_command
 from enginewright.errors import EngineError, UsageError
 from enginewright.printable import printable_lines, printable_values
 from enginewright.runtime.count import parse_bytes, parse_count
@@ -123,9 +125,18 @@ class Commands(click.Group):
             hint = hint_for_command(args, self.list_commands(ctx), self.program)
             raise click.UsageError(f"{error.message} {hint}".rstrip(), ctx) from None
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        open_standard_streams()
+        with sigterm_ends_the_command():
+            return super().main(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # a stdout that nobody reads fails here, and not when Python ends
+            return result
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
         except EngineError as error:
             click.echo(f"engine: {error}", err=True)
             ctx.exit(error.exit_code)
@@ -142,8 +153,6 @@ class Commands(click.Group):
             click.echo(f"engine: this command needs {missing}, which is not installed", err=True)
             click.echo(f"Install it with: pip install 'enginewright[{extra}]'", err=True)
             ctx.exit(UsageError.exit_code)
-        except BrokenPipeError:
-            ctx.exit(1)
 
 
 def say(text: str, *, err: bool = False) -> None:
