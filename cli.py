@@ -641,7 +641,14 @@ def export(model: str, path: Path, dtype: str) -> None:
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     show_default="stdout",
-    help="File for the answers to --input: JSON lines, in the order of the requests.",
+    help="File for the answers to --input: JSON lines, in the order of the requests. Each is written as soon as those "
+    "before it are.",
+)
+@output_section(
+    "--resume",
+    is_flag=True,
+    help="Go on with an --output that an earlier run has not finished: its answers are kept, and requests whose id "
+    "they have are not asked again.",
 )
 @JSON_OPTION
 @LIMIT_OPTIONS
@@ -657,6 +664,7 @@ def generate(
     chat_template_kwargs: dict[str, Any] | None,
     batch: Path | None,
     output: Path | None,
+    resume: bool,
     verify: bool,
     as_json: bool,
     **options: Any,
@@ -687,6 +695,8 @@ def generate(
         raise UsageError(
             "--output goes with --input", "an answer to --prompt or --chat is printed", "Redirect it: > FILE"
         )
+    if resume and output is None:
+        raise UsageError("--resume goes with --output", "it goes on with a file of answers", "Name the file with -o.")
     limits = {name: options.pop(name) for name in LIMITS}
     structure = {"json": options.pop("json_schema"), "choice": options.pop("choice") or None}
     structure |= {name: options.pop(name) for name in ("json_object", "regex", "grammar")}
@@ -696,7 +706,7 @@ def generate(
     limits |= {} if batch else {"max_num_seqs": 1}
     with open_engine(engine, limits["device"], verify=verify) as opened, LLM(opened, **limits) as llm:
         if batch is not None:
-            run_batch(llm, batch, output, sampling)
+            run_batch(llm, batch, output, sampling, resume=resume)
             return
         default_limit = PROMPT_TOKENS if prompt is not None and sampling["max_tokens"] is None else None
         params = default_params(llm.engine, **sampling | ({"max_tokens": default_limit} if default_limit else {}))

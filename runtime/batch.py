@@ -1,5 +1,8 @@
 """`engine generate --input`: a file of requests in, a file of answers out, in the same order.
 
+Each answer is written as soon as those before it are. A run that ends early keeps all the answers that it has, and
+`resume` goes on with the others.
+
 A line has one of two forms:
 
     {"prompt": text} or {"messages": [{"role": …, "content": …}, …]}, with an "id" of any kind, and sampling options
@@ -18,7 +21,10 @@ from typing import Any
 
 import msgspec
 
-from enginewright.errors import EngineError, UsageError, WorkerLostError
+from enginewright.errors import EngineError, UsageError, WorkerLostError, shorten
+from enginewright.input_lines import read_lines
+from enginewright.output_file import is_regular, require_writable, same_file
+from enginewright.runtime.batch_answers import AnswerKey, AnswerWriter, answer_key, keep_answers
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.messages.formats import Parser
 from enginewright.runtime.outputs import CompletionOutput, Delta, Logprob, RequestOutput, to_dicts
@@ -83,19 +89,28 @@ class _Work(msgspec.Struct):
     given: list[Prompt] = []  # its prompts
     priority: int = 0  # of these
 
+    @property
+    def key(self) -> AnswerKey | None:
+        return _key(self.request)
+
+    @property
+    def num_lines(self) -> int:
+        """The number of lines of the output that answer it."""
+        return 1 if self.params is None or isinstance(self.request, OpenAIBatchRequest) else self.params.n
+
 
 def read_requests(path: Path) -> list[BatchRequest | OpenAIBatchRequest]:
-    """Raises UsageError, with the number of the line, for what is no request."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read", error.strerror or str(error)) from error
+    """Raises UsageError, with the number of the line, for what is no request, or has the id of an earlier one."""
     requests: list[BatchRequest | OpenAIBatchRequest] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    lines_by_key: dict[AnswerKey, int] = {}
+    for number, line in read_lines(path):
         with _naming(path, number):
-            requests.append(_request(line, number))
+            request = _request(line, number)
+        key = _key(request)
+        if key is not None and (earlier := lines_by_key.setdefault(key, number)) != number:
+            what, (name, value) = f"{path}, lines {earlier} and {number}", key
+            raise UsageError(what, f'both have the "{name}" {shorten(value)}', "Give each request an id of its own.")
+        requests.append(request)
     if not requests:
         raise UsageError(f"{path} has no request", fix='Write one per line: {"prompt": "…"}.')
     return requests
@@ -143,22 +158,22 @@ def _openai_request(line: bytes, number: int) -> OpenAIBatchRequest:
     return OpenAIBatchRequest(number, fields.custom_id, fields.url, bytes(fields.body))
 
 
-def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, Any]) -> None:
-    """Answer every line of `source`; answers go to `output` (whole, or not at all) or stdout.
+def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, Any], *, resume: bool = False) -> None:
+    """Answer every line of `source` in a line of `output`, or of stdout.
 
     A body of OpenAI's form that is refused is answered with the error that the server would give. Whatever else is
-    wrong in the file is said before anything is computed.
+    wrong in the file, or with the output, is said before anything is computed.
 
     Args:
         common: sampling options for what a line does not say; None stands for the model's own.
+        resume: keep the answers that `output` has, and append those that are missing.
 
     Raises:
-        UsageError: a line cannot be answered; the message has its number.
+        UsageError: a line cannot be answered; the message has its number. Or the output is none.
         EngineError: the output cannot be written, or no request was answered.
     """
     requests = read_requests(source)
-    if output is not None and not output.absolute().parent.is_dir():
-        raise UsageError(f"{output} cannot be written", f"there is no folder {output.parent}")
+    _check_output(llm, source, output, requests, resume)
     work = []
     for request in requests:
         with _naming(source, request.line):
@@ -166,24 +181,76 @@ def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, 
                 work.append(_prepare_openai(llm, request, common))
             else:
                 work.append(_prepare(llm, request, common))
-    prompts = [(ids, one.params) for one in work for ids in one.prompts]
-    params = [params for _, params in prompts if params is not None]
-    priorities = [one.priority for one in work for _ in one.prompts]
-    answers = iter(llm.generate([ids for ids, _ in prompts], params, use_tqdm=True, priority=priorities))
-    lines, failed = [], 0
-    for one in work:
-        results = [next(answers) for _ in one.prompts]
-        if isinstance(one.request, OpenAIBatchRequest):
-            status, body = _openai_answer(llm, one, results)
-            failed += status != 200
-            lines.append(_openai_line(one.request, status, body))
-        else:
-            lines += [msgspec.json.encode(_repeated(one.request) | choice) for choice in to_dicts(results[0])]
-    _write(b"".join(line + b"\n" for line in lines), output)
-    if failed == len(work):
+    num_kept = 0
+    if resume and output is not None:
+        kept = keep_answers(output, {one.key: one.num_lines for one in work if one.key is not None})
+        work = [one for one in work if one.key not in kept]
+        num_kept = len(kept)
+    can_resume = output is not None and all(one.key is not None for one in work)
+    note = ": --resume goes on with the others" if can_resume else ""
+    with AnswerWriter(output, len(requests), num_kept, resume=resume, note=note) as writer:
+        failed = _answer(llm, work, writer)
+    if failed == len(requests):
         raise EngineError("no request was answered", fix="The lines of the output say why.")
     if failed:
-        print(f"[{failed} of {len(work)} requests failed; their lines say why]", file=sys.stderr)
+        print(f"[{failed} of {len(requests)} requests failed; their lines say why]", file=sys.stderr)
+
+
+def _check_output(
+    llm: LLM,
+    source: Path,
+    output: Path | None,
+    requests: Sequence[BatchRequest | OpenAIBatchRequest],
+    resume: bool,
+) -> None:
+    """Raises UsageError for an output that cannot be written, or that an earlier run cannot have written."""
+    if output is not None:
+        require_writable(output, in_place=True)
+        for read in (source, llm.engine.file.path):
+            if same_file(output, read):
+                raise UsageError(f"{output} cannot be written", "it is read by this command", "Name another file.")
+    if not resume:
+        return
+    if output is None or not is_regular(output):
+        raise UsageError("--resume needs a file", "it goes on where an earlier run has stopped", "Name it with -o.")
+    for request in requests:
+        if _key(request) is None:
+            why = "it has no id, by which --resume would find its answer"
+            raise UsageError(f"{source}, line {request.line}", why, 'Give each line an "id".')
+
+
+def _answer(llm: LLM, work: Sequence[_Work], writer: AnswerWriter) -> int:
+    """Have all requests answered, and their answers written; returns the number of those that are errors."""
+    owners = [(index, place) for index, one in enumerate(work) for place in range(len(one.prompts))]
+    results: list[dict[int, RequestOutput]] = [{} for _ in work]  # by the place of the prompt in its request
+    failed = 0
+
+    def write(index: int) -> None:
+        nonlocal failed
+        one, outputs = work[index], [output for _, output in sorted(results[index].items())]
+        if isinstance(one.request, OpenAIBatchRequest):
+            status, body = _openai_answer(llm, one, outputs)
+            failed += status != 200
+            lines = [_openai_line(one.request, status, body)]
+        else:
+            lines = [msgspec.json.encode(_repeated(one.request) | choice) for choice in to_dicts(outputs[0])]
+        writer.add(index, b"".join(line + b"\n" for line in lines))
+        results[index].clear()
+
+    def take(prompt: int, output: RequestOutput) -> None:
+        index, place = owners[prompt]
+        results[index][place] = output
+        if len(results[index]) == len(work[index].prompts):
+            write(index)
+
+    for index, one in enumerate(work):
+        if not one.prompts:
+            write(index)
+    params = [one.params for one in work for _ in one.prompts if one.params is not None]
+    priorities = [one.priority for one in work for _ in one.prompts]
+    prompts = [ids for one in work for ids in one.prompts]
+    llm.generate(prompts, params, use_tqdm=True, on_output=take, priority=priorities)
+    return failed
 
 
 def _prepare(llm: LLM, request: BatchRequest, common: Mapping[str, Any]) -> _Work:
@@ -296,21 +363,13 @@ def _openai_line(request: OpenAIBatchRequest, status: int, body: bytes) -> bytes
     return msgspec.json.encode(line)
 
 
+def _key(request: BatchRequest | OpenAIBatchRequest) -> AnswerKey | None:
+    if isinstance(request, OpenAIBatchRequest):
+        return answer_key({"custom_id": request.custom_id})
+    return answer_key({"id": request.id})
+
+
 def _repeated(request: BatchRequest) -> dict[str, Any]:
     """What an answer repeats of its request."""
     echoed = {"prompt" if isinstance(request.prompt, str) else "messages": request.prompt}
     return echoed if request.id is None else {"id": request.id, **echoed}
-
-
-def _write(data: bytes, output: Path | None) -> None:
-    if output is None:
-        sys.stdout.buffer.write(data)
-        sys.stdout.flush()
-        return
-    temporary = output.with_name(f".{output.name}.part")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(output)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise EngineError(f"{output} cannot be written", error.strerror or str(error)) from error

@@ -64,6 +64,7 @@ from enginewright.runtime.work_class import WorkClass
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Progress = Callable[[int, int], None]
+OnOutput = Callable[[int, RequestOutput], None]
 Priority = int | Sequence[int] | None
 
 
@@ -126,6 +127,7 @@ class LLM:
         *,
         use_tqdm: bool = False,
         on_progress: Progress | None = None,
+        on_output: OnOutput | None = None,
         cache_salt: str = "",
         priority: Priority = None,
         **vllm_options: Any,
@@ -137,6 +139,7 @@ class LLM:
             sampling_params: for all, or one for each; None is the model's own.
             use_tqdm: show a bar on a terminal.
             on_progress: called as tokens come with (requests done, tokens written).
+            on_output: called as requests end with (index of the prompt, its output).
             cache_salt: prompts share the KV cache only with those of the same salt; a prompt may have its own.
             priority: of all, or of each (WorkClass); the lower, the more urgent, and None is 0.
             vllm_options: arguments of vLLM's, such as lora_request, at values that ask for nothing.
@@ -145,7 +148,7 @@ class LLM:
             UsageError: a prompt or its parameters ask for what cannot be done; nothing has been computed then.
         """
         check_call_options(vllm_options)
-        return self._complete(_each(prompts), sampling_params, use_tqdm, on_progress, cache_salt, priority)
+        return self._complete(_each(prompts), sampling_params, use_tqdm, on_progress, cache_salt, priority, on_output)
 
     def chat(
         self,
@@ -328,6 +331,7 @@ class LLM:
         on_progress: Progress | None,
         cache_salt: str,
         priority: Priority,
+        on_output: OnOutput | None = None,
     ) -> list[RequestOutput]:
         if on_progress is not None and not callable(on_progress):
             raise UsageError(f"on_progress is {shorten(on_progress)}", "it must be a function of two numbers")
@@ -350,7 +354,10 @@ class LLM:
                     written += len(delta.tokens)
                     if delta.finish_reason is not None:
                         left -= 1
-                        done += collectors[index].finished
+                        if collectors[index].finished:
+                            done += 1
+                            if on_output is not None:
+                                on_output(index, collectors[index].output())
                     if bar is not None:
                         bar.update(done, written)
                     if on_progress is not None:

@@ -1,6 +1,14 @@
 """Files of prompts: answers in the same order, or an error that names the line and nothing written."""
 
 import json
+import os
+import re
+import resource
+import shlex
+import signal
+import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +21,8 @@ from enginewright.runtime import batch
 from enginewright.runtime.batch import read_requests, run_batch
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.sampling import SamplingParams
+from tests.helpers.outputs import make_null_device, read_end, start_engine
+from tests.helpers.serving import tiny_engine
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 
@@ -24,12 +34,23 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield opened
 
 
-def answers(llm: LLM, folder: Path, lines: list[Any], **common: Any) -> list[dict[str, Any]]:
+def answers(llm: LLM, folder: Path, lines: list[Any], *, resume: bool = False, **common: Any) -> list[dict[str, Any]]:
     source, output = folder / "in.jsonl", folder / "out.jsonl"
     texts = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines]
     source.write_text("\n".join(texts) + "\n")
-    run_batch(llm, source, output, common)
+    run_batch(llm, source, output, common, resume=resume)
     return [json.loads(line) for line in output.read_bytes().splitlines()]
+
+
+def without_times(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Answers without what differs from run to run."""
+    varying = {"queue_s", "first_token_s", "total_s", "num_cached_tokens"}
+    kept = [{name: value for name, value in answer.items() if name not in varying} for answer in found]
+    for answer in kept:
+        if "response" in answer:
+            body = answer["response"]["body"]
+            answer["response"] = {"choices": body.get("choices"), "error": body.get("error")}
+    return kept
 
 
 def openai_line(name: str, body: dict[str, Any], url: str = "/v1/completions") -> dict[str, Any]:
@@ -216,16 +237,144 @@ def test_a_line_beyond_the_limit_is_not_parsed(tmp_path: Path, monkeypatch: pyte
         read_requests(tmp_path / "long.jsonl")
 
 
-def test_a_failing_disk_leaves_nothing(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+def test_a_full_disk_keeps_the_answers_before_it(llm: LLM, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The kernel itself refuses to write, within a line: that line is cut off, and --resume goes on after it."""
+    lines = [{"prompt": "a", "max_tokens": 1, "id": f"{n}" * 100_000} for n in range(4)]
+    expected = answers(llm, tmp_path, lines)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, hard))
+    try:
+        with pytest.raises(EngineError, match=r"out\.jsonl cannot be written: File too large"):
+            run_batch(llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl", {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "[2 of 4 answers are in" in (said := capfd.readouterr().err) and "--resume goes on" in said
+    kept = [json.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
+    assert without_times(kept) == without_times(expected[:2])
+    assert without_times(answers(llm, tmp_path, lines, resume=True)) == without_times(expected)
 
-    for method in ("write_bytes", "replace"):
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, method, full)
-            with pytest.raises(EngineError, match=r"out\.jsonl cannot be written: No space left"):
-                answers(llm, tmp_path, [{"prompt": "a", "max_tokens": 1}])
-        assert [entry.name for entry in tmp_path.iterdir()] == ["in.jsonl"]
+
+def test_resume_asks_only_for_what_is_missing(llm: LLM, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A half line at the end is cut off, and so is a request that has only some of its answers."""
+    lines = [
+        openai_line("x", {"prompt": "a"}),
+        openai_line("refused", {"prompt": "a", "n": 0}),
+        {"prompt": "b", "id": {"row": 1}},
+        {"prompt": "c", "id": "x", "n": 3, "seed": 1, "temperature": 1},
+    ]
+    expected = without_times(answers(llm, tmp_path, lines, max_tokens=3, ignore_eos=True))
+    whole = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
+    for left, num_asked in ((whole, 0), (whole[:5], 1), ([*whole[:3], whole[3][:-9]], 1), (whole[:1], 2), ([], 3)):
+        (tmp_path / "out.jsonl").write_bytes(b"".join(left))
+        capfd.readouterr()
+        found = answers(llm, tmp_path, lines, resume=True, max_tokens=3, ignore_eos=True)
+        assert without_times(found) == expected
+        assert f"[{num_asked} of {num_asked} answers" in capfd.readouterr().err
+    (tmp_path / "out.jsonl").unlink()
+    assert without_times(answers(llm, tmp_path, lines, resume=True, max_tokens=3, ignore_eos=True)) == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "left", "message"),
+    [
+        ([{"prompt": "a", "id": 1}, {"prompt": "b"}], "", r"in\.jsonl, line 2: it has no id"),
+        ([{"prompt": "a", "id": 1}], '{"id": 1}\n{"id": 2}\n', r"out\.jsonl, line 2: it answers no request"),
+        ([{"prompt": "a", "id": 1}], "a letter\n", r"out\.jsonl, line 1: it is no answer"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(llm: LLM, tmp_path: Path, lines: list[Any], left: str, message: str) -> None:
+    (tmp_path / "out.jsonl").write_text(left)
+    with pytest.raises(UsageError, match=message):
+        answers(llm, tmp_path, lines, resume=True)
+    assert (tmp_path / "out.jsonl").read_text() == left
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "descriptor"])
+def test_answers_go_into_what_is_no_regular_file(llm: LLM, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a", "max_tokens": 3, "ignore_eos": true}\n' * 2)
+    output = tmp_path / "out"
+    if kind == "device":
+        make_null_device(output)
+        run_batch(llm, tmp_path / "in.jsonl", output, {})
+        assert stat.S_ISCHR(output.lstat().st_mode)
+    else:
+        with read_end(output, kind) as (path, read):
+            run_batch(llm, tmp_path / "in.jsonl", path, {})
+        assert [len(json.loads(line)["token_ids"]) for line in read().splitlines()] == [3, 3]
+    assert {entry.name for entry in tmp_path.iterdir()} <= {"in.jsonl", "out"}
+
+
+def test_an_earlier_output_keeps_its_mode_and_a_link_stays_one(llm: LLM, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    (tmp_path / "out.jsonl").symlink_to("target")
+    for mode, before in ((0o600, "old"), (0o640, "x" * 100_000)):
+        target.write_text(before)
+        target.chmod(mode)
+        assert len(answers(llm, tmp_path, [{"prompt": "a", "max_tokens": 1}])) == 1
+        assert (tmp_path / "out.jsonl").is_symlink() and stat.S_IMODE(target.stat().st_mode) == mode
+    target.unlink()
+    assert len(answers(llm, tmp_path, [{"prompt": "a", "max_tokens": 1}])) == 1
+    assert (tmp_path / "out.jsonl").is_symlink() and target.is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_keeps_the_answers_that_are_there(llm: LLM, tmp_path: Path, number: signal.Signals) -> None:
+    """The first is read while the second is computed, which takes long; the third waited for the second."""
+    lengths = [(40, "first"), (4000, "long"), (1, "third")]
+    lines = [{"prompt": "a", "max_tokens": n, "ignore_eos": True, "id": name} for n, name in lengths]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    os.mkfifo(tmp_path / "out")
+    options = ["--input", tmp_path / "in.jsonl", "-o", tmp_path / "out"]
+    process = start_engine("generate", tiny_engine(), *options)
+    with (tmp_path / "out").open() as output:
+        found = [json.loads(output.readline())]
+        process.send_signal(number)
+        found += map(json.loads, output)
+    _, errors = process.communicate()
+    assert process.returncode == 128 + number and "Traceback" not in errors, errors
+    assert [answer["id"] for answer in found] == ["first", "third"]
+    assert f"[2 of 3 answers are in {tmp_path / 'out'}]" in errors
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (b'{"prompt": "a", "id": 1}\n\n{"prompt": "b", "id": 1}\n', 'lines 1 and 3: both have the "id"'),
+        (
+            b'{"custom_id": "q", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}\n' * 2,
+            'lines 1 and 2: both have the "custom_id"',
+        ),
+        (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "line 2: byte 13 of the line is no UTF-8"),
+        (
+            b'{"custom_id": "q", "method": "POST", "url": "/v1/completions", "body": {"prompt": "\xe9"}}\n',
+            "line 1: byte",
+        ),
+    ],
+)
+def test_lines_that_are_refused_before_the_work(llm: LLM, tmp_path: Path, lines: bytes, message: str) -> None:
+    (tmp_path / "in.jsonl").write_bytes(lines)
+    with pytest.raises(UsageError, match=message):
+        run_batch(llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl", {})
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 1}\r\n{"prompt": "b", "max_tokens": 1}\r\n'
+    )
+    run_batch(llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl", {})
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
+    assert [answer["prompt"] for answer in found] == ["a", "b"]
+
+
+@pytest.mark.parametrize("redirection", ["| head -1", ">&-"])
+def test_a_stdout_that_nobody_reads_ends_the_command_quietly(tmp_path: Path, redirection: str) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a", "max_tokens": 1}\n{"prompt": "b", "max_tokens": 400}\n')
+    command = shlex.join([sys.executable, "-m", "enginewright.cli", "generate", str(tiny_engine())])
+    script = f"set -o pipefail; {command} --input {shlex.quote(str(tmp_path / 'in.jsonl'))} {redirection}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stdout.count("\n") == redirection.startswith("|")
+    assert re.fullmatch(r"\[\d of 2 answers, \d+ tokens\]\n", done.stderr)
 
 
 def test_without_a_file_answers_go_to_stdout(
@@ -238,7 +387,26 @@ def test_without_a_file_answers_go_to_stdout(
     assert b"2 of 2 answers, 6 tokens" in printed.err
 
 
-def test_a_missing_output_folder_is_said_before_the_work(llm: LLM, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"prompt": "The"}\n')
-    with pytest.raises(UsageError, match="no folder"):
-        run_batch(llm, tmp_path / "in.jsonl", tmp_path / "nowhere" / "out.jsonl", {})
+def test_an_output_that_cannot_be_written_is_said_before_the_work(
+    llm: LLM, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "The"}\n')
+    (tmp_path / "link").symlink_to("in.jsonl")
+    (tmp_path / "loop").symlink_to("loop")
+    engine = llm.engine.file.path
+    for output, piece in [
+        (tmp_path / "nowhere" / "out.jsonl", "there is no folder"),
+        (tmp_path, "it is a folder"),
+        (tmp_path / "loop", "symbolic links"),
+        (source, "it is read by this command"),
+        (tmp_path / "link", "it is read by this command"),
+        (engine, "it is read by this command"),
+        (Path("/dev/fd/77"), "Bad file descriptor"),
+    ]:
+        with pytest.raises(UsageError, match=piece):
+            run_batch(llm, source, output, {})
+    for output in (None, Path("/dev/null")):
+        with pytest.raises(UsageError, match="--resume needs a file"):
+            run_batch(llm, source, output, {}, resume=True)
+    assert source.read_text() == '{"prompt": "The"}\n' and "answers" not in capfd.readouterr().err
