@@ -214,7 +214,9 @@ def replace_file(finished: Path, path: Path) -> None:
 
 def _keep_mode_and_owner(fd: int, earlier: os.stat_result) -> None:
     """Give an open file the mode of the one that it replaces, and its owner where the system allows that."""
-    for owner, group in ((-1, earlier.st_gid), (earlier.st_uid, -1)):
-        with contextlib.suppress(PermissionError):
-            os.fchown(fd, owner, group)
+    made = os.fstat(fd)
+    if (made.st_uid, made.st_gid) != (earlier.st_uid, earlier.st_gid):  # sandboxes may end who asks needlessly
+        for owner, group in ((-1, earlier.st_gid), (earlier.st_uid, -1)):
+            with contextlib.suppress(PermissionError):
+                os.fchown(fd, owner, group)
     os.fchmod(fd, stat.S_IMODE(earlier.st_mode))
