@@ -139,7 +139,7 @@ def keep_answers(path: Path, num_lines: Mapping[AnswerKey, int]) -> set[AnswerKe
                 if not line.endswith(b"\n"):
                     break
                 key = _key(line, f"{path}, line {number}")
-                if key not in num_lines:
+                if key is None or key not in num_lines:
                     raise UsageError(f"{path}, line {number}", "it answers no request of the input", FRESH)
                 if key != last:
                     begin = end
