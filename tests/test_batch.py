@@ -21,7 +21,7 @@ from enginewright.runtime import batch
 from enginewright.runtime.batch import read_requests, run_batch
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.sampling import SamplingParams
-from tests.helpers.outputs import make_null_device, read_end, start_engine
+from tests.helpers.outputs import NULL, make_device, read_end, start_engine
 from tests.helpers.serving import tiny_engine
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
@@ -294,7 +294,7 @@ def test_answers_go_into_what_is_no_regular_file(llm: LLM, tmp_path: Path, kind:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "max_tokens": 3, "ignore_eos": true}\n' * 2)
     output = tmp_path / "out"
     if kind == "device":
-        make_null_device(output)
+        make_device(output, NULL)
         run_batch(llm, tmp_path / "in.jsonl", output, {})
         assert stat.S_ISCHR(output.lstat().st_mode)
     else:
@@ -406,7 +406,8 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(
     ]:
         with pytest.raises(UsageError, match=piece):
             run_batch(llm, source, output, {})
-    for output in (None, Path("/dev/null")):
+    os.mkfifo(tmp_path / "fifo")
+    for output in (None, tmp_path / "fifo"):
         with pytest.raises(UsageError, match="--resume needs a file"):
             run_batch(llm, source, output, {}, resume=True)
     assert source.read_text() == '{"prompt": "The"}\n' and "answers" not in capfd.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import socket
 import stat
 from pathlib import Path
@@ -14,7 +15,7 @@ from enginewright.cli import main
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, UsageError
 from enginewright.output_file import require_writable, write_file
-from tests.helpers.outputs import make_null_device, read_end
+from tests.helpers.outputs import FULL, NULL, make_device, read_end
 from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 
@@ -52,7 +53,7 @@ def test_what_is_no_regular_file_is_written_to(tmp_path: Path, kind: str) -> Non
 
 
 def test_a_device_stays_one(tmp_path: Path) -> None:
-    make_null_device(tmp_path / "null")
+    make_device(tmp_path / "null", NULL)
     require_writable(tmp_path / "null")
     write_file(tmp_path / "null", b"x")
     assert stat.S_ISCHR((tmp_path / "null").lstat().st_mode)
@@ -94,13 +95,25 @@ def test_outputs_that_cannot_be_written(tmp_path: Path, in_place: bool) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["dangling", "file", "loop", "socket"]
 
 
+def test_a_device_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
+    make_device(tmp_path / "full", FULL)
+    with pytest.raises(EngineError, match="full cannot be written: No space left on device"):
+        write_file(tmp_path / "full", b"x")
+    assert stat.S_ISCHR((tmp_path / "full").lstat().st_mode)
+
+
 def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="No space left on device"):
-        write_file(Path("/dev/full"), b"x")
-    (tmp_path / "a").write_text("old")
-    with pytest.raises(EngineError, match="cannot be written"):
-        write_file(tmp_path / "a" / "b", b"x")
-    assert (tmp_path / "a").read_text() == "old"
+    """The kernel itself refuses to write."""
+    path = tmp_path / "report"
+    path.write_text("old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, hard))
+    try:
+        with pytest.raises(EngineError, match="report cannot be written: File too large"):
+            write_file(path, b"x" * 300_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_build_writes_through_links_and_into_pipes(checkpoint: Path, tmp_path: Path) -> None:

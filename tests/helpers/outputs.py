@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+NULL, FULL = 3, 7  # minor numbers of /dev/null and /dev/full
 
-def make_null_device(path: Path) -> None:
-    """A device like /dev/null, which a test may lose."""
+
+def make_device(path: Path, minor: int) -> None:
+    """A device as one of /dev, which a test may lose: those of the machine are never named as an output."""
     try:
-        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
-        path.open("wb").close()
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, minor))
+        os.close(os.open(path, os.O_WRONLY))
     except PermissionError:
         pytest.skip("this user, or this file system, has no devices of its own")
 
