@@ -3,7 +3,8 @@
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -47,11 +48,9 @@ class AnswerWriter:
         if path is None:
             self._stream, self._can_cut = sys.stdout.buffer, False
         else:
-            try:
+            with self._writing():
                 self._can_cut = is_regular(path)
                 self._stream = open_in_place(path, keep=resume)
-            except OSError as error:
-                raise self._failed(error) from error
         # Where each written answer ends, after where the first one begins. A signal may end the work between any two
         # instructions: this list alone says what is written.
         self._ends = [self._stream.seek(0, 2) if resume else 0]
@@ -81,7 +80,8 @@ class AnswerWriter:
         finally:
             written = self._num_kept + len(self._ends) - 1
             if self._path is not None:
-                self._stream.close()
+                with self._writing():
+                    self._stream.close()
                 if written < self._count:
                     note = self._note if self._can_cut else ""
                     print(f"[{written} of {self._count} answers are in {self._path}{note}]", file=sys.stderr)
@@ -100,25 +100,29 @@ class AnswerWriter:
     def _cut_half_line(self) -> bool:
         """Whether the output ends with a whole line now."""
         if not self._is_whole and self._can_cut:
-            self._stream.truncate(self._ends[-1])
-            self._stream.seek(self._ends[-1])
+            with self._writing():
+                self._stream.truncate(self._ends[-1])
+                self._stream.seek(self._ends[-1])
             self._is_whole = True
         return self._is_whole
 
     def _write(self, lines: bytes) -> None:
         self._is_whole = False
-        try:
+        with self._writing():
             write_all(self._stream, lines)
             self._stream.flush()
-        except OSError as error:
-            if self._path is None and isinstance(error, BrokenPipeError):
-                raise  # the command ends as others do whose output nobody reads
-            raise self._failed(error) from error
         self._ends.append(self._ends[-1] + len(lines))
         self._is_whole = True
 
-    def _failed(self, error: OSError) -> EngineError:
-        return EngineError(f"{self._path or 'stdout'} cannot be written", error.strerror or str(error))
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """The system's errors as ours, but for a stdout that nobody reads: that ends the command as it ends others."""
+        try:
+            yield
+        except OSError as error:
+            if self._path is None and isinstance(error, BrokenPipeError):
+                raise
+            raise EngineError(f"{self._path or 'stdout'} cannot be written", error.strerror or str(error)) from error
 
 
 def keep_answers(path: Path, num_lines: Mapping[AnswerKey, int]) -> set[AnswerKey]:
