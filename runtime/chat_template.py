@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from enginewright.errors import EngineError, UsageError, shorten
+from enginewright.runtime.messages.history import forms, shows
 from enginewright.runtime.tokenizer import SPECIAL_TOKENS, TEMPLATE_NAMES
 from enginewright.runtime.worker_process import WorkerProcess
 
@@ -65,22 +66,28 @@ class ChatTemplate:
             raise UsageError(f"chat_template_kwargs is {shorten(given)}", "it must have values by name")
         if reserved := sorted(RESERVED_NAMES & set(given)):
             raise UsageError(f"chat_template_kwargs cannot set {', '.join(reserved)}", "the name is reserved")
-        variables = {
-            **given,
-            **names,
-            "messages": list(messages),
-            "add_generation_prompt": add_generation_prompt,
-        }
-        try:
-            conversation = json.dumps({"variables": variables, "now": self._now().isoformat()}).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise UsageError("a message or a template argument holds what JSON does not", str(error)) from error
-        reply = self._worker.ask(conversation)
-        match reply:
+        variables = {**given, **names, "add_generation_prompt": add_generation_prompt}
+        replies = list[dict[str, str]]()
+        for form in forms(list(messages)):  # as a rule, the first one is shown
+            reply = self._ask({**variables, "messages": form})
+            if "too_long" in reply or ("text" in reply and shows(reply["text"], messages)):
+                replies = [reply]
+                break
+            replies.append(reply)
+        match next((reply for reply in replies if "text" in reply), replies[0]):
             case {"text": text}:
                 return str(text)
             case {"refused": why}:
                 raise UsageError("the model's chat template refuses these messages", why)
             case {"too_long": why}:
                 raise EngineError("the chat template does not come to an end", why)
-        raise EngineError("the chat template failed", reply["failed"])
+            case reply:
+                raise EngineError("the chat template failed", reply["failed"])
+
+    def _ask(self, variables: Mapping[str, Any]) -> dict[str, str]:
+        """The template's reply to a conversation. Raises UsageError for what JSON does not hold."""
+        try:
+            conversation = json.dumps({"variables": variables, "now": self._now().isoformat()}).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UsageError("a message or a template argument holds what JSON does not", str(error)) from error
+        return self._worker.ask(conversation)

@@ -341,9 +341,9 @@ def _function(**keys: Any) -> list[Any]:
         ),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "tool"),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
             "messages[0].tool_calls[0].function.arguments",
-            "must be a JSON object",
+            "expected `str | object | null`",
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from enginewright.runtime.messages.formats import reasons
+from enginewright.runtime.messages.history import INVALID_JSON
 from enginewright.runtime.server.chat import THINKING, ChatBody, refuse_contradiction
 from enginewright.runtime.server.errors import ApiError, speaking_of
 from enginewright.runtime.server.protocol import (
@@ -40,7 +41,7 @@ RENAMES = {
     "response_format": "output_config.format",
 }
 # What clients send back of blocks that they got, or say for a cache of Anthropic's.
-KEPT = ("cache_control", "caller", "signature")
+KEPT = ("cache_control", "caller", "parsed_output", "signature")
 TOOL_OFF: Mapping[str, Sequence[Any]] = {
     "allowed_callers": ([], ["direct"]),
     "defer_loading": (False,),
@@ -273,8 +274,10 @@ def _of_assistant(content: str | list[dict[str, Any]], where: str) -> dict[str, 
                 texts.append(text)
             case Thinking(thinking=thought):
                 thoughts.append(thought)
-            case ToolUse(id=id, name=name, input=arguments):
-                calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
+            case ToolUse(id=id, name=name, input=given):
+                cut = given.get(INVALID_JSON) if len(given) == 1 else None
+                function = {"name": name, "arguments": cut if isinstance(cut, str) else given}
+                calls.append({"id": id, "type": "function", "function": function})
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
     return message | ({"tool_calls": calls} if calls else {})

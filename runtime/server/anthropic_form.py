@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from enginewright.runtime.messages.calls import Call, load
+from enginewright.runtime.messages.calls import Call
+from enginewright.runtime.messages.history import as_object
 from enginewright.runtime.messages.parser import Reasoning
 from enginewright.runtime.server.anthropic_body import RENAMES
 from enginewright.runtime.server.errors import ApiError
@@ -92,7 +93,7 @@ class MessagesForm(PartsForm):
                 "type": "tool_use",
                 "id": part.call_id,
                 "name": part.name,
-                "input": _input(part.text) if whole else {},
+                "input": as_object(part.text) if whole else {},
             }
         text = part.text if whole else ""
         if part.kind is Reasoning:
@@ -107,15 +108,6 @@ class MessagesForm(PartsForm):
         if isinstance(choice.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
         return {"stop_reason": "end_turn", "stop_sequence": None}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Arguments that are none, or were cut off, are under the key that Anthropic wants such in."""
-    try:
-        value = load(arguments)
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

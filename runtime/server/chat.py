@@ -78,13 +78,12 @@ class Message(msgspec.Struct):
         return message
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """What the model's chat template sees. Raises ApiError for a content or a call that cannot be shown."""
+        """What the model's chat template sees. Raises ApiError for a content that cannot be shown."""
         message: dict[str, Any] = {"role": ROLES[self.role], "content": self._text(f"{where}.content")}
         others = {name: getattr(self, name) for name in ("name", "reasoning", "reasoning_content", "tool_call_id")}
         message |= {name: value for name, value in others.items() if value is not None}
         if self.tool_calls:
-            calls = [call.for_template(f"{where}.tool_calls[{place}]") for place, call in enumerate(self.tool_calls)]
-            message["tool_calls"] = calls
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
 
     def _text(self, where: str) -> str:

@@ -10,7 +10,6 @@ import msgspec
 from enginewright.runtime.server.chat import ChatBody
 from enginewright.runtime.server.errors import ApiError, speaking_of
 from enginewright.runtime.server.protocol import EXTRAS, convert, not_implemented, of_keys, read_keys, read_kind
-from enginewright.runtime.server.tools import CalledFunction, ToolCall
 
 SAME = ("model", "parallel_tool_calls", "stream", *EXTRAS)  # keys that mean the same in a chat
 IGNORED = frozenset(
@@ -38,14 +37,13 @@ RENAMES = {
     r"logprobs\b": "top_logprobs",
     r"max_(completion_)?tokens\b": "max_output_tokens",
     r"messages\b": "input",
-    r"(input\[\d+\])\.function\.arguments": r"\1.arguments",
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     r"tool_choice\.allowed_tools\.": "tool_choice.",
 }
 # What clients send back of items that they got.
-KEPT = ("annotations", "logprobs", "phase", "prompt_cache_breakpoint")
+KEPT = ("annotations", "logprobs", "parsed", "parsed_arguments", "phase", "prompt_cache_breakpoint")
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the last one asks for nothing: the reasoning is there, as text
 PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
@@ -64,7 +62,7 @@ class MessageItem(Item, kw_only=True):
 class CallItem(Item, kw_only=True):
     call_id: str
     name: str
-    arguments: str  # JSON
+    arguments: str | None = None  # JSON, or what a model has written in place of it
 
 
 class OutputItem(Item, kw_only=True):
@@ -304,8 +302,7 @@ def _messages(instructions: str | None, items: Sequence[dict[str, Any]], num_bef
                 text = _text(parts, f"{where}.{named}", ("reasoning_text", "summary_text"))
                 assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
             case CallItem(call_id=id, name=name, arguments=arguments):
-                with speaking_of("input", RENAMES):
-                    call = ToolCall(CalledFunction(name, arguments), id).for_template(where)
+                call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
                 assistant().setdefault("tool_calls", []).append(call)
             case OutputItem(call_id=id, output=output):
                 text = _text(output, f"{where}.output")

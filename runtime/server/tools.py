@@ -7,8 +7,9 @@ from typing import Any, Literal
 import msgspec
 
 from enginewright.errors import UsageError
-from enginewright.runtime.messages.calls import Schemas, load
+from enginewright.runtime.messages.calls import Schemas
 from enginewright.runtime.messages.grammar import before_answer, only_calls, text_and_calls
+from enginewright.runtime.messages.history import read_object
 from enginewright.runtime.messages.parser import ReasoningPlace
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.protocol import convert
@@ -52,7 +53,7 @@ class AllowedChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 class CalledFunction(msgspec.Struct):
     name: str
-    arguments: str | dict[str, Any] = ""  # JSON
+    arguments: str | dict[str, Any] | None = None  # JSON, or what a model has written in place of it
 
 
 class ToolCall(msgspec.Struct):
@@ -63,17 +64,11 @@ class ToolCall(msgspec.Struct):
     type: Literal["function"] = "function"
     index: int | None = None
 
-    def for_template(self, where: str) -> dict[str, Any]:
-        """Templates have arguments as an object. Raises ApiError for what is no JSON object."""
-        arguments = self.function.arguments or {}
-        try:
-            value = load(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            path = f"{where}.function.arguments"
-            raise ApiError(400, f"{path} must be a JSON object, as text", param=path, code="invalid_value")
-        function = {"name": self.function.name, "arguments": value}
+    def for_template(self) -> dict[str, Any]:
+        """Arguments are an object where they are JSON of one, else the text that they are (messages/history.py)."""
+        given = self.function.arguments or {}
+        found = read_object(given) if isinstance(given, str) else given
+        function = {"name": self.function.name, "arguments": given if found is None else found}
         return {"id": self.id or "", "type": "function", "function": function}
 
 

@@ -43,6 +43,11 @@ TEMPLATES = {
     "{% endfor %}{% for message in messages %}{{ message.role }}: {{ message.content }}"
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }} {{ call.function.arguments.a }}"
     "{% endfor %}; {% endfor %}assistant: {{ '<think>\n' if enable_thinking | default(false) }}",
+    "shows all": "{# tools #}{% for message in messages %}{{ message.role }}: "
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{% set arguments = call.function.arguments %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": '
+    "{{ arguments if arguments is string else arguments | tojson }}}</tool_call>{% endfor %}; {% endfor %}assistant: ",
     "always thinks": "{# </think> #}{{ messages[0].content }}<think>\n",
     "calls tools at once": "{# <tool_call> arguments #}{{ (tools or []) | length }}{{ messages[0].content }}",
     "thinks": "{{ messages | map(attribute='reasoning_content') | select | join }}{{ messages[0].content }}"
