@@ -26,6 +26,11 @@ class Detokenizer:
         self._start, self._done = 0, len(self._ids)
         self._holds = False
 
+    @property
+    def held(self) -> Sequence[int]:
+        """The last tokens, whose text is held back since a character of it may go on."""
+        return self._ids[self._done :] if self._holds else ()
+
     def push(self, token: int) -> str:
         """The text that is complete with this token; empty in the middle of a character."""
         text = self._whole_texts[token]

@@ -1,8 +1,9 @@
 """Text ↔ tokens: encoding, decoding, and conversations through the model's chat template."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cache, cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # that a 
 TEMPLATE_NAMES = ("messages", "add_generation_prompt", "chat_template", "tokenize", "tools", "documents")  # not free
 OPENING_TOKENS = 16  # of a prompt's end, that may begin the reasoning, or end it
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
+_FALLBACK_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # in vocabularies whose other tokens are texts
 
 
 class _WholeTexts(dict[int, str | None]):
@@ -56,6 +58,16 @@ def _encoding(ids: list[Any]) -> Encoding:
     """Of the tokens of a text, or of a list of such."""
     mask = [[1] * len(one) for one in ids] if ids and isinstance(ids[0], list) else [1] * len(ids)
     return Encoding(input_ids=ids, attention_mask=mask)
+
+
+@cache
+def _byte_names() -> Mapping[str, int]:
+    """Bytes by the characters that stand for them in byte-level vocabularies: those that can be printed stand for
+    themselves, the others are counted on from 256.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def _check_unicode(text: str) -> None:
@@ -186,6 +198,17 @@ class Tokenizer:
         """The text of a token, or of several."""
         tokens = [int(ids)] if isinstance(ids, Integral) else list(ids)  # type: ignore[arg-type]
         return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token: of its text, or its own where it has a part of a character."""
+        text = self.decode([token], skip_special_tokens=False)
+        written = self._tokenizer.id_to_token(token) or ""
+        if REPLACEMENT not in text:
+            return text.encode()
+        if found := _FALLBACK_BYTE.fullmatch(written):
+            return bytes([int(found[1], 16)])
+        names = _byte_names()
+        return bytes(names[name] for name in written) if names.keys() >= set(written) else text.encode()
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
         """The id of a token, or of each of several; that of unk_token, or None, for one that is none."""

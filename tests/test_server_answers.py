@@ -10,6 +10,7 @@ from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import CompletionOutput
 from enginewright.runtime.params import default_params
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
+from tests.helpers.token_bytes import byte_level_bytes, offsets_of
 
 PROMPT = "The capital of France is"
 
@@ -185,7 +186,8 @@ def test_logprobs_of_a_chat(server: Running, llm: LLM) -> None:
             (one["logprob"] for one in entry["top_logprobs"]), reverse=True
         )
         for one in (entry, *entry["top_logprobs"]):
-            assert one["bytes"] == (list(one["token"].encode()) if "\ufffd" not in one["token"] else None)
+            assert bytes(one["bytes"]).decode(errors="replace") == one["token"]
+            assert "\ufffd" in one["token"] or one["bytes"] == list(one["token"].encode())
         assert len(entry["top_logprobs"]) == 3
     plain = server.chat(messages, logprobs=True, max_tokens=4)["choices"][0]["logprobs"]["content"]
     assert [entry["top_logprobs"] for entry in plain] == [[]] * 4
@@ -200,9 +202,34 @@ def test_logprobs_of_a_completion(server: Running, llm: LLM) -> None:
     for place, (token, named) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
         assert logprobs["token_logprobs"][place] == pytest.approx(named[token].logprob, abs=1e-6)
         assert logprobs["top_logprobs"][place][logprobs["tokens"][place]] is not None
-        assert logprobs["text_offset"][place] == len("".join(logprobs["tokens"][:place]))
+    own = [byte_level_bytes(server.llm.engine.tokenizer, token) for token in output.token_ids]
+    assert logprobs["text_offset"] == offsets_of(own)
     none = server.complete(PROMPT, logprobs=0, max_tokens=2)["choices"][0]["logprobs"]
     assert [list(named) for named in none["top_logprobs"]] == [[token] for token in none["tokens"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_tokens_that_are_parts_of_characters(server: Running, stream: bool, echo: bool) -> None:
+    """Offsets count characters of the text, and bytes are their own."""
+    text, prompt = "ďábel 😀", "Kdo? Č"
+    tokenizer = server.llm.engine.tokenizer
+    options: Any = {"structured_outputs": {"choice": [text]}, "ignore_eos": False, "stream": stream, "max_tokens": 40}
+    answer = server.complete(prompt, logprobs=0, echo=echo, **options)
+    parts = [one for event in answer[:-1] for one in event["choices"]] if stream else answer["choices"]
+    whole = (prompt if echo else "") + text
+    assert "".join(part["text"] for part in parts) == whole
+    offsets = [offset for part in parts for offset in part["logprobs"]["text_offset"]]
+    prompt_ids = tokenizer.encode(prompt) if echo else []
+    ids = prompt_ids[1:] + tokenizer.encode(text, add_special_tokens=False)
+    if echo:  # the first token is special, and not of the text
+        assert offsets.pop(0) == 0
+    assert offsets[: len(ids)] == offsets_of([byte_level_bytes(tokenizer, token) for token in ids])
+    assert offsets[len(ids) :] in ([], [len(whole)])  # of the token that ends it
+    chat = server.chat(logprobs=True, top_logprobs=0, **{**options, "stream": False})["choices"][0]
+    entries = chat["logprobs"]["content"][: len(tokenizer.encode(text, add_special_tokens=False))]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == text
+    assert any("\ufffd" in entry["token"] for entry in entries)
 
 
 def test_a_chat_without_max_tokens_goes_to_the_models_length(server: Running) -> None:

@@ -99,8 +99,10 @@ def test_echo(server: Running, stream: bool, max_tokens: int, n: int) -> None:
             top = logprobs["top_logprobs"][position]
             assert math.isclose(max(top.values()), row.max(), abs_tol=1e-5)
             assert (max(top, key=top.__getitem__) == logprobs["tokens"][position]) == (row.argmax() == ids[position])
-        lengths = np.cumsum([0, *map(len, logprobs["tokens"])])
-        assert logprobs["text_offset"] == lengths[:-1].tolist()
+        lengths = np.cumsum([0, *map(len, logprobs["tokens"][1:])])  # the first one is special, and not of the text
+        assert logprobs["text_offset"][: len(ids)] == [0, *lengths.tolist()][: len(ids)]
+        own = [len(text) + offset for offset in plain["logprobs"]["text_offset"]] if max_tokens else []
+        assert logprobs["text_offset"][len(ids) :] == own
         if max_tokens:
             assert logprobs["token_logprobs"][len(ids) :] == plain["logprobs"]["token_logprobs"]
         assert choices[-1]["finish_reason"] == "length"

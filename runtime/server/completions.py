@@ -9,6 +9,7 @@ from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, ChoicesForm, Include, encode, shown
 from enginewright.runtime.server.protocol import COMPLETION_TOKENS, Body, prompts_of
+from enginewright.runtime.server.text_offsets import TextOffsets, prompt_offsets
 
 
 class CompletionBody(Body, kw_only=True):
@@ -32,7 +33,8 @@ class CompletionBody(Body, kw_only=True):
         return given
 
     def include(self) -> Include:
-        return replace(super().include(), echo=bool(self.echo))
+        shows_special = self.skip_special_tokens is False
+        return replace(super().include(), echo=bool(self.echo), special_tokens=shows_special)
 
 
 class CompletionForm(ChoicesForm):
@@ -58,27 +60,30 @@ class CompletionForm(ChoicesForm):
         return whole
 
     def logprobs(self, choice: Choice, tokens: Sequence[SampledToken]) -> dict[str, Any]:
-        """text_offset counts characters of the answer, and of the prompt before it if that is echoed."""
         if not self.include.echo or choice.echoed:
-            return self._of_tokens(choice, tokens)
-        return _joined(self._of_prompt(choice), self._of_tokens(choice, tokens))
+            return self._of_answer(choice, tokens)
+        return _joined(self._of_prompt(choice), self._of_answer(choice, tokens))
 
     def _of_prompt(self, choice: Choice) -> dict[str, Any]:
         """Of the prompt's tokens; nothing comes before the first one, so it has no log-probability."""
-        first, *rest = choice.prompt.token_ids
-        text = self._token_text(first)
-        choice.num_chars, choice.echoed = len(text), True
-        alone = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+        choice.echoed = True
+        offsets = prompt_offsets(self._tokenizer, choice.prompt.token_ids, choice.prompt.text)
+        first = self._token_text(choice.prompt.token_ids[0])
+        alone = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": offsets[:1]}
         scored = [token for token in choice.prompt.logprobs if token is not None]
-        assert len(scored) == len(rest)
-        return _joined(alone, self._of_tokens(choice, scored))
+        return _joined(alone, self._of_tokens(scored, offsets[1:]))
 
-    def _of_tokens(self, choice: Choice, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+    def _of_answer(self, choice: Choice, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+        """text_offset counts characters of the answer, and of the prompt before it if that is echoed."""
+        if choice.offsets is None:
+            start = len(choice.prompt.text) if self.include.echo else 0
+            skip = not self.include.special_tokens
+            ids = choice.prompt.token_ids
+            choice.offsets = TextOffsets(self._tokenizer, ids, start, skip_special_tokens=skip)
+        return self._of_tokens(tokens, [choice.offsets.push(sampled.token) for sampled in tokens])
+
+    def _of_tokens(self, tokens: Sequence[SampledToken], offsets: Sequence[int]) -> dict[str, Any]:
         texts = [self._token_text(sampled.token) for sampled in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(choice.num_chars)
-            choice.num_chars += len(text)
         top = []
         for text, sampled in zip(texts, tokens, strict=True):
             named: dict[str, float] = {}
@@ -90,7 +95,7 @@ class CompletionForm(ChoicesForm):
             "tokens": texts,
             "token_logprobs": [shown(sampled.logprob) for sampled in tokens],
             "top_logprobs": top,
-            "text_offset": offsets,
+            "text_offset": list(offsets),
         }
 
 

@@ -16,11 +16,11 @@ from enginewright.runtime.outputs import Delta, RequestMetrics
 from enginewright.runtime.prompts import Prompt, text_of
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.server.errors import ApiError
+from enginewright.runtime.server.text_offsets import TextOffsets
 from enginewright.runtime.server.token_aligner import TokenAligner
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.tokenizer import REPLACEMENT, Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
-REPLACEMENT = "\ufffd"
 
 encode = msgspec.json.Encoder().encode
 
@@ -42,7 +42,7 @@ class Choice:
     prompt: PromptPart
     num_tokens: int = 0
     num_reasoning_tokens: int = 0  # that began within the reasoning, as far as they were pushed
-    num_chars: int = 0  # of its tokens' texts, as far as log-probabilities have been written
+    offsets: TextOffsets | None = None  # of its tokens in its text, as far as log-probabilities have been written
     echoed: bool = False  # whether those of its prompt have been
     last_s: float | None = None  # when it last grew
     finish_reason: str | None = None
@@ -128,6 +128,7 @@ class Include:
     echo: bool = False  # the prompt before the completion, with its log-probabilities if those of tokens are shown
     usage: bool = False  # at the end of a stream
     usage_so_far: bool = False  # in each event of a stream
+    special_tokens: bool = False  # in its texts
     reasoning: bool = True  # beside the answer, where the model reasons
 
 
@@ -190,10 +191,10 @@ class Form(ABC):
         return {**self._entry(sampled.token, sampled.logprob), "top_logprobs": top}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """bytes is null for a token that is a part of a character, whose bytes its text does not give."""
+        """The bytes of tokens that are parts of a character make it, where their texts do not."""
         text = self._token_text(token)
-        whole = REPLACEMENT not in text
-        return {"token": text, "logprob": shown(logprob), "bytes": list(text.encode()) if whole else None}
+        own = self._tokenizer.token_bytes(token) if REPLACEMENT in text else text.encode()
+        return {"token": text, "logprob": shown(logprob), "bytes": list(own)}
 
     def _token_text(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special_tokens=False)

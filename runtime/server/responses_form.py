@@ -144,11 +144,6 @@ class ResponsesForm(PartsForm):
             written.append([msgspec.Raw(encode(self._scored(token))) for token in tokens])
         return {"logprobs": list(chain.from_iterable(written[first:]))}
 
-    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """As in a chat, but that this API always has a list of bytes."""
-        entry = super()._entry(token, logprob)
-        return entry | {"bytes": entry["bytes"] or []}
-
     def _part_event(self, name: str, part: Part, /, **keys: Any) -> bytes:
         place = {} if part.kind is Call else {"content_index": 0}
         return self._event(f"response.{name}", item_id=_item_id(part), output_index=part.index, **place, **keys)

@@ -1,0 +1,41 @@
+"""Where tokens begin in a text, in characters; a token that begins within a character is where that character is."""
+
+from collections.abc import Sequence
+
+from enginewright.runtime.detokenizer import Detokenizer
+from enginewright.runtime.tokenizer import Tokenizer
+
+
+class TextOffsets:
+    """Offsets of the tokens of a text, as they come.
+
+    num_chars: characters before the next token, but for those of `Detokenizer.held`.
+
+    Args:
+        before: the tokens before the text.
+        start: its own offset.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], start: int, *, skip_special_tokens: bool) -> None:
+        self._tokenizer, self.num_chars = tokenizer, start
+        self._detokenizer = Detokenizer(tokenizer, before, skip_special_tokens=skip_special_tokens)
+
+    def push(self, token: int) -> int:
+        """The offset of the next token."""
+        offset = self.num_chars
+        if held := b"".join(map(self._tokenizer.token_bytes, self._detokenizer.held)):
+            begun = held + self._tokenizer.token_bytes(token)[:1]
+            offset += len(begun.decode(errors="replace")) - 1  # the last one is what the token begins in
+        self.num_chars += len(self._detokenizer.push(token))
+        return offset
+
+
+def prompt_offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int]:
+    """Offsets of the tokens of a prompt in its text, which has special tokens where the client has written them."""
+    offsets, found = TextOffsets(tokenizer, (), 0, skip_special_tokens=True), list[int]()
+    for token in prompt:
+        found.append(offsets.push(token))
+        if token in tokenizer.special_ids and token not in tokenizer.shown_marks:
+            written = tokenizer.decode([token], skip_special_tokens=False)
+            offsets.num_chars += len(written) if text.startswith(written, found[-1]) else 0
+    return found
