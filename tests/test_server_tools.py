@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,23 @@ def test_reasoning_text_and_calls(server: Running) -> None:
     again = streamed.pop("tool_calls")
     assert streamed == message and reason == "tool_calls"
     assert [(call["index"], call["function"]) for call in again] == list(enumerate(call["function"] for call in calls))
+
+
+@pytest.mark.parametrize("keys", [{}, {"include_reasoning": False}, {"n": 2}], ids=str)
+def test_usage_has_reasoning_tokens(server: Running, keys: dict[str, Any]) -> None:
+    """Those that begin between the marks, and those of the mark that closes it."""
+    whole = say(server, MESSAGE, tools=TOOLS, logprobs=True, **keys)
+    expected = 0
+    for choice in whole["choices"]:
+        texts = [entry["token"] for entry in choice["logprobs"]["content"]]
+        begins = accumulate(map(len, texts), initial=0)
+        expected += sum(len("<think>") <= begin < MESSAGE.index("\n\nI add") for begin in begins)
+    assert expected > 3 and whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": expected}
+    *_, last, done = say(server, MESSAGE, tools=TOOLS, stream=True, stream_options={"include_usage": True}, **keys)
+    assert done == "[DONE]" and last["choices"] == []
+    assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": expected}
+    none = say(server, "Yes.", **keys)["usage"]
+    assert none["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_without_tools_calls_are_text(server: Running) -> None:

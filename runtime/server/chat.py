@@ -14,7 +14,7 @@ from enginewright.runtime.outputs import Delta
 from enginewright.runtime.prompts import ROLES, Conversation, Prompt
 from enginewright.runtime.sampling import MAX_LOGPROBS, SampledToken
 from enginewright.runtime.server.errors import ApiError
-from enginewright.runtime.server.form import Choice, ChoicesForm, Include, encode, new_call_id
+from enginewright.runtime.server.form import Choice, ChoicesForm, Include, Usage, encode, new_call_id
 from enginewright.runtime.server.protocol import NOTHING, Body, check_keys, convert, not_implemented, without_nothing
 from enginewright.runtime.server.tools import ToolCall, Tools
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
@@ -285,6 +285,11 @@ class ChatForm(ChoicesForm):
     def finish_reason(self, choice: Choice) -> str | None:
         calls = choice.parser is not None and choice.parser.num_calls > 0
         return "tool_calls" if calls and choice.finish_reason == "stop" else choice.finish_reason
+
+    def _usage(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        whole = usage.to_dict()
+        reasoning = {"reasoning_tokens": sum(choice.num_reasoning_tokens for choice in choices)}
+        return whole | {"completion_tokens_details": reasoning | whole.get("completion_tokens_details", {})}
 
     def _response_keys(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """All choices have the same prompt."""

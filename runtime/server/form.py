@@ -232,6 +232,10 @@ class ChoicesForm(Form):
         """Keys of a response beside its choices."""
         return {}
 
+    def _usage(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """The usage at the end, when all deltas were pushed."""
+        return usage.to_dict()
+
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         if not delta.text and delta.finish_reason is None and not self.include.logprobs:
             return b""
@@ -252,7 +256,8 @@ class ChoicesForm(Form):
     def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         if not self.include.usage:
             return DONE
-        return event({"object": self.chunk_object, **self._about, "choices": [], "usage": usage.to_dict()}) + DONE
+        end = {"object": self.chunk_object, **self._about, "choices": [], "usage": self._usage(choices, usage)}
+        return event(end) + DONE
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         whole = [
@@ -265,7 +270,7 @@ class ChoicesForm(Form):
             }
             for choice in choices
         ]
-        response = {"object": self.object, **self._about, "choices": whole, "usage": usage.to_dict()}
+        response = {"object": self.object, **self._about, "choices": whole, "usage": self._usage(choices, usage)}
         return encode(response | self._response_keys(choices))
 
     def prompt_logprobs(self, prompt: PromptPart) -> list[dict[str, Any] | None]:
