@@ -25,6 +25,11 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     stop_reason: int | str | None = None
     ends: tuple[int, ...] = ()  # where in `text` that of each token but the last ends; empty where nobody knows
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit or a stop string has ended the choice, not the model."""
+        return self.finish_reason not in (None, "stop") or isinstance(self.stop_reason, str)
+
 
 def merge(deltas: Iterable[Delta]) -> list[Delta]:
     """One delta per choice, in the order of choices."""

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from enginewright.errors import UsageError
-from enginewright.runtime.messages.calls import load
+from enginewright.runtime.messages.calls import FoundCalls
+from enginewright.runtime.messages.json_text import check, dump, escaped
 from enginewright.runtime.messages.lark import ANY, Lark, parts
 from enginewright.runtime.messages.schemas import kinds, type_of
+from enginewright.runtime.messages.source import Reading, Source
 
 _OF_TEXTS = ("enum", "maxLength", "minLength", "pattern")  # what says which texts; `format` is an annotation
 _SCALARS = {
@@ -19,17 +21,30 @@ _SCALARS = {
 }
 
 
-def typed(text: str, schema: Mapping[str, Any], argument: str) -> Any:
-    """An argument that is written bare: a text where its schema says so, or where it is nothing else."""
-    properties = schema.get("properties")
-    possible = kinds(properties.get(argument) if isinstance(properties, Mapping) else None, schema)
-    if possible == {"string"}:
-        return text
+def read_bare(source: Source, found: FoundCalls, schema: Mapping[str, Any], argument: str, *ends: str) -> Reading[None]:
+    """Read the value of an argument up to what ends it, and add it to the call. Raises ValueError if nothing does."""
+    if _kinds(schema, argument) != {"string"}:
+        found.add(typed((yield from source.up_to(*ends)), schema, argument))
+        return
+    found.add('"')
+    if (yield from source.give_up_to(lambda part: found.add(escaped(part)), *ends, *source.stops)) not in ends:
+        raise ValueError(f"no {ends[0]}")
+    found.add('"')
+
+
+def typed(text: str, schema: Mapping[str, Any], argument: str) -> str:
+    """An argument that is written bare, as JSON: a text where its schema says so, or where it is nothing else."""
+    possible = _kinds(schema, argument)
     try:
-        value = load(text)
+        kind = type_of(check(text))
     except ValueError:
-        return text
-    return text if "string" in possible and type_of(value) not in possible else value
+        return dump(text)
+    return text.strip() if kind in possible or "string" not in possible else dump(text)
+
+
+def _kinds(schema: Mapping[str, Any], argument: str) -> frozenset[str]:
+    properties = schema.get("properties")
+    return kinds(properties.get(argument) if isinstance(properties, Mapping) else None, schema)
 
 
 def bare_value(without: Sequence[str]) -> Callable[[Lark, Any, Mapping[str, Any], str], str]:

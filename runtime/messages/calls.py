@@ -1,14 +1,15 @@
 """How a family of models writes the calls of tools, as data; each of the other files here says it for one."""
 
-import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import msgspec
 
+from enginewright.runtime.messages.json_text import check
 from enginewright.runtime.messages.lark import Lark
+from enginewright.runtime.messages.source import Reading, Source
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -27,25 +28,65 @@ class Arguments(msgspec.Struct, frozen=True):
 Schemas = Mapping[str, Mapping[str, Any]]  # of each tool's arguments, by its name
 
 
-@dataclass(frozen=True)
-class StreamedCalls:
-    """Where arguments are JSON in the text of calls: they can be given while they come."""
+class FoundCalls:
+    """The calls that a reader finds in a part of a message.
 
-    # What stands before arguments, from the opening mark or from the arguments of the call before up to a brace, in
-    # MAX_HEAD_CHARS at most. Group 1 is the name.
-    head: re.Pattern[str]
-    rest: re.Pattern[str]  # what may stand behind the last arguments
+    Where it is streamed, calls are certain once arguments of a tool that there is have begun, whatever follows.
+
+    is_certain: they are calls, and what is read is forgotten with each piece of arguments; else it may still be text.
+    """
+
+    def __init__(self, source: Source, schemas: Schemas, *, is_streamed: bool) -> None:
+        self._source, self.schemas, self._is_streamed = source, schemas, is_streamed
+        self._pieces: list[Call | Arguments] = []  # that were not taken yet
+        self._begun: list[Call] = []  # the latest call, if it has no arguments yet
+        self._name = ""
+        self.is_certain = False
+
+    def begin(self, name: str) -> None:
+        """A call begins."""
+        self._name, self._begun = name, [Call(name, "")]
+
+    def add(self, text: str) -> None:
+        """More of its arguments."""
+        self._pieces += [*self._begun, Arguments(text)]
+        self._begun = []
+        self.is_certain |= self._is_streamed and self._name in self.schemas
+        if self.is_certain:
+            self._source.drop()
+
+    def take(self) -> list[Call | Arguments]:
+        """The pieces that were not taken yet, without a call that has no arguments yet."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def end(self) -> list[Call | Arguments]:
+        """All that was not taken yet, with a call without arguments; where it was not certain, calls are whole."""
+        pieces: list[Call | Arguments] = [*self.take(), *self._begun]
+        self._begun = []
+        return pieces if self.is_certain else whole_calls(pieces)
 
 
-MAX_HEAD_CHARS = 256
-# Of calls as json_call has them: each in an object, and what else that object may have is left out.
-JSON_STREAMED = StreamedCalls(
-    re.compile(
-        r'(?:\s*+(?:,[^{}]*+)?+\})?[\s,;\[]*+\{\s*+"name"\s*+:\s*+"([^"\\]++)"\s*+,\s*+'
-        r'"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
-    ),
-    re.compile(r"\s*(?:(?:,[^{}]*)?\}[\s,;]*\]?)?\s*"),
-)
+def whole_calls(pieces: Sequence[Call | Arguments]) -> list[Call | Arguments]:
+    """Each call with the arguments that follow it."""
+    whole: list[Call | Arguments] = []
+    for is_call, group in groupby(pieces, lambda piece: isinstance(piece, Call)):
+        if is_call:
+            whole += group
+            continue
+        text = "".join(piece.text for piece in group if isinstance(piece, Arguments))
+        last = whole.pop() if whole else None
+        whole.append(Call(last.name, text) if isinstance(last, Call) else Arguments(text))
+    return whole
+
+
+def check_calls(calls: Sequence[Call | Arguments]) -> None:
+    """Raises ValueError where there are none, or where one has arguments that are no JSON object."""
+    if not calls:
+        raise ValueError("no calls")
+    for call in calls:
+        if not isinstance(call, Call) or not isinstance(check(call.arguments), dict):
+            raise ValueError("arguments that are no object")
 
 
 @dataclass(frozen=True)
@@ -104,42 +145,11 @@ class CallFormat:
 
     name: str  # for --tool-call-parser
     template_marks: tuple[str, ...]  # a chat template that has all of them is of this family
-    # What stands between `open` and `close`, as calls; a ValueError says that it is none.
-    read: Callable[[str, Schemas], list[Call]]
+    # Reads what stands between `open` and `close`. Raises ValueError for what is no call.
+    read: Callable[[Source, FoundCalls], Reading[None]]
     written: WrittenCalls
     open: str = ""  # empty: a message that begins with `begins` is calls as a whole, or none
-    close: str = ""  # empty: the end of the message
-    before_end: str = ""  # what a call has to end with where the message ends without `close`: else it was cut off
+    close: str = ""  # empty: nothing stands after calls, which end with the message if there is no `open`
     begins: str = ""
-    quotes: str = '"'  # characters around texts, in which `close` closes nothing
-    streamed: StreamedCalls | None = None  # None: a call comes whole, when it has ended
+    is_streamed: bool = False  # arguments are JSON in the text of calls: they are given as they come
     marks: tuple[str, ...] = ()  # other tokens of its own, that are shown although they are special
-
-
-def json_call(value: Any) -> Call:
-    """A call as an object of JSON: its name, and "arguments" or "parameters"."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ValueError("no object with a name")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # JSON within JSON
-        arguments = load(arguments)
-    if not isinstance(arguments, dict):
-        raise ValueError("arguments that are no object")
-    return Call(value["name"], dump(arguments))
-
-
-def json_calls(text: str, schemas: Schemas) -> list[Call]:
-    """One such object, or a list of them."""
-    value = load(text)
-    return [json_call(one) for one in (value if isinstance(value, list) else [value])]
-
-
-def load(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-
-
-def dump(arguments: Mapping[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False)

@@ -1,16 +1,8 @@
 """DeepSeek V3, R1 and V3.1: marks of its own around calls, names and arguments."""
 
-import re
-
-from enginewright.runtime.messages.calls import (
-    Call,
-    CallFormat,
-    Schemas,
-    StreamedCalls,
-    WrittenCalls,
-    json_call,
-    load,
-)
+from enginewright.runtime.messages.calls import CallFormat, FoundCalls, WrittenCalls
+from enginewright.runtime.messages.json_text import read_object
+from enginewright.runtime.messages.source import Reading, Source
 
 _BAR, _SPACE = "\uff5c", "\u2581"  # the full-width bar and the lower block of its special tokens
 
@@ -21,23 +13,30 @@ def _mark(*words: str) -> str:
 
 _FIRST, _LAST = _mark("tool", "calls", "begin"), _mark("tool", "calls", "end")
 _BEGIN, _SEPARATOR, _END = _mark("tool", "call", "begin"), _mark("tool", "sep"), _mark("tool", "call", "end")
-_CALL = re.compile(f"{_BEGIN}(.*?){_SEPARATOR}(.*?){_END}", re.DOTALL)
-_BEHIND = rf"\s*+(?:```)?\s*+{_END}"  # arguments
-_FENCED = re.compile(r"([^\n]+)\n```json\n(.*?)\n?```\s*", re.DOTALL)
 
 
-def _read(text: str, schemas: Schemas) -> list[Call]:
-    calls = [_call(kind.strip(), rest) for kind, rest in _CALL.findall(text)]
-    if not calls or _CALL.sub("", text).strip():
-        raise ValueError("no calls, or more than calls")
-    return calls
-
-
-def _call(kind: str, rest: str) -> Call:
-    """V3 writes the name behind "function", and its arguments as a block of code; V3.1 the name, and its arguments."""
-    fenced = _FENCED.fullmatch(rest)
-    name, arguments = (fenced[1].strip(), fenced[2]) if fenced else (kind, rest)
-    return json_call({"name": name, "arguments": load(arguments)})
+def _read(source: Source, found: FoundCalls) -> Reading[None]:
+    """V3 writes the name after "function", and its arguments as a block of code; V3.1 the name, and its arguments."""
+    yield from source.space()
+    while (yield from source.has(_BEGIN)):
+        name = (yield from source.up_to(_SEPARATOR)).strip()
+        yield from source.expect(_SEPARATOR)
+        yield from source.space()
+        if not (yield from source.starts_with("{")):
+            name = (yield from source.up_to("\n", _END)).strip()
+            found.begin(name)
+            yield from source.space()
+            yield from source.expect("```json")
+            yield from source.space()
+        else:
+            found.begin(name)
+        yield from read_object(source, found.add, _END)
+        yield from source.space()
+        yield from source.has("```")
+        yield from source.space()
+        if not (yield from source.has(_END)):
+            return
+        yield from source.space()
 
 
 def _format(name: str, mark: str, before_name: str, before_arguments: str, after: str, between: str) -> CallFormat:
@@ -55,10 +54,7 @@ def _format(name: str, mark: str, before_name: str, before_arguments: str, after
         ),
         open=_FIRST,
         close=_LAST,
-        streamed=StreamedCalls(
-            re.compile(rf"(?:{_BEHIND})?\s*+{_BEGIN}{before_name}([^\n<]++){before_arguments}\s*+(?=\{{)"),
-            re.compile(rf"{_BEHIND}\s*|\s*"),
-        ),
+        is_streamed=True,
         marks=(_BEGIN, _SEPARATOR, _END),
     )
 

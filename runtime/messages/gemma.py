@@ -4,119 +4,97 @@ Lists and objects are as in JSON, but for keys, which are bare; `format_argument
 (https://ai.google.dev/gemma/docs/capabilities/text/function-calling-gemma4).
 """
 
-import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from enginewright.errors import UsageError
 from enginewright.runtime.messages.bare import texts
-from enginewright.runtime.messages.calls import Call, CallFormat, ListedArguments, Schemas, WrittenCalls, dump
+from enginewright.runtime.messages.calls import CallFormat, FoundCalls, ListedArguments, WrittenCalls
+from enginewright.runtime.messages.json_text import check, dump, escaped, read_text
 from enginewright.runtime.messages.lark import Lark, parts
+from enginewright.runtime.messages.source import Give, Reading, Source
 
-_HEAD = re.compile(r"\s*call:\s*([^\s{]+)\s*(?=\{)")
 _KEY = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}"
-_BARE = re.compile(r"[^,\]}]*")
-_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # for those of JSON
 MAX_DEPTH = 64  # of lists and objects in one another
 _FREE_DEPTH = 3  # of those that no schema describes, in what a grammar allows
 _SCALARS = {"boolean": '("true" | "false")', "null": '"null"'}
 
 
-class _Values:
-    """Reads values one behind the other. Raises ValueError for what is none."""
+def _reader(quote: str) -> Callable[[Source, FoundCalls], Reading[None]]:
+    def read(source: Source, found: FoundCalls) -> Reading[None]:
+        yield from source.space()
+        yield from source.expect("call:")
+        name = (yield from source.up_to("{")).strip()
+        if len(name.split()) != 1:
+            raise ValueError("no name")
+        found.begin(name)
+        yield from read_value(source, found.add, 0)
 
-    def __init__(self, text: str, quote: str) -> None:
-        self._text, self._quote, self._place = text, quote, 0
-
-    def arguments(self) -> dict[str, Any]:
-        """The object that the text is."""
-        value = self._value(0)
-        self._space()
-        if not isinstance(value, dict) or self._place < len(self._text):
-            raise ValueError("no object, or more than one")
-        return value
-
-    def _value(self, depth: int) -> Any:
-        self._space()
+    def read_value(source: Source, give: Give, depth: int) -> Reading[None]:
+        yield from source.space()
         if depth > MAX_DEPTH:
             raise ValueError("nested too deeply")
-        if self._has(self._quote):
-            return self._up_to(self._quote)
-        if self._has("{"):
-            found: dict[str, Any] = {}
-            while not self._ends("}", found):
-                key = self._key()
-                found[key] = self._value(depth + 1)
-            return found
-        if self._has("["):
-            entries: list[Any] = []
-            while not self._ends("]", entries):
-                entries.append(self._value(depth + 1))
-            return entries
-        return self._scalar()
+        if (yield from source.has("{")):
+            yield from read_entries(source, give, "{", "}", depth)
+        elif (yield from source.has("[")):
+            yield from read_entries(source, give, "[", "]", depth)
+        elif (yield from source.has(quote)):
+            yield from read_quoted(source, give)
+        elif (yield from source.has('"')):
+            give('"')
+            if not (yield from read_text(source, give, *source.stops)):
+                raise ValueError("a text without an end")
+        else:
+            give(_scalar((yield from source.up_to(*",]}")).strip()))
 
-    def _key(self) -> str:
-        """With the colon behind it."""
-        quoted = self._up_to(self._quote) if self._has(self._quote) else None
-        bare = self._up_to(":").strip()
-        if quoted is not None and bare:
-            raise ValueError("no colon behind a key")
-        return bare.strip('"') if quoted is None else quoted
+    def read_entries(source: Source, give: Give, open: str, close: str, depth: int) -> Reading[None]:
+        """The rest of a list or an object."""
+        give(open)
+        yield from source.space()
+        is_first = True
+        while not (yield from source.has(close)):
+            if not is_first:
+                yield from source.expect(",")
+                give(", ")
+            is_first = False
+            if open == "{":
+                yield from read_key(source, give)
+            yield from read_value(source, give, depth + 1)
+            yield from source.space()
+        give(close)
 
-    def _ends(self, close: str, found: dict[str, Any] | list[Any]) -> bool:
-        """Whether a list or an object ends here; else what it holds next begins."""
-        self._space()
-        if self._has(close):
-            return True
-        if found and not self._has(","):
-            raise ValueError("no comma")
-        self._space()
-        return False
+    def read_key(source: Source, give: Give) -> Reading[None]:
+        """With the colon after it."""
+        yield from source.space()
+        if (yield from source.has(quote)):
+            yield from read_quoted(source, give)
+            yield from source.space()
+        else:
+            give(dump((yield from source.up_to(*":,{}[]")).strip().strip('"')))
+        yield from source.expect(":")
+        give(": ")
 
-    def _scalar(self) -> Any:
-        if self._text.startswith('"', self._place):
-            value, self._place = json.JSONDecoder().raw_decode(self._text, self._place)
-            return value
-        found = _BARE.match(self._text, self._place)
-        text = found[0].strip() if found else ""
-        self._place += len(found[0]) if found else 0
-        if not text:
-            raise ValueError("no value")
-        if text in _WORDS:
-            return _WORDS[text]
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
-
-    def _space(self) -> None:
-        while self._text[self._place : self._place + 1].isspace():
-            self._place += 1
-
-    def _has(self, mark: str) -> bool:
-        """Whether this comes next; it is taken then."""
-        found = self._text.startswith(mark, self._place)
-        self._place += len(mark) if found else 0
-        return found
-
-    def _up_to(self, mark: str) -> str:
-        """What comes before this, which is taken, too."""
-        end = self._text.find(mark, self._place)
-        if end < 0:
-            raise ValueError(f"no {mark}")
-        text, self._place = self._text[self._place : end], end + len(mark)
-        return text
-
-
-def _reader(quote: str) -> Callable[[str, Schemas], list[Call]]:
-    def read(text: str, schemas: Schemas) -> list[Call]:
-        head = _HEAD.match(text)
-        if head is None:
-            raise ValueError("no name")
-        return [Call(head[1], dump(_Values(text[head.end() :], quote).arguments()))]
+    def read_quoted(source: Source, give: Give) -> Reading[None]:
+        """The rest of a text, and the quote that ends it."""
+        give('"')
+        if (yield from source.give_up_to(lambda text: give(escaped(text)), quote, *source.stops)) != quote:
+            raise ValueError("a text without an end")
+        yield from source.has(quote)
+        give('"')
 
     return read
+
+
+def _scalar(text: str) -> str:
+    """A bare value as JSON: what is none is a text."""
+    if not text:
+        raise ValueError("no value")
+    try:
+        check(_WORDS.get(text, text))
+    except ValueError:
+        return dump(text)
+    return _WORDS.get(text, text)
 
 
 def _rules(quote: str, without: tuple[str, ...]) -> Callable[[Lark, Any, Mapping[str, Any], str], str]:
@@ -166,7 +144,6 @@ def _format(name: str, open: str, close: str, quote: str) -> CallFormat:
         WrittenCalls(f"{open}call:", "{", f"}}{close}", between="", arguments=arguments, name=r"[^\s{]+"),
         open=open,
         close=close,
-        quotes="",
         marks=(quote,),
     )
 

@@ -1,21 +1,32 @@
 """GLM: <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>, with lines until 4.6."""
 
-import re
+from enginewright.runtime.messages.bare import bare_value, read_bare
+from enginewright.runtime.messages.calls import CallFormat, FoundCalls, ListedArguments, WrittenCalls
+from enginewright.runtime.messages.json_text import dump
+from enginewright.runtime.messages.source import Reading, Source
 
-from enginewright.runtime.messages.bare import bare_value, typed
-from enginewright.runtime.messages.calls import Call, CallFormat, ListedArguments, Schemas, WrittenCalls, dump
-
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_KEY, _CLOSE = "<arg_key>", "</tool_call>"
 
 
-def _read(text: str, schemas: Schemas) -> list[Call]:
-    name, mark, rest = text.partition("<arg_key>")
-    name = name.strip()
-    if not name or re.search(r"\s", name) or _ARGUMENT.sub("", mark + rest).strip():
-        raise ValueError("no name with arguments")
-    schema = schemas.get(name, {})
-    arguments = {key.strip(): typed(value, schema, key.strip()) for key, value in _ARGUMENT.findall(mark + rest)}
-    return [Call(name, dump(arguments))]
+def _read(source: Source, found: FoundCalls) -> Reading[None]:
+    name = (yield from source.up_to(_KEY, _CLOSE)).strip()
+    if len(name.split()) != 1:
+        raise ValueError("no name")
+    found.begin(name)
+    schema, before = found.schemas.get(name, {}), "{"
+    while (yield from source.has(_KEY)):
+        key = (yield from source.up_to("</arg_key>")).strip()
+        yield from source.expect("</arg_key>")
+        yield from source.space()
+        yield from source.expect("<arg_value>")
+        found.add(f"{before}{dump(key)}: ")
+        before = ", "
+        yield from read_bare(source, found, schema, key, "</arg_value>")
+        yield from source.expect("</arg_value>")
+        yield from source.space()
+    if not (yield from source.starts_with(_CLOSE)):
+        raise ValueError("no end")
+    found.add("{}" if before == "{" else "}")
 
 
 def _format(name: str, template_marks: tuple[str, ...], line: str) -> CallFormat:
@@ -33,8 +44,6 @@ def _format(name: str, template_marks: tuple[str, ...], line: str) -> CallFormat
         ),
         open="<tool_call>",
         close="</tool_call>",
-        before_end="</tool_call>",
-        quotes="",
         marks=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     )
 

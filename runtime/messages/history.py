@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from enginewright.runtime.messages.calls import dump, load
+from enginewright.runtime.messages.json_text import dump, load
 
 INVALID_JSON = "INVALID_JSON"  # the key of an object whose value is arguments that are none; as Anthropic's API has it
 Messages = Sequence[Mapping[str, Any]]

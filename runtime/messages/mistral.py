@@ -1,49 +1,39 @@
 """Mistral: [TOOL_CALLS] and a list of {"name": …, "arguments": {…}}; since 2025, [TOOL_CALLS]NAME[ARGS]{…} for each."""
 
-import re
+from enginewright.runtime.messages.calls import CallFormat, FoundCalls, WrittenCalls
+from enginewright.runtime.messages.json_calls import read_calls
+from enginewright.runtime.messages.json_text import read_object
+from enginewright.runtime.messages.source import Reading, Source
 
-from enginewright.runtime.messages.calls import (
-    JSON_STREAMED,
-    Call,
-    CallFormat,
-    Schemas,
-    StreamedCalls,
-    WrittenCalls,
-    json_call,
-    json_calls,
-    load,
-)
-
-_OPEN = "[TOOL_CALLS]"
-_HEAD = re.compile(r"\s*+(?:\[TOOL_CALLS\]\s*+)?([^\s\[{]++)\s*+(?:\[CALL_ID\][^\[{]*+)?\[ARGS\]\s*+(?=\{)")
+_OPEN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
-def _read_named(text: str, schemas: Schemas) -> list[Call]:
-    return [_named(one) for one in text.split(_OPEN)]
-
-
-def _named(text: str) -> Call:
-    name, mark, arguments = text.partition("[ARGS]")
-    name = name.partition("[CALL_ID]")[0].strip()
-    if not mark or not name:
-        raise ValueError("no name with arguments")
-    return json_call({"name": name, "arguments": load(arguments)})
+def _read_named(source: Source, found: FoundCalls) -> Reading[None]:
+    name = (yield from source.up_to(_ID, _ARGUMENTS, "{")).strip()
+    if (yield from source.has(_ID)):
+        yield from source.up_to(_ARGUMENTS, "{")
+    yield from source.expect(_ARGUMENTS)
+    if not name:
+        raise ValueError("no name")
+    found.begin(name)
+    yield from source.space()
+    yield from read_object(source, found.add)
 
 
 MISTRAL = CallFormat(
     "mistral",
     (_OPEN,),
-    json_calls,
+    read_calls,
     WrittenCalls('{"name": "', '", "arguments": ', "}", between=", ", first=f"{_OPEN}[", last="]"),
     open=_OPEN,
-    streamed=JSON_STREAMED,
+    is_streamed=True,
 )
 MISTRAL_NAMED = CallFormat(
     "mistral_named",
-    (_OPEN, "[ARGS]"),
+    (_OPEN, _ARGUMENTS),
     _read_named,
-    WrittenCalls(_OPEN, "[ARGS]", "", between=""),
+    WrittenCalls(_OPEN, _ARGUMENTS, "", between=""),
     open=_OPEN,
-    streamed=StreamedCalls(_HEAD, re.compile(r"\s*")),
-    marks=("[ARGS]", "[CALL_ID]"),
+    is_streamed=True,
+    marks=(_ARGUMENTS, _ID),
 )

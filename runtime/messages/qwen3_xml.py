@@ -1,26 +1,51 @@
 """Qwen3-Coder and Qwen3.5: <tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>."""
 
-import re
+from enginewright.runtime.messages.bare import bare_value, read_bare
+from enginewright.runtime.messages.calls import CallFormat, FoundCalls, ListedArguments, WrittenCalls
+from enginewright.runtime.messages.json_text import dump
+from enginewright.runtime.messages.source import Reading, Source
 
-from enginewright.runtime.messages.bare import bare_value, typed
-from enginewright.runtime.messages.calls import Call, CallFormat, ListedArguments, Schemas, WrittenCalls, dump
-
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
-# A value goes on until the parameter, the next one or the function ends: a model may forget to end it.
-_PARAMETER = re.compile(
-    r"<parameter=([^>\n]+)>\n?(.*?)(?:\n?</parameter>|\n?(?=<parameter=)|\n?(?=</function>)|\n?\Z)", re.DOTALL
-)
 _ENDS = ("<parameter=", "</function>", "<tool_call>", "</tool_call>")  # of a value, wherever they stand
+# A value goes on until the parameter, the next one, the function or the call ends: a model may forget to end it.
+_VALUE_ENDS = tuple(f"{line}{end}" for line in ("\n", "") for end in ("</parameter>", *_ENDS))
 
 
-def _read(text: str, schemas: Schemas) -> list[Call]:
-    found = _FUNCTION.fullmatch(text)
-    if found is None:
-        raise ValueError("no function")
-    name = found[1].strip()
-    schema = schemas.get(name, {})
-    arguments = {key.strip(): typed(value, schema, key.strip()) for key, value in _PARAMETER.findall(found[2])}
-    return [Call(name, dump(arguments))]
+def _read(source: Source, found: FoundCalls) -> Reading[None]:
+    yield from source.space()
+    yield from source.expect("<function=")
+    while True:
+        yield from _read_function(source, found)
+        yield from source.space()
+        if not (yield from source.has("<function=")):
+            return
+
+
+def _read_function(source: Source, found: FoundCalls) -> Reading[None]:
+    name = (yield from source.up_to(">", "\n")).strip()
+    yield from source.expect(">")
+    found.begin(name)
+    schema, before = found.schemas.get(name, {}), "{"
+    while True:
+        mark = yield from source.give_up_to(_ignore, "<parameter=", "</function>", *source.stops)
+        if mark != "<parameter=":
+            break
+        yield from source.has(mark)
+        key = (yield from source.up_to(">", "\n")).strip()
+        yield from source.expect(">")
+        found.add(f"{before}{dump(key)}: ")
+        before = ", "
+        yield from source.has("\n")
+        yield from read_bare(source, found, schema, key, *_VALUE_ENDS)
+        yield from source.has("\n")
+        yield from source.has("</parameter>")
+    if mark not in ("</function>", "</tool_call>"):
+        raise ValueError("no end of the function")
+    found.add("{}" if before == "{" else "}")
+    yield from source.has("</function>")
+
+
+def _ignore(_: str) -> None:
+    """What stands between parameters says nothing."""
 
 
 QWEN3_XML = CallFormat(
@@ -35,6 +60,4 @@ QWEN3_XML = CallFormat(
     ),
     open="<tool_call>",
     close="</tool_call>",
-    before_end="</function>",
-    quotes="",
 )

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import msgspec
+
 from enginewright.runtime.messages.calls import Call
-from enginewright.runtime.messages.history import as_object
+from enginewright.runtime.messages.history import INVALID_JSON
 from enginewright.runtime.messages.parser import Reasoning
 from enginewright.runtime.server.anthropic_body import RENAMES
 from enginewright.runtime.server.errors import ApiError
@@ -108,6 +110,17 @@ class MessagesForm(PartsForm):
         if isinstance(choice.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
         return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _input(arguments: str) -> msgspec.Raw | dict[str, str]:
+    """Arguments as they are written. Those that were cut off, or that JSON parsers refuse, such as 1e999 and halves of
+    surrogate pairs, are under the key that Anthropic wants such in.
+    """
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        return {INVALID_JSON: arguments} if arguments else {}
+    return msgspec.Raw(arguments.encode())
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

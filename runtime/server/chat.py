@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from enginewright.runtime.messages.calls import Arguments, Call
+from enginewright.runtime.messages.calls import Arguments, Call, whole_calls
 from enginewright.runtime.messages.formats import Parser, new_parser, reasons
 from enginewright.runtime.messages.grammar import before_answer
 from enginewright.runtime.messages.parser import Piece, Reasoning, Text
@@ -222,15 +222,13 @@ def refuse_contradiction(key: str, names: Mapping[str, Any], given: Mapping[str,
 def _called(pieces: Sequence[Piece], first: int) -> list[dict[str, Any]]:
     """Calls, or parts of them, each with its number; arguments that come first are of the call before `first`."""
     calls: list[dict[str, Any]] = []
-    for piece in pieces:
+    for piece in whole_calls([piece for piece in pieces if isinstance(piece, Call | Arguments)]):
         if isinstance(piece, Call):
             function = {"name": piece.name, "arguments": piece.arguments}
             calls.append({"index": first, "id": new_call_id(), "type": "function", "function": function})
             first += 1
-        elif isinstance(piece, Arguments):
-            if not calls:
-                calls.append({"index": first - 1, "function": {"arguments": ""}})
-            calls[-1]["function"]["arguments"] += piece.text
+        else:
+            calls.append({"index": first - 1, "function": {"arguments": piece.text}})
     return calls
 
 

@@ -68,19 +68,20 @@ class Choice:
         parts = list(pairwise((0, *delta.ends, len(delta.text))))
         for place, (start, end) in enumerate(parts):
             text, is_last = delta.text[start:end], place == len(parts) - 1
-            found = self._pieces(text, is_token=bool(delta.tokens), is_end=is_last and delta.finish_reason is not None)
+            found = self._pieces(text, is_token=bool(delta.tokens))
+            if self.parser is not None and is_last and delta.finish_reason is not None:
+                found += self.parser.end(is_cut=delta.is_cut)
             if aligner is not None:
                 tokens = delta.tokens[place:] if is_last else delta.tokens[place : place + 1]
                 found = aligner.align(tokens, text, found, self.parser.num_held if self.parser is not None else 0)
             pieces += found
         return joined(pieces)
 
-    def _pieces(self, text: str, *, is_token: bool, is_end: bool) -> list[Piece]:
+    def _pieces(self, text: str, *, is_token: bool) -> list[Piece]:
         if self.parser is None:
             return [Text(text)] if text else []
         self.num_reasoning_tokens += is_token and self.parser.in_reasoning
-        pieces = self.parser.push(text)
-        return pieces + self.parser.end() if is_end else pieces
+        return self.parser.push(text)
 
 
 @dataclass(frozen=True)

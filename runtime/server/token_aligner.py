@@ -14,7 +14,8 @@ class TokenAligner:
     """
 
     def __init__(self) -> None:
-        self._pending = ""  # the end of the message, of which the parser may still make text
+        self._texts: list[str] = []  # the end of the message, of which the parser may still make text
+        self._num_pending = 0  # characters of it
         self._tokens: list[tuple[int, int, SampledToken]] = []  # those of no text yet; where each begins and ends in it
 
     def align(self, tokens: Sequence[SampledToken], text: str, pieces: Sequence[Piece], num_held: int) -> list[Piece]:
@@ -24,26 +25,24 @@ class TokenAligner:
             text: of the tokens.
             num_held: characters at the end of the message that the parser still holds back.
         """
-        start, self._pending = len(self._pending), self._pending + text
-        self._tokens += [(start, len(self._pending), token) for token in tokens]
-        past, place = len(self._pending) - num_held, 0
+        start, self._num_pending = self._num_pending, self._num_pending + len(text)
+        self._texts.append(text)
+        self._tokens += [(start, self._num_pending, token) for token in tokens]
+        past, place = self._num_pending - num_held, 0
         if not past:
             return list(pieces)
+        pending = "".join(self._texts)
         aligned: list[Piece] = []
         for piece in pieces:
             if isinstance(piece, Text):
-                place = self._find(piece.text, place, past)
+                place = _find(pending, piece.text, place, past)
                 piece = Text(piece.text, self._take(place, place + len(piece.text)))
                 place += len(piece.text)
             aligned.append(piece)
-        self._pending = self._pending[past:]
+        self._texts, self._num_pending = [pending[past:]], num_held
         left = [one for one in self._tokens if one[1] > past or one[0] >= past]
         self._tokens = [(max(begin - past, 0), end - past, token) for begin, end, token in left]
         return aligned
-
-    def _find(self, text: str, place: int, past: int) -> int:
-        """Where a text stands: as a rule it is the last thing before what is held back, else a mark follows it."""
-        return past - len(text) if self._pending.endswith(text, place, past) else self._pending.find(text, place, past)
 
     def _take(self, begin: int, end: int) -> tuple[SampledToken, ...]:
         taken, left = list[SampledToken](), list[tuple[int, int, SampledToken]]()
@@ -54,3 +53,8 @@ class TokenAligner:
                 left.append(one)
         self._tokens = left
         return tuple(taken)
+
+
+def _find(pending: str, text: str, place: int, past: int) -> int:
+    """Where a text stands: as a rule it is the last thing before what is held back, else a mark follows it."""
+    return past - len(text) if pending.endswith(text, place, past) else pending.find(text, place, past)

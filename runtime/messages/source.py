@@ -1,0 +1,192 @@
+"""The text of a message that comes in pieces, for readers that are generators: each yields where it waits for more.
+
+Nothing is read twice. A reader that waits has read all of the text but the prefix of a mark at its end, so the time of
+a message is linear in its length, however it is cut, and what a reader finds does not depend on where it is cut.
+"""
+
+import re
+from collections.abc import Callable, Generator
+from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]  # the work of a reader, which returns a T
+Give = Callable[[str], None]  # takes a part of a text as soon as it is read
+
+_NOTHING = "(?!)"
+_SPACE = re.compile(r"\s*+")
+
+
+class Marks:
+    """Texts that are searched for. The first one in a text counts, and of those that begin there the longest."""
+
+    def __init__(self, *texts: str) -> None:
+        longest_first = sorted({*texts}, key=len, reverse=True)
+        self._whole = re.compile("|".join(map(re.escape, longest_first)) or _NOTHING)
+        self._begun = re.compile(f"(?:{'|'.join(map(_prefixes, longest_first))})\\Z" if texts else _NOTHING)
+        self._longest = max(map(len, texts), default=1)
+
+    def find(self, text: str, start: int, *, is_end: bool) -> tuple[int, str]:
+        """The end of what cannot be a part of a mark, and the mark there; "" if none is complete.
+
+        Args:
+            is_end: nothing follows the text.
+        """
+        found = self._whole.search(text, start)
+        end = len(text) if found is None else found.start()
+        tail = max(start, len(text) - self._longest + 1)
+        if end < tail or (found is not None and is_end):
+            return end, "" if found is None else found[0]
+        begun = self._begun.search(text, tail)  # it may become an earlier or a longer mark
+        if begun is not None and begun.start() <= end:
+            return begun.start(), ""
+        return end, "" if found is None else found[0]
+
+
+def _prefixes(text: str) -> str:
+    """The expression of a text without at least one character at its end."""
+    expression = ""
+    for char in reversed(text[:-1]):
+        expression = f"{re.escape(char)}(?:{expression})?" if expression else re.escape(char)
+    return expression or _NOTHING
+
+
+marks_of = lru_cache(maxsize=256)(Marks)
+
+
+class Source:
+    """A text as far as it has come, and how far it was read.
+
+    What was read is kept until it is dropped or taken back as text.
+
+    is_ended: nothing follows what has come. is_cut: something would have. met_end: a reader wanted more than has come.
+    stops: marks at which a call ends or cannot go on, wherever they stand outside of quotes.
+    """
+
+    def __init__(self) -> None:
+        self._text, self._place = "", 0  # what came last, and where it has not been read
+        self._kept: list[str] = []
+        self._num_kept = 0
+        self.stops: tuple[str, ...] = ()
+        self.is_ended = self.is_cut = self.met_end = False
+
+    @property
+    def num_held(self) -> int:
+        """Characters that were neither dropped nor taken back."""
+        return self._num_kept + len(self._text) - self._place
+
+    def feed(self, text: str) -> None:
+        self._text, self._place = self._text[self._place :] + text, 0
+
+    def drop(self) -> None:
+        """Forget what was read."""
+        self._kept, self._num_kept = [], 0
+
+    def take_back(self) -> str:
+        """What was read and not dropped; it is not kept any longer."""
+        text = "".join(self._kept)
+        self.drop()
+        return text
+
+    def keep(self, text: str) -> None:
+        """Keep a text after what was read."""
+        self._kept.append(text)
+        self._num_kept += len(text)
+
+    def take_rest(self) -> str:
+        """Read all that has come."""
+        return self._read_to(len(self._text))
+
+    def at_end(self) -> Reading[bool]:
+        """Tell whether the text ends here, and is not cut."""
+        while self._place == len(self._text):
+            if self.is_ended:
+                self.met_end = True
+                return not self.is_cut
+            yield
+        return False
+
+    def starts_with(self, *marks: str) -> Reading[bool]:
+        """Tell whether one of some texts comes next."""
+        while not self._text.startswith(marks, self._place):
+            rest = self._text[self._place : self._place + max(map(len, marks), default=0)]
+            if not any(mark.startswith(rest) for mark in marks):
+                return False
+            if self.is_ended:
+                self.met_end = True
+                return False
+            yield
+        return True
+
+    def has(self, mark: str) -> Reading[bool]:
+        """Read a text if it comes next, and tell whether it did."""
+        found = yield from self.starts_with(mark)
+        if found:
+            self._read_to(self._place + len(mark))
+        return found
+
+    def expect(self, mark: str) -> Reading[None]:
+        """Read a text that has to come next. Raises ValueError if it does not."""
+        if not (yield from self.has(mark)):
+            raise ValueError(f"no {mark}")
+
+    def take(self, count: int) -> Reading[str]:
+        """Read this number of characters, fewer at the end of the text."""
+        while len(self._text) - self._place < count:
+            if self.is_ended:
+                self.met_end = True
+                return self.take_rest()
+            yield
+        return self._read_to(self._place + count)
+
+    def space(self) -> Reading[None]:
+        """Read white space."""
+        yield from self.all_of(_SPACE)
+
+    def all_of(self, chars: re.Pattern[str]) -> Reading[str]:
+        """Read the characters that come next as long as an expression of any number of them has them."""
+        parts: list[str] = []
+        while True:
+            found = chars.match(self._text, self._place)
+            if found is not None and found[0]:
+                parts.append(self._read_to(found.end()))
+            if self._place < len(self._text) or self.is_ended:
+                return "".join(parts)
+            yield
+
+    def give_up_to(self, give: Give, *marks: str, max_chars: int | None = None) -> Reading[str]:
+        """Read and give a text up to the first of some marks.
+
+        Returns:
+            The mark, which is not read yet; "" where none came before the end or within max_chars.
+        """
+        wanted, left = marks_of(*marks), max_chars
+        while True:
+            end, mark = wanted.find(self._text, self._place, is_end=self.is_ended)
+            is_too_long = left is not None and end - self._place > left
+            if left is not None:
+                end = min(end, self._place + left)
+                left -= end - self._place
+            if end > self._place:
+                give(self._read_to(end))
+            if is_too_long:
+                return ""
+            if mark:
+                return mark
+            if self.is_ended:
+                self.met_end = True
+                return ""
+            yield
+
+    def up_to(self, *marks: str) -> Reading[str]:
+        """Read the text up to the first of some marks, which is not read yet. Raises ValueError if a stop is first."""
+        parts: list[str] = []
+        if (yield from self.give_up_to(parts.append, *marks, *self.stops)) not in marks:
+            raise ValueError(f"no {marks[0]}")
+        return "".join(parts)
+
+    def _read_to(self, end: int) -> str:
+        text, self._place = self._text[self._place : end], end
+        if text:
+            self.keep(text)
+        return text

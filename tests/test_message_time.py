@@ -1,0 +1,94 @@
+"""The work of parsers of messages, counted in characters: it is linear, whatever the text and its pieces."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from enginewright.runtime.messages.calls import CallFormat
+from enginewright.runtime.messages.formats import CALL_FORMATS
+from enginewright.runtime.messages.source import Marks, Source
+from tests.helpers.hostile_messages import feed, hostile_messages
+
+SHORT, LONG = 500, 2000  # characters
+MOST_MORE = 6  # times the work for a text four times as long; of a square it would be 16
+
+
+@dataclass
+class Work:
+    num_chars: int = 0  # that were searched, compared or copied
+
+    def reset(self) -> int:
+        count, self.num_chars = self.num_chars, 0
+        return count
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+    """Counts what a source, which reads all text, and JSON do."""
+    counted, find, loads, dumps = Work(), Marks.find, json.loads, json.dumps
+    methods = {name: getattr(Source, name) for name in ("feed", "take_back", "keep", "starts_with")}
+
+    def counting_find(marks: Marks, text: str, start: int, *, is_end: bool) -> tuple[int, str]:
+        end, mark = find(marks, text, start, is_end=is_end)
+        searched = len(text) if not mark else end + len(mark)  # a search that finds nothing goes to the end
+        counted.num_chars += searched - start + marks._longest
+        return end, mark
+
+    def feed(source: Source, text: str) -> None:
+        methods["feed"](source, text)
+        counted.num_chars += len(source._text)
+
+    def take_back(source: Source) -> str:
+        text: str = methods["take_back"](source)
+        counted.num_chars += len(text)
+        return text
+
+    def keep(source: Source, text: str) -> None:
+        counted.num_chars += len(text)
+        methods["keep"](source, text)
+
+    def starts_with(source: Source, *marks: str) -> Any:
+        counted.num_chars += sum(map(len, marks))
+        return methods["starts_with"](source, *marks)
+
+    def counting_loads(text: str, **options: Any) -> Any:
+        counted.num_chars += len(text)
+        return loads(text, **options)
+
+    def counting_dumps(value: Any, **options: Any) -> str:
+        text = dumps(value, **options)
+        counted.num_chars += len(text)
+        return text
+
+    monkeypatch.setattr(Marks, "find", counting_find)
+    for replacement in (feed, take_back, keep, starts_with):
+        monkeypatch.setattr(Source, replacement.__name__, replacement)
+    monkeypatch.setattr(json, "loads", counting_loads)
+    monkeypatch.setattr(json, "dumps", counting_dumps)
+    yield counted
+
+
+@pytest.mark.parametrize("size", [1, 4, LONG])
+@pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda one: one.name)
+def test_work_is_linear(calls: CallFormat, size: int, work: Work) -> None:
+    pairs = zip(hostile_messages(calls, SHORT), hostile_messages(calls, LONG), strict=True)
+    for (name, short), (_, long) in pairs:
+        feed(calls, short, size)
+        least = work.reset()
+        feed(calls, long, size)
+        assert least >= len(short), "the text itself is counted"
+        assert work.reset() < MOST_MORE * least, name
+
+
+def test_the_count_sees_a_square(work: Work) -> None:
+    """A text that is searched again from its beginning with each character."""
+
+    def search_again(count: int) -> int:
+        for end in range(count):
+            Marks("<tool_call>").find("x" * end, 0, is_end=False)
+        return work.reset()
+
+    assert search_again(LONG) > MOST_MORE * search_again(SHORT)
