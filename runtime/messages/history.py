@@ -15,22 +15,22 @@ INVALID_JSON = "INVALID_JSON"  # the key of an object whose value is arguments t
 Messages = Sequence[Mapping[str, Any]]
 
 
-def read_object(arguments: str) -> dict[str, Any] | None:
-    """The object that arguments are as JSON; None: they are none, or hold half of a surrogate pair, which no prompt can."""
+def parse_object(arguments: str) -> dict[str, Any] | None:
+    """The object that arguments are as JSON; None if they are none, or hold half of a surrogate pair."""
     try:
         value = load(arguments)
         if "\\u" in arguments:
-            dump(value).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
 def as_object(arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments for templates, and for APIs, that take no text."""
+    """Arguments for templates that take no text."""
     if not isinstance(arguments, str):
         return arguments
-    found = read_object(arguments)
+    found = parse_object(arguments)
     return {INVALID_JSON: arguments} if found is None else found
 
 
@@ -52,7 +52,7 @@ def forms(messages: Messages) -> Iterator[Messages]:
 def shows(text: str, messages: Messages) -> bool:
     """True if a prompt has all arguments that are no objects, as they are or in quotes of JSON."""
     cut = [one for message in messages for one in _arguments(message) if isinstance(one, str)]
-    return all(one in text or _quoted(one) in text for one in cut if read_object(one) is None)
+    return all(one in text or _quoted(one) in text for one in cut if parse_object(one) is None)
 
 
 def _quoted(text: str) -> str:

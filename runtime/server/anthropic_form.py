@@ -95,7 +95,7 @@ class MessagesForm(PartsForm):
                 "type": "tool_use",
                 "id": part.call_id,
                 "name": part.name,
-                "input": as_object(part.text) if whole else {},
+                "input": _input(part.text) if whole else {},
             }
         text = part.text if whole else ""
         if part.kind is Reasoning:

@@ -9,7 +9,7 @@ import msgspec
 from enginewright.errors import UsageError
 from enginewright.runtime.messages.calls import Schemas
 from enginewright.runtime.messages.grammar import before_answer, only_calls, text_and_calls
-from enginewright.runtime.messages.history import read_object
+from enginewright.runtime.messages.history import parse_object
 from enginewright.runtime.messages.parser import ReasoningPlace
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.protocol import convert
@@ -67,7 +67,7 @@ class ToolCall(msgspec.Struct):
     def for_template(self) -> dict[str, Any]:
         """Arguments are an object where they are JSON of one, else the text that they are (messages/history.py)."""
         given = self.function.arguments or {}
-        found = read_object(given) if isinstance(given, str) else given
+        found = parse_object(given) if isinstance(given, str) else given
         function = {"name": self.function.name, "arguments": given if found is None else found}
         return {"id": self.id or "", "type": "function", "function": function}
 
