@@ -15,10 +15,6 @@ from llguidance.gbnf_to_lark import any_to_lark
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.worker_protocol import serve
 
-# What may be between the parts of JSON: nothing, a space, or a new line and its indentation. With any number of them,
-# a model may write nothing else until its tokens end.
-WHITESPACE = r" |\n[ \t]{0,40}"
-
 # Of llguidance, below its own. What is beyond: grammars that are ambiguous without end, and expressions whose
 # automata explode. A mask takes 50 us as a rule; at these, 0.1 s.
 LIMITS: Mapping[str, Any] = {
@@ -44,7 +40,7 @@ def reason(text: str) -> str:
 def answer(frame: dict[str, Any]) -> dict[str, str]:
     try:
         wanted = StructuredOutputsParams(**frame)
-        source = _source(wanted) if wanted.before is None else _behind(wanted.before, _source(wanted))
+        source = _message(wanted, _source(wanted)) if wanted.is_whole else _source(wanted)
     except MemoryError:
         raise
     except Exception as error:  # what reads GBNF raises no narrower class
@@ -61,18 +57,17 @@ def _source(wanted: StructuredOutputsParams) -> str:
     if wanted.grammar is not None:
         return LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
     schema = dict(wanted.json) if isinstance(wanted.json, Mapping) else {"type": "object"}
-    if wanted.disable_any_whitespace:
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
-    pattern = WHITESPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
-    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": pattern})
+    return LLMatcher.grammar_from_json_schema(schema, overrides=wanted.json_options)
 
 
-def _behind(before: str, source: str) -> str:
-    """A grammar, and another one before it."""
+def _message(wanted: StructuredOutputsParams, source: str) -> str:
+    """The grammar of a message, of an answer's own grammar and what the message has around it."""
     answer, *others = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
-    start = {"lark_grammar": "start: @before @answer"}
-    first = {"name": "before", "lark_grammar": before}
-    return json.dumps({"grammars": [start, first, answer | {"name": "answer"}, *others]})
+    if wanted.within is not None:
+        message = [{"lark_grammar": wanted.within}]
+    else:
+        message = [{"lark_grammar": "start: @before @answer"}, {"name": "before", "lark_grammar": wanted.before}]
+    return json.dumps({"grammars": [*message, answer | {"name": "answer"}, *others]})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ import msgspec
 from enginewright.errors import UsageError, shorten
 from enginewright.runtime.checks import require, require_known
 
+# Between the parts of JSON: nothing, a space, or a new line and its indentation. With any number of them, a model may
+# write nothing else until its tokens end.
+WHITESPACE = r" |\n[ \t]{0,40}"
 MAX_CHARS = 128 << 10  # of a schema as JSON, an expression, a grammar, or all texts of a choice
 MAX_CHOICES = 10_000
 MAX_PROPERTIES = 1000  # of all objects of a schema: where all are optional, to compile them is quadratic
@@ -30,6 +33,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False  # between the parts of JSON
     whitespace_pattern: str | None = None  # regular expression of what may be there; None: a space or a new line
     before: str | None = None  # what comes before it, such as a model's reasoning, in llguidance's Lark
+    within: str | None = None  # the message that it is a part of, in llguidance's Lark, where @answer stands for it
 
     def __new__(cls, *args: Any, **options: Any) -> "StructuredOutputsParams":
         """Refuses names that are none; `__init__` would raise a TypeError."""
@@ -45,7 +49,7 @@ class StructuredOutputsParams:
         kinds = [name for name in KINDS if getattr(self, name) is not None]
         require(len(kinds) == 1, "structured_outputs", f"must have one of {', '.join(KINDS)}, not {len(kinds)}")
         require(self.json_object in (None, True), "structured_outputs.json_object", "must be true")
-        for name in ("regex", "grammar", "whitespace_pattern", "before"):
+        for name in ("regex", "grammar", "whitespace_pattern", "before", "within"):
             value = getattr(self, name)
             is_text = value is None or (isinstance(value, str) and value != "")
             require(is_text, f"structured_outputs.{name}", f"must be a text, not {shorten(value)}")
@@ -63,12 +67,13 @@ class StructuredOutputsParams:
             rule = f"must not name more than {MAX_PROPERTIES} properties, not {num_properties}"
             require(num_properties <= MAX_PROPERTIES, "structured_outputs.json", rule)
         require(isinstance(self.disable_any_whitespace, bool), "disable_any_whitespace", "must be true or false")
-        is_json = self.json is not None or self.json_object is not None
         for name in ("disable_any_whitespace", "whitespace_pattern"):
             rule = "goes with json or json_object, whose white space it is about"
-            require(is_json or not getattr(self, name), f"structured_outputs.{name}", rule)
+            require(self.is_json or not getattr(self, name), f"structured_outputs.{name}", rule)
         is_one = not self.disable_any_whitespace or self.whitespace_pattern is None
         require(is_one, "structured_outputs.whitespace_pattern", "cannot be combined with disable_any_whitespace")
+        is_one = self.before is None or self.within is None
+        require(is_one, "structured_outputs.within", "cannot be combined with before")
 
     @staticmethod
     def _check_choice(choice: Sequence[str]) -> None:
@@ -84,6 +89,24 @@ class StructuredOutputsParams:
             return cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
         require(isinstance(given, Mapping), "structured_outputs", f"must be a mapping, not {shorten(given)}")
         return cls(**given)
+
+    @property
+    def is_json(self) -> bool:
+        return self.json is not None or self.json_object is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """It says of all of the message what it has to be."""
+        return self.before is not None or self.within is not None
+
+    @property
+    def json_options(self) -> dict[str, Any]:
+        """llguidance's options of the white space in JSON (its docs/json_schema.md)."""
+        separators = {"item_separator": ",", "key_separator": ":"}
+        if self.disable_any_whitespace:
+            return {"whitespace_flexible": False, **separators}
+        pattern = WHITESPACE if self.whitespace_pattern is None else self.whitespace_pattern
+        return {"whitespace_flexible": True, "whitespace_pattern": pattern, **separators}
 
     @property
     def key(self) -> str:

@@ -16,12 +16,18 @@ from enginewright.runtime.grammar_worker import answer
 from enginewright.runtime.messages.calls import Arguments, Call, CallFormat
 from enginewright.runtime.messages.formats import CALL_FORMATS, REASONING_FORMATS, new_parser
 from enginewright.runtime.messages.gemma import GEMMA4
-from enginewright.runtime.messages.grammar import before_answer, only_calls, text_and_calls
+from enginewright.runtime.messages.grammar import (
+    MAX_CALLS,
+    answer_or_calls,
+    before_answer,
+    only_calls,
+    text_and_calls,
+)
 from enginewright.runtime.messages.harmony import HARMONY
 from enginewright.runtime.messages.hermes import HERMES
 from enginewright.runtime.messages.llama3_json import LLAMA3_JSON
 from enginewright.runtime.messages.mistral import MISTRAL
-from enginewright.runtime.messages.parser import MessageFormat, Piece, ReasoningPlace
+from enginewright.runtime.messages.parser import MessageFormat, Piece, Reasoning, ReasoningPlace, Text, joined
 from enginewright.runtime.messages.pythonic import PYTHONIC
 from enginewright.runtime.messages.qwen3_xml import QWEN3_XML
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
@@ -82,9 +88,14 @@ def matcher(**wanted: Any) -> LLMatcher:
     return LLMatcher(trie(), reply["source"], log_level=0)
 
 
-def written(found: LLMatcher, seed: int) -> str:
-    """What noise writes under a grammar until it may end, and does."""
-    rng, tokens = random.Random(seed), list[int]()
+def written(found: LLMatcher, seed: int, begun: str = "") -> str:
+    """The text that noise writes under a grammar until it may end, and does.
+
+    Args:
+        begun: how it begins.
+    """
+    rng, tokens = random.Random(seed), split(begun)
+    assert found.try_consume_tokens(tokens) == len(tokens)
     while len(tokens) < 3000:
         bits = np.unpackbits(np.frombuffer(found.compute_bitmask(), np.uint8), bitorder="little")
         token = rng.choice(bits.nonzero()[0].tolist())
@@ -95,20 +106,30 @@ def written(found: LLMatcher, seed: int) -> str:
     raise AssertionError("it does not end")
 
 
+def split(text: str) -> list[int]:
+    """The tokens of each character, since whole marks are special tokens of this tokenizer's."""
+    return [token for char in text for token in tokenizer().encode(char, add_special_tokens=False)]
+
+
 def passes(found: LLMatcher, text: str) -> bool:
     """Whether a text is one of a grammar's."""
-    found = found.deep_copy()
-    # Character by character, since whole marks are special tokens of this tokenizer's.
-    tokens = [token for char in text for token in tokenizer().encode(char, add_special_tokens=False)]
+    found, tokens = found.deep_copy(), split(text)
     return found.try_consume_tokens(tokens) == len(tokens) and found.is_accepting()
 
 
-def read(form: MessageFormat, text: str) -> list[Piece]:
-    """What a message is, arguments with their call."""
-    parser = new_parser(form, SCHEMAS)
+def read(form: MessageFormat, text: str, *, size: int = 0, **options: Any) -> list[Piece]:
+    """A message as its parser has it, arguments with their call.
+
+    Args:
+        size: characters of a push; 0: all of the text.
+        options: of the parser.
+    """
+    parser = new_parser(form, SCHEMAS, **options)
     assert parser is not None
-    pieces = list[Piece]()
-    for piece in parser.push(text) + parser.end():
+    given, pieces = list[Piece](), list[Piece]()
+    for place in range(0, len(text), size or len(text)):
+        given += parser.push(text[place : place + size] if size else text)
+    for piece in joined(given + parser.end()):
         if isinstance(piece, Arguments):
             assert isinstance(pieces[-1], Call)
             piece = Call(pieces[-1].name, pieces.pop().arguments + piece.text)  # type: ignore[union-attr]
@@ -129,6 +150,114 @@ def test_calls_alone_are_read_and_follow_their_schema(calls: CallFormat, several
         counts.append(len(pieces))
     assert min(counts) == 1
     assert (max(counts) > 1) == (several and calls is not HARMONY)  # which ends its answer with a call
+
+
+REPLY = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["weather", "<tool_call>", "x"]},
+        "said": {"enum": ["[TOOL_CALLS]", "<think>", "<|tool_call>call:"]},
+        "days": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 2},
+    },
+    "required": ["name", "said"],
+    "additionalProperties": False,
+}
+ANSWERS: tuple[dict[str, Any], ...] = (
+    {"json": REPLY},
+    {"json": REPLY, "disable_any_whitespace": True},
+    {"json": {"type": "array", "items": {"enum": [7, True, None, "["]}, "maxItems": 3}},
+    {"choice": ["<tool_cat>", '{"name": "weather"}', "[weather]"]},
+)
+
+
+def either(calls: CallFormat, answer: dict[str, Any], *, several: bool = True, reasons: bool = False) -> LLMatcher:
+    """Of calls, or an answer in their place."""
+    form, wanted = MessageFormat(THINK if reasons else None, calls), StructuredOutputsParams(**answer)
+    place = ReasoningPlace.BEGUN if reasons else ReasoningPlace.OVER
+    options = wanted.json_options if wanted.is_json else None
+    return matcher(within=answer_or_calls(form, SCHEMAS, {}, place, options, several=several), **answer)
+
+
+@pytest.mark.parametrize("calls", CALL_FORMATS, **NAMES)
+def test_an_answer_or_calls_are_read_as_what_they_are(calls: CallFormat) -> None:
+    form, kinds = MessageFormat(THINK, calls), set[type[Piece]]()
+    # The messages of harmony that come before, such as an analysis, do not end in noise.
+    begins = ["<|channel|>final<|message|>", "<|channel|>commentary to="] if calls is HARMONY else [""]
+    for number, wanted in enumerate(ANSWERS):
+        found, several = either(calls, wanted, several=number > 0), number > 0
+        for seed in range(6):
+            begun = begins[seed % len(begins)]
+            text = written(found.deep_copy(), seed, begun)
+            pieces = read(form, text, only_first=True)
+            assert all(read(form, text, only_first=True, size=size) == pieces for size in (1, 5)), text
+            kinds |= {type(piece) for piece in pieces}
+            if isinstance(pieces[0], Text):
+                assert pieces == [Text(text.removeprefix(begins[0]))]
+                if "json" in wanted:
+                    jsonschema.validate(json.loads(pieces[0].text), wanted["json"])
+                continue
+            assert several or len(pieces) == 1
+            for piece in pieces:
+                assert isinstance(piece, Call), text
+                jsonschema.validate(json.loads(piece.arguments), SCHEMAS[piece.name])
+    assert kinds == {Text, Call}
+
+
+@pytest.mark.parametrize("calls", CALL_FORMATS, **NAMES)
+def test_an_answer_or_calls_and_nothing_else(calls: CallFormat) -> None:
+    good, reply = call(calls, {"city": "Graz", "unit": "C"}), '{"name": "weather", "said": "<think>", "days": [1]}'
+    final = "<|channel|>final<|message|>" if calls is HARMONY else ""
+    for wanted in ANSWERS[:2]:
+        found = either(calls, wanted)
+        assert passes(found, good if wanted is ANSWERS[0] or calls is not LLAMA3_JSON else good.replace(" ", ""))
+        assert passes(found, final + (reply if wanted is ANSWERS[0] else reply.replace(" ", "")))
+        others = ("", good + reply, final + reply + good, f"I look. {good}", final + reply.replace("weather", "y"))
+        assert not any(passes(found, text) for text in others)
+        assert read(MessageFormat(None, calls), final + reply, only_first=True) == [Text(reply)]
+    thinking = either(calls, ANSWERS[0], reasons=True)
+    thought = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant" if calls is HARMONY else "Hm</think>\n\n"
+    for text in (good, final + reply):
+        assert passes(thinking, thought + text)
+        reasoning, one = read(MessageFormat(THINK, calls), thought + text, in_reasoning=True, only_first=True)
+        assert reasoning == Reasoning("Hm") and isinstance(one, Call if text is good else Text)
+    if calls.open:
+        assert not passes(thinking, f"Hm {calls.open}{thought}{good}")
+
+
+@pytest.mark.parametrize("calls", CALL_FORMATS, **NAMES)
+def test_the_end_may_come_after_each_whole_call(calls: CallFormat) -> None:
+    """And has to come after so many."""
+    arguments = {"type": "object", "properties": {}, "additionalProperties": False}
+    for several in (False, True):
+        found = matcher(grammar=only_calls(calls, {"stop": arguments}, {}, several=several))
+        texts = {written(found.deep_copy(), seed) for seed in range(12 if several else 3)}
+        counts = {len(read(MessageFormat(None, calls), text)) for text in texts}
+        assert counts == {1} if not several or calls is HARMONY else {1, 2} <= counts <= {*range(1, MAX_CALLS + 1)}
+    one, written_calls = call(calls, {"city": "Graz", "unit": "C"}), calls.written
+    if written_calls.between is not None:
+        found = matcher(grammar=only_calls(calls, SCHEMAS, {}, several=True))
+        alone = one.removeprefix(written_calls.first).removesuffix(written_calls.last)
+        for count in (MAX_CALLS, MAX_CALLS + 1):
+            several_calls = written_calls.between.join([alone] * count)
+            text = written_calls.first + several_calls + written_calls.last
+            assert passes(found, text) == (count == MAX_CALLS)
+    if not written_calls.last:
+        for grammar in (only_calls, text_and_calls):
+            found = matcher(grammar=grammar(calls, SCHEMAS, {}, several=True))
+            tokens = split(one)
+            assert found.try_consume_tokens(tokens) == len(tokens)
+            bits = np.unpackbits(np.frombuffer(found.compute_bitmask(), np.uint8), bitorder="little")
+            assert bits[end()]
+
+
+def test_a_call_that_is_an_object_keeps_the_references_of_its_schema() -> None:
+    nested = {"type": "object", "properties": {"at": {"$ref": "#/$defs/at"}, "more": {"$ref": "#"}}}
+    schemas = {"f": nested | {"additionalProperties": False, "$defs": {"at": {"type": "integer"}}}}
+    form, options = MessageFormat(None, LLAMA3_JSON), StructuredOutputsParams(json=REPLY).json_options
+    grammar = answer_or_calls(form, schemas, {}, ReasoningPlace.OVER, options, several=True)
+    found, one = matcher(within=grammar, json=REPLY), '{"name": "f", "parameters": {"more": {"at": 3}}}'
+    assert passes(found, one) and passes(found, f"{one}; {one}")
+    assert not passes(found, one.replace("3", '"3"'))
 
 
 def call(calls: CallFormat, arguments: Mapping[str, Any]) -> str:
@@ -228,6 +357,9 @@ def test_what_comes_before_is_part_of_the_key() -> None:
     assert StructuredOutputsParams(json=ANSWER, before='start: "x"').key != plain.key
     with pytest.raises(UsageError, match=r"structured_outputs\.before must be a text"):
         StructuredOutputsParams(json=ANSWER, before="")
+    assert StructuredOutputsParams(json=ANSWER, within="start: @answer").key != plain.key
+    with pytest.raises(UsageError, match=r"structured_outputs\.within cannot be combined with before"):
+        StructuredOutputsParams(json=ANSWER, within="start: @answer", before='start: "x"')
 
 
 def _nested(depth: int) -> dict[str, Any]:

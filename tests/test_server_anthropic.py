@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import jsonschema
 import pytest
 
 from enginewright.runtime.server.anthropic_body import read_messages
@@ -27,6 +28,13 @@ THINKING: Any = {"type": "enabled", "budget_tokens": 100}
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     with running(engine=tiny_engine("calls tools"), served_model_names=("tiny",), api_keys=("key",)) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def at_once() -> Iterator[Running]:
+    """Its model does not think."""
+    with running(engine=tiny_engine("calls tools at once")) as opened:
         yield opened
 
 
@@ -214,13 +222,41 @@ def test_one_call_if_asked(client: anthropic.Anthropic) -> None:
     assert [block.type for block in content] == ["tool_use"]
 
 
-def test_a_call_that_is_wanted_comes() -> None:
-    """From a model whose answers are noise."""
-    with running(engine=tiny_engine("calls tools at once")) as server:
-        for choice, names in (({"type": "any"}, {"add", "stop"}), ({"type": "tool", "name": "add"}, {"add"})):
-            body = {"max_tokens": 2000, "tools": TOOLS, "tool_choice": choice, "temperature": 1.0, "seed": 1}
-            answer = post(server, body).json
+def test_a_call_that_is_wanted_comes(at_once: Running) -> None:
+    """From a model whose answers are noise: one alone where it is named, or where no more are wanted."""
+    alone = {"disable_parallel_tool_use": True}
+    for choice, names in (
+        ({"type": "any"}, {"add", "stop"}),
+        ({"type": "any", **alone}, {"add", "stop"}),
+        ({"type": "tool", "name": "add"}, {"add"}),
+        ({"type": "tool", "name": "add", **alone}, {"add"}),
+    ):
+        for seed in range(3):
+            body = {"max_tokens": 2000, "tools": TOOLS, "tool_choice": choice, "temperature": 1.0, "seed": seed}
+            answer = post(at_once, body).json
             assert answer["stop_reason"] == "tool_use" and {one["name"] for one in answer["content"]} <= names
+            assert len(answer["content"]) == 1 or choice == {"type": "any"}
+
+
+def test_tools_may_be_called_where_the_answer_has_a_format(at_once: Running) -> None:
+    """From a model whose answers are noise, streamed and not."""
+    config = {"format": {"type": "json_schema", "schema": ADD}}
+    body = {"max_tokens": 1000, "tools": [TOOLS[0] | {"strict": True}], "output_config": config, "temperature": 1.0}
+    kinds = set()
+    for seed in range(8):
+        for choice in ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "add"}, {"type": "none"}):
+            asked = body | {"seed": seed, "tool_choice": choice}
+            answer = post(at_once, asked).json
+            streamed = events(post(at_once, asked | {"stream": True}))
+            starts = [one["content_block"]["type"] for one in streamed if one["type"] == "content_block_start"]
+            assert starts == [block["type"] for block in answer["content"]]
+            for block in answer["content"]:
+                value = block["input"] if block["type"] == "tool_use" else json.loads(block["text"])
+                jsonschema.validate(value, ADD)
+                kinds.add((choice["type"], block["type"]))
+            assert len(answer["content"]) == 1 or choice["type"] in ("auto", "any")
+    calls = {("auto", "tool_use"), ("any", "tool_use"), ("tool", "tool_use")}
+    assert kinds == calls | {("auto", "text"), ("none", "text")}
 
 
 def test_an_answer_of_a_schema(client: anthropic.Anthropic) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel
@@ -32,6 +33,12 @@ TOOLS: list[Any] = [
     {"type": "function", "name": "add", "description": "Adds.", "parameters": ADD, "strict": True},
     {"type": "function", "name": "stop", "parameters": None, "strict": None},
 ]
+REPLY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Graz", "Linz"]}, "is_near": {"type": "boolean"}},
+    "required": ["city", "is_near"],
+    "additionalProperties": False,
+}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 MESSAGE = f"<think>\nHm.\n</think>\n\nI add.\n{CALL}\n{CALL}"
 
@@ -40,6 +47,13 @@ MESSAGE = f"<think>\nHm.\n</think>\n\nI add.\n{CALL}\n{CALL}"
 def server() -> Iterator[Running]:
     engine, keys = tiny_engine("calls tools"), ("key", "other")
     with running(engine=engine, served_model_names=("tiny",), api_keys=keys, responses_store=8) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def at_once() -> Iterator[Running]:
+    """Its model does not think."""
+    with running(engine=tiny_engine("calls tools at once")) as opened:
         yield opened
 
 
@@ -272,17 +286,54 @@ def test_an_answer_of_a_class(client: openai.OpenAI) -> None:
     assert any(texts) and all(text[:1] in ("", "{") for text in texts)  # some think for all of their tokens
 
 
-def test_a_call_that_is_wanted_comes() -> None:
+def test_a_call_that_is_wanted_comes(at_once: Running) -> None:
     """From a model whose answers are noise."""
-    with running(engine=tiny_engine("calls tools at once")) as server:
-        for choice, names in (
-            ("required", {"add", "stop"}),
-            ({"type": "function", "name": "add"}, {"add"}),
-            ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "stop"}]}, {"stop"}),
-        ):
-            body = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.0, "seed": 1, "max_output_tokens": 2000}
-            output = post(server, body | {"parallel_tool_calls": False}).json["output"]
+    named = {"type": "function", "name": "add"}
+    for choice, names in (
+        ("required", {"add", "stop"}),
+        (named, {"add"}),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "stop"}]}, {"stop"}),
+    ):
+        for seed in range(3):
+            body = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.0, "seed": seed, "max_output_tokens": 2000}
+            one = {} if choice is named else {"parallel_tool_calls": False}
+            output = post(at_once, body | one).json["output"]
             assert len(output) == 1 and {one["name"] for one in output} <= names
+
+
+def test_tools_may_be_called_where_the_answer_has_a_format(at_once: Running) -> None:
+    """From a model whose answers are noise: the body of an agent with an output type and a tool, as openai-agents
+    sends it, streamed and not, and with a call that has to come.
+    """
+    text = {"format": {"type": "json_schema", "name": "final_output", "schema": REPLY, "strict": True}}
+    agent = {
+        "input": [{"content": "Which?", "role": "user"}],
+        "instructions": "You help.",
+        "include": [],
+        "tools": TOOLS[:1],
+        "text": text,
+        "max_output_tokens": 1000,
+        "temperature": 1.0,
+    }
+    kinds, named = set(), {"type": "function", "name": "add"}
+    for seed in range(8):
+        for choice in (None, "required", named):
+            body = agent | {"seed": seed} | ({} if choice is None else {"tool_choice": choice})
+            response = post(at_once, body).json
+            streamed = events(post(at_once, body | {"stream": True}))[-1]["response"]
+            assert without_ids(streamed["output"]) == without_ids(response["output"])
+            assert response["status"] == "completed"
+            for item in response["output"]:
+                assert item["type"] == "function_call" or choice is None
+                if choice is None:
+                    kinds.add(item["type"])
+                if item["type"] == "function_call":
+                    jsonschema.validate(json.loads(item["arguments"]), ADD)
+                else:
+                    (part,) = item["content"]
+                    jsonschema.validate(json.loads(part["text"]), REPLY)
+            assert len(response["output"]) == 1 or choice is not named
+    assert kinds == {"function_call", "message"}
 
 
 def test_what_the_model_sees(server: Running) -> None:

@@ -6,6 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
@@ -13,7 +14,7 @@ from enginewright import LLM, SamplingParams, StructuredOutputsParams
 from enginewright.errors import UsageError
 from enginewright.runtime.batch import run_batch
 from enginewright.runtime.inspect import describe, summarize
-from enginewright.runtime.messages.grammar import before_answer, text_and_calls
+from enginewright.runtime.messages.grammar import MAX_CALLS, before_answer, text_and_calls
 from enginewright.runtime.messages.hermes import HERMES
 from enginewright.runtime.messages.parser import Reasoning, ReasoningPlace, Text
 from enginewright.runtime.server.chat import ChatBody
@@ -36,12 +37,32 @@ ONE_TOOL = (
     (TOOLS[1:], "auto"),
     (TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS[1:]}}),
 )
+# A class as openai-agents' Agent(output_type=…) sends it, with a tool of its function_tool.
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Graz", "Linz"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+AGENT: dict[str, Any] = {
+    "messages": [{"role": "system", "content": "You help."}, {"role": "user", "content": "Which city?"}],
+    "tools": [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}],  # type: ignore[dict-item]
+    "response_format": {"type": "json_schema", "json_schema": {"name": "final_output", "strict": True, "schema": CITY}},
+    "ignore_eos": False,
+}
 MESSAGE = f"<think>\nHm.\n</think>\n\nI add.\n{CALL}\n{CALL}"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     with running(engine=tiny_engine("calls tools"), served_model_names=("tiny",)) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def at_once() -> Iterator[Running]:
+    """Its model does not think."""
+    with running(engine=tiny_engine("calls tools at once")) as opened:
         yield opened
 
 
@@ -212,18 +233,81 @@ def allowed(*names: str, mode: str = "required") -> dict[str, Any]:
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "add"}}, allowed("add")], ids=str
 )
-def test_a_call_that_is_wanted_comes(choice: Any) -> None:
-    """From a model whose answers are noise."""
-    with running(engine=tiny_engine("calls tools at once")) as server:
-        for seed in range(3):
-            sampling = {"temperature": 1.0, "seed": seed, "max_tokens": 2000, "ignore_eos": False}
-            body = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": seed > 0, **sampling}
-            answer = server.chat(**body)["choices"][0]
+def test_a_call_that_is_wanted_comes(at_once: Running, choice: Any) -> None:
+    """From a model whose answers are noise. One alone where it is named, or where no more are wanted."""
+    is_named = isinstance(choice, dict) and choice["type"] == "function"
+    for parallel in ({"parallel_tool_calls": False}, {"parallel_tool_calls": True}, {}):
+        sampling = {"temperature": 1.0, "seed": 1, "n": 4, "max_tokens": 2000, "ignore_eos": False}
+        for answer in at_once.chat(tools=TOOLS, tool_choice=choice, **parallel, **sampling)["choices"]:
             assert answer["finish_reason"] == "tool_calls"
             calls = [call["function"] for call in answer["message"]["tool_calls"]]
-            assert seed > 0 or len(calls) == 1
+            assert len(calls) == 1 or (not is_named and parallel.get("parallel_tool_calls", True))
+            assert len(calls) <= MAX_CALLS
             assert {call["name"] for call in calls} <= ({"add", "stop"} if choice == "required" else {"add"})
             assert all(json.loads(call["arguments"])["a"] in range(10) for call in calls if call["name"] == "add")
+
+
+def test_tools_may_be_called_where_the_answer_has_a_format(at_once: Running) -> None:
+    """It binds the answer alone."""
+    kinds = set()
+    for seed in range(8):
+        body = {**AGENT, "temperature": 1.0, "seed": seed, "max_tokens": 1000}
+        whole = at_once.chat(**body)["choices"][0]
+        kinds.add(check_agent(whole["message"], whole["finish_reason"]))
+        message, reason = joined(at_once.chat(**body, stream=True))
+        assert reason == whole["finish_reason"] and message["content"] == (whole["message"]["content"] or "")
+        calls = [[call["function"] for call in one.get("tool_calls", ())] for one in (message, whole["message"])]
+        assert calls[0] == calls[1]
+    assert kinds == {"stop", "tool_calls"}
+
+
+def check_agent(message: dict[str, Any], reason: str) -> str:
+    """The message is an answer of CITY, or calls of `add`, as the reason says, which comes back."""
+    if reason == "stop":
+        jsonschema.validate(json.loads(message["content"]), CITY)
+        assert "tool_calls" not in message
+    for call in message.get("tool_calls", ()):
+        assert call["function"]["name"] == "add" and message["content"] is None
+        jsonschema.validate(json.loads(call["function"]["arguments"]), ADD)
+    return reason
+
+
+@pytest.mark.parametrize(
+    ("choice", "reasons"),
+    [
+        ("required", {"tool_calls"}),
+        ({"type": "function", "function": {"name": "add"}}, {"tool_calls"}),
+        ("none", {"stop"}),
+    ],
+    ids=str,
+)
+def test_a_choice_of_tools_decides_whether_the_format_binds(at_once: Running, choice: Any, reasons: set[str]) -> None:
+    sampling = {"temperature": 1.0, "seed": 2, "n": 4, "max_tokens": 2000}
+    answers = at_once.chat(**AGENT, tool_choice=choice, **sampling)["choices"]
+    assert {check_agent(answer["message"], answer["finish_reason"]) for answer in answers} == reasons
+    if isinstance(choice, dict):
+        assert [len(answer["message"]["tool_calls"]) for answer in answers] == [1] * 4
+
+
+def test_all_structures_leave_room_for_calls(at_once: Running) -> None:
+    structures: tuple[dict[str, Any], ...] = (
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"regex": "yes|no"}},
+        {"guided_grammar": 'start: "yes" | "no"'},
+    )
+    tokenizer = at_once.llm.engine.tokenizer
+    for structure in structures:
+        body = {**AGENT, "response_format": None, **structure, "temperature": 1.0, "n": 8, "seed": 1, "max_tokens": 60}
+        answers = at_once.chat(**body)["choices"]
+        called = [answer for answer in answers if "tool_calls" in answer["message"]]
+        assert called and len(called) < len(answers), structure
+        if "response_format" not in structure:
+            others = [answer for answer in answers if answer not in called]
+            assert all(answer["message"]["content"] in ("yes", "no") for answer in others)
+    # But one that says what comes before it is all of the message.
+    body = ChatBody(messages=HELLO, tools=TOOLS, structured_outputs=exactly("x"))
+    assert body.structure(tokenizer, [5]) == StructuredOutputsParams(**exactly("x"))
 
 
 @pytest.fixture(scope="module")
@@ -332,11 +416,6 @@ def _function(**keys: Any) -> list[Any]:
         ({"tools": TOOLS, "tool_choice": allowed()}, "tool_choice.allowed_tools.tools", "of tools: add, stop"),
         ({"tools": TOOLS, "tool_choice": allowed("add", mode="x")}, "tool_choice.allowed_tools.mode", "invalid enum"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "missing"),
-        (
-            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "tool_choice",
-            "cannot be combined",
-        ),
         (
             {"tools": _function(name="f", strict=True, parameters={"type": "object", "properties": 3})},
             "tools",

@@ -137,6 +137,8 @@ class WrittenCalls:
     last: str = ""  # behind all of them
     arguments: JsonArguments | ListedArguments = JsonArguments()
     name: str = ".*"  # regular expression of the names that can be written
+    # Keys of the name and of the arguments, where a call is an object of JSON without marks, as an answer may be.
+    json_keys: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

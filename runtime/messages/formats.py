@@ -1,6 +1,7 @@
 """The families of message formats, found by what a chat template writes."""
 
 from enginewright.errors import UsageError
+from enginewright.runtime.messages.answer_or_calls import AnswerOrCallsParser
 from enginewright.runtime.messages.calls import CallFormat, Schemas
 from enginewright.runtime.messages.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from enginewright.runtime.messages.gemma import FUNCTION_GEMMA, GEMMA4
@@ -50,7 +51,7 @@ def reasons(form: MessageFormat) -> bool:
     return form.reasoning is not None or form.calls is HARMONY
 
 
-Parser = MessageParser | HarmonyParser
+Parser = MessageParser | HarmonyParser | AnswerOrCallsParser
 
 
 def new_parser(
@@ -61,9 +62,16 @@ def new_parser(
     several: bool = True,
     only_first: bool = False,
 ) -> Parser | None:
-    """For a message; arguments as of a MessageParser. None where all of it is text."""
+    """For a message; None where all of it is text.
+
+    Args:
+        form, schemas, in_reasoning, several: as of a MessageParser.
+        only_first: marks are looked for at the beginning alone: those of reasoning, and behind it those of calls.
+    """
     if form.calls is HARMONY:
         return HarmonyParser(schemas, several=several)
+    if only_first and schemas and form.calls is not None:
+        return AnswerOrCallsParser(form, schemas, in_reasoning=in_reasoning, several=several)
     if form.reasoning is None and (form.calls is None or schemas is None):
         return None
     return MessageParser(form, schemas, in_reasoning=in_reasoning, several=several, only_first=only_first)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from enginewright.errors import UsageError
 from enginewright.runtime.messages.calls import CallFormat, Schemas
@@ -47,11 +48,49 @@ def text_and_calls(calls: CallFormat, schemas: Schemas, special_tokens: SpecialT
     return lark.source(f"({called}){{0,{MAX_CALLS if several else 1}}} {lark.rest((calls.open,))}")
 
 
-def _block(lark: Lark, calls: CallFormat, schemas: Schemas, *, several: bool, begun: str = "") -> str:
+def answer_or_calls(
+    form: MessageFormat,
+    schemas: Schemas,
+    special_tokens: SpecialTokens,
+    place: ReasoningPlace,
+    json_options: Mapping[str, Any] | None,
+    *,
+    several: bool,
+) -> str:
+    """A message that ends with an answer, which @answer stands for, or with calls and nothing else.
+
+    Args:
+        form: of a model that calls tools.
+        schemas, several: as of `only_calls`.
+        place: where in the reasoning the prompt ends.
+        json_options: llguidance's of the answer, if it is JSON.
+
+    Raises:
+        UsageError: a call cannot be written in the model's form.
+    """
+    assert form.calls is not None
+    lark = Lark(special_tokens)
+    before = _before(lark, form, place, is_text=False)
+    answer = f"{lark.text(FINAL) if form.calls is HARMONY else ''} @answer"
+    calls = _block(lark, form.calls, schemas, several=several, json_options=json_options)
+    return lark.source(f"{before} ({answer} | {calls})")
+
+
+def _block(
+    lark: Lark,
+    calls: CallFormat,
+    schemas: Schemas,
+    *,
+    several: bool,
+    begun: str = "",
+    json_options: Mapping[str, Any] | None = None,
+) -> str:
     """The rule of one call, or of several behind one another.
 
     Args:
         begun: what has come of it.
+        json_options: of JSON that may come in place of the calls. Where a call is JSON, too, it has the same, since
+            llguidance cannot tell two texts apart that begin alike and consist of different lexemes.
     """
     written = calls.written
     first, before_name = written.first, written.before_name
@@ -63,6 +102,9 @@ def _block(lark: Lark, calls: CallFormat, schemas: Schemas, *, several: bool, be
     for name, schema in schemas.items():
         if not re.fullmatch(written.name, name):
             raise UsageError(f"the tool {name!r} cannot be called", "its name cannot be written in the model's form")
+        if written.json_keys is not None and json_options is not None:
+            rules.append(lark.rule(lark.json(_as_json(name, schema, written.json_keys), **json_options)))
+            continue
         arguments = written.arguments.rule(lark, schema)
         before = lark.text(before_name + name + written.before_arguments)
         rules.append(lark.rule(f"{before} {arguments} {lark.text(written.after_arguments)}"))
@@ -73,24 +115,37 @@ def _block(lark: Lark, calls: CallFormat, schemas: Schemas, *, several: bool, be
     return f"{lark.text(first)} {call} {more} {lark.text(written.last)}"
 
 
+def _as_json(name: str, schema: Mapping[str, Any], keys: tuple[str, str]) -> dict[str, Any]:
+    """The schema of a call as an object. References within the arguments' schema are its own: it has an id."""
+    arguments = {"$id": f"tool:{name}", "type": "object", "properties": {}, **schema}
+    properties = dict(zip(keys, ({"const": name}, arguments), strict=True))
+    return {"type": "object", "properties": properties, "required": list(keys), "additionalProperties": False}
+
+
 def before_answer(
     form: MessageFormat, special_tokens: SpecialTokens, place: ReasoningPlace, *, is_text: bool = True
 ) -> str | None:
-    """What a message begins with before what was asked of it: its reasoning, if it has any; None: nothing.
+    """The part of a message before what was asked of it: its reasoning, if it has any; None: nothing.
 
     Args:
         place: where in the reasoning the prompt ends.
         is_text: it was asked for a text, not for calls.
     """
     lark = Lark(special_tokens)
+    before = _before(lark, form, place, is_text=is_text)
+    if form.calls is HARMONY and is_text:
+        before = f"{before} {lark.text(FINAL)}"
+    return lark.source(before) if before else None
+
+
+def _before(lark: Lark, form: MessageFormat, place: ReasoningPlace, *, is_text: bool) -> str:
+    """The rule of that; empty if there is nothing. Where calls are wanted, none begins in the reasoning."""
     if form.calls is HARMONY:
         begun = " | ".join(lark.text(one) for one in PREAMBLES)
-        final = lark.text(FINAL) if is_text else ""
-        return lark.source(f"(({begun}) {lark.free(NEXT)}){{0,{MAX_PREAMBLES}}} {final}")
+        return f"(({begun}) {lark.free(NEXT)}){{0,{MAX_PREAMBLES}}}"
     if form.reasoning is None or place is ReasoningPlace.OVER:
-        return None
+        return ""
+    opening = "" if is_text or form.calls is None else form.calls.open
     space = lark.terminal(r"/\s{0,4}/")
-    thought = f"{lark.free(form.reasoning.close)} {space}"
-    if place is ReasoningPlace.BEGUN:
-        return lark.source(thought)
-    return lark.source(f"({lark.text(form.reasoning.open)} {thought})?")
+    thought = f"{lark.free(form.reasoning.close, without=(opening,) if opening else ())} {space}"
+    return thought if place is ReasoningPlace.BEGUN else f"({lark.text(form.reasoning.open)} {thought})?"

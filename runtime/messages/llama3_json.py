@@ -9,7 +9,7 @@ LLAMA3_JSON = CallFormat(
     "llama3_json",
     ("<|start_header_id|>", "dictionary of argument name"),
     partial(read_calls, only_known=True),  # JSON without marks may be an answer
-    WrittenCalls('{"name": "', '", "parameters": ', "}", between="; "),
+    WrittenCalls('{"name": "', '", "parameters": ', "}", between="; ", json_keys=("name", "parameters")),
     begins="{",
     is_streamed=True,
 )

@@ -158,37 +158,37 @@ class ChatBody(Body, kw_only=True):
             raise not_implemented("reasoning_effort", "the model's chat template knows none")
         if tools.forced and self.use_beam_search:
             raise ApiError(400, "tool_choice cannot be combined with use_beam_search", param="tool_choice")
-        if tools.forced and params["structured_outputs"] is not None:
-            raise ApiError(400, "tool_choice cannot be combined with a form of the answer", param="tool_choice")
         return params
 
     @property
     def structure_key(self) -> str:
-        return super().structure_key if self._structures() else "tools"
+        return super().structure_key if self._structures() and not self._tools().forced else "tools"
 
     def structure(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> StructuredOutputsParams | None:
-        """As it is asked for, from where the reasoning ends."""
-        wanted, place = self._structure(), tokenizer.reasoning_place(prompt)
-        if wanted is None:
-            return self._tools().structure(tokenizer, place, several=self.parallel_tool_calls is not False)
+        """As it is asked for, from where the reasoning ends, or calls."""
+        tools, answer, place = self._tools(), self._structure(), tokenizer.reasoning_place(prompt)
+        if tools.may_be_called is not None:
+            return tools.structure(tokenizer, place, answer, several=self.parallel_tool_calls is not False)
+        if answer is None or answer.is_whole:
+            return answer
         before = before_answer(tokenizer.message_format, tokenizer.mark_ids, place)
-        return wanted if before is None or wanted.before is not None else replace(wanted, before=before)
+        return answer if before is None else replace(answer, before=before)
 
     def include(self) -> Include:
         return replace(super().include(), reasoning=self.include_reasoning is not False)
 
     def parsers(self, tokenizer: Tokenizer, prompt: Sequence[int], count: int) -> Sequence[Parser | None]:
-        form, structure, schemas = tokenizer.message_format, self._structure(), self._tools().may_be_called
-        is_json = structure is not None and (structure.json is not None or structure.json_object is not None)
-        # A structure that says what comes before it has all of the message, its reasoning, too.
-        is_whole = structure is not None and structure.before is not None
+        tools = self._tools()
+        answer = None if tools.forced else self._structure()
+        is_json = answer is not None and answer.is_json
+        is_whole = answer is not None and answer.is_whole  # all of the message is of the answer, its reasoning, too
         return [
             new_parser(
-                form,
-                None if is_json else schemas,
+                tokenizer.message_format,
+                None if is_json and is_whole else tools.may_be_called,
                 in_reasoning=not is_whole and tokenizer.ends_in_reasoning(prompt),
                 several=self.parallel_tool_calls is not False,
-                only_first=is_json,  # marks in its texts are texts
+                only_first=is_json or (answer is not None and not is_whole),  # marks in its texts are texts
             )
             for _ in range(count)
         ]

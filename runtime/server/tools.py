@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
 
 from enginewright.errors import UsageError
 from enginewright.runtime.messages.calls import Schemas
-from enginewright.runtime.messages.grammar import before_answer, only_calls, text_and_calls
+from enginewright.runtime.messages.grammar import answer_or_calls, before_answer, only_calls, text_and_calls
 from enginewright.runtime.messages.history import parse_object
 from enginewright.runtime.messages.parser import ReasoningPlace
 from enginewright.runtime.server.errors import ApiError
@@ -110,6 +111,7 @@ class Tools:
             self._strict &= names
             choice = allowed.mode
         self.forced = self._forced(choice)
+        self._is_named = isinstance(choice, dict)  # the tool that has to be called
         # What the template shows: nothing that may not be called.
         self.shown: Sequence[Mapping[str, Any]] = () if choice == "none" else given
         self.may_be_called: Schemas | None = self.schemas if self.shown else None
@@ -136,26 +138,35 @@ class Tools:
             raise ApiError(400, f"tools: {why}", param="tools", code="unsupported_parameter")
 
     def structure(
-        self, tokenizer: Tokenizer, place: ReasoningPlace, *, several: bool
+        self, tokenizer: Tokenizer, place: ReasoningPlace, answer: StructuredOutputsParams | None, *, several: bool
     ) -> StructuredOutputsParams | None:
-        """What an answer has to be: calls, or a text whose calls follow their schemas; None: anything.
+        """The structure of a message: calls where one has to come; the answer, or calls in its place; or a text whose
+        calls follow their schemas. None: it is free.
 
         Args:
             place: where in the reasoning the prompt ends.
+            answer: structure of the answer, if it has one. One that is whole leaves no room for calls.
             several: there may be more calls than one.
 
         Raises:
             ApiError: a tool cannot be held to its schema.
         """
         form, ids = tokenizer.message_format, tokenizer.mark_ids
-        if form.calls is None or not (self.forced or (self.shown and self._strict)):
-            return None
+        assert form.calls is not None
+        # Only tools that are strict are held to their schemas where the model chooses whether to call.
+        schemas = {name: schema if name in self._strict else {} for name, schema in self.schemas.items()}
         before = before_answer(form, ids, place, is_text=False)
         try:
             if self.forced:
-                grammar = only_calls(form.calls, self.forced, ids, several=several)
+                grammar = only_calls(form.calls, self.forced, ids, several=several and not self._is_named)
                 return StructuredOutputsParams(grammar=grammar, before=before)
-            schemas = {name: schema if name in self._strict else {} for name, schema in self.schemas.items()}
+            if answer is not None and answer.is_whole:
+                return answer
+            if answer is not None:
+                options = answer.json_options if answer.is_json else None
+                return replace(answer, within=answer_or_calls(form, schemas, ids, place, options, several=several))
+            if not self._strict:
+                return None
             grammar = text_and_calls(form.calls, schemas, ids, several=several)
             return StructuredOutputsParams(grammar=grammar, before=None if form.calls.open else before)
         except UsageError as error:

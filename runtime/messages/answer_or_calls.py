@@ -1,0 +1,70 @@
+"""A model's message that is an answer of some structure, or calls in its place."""
+
+import re
+
+from enginewright.runtime.messages.calls import MAX_HEAD_CHARS, Schemas
+from enginewright.runtime.messages.parser import MessageFormat, MessageParser, Piece, Text
+
+_SPACE = re.compile(r"\s+")
+
+
+class AnswerOrCallsParser:
+    """As MessageParser, of a message that after its reasoning is an answer or calls, as its first characters say.
+
+    All of an answer is text, whatever marks stand in it: reading it as calls would change JSON that follows its schema.
+
+    Args:
+        form: of a model that calls tools.
+        schemas, in_reasoning, several: as of a MessageParser.
+    """
+
+    def __init__(self, form: MessageFormat, schemas: Schemas, *, in_reasoning: bool, several: bool) -> None:
+        assert form.calls is not None
+        written = form.calls.written
+        before = written.first + written.before_name
+        begins = [before + name + written.before_arguments for name in schemas]  # of calls without a mark
+        self._openings = tuple(_SPACE.sub("", one) for one in ([form.calls.open] if form.calls.open else begins))
+        self._reasoning = MessageParser(MessageFormat(form.reasoning), in_reasoning=in_reasoning, only_first=True)
+        self._calls = MessageParser(MessageFormat(None, form.calls), schemas, several=several)
+        self._begun = ""  # what may begin either of them
+        self._is_answer: bool | None = None  # None: not known yet
+
+    @property
+    def num_calls(self) -> int:
+        return self._calls.num_calls
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether what comes next may go on with the reasoning."""
+        return self._reasoning.in_reasoning
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of what was pushed that may still become text."""
+        return self._reasoning.num_held + len(self._begun) + self._calls.num_held
+
+    def push(self, text: str) -> list[Piece]:
+        return self._sort(self._reasoning.push(text))
+
+    def end(self) -> list[Piece]:
+        """What was held back. Nothing comes after it."""
+        return self._sort(self._reasoning.end()) + self._calls.push(self._begun) + self._calls.end()
+
+    def _sort(self, pieces: list[Piece]) -> list[Piece]:
+        """The same, its texts as the answer or as calls."""
+        found: list[Piece] = []
+        for piece in pieces:
+            found += self._take(piece.text) if isinstance(piece, Text) else [piece]
+        return found
+
+    def _take(self, text: str) -> list[Piece]:
+        if self._is_answer is None:
+            self._begun += text
+            begun = _SPACE.sub("", self._begun[:MAX_HEAD_CHARS])
+            is_calls = begun.startswith(self._openings)
+            may_be_calls = len(self._begun) < MAX_HEAD_CHARS and any(one.startswith(begun) for one in self._openings)
+            if may_be_calls and not is_calls:
+                return []
+            self._is_answer = not is_calls
+            text, self._begun = self._begun, ""
+        return [Text(text)] if self._is_answer else self._calls.push(text)
