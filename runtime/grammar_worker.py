@@ -57,17 +57,16 @@ def _source(wanted: StructuredOutputsParams) -> str:
     if wanted.grammar is not None:
         return LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
     schema = dict(wanted.json) if isinstance(wanted.json, Mapping) else {"type": "object"}
-    return LLMatcher.grammar_from_json_schema(schema, overrides=wanted.json_options)
+    options: Any = wanted.json_options  # llguidance names no type that a mapping of options could have
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
 
 def _message(wanted: StructuredOutputsParams, source: str) -> str:
     """The grammar of a message, of an answer's own grammar and what the message has around it."""
     answer, *others = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
-    if wanted.within is not None:
-        message = [{"lark_grammar": wanted.within}]
-    else:
-        message = [{"lark_grammar": "start: @before @answer"}, {"name": "before", "lark_grammar": wanted.before}]
-    return json.dumps({"grammars": [*message, answer | {"name": "answer"}, *others]})
+    before = [] if wanted.before is None else [{"name": "before", "lark_grammar": wanted.before}]
+    message = {"lark_grammar": "start: @before @answer" if wanted.within is None else wanted.within}
+    return json.dumps({"grammars": [message, *before, answer | {"name": "answer"}, *others]})
 
 
 if __name__ == "__main__":
