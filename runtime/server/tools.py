@@ -18,13 +18,14 @@ from enginewright.runtime.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
+    parameters: dict[str, Any] | None = None  # a JSON schema; None: there are none, as in OpenAI's API
     strict: bool | None = None
 
 
@@ -97,7 +98,7 @@ class Tools:
                 raise ApiError(400, f"{where}.name {rule}", param=f"{where}.name", code="invalid_value")
             if function.name in self.schemas:
                 raise ApiError(400, f"{where}.name: there are two tools of this name", param=f"{where}.name")
-            self.schemas[function.name] = function.parameters or {}
+            self.schemas[function.name] = NO_PARAMETERS if function.parameters is None else function.parameters
             if function.strict:
                 self._strict.add(function.name)
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
