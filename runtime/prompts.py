@@ -8,6 +8,7 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from enginewright.errors import UsageError, shorten
+from enginewright.runtime.messages.plain import calls_as_text, describe_tools
 from enginewright.runtime.tokenizer import Tokenizer
 
 FIRST_PIECE_CHARS = 4  # for each position of the model: a prompt of plain text that fits is encoded in one go
@@ -44,6 +45,7 @@ class Conversation:
     add_generation_prompt: bool = True  # end with what the model's own messages begin with
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables, such as enable_thinking
     tools: Sequence[Mapping[str, Any]] = ()  # that the model may call, each as OpenAI's API has it
+    tools_are_described: bool = False  # in the system message, where the template shows none
 
 
 # A text; token ids; messages with role and content, or a Conversation; or one of the first two in a TextPrompt or a
@@ -102,9 +104,13 @@ def encode_prompt(
     if isinstance(prompt, str):
         return _encode(prompt, tokenizer, max_model_len, add_special_tokens=add_special_tokens)
     if isinstance(prompt, Conversation):
-        shown = shown_messages(prompt.messages)
-        turn, names = prompt.add_generation_prompt, prompt.template_kwargs
-        text = tokenizer.render_chat(shown, add_generation_prompt=turn, template_kwargs=names, tools=prompt.tools)
+        shown: Sequence[Mapping[str, Any]] = shown_messages(prompt.messages)
+        turn, names, tools = prompt.add_generation_prompt, prompt.template_kwargs, prompt.tools
+        if not tokenizer.template_names("tool"):
+            shown = calls_as_text(shown)
+        if tools and prompt.tools_are_described and not tokenizer.template_names("tools"):
+            shown, tools = describe_tools(shown, tools), ()
+        text = tokenizer.render_chat(shown, add_generation_prompt=turn, template_kwargs=names, tools=tools)
         return _encode(text, tokenizer, max_model_len, add_special_tokens=False)  # the template has written them
     if not is_list(prompt):
         raise UsageError(

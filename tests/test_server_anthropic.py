@@ -435,3 +435,6 @@ def test_a_model_that_does_not_think() -> None:
         assert answer.status == 400 and "knows no reasoning" in answer.json["error"]["message"]
         answer = post(server, {"tools": TOOLS})
         assert answer.status == 400 and "tools: the model's chat template shows no tools" in answer.body.decode()
+        forced = {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "add"}, "max_tokens": 400}
+        (block,) = post(server, forced).json["content"]
+        assert (block["type"], block["name"]) == ("tool_use", "add")

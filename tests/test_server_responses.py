@@ -447,6 +447,9 @@ def test_a_server_that_keeps_nothing() -> None:
         assert answer.status == 400 and "store is not implemented: this server keeps no" in answer.error["message"]
         answer = post(server, {"tools": TOOLS})
         assert answer.status == 400 and "tools: the model's chat template shows no tools" in answer.error["message"]
+        forced = {"tools": TOOLS, "tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": 400}
+        (item,) = post(server, forced).json["output"]
+        assert (item["type"], item["name"]) == ("function_call", "add")
     for wrong in ({"responses_store": -1}, {"responses_memory": 0}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             ServerConfig(**wrong)

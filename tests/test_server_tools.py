@@ -4,11 +4,12 @@ import json
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import openai
 import pytest
+from pydantic import BaseModel
 
 from enginewright import LLM, SamplingParams, StructuredOutputsParams
 from enginewright.errors import UsageError
@@ -17,6 +18,7 @@ from enginewright.runtime.inspect import describe, summarize
 from enginewright.runtime.messages.grammar import MAX_CALLS, before_answer, text_and_calls
 from enginewright.runtime.messages.hermes import HERMES
 from enginewright.runtime.messages.parser import Reasoning, ReasoningPlace, Text
+from enginewright.runtime.messages.plain import describe_tools
 from enginewright.runtime.server.chat import ChatBody
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.protocol import ResponseFormat, convert
@@ -395,6 +397,31 @@ def test_openais_client(server: Running) -> None:
     assert client.chat.completions.create(**{**body, "messages": messages}).choices
 
 
+class City(BaseModel):
+    city: Literal["Graz", "Linz"]
+
+
+class Add(BaseModel):
+    """Adds."""
+
+    a: Literal[1, 2]
+
+
+def test_openais_client_parses_answers_and_calls(at_once: Running) -> None:
+    """Of one request, which has both a class of answers and a tool."""
+    kinds = set()
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{at_once.port}/v1", api_key="none", max_retries=0) as client:
+        tools, messages = [openai.pydantic_function_tool(Add)], [{"role": "user", "content": "Which?"}]
+        options: dict[str, Any] = {"model": "tiny", "messages": messages, "tools": tools, "response_format": City}
+        for seed in range(8):
+            completion = client.chat.completions.parse(**options, seed=seed, temperature=1, max_tokens=1000)
+            message = completion.choices[0].message
+            kinds.add(type(message.parsed))
+            arguments = [call.function.parsed_arguments for call in message.tool_calls or ()]
+            assert all(isinstance(one, Add) for one in arguments) and (message.parsed is None) == bool(arguments)
+    assert kinds == {City, type(None)}
+
+
 def _function(**keys: Any) -> list[Any]:
     return [{"type": "function", "function": keys}]
 
@@ -482,8 +509,66 @@ def test_a_model_without_tools() -> None:
         answer = server.post(CHAT, {"messages": HELLO, "tools": TOOLS})
         assert (answer.status, answer.error["param"]) == (400, "tools")
         assert "template shows no tools" in answer.error["message"]
-        answer = server.post(CHAT, {"messages": [*HELLO, {"role": "tool", "content": "x"}]})
-        assert (answer.status, answer.error["param"]) == (400, "messages")
+        sampling = {"temperature": 1.0, "seed": 1, "n": 4, "max_tokens": 2000, "ignore_eos": False}
+        choices: tuple[Any, ...] = ("required", {"type": "function", "function": {"name": "add"}}, allowed("add"))
+        for choice in choices:
+            answers = server.chat(tools=TOOLS, tool_choice=choice, **sampling)["choices"]
+            for one in answers:
+                assert one["finish_reason"] == "tool_calls" and one["message"]["content"] is None
+                calls = [call["function"] for call in one["message"]["tool_calls"]]
+                assert len(calls) == 1 or choice != choices[1]
+                assert {call["name"] for call in calls} <= ({"add", "stop"} if choice == "required" else {"add"})
+                for call in calls:
+                    jsonschema.validate(json.loads(call["arguments"]), ADD if call["name"] == "add" else NO_PARAMETERS)
+            body = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 2000, "ignore_eos": False}
+            whole, streamed = server.chat(**body)["choices"][0], joined(server.chat(**body, stream=True))[0]
+            functions = [[call["function"] for call in one["tool_calls"]] for one in (whole["message"], streamed)]
+            assert functions[0] == functions[1]
+        kept = server.chat(tools=TOOLS, tool_choice="none", max_tokens=1)["usage"]["prompt_tokens"]
+        assert kept == server.chat(max_tokens=1)["usage"]["prompt_tokens"]
+
+
+def test_a_model_without_tools_is_shown_them_as_text() -> None:
+    def call(name: str, arguments: str) -> dict[str, Any]:
+        return {"id": f"id_{name}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    results = [{"role": "tool", "tool_call_id": f"id_{name}", "content": "78"} for name in ("add", "stop", "other")]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        *HELLO,
+        {"role": "assistant", "content": "I add.", "tool_calls": [call("add", '{"a": 77}'), call("stop", "")]},
+        *results,
+        {"role": "assistant", "content": None, "tool_calls": [call("stop", "{}")]},
+        results[1],
+    ]
+    history = (
+        'user: Hello<|turn|>\nassistant: I add.\n{"name": "add", "parameters": {"a": 77}}; '
+        '{"name": "stop", "parameters": {}}<|turn|>\n'
+        "user: Result of add:\n78\n\nResult of stop:\n78\n\nResult of a call:\n78<|turn|>\n"
+        'assistant: {"name": "stop", "parameters": {}}<|turn|>\nuser: Result of stop:\n78<|turn|>\nassistant: '
+    )
+    described = (
+        "You can call these functions. Each is an object of JSON, with the schema of its parameters:\n"
+        f'{{"name": "add", "description": "Adds.", "parameters": {json.dumps(ADD)}}}\n{{"name": "stop"}}\n\n'
+        "To call one, answer with an object of JSON and nothing else:\n"
+        '{"name": "name of the function", "parameters": {"name of a parameter": "its value"}}<|turn|>\n'
+    )
+    with LLM(tiny_engine(), **LIMITS) as opened:
+        tokenizer = opened.engine.tokenizer
+        for choice, given, shown in (
+            ("none", messages, f"system: Be brief.<|turn|>\n{history}"),
+            ("required", messages, f"system: Be brief.\n\n{described}{history}"),
+            ("required", HELLO, f"system: {described}user: Hello<|turn|>\nassistant: "),
+        ):
+            (prompt,) = ChatBody(messages=given, tools=TOOLS, tool_choice=choice).prompts()
+            assert tokenizer.decode(opened.encode(prompt), skip_special_tokens=False) == shown
+        with pytest.raises(UsageError, match="it must have a function with a name"):
+            opened.chat([*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}])
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"properties": deep}
+    with pytest.raises(UsageError, match="nested too deeply"):
+        describe_tools([], _function(name="f", parameters=deep))
 
 
 def test_a_parser_by_name() -> None:

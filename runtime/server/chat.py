@@ -128,8 +128,8 @@ class ChatBody(Body, kw_only=True):
         for place, value in enumerate(self.messages):
             where = f"messages[{place}]"
             messages.append(Message.read(value, where).for_template(where))
-        tools = self._tools().shown
-        return [Conversation(messages, self.add_generation_prompt is not False, self._template_kwargs(), tools)]
+        tools, turn = self._tools(), self.add_generation_prompt is not False
+        return [Conversation(messages, turn, self._template_kwargs(), tools.shown, bool(tools.forced))]
 
     def _tools(self) -> Tools:
         return Tools(self.tools, self.tool_choice)
@@ -148,9 +148,6 @@ class ChatBody(Body, kw_only=True):
     def params_for(self, tokenizer: Tokenizer) -> dict[str, Any]:
         tools, params = self._tools(), self.params()
         tools.check(tokenizer)
-        has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in self.messages)
-        if has_calls and not tokenizer.template_names("tool"):
-            raise ApiError(400, "messages: the model's chat template shows no calls of tools", param="messages")
         if self.reasoning_effort == "none" and reasons(tokenizer.message_format):
             if not any(map(tokenizer.template_names, THINKING)):
                 raise not_implemented("reasoning_effort", "'none': the model's chat template always lets it think")
@@ -184,7 +181,7 @@ class ChatBody(Body, kw_only=True):
         is_whole = answer is not None and answer.is_whole  # all of the message is of the answer, its reasoning, too
         return [
             new_parser(
-                tokenizer.message_format,
+                tools.form(tokenizer),
                 None if is_json and is_whole else tools.may_be_called,
                 in_reasoning=not is_whole and tokenizer.ends_in_reasoning(prompt),
                 several=self.parallel_tool_calls is not False,

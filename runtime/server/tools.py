@@ -11,7 +11,8 @@ from enginewright.errors import UsageError
 from enginewright.runtime.messages.calls import Schemas
 from enginewright.runtime.messages.grammar import answer_or_calls, before_answer, only_calls, text_and_calls
 from enginewright.runtime.messages.history import parse_object
-from enginewright.runtime.messages.parser import ReasoningPlace
+from enginewright.runtime.messages.parser import MessageFormat, ReasoningPlace
+from enginewright.runtime.messages.plain import PLAIN
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.protocol import convert
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
@@ -131,12 +132,19 @@ class Tools:
         raise ApiError(400, f"tool_choice {why}: {names}", param="tool_choice", code="invalid_value")
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raises ApiError where the model knows no tools."""
-        if self.shown and (tokenizer.message_format.calls is None or not tokenizer.template_names("tools")):
-            why = "the model's chat template shows no tools"
-            if tokenizer.template_names("tools"):
-                why = "no parser for this model's calls is known: --tool-call-parser of engine run names one"
+        """Raises ApiError where the model knows no tools, and none has to be called."""
+        why = ""
+        if self.shown and not tokenizer.template_names("tools") and not self.forced:
+            why = "the model's chat template shows no tools; it can call one where tool_choice says that it has to"
+        elif self.shown and self.form(tokenizer).calls is None:
+            why = "no parser for this model's calls is known: --tool-call-parser of engine run names one"
+        if why:
             raise ApiError(400, f"tools: {why}", param="tools", code="unsupported_parameter")
+
+    def form(self, tokenizer: Tokenizer) -> MessageFormat:
+        """The form of the model's messages. Where its template shows no tools, a call that has to come is plain."""
+        form = tokenizer.message_format
+        return replace(form, calls=PLAIN) if self.forced and not tokenizer.template_names("tools") else form
 
     def structure(
         self, tokenizer: Tokenizer, place: ReasoningPlace, answer: StructuredOutputsParams | None, *, several: bool
@@ -152,7 +160,7 @@ class Tools:
         Raises:
             ApiError: a tool cannot be held to its schema.
         """
-        form, ids = tokenizer.message_format, tokenizer.mark_ids
+        form, ids = self.form(tokenizer), tokenizer.mark_ids
         assert form.calls is not None
         # Only tools that are strict are held to their schemas where the model chooses whether to call.
         schemas = {name: schema if name in self._strict else {} for name, schema in self.schemas.items()}
