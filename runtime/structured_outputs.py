@@ -96,7 +96,7 @@ class StructuredOutputsParams:
 
     @property
     def is_whole(self) -> bool:
-        """It says of all of the message what it has to be."""
+        """True if it is about all of the message, and not only about an answer in it."""
         return self.before is not None or self.within is not None
 
     @property

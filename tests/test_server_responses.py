@@ -319,6 +319,7 @@ def test_tools_may_be_called_where_the_answer_has_a_format(at_once: Running) -> 
     for seed in range(8):
         for choice in (None, "required", named):
             body = agent | {"seed": seed} | ({} if choice is None else {"tool_choice": choice})
+            body |= {"include": [LOGPROBS]} if seed % 2 else {}
             response = post(at_once, body).json
             streamed = events(post(at_once, body | {"stream": True}))[-1]["response"]
             assert without_ids(streamed["output"]) == without_ids(response["output"])
@@ -332,6 +333,8 @@ def test_tools_may_be_called_where_the_answer_has_a_format(at_once: Running) -> 
                 else:
                     (part,) = item["content"]
                     jsonschema.validate(json.loads(part["text"]), REPLY)
+                    written = "".join(one["token"] for one in part["logprobs"])
+                    assert written == (part["text"] if seed % 2 else "")
             assert len(response["output"]) == 1 or choice is not named
     assert kinds == {"function_call", "message"}
 

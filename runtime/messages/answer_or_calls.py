@@ -9,7 +9,8 @@ _SPACE = re.compile(r"\s+")
 
 
 class AnswerOrCallsParser:
-    """As MessageParser, of a message that after its reasoning is an answer or calls, as its first characters say.
+    """Reads a message that after its reasoning is an answer or calls, whichever its first characters say; it is used
+    like a MessageParser.
 
     All of an answer is text, whatever marks stand in it: reading it as calls would change JSON that follows its schema.
 
@@ -35,7 +36,7 @@ class AnswerOrCallsParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether what comes next may go on with the reasoning."""
+        """True while the reasoning may go on."""
         return self._reasoning.in_reasoning
 
     @property
@@ -47,11 +48,11 @@ class AnswerOrCallsParser:
         return self._sort(self._reasoning.push(text))
 
     def end(self) -> list[Piece]:
-        """What was held back. Nothing comes after it."""
+        """The pieces that were held back. Nothing comes after them."""
         return self._sort(self._reasoning.end()) + self._calls.push(self._begun) + self._calls.end()
 
     def _sort(self, pieces: list[Piece]) -> list[Piece]:
-        """The same, its texts as the answer or as calls."""
+        """The same pieces, their texts read as the answer or as calls."""
         found: list[Piece] = []
         for piece in pieces:
             found += self._take(piece.text) if isinstance(piece, Text) else [piece]

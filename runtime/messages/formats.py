@@ -66,7 +66,7 @@ def new_parser(
 
     Args:
         form, schemas, in_reasoning, several: as of a MessageParser.
-        only_first: marks are looked for at the beginning alone: those of reasoning, and behind it those of calls.
+        only_first: marks are looked for at the beginning alone: those of reasoning, and after it those of calls.
     """
     if form.calls is HARMONY:
         return HarmonyParser(schemas, several=several)

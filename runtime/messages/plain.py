@@ -14,7 +14,7 @@ from enginewright.runtime.messages.llama3_json import LLAMA3_JSON
 
 PLAIN = LLAMA3_JSON
 _BEFORE_TOOLS = "You can call these functions. Each is an object of JSON, with the schema of its parameters:"
-_BEHIND_TOOLS = """To call one, answer with an object of JSON and nothing else:
+_AFTER_TOOLS = """To call one, answer with an object of JSON and nothing else:
 {"name": "name of the function", "parameters": {"name of a parameter": "its value"}}"""
 
 
@@ -34,7 +34,7 @@ def describe_tools(
         described = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     except RecursionError as error:
         raise UsageError("the schema of a tool's parameters is nested too deeply") from error
-    text = "\n".join((_BEFORE_TOOLS, *described, "", _BEHIND_TOOLS))
+    text = "\n".join((_BEFORE_TOOLS, *described, "", _AFTER_TOOLS))
     has_system = bool(messages) and messages[0]["role"] == "system"
     if has_system and messages[0]["content"]:
         text = f"{messages[0]['content']}\n\n{text}"

@@ -162,7 +162,7 @@ class ChatBody(Body, kw_only=True):
         return super().structure_key if self._structures() and not self._tools().forced else "tools"
 
     def structure(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> StructuredOutputsParams | None:
-        """As it is asked for, from where the reasoning ends, or calls."""
+        """The structure of a message: the answer's from where the reasoning ends, or that of calls."""
         tools, answer, place = self._tools(), self._structure(), tokenizer.reasoning_place(prompt)
         if tools.may_be_called is not None:
             return tools.structure(tokenizer, place, answer, several=self.parallel_tool_calls is not False)
