@@ -2,6 +2,7 @@
 
 import json
 import socket
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -12,7 +13,7 @@ from enginewright.errors import UsageError
 from enginewright.runtime.server import wire
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.wire import MAX_HEAD_BYTES
-from tests.helpers.serving import CHAT, COMPLETIONS, Running, head_of, read_all, running
+from tests.helpers.serving import CHAT, COMPLETIONS, Answer, Running, head_of, read_all, running
 
 MAX_BODY = 200_000
 JSON = "Content-Type: application/json"
@@ -63,6 +64,81 @@ def test_long_bodies(server: Running) -> None:
                 connection.sendall(chunk)
         answer = read_all(connection)
         assert b"413" in answer.splitlines()[0] and b'"body_too_large"' in answer
+
+
+def compressed(data: bytes, wbits: int = 31) -> bytes:
+    """wbits: as of zlib; 31 is gzip, and 15 what HTTP calls deflate."""
+    made = zlib.compressobj(wbits=wbits)
+    return made.compress(data) + made.flush()
+
+
+def in_encoding(server: Running, name: str, data: bytes) -> Answer:
+    return server.post(COMPLETIONS, data, {"Content-Encoding": name})
+
+
+def test_compressed_bodies(server: Running) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 4, "ignore_eos": True}).encode()
+    text = server.complete("x", max_tokens=4)["choices"]
+    for name, data in (
+        ("gzip", compressed(body)),
+        ("GZIP", compressed(body)),
+        ("x-gzip", compressed(body)),
+        ("deflate", compressed(body, 15)),
+        ("identity", body),
+        ("", body),
+    ):
+        assert in_encoding(server, name, data).json["choices"] == text, name
+    with server.connect() as connection:  # in pieces of one byte
+        data = compressed(body)
+        lines = (JSON, "Content-Encoding: gzip", "Transfer-Encoding: chunked", "Connection: close")
+        pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in data)
+        connection.sendall(head_of(f"POST {COMPLETIONS}", *lines) + pieces + b"0\r\n\r\n")
+        assert b" 200 " in read_all(connection).splitlines()[0]
+    for name in ("br", "zstd", "gzip, gzip", "\xe9" * 99):
+        answer = in_encoding(server, name, compressed(body))
+        assert (answer.status, answer.error["code"]) == (415, "unsupported_encoding")
+        assert ascii(name[:40]) in answer.error["message"] and answer.headers["accept-encoding"] == "gzip, deflate"
+    whole = compressed(body)
+    for data in (b"", body, whole[:-1], whole + b"x", whole + whole, whole[:20] + b"xx" + whole[22:]):
+        answer = in_encoding(server, "gzip", data)
+        assert (answer.status, answer.error["code"]) == (400, "invalid_encoding"), data
+
+
+def test_a_compressed_body_is_never_larger_than_the_limit(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bomb is refused as soon as it is, and so are bytes without end that have nothing in them."""
+    made: list[int] = []
+
+    class Counting:
+        def __init__(self, wbits: int) -> None:
+            self._stream = decompressobj(wbits)
+
+        def decompress(self, data: bytes, max_length: int) -> bytes:
+            out = self._stream.decompress(data, max_length)
+            made.append(len(out))
+            return out
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._stream, name)
+
+    decompressobj = zlib.decompressobj
+    monkeypatch.setattr(zlib, "decompressobj", Counting)
+    fits = json.dumps({"prompt": "x", "user": "u" * (MAX_BODY - 27)}).encode()
+    assert len(fits) == MAX_BODY and in_encoding(server, "gzip", compressed(fits)).status == 200
+    for wbits in (31, 15):
+        made.clear()
+        answer = in_encoding(server, "gzip", compressed(b" " * (100 << 20), wbits))
+        assert (answer.status, answer.error["code"]) == (413, "body_too_large") and sum(made) == MAX_BODY + 1
+    empty = zlib.compressobj(wbits=31)
+    data = empty.compress(b"") + b"".join(empty.flush(zlib.Z_FULL_FLUSH) or b"" for _ in range(3))
+    data += b"\x00\x00\x00\xff\xff" * 10_000  # stored blocks of no bytes
+    with server.connect() as connection:
+        lines = (JSON, "Content-Encoding: gzip", "Transfer-Encoding: chunked")
+        connection.sendall(head_of(f"POST {COMPLETIONS}", *lines))
+        with suppress(ConnectionError):
+            for _ in range(100):
+                connection.sendall(b"%x\r\n" % len(data) + data + b"\r\n")
+                data = b"\x00\x00\x00\xff\xff" * 10_000
+        assert b" 413 " in read_all(connection).splitlines()[0]
 
 
 def test_huge_headers(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ REASONS = {
     404: "There is no such thing.",
     408: "The body took too long to come.",
     413: "The body is too long.",
-    415: "The body is not JSON.",
+    415: "The body is not JSON, or in an encoding that is not read.",
     429: "The server is busy: Retry-After says when to come back.",
     500: "The server, or the engine, has failed.",
     503: "The engine cannot be used now.",

@@ -1,6 +1,7 @@
 """HTTP where uvicorn leaves it open: bodies within a limit, heads within limits, and clients that leave."""
 
 import asyncio
+import zlib
 from collections.abc import Callable
 from fcntl import ioctl
 from math import inf
@@ -21,6 +22,8 @@ KEEP_ALIVE_S = 75.0  # longer than clients', so that none sends a request into a
 STALL_S = 60.0  # in which a client must read something of its answer
 LINGER_S = 2.0  # for a client to read an error before the connection is closed under what it still sends
 
+GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # by the header of what comes
+READ_ENCODINGS = (b"gzip", b"x-gzip", b"deflate")  # deflate is zlib's format in HTTP
 JSON = (b"content-type", b"application/json")
 CLOSE = (b"connection", b"close")
 
@@ -29,35 +32,95 @@ class ClientGone(Exception):
     """The client has left, so there is nobody to respond to."""
 
 
+class _PlainBody:
+    """The bytes of a body, as they come."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes, self._pieces = max_bytes, 0, list[bytes]()
+
+    def push(self, data: bytes) -> None:
+        """Raises ApiError, 413, as soon as there are too many."""
+        self._num_bytes += len(data)
+        if self._num_bytes > self._max_bytes:
+            raise _too_long(self._max_bytes)
+        self._pieces.append(data)
+
+    def end(self) -> bytes:
+        """All of it. Raises ApiError where it is not whole."""
+        return b"".join(self._pieces)
+
+
+class _CompressedBody(_PlainBody):
+    """The bytes of a body that comes compressed. No more of it is ever decompressed than the limit allows."""
+
+    def __init__(self, max_bytes: int, encoding: str) -> None:
+        super().__init__(max_bytes)
+        self._encoding, self._stream = encoding, zlib.decompressobj(GZIP_OR_ZLIB)
+        self._num_compressed = 0
+
+    def push(self, data: bytes) -> None:
+        self._num_compressed += len(data)  # which may have no bytes in it, however many there are
+        if self._num_compressed > self._max_bytes:
+            raise _too_long(self._max_bytes)
+        try:
+            while data and not self._stream.eof:
+                super().push(self._stream.decompress(data, self._max_bytes - self._num_bytes + 1))
+                data = self._stream.unconsumed_tail
+        except zlib.error:
+            raise self._broken() from None
+        if data or self._stream.unused_data:
+            raise self._broken()
+
+    def end(self) -> bytes:
+        if not self._stream.eof:
+            raise self._broken()
+        return super().end()
+
+    def _broken(self) -> ApiError:
+        why = f"the body is not what its Content-Encoding says: {self._encoding}"
+        return ApiError(400, why, code="invalid_encoding", headers=[CLOSE])
+
+
+def _new_body(scope: Scope, max_bytes: int) -> _PlainBody:
+    """What takes a body in the encoding that its head names. Raises ApiError, 415, for one that is not read."""
+    named = b",".join(header(scope, b"content-encoding")).strip().lower()
+    if named in (b"", b"identity"):
+        return _PlainBody(max_bytes)
+    if named in READ_ENCODINGS:
+        return _CompressedBody(max_bytes, named.decode())
+    why = f"the body's Content-Encoding is {named.decode('latin-1')[:40]!a}, and there are gzip and deflate"
+    raise ApiError(415, why, code="unsupported_encoding", headers=[CLOSE, (b"accept-encoding", b"gzip, deflate")])
+
+
+def _too_long(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {max_bytes} bytes", code="body_too_large", headers=[CLOSE])
+
+
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     """The body of a request.
 
     Raises:
-        ApiError: 413 as soon as it is known to be too long, 415 if it is not JSON, 408 if it does not come.
+        ApiError: 413 as soon as it is known to be too long (compressed, too), 415 if it is not JSON or in an encoding
+            that is not read, 408 if it does not come, 400 if it is not in its encoding.
         ClientGone: the client has left before its end.
     """
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":  # a web page can send anything else to this machine without being asked
         raise ApiError(415, "the body must be JSON: send Content-Type: application/json", headers=[CLOSE])
-    too_long = ApiError(413, f"the body is longer than {max_bytes} bytes", code="body_too_large", headers=[CLOSE])
+    body = _new_body(scope, max_bytes)
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
-        raise too_long
-    pieces: list[bytes] = []
-    num_bytes = 0
+        raise _too_long(max_bytes)
     try:
         async with asyncio.timeout(MAX_BODY_S):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
-                pieces.append(message["body"])
-                num_bytes += len(pieces[-1])
-                if num_bytes > max_bytes:
-                    raise too_long
+                body.push(message["body"])
                 if not message["more_body"]:
-                    return b"".join(pieces)
+                    return body.end()
     except TimeoutError:
         raise ApiError(408, f"the body has not come within {MAX_BODY_S:.0f} s", headers=[CLOSE]) from None
 
