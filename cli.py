@@ -837,7 +837,7 @@ def chat(
     "--served-model-name",
     "served_model_names",
     multiple=True,
-    show_default="the name in the engine file",
+    show_default="the name in the engine file, and that of the file",
     help="Name of the model in the API. The option may be given several times; each name is accepted.",
 )
 @address(

@@ -1,15 +1,17 @@
 """Answers over HTTP: the library's own, in OpenAI's form, whole and as streams."""
 
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.outputs import CompletionOutput
 from enginewright.runtime.params import default_params
-from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LENGTH, LIMITS, Running, running, tiny_engine
 from tests.helpers.token_bytes import byte_level_bytes, offsets_of
 
 PROMPT = "The capital of France is"
@@ -286,6 +288,19 @@ def test_models(server: Running) -> None:
     assert server.ask("GET", "/v1/models/org/tiny").json == models["data"][1]
     assert server.ask("GET", "/v1/models/other").error["code"] == "model_not_found"
     assert server.complete(PROMPT, model="org/tiny")["model"] == "org/tiny"
+
+
+def test_models_for_anthropics_client(server: Running, client: openai.OpenAI) -> None:
+    """And for OpenAI's, which has other keys for the same."""
+    with anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="x", max_retries=0) as other:
+        found = list(other.models.list(limit=1))
+        page = other.models.list()
+    assert (page.first_id, page.last_id, page.has_more) == ("tiny", "org/tiny", False)
+    for model in found:
+        assert (model.type, model.display_name) == ("model", model.id) and model.max_input_tokens == LENGTH
+        assert isinstance(model.created_at, datetime) and model.created_at.timestamp() == server.engines.started
+    assert [model.id for model in found] == ["tiny", "org/tiny"] == [model.id for model in client.models.list()]
+    assert {model.owned_by for model in client.models.list()} == {"enginewright"}
 
 
 def test_openais_client_chats(client: openai.OpenAI, server: Running) -> None:

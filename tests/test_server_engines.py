@@ -26,7 +26,7 @@ from enginewright.runtime.sampling import SamplingParams
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.engines import Engines, files_of
 from enginewright.runtime.server.log import STDERR, log_to
-from enginewright.runtime.server.serve import serve
+from enginewright.runtime.server.serve import _engines, serve
 from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.methods import plan_engine_memory
 from tests.helpers.engine_swaps import swap_engines
@@ -438,6 +438,24 @@ def test_what_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
         ServerConfig(idle_seconds=-1)
     with pytest.raises(UsageError, match="memory is 0"):
         ServerConfig(memory=0)
+
+
+@pytest.mark.parametrize("config", [{}, {"memory": TWO}], ids=["open", "on demand"])
+def test_a_file_alone_has_its_models_name_and_its_own(folder: Path, tmp_path: Path, config: dict[str, Any]) -> None:
+    file = tmp_path / "tools.engine"
+    file.symlink_to(folder / "llama.engine")
+
+    async def names(**given: Any) -> tuple[list[str], set[str]]:
+        engines = await _engines(file, ServerConfig(**config, **given), SMALL | {"threads": 1}, verify=False)
+        try:
+            return list(engines.names), {engines.card(name)["root"] for name in engines.names}
+        finally:
+            await engines.close()
+
+    with Engine.open(file) as opened:
+        model = opened.manifest.name
+    assert model != "tools" and asyncio.run(names()) == ([model, "tools"], {model})
+    assert asyncio.run(names(served_model_names=("mine",))) == (["mine"], {"mine"})
 
 
 def test_an_engine_that_stays_open_says_what_fits_it() -> None:

@@ -144,7 +144,7 @@ class App:
         return given
 
     async def _list_models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._engines.card(name) for name in self._engines.names]})
+        return _json(self._engines.cards())
 
     async def _one_model(self, request: Request) -> Response:
         name, _ = self._engines.find(request.path_params["name"])

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ class Engines:
         cls, paths: Sequence[str | Path], config: ServerConfig, limits: RuntimeConfig, *, verify: bool = False
     ) -> "Engines":
         """Engines that are closed, and opened by requests. They are named after their files, with escapes for what is
-        not printable; a single one is named as the config says, or as its model.
+        not printable; a single one as `names_alone` says.
 
         Raises:
             UsageError: two have the same name, the limits do not fit one, or a path is mistyped.
@@ -198,7 +199,7 @@ class Engines:
                     engine.refuse(error)
                     continue
                 if len(paths) == 1:
-                    engine.names = config.served_model_names or (facts.name,)
+                    engine.names = names_alone(facts.name, path, config)
                 engine.take(facts)
                 _check_options(opened, config, limits)
                 if (why := _why_too_large(opened, limits, memory)) is not None:
@@ -465,17 +466,29 @@ class Engines:
             service.throughput.end()
             await service.llm.close()
 
+    def cards(self) -> dict[str, Any]:
+        """What /v1/models says of all engines, on the one page that there is in Anthropic's API."""
+        names = self.names
+        data = [self.card(name) for name in names]
+        return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+
     def card(self, name: str) -> dict[str, Any]:
-        """What /v1/models says of an engine."""
+        """What /v1/models says of an engine: the keys of OpenAI's API, ours, and those of Anthropic's."""
         engine = self._by_name[name]
+        max_model_len = None if engine.facts is None else engine.facts.max_model_len
         return {
             "id": name,
             "object": "model",
             "created": self.started,
             "owned_by": "enginewright",
             "root": engine.names[0],
-            "max_model_len": None if engine.facts is None else engine.facts.max_model_len,
+            "max_model_len": max_model_len,
             "state": engine.state,
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self.started, UTC).isoformat().replace("+00:00", "Z"),
+            "max_input_tokens": max_model_len,
+            "lifecycle": "active",
         }
 
 
@@ -543,6 +556,15 @@ def _why_too_large(engine: Engine, limits: RuntimeConfig, memory: int) -> NotEno
         takes,
         "Use a larger --memory, or a smaller --max-model-len, --max-num-batched-tokens or --kv-cache-memory.",
     )
+
+
+def names_alone(model: str, path: str | Path, config: ServerConfig) -> Sequence[str]:
+    """Names in requests of an engine that is served alone: those of the config, or its model's and its file's.
+
+    Args:
+        model: the name in the file.
+    """
+    return config.served_model_names or tuple(dict.fromkeys((model, printable(Path(path).stem))))
 
 
 def _check_names(engines: Sequence[ServedEngine], config: ServerConfig) -> None:

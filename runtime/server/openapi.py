@@ -101,7 +101,7 @@ OPERATIONS = (
       for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     *(Operation(path, "How well texts go together", (*LIST_KEYS, "usage"), ScoreBody)
       for path in ("/v1/score", "/score")),
-    Operation("/v1/models", "Models", LIST_KEYS, method="get"),
+    Operation("/v1/models", "Models", (*LIST_KEYS, "has_more"), method="get"),
     Operation("/v1/models/{name}", "A model", ("id", "state"), method="get", errors=(404,)),
     Operation("/tokenize", "Token ids of a text or of messages", ("count", "tokens"), TokenizeBody),
     Operation("/detokenize", "Text of token ids", ("prompt",), DetokenizeBody),

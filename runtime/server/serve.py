@@ -25,7 +25,7 @@ from enginewright.runtime.memory_plan import places_of, runtime_config
 from enginewright.runtime.server.app import App
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.connections import ACCEPTS_AT_ONCE, ConnectionLimit
-from enginewright.runtime.server.engines import Engines, files_of
+from enginewright.runtime.server.engines import Engines, files_of, names_alone
 from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.tls import Tls
@@ -150,7 +150,8 @@ async def _engines(model: Model, config: ServerConfig, limits: dict[str, Any], *
         return Engines.of_files(files, config, runtime, verify=verify)
     engine = open_engine(files[0], runtime.device, verify=verify)
     try:
-        return Engines.of(Service(await AsyncLLM.open(engine, runtime), config))
+        names = names_alone(engine.manifest.name, files[0], config)
+        return Engines.of(Service(await AsyncLLM.open(engine, runtime), config, names))
     except BaseException:
         engine.close()
         raise
