@@ -968,6 +968,12 @@ def chat(
     help="On SIGTERM or Ctrl-C, how many seconds running and waiting requests may take to finish.",
 )
 @section("Operation")(
+    "--strict-keys",
+    is_flag=True,
+    help="Refuse requests with keys, or types of tools, that this server does not know. Otherwise these are left out, "
+    "and named in the header X-Enginewright-Warning and in the log.",
+)
+@section("Operation")(
     "--metrics-compat",
     type=click.Choice(("vllm",)),
     show_default="our names alone",

@@ -31,17 +31,18 @@ from enginewright.runtime.outputs import CompletionOutput, Delta, Logprob, Reque
 from enginewright.runtime.params import default_params
 from enginewright.runtime.prompts import Prompt
 from enginewright.runtime.sampling import SampledToken, SamplingParams
-from enginewright.runtime.server.chat import ChatBody, ChatForm
-from enginewright.runtime.server.completions import CompletionBody, CompletionForm
+from enginewright.runtime.server.chat import CHAT_KEYS, ChatForm
+from enginewright.runtime.server.completions import COMPLETION_KEYS, CompletionBody, CompletionForm
 from enginewright.runtime.server.errors import ApiError, from_engine, of_answer
 from enginewright.runtime.server.form import Choice, Form, PromptPart, Usage
+from enginewright.runtime.server.keys import Known, UnusedKeys
 from enginewright.runtime.server.protocol import Body, decode
 from enginewright.runtime.work_class import WorkClass
 
 MAX_LINE_BYTES = 16 << 20
-URLS: Mapping[str, tuple[type[Body], type[Form]]] = {
-    "/v1/chat/completions": (ChatBody, ChatForm),
-    "/v1/completions": (CompletionBody, CompletionForm),
+URLS: Mapping[str, tuple[Known, type[Form]]] = {
+    "/v1/chat/completions": (CHAT_KEYS, ChatForm),
+    "/v1/completions": (COMPLETION_KEYS, CompletionForm),
 }
 _OPTIONS = frozenset(SamplingParams.__dataclass_fields__)
 _FORMS: Mapping[str, Any] = {
@@ -261,10 +262,12 @@ def _prepare(llm: LLM, request: BatchRequest, common: Mapping[str, Any]) -> _Wor
 
 
 def _prepare_openai(llm: LLM, request: OpenAIBatchRequest, common: Mapping[str, Any]) -> _Work:
-    """Read a body as the server does; options of the command line stand for what it leaves out."""
-    body_type, form_type = URLS[request.url]
+    """Read a body as a server with strict keys does; options of the command line stand for what it leaves out."""
+    known, form_type = URLS[request.url]
     try:
-        body = decode(request.body, body_type, llm.engine.plan.vocab_size)
+        unused = UnusedKeys(is_strict=True)
+        body = decode(request.body, known, llm.engine.plan.vocab_size, unused)
+        unused.add_errors(body.unused(llm.engine.tokenizer), form_type.renames)
         if body.stream:
             raise ApiError(400, "stream: answers to a batch are not streamed", param="stream")
         if body.timeout is not None:

@@ -9,7 +9,7 @@ import pytest
 from enginewright.runtime import sampling
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.sampling import SamplingParams
-from enginewright.runtime.server.protocol import IGNORED, MAX_CONTAINERS, OFF, SAMPLING
+from enginewright.runtime.server.protocol import MAX_CONTAINERS, SAMPLING, UNREAD
 from tests.helpers.serving import CHAT, COMPLETIONS, LIMITS, Answer, Running, running, tiny_engine
 
 # What no key may hold: numbers out of range, halves of surrogate pairs, bytes that are no UTF-8, what is no JSON.
@@ -25,7 +25,7 @@ def server() -> Iterator[Running]:
 
 def bodies() -> Iterator[tuple[str, Any]]:
     """A body for each key at each depth, with a hole in its value."""
-    keys = sorted({*SAMPLING, *OFF, *IGNORED, "model", "stream", "stream_options", "cache_salt", "logprobs"})
+    keys = sorted({*SAMPLING, *UNREAD, "model", "stream", "stream_options", "cache_salt", "logprobs"})
     deep: list[Any] = [HOLE, [HOLE], {"x": HOLE}, [{"x": [HOLE]}]]
     for key in keys:
         for value in deep:

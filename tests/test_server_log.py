@@ -22,7 +22,7 @@ import pytest
 from enginewright.errors import UsageError
 from enginewright.runtime.server import log
 from enginewright.runtime.server.errors import ApiError
-from enginewright.runtime.server.log import LineHandler, RequestLog, Throughput, as_json, log_to
+from enginewright.runtime.server.log import FORMATS, LineHandler, RequestLog, Throughput, as_json, log_to
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, NAN_TOKEN, read_all, running, tiny_engine, wait_until
 
 LONG = {"ignore_eos": True, "max_tokens": 4000}
@@ -101,14 +101,39 @@ def test_nothing_of_prompts_answers_or_keys() -> None:
         assert server.post(COMPLETIONS, {"prompt": secret, "stop": secret, "max_tokens": 4}, key).status == 200
         assert server.post(CHAT, chat, key).status == 400, "its template fails"
         assert server.post(CHAT, chat, {"Authorization": f"Bearer {secret}"}).status == 401
-        assert server.post(COMPLETIONS + f"?key={secret}", {"prompt": [secret], secret: secret}, key).status == 400
+        assert server.post(COMPLETIONS + f"?key={secret}", {"prompt": [secret], "other": secret}, key).status == 200
         assert server.post(COMPLETIONS, f'{{"prompt": "{secret}'.encode(), key).status == 400
         assert server.ask("GET", "/health").status == 200
-    assert len(events(lines, "request")) == 1 and len(events(lines, "refused")) == 4
+    assert len(events(lines, "request")) == 2 and len(events(lines, "refused")) == 3
+    assert [line["keys"] for line in events(lines, "unused")] == ["other is an unknown key"]
     (health,) = events(lines, "http")
     assert list(health) == ["ts", "level", "event", "client_request_id", "method", "path"]
     assert (health["level"], health["method"], health["path"]) == ("debug", "GET", "/health")
     assert secret not in "".join(lines)
+
+
+def test_what_is_not_used() -> None:
+    """A line a request, however many keys it has, that holds nothing of their values."""
+    body = {
+        "prompt": "a",
+        "max_tokens": 1,
+        "a\n\x1b[31m": "value",
+        "user": "value",
+        **dict.fromkeys("bcdefghij", "value"),
+    }
+    for form in FORMATS:
+        with logged(form=form) as lines, running() as server:
+            answer = server.post(COMPLETIONS, body, {"X-Request-Id": "r"})
+        unused, request = lines
+        if form == "json":
+            line = json.loads(unused)
+            assert list(line) == ["ts", "level", "event", "request_id", "client_request_id", "keys"]
+            assert line["level"] == "info" and line["request_id"] == json.loads(request)["request_id"]
+            assert line["keys"] == answer.headers["x-enginewright-warning"]
+            assert line["keys"].startswith(r'"a\n\u001b[31m" is an unknown key') and line["keys"].endswith(
+                "; and 2 more"
+            )
+        assert unused.isprintable() and "value" not in unused
 
 
 def test_refusals() -> None:

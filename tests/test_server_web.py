@@ -125,7 +125,7 @@ def test_pages_of_allowed_sites_may_ask(server: Running) -> None:
         "access-control-allow-methods": "GET, POST, DELETE",
         "access-control-allow-headers": "authorization,x-stainless-os",
         "access-control-max-age": "600",
-        "access-control-expose-headers": "X-Request-Id, Retry-After",
+        "access-control-expose-headers": "X-Request-Id, X-Enginewright-Warning, Retry-After",
     }
     for key, status in ("secret", 200), ("wrong", 401):
         answer = server.ask("GET", "/v1/models", headers={"Origin": SITE, "Authorization": f"Bearer {key}"})

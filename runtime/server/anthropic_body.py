@@ -1,6 +1,6 @@
 """POST /v1/messages: Anthropic's form of a chat, read as the chat of OpenAI's API that it stands for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -9,43 +9,18 @@ import msgspec
 
 from enginewright.runtime.messages.formats import reasons
 from enginewright.runtime.messages.history import INVALID_JSON
-from enginewright.runtime.server.chat import THINKING, ChatBody, refuse_contradiction
+from enginewright.runtime.server.chat import OF_CHATS, THINKING, ChatBody, refuse_contradiction
 from enginewright.runtime.server.errors import ApiError, speaking_of
-from enginewright.runtime.server.protocol import (
-    EXTRAS,
-    check_keys,
-    convert,
-    not_implemented,
-    of_keys,
-    read_keys,
-    read_kind,
-)
+from enginewright.runtime.server.keys import Kinds, UnusedKeys, known_of, not_implemented, refused, taken
+from enginewright.runtime.server.protocol import EXTRAS, TOOL_UNREAD, convert, of_keys, read_keys, read_kind
 from enginewright.runtime.tokenizer import Tokenizer
 
 SAME = ("max_tokens", "model", "stream", *EXTRAS)  # keys that mean the same in a chat
-IGNORED = frozenset(("cache_control", "metadata", "service_tier"))
-OFF: Mapping[str, Sequence[Any]] = {
-    "container": (),
-    "context_management": (),
-    "diagnostics": (),
-    "inference_geo": (),
-    "mcp_servers": ([],),
-    "speed": ("standard",),
-    "user_profile_id": (),
-    "workspace_id": (),
-}
 RENAMES = {
     r"stop\b": "stop_sequences",
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
-}
-# What clients send back of blocks that they got, or say for a cache of Anthropic's.
-KEPT = ("cache_control", "caller", "parsed_output", "signature")
-TOOL_OFF: Mapping[str, Sequence[Any]] = {
-    "allowed_callers": ([], ["direct"]),
-    "defer_loading": (False,),
-    "input_examples": ([],),
 }
 
 
@@ -55,6 +30,12 @@ class Text(msgspec.Struct):
 
 class Thinking(msgspec.Struct):
     thinking: str
+
+
+class RedactedThinking(msgspec.Struct):
+    """Thoughts that only Anthropic can read."""
+
+    data: str
 
 
 class ToolUse(msgspec.Struct):
@@ -82,24 +63,24 @@ class Tool(msgspec.Struct):
     type: str | None = None
 
 
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+class ToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None  # of the tool to be called
     disable_parallel_tool_use: bool | None = None  # one call at most
 
 
-class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True):
+class ThinkingConfig(msgspec.Struct):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None  # a target that the model is not shown
     display: Literal["summarized", "omitted"] | None = None  # omitted: the response has no thinking
 
 
-class Format(msgspec.Struct, forbid_unknown_fields=True):
+class Format(msgspec.Struct):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+class OutputConfig(msgspec.Struct):
     effort: str | None = None
     format: Format | None = None
 
@@ -133,7 +114,6 @@ class MessagesBody(msgspec.Struct):
         for place, value in enumerate(self.messages):
             where = f"messages[{place}]"
             message = convert(value, Message, where)
-            check_keys(value, Message.__struct_fields__, (), {}, where)
             content = f"{where}.content"
             if message.role == "system":
                 shown.append({"role": "system", "content": _text(message.content, content)})
@@ -149,10 +129,7 @@ class MessagesBody(msgspec.Struct):
         choice, tools = self.tool_choice or ToolChoice("auto"), list[dict[str, Any]]()
         for place, value in enumerate(self.tools or ()):
             where = f"tools[{place}]"
-            if value.get("type") not in (None, "custom"):
-                raise not_implemented(f"{where}.type", f"{str(value['type'])[:40]!r}; tools are the client's own")
             tool = convert(value, Tool, where)
-            check_keys(value, Tool.__struct_fields__, ("cache_control", "eager_input_streaming"), TOOL_OFF, where)
             function: dict[str, Any] = {
                 "name": tool.name,
                 "description": tool.description,
@@ -189,6 +166,52 @@ class MessagesBody(msgspec.Struct):
         return {"include_reasoning": shown, "chat_template_kwargs": names}
 
 
+BLOCK_UNREAD = taken(
+    "it is for a cache of Anthropic's, or comes back with what clients got",
+    "cache_control",
+    "caller",
+    "citations",
+    "parsed_output",
+    "signature",
+    "toolset_name",
+)
+TEXTS = Kinds({"text": known_of(Text, BLOCK_UNREAD)})
+BLOCKS = Kinds(
+    {
+        "text": known_of(Text, BLOCK_UNREAD),
+        "thinking": known_of(Thinking, BLOCK_UNREAD),
+        "redacted_thinking": known_of(RedactedThinking, BLOCK_UNREAD),
+        "tool_use": known_of(ToolUse, BLOCK_UNREAD),
+        "tool_result": known_of(ToolResult, BLOCK_UNREAD, content=TEXTS),
+    }
+)
+MESSAGES_KEYS = known_of(
+    MessagesBody,
+    {
+        **OF_CHATS,
+        **taken(
+            "it is about Anthropic's own prices and releases",
+            "anthropic_beta",
+            "anthropic_version",
+            "betas",
+            "billing_policy",
+            "fallback_credit_token",
+        ),
+        **taken("it names models for when this one declines", "fallbacks"),
+        **taken("the usage is always in a stream", "stream_options"),
+        **refused("this server runs no code", "container"),
+        **refused("this server calls no tools", "mcp_servers", harmless=([],)),
+        **refused("a conversation comes whole with each request", "thread"),
+        **refused("this server summarizes no conversations", "compaction"),
+    },
+    also=SAME,
+    messages=known_of(Message, BLOCK_UNREAD, content=BLOCKS),
+    system=TEXTS,
+    tools=Kinds({"custom": known_of(Tool, TOOL_UNREAD)}, default="custom", may_skip=True),
+    output_config=known_of(OutputConfig, taken("it is a target that the model is not shown", "task_budget")),
+)
+
+
 @dataclass(frozen=True)
 class Messages:
     """A request of Anthropic's API."""
@@ -202,16 +225,17 @@ class Messages:
             raise not_implemented("thinking.type", "the model's chat template knows no reasoning")
 
 
-def read_messages(data: bytes, vocab_size: int, *, counted: bool = False) -> Messages:
+def read_messages(data: bytes, vocab_size: int, unused: UnusedKeys, *, counted: bool = False) -> Messages:
     """A body of Anthropic's form.
 
     Args:
+        unused: notes what is not used.
         counted: its tokens are to be counted, and it need not say how many the answer may have.
 
     Raises:
         ApiError: 400, and which key is at fault.
     """
-    keys = read_keys(data, (*MessagesBody.__struct_fields__, *SAME), IGNORED, OFF)
+    keys = read_keys(data, MESSAGES_KEYS, unused)
     if keys.get("max_tokens") is None and not counted:
         raise ApiError(400, "max_tokens is missing", param="max_tokens")
     chat = {name: keys[name] for name in SAME if keys.get(name) is not None}
@@ -235,7 +259,7 @@ def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
     """The text of blocks that hold nothing else."""
     if content is None or isinstance(content, str):
         return content or ""
-    blocks = [read_kind(value, {"text": Text}, KEPT, f"{where}[{place}]") for place, value in enumerate(content)]
+    blocks = [read_kind(value, {"text": Text}, f"{where}[{place}]") for place, value in enumerate(content)]
     return "\n".join(block.text for block in blocks)
 
 
@@ -246,7 +270,7 @@ def _of_user(content: str | list[dict[str, Any]], where: str) -> list[dict[str, 
     if not content:
         raise ApiError(400, f"{where} is empty", param=where)
     kinds: Mapping[str, type[Any]] = {"text": Text, "tool_result": ToolResult}
-    blocks = [(read_kind(value, kinds, KEPT, f"{where}[{place}]"), place) for place, value in enumerate(content)]
+    blocks = [(read_kind(value, kinds, f"{where}[{place}]"), place) for place, value in enumerate(content)]
     messages: list[dict[str, Any]] = []
     for kind, group in groupby(blocks, key=lambda one: type(one[0])):
         if kind is Text:
@@ -267,9 +291,14 @@ def _of_assistant(content: str | list[dict[str, Any]], where: str) -> dict[str, 
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
     texts, thoughts, calls = [], [], []
-    kinds: Mapping[str, type[Any]] = {"text": Text, "thinking": Thinking, "tool_use": ToolUse}
+    kinds: Mapping[str, type[Any]] = {
+        "text": Text,
+        "thinking": Thinking,
+        "redacted_thinking": RedactedThinking,
+        "tool_use": ToolUse,
+    }
     for place, value in enumerate(content):
-        match read_kind(value, kinds, KEPT, f"{where}[{place}]"):
+        match read_kind(value, kinds, f"{where}[{place}]"):
             case Text(text=text):
                 texts.append(text)
             case Thinking(thinking=thought):

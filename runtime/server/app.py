@@ -2,13 +2,14 @@
 
 import hmac
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,8 +25,8 @@ from enginewright.runtime.params import default_params
 from enginewright.runtime.prompts import Conversation, Prompt
 from enginewright.runtime.server.anthropic_body import read_messages
 from enginewright.runtime.server.anthropic_form import AnthropicError, MessagesForm
-from enginewright.runtime.server.chat import ChatBody, ChatForm
-from enginewright.runtime.server.completions import CompletionBody, CompletionForm
+from enginewright.runtime.server.chat import CHAT_KEYS, ChatForm
+from enginewright.runtime.server.completions import COMPLETION_KEYS, CompletionForm
 from enginewright.runtime.server.cors import Cors
 from enginewright.runtime.server.embeddings import EmbeddingBody, RerankBody, ScoreBody, TextsRoute
 from enginewright.runtime.server.engines import Engines
@@ -33,6 +34,7 @@ from enginewright.runtime.server.errors import ApiError, internal, speaking_of
 from enginewright.runtime.server.form import Form, encode
 from enginewright.runtime.server.generation import Generation, template_errors
 from enginewright.runtime.server.hosts import HostCheck
+from enginewright.runtime.server.keys import Known, UnusedKeys
 from enginewright.runtime.server.log import RequestLog
 from enginewright.runtime.server.openapi import document
 from enginewright.runtime.server.page.routes import Page
@@ -40,13 +42,11 @@ from enginewright.runtime.server.protocol import Body, decode
 from enginewright.runtime.server.responses_body import read_responses
 from enginewright.runtime.server.responses_form import ResponsesForm
 from enginewright.runtime.server.responses_store import StoredRoutes
-from enginewright.runtime.server.tokenization import DetokenizeBody, TokenizeBody
+from enginewright.runtime.server.tokenization import DETOKENIZE_KEYS, TOKENIZE_KEYS
 from enginewright.runtime.server.traces import Traces
 from enginewright.runtime.server.wire import ClientGone, header, read_body, send_error
 from enginewright.runtime.server.work import check_timeout, work_of
 from enginewright.runtime.tokenizer import Tokenizer
-
-B = TypeVar("B", TokenizeBody, DetokenizeBody)
 
 # To anybody, as the page is: who restarts servers needs no key. Metrics tell what clients do, and want one.
 HEALTH_PATH = b"/health"
@@ -65,11 +65,11 @@ class App:
         self._open_paths = {HEALTH_PATH} | (page.paths if page else set())
         self._starlette = Starlette(
             routes=[
-                Route("/v1/chat/completions", CompletionRoute(engines, ChatForm, ChatBody), methods=["POST"]),
-                Route("/v1/completions", CompletionRoute(engines, CompletionForm, CompletionBody), methods=["POST"]),
-                Route("/v1/responses", ResponsesRoute(engines, ResponsesForm, ChatBody), methods=["POST"]),
+                Route("/v1/chat/completions", ChoicesRoute(engines, ChatForm, CHAT_KEYS), methods=["POST"]),
+                Route("/v1/completions", ChoicesRoute(engines, CompletionForm, COMPLETION_KEYS), methods=["POST"]),
+                Route("/v1/responses", ResponsesRoute(engines, ResponsesForm), methods=["POST"]),
                 *StoredRoutes(engines.responses).routes,
-                Route("/v1/messages", MessagesRoute(engines, MessagesForm, ChatBody), methods=["POST"]),
+                Route("/v1/messages", MessagesRoute(engines, MessagesForm), methods=["POST"]),
                 Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
                 Route("/v1/embeddings", TextsRoute(engines, EmbeddingBody, "embd", "input"), methods=["POST"]),
                 *(
@@ -151,14 +151,14 @@ class App:
         return _json(self._engines.card(name))
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await self._read(request, TokenizeBody)
+        body = await self._read(request, TOKENIZE_KEYS)
         async with self._use(request, body.model) as llm:
             ids = await _encode(llm, body.text(), add_special_tokens=body.add_special_tokens is not False)
             texts = await llm.decode_each(ids) if body.return_token_strs else None
         return _json({"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids, "token_strs": texts})
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await self._read(request, DetokenizeBody)
+        body = await self._read(request, DETOKENIZE_KEYS)
         async with self._use(request, body.model) as llm:
             body.check(llm.engine.plan.vocab_size, llm.max_model_len)
             return _json({"prompt": await llm.decode(body.tokens)})
@@ -166,19 +166,22 @@ class App:
     async def _count_tokens(self, request: Request) -> Response:
         """Of what POST /v1/messages would show to the model."""
         data = await read_body(request.scope, request.receive, self._engines.config.max_body_bytes)
-        messages = read_messages(data, self._engines.max_vocab_size, counted=True)
-        with speaking_of(MessagesForm.prompt_key, MessagesForm.renames):
+        unused = _unused(self._engines, request.scope)
+        with unused.places_as_sent():
+            messages = read_messages(data, self._engines.max_vocab_size, unused, counted=True)
+        with unused.places_as_sent(), speaking_of(MessagesForm.prompt_key, MessagesForm.renames):
             check_timeout(messages.chat.timeout)
             async with self._use(request, messages.chat.model, messages.chat.timeout) as llm:
                 messages.check(llm.engine.tokenizer)
+                unused.add_errors(messages.chat.unused(llm.engine.tokenizer), MessagesForm.renames)
                 messages.chat.params_for(llm.engine.tokenizer)
                 (prompt,) = messages.chat.prompts()
                 return _json({"input_tokens": len(await _encode(llm, prompt))})
 
-    async def _read(self, request: Request, kind: type[B]) -> B:
+    async def _read(self, request: Request, known: Known) -> Any:
         """The body of a request that no answer is generated for."""
         data = await read_body(request.scope, request.receive, self._engines.config.max_body_bytes)
-        return decode(data, kind, self._engines.max_vocab_size)
+        return decode(data, known, self._engines.max_vocab_size, _unused(self._engines, request.scope))
 
     @asynccontextmanager
     async def _use(
@@ -241,31 +244,33 @@ class Reading:
     check: Callable[[Tokenizer], None] = lambda _: None
 
 
-class CompletionRoute:
+class CompletionRoute(ABC):
     """POST of one of the APIs that generate.
 
     Args:
         form: the type of the response's JSON.
-        body: the type of the request's body.
     """
 
-    def __init__(self, engines: Engines, form: type[Form], body: type[Body]) -> None:
-        self._engines, self._form, self._body = engines, form, body
+    def __init__(self, engines: Engines, form: type[Form]) -> None:
+        self._engines, self._form = engines, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived, log = time.perf_counter(), scope["log"]
         try:
             data = await read_body(scope, receive, self._engines.config.max_body_bytes)
-            request = self._read(data, scope["tenant"])
+            unused, prompt_key, renames = _unused(self._engines, scope), self._form.prompt_key, self._form.renames
+            with unused.places_as_sent():
+                request = self._read(data, scope["tenant"], unused)
             body = request.body
-            prompt_key, renames = self._form.prompt_key, self._form.renames
-            with speaking_of(prompt_key, renames), speaking_of(prompt_key, {"structured_outputs": body.structure_key}):
+            structures = {"structured_outputs": body.structure_key}
+            with unused.places_as_sent(), speaking_of(prompt_key, renames), speaking_of(prompt_key, structures):
                 work = work_of(scope, body.priority)
                 check_timeout(body.timeout)
                 async with self._engines.use(body.model, receive, body.timeout) as (model, service):
                     log.model, engine = model, service.llm.engine
                     refuse_answers(engine)
                     request.check(engine.tokenizer)
+                    unused.add_errors(body.unused(engine.tokenizer), renames)
                     prompts, tokenizer = body.prompts(), engine.tokenizer
                     params = default_params(engine, **body.params_for(tokenizer))
                     id = f"{self._form.id_prefix}{token_hex(12)}"
@@ -278,26 +283,48 @@ class CompletionRoute:
         except ClientGone:
             log.is_gone = True
 
-    def _read(self, data: bytes, tenant: str) -> Reading:
+    @abstractmethod
+    def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> Reading:
         """A request. Raises ApiError for what is none of this API."""
-        return Reading(decode(data, self._body, self._engines.max_vocab_size), self._form)
+
+
+class ChoicesRoute(CompletionRoute):
+    """POST of an API whose bodies are read as they are.
+
+    Args:
+        known: the table of the request's body.
+    """
+
+    def __init__(self, engines: Engines, form: type[Form], known: Known) -> None:
+        super().__init__(engines, form)
+        self._known = known
+
+    def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> Reading:
+        return Reading(decode(data, self._known, self._engines.max_vocab_size, unused), self._form)
 
 
 class MessagesRoute(CompletionRoute):
     """POST of Anthropic's API."""
 
-    def _read(self, data: bytes, tenant: str) -> Reading:
-        messages = read_messages(data, self._engines.max_vocab_size)
+    def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> Reading:
+        messages = read_messages(data, self._engines.max_vocab_size, unused)
         return Reading(messages.chat, self._form, messages.check)
 
 
 class ResponsesRoute(CompletionRoute):
     """POST of the Responses API."""
 
-    def _read(self, data: bytes, tenant: str) -> Reading:
+    def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> Reading:
         store, vocab_size = self._engines.responses, self._engines.max_vocab_size
-        request = read_responses(data, vocab_size, partial(store.conversation, tenant), may_store=store.max_count > 0)
+        conversation = partial(store.conversation, tenant)
+        request = read_responses(data, vocab_size, unused, conversation, may_store=store.max_count > 0)
         return Reading(request.chat, partial(ResponsesForm, request, partial(store.put, tenant)))
+
+
+def _unused(engines: Engines, scope: Scope) -> UnusedKeys:
+    """What a request has that nothing uses, which its response and its line in the log name."""
+    unused = scope["log"].unused = UnusedKeys(is_strict=engines.config.strict_keys)
+    return unused
 
 
 async def _encode(llm: AsyncLLM, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:

@@ -15,39 +15,58 @@ from enginewright.runtime.prompts import ROLES, Conversation, Prompt
 from enginewright.runtime.sampling import MAX_LOGPROBS, SampledToken
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, ChoicesForm, Include, Usage, encode, new_call_id
-from enginewright.runtime.server.protocol import NOTHING, Body, check_keys, convert, not_implemented, without_nothing
-from enginewright.runtime.server.tools import ToolCall, Tools
+from enginewright.runtime.server.keys import NOTHING, Kinds, Unread, known_of, not_implemented, refused, taken
+from enginewright.runtime.server.protocol import (
+    NOTHING,
+    TOOL_UNREAD,
+    UNREAD,
+    Body,
+    convert,
+    not_implemented,
+    read_kind,
+)
+from enginewright.runtime.server.tools import AllowedChoice, CalledFunction, Function, NamedTool, Tool, ToolCall, Tools
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.tokenizer import Tokenizer
 
-# What clients send back of the answers that they got, or keep for themselves: templates do not see it.
-KEPT_BY_CLIENTS = frozenset(
-    (
-        "annotations",
-        "cache_control",
-        "id",
-        "index",
-        "metadata",
-        "parsed",
-        "provider_specific_fields",
-        "status",
-        "thinking_blocks",
-        "timestamp",
-        "type",
-    )
-)
 THINKING = ("enable_thinking", "thinking")  # what templates call the variable that turns reasoning off; both are in use
 MAX_TOKENS = 2**31 - 1
-# Keys that would change what the model sees, and are not implemented.
-MESSAGE_OFF = dict.fromkeys(("audio", "function_call", "images", "refusal", "tools", "weight"), NOTHING)
-PART_OFF = dict.fromkeys(("audio_url", "file", "image_url", "input_audio", "refusal", "video_url"), NOTHING)
+KEPT_BY_CLIENTS = taken(
+    "clients send it back of the answers that they got, or keep it for themselves",
+    "annotations",
+    "cache_control",
+    "extra_content",
+    "id",
+    "index",
+    "metadata",
+    "parsed",
+    "parsed_arguments",
+    "provider_specific_fields",
+    "status",
+    "thinking_blocks",
+    "timestamp",
+    "type",
+    "weight",
+)
 
 
-class Part(msgspec.Struct):
+class TextPart(msgspec.Struct):
     """A piece of a content. Those that are no text are refused by name; no address is ever fetched."""
 
-    type: str
-    text: str | None = None
+    text: str
+
+
+class RefusalPart(msgspec.Struct):
+    """What an assistant has said that declined to answer."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+PARTS: Mapping[str, type[TextPart | RefusalPart]] = {"text": TextPart, "refusal": RefusalPart}
 
 
 class Message(msgspec.Struct):
@@ -56,6 +75,7 @@ class Message(msgspec.Struct):
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None  # what an assistant has said that declined to answer
     tool_call_id: str | None = None  # of the call that a tool's message answers
     tool_calls: list[ToolCall] | None = None  # that an assistant's message has made
 
@@ -67,19 +87,20 @@ class Message(msgspec.Struct):
             where: its path, "messages[0]".
 
         Raises:
-            ApiError: a type is wrong, or a key would change what the model sees and is not implemented.
+            ApiError: a type is wrong.
         """
         message = convert(value, cls, where)
         if message.role not in ROLES:
             known = ", ".join(ROLES)
             why = f"{where}.role is {message.role[:20]!r}: there are {known}"
             raise ApiError(400, why, param=f"{where}.role", code="invalid_value")
-        check_keys(without_nothing(value), cls.__struct_fields__, KEPT_BY_CLIENTS, MESSAGE_OFF, where)
         return message
 
     def for_template(self, where: str) -> dict[str, Any]:
         """What the model's chat template sees. Raises ApiError for a content that cannot be shown."""
         message: dict[str, Any] = {"role": ROLES[self.role], "content": self._text(f"{where}.content")}
+        if self.refusal:
+            message["content"] = "\n".join(filter(None, (message["content"], self.refusal)))
         others = {name: getattr(self, name) for name in ("name", "reasoning", "reasoning_content", "tool_call_id")}
         message |= {name: value for name, value in others.items() if value is not None}
         if self.tool_calls:
@@ -93,18 +114,8 @@ class Message(msgspec.Struct):
             if self.role == "assistant":  # an answer that was empty
                 return ""
             raise ApiError(400, f"{where}: expected a text or a list of parts", param=where, code="invalid_type")
-        return "\n".join(_text_of(value, f"{where}[{place}]") for place, value in enumerate(self.content))
-
-
-def _text_of(value: dict[str, Any], where: str) -> str:
-    """The text of a part of a content."""
-    part = convert(value, Part, where)
-    if part.type != "text":
-        raise not_implemented(f"{where}.type", f"{part.type[:40]!r}; the model reads parts of the type 'text'")
-    check_keys(without_nothing(value), Part.__struct_fields__, KEPT_BY_CLIENTS, PART_OFF, where)
-    if part.text is None:
-        raise ApiError(400, f"{where} has no text", param=f"{where}.text")
-    return part.text
+        parts = [read_kind(value, PARTS, f"{where}[{place}]") for place, value in enumerate(self.content)]
+        return "\n".join(part.text for part in parts)
 
 
 class ChatBody(Body, kw_only=True):
@@ -113,7 +124,7 @@ class ChatBody(Body, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None  # False: one call at most
     include_reasoning: bool | None = None  # False: it is left out
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -148,14 +159,17 @@ class ChatBody(Body, kw_only=True):
     def params_for(self, tokenizer: Tokenizer) -> dict[str, Any]:
         tools, params = self._tools(), self.params()
         tools.check(tokenizer)
-        if self.reasoning_effort == "none" and reasons(tokenizer.message_format):
-            if not any(map(tokenizer.template_names, THINKING)):
-                raise not_implemented("reasoning_effort", "'none': the model's chat template always lets it think")
-        elif self.reasoning_effort not in (None, "none") and not tokenizer.template_names("reasoning_effort"):
-            raise not_implemented("reasoning_effort", "the model's chat template knows none")
+        can_stop_thinking = any(map(tokenizer.template_names, THINKING))
+        if self.reasoning_effort == "none" and reasons(tokenizer.message_format) and not can_stop_thinking:
+            raise not_implemented("reasoning_effort", "'none': the model's chat template always lets it think")
         if tools.forced and self.use_beam_search:
             raise ApiError(400, "tool_choice cannot be combined with use_beam_search", param="tool_choice")
         return params
+
+    def unused(self, tokenizer: Tokenizer) -> Sequence[ApiError]:
+        if self.reasoning_effort in (None, "none") or tokenizer.template_names("reasoning_effort"):
+            return ()
+        return [not_implemented("reasoning_effort", "the model's chat template knows none")]
 
     @property
     def structure_key(self) -> str:
@@ -207,6 +221,48 @@ class ChatBody(Body, kw_only=True):
             "max_tokens": tokens,
             "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
         }
+
+
+MESSAGE = known_of(
+    Message,
+    {
+        **KEPT_BY_CLIENTS,
+        **refused("messages are text", "audio", "images", harmless=NOTHING),
+        **refused("tool_calls has its place", "function_call", harmless=NOTHING),
+        **refused("tools are the request's", "tools", harmless=NOTHING),
+    },
+    content=Kinds(
+        {
+            "text": known_of(
+                TextPart,
+                {
+                    **KEPT_BY_CLIENTS,
+                    **refused("parts are text", "audio_url", "file", "image_url", "input_audio", "refusal", "video_url",
+                              harmless=NOTHING),
+                },
+            ),
+            "refusal": known_of(RefusalPart, KEPT_BY_CLIENTS),
+        }
+    ),
+    tool_calls=known_of(ToolCall, KEPT_BY_CLIENTS, function=known_of(CalledFunction, KEPT_BY_CLIENTS)),
+)  # fmt: skip
+CHAT_KEYS = known_of(
+    ChatBody,
+    UNREAD,
+    messages=MESSAGE,
+    tools=Kinds(
+        {"function": known_of(Tool, TOOL_UNREAD, function=known_of(Function, TOOL_UNREAD))},
+        may_skip=True,
+    ),
+    tool_choice=Kinds({"function": known_of(NamedTool), "allowed_tools": known_of(AllowedChoice)}),
+)
+# Keys that nothing reads in the APIs that are another form of a chat, but for those that they do read.
+OF_CHATS: Mapping[str, Unread] = {
+    **refused("it is a key of chat completions", *ChatBody.__struct_fields__, harmless=NOTHING),
+    **refused("there is one answer in this API", "n", "best_of", harmless=(1,)),
+    **refused("another key says it in this API", "parallel_tool_calls", "include_reasoning", harmless=(True,)),
+    **UNREAD,
+}
 
 
 def refuse_contradiction(key: str, names: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -8,7 +8,8 @@ from enginewright.runtime.prompts import Prompt
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, ChoicesForm, Include, encode, shown
-from enginewright.runtime.server.protocol import COMPLETION_TOKENS, Body, prompts_of
+from enginewright.runtime.server.keys import known_of
+from enginewright.runtime.server.protocol import COMPLETION_TOKENS, UNREAD, Body, prompts_of
 from enginewright.runtime.server.text_offsets import TextOffsets, prompt_offsets
 
 
@@ -35,6 +36,9 @@ class CompletionBody(Body, kw_only=True):
     def include(self) -> Include:
         shows_special = self.skip_special_tokens is False
         return replace(super().include(), echo=bool(self.echo), special_tokens=shows_special)
+
+
+COMPLETION_KEYS = known_of(CompletionBody, UNREAD)
 
 
 class CompletionForm(ChoicesForm):

@@ -29,6 +29,7 @@ class ServerConfig:
     max_num_waiting: int = 1024  # completions that wait for their first token, beyond the batch
     max_waiting_tokens: int = 262_144  # of all prompts that wait
     max_body_bytes: int = 8 << 20  # of one request
+    strict_keys: bool = False  # whether what nothing uses of a request is refused, and not named in a warning
     max_logprobs_memory: int = 1 << 30  # bytes that the log-probabilities of all running requests may take
     responses_store: int = 1000  # responses that are kept for GET /v1/responses/{id} and for those that follow them
     responses_memory: int = 256 << 20  # bytes that these may take

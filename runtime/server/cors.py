@@ -60,7 +60,7 @@ class Cors:
             mine = [
                 *mine,
                 (b"access-control-allow-origin", origin),
-                (b"access-control-expose-headers", b"X-Request-Id, Retry-After"),
+                (b"access-control-expose-headers", b"X-Request-Id, X-Enginewright-Warning, Retry-After"),
             ]
 
         def with_headers(message: Message) -> Awaitable[None]:  # no coroutine of its own, as in RequestLog

@@ -29,8 +29,9 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.server.engines import Engines
 from enginewright.runtime.server.errors import ApiError, from_engine
 from enginewright.runtime.server.form import encode
+from enginewright.runtime.server.keys import UnusedKeys, known_of
 from enginewright.runtime.server.log import RequestLog
-from enginewright.runtime.server.protocol import decode, prompts_of
+from enginewright.runtime.server.protocol import UNREAD, decode, prompts_of
 from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.wire import ClientGone, read_body, send_json, until_gone
 from enginewright.runtime.server.work import work_of
@@ -114,7 +115,7 @@ class ScoreBody(msgspec.Struct, kw_only=True):
         return {"object": "list", "created": int(time.time()), "data": data}
 
 
-class Document(msgspec.Struct, forbid_unknown_fields=True):
+class Document(msgspec.Struct):
     text: str
 
 
@@ -166,13 +167,14 @@ class TextsRoute:
     def __init__(
         self, engines: Engines, body: type[EmbeddingBody] | type[ScoreBody] | type[RerankBody], id_prefix: str, key: str
     ) -> None:
-        self._engines, self._body, self._id_prefix, self._key = engines, body, id_prefix, key
+        self._engines, self._known, self._id_prefix, self._key = engines, known_of(body, UNREAD), id_prefix, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived, log = time.perf_counter(), scope["log"]
         try:
             data = await read_body(scope, receive, self._engines.config.max_body_bytes)
-            body: TextsBody = decode(data, self._body, self._engines.max_vocab_size)
+            unused = log.unused = UnusedKeys(is_strict=self._engines.config.strict_keys)
+            body: TextsBody = decode(data, self._known, self._engines.max_vocab_size, unused)
             work = work_of(scope, body.priority)
             async with self._engines.use(body.model, receive) as (model, service):
                 log.model, log.request_id = model, f"{self._id_prefix}-{token_hex(12)}"

@@ -1,7 +1,7 @@
 """What a server logs: one line per request, throughput every ten seconds of work, warnings and tracebacks.
 
-A line is an event with fields, as text or as JSON. Of what a client sends, lines of requests have its X-Request-Id and
-the path that it asks for: no prompts, no answers, no keys.
+A line is an event with fields, as text or as JSON. Of what a client sends, lines of requests have its X-Request-Id, the
+path that it asks for, and the names of keys of its body that nothing uses: no prompts, no answers, no API keys.
 """
 
 import json
@@ -28,8 +28,9 @@ from starlette.types import Message, Scope, Send
 from enginewright.printable import printable, printable_json, printable_lines
 from enginewright.runtime.core import Request
 from enginewright.runtime.sampling import SamplingParams
-from enginewright.runtime.server.errors import ApiError
+from enginewright.runtime.server.errors import ApiError, Headers
 from enginewright.runtime.server.form import Choice
+from enginewright.runtime.server.keys import UnusedKeys
 from enginewright.runtime.server.wire import header
 from enginewright.runtime.stats import Stats
 
@@ -47,6 +48,7 @@ MAX_QUEUED_LINES = 10_000  # while nobody reads stderr; then lines are lost, and
 CLOSE_S = 1.0  # for the lines that are left, if nobody reads them
 MAX_PATH_CHARS = 100
 CONTINUATION = "\n  "  # of a text's further lines, so that what stands at the left is always a line of the log
+WARNING_HEADER = b"x-enginewright-warning"
 REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,64}")
 CLIENT_GONE = 499  # as nginx has it; no client ever sees this status
 PLAIN = re.compile(r"[\w.:/+-]+", re.ASCII)  # needs no quotes in a text line
@@ -81,6 +83,7 @@ class RequestLog:
         self._method, self._path = scope["method"], scope["path"]
         self.figures: Fields | None = None  # None: the request has not reached the engine
         self.params: SamplingParams | None = None  # of its answers
+        self.unused: UnusedKeys | None = None  # of its body; None: it has not been read
 
     def failed(self, error: ApiError) -> None:
         """Record the error that the client got. It is not kept: its traceback leads back to this log."""
@@ -138,17 +141,22 @@ class RequestLog:
         }
 
     def returning(self, send: Send) -> Send:
-        """`send`, with the client's X-Request-Id among the headers of the response, if it sent one."""
-        if self.client_id is None:
-            return send
-        mine = (b"x-request-id", self.client_id)
+        """`send`, with the client's X-Request-Id, and a warning of what is not used, among the response's headers."""
 
-        def with_id(message: Message) -> Awaitable[None]:  # no coroutine of its own: streams send a message a token
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), mine]}
+        def with_headers(message: Message) -> Awaitable[None]:  # no coroutine of its own: streams send many messages
+            if message["type"] == "http.response.start" and (mine := self._headers()):
+                message = {**message, "headers": [*message.get("headers", ()), *mine]}
             return send(message)
 
-        return with_id
+        return with_headers
+
+    def _headers(self) -> Headers:
+        mine = [] if self.client_id is None else [(b"x-request-id", self.client_id)]
+        return mine if self._warning is None else [*mine, (WARNING_HEADER, self._warning.encode("ascii"))]
+
+    @property
+    def _warning(self) -> str | None:
+        return None if self.unused is None else self.unused.warning
 
     @property
     def status(self) -> int:
@@ -173,6 +181,9 @@ class RequestLog:
             "status": status,
             "code": code,
         }
+        if self._warning is not None:
+            ids = {name: fields[name] for name in ("request_id", "client_request_id")}
+            log_event(logging.INFO, "unused", ids | {"keys": self._warning}, limited="keys")
         if self.figures is not None:
             log_event(level, "request", fields | self.figures)
             return

@@ -1,13 +1,11 @@
 """Bodies of requests: read into typed structs, and refused by the name of the key that is wrong.
 
-A body is decoded once, whole, before anything looks at it. A key is one that we implement (a field of the struct), one
-that cannot change an answer (IGNORED), one that we do not implement (OFF, which may hold the values that turn it off),
-or a mistake.
+A body is decoded once, whole, before anything looks at it. Which keys are used, taken or refused is in keys.py; UNREAD
+has those that are known in all APIs, and that nothing reads.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -18,6 +16,7 @@ from enginewright.runtime.prompts import Prompt
 from enginewright.runtime.sampling import MAX_BIASED_TOKENS, MAX_STOPS
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Include
+from enginewright.runtime.server.keys import Known, Unread, UnusedKeys, not_implemented, refused, taken, used_keys
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.tokenizer import Tokenizer
 
@@ -26,53 +25,95 @@ MAX_KEY_CHARS = 64
 MAX_CONTAINERS = 100_000  # lists and objects of a body: each takes a hundred times as long to read as a character
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.DOTALL)
 
-IGNORED = frozenset(
-    (
+_ALWAYS = "an answer always comes so"
+_SAMPLERS = "there is no such sampler"
+_STRUCTURES = "structured_outputs and response_format say what an answer has to be"
+_TEXT_ALONE = "prompts and answers are text"
+
+# Keys of OpenAI's, Anthropic's, vLLM's, SGLang's and llama.cpp's requests that nothing reads, in any API.
+UNREAD: Mapping[str, Unread] = {
+    **taken(
+        "it names the client, its user or its request",
+        "client_metadata",
         "metadata",
+        "request_id",
+        "safety_identifier",
+        "user",
+        "user_profile_id",
+        "workspace_id",
+    ),
+    **taken(
+        "it is about a provider's own machines, prices and caches",
+        "access_programs",
+        "cache_control",
+        "diagnostics",
+        "inference_geo",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
         "service_tier",
+        "speed",
         "store",
-        "user",
-    )
-)
+    ),
+    **taken("it lets a server show the model less of a conversation, which is shown whole", "context_management"),
+    **taken("it lets a server answer faster, and changes no answer", "prediction"),
+    **taken("it asks for shorter or longer answers, and no chat template has a variable for that", "verbosity"),
+    **refused(_ALWAYS, "add_generation_prompt", "separate_reasoning", "stream_reasoning", harmless=(True,)),
+    **refused(_ALWAYS, "detokenize", "spaces_between_special_tokens", harmless=(True,)),
+    **refused(_ALWAYS, "no_stop_trim", "return_hidden_states", "continue_final_message", harmless=(False,)),
+    **refused(_ALWAYS, "echo", "return_token_ids", "return_tokens_as_token_ids", harmless=(False,)),
+    **refused("the model's chat template comes with the engine", "chat_template"),
+    **refused("there is no chat template in this API", "chat_template_kwargs", harmless=({},)),
+    **refused("the tokenizer's own are added", "add_special_tokens"),
+    **refused("conversations have messages alone", "documents", harmless=([],)),
+    **refused("it is not shown what comes after the prompt", "suffix", harmless=("",)),
+    **refused(_TEXT_ALONE, "audio", "media_io_kwargs", "mm_processor_kwargs", "prompt_embeds"),
+    **refused(_TEXT_ALONE, "image", "image_data", "images", "audio_data", "video_data", harmless=([],)),
+    **refused(_TEXT_ALONE, "modalities", harmless=(["text"],)),
+    **refused("a prompt is read whole", "truncate_prompt_tokens", "truncate", "transforms", harmless=([], False)),
+    **refused("tools and tool_choice have its place", "function_call", harmless=("none", "auto")),
+    **refused("tools has its place", "functions", harmless=([],), off_by=("function_call", "none")),
+    **refused("this API has no tools", "tools", harmless=([],), off_by=("tool_choice", "none")),
+    **refused("this API has no tools", "tool_choice", harmless=("none", "auto")),
+    **refused("this API has no reasoning", "reasoning_effort", harmless=("none",)),
+    **refused("this server looks nothing up", "web_search_options"),
+    **refused("this server judges no texts", "moderation", "guardrails"),
+    **refused("no code comes from a request", "custom_logit_processor", "logits_processors", harmless=([], "")),
+    **refused("no adapters are served", "lora", "lora_path", "lora_request", harmless=([], "")),
+    **refused("no KV blocks come from elsewhere", "kv_transfer_params", "bootstrap_host", "bootstrap_room"),
+    **refused("there is no such option", "vllm_xargs", "session_params", harmless=({},)),
+    **refused("logit_bias or stop can do it", "bad_words", harmless=([],)),
+    **refused(_STRUCTURES, "ebnf", "grammar", "json_schema", "regex", "structural_tag", "guided_whitespace_pattern"),
+    **refused(_SAMPLERS, "mirostat", harmless=(0,)),
+    **taken("it is for a sampler that is refused", "mirostat_eta", "mirostat_tau"),
+    **refused(_SAMPLERS, "dynatemp_exponent", "encoder_repetition_penalty", "tfs_z", "typical_p", harmless=(1,)),
+    **refused(_SAMPLERS, "dry_multiplier", "dynatemp_range", "no_repeat_ngram_size", "top_a", harmless=(0,)),
+    **refused(_SAMPLERS, "epsilon_cutoff", "eta_cutoff", "smoothing_factor", "xtc_probability", harmless=(0,)),
+    **refused(_SAMPLERS, "top_n_sigma", harmless=(0, -1)),
+    **refused(_SAMPLERS, "samplers", "sampler_seq", "typical"),
+    **refused("repetition_penalty is its name here", "repeat_penalty", "rep_pen", harmless=(1,)),
+    **refused(
+        "another key limits the tokens of an answer here",
+        "max_completion_tokens",
+        "max_length",
+        "max_new_tokens",
+        "n_predict",
+        "num_predict",
+    ),
+    **refused("truncate_prompt_tokens has its place", "max_chunks_per_doc", "max_tokens_per_doc"),
+    **refused("prompt_name says which of the model's prompts texts begin with", "input_type", "instruction"),
+    **refused("min_tokens is its name here", "min_new_tokens", harmless=(0,)),
+    **refused("chat_template_kwargs switches reasoning on and off", "enable_thinking", "thinking", "reasoning"),
+    **refused("a model thinks as long as it likes", "reasoning_budget", "thinking_budget", "thinking_token_budget"),
+}
 
-# Keys that OpenAI's API or vLLM has and we do not, and what they may hold, besides null: what they do nothing with.
-OFF: Mapping[str, Sequence[Any]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "detokenize": (True,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "kv_transfer_params": (),
-    "logits_processors": ([],),
-    "media_io_kwargs": (),
-    "mm_processor_kwargs": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "prompt_embeds": (),
-    "reasoning_effort": ("none",),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "verbosity": ("medium",),
-    "vllm_xargs": ({},),
-    "web_search_options": (),
+# Of a tool, in any API.
+TOOL_UNREAD: Mapping[str, Unread] = {
+    **taken("it is for a cache of Anthropic's", "cache_control"),
+    **taken("all tools are shown at once", "defer_loading"),
+    **taken("arguments come as the model writes them", "eager_input_streaming"),
+    **taken("chat templates show a tool's name, description and parameters alone", "input_examples", "output_schema"),
+    **refused("the model is the only caller", "allowed_callers", harmless=([], ["direct"])),
 }
 
 T = TypeVar("T")
@@ -111,16 +152,15 @@ EXTRAS = (
     "structured_outputs",
     "timeout",
 )
-NOTHING: Sequence[Any] = ([], {}, "", False)
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None  # in an event of its own, at the end
     include_obfuscation: bool | None = None  # padding of OpenAI's, against who can see sizes but no text
     continuous_usage_stats: bool | None = None  # vLLM's: the usage so far, in each event
 
 
-class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+class JsonSchema(msgspec.Struct):
     """Of a response_format."""
 
     schema: dict[str, Any]
@@ -129,7 +169,7 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None  # an answer always follows its schema
 
 
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseFormat(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -231,6 +271,10 @@ class Body(msgspec.Struct, kw_only=True):
         """As `params`, with what depends on how the model writes. Raises ApiError for what it cannot do."""
         return self.params()
 
+    def unused(self, tokenizer: Tokenizer) -> Sequence[ApiError]:
+        """What this model has no use for, each as the error that it is where keys are strict."""
+        return ()
+
     def structure(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> StructuredOutputsParams | None:
         """What an answer to a prompt has to be; None: anything. Raises ApiError for what it cannot."""
         return self._structure()
@@ -281,28 +325,22 @@ def prompts_of(value: str | list[int | str | list[int]], key: str) -> list[Promp
     return [value] if kinds == {int} else list(value)  # type: ignore[list-item, arg-type]
 
 
-def decode(body: bytes, kind: type[S], vocab_size: int) -> S:
-    """A body, its keys, sizes and types checked.
+def decode(body: bytes, known: Known, vocab_size: int, unused: UnusedKeys) -> Any:
+    """A body as the struct of its table, its keys, sizes and types checked.
 
     Args:
         vocab_size: of the model; no list of tokens to choose from is longer.
+        unused: notes what is not used.
 
     Raises:
         ApiError: 400, and which key is at fault.
     """
-    return of_keys(read_keys(body, kind.__struct_fields__), kind, vocab_size)
+    return of_keys(read_keys(body, known, unused), known.kind, vocab_size)
 
 
-def read_keys(
-    body: bytes,
-    fields: Collection[str],
-    ignored: Collection[str] = IGNORED,
-    off: Mapping[str, Sequence[Any]] = OFF,
-) -> dict[str, Any]:
-    """A body of which no key is unknown. Raises ApiError."""
-    keys = _decode(body)
-    check_keys(keys, fields, ignored, off)
-    return keys
+def read_keys(body: bytes, known: Known, unused: UnusedKeys) -> dict[str, Any]:
+    """The keys of a body that are used. Raises ApiError."""
+    return used_keys(_decode(body), known, unused)
 
 
 def of_keys(keys: dict[str, Any], kind: type[S], vocab_size: int) -> S:
@@ -329,37 +367,8 @@ def convert(value: Any, kind: type[T], where: str = "") -> T:
         raise _of_type_error(str(error), where) from None
 
 
-def check_keys(
-    keys: Mapping[str, Any],
-    fields: Collection[str],
-    ignored: Collection[str],
-    off: Mapping[str, Sequence[Any]],
-    where: str = "",
-) -> None:
-    """Raises ApiError for a key that asks for what is not implemented, or that nobody knows."""
-    for key, value in keys.items():
-        if key in fields or key in ignored:
-            continue
-        if key not in off:
-            short = key if len(key) <= MAX_KEY_CHARS else key[:MAX_KEY_CHARS] + "…"
-            near = get_close_matches(short, (*fields, *ignored, *off), n=1)
-            hint = f": did you mean {near[0]}?" if near else ""
-            name = f"{where}.{short}" if where else short
-            raise ApiError(400, f"there is no key called {name}{hint}", param=name, code="unknown_parameter")
-        if not is_off(value, off[key]) and not _is_no_tool(key, keys):
-            raise not_implemented(f"{where}.{key}" if where else key)
-
-
-def without_nothing(value: dict[str, Any]) -> dict[str, Any]:
-    """Without keys, known or not, that ask for nothing."""
-    return {key: entry for key, entry in value.items() if not is_off(entry, NOTHING)}
-
-
-def read_kind(value: dict[str, Any], kinds: Mapping[str, type[S]], kept: Collection[str], where: str) -> S:
+def read_kind(value: dict[str, Any], kinds: Mapping[str, type[S]], where: str) -> S:
     """A struct of the kind that the value's `type` says.
-
-    Args:
-        kept: keys that change nothing that the model sees.
 
     Raises:
         ApiError: 400, there is no such kind, or it is wrong.
@@ -368,18 +377,7 @@ def read_kind(value: dict[str, Any], kinds: Mapping[str, type[S]], kept: Collect
     if not isinstance(kind, str) or kind not in kinds:
         known = ", ".join(kinds)
         raise not_implemented(f"{where}.type", f"{str(kind)[:40]!r}; there are {known}")
-    check_keys(without_nothing(value), kinds[kind].__struct_fields__, ("type", *kept), {}, where)
     return convert(value, kinds[kind], where)
-
-
-def not_implemented(key: str, why: str = "") -> ApiError:
-    reason = f": {why}" if why else ""
-    return ApiError(400, f"{key} is not implemented{reason}", param=key, code="unsupported_parameter")
-
-
-def is_off(value: Any, off: Sequence[Any] = ()) -> bool:
-    """Whether the value of a key that we do not implement asks for nothing."""
-    return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in off)
 
 
 def _decode(body: bytes) -> dict[str, Any]:
@@ -398,14 +396,8 @@ def _decode(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _is_no_tool(key: str, keys: Mapping[str, Any]) -> bool:
-    """Tools that may not be called."""
-    choice = {"tools": "tool_choice", "functions": "function_call"}.get(key, "")
-    return keys.get(choice) == "none"
-
-
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
-_FIELD = re.compile(r"(?:unknown|missing required) field `(?P<name>.*?)`$", re.DOTALL)
+_FIELD = re.compile(r"missing required field `(?P<name>.*?)`$", re.DOTALL)
 
 
 def _of_type_error(text: str, where: str) -> ApiError:

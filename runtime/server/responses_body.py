@@ -7,32 +7,20 @@ from typing import Any, Literal
 
 import msgspec
 
-from enginewright.runtime.server.chat import ChatBody
+from enginewright.runtime.server.chat import OF_CHATS, ChatBody, RefusalPart
 from enginewright.runtime.server.errors import ApiError, speaking_of
-from enginewright.runtime.server.protocol import EXTRAS, convert, not_implemented, of_keys, read_keys, read_kind
+from enginewright.runtime.server.keys import Kinds, UnusedKeys, known_of, not_implemented, refused, taken
+from enginewright.runtime.server.protocol import (
+    EXTRAS,
+    TOOL_UNREAD,
+    convert,
+    not_implemented,
+    of_keys,
+    read_keys,
+    read_kind,
+)
 
 SAME = ("model", "parallel_tool_calls", "stream", *EXTRAS)  # keys that mean the same in a chat
-IGNORED = frozenset(
-    (
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "user",
-    )
-)
-OFF: Mapping[str, Sequence[Any]] = {
-    "access_programs": (),
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "image": (),
-    "max_tool_calls": (),
-    "moderation": (),
-    "prompt": (),
-    "truncation": ("disabled",),
-}
 RENAMES = {
     r"logprobs\b": "top_logprobs",
     r"max_(completion_)?tokens\b": "max_output_tokens",
@@ -42,10 +30,30 @@ RENAMES = {
     "response_format": "text.format",
     r"tool_choice\.allowed_tools\.": "tool_choice.",
 }
-# What clients send back of items that they got.
-KEPT = ("annotations", "logprobs", "parsed", "parsed_arguments", "phase", "prompt_cache_breakpoint")
+# What clients send back of items that they got, which are kept with it.
+KEPT = (
+    "annotations",
+    "encrypted_content",
+    "logprobs",
+    "namespace",
+    "parsed",
+    "parsed_arguments",
+    "phase",
+    "prompt_cache_breakpoint",
+)
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the last one asks for nothing: the reasoning is there, as text
+# What a response may include. All but the first change nothing: reasoning is there as text, and neither hosted tools
+# nor images are.
+INCLUDED = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
 
 
@@ -96,12 +104,20 @@ class FunctionTool(msgspec.Struct):
     strict: bool | None = None
 
 
-class AllowedTool(msgspec.Struct, forbid_unknown_fields=True):
+class AllowedTool(msgspec.Struct):
     type: Literal["function"]
     name: str
 
 
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+class AllowedChoice(msgspec.Struct):
+    """tools are read where they are compared with those of the request."""
+
+    type: Literal["allowed_tools"]
+    mode: str
+    tools: list[AllowedTool]
+
+
+class TextFormat(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"]
     schema: dict[str, Any] | None = None
     name: str | None = None
@@ -109,17 +125,17 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None  # an answer always follows its schema
 
 
-class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+class TextConfig(msgspec.Struct):
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
-class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
+class ReasoningConfig(msgspec.Struct):
     effort: str | None = None
-    summary: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None  # the reasoning itself comes, whole
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None  # padding of OpenAI's, against who can see sizes but no text
 
 
@@ -139,6 +155,7 @@ class ResponsesBody(msgspec.Struct):
     tool_choice: str | dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     top_logprobs: int | None = None  # with LOGPROBS in include
+    truncation: Literal["auto", "disabled"] | None = None  # a conversation that does not fit is refused all the same
 
     def items(self) -> list[dict[str, Any]]:
         """The input, each item with its type and an id."""
@@ -168,12 +185,8 @@ class ResponsesBody(msgspec.Struct):
             why = f'top_logprobs goes with include: ["{LOGPROBS}"]'
             raise ApiError(400, why, param="top_logprobs")
         if self.reasoning is not None:
-            if self.reasoning.summary not in (None, "auto"):
-                raise not_implemented("reasoning.summary", "the reasoning comes whole")
             keys["reasoning_effort"] = self.reasoning.effort
         if self.text is not None:
-            if self.text.verbosity not in (None, "medium"):
-                raise not_implemented("text.verbosity")
             keys["response_format"] = self._format(self.text.format)
         return keys
 
@@ -192,7 +205,7 @@ class ResponsesBody(msgspec.Struct):
 
     def _tools(self) -> dict[str, Any]:
         kinds = {"function": FunctionTool}
-        functions = [read_kind(tool, kinds, (), f"tools[{place}]") for place, tool in enumerate(self.tools or ())]
+        functions = [read_kind(tool, kinds, f"tools[{place}]") for place, tool in enumerate(self.tools or ())]
         names, choice = [function.name for function in functions], self.tool_choice
         match choice:
             case None | "none" | "auto":
@@ -232,8 +245,45 @@ class ResponsesBody(msgspec.Struct):
             "tools": self.tools or [],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": keys.get("top_p"),
-            "truncation": "disabled",
+            "truncation": self.truncation or "disabled",
         }
+
+
+_PARTS = {
+    **dict.fromkeys(("input_text", "output_text", "reasoning_text", "summary_text"), known_of(TextPart, also=KEPT)),
+    "refusal": known_of(RefusalPart, also=KEPT),
+}
+CONTENT = Kinds(_PARTS)
+RESPONSES_KEYS = known_of(
+    ResponsesBody,
+    {
+        **OF_CHATS,
+        **taken("it limits calls of hosted tools, and there are none", "max_tool_calls"),
+        **refused("a response is sent where it is asked for", "background", harmless=(False,)),
+        **refused("previous_response_id goes on from a response", "conversation"),
+        **refused("this server keeps no prompts", "prompt"),
+    },
+    also=SAME,
+    input=Kinds(
+        {
+            "message": known_of(MessageItem, also=KEPT, content=CONTENT),
+            "function_call": known_of(CallItem, also=KEPT),
+            "function_call_output": known_of(OutputItem, also=KEPT, output=CONTENT),
+            "reasoning": known_of(ReasoningItem, also=KEPT, summary=CONTENT, content=CONTENT),
+        },
+        default="message",
+    ),
+    reasoning=known_of(
+        ReasoningConfig,
+        {
+            **taken("it is an older name of summary", "generate_summary"),
+            **refused("there is one mode", "mode", harmless=("standard",)),
+            **refused("the chat template says what is shown of earlier reasoning", "context", harmless=("auto",)),
+        },
+    ),
+    tools=Kinds({"function": known_of(FunctionTool, TOOL_UNREAD)}, may_skip=True),
+    tool_choice=Kinds({"function": known_of(AllowedTool), "allowed_tools": known_of(AllowedChoice)}),
+)
 
 
 @dataclass(frozen=True)
@@ -247,18 +297,24 @@ class ResponsesRequest:
 
 
 def read_responses(
-    data: bytes, vocab_size: int, conversation: Callable[[str], list[dict[str, Any]] | None], *, may_store: bool
+    data: bytes,
+    vocab_size: int,
+    unused: UnusedKeys,
+    conversation: Callable[[str], list[dict[str, Any]] | None],
+    *,
+    may_store: bool,
 ) -> ResponsesRequest:
     """A body of the Responses API.
 
     Args:
+        unused: notes what is not used.
         conversation: all items up to the end of a response, by its id; None: there is none.
         may_store: whether responses are kept at all.
 
     Raises:
         ApiError: 400, and which key is at fault.
     """
-    keys = read_keys(data, (*ResponsesBody.__struct_fields__, *SAME), IGNORED, OFF)
+    keys = read_keys(data, RESPONSES_KEYS, unused)
     body = convert(keys, ResponsesBody)
     if body.store and not may_store:
         raise not_implemented("store", "this server keeps no responses (--responses-store)")
@@ -292,7 +348,7 @@ def _messages(instructions: str | None, items: Sequence[dict[str, Any]], num_bef
 
     for place, value in enumerate(items, start=-num_before):
         where = f"input[{place}]"
-        match read_kind(value, ITEMS, KEPT, where):
+        match read_kind(value, ITEMS, where):
             case MessageItem(role="assistant", content=content):
                 assistant("content", "tool_calls")["content"] = _text(content, f"{where}.content")
             case MessageItem(role=role, content=content):
@@ -300,7 +356,8 @@ def _messages(instructions: str | None, items: Sequence[dict[str, Any]], num_bef
             case ReasoningItem(summary=summary, content=thoughts):
                 named, parts = ("content", thoughts) if thoughts else ("summary", summary)
                 text = _text(parts, f"{where}.{named}", ("reasoning_text", "summary_text"))
-                assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
+                if text:  # none where it is encrypted
+                    assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
             case CallItem(call_id=id, name=name, arguments=arguments):
                 call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
                 assistant().setdefault("tool_calls", []).append(call)
@@ -314,5 +371,7 @@ def _text(content: str | list[dict[str, Any]], where: str, kinds: Sequence[str] 
     """The text of parts that hold nothing else."""
     if isinstance(content, str):
         return content
-    known = dict.fromkeys(kinds, TextPart)
-    return "\n".join(read_kind(one, known, KEPT, f"{where}[{place}]").text for place, one in enumerate(content))
+    known: dict[str, type[TextPart | RefusalPart]] = dict.fromkeys(kinds, TextPart)
+    return "\n".join(
+        read_kind(one, known | {"refusal": RefusalPart}, f"{where}[{place}]").text for place, one in enumerate(content)
+    )

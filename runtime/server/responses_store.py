@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import encode
-from enginewright.runtime.server.protocol import not_implemented
+from enginewright.runtime.server.keys import not_implemented
 
 DEFAULT_PAGE, MAX_PAGE = 20, 100  # items
 

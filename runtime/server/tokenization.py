@@ -5,8 +5,10 @@ from typing import Any
 import msgspec
 
 from enginewright.runtime.prompts import Prompt
-from enginewright.runtime.server.chat import ChatBody
+from enginewright.runtime.server.chat import MESSAGE, ChatBody
 from enginewright.runtime.server.errors import ApiError
+from enginewright.runtime.server.keys import known_of
+from enginewright.runtime.server.protocol import UNREAD
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -48,3 +50,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
             raise ApiError(400, f"tokens must not hold more than {most} entries", param="tokens")
         if self.tokens and not 0 <= min(self.tokens) <= max(self.tokens) < vocab_size:
             raise ApiError(400, f"tokens must be ids from 0 to {vocab_size - 1}", param="tokens")
+
+
+TOKENIZE_KEYS = known_of(TokenizeBody, UNREAD, messages=MESSAGE)
+DETOKENIZE_KEYS = known_of(DetokenizeBody, UNREAD)

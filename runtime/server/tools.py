@@ -23,7 +23,7 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additio
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-class Function(msgspec.Struct, forbid_unknown_fields=True):
+class Function(msgspec.Struct):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema; None: there are none, as in OpenAI's API
@@ -35,21 +35,21 @@ class Tool(msgspec.Struct):
     function: Function
 
 
-class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+class NamedFunction(msgspec.Struct):
     name: str
 
 
-class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
+class NamedTool(msgspec.Struct):
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
+class AllowedTools(msgspec.Struct):
     mode: Literal["auto", "required"]
     tools: list[NamedTool]
 
 
-class AllowedChoice(msgspec.Struct, forbid_unknown_fields=True):
+class AllowedChoice(msgspec.Struct):
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 

@@ -1,0 +1,271 @@
+"""Keys of requests' bodies: read, harmless, refused by name, or unknown.
+
+A body is walked once, by a table for each kind of object in it, before anything else looks at it. A key is one that a
+struct reads, one that nothing reads and that changes nothing at some values (`Unread`, which is refused at all others),
+or unknown. Unknown keys, and tools of kinds that this server does not have, are left out and named in a warning, since
+clients get new ones every month; with `--strict-keys` they are refused. `null` stands for a key that is not there.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from enginewright.runtime.server.errors import ApiError
+
+MAX_NAMED = 8  # keys in a warning; further ones are counted
+MAX_NAME_CHARS = 64
+NOTHING: Sequence[Any] = ([], {}, "", False)
+_PLAIN = re.compile(r"[\w$.:/-]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A key that nothing reads.
+
+    Args:
+        why: the reason why it changes nothing, or why its other values are refused.
+        harmless: values that change nothing, besides null; None: all do.
+        off_by: a key and its value that switch this one off.
+    """
+
+    why: str
+    harmless: Sequence[Any] | None = None
+    off_by: tuple[str, Any] | None = None
+
+    def is_harmless(self, value: Any, siblings: Mapping[str, Any]) -> bool:
+        """Whether a value of the key changes nothing, in an object that has these keys."""
+        if value is None or self.harmless is None or is_one_of(value, self.harmless):
+            return True
+        return self.off_by is not None and siblings.get(self.off_by[0]) == self.off_by[1]
+
+
+@dataclass(frozen=True)
+class Known:
+    """The keys of one kind of object.
+
+    Args:
+        kind: the struct that it is read into.
+        read: the keys that are used, each with the table of the objects in it; None: they are a client's own.
+        unread: the keys that are known, and not used.
+    """
+
+    kind: type[msgspec.Struct]
+    read: Mapping[str, "Known | Kinds | None"]
+    unread: Mapping[str, Unread]
+
+
+class Kinds:
+    """Objects whose key `type` says which of several kinds they are.
+
+    Args:
+        by_type: their tables.
+        default: the type of one that says none; None: it has to say one.
+        may_skip: whether one of another type is left out of its list, with a warning. Otherwise it is refused where it
+            is read.
+    """
+
+    def __init__(self, by_type: Mapping[str, Known], *, default: str | None = None, may_skip: bool = False) -> None:
+        self.by_type = {
+            name: Known(known.kind, {"type": None, **known.read}, _without(known.unread, ("type",)))
+            for name, known in by_type.items()
+        }
+        self._default, self._may_skip = default, may_skip
+
+    def of(self, value: Mapping[str, Any]) -> Known | None:
+        """The table of an object; None: it is of no such kind."""
+        name = value.get("type") or self._default
+        return self.by_type.get(name) if isinstance(name, str) else None
+
+    def skips(self, value: Any) -> bool:
+        """Whether an entry of a list is left out."""
+        name = value.get("type") if self._may_skip and isinstance(value, dict) else None
+        return isinstance(name, str) and name not in self.by_type
+
+
+class UnusedKeys:
+    """What one request has that nothing uses.
+
+    Args:
+        is_strict: it is refused instead.
+    """
+
+    def __init__(self, *, is_strict: bool) -> None:
+        self._is_strict = is_strict
+        self._named: list[str] = []
+        self._count = 0
+        self._places: dict[str, list[int]] = {}  # of what is left of a list, by the list's path
+
+    def add(self, error: Callable[[], ApiError]) -> None:
+        """Note what is not used.
+
+        Args:
+            error: makes what is said of it, printable ASCII. That may take long, so it is not called for each of many.
+
+        Raises:
+            ApiError: keys are strict.
+        """
+        if self._is_strict:
+            raise error()
+        self._count += 1
+        if len(self._named) < MAX_NAMED:
+            self._named.append(error().message)
+
+    def add_errors(self, errors: Sequence[ApiError], renames: Mapping[str, str]) -> None:
+        """Note what a model has no use for, by the keys' names in an API (as of a Form). Raises ApiError."""
+        for error in errors:
+            self.add(partial(error.renamed, renames))
+
+    def left(self, path: str, places: list[int]) -> None:
+        """Note which entries of a list are left of it."""
+        self._places[path] = places
+
+    @contextmanager
+    def places_as_sent(self) -> Iterator[None]:
+        """ApiErrors that are raised within name the places that entries of lists had in the body."""
+        try:
+            yield
+        except ApiError as error:
+            found = re.match(r"(?P<path>[\w.]+)\[(?P<place>\d+)\]", error.param or "")
+            if found is None or found["path"] not in self._places:
+                raise
+            place = self._places[found["path"]][int(found["place"])]
+            raise error.renamed({re.escape(found[0]): f"{found['path']}[{place}]"}) from None
+
+    @property
+    def warning(self) -> str | None:
+        """A line of printable ASCII, and of bounded length; None: everything is used."""
+        if not self._count:
+            return None
+        left = self._count - len(self._named)
+        return "; ".join([*self._named, f"and {left} more"] if left else self._named)
+
+
+def known_of(
+    kind: type[msgspec.Struct],
+    unread: Mapping[str, Unread] = {},
+    *,
+    also: Sequence[str] = (),
+    **inner: Known | Kinds,
+) -> Known:
+    """The table of a struct.
+
+    Args:
+        also: keys that are read besides its own.
+        inner: tables of objects that the struct leaves as they are, or that have more than a struct's keys. Those of
+            structs in it are made from them.
+    """
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    read: dict[str, Known | Kinds | None] = dict.fromkeys(also)
+    read |= {field.encode_name: inner.get(field.encode_name) or _struct_in(field.type) for field in info.fields}
+    assert inner.keys() <= read.keys()
+    return Known(kind, read, _without(unread, read))
+
+
+def _without(unread: Mapping[str, Unread], names: Collection[str]) -> Mapping[str, Unread]:
+    return {name: one for name, one in unread.items() if name not in names}
+
+
+def _struct_in(type: inspect.Type) -> Known | None:
+    """The table of the struct that values of a type are, if they are one, or a list of one."""
+    if isinstance(type, inspect.UnionType):
+        return next(filter(None, map(_struct_in, type.types)), None)
+    if isinstance(type, inspect.ListType):
+        return _struct_in(type.item_type)
+    return known_of(type.cls) if isinstance(type, inspect.StructType) else None
+
+
+def taken(why: str, *names: str) -> dict[str, Unread]:
+    """Keys that change nothing, whatever they hold."""
+    return dict.fromkeys(names, Unread(why))
+
+
+def refused(
+    why: str, *names: str, harmless: Sequence[Any] = (), off_by: tuple[str, Any] | None = None
+) -> dict[str, Unread]:
+    """Keys that would change the answer, unless they hold one of these values."""
+    return dict.fromkeys(names, Unread(why, harmless, off_by))
+
+
+def used_keys(value: dict[str, Any], known: Known, unused: UnusedKeys, where: str = "") -> dict[str, Any]:
+    """Copy of an object that has only keys that are read, as have the objects in it.
+
+    Args:
+        where: its path in the body, "messages[0]".
+
+    Raises:
+        ApiError: 400, a key would change the answer, and is not implemented; or one is unknown, and keys are strict.
+    """
+    used = {}
+    for key, entry in value.items():
+        if key in known.read:
+            inner = known.read[key]
+            used[key] = entry if inner is None else _used_values(entry, inner, unused, _path(where, key))
+        elif key in known.unread:
+            if not known.unread[key].is_harmless(entry, value):
+                raise not_implemented(_path(where, key), known.unread[key].why)
+        elif entry is not None:
+            unused.add(partial(_unknown_key, where, key, known))
+    return used
+
+
+def _used_values(value: Any, known: Known | Kinds, unused: UnusedKeys, where: str) -> Any:
+    """Copy of an object, or of a list of objects. Other values stay as they are; their reader checks them."""
+    if isinstance(value, list):
+        return _used_entries(value, known, unused, where)
+    table = known.of(value) if isinstance(known, Kinds) and isinstance(value, dict) else known
+    return used_keys(value, table, unused, where) if isinstance(value, dict) and isinstance(table, Known) else value
+
+
+def _used_entries(values: list[Any], known: Known | Kinds, unused: UnusedKeys, where: str) -> list[Any]:
+    used, places = [], []
+    for place, value in enumerate(values):
+        path = f"{where}[{place}]"
+        if isinstance(known, Kinds) and known.skips(value):
+            unused.add(partial(_unknown_kind, path, value["type"], known))
+        else:
+            used.append(_used_values(value, known, unused, path) if isinstance(value, dict) else value)
+            places.append(place)
+    if len(used) < len(values):
+        unused.left(where, places)
+    return used
+
+
+def not_implemented(key: str, why: str = "") -> ApiError:
+    reason = f": {why}" if why else ""
+    return ApiError(400, f"{key} is not implemented{reason}", param=key, code="unsupported_parameter")
+
+
+def is_one_of(value: Any, values: Sequence[Any]) -> bool:
+    """Whether a value is among others; True is no 1."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+
+
+def shown(name: str) -> str:
+    """A client's own name, of printable ASCII and of bounded length, so that it fits a header and a line of a log."""
+    if not _PLAIN.fullmatch(name[: MAX_NAME_CHARS + 1]):
+        name = json.dumps(name[:MAX_NAME_CHARS]).replace("\x7f", "\\u007f")
+    return name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "..."
+
+
+def _path(where: str, key: str) -> str:
+    return f"{where}.{shown(key)}" if where else shown(key)
+
+
+def _unknown_key(where: str, key: str, known: Known) -> ApiError:
+    path = _path(where, key)
+    near = get_close_matches(key[:MAX_NAME_CHARS], known.read, n=1)
+    hint = f": did you mean {near[0]}?" if near else ""
+    return ApiError(400, f"{path} is an unknown key{hint}", param=path, code="unknown_parameter")
+
+
+def _unknown_kind(path: str, name: str, kinds: Kinds) -> ApiError:
+    return not_implemented(path, f"its type is {shown(name)}, not {' or '.join(kinds.by_type)}")
