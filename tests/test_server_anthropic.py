@@ -412,6 +412,34 @@ def test_what_cannot_be(server: Running, body: dict[str, Any], words: str) -> No
     assert words in answer.json["error"]["message"], answer.body
 
 
+@pytest.mark.parametrize("form", ["text", "blocks"])
+def test_a_billing_line_does_not_spoil_the_prefix(server: Running, form: str) -> None:
+    """Claude Code writes one at the head of its system prompt, other in each turn."""
+
+    def system(cch: str | None, rest: str) -> Any:
+        line = (
+            "" if cch is None else f"x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={cch};"
+        )
+        if form == "text":
+            return "\n".join(filter(None, (line, rest)))
+        return [{"type": "text", "text": text} for text in (line, rest) if text]
+
+    def usage(cch: str | None, rest: str, **turn: Any) -> Any:
+        return post(server, {"system": system(cch, rest), "cache_salt": form, **turn}).json["usage"]
+
+    rest = "You are Claude Code.\nx-anthropic-billing-header: of a later line stays. " + "Rules. " * 20
+    first = usage("a1b2c", rest)
+    turn = {"messages": [*HELLO, {"role": "assistant", "content": "Hi"}, *HELLO]}
+    second = usage("fa690", rest, **turn)
+    assert first["cache_read_input_tokens"] == 0
+    assert second["cache_read_input_tokens"] >= first["input_tokens"] // 32 * 32 - 32 > 100
+    total = second["input_tokens"] + second["cache_read_input_tokens"]
+    without = usage(None, rest, **turn)
+    assert without["input_tokens"] + without["cache_read_input_tokens"] == total
+    alone, none = (post(server, {"system": one}, COUNT).json for one in (system("00000", ""), None))
+    assert alone == none
+
+
 def test_what_changes_nothing(server: Running) -> None:
     harmless = {
         "metadata": {"user_id": "x"},

@@ -22,6 +22,7 @@ RENAMES = {
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
 }
+BILLING = "x-anthropic-billing-header:"  # begins a line that Claude Code writes for Anthropic, other in each turn
 
 
 class Text(msgspec.Struct):
@@ -110,7 +111,8 @@ class MessagesBody(msgspec.Struct):
     def _messages(self) -> list[dict[str, Any]]:
         if not self.messages:
             raise ApiError(400, "messages is empty", param="messages")
-        shown = [{"role": "system", "content": _text(self.system, "system")}] if self.system else []
+        system = _without_billing(_text(self.system, "system"))
+        shown = [{"role": "system", "content": system}] if system else []
         for place, value in enumerate(self.messages):
             where = f"messages[{place}]"
             message = convert(value, Message, where)
@@ -261,6 +263,11 @@ def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
         return content or ""
     blocks = [read_kind(value, {"text": Text}, f"{where}[{place}]") for place, value in enumerate(content)]
     return "\n".join(block.text for block in blocks)
+
+
+def _without_billing(system: str) -> str:
+    """The system's text without the line that would spoil the prefix cache in each turn."""
+    return system.partition("\n")[2] if system.startswith(BILLING) else system
 
 
 def _of_user(content: str | list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
