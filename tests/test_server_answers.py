@@ -281,6 +281,18 @@ def test_what_means_nothing_is_taken(server: Running) -> None:
     server.chat([*HELLO, message, *HELLO])
 
 
+def test_a_json_object_with_a_schema(server: Running) -> None:
+    """As llama.cpp has it."""
+    schema = {"type": "object", "properties": {"a": {"const": 5}}, "required": ["a"], "additionalProperties": False}
+    ours = {"type": "json_schema", "json_schema": {"schema": schema}}
+    for ask in (server.chat, lambda **options: server.complete(PROMPT, **options)):
+        held, same, free = (
+            ask(response_format=form, max_tokens=40, ignore_eos=False)["choices"]
+            for form in ({"type": "json_object", "schema": schema}, ours, {"type": "json_object"})
+        )
+        assert held == same != free
+
+
 def test_models(server: Running) -> None:
     models = server.ask("GET", "/v1/models").json
     assert [model["id"] for model in models["data"]] == ["tiny", "org/tiny"]

@@ -48,6 +48,12 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"stop": ["a"] * 65}, "stop", None),
     ({"stop": ["a" * 500_000] * 14}, "stop", None),
     ({"stop": [1]}, "stop[0]", "invalid_type"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", None),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}}},
+        "response_format.schema",
+        None,
+    ),
     ({"stop_token_ids": [307]}, "stop_token_ids", None),
     ({"stop_token_ids": [-1]}, "stop_token_ids", None),
     ({"stop_token_ids": [[]]}, "stop_token_ids[0]", "invalid_type"),

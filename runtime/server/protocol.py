@@ -172,6 +172,7 @@ class JsonSchema(msgspec.Struct):
 class ResponseFormat(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None  # llama.cpp's form of a json_schema, with the type json_object
 
     def structure(self) -> dict[str, Any]:
         """Arguments of StructuredOutputsParams; none if it asks for nothing. Raises ApiError for what cannot be."""
@@ -180,11 +181,14 @@ class ResponseFormat(msgspec.Struct):
             raise ApiError(400, why, param="response_format.json_schema")
         if self.type == "json_schema" and self.json_schema is None:
             raise ApiError(400, "response_format has no json_schema", param="response_format.json_schema")
+        if self.type != "json_object" and self.schema is not None:
+            why = "response_format.schema goes with the type json_object"
+            raise ApiError(400, why, param="response_format.schema")
         match self.type:
             case "json_schema" if self.json_schema is not None:
                 return {"json": self.json_schema.schema}
             case "json_object":
-                return {"json_object": True}
+                return {"json_object": True} if self.schema is None else {"json": self.schema}
             case _:
                 return {}
 
