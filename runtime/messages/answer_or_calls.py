@@ -2,9 +2,10 @@
 
 import re
 
-from enginewright.runtime.messages.calls import MAX_HEAD_CHARS, Schemas
+from enginewright.runtime.messages.calls import Schemas
 from enginewright.runtime.messages.parser import MessageFormat, MessageParser, Piece, Text
 
+MAX_HEAD_CHARS = 256  # of a message, within which it is known to be calls
 _SPACE = re.compile(r"\s+")
 
 
@@ -47,9 +48,14 @@ class AnswerOrCallsParser:
     def push(self, text: str) -> list[Piece]:
         return self._sort(self._reasoning.push(text))
 
-    def end(self) -> list[Piece]:
-        """The pieces that were held back. Nothing comes after them."""
-        return self._sort(self._reasoning.end()) + self._calls.push(self._begun) + self._calls.end()
+    def end(self, *, is_cut: bool = False) -> list[Piece]:
+        """The pieces that were held back. Nothing comes after them.
+
+        Args:
+            is_cut: as of a MessageParser.
+        """
+        pieces = self._sort(self._reasoning.end(is_cut=is_cut))
+        return pieces + self._calls.push(self._begun) + self._calls.end(is_cut=is_cut)
 
     def _sort(self, pieces: list[Piece]) -> list[Piece]:
         """The same pieces, their texts read as the answer or as calls."""

@@ -17,12 +17,10 @@ from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, ChoicesForm, Include, Usage, encode, new_call_id
 from enginewright.runtime.server.keys import NOTHING, Kinds, Unread, known_of, not_implemented, refused, taken
 from enginewright.runtime.server.protocol import (
-    NOTHING,
     TOOL_UNREAD,
     UNREAD,
     Body,
     convert,
-    not_implemented,
     read_kind,
 )
 from enginewright.runtime.server.tools import AllowedChoice, CalledFunction, Function, NamedTool, Tool, ToolCall, Tools

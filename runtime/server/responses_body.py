@@ -14,7 +14,6 @@ from enginewright.runtime.server.protocol import (
     EXTRAS,
     TOOL_UNREAD,
     convert,
-    not_implemented,
     of_keys,
     read_keys,
     read_kind,
