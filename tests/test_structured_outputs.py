@@ -371,7 +371,6 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
         "response_format.json_schema",
         "goes with the type json_schema",
     ),
-    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "unknown field `schema`"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "cannot be combined"),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "makes no sense with structured"),
     ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens", "makes no sense with structured"),
