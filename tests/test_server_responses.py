@@ -306,8 +306,14 @@ def test_tools_may_be_called_where_the_answer_has_a_format(at_once: Running) -> 
     sends it, streamed and not, and with a call that has to come.
     """
     text = {"format": {"type": "json_schema", "name": "final_output", "schema": REPLY, "strict": True}}
+    first: list[dict[str, Any]] = [{"content": "Which?", "role": "user"}]
+    called = {"arguments": '{"a": 1}', "call_id": "44a8fe7f9", "name": "add", "type": "function_call"}
+    later = [
+        *first,
+        {**called, "id": "fc_d06ad52e3601c14203b1cb1b", "status": "completed"},
+        {"call_id": "44a8fe7f9", "output": "1", "type": "function_call_output"},
+    ]
     agent = {
-        "input": [{"content": "Which?", "role": "user"}],
         "instructions": "You help.",
         "include": [],
         "tools": TOOLS[:1],
@@ -319,7 +325,7 @@ def test_tools_may_be_called_where_the_answer_has_a_format(at_once: Running) -> 
     for seed in range(8):
         for choice in (None, "required", named):
             body = agent | {"seed": seed} | ({} if choice is None else {"tool_choice": choice})
-            body |= {"include": [LOGPROBS]} if seed % 2 else {}
+            body |= {"input": later, "include": [LOGPROBS]} if seed % 2 else {"input": first}
             response = post(at_once, body).json
             streamed = events(post(at_once, body | {"stream": True}))[-1]["response"]
             assert without_ids(streamed["output"]) == without_ids(response["output"])

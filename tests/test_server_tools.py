@@ -252,10 +252,15 @@ def test_a_call_that_is_wanted_comes(at_once: Running, choice: Any) -> None:
 
 
 def test_tools_may_be_called_where_the_answer_has_a_format(at_once: Running) -> None:
-    """It binds the answer alone."""
-    kinds = set()
+    """It binds the answer alone, in the first turn and in the one that follows a call."""
+    kinds, call = set(), {"id": "44a8fe7f9", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    turn = [
+        {"role": "assistant", "tool_calls": [call], "content": None},
+        {"role": "tool", "tool_call_id": "44a8fe7f9", "content": "1"},
+    ]
     for seed in range(8):
         body = {**AGENT, "temperature": 1.0, "seed": seed, "max_tokens": 1000}
+        body["messages"] = [*AGENT["messages"], *turn] if seed % 2 else AGENT["messages"]
         whole = at_once.chat(**body)["choices"][0]
         kinds.add(check_agent(whole["message"], whole["finish_reason"]))
         message, reason = joined(at_once.chat(**body, stream=True))
