@@ -458,6 +458,13 @@ def test_two_calls_without_the_mark_between() -> None:
         assert parse(MessageFormat(None, HERMES), pieces) == [Call("add", "{}")] * 2
 
 
+def test_a_call_that_ends_after_its_name_is_given_where_the_message_is_cut_alone() -> None:
+    first = '<tool_call>{"name": "add", "arguments": {}}, {"name": "weather"'
+    for pieces in cuts(first):
+        assert parse(MessageFormat(None, HERMES), pieces) == [Call("add", "{}")]
+        assert parse(MessageFormat(None, HERMES), pieces, is_cut=True) == [Call("add", "{}"), Call("weather", "")]
+
+
 @pytest.mark.parametrize("form", [MessageFormat(THINK), MessageFormat(THINK, HERMES)])
 def test_reasoning_at_the_beginning_alone(form: MessageFormat) -> None:
     """Of an answer whose texts may hold marks."""

@@ -145,11 +145,15 @@ class PieceParser(ABC):
             if not found.is_certain:
                 check_calls(calls)
         except ValueError:
-            is_cut = self._source.met_end and (found.is_certain or (self._source.is_cut and may_be_cut))
-            if is_cut:
-                self._source.take_rest()
-            self._give(found.end() if is_cut else found.take() if found.is_certain else ())
-            return is_cut
+            source = self._source
+            is_over = source.met_end and (found.is_certain or (source.is_cut and may_be_cut))
+            if is_over:
+                source.take_rest()
+            if is_over and source.is_cut:
+                self._give(found.end())
+            elif found.is_certain:
+                self._give(found.take())
+            return is_over
         finally:
             self._found = None
         self._give(calls)
@@ -241,17 +245,14 @@ class MessageParser(PieceParser):
         """Read calls after their mark, or text where there are none."""
         source, reasoning = self._source, self._reasoning
         found = FoundCalls(source, self._schemas, is_streamed=calls.is_streamed and not self._in_reasoning)
-        end = reasoning.close if reasoning is not None and self._in_reasoning else ""
-        source.stops = tuple(filter(None, (calls.open, calls.close) if calls.close else ())) + tuple(
-            filter(None, (end,))
-        )
-        if (
-            yield from self._read_calls(found, self._read_whole_block(calls, found), may_be_cut=not self._in_reasoning)
-        ):
+        closing = (calls.open, calls.close) if calls.close else ()
+        source.stops = (*closing, reasoning.close) if reasoning is not None and self._in_reasoning else closing
+        block = self._read_whole_block(calls, found)
+        if (yield from self._read_calls(found, block, may_be_cut=not self._in_reasoning)):
             self._begin(in_reasoning=False)
-            return
-        self._is_at_start |= found.is_certain
-        self._release()
+        else:
+            self._is_at_start |= found.is_certain
+            self._release()
 
     def _read_whole_block(self, calls: CallFormat, found: FoundCalls) -> Reading[None]:
         """Read calls and what closes them: a mark, the next call, or the end of the message."""
