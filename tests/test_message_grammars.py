@@ -117,11 +117,12 @@ def passes(found: LLMatcher, text: str) -> bool:
     return found.try_consume_tokens(tokens) == len(tokens) and found.is_accepting()
 
 
-def read(form: MessageFormat, text: str, *, size: int = 0, **options: Any) -> list[Piece]:
+def read(form: MessageFormat, text: str, *, size: int = 0, is_cut: bool = False, **options: Any) -> list[Piece]:
     """A message as its parser has it, arguments with their call.
 
     Args:
         size: characters of a push; 0: all of the text.
+        is_cut: it was cut off at its end.
         options: of the parser.
     """
     parser = new_parser(form, SCHEMAS, **options)
@@ -129,7 +130,7 @@ def read(form: MessageFormat, text: str, *, size: int = 0, **options: Any) -> li
     given, pieces = list[Piece](), list[Piece]()
     for place in range(0, len(text), size or len(text)):
         given += parser.push(text[place : place + size] if size else text)
-    for piece in joined(given + parser.end()):
+    for piece in joined(given + parser.end(is_cut=is_cut)):
         if isinstance(piece, Arguments):
             assert isinstance(pieces[-1], Call)
             piece = Call(pieces[-1].name, pieces.pop().arguments + piece.text)  # type: ignore[union-attr]
@@ -258,6 +259,20 @@ def test_a_call_that_is_an_object_keeps_the_references_of_its_schema() -> None:
     found, one = matcher(within=grammar, json=REPLY), '{"name": "f", "parameters": {"more": {"at": 3}}}'
     assert passes(found, one) and passes(found, f"{one}; {one}")
     assert not passes(found, one.replace("3", '"3"'))
+
+
+@pytest.mark.parametrize("calls", CALL_FORMATS, **NAMES)
+def test_calls_alone_are_no_text_wherever_they_are_cut(calls: CallFormat) -> None:
+    found = matcher(grammar=only_calls(calls, SCHEMAS, {}, several=True))
+    for seed in range(2):
+        text = written(found.deep_copy(), seed)
+        whole = read(MessageFormat(None, calls), text)
+        for end in range(len(text) + 1):
+            pieces = read(MessageFormat(None, calls), text[:end], is_cut=True)
+            assert len(pieces) <= len(whole)
+            for piece, one in zip(pieces, whole, strict=False):
+                assert isinstance(piece, Call) and isinstance(one, Call) and piece.name == one.name
+                assert piece == one or (piece is pieces[-1] and one.arguments.startswith(piece.arguments))
 
 
 def call(calls: CallFormat, arguments: Mapping[str, Any]) -> str:
