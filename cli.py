@@ -44,7 +44,7 @@ DRAFT_QUANTS = ("bf16", "int8-wo", "w8a8", "int4-rtn", "mxfp4", "fp8")  # that n
 KV_CACHE_DTYPES = {name: name for name in KV_CACHES}
 KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # vLLM's names
 RUN_LIMITS = (
-    *("prefill_chunk_size", "itl_slo_ms", "kv_cache_disk", "kv_cache_dir"),
+    *("prefill_chunk_size", "itl_slo_ms", "kv_cache_disk", "kv_cache_dir", "grammar_memory"),
     *("kv_events", "kv_events_replay", "kv_events_topic"),
 )  # of `engine run`
 PROMPT_TOKENS = 256  # of an answer to --prompt without --max-tokens: a text that is continued may have no end
@@ -914,6 +914,13 @@ def chat(
     type=click.Path(file_okay=False),
     show_default="kv in the folder of caches, $XDG_CACHE_HOME/enginewright",
     help="Folder for it; one in /dev/shm keeps it in memory. Whoever reads it can learn what was asked and answered.",
+)
+@section("Limits")(
+    "--grammar-memory",
+    type=Bytes(),
+    default="256m",
+    help="Maximum memory of an engine for compiled grammars of structured answers, 64m or more. A grammar may take a "
+    "quarter of it; those that were unused for longest go first.",
 )
 @overload(
     "--max-num-waiting",

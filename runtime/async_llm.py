@@ -183,20 +183,26 @@ class AsyncLLM:
             UsageError: prompt or parameters ask for what cannot be done.
             EngineDeadError: the engine has failed or is closed.
         """
-        return await self.in_tokenizer(partial(self._prepare, prompt, params, cache_salt, work, structure))
+        token_ids, params = await self.in_tokenizer(partial(self._encode_for, prompt, params, structure))
+        if params.structured_outputs is not None:  # which may take long: nobody else waits for it
+            assert isinstance(self._core, EngineCore), "others have been refused"
+            await asyncio.wrap_future(self._core.compile(params.structured_outputs))
+        return await self.in_tokenizer(partial(self._prepare, token_ids, params, cache_salt, work))
 
-    def _prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        cache_salt: str,
-        work: WorkClass,
-        structure: Structure | None = None,
-    ) -> "AsyncRequest":
+    def _encode_for(
+        self, prompt: Prompt, params: SamplingParams, structure: Structure | None
+    ) -> tuple[list[int], SamplingParams]:
+        """Token ids of a prompt, and parameters that say what its answers have to be."""
         refuse_answers(self.engine)
-        token_ids, buffer = self._encode(prompt), _DeltaBuffer()
+        token_ids = self._encode(prompt)
         if structure is not None and (wanted := structure(token_ids)) is not None:
             params = replace(params, structured_outputs=wanted)
+        return token_ids, params
+
+    def _prepare(
+        self, token_ids: list[int], params: SamplingParams, cache_salt: str, work: WorkClass
+    ) -> "AsyncRequest":
+        buffer = _DeltaBuffer()
         request = self._core.request(token_ids, params, buffer.put, cache_salt, work=work)
         return AsyncRequest(token_ids, request, buffer, self._thread.abort)
 
@@ -216,7 +222,7 @@ class AsyncLLM:
         Raises:
             UsageError, EngineDeadError: as `prepare` and `start`.
         """
-        prepared = self._prepare(prompt, params, cache_salt, work)
+        prepared = self._prepare(*self._encode_for(prompt, params, None), cache_salt, work)
         self.start(prepared)
         return prepared
 

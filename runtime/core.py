@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +36,9 @@ from enginewright.runtime.outputs import DETOKENIZER, GRAMMAR, NAN_LOGITS, Delta
 from enginewright.runtime.prompt_cost import PromptCost
 from enginewright.runtime.prompts import check_prompt
 from enginewright.runtime.sampling import (
+    DroppedRow,
     Logits,
+    PromptToken,
     SampledRows,
     SampledToken,
     Sampler,
@@ -51,6 +54,7 @@ from enginewright.runtime.stats import DiskStats, Stats, StepCounts
 from enginewright.runtime.step_cost import StepCost
 from enginewright.runtime.step_goal import StepGoal
 from enginewright.runtime.step_plan import StepOutputs, StepPlan
+from enginewright.runtime.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.token_mask import Grammar
 from enginewright.runtime.work_class import DEFAULT_WORK, WorkClass
 
@@ -163,8 +167,10 @@ class EngineCore:
         config = with_method(engine, config)
         self._eos_token_ids = engine.eos_token_ids  # and tokenizer: read now, as the file may be changed later
         self.executor = open_executor(engine, config_of_model(engine, config))
-        self._grammars = Grammars(engine.tokenizer, engine.plan.vocab_size, self._eos_token_ids)
+        read_tokenizer = partial(engine.file.read_section, "tokenizer.json")
+        self._grammars = Grammars(read_tokenizer, engine.plan.vocab_size, self._eos_token_ids, config.grammar_memory)
         self._sampler = Sampler(self.executor.draw)
+        self._late_sampler = Sampler()  # of logits that were kept
         self._cost = PromptCost(engine.plan)
         # What a step takes by its work; None: nobody wants to know.
         self._pace = StepCost.of(engine) if config.itl_slo_ms or config.kv_cache_disk else None
@@ -236,7 +242,14 @@ class EngineCore:
         """What is going on; its numbers may be a step apart from each other."""
         speculation = None if self._speculator is None else self._speculator.stats()
         disk = None if self._disk is None else DiskStats(self._disk.num_bytes, self._disk.num_failures)
-        return self._counts.stats(generated_tokens=self._num_generated, speculation=speculation, disk=disk)
+        grammars = self._grammars.stats()
+        return self._counts.stats(
+            generated_tokens=self._num_generated, speculation=speculation, disk=disk, grammars=grammars
+        )
+
+    def compile(self, wanted: StructuredOutputsParams) -> "Future[None]":
+        """Compile a grammar before `request` does, which waits for it; ends with the error that it would raise."""
+        return self._grammars.compile(wanted)
 
     def request(
         self,
@@ -274,7 +287,8 @@ class EngineCore:
             request.best_of = BestOf(params.n, params.num_candidates)
             logprobs = params.logprobs or 0
         if params.structured_outputs is not None:
-            grammars = self._grammars.compile(params.structured_outputs, params.num_candidates)
+            self._grammars.compile(params.structured_outputs).result()
+            grammars = self._grammars.walks(params.structured_outputs, params.num_candidates)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prompt)
         for index, grammar in enumerate(grammars or [None] * params.num_candidates):
@@ -346,6 +360,8 @@ class EngineCore:
             self._requests[completion.sequence] = request
             self._completions[completion.sequence] = completion
             self._scheduler.add(completion.sequence)
+            if (grammar := _grammar_of(completion.sequence)) is not None:
+                grammar.begin()
 
     def propose(self, completion: Completion, guesses: Sequence[int]) -> None:
         """Tokens that may come next, one behind the other: the next step verifies as many as there is room for.
@@ -393,12 +409,15 @@ class EngineCore:
         began, plan = time.perf_counter(), self._scheduler.schedule()
         if plan is not None:
             work = 0.0 if self._pace is None else self._cost.of(plan.inputs["positions"])
+            for sequence in plan.verifying if plan.has_grammar else ():
+                if (grammar := _grammar_of(sequence)) is not None:
+                    grammar.look(sequence.guesses)
             outputs = self.executor.run(plan)
             logits = outputs.logits
             if self._in_flight and plan.has_grammar:
                 deltas += self._end(self._in_flight.popleft())
-            if plan.has_grammar and not self.executor.steps_ahead:  # a GPU samples all rows where they are
-                plan, logits = self._set_aside(plan, logits, time.perf_counter() - began)
+            if plan.has_grammar:
+                plan = self._set_aside(plan, logits, time.perf_counter() - began)
             rows = self._sampler.begin(logits, plan.requests)
             self._in_flight.append(StepInFlight(plan, outputs, rows, began, work))
             if len(self._in_flight) <= self._steps_ahead:
@@ -413,20 +432,21 @@ class EngineCore:
             self._guess(last, time.perf_counter() - began)
         return deltas
 
-    def _set_aside(self, plan: StepPlan, logits: Logits, seconds: float) -> tuple[StepPlan, Logits]:
+    def _set_aside(self, plan: StepPlan, logits: Logits, seconds: float) -> StepPlan:
         """Keep the logits of sequences whose grammars are late; what is left to sample.
 
         Args:
             seconds: that the step has taken so far.
         """
         until = time.perf_counter() + max(LATE_S, LATE_SHARE * seconds)
-        late = [one for one in plan.sampling if not _may_sample(one, until - time.perf_counter())]
+        late = [one for one in plan.sampling if not _mask_ready(one, until - time.perf_counter())]
         if not late:
-            return plan, logits
-        logits, left = np.asarray(logits), np.ones(len(plan.requests), np.bool_)
+            return plan
+        kept = np.asarray(logits)  # a GPU has computed them then, and more grammars may be there
+        late = [one for one in late if not _mask_ready(one, 0)]
+        requests = list(plan.requests)
         for sequence in late:
             rows = slice(sequence.logits_row, sequence.logits_row + 1 + len(sequence.guesses))
-            left[rows] = False
             own = msgspec.structs.replace(
                 plan,
                 sampling=(sequence,),
@@ -436,29 +456,28 @@ class EngineCore:
                 prompt_rows=(),
                 verifying=(sequence,) if sequence.guesses else (),
             )
-            self._late.append(LateRows(own, logits[rows].copy()))
+            self._late.append(LateRows(own, kept[rows].copy()))
             self._scheduler.set_aside(sequence)
-        places = np.cumsum(left) - 1
-        plan = msgspec.structs.replace(
+            # Rows stay where they are: a GPU samples all of them, and knows each by its number.
+            requests[rows] = [DroppedRow(self.engine.plan.vocab_size)] * len(own.requests)
+        return msgspec.structs.replace(
             plan,
             sampling=tuple(one for one in plan.sampling if not one.is_late),
-            requests=tuple(request for request, stays in zip(plan.requests, left, strict=True) if stays),
-            prompt_rows=tuple((int(places[row]), one, position) for row, one, position in plan.prompt_rows),
+            requests=tuple(requests),
             verifying=tuple(one for one in plan.verifying if not one.is_late),
         )
-        return plan, logits[left]
 
     def _end_late(self) -> list[tuple[Request, Delta]]:
         """Sample those that were set aside and can be sampled now; where all that runs is late, wait a little."""
         deltas, late = list[tuple[Request, Delta]](), self._late
         if self._scheduler.num_running <= len(late):
-            _may_sample(late[0].sequence, LATE_S)
+            _mask_ready(late[0].sequence, LATE_S)
         self._late = []
         for one in late:
             if one.sequence.finish_reason is not None:
                 continue
-            if _may_sample(one.sequence, 0):
-                sampled = self._sampler.sample(one.logits, one.plan.requests)
+            if _mask_ready(one.sequence, 0):
+                sampled = self._late_sampler.sample(one.logits, one.plan.requests)
                 deltas += self._take_up(one.plan, self._take_prompt_rows(one.plan, sampled))
                 self._propose_forced(one.sequence)
             else:
@@ -483,7 +502,7 @@ class EngineCore:
 
     def _propose_forced(self, sequence: TokenSequence) -> bool:
         """Tokens that a grammar leaves no choice about are guesses that are right: they take no step each."""
-        grammar = sequence.request.grammar if sequence.request is not None else None
+        grammar = _grammar_of(sequence)
         if grammar is None or not grammar.forced or not sequence.is_running:
             return False
         self._scheduler.propose(sequence, grammar.forced)
@@ -492,12 +511,14 @@ class EngineCore:
     def _forget(self, sequence: TokenSequence) -> None:
         """It has ended."""
         del self._completions[sequence], self._requests[sequence]
+        if (grammar := _grammar_of(sequence)) is not None:
+            grammar.end()
         if self._speculator is not None:
             self._speculator.end(sequence)
 
     def _end(self, step: StepInFlight) -> list[tuple[Request, Delta]]:
         plan, sampled = step.plan, self._sampler.end(step.rows)
-        if plan.prompt_rows:
+        if plan.prompt_rows or plan.has_grammar:
             sampled = self._take_prompt_rows(plan, sampled)
         now = time.perf_counter()
         seconds = now - max(step.began, self._step_ended)  # its predecessor may have run until then
@@ -638,7 +659,7 @@ class EngineCore:
         return accepted
 
     def _take_prompt_rows(self, plan: StepPlan, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Keep what a step says of the tokens of prompts; the rest, which is for `plan.sampling`.
+        """Keep what a step says of the tokens of prompts; what is for `plan.sampling`.
 
         A completion whose prompt has NaN log-probabilities fails with its first token.
         """
@@ -646,8 +667,8 @@ class EngineCore:
             if sequence in self._completions:  # it has not ended meanwhile
                 self._requests[sequence].prompt_logprobs[position] = sampled[row]
                 sequence.every_logit = position + 1 < sequence.num_prompt_tokens
-        prompt_rows = {row for row, _, _ in plan.prompt_rows}
-        rest = [token for row, token in enumerate(sampled) if row not in prompt_rows]
+        pairs = zip(sampled, plan.requests, strict=True)
+        rest = [token for token, request in pairs if not isinstance(request, PromptToken | DroppedRow)]
         row = 0
         for sequence in plan.sampling:
             completion = self._completions.get(sequence)
@@ -675,7 +696,7 @@ class EngineCore:
                 return Delta(completion.index, "".join(texts), taken, "stop", stops.found, ends_of(texts))
         stop_reason: int | str | None = None
         if sequence.finish_reason == "error":
-            grammar = sequence.request.grammar if sequence.request is not None else None
+            grammar = _grammar_of(sequence)
             stop_reason = GRAMMAR if grammar is not None and grammar.failed else NAN_LOGITS
         elif sequence.finish_reason == "stop" and tokens[-1].token in completion.params.stop_token_ids:
             stop_reason = tokens[-1].token
@@ -708,10 +729,14 @@ def _prompt_seconds(pace: StepCost, cost: PromptCost, first: int, end: int) -> f
     return pace.of_token * cost.of(np.arange(first, end, dtype=np.int32))
 
 
-def _may_sample(sequence: TokenSequence, seconds: float) -> bool:
-    """Whether it is known what may come next in a sequence, for which to wait so long at most."""
-    grammar = sequence.request.grammar if sequence.request is not None else None
-    return grammar is None or grammar.wait(seconds)
+def _grammar_of(sequence: TokenSequence) -> Grammar | None:
+    return None if sequence.request is None else sequence.request.grammar
+
+
+def _mask_ready(sequence: TokenSequence, seconds: float) -> bool:
+    """Whether it is known what may come next in a sequence, and after its guesses; wait for it so long at most."""
+    grammar = _grammar_of(sequence)
+    return grammar is None or grammar.wait(seconds, sequence.guesses)
 
 
 def _numbers(tokens: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:

@@ -22,9 +22,10 @@ from enginewright.runtime.vllm_options import without_engine_options
 
 FREE_SHARE = 0.5  # of the memory that weights and arena leave, for the KV cache where nobody says how much
 TEXTS = ("isa", "device", "speculate", "kv_events", "kv_events_replay", "kv_events_topic", "kv_cache_dir")
-BYTES = ("kv_cache_memory", "kv_cache_disk")
+BYTES = ("kv_cache_memory", "kv_cache_disk", "grammar_memory")
 FLAGS = ("enable_prefix_caching", "mmap")  # limits that are no numbers
 SPECULATE = ("off", NGRAM, *ROLES)
+MIN_GRAMMAR_MEMORY = 64 << 20  # a compiled grammar takes 4 MiB as a rule, and may take a sixteenth
 MAX_GUESSES = 32  # of a sequence in a step
 GUESSED_ROWS = 64  # of logits, where guesses need more than sequences: a step of more tokens is bound by operations
 
@@ -44,7 +45,8 @@ class RuntimeConfig:
     manifest names. speculate_tokens: guesses of a sequence in a step. kv_events: ZeroMQ address where others learn what
     the prefix cache has (kv_events.py), and kv_events_replay, where they ask again for what they missed;
     kv_events_topic begins each message. kv_cache_disk: bytes of files that keep what the prefix cache has had, and
-    kv_cache_dir, the folder that they are in; None is one in the folder of caches.
+    kv_cache_dir, the folder that they are in; None is one in the folder of caches. grammar_memory: bytes of compiled
+    grammars that structured outputs follow, MIN_GRAMMAR_MEMORY at least.
 
     Raises:
         UsageError: a limit is of the wrong type or unknown, a number is not positive, or there are too many guesses.
@@ -69,6 +71,7 @@ class RuntimeConfig:
     kv_events_topic: str = ""
     kv_cache_disk: int | None = None
     kv_cache_dir: str | None = None
+    grammar_memory: int = 256 << 20
 
     def __post_init__(self) -> None:
         for name, field in RuntimeConfig.__dataclass_fields__.items():
@@ -81,6 +84,9 @@ class RuntimeConfig:
             raise UsageError(f"speculate_tokens is {self.speculate_tokens}", f"it must be {MAX_GUESSES} or less")
         if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
             raise UsageError("kv_events_replay and kv_events_topic go with kv_events", "no events are sent without it")
+        if self.grammar_memory < MIN_GRAMMAR_MEMORY:
+            why = f"it must be {format_bytes(MIN_GRAMMAR_MEMORY)} or more"
+            raise UsageError(f"grammar_memory is {format_bytes(self.grammar_memory)}", why)
         if self.kv_cache_disk is None and self.kv_cache_dir is not None:
             raise UsageError("kv_cache_dir goes with kv_cache_disk", "nothing is kept on disk without it")
 

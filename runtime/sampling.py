@@ -278,6 +278,28 @@ class PromptToken:
         """Its token was known."""
 
 
+class DroppedRow:
+    """A row that is sampled for nobody, in the place of a request that is sampled later."""
+
+    has_extras = needs_tokens = is_masked = False
+    grammar: Grammar | None = None
+    position = 0  # nothing is random
+
+    def __init__(self, vocab_size: int) -> None:
+        self.row = _row(None, vocab_size).tobytes()
+        self.history, self.biases = _NO_HISTORY, _NO_BIASES
+        self.vocab_size = vocab_size
+
+    def allow(self, mask: Mask) -> None:
+        mask[:] = ALL
+
+    def begin(self) -> None:
+        """Nobody has begun."""
+
+    def end(self, token: int | None) -> None:
+        """Nobody goes on."""
+
+
 class SamplingRequest:
     """One answer in the making: its parameters, and how often each token has occurred.
 
@@ -364,7 +386,7 @@ class SamplingRequest:
         return PromptToken(token, self.params.prompt_logprobs or 0, self.vocab_size)
 
     def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
-        """Write which tokens may come next, or behind guesses. A grammar has to know all tokens before."""
+        """Write which tokens may come next, or behind guesses. A grammar has to know it (Grammar.wait)."""
         if self.grammar is None:
             mask[:] = ALL if self._rules.allowed is None else self._rules.allowed
             return
@@ -391,21 +413,13 @@ class SamplingRequest:
 
 
 class RowBehindGuesses:
-    """A row that is sampled as if guesses had been taken. What comes of it is for `SamplingRequest.accept`.
-
-    Args:
-        with_logprob: the token's is given, and no others, whatever the request asks for.
-    """
+    """A row that is sampled as if guesses had been taken. What comes of it is for `SamplingRequest.accept`."""
 
     has_extras, needs_tokens = True, False
 
-    def __init__(self, request: SamplingRequest, guesses: Sequence[int], *, with_logprob: bool = False) -> None:
+    def __init__(self, request: SamplingRequest, guesses: Sequence[int]) -> None:
         self.request, self.guesses = request, tuple(guesses)
         self.row, self.vocab_size = request.row, request.vocab_size
-        if with_logprob:
-            row = np.frombuffer(bytearray(request.row), dtype=_cpu.SAMPLING_ROW)
-            row["logprobs"], row["top_logprobs"] = 1, 0
-            self.row = row.tobytes()
         self.grammar, self.is_masked = request.grammar, request.is_masked
 
     @property
@@ -428,6 +442,30 @@ class RowBehindGuesses:
 
     def end(self, token: int | None) -> None:
         """Whoever knows which guesses were right accepts the token."""
+
+
+class DraftRow(RowBehindGuesses):
+    """A row of a draft, which is sampled for a guess, and for its log-probability, whatever the request asks for.
+
+    Nobody waits for a grammar here.
+
+    mask_known: whether it was known what may come; else any token was sampled, and is no guess.
+    """
+
+    mask_known = True
+
+    def __init__(self, request: SamplingRequest, guesses: Sequence[int]) -> None:
+        super().__init__(request, guesses)
+        row = np.frombuffer(bytearray(request.row), dtype=_cpu.SAMPLING_ROW)
+        row["logprobs"], row["top_logprobs"] = 1, 0
+        self.row = row.tobytes()
+
+    def allow(self, mask: Mask) -> None:
+        self.mask_known = self.grammar is None or self.grammar.wait(0, self.guesses)
+        if self.mask_known:
+            super().allow(mask)
+        else:
+            mask[:] = ALL
 
 
 class _History:
@@ -467,7 +505,7 @@ class _History:
             self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)])
 
 
-RowRequest = SamplingRequest | RowBehindGuesses | PromptToken  # what a row of logits is for
+RowRequest = SamplingRequest | RowBehindGuesses | PromptToken | DroppedRow  # what a row of logits is for
 
 
 def _biases(values: Mapping[int, float]) -> npt.NDArray[np.void]:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from enginewright.runtime.memory_plan import MemoryPlan
@@ -46,6 +46,15 @@ class DiskStats:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarStats:
+    """Compiled grammars that are kept, those that are being compiled among them."""
+
+    num_grammars: int = 0
+    num_bytes: int = 0  # of memory
+    num_evictions: int = 0  # of grammars that nobody used, for others, since the start
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """num_waiting_tokens: of the sequences that wait. kv_usage: share of the KV blocks that sequences hold, in the
     fullest group; what only the prefix cache keeps counts as free.
@@ -72,6 +81,7 @@ class Stats:
     busy_s: float = 0.0
     speculation: SpeculationStats | None = None  # None: nothing is guessed
     disk: DiskStats | None = None  # None: nothing is kept there
+    grammars: GrammarStats = field(default_factory=GrammarStats)
 
     def after(self, before: "Stats") -> "Stats":
         """The same, with totals that go on from those of an earlier run."""
@@ -117,6 +127,7 @@ class StepCounts:
         generated_tokens: int = 0,
         speculation: SpeculationStats | None = None,
         disk: DiskStats | None = None,
+        grammars: GrammarStats | None = None,
     ) -> Stats:
         """Its numbers may be a step apart from each other, where another thread runs the steps."""
         scheduler = self._scheduler
@@ -137,4 +148,5 @@ class StepCounts:
             busy_s=self._busy_s,
             speculation=speculation,
             disk=disk,
+            grammars=grammars or GrammarStats(),
         )

@@ -1,5 +1,6 @@
 """What an answer has to be: JSON, a match of a regular expression, one of several texts, or a sentence of a grammar."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,6 +15,8 @@ from enginewright.runtime.checks import require, require_known
 WHITESPACE = r" |\n[ \t]{0,40}"
 MAX_CHARS = 128 << 10  # of a schema as JSON, an expression, a grammar, or all texts of a choice
 MAX_CHOICES = 10_000
+MAX_CHOICE_CHARS = 16 << 10  # of one text of a choice: to hold an answer to it takes 400 bytes for each
+MAX_REPEATS = 100_000  # of a part of an expression or a grammar: each may be a state of its automaton
 MAX_PROPERTIES = 1000  # of all objects of a schema: where all are optional, to compile them is quadratic
 
 
@@ -60,12 +63,16 @@ class StructuredOutputsParams:
         )
         num_chars, kind = len(self.key), kinds[0]
         require(num_chars <= MAX_CHARS, f"structured_outputs.{kind}", f"must not be longer than {MAX_CHARS} characters")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            _check_repeats(f"structured_outputs.{name}", getattr(self, name) or "")
         if self.choice is not None:
             self._check_choice(self.choice)
         if self.json is not None:
             num_properties = sum(_num_properties(self.json))
             rule = f"must not name more than {MAX_PROPERTIES} properties, not {num_properties}"
             require(num_properties <= MAX_PROPERTIES, "structured_outputs.json", rule)
+            for pattern in _patterns(self.json):
+                _check_repeats("structured_outputs.json", pattern)
         require(isinstance(self.disable_any_whitespace, bool), "disable_any_whitespace", "must be true or false")
         for name in ("disable_any_whitespace", "whitespace_pattern"):
             rule = "goes with json or json_object, whose white space it is about"
@@ -81,6 +88,8 @@ class StructuredOutputsParams:
         require(some, "structured_outputs.choice", "must be texts, one at least")
         rule = f"must not hold more than {MAX_CHOICES} texts"
         require(len(choice) <= MAX_CHOICES, "structured_outputs.choice", rule)
+        rule = f"must not hold a text of more than {MAX_CHOICE_CHARS} characters"
+        require(max(map(len, choice)) <= MAX_CHOICE_CHARS, "structured_outputs.choice", rule)
 
     @classmethod
     def of(cls, given: Any) -> "StructuredOutputsParams":
@@ -121,14 +130,41 @@ class StructuredOutputsParams:
 KINDS = tuple(StructuredOutputsParams.__dataclass_fields__)[:5]
 
 
-def _num_properties(schema: Any) -> Iterator[int]:
-    """Of each object that a schema describes."""
+# {n}, {n,} or {n,m}, but for the brace that a backslash makes a character.
+_REPEATS = re.compile(r"(?<!\\)\{\s*([0-9]+)\s*(?:,\s*([0-9]*)\s*)?\}")
+
+
+def _check_repeats(name: str, text: str) -> None:
+    """Refuse an expression or a grammar that repeats something too often. Raises UsageError."""
+    for digits in filter(None, (group for match in _REPEATS.finditer(text) for group in match.groups())):
+        is_small = len(digits) < 20 and int(digits) <= MAX_REPEATS
+        require(is_small, name, f"must not repeat anything more than {MAX_REPEATS} times")
+
+
+def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Each object of a schema, however deep."""
     rest = [schema]
     while rest:
         one = rest.pop()
         if isinstance(one, Mapping):
-            properties = one.get("properties")
-            yield len(properties) if isinstance(properties, Mapping) else 0
+            yield one
             rest += one.values()
         elif isinstance(one, list | tuple):
             rest += one
+
+
+def _num_properties(schema: Any) -> Iterator[int]:
+    """Of each object that a schema describes."""
+    for part in _parts(schema):
+        properties = part.get("properties")
+        yield len(properties) if isinstance(properties, Mapping) else 0
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """The regular expressions of a schema."""
+    for part in _parts(schema):
+        pattern, properties = part.get("pattern"), part.get("patternProperties")
+        if isinstance(pattern, str):
+            yield pattern
+        if isinstance(properties, Mapping):
+            yield from filter(lambda key: isinstance(key, str), properties)

@@ -17,27 +17,39 @@ ALL = np.uint32(0xFFFFFFFF)
 class Grammar(Protocol):
     """What an answer may be, as its tokens come: one object for each answer.
 
-    Calls are part of a step that other answers wait for, so they have to be quick, and must not raise.
+    Calls are part of a step that other answers wait for. So none waits but `wait`, and none raises.
 
-    failed: no token may come next since the grammar went beyond a limit; whoever reads it has called `allow`.
-    forced: tokens that can only come next, one behind the other; the same holds.
+    failed: no token may come next since the grammar went beyond a limit. Known as soon as `wait` has said so.
+    forced: tokens that can only come next, one after the other; the same holds.
     """
 
     failed: bool
     forced: Sequence[int]
 
-    def wait(self, seconds: float) -> bool:
-        """Whether it is known what may come next, for which to wait so long at most; `allow` waits until it is."""
+    def begin(self) -> None:
+        """The answer will be written: find out what may come first."""
 
-    def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
-        """Set the bits of the tokens that may come next; all are 0 so far. With none of them the answer fails.
-
-        Args:
-            behind: tokens that may come before; where they may not, nothing is set.
-        """
+    def end(self) -> None:
+        """No more of the answer will be written."""
 
     def take(self, token: int) -> None:
         """The answer goes on with this token, which was allowed; it may be its last one, an end-of-text token too."""
+
+    def look(self, tokens: Sequence[int]) -> None:
+        """Find out what may come after the first of these tokens, the first two, …, if they come next."""
+
+    def wait(self, seconds: float, after: Sequence[int] = ()) -> bool:
+        """Whether it is known what may come next, and after these tokens; wait for it so long at most.
+
+        Args:
+            after: the first of those that were looked at last, or none.
+        """
+
+    def allow(self, mask: Mask, after: Sequence[int] = ()) -> None:
+        """Set the bits of the tokens that may come next, or after these; all are 0 so far.
+
+        With none of them the answer fails. To be called where `wait` has said that it is known.
+        """
 
 
 def num_words(vocab_size: int) -> int:

@@ -15,11 +15,13 @@ from enginewright import LLM, SamplingParams, StructuredOutputsParams
 from enginewright.cli import main
 from enginewright.errors import UsageError
 from enginewright.runtime.core import EngineCore
-from enginewright.runtime.grammar_worker import LIMITS as LEXER_LIMITS
+from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.grammar_protocol import LIMITS as LEXER_LIMITS
 from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.sampling import SampledToken
 from enginewright.runtime.stats import Stats
 from enginewright.runtime.token_mask import WORD_BITS, Mask
+from tests.helpers.late_executor import LateExecutor
 from tests.helpers.schemas import BOUNDED, check_answers
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
 
@@ -187,14 +189,22 @@ class SlowSteps:
     def _token(last: int, step: int) -> int:
         return 10 + (last - 10 + step) % 200
 
-    def wait(self, seconds: float) -> bool:
+    def begin(self) -> None:
+        """Its first mask is on its way."""
+
+    end = begin
+
+    def look(self, tokens: Sequence[int]) -> None:
+        """What comes after them is known with what comes next."""
+
+    def wait(self, seconds: float, after: Sequence[int] = ()) -> bool:
         self._left -= 1
         return self._left < 0
 
-    def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
+    def allow(self, mask: Mask, after: Sequence[int] = ()) -> None:
         assert self._left < 0
         for step in range(1, self._highest + 1):
-            token = self._token(behind[-1] if behind else self._last, step)
+            token = self._token(after[-1] if after else self._last, step)
             mask[token // WORD_BITS] |= 1 << token % WORD_BITS
 
     def take(self, token: int) -> None:
@@ -203,7 +213,11 @@ class SlowSteps:
 
 @pytest.mark.parametrize("highest", [5, 1])
 @pytest.mark.parametrize("limits", [{}, {"max_model_len": 64, "kv_cache_memory": 130 << 10}])
-def test_a_late_mask_delays_its_answer_alone(llm: LLM, highest: int, limits: dict[str, int]) -> None:
+@pytest.mark.parametrize("executor", [CpuExecutor, LateExecutor])
+def test_a_late_mask_delays_its_answer_alone(
+    llm: LLM, executor: type[CpuExecutor], highest: int, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("enginewright.runtime.core.open_executor", executor)
     free = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
     held = SamplingParams(max_tokens=20, seed=2, logprobs=2)
     prompts = [[*range(20 + number, 40)] for number in range(4)]
@@ -247,6 +261,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"choice": "yes"}, "must be texts"),
     ({"choice": ["x"] * 10_001}, "must not hold more than 10000 texts"),
     ({"grammar": "x" * 200_000}, "must not be longer than 131072 characters"),
+    ({"choice": ["a", "x" * 16_385]}, "must not hold a text of more than 16384 characters"),
+    ({"regex": "a{1000000000}"}, "regex must not repeat anything more than 100000 times"),
+    ({"regex": "[ab]{0,100001}"}, "regex must not repeat anything more than 100000 times"),
+    ({"grammar": 'start: "a"{999999999999999999999999}'}, "grammar must not repeat anything more than 100000 times"),
+    ({"json": {"items": {"pattern": "a{1000000}"}}}, "json must not repeat anything more than 100000 times"),
+    ({"json": {"patternProperties": {"a{1000000}": {}}}}, "json must not repeat anything more than 100000 times"),
     ({"json": {"properties": {f"p{n}": {} for n in range(1001)}}}, "must not name more than 1000 properties, not 1001"),
     ({"json": {"const": "\ud800"}}, "holds what is no JSON"),
     ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace goes with json or json_object"),
@@ -279,7 +299,8 @@ UNCOMPILABLE: list[tuple[dict[str, Any], str]] = [
     ({"whitespace_pattern": "(", "json_object": True}, ""),
     ({"grammar": f'start: r0\n{CHAIN}\nr5000: "x"'}, "nested too deeply"),
     ({"grammar": "root ::= r0\n" + CHAIN.replace(":", " ::=") + '\nr5000 ::= "x"'}, ""),
-    ({"json": {"allOf": [{"type": "string", "pattern": f".*{n}.*"} for n in range(200)]}}, ""),
+    ({"json": {"allOf": [{"type": "string", "pattern": f".*{n}.*"} for n in range(200)]}}, "it takes more than"),
+    ({"regex": "((a{1000}){1000}){1000}"}, "it takes more than"),
 ]
 
 

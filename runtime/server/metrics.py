@@ -202,6 +202,10 @@ class Metrics:
             yield self._counter("kv_cache_disk_tokens", "Tokens read from disk instead of being computed.", restored)
             yield self._gauge("kv_cache_disk_bytes", "Size of what is kept on disk.", disk.num_bytes)
             yield self._counter("kv_cache_disk_failures", "Files that could not be used.", disk.num_failures)
+        grammars = stats.grammars
+        yield self._gauge("grammars", "Compiled grammars that are kept.", grammars.num_grammars)
+        yield self._gauge("grammar_memory_bytes", "Memory that they take.", grammars.num_bytes)
+        yield self._counter("grammar_evictions", "Grammars that went for others.", grammars.num_evictions)
         if stats.speculation is not None:
             yield from self._speculation(stats.speculation)
         finished = CounterMetricFamily(

@@ -19,8 +19,8 @@ from enginewright.runtime.devices import Executor, open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import RuntimeConfig, sequence_bytes
 from enginewright.runtime.sampling import (
+    DraftRow,
     Logits,
-    RowBehindGuesses,
     SampledToken,
     Sampler,
     SamplingParams,
@@ -45,7 +45,7 @@ class Row:
     sequence: TokenSequence  # the model's
     own: TokenSequence  # the draft's
     guesses: list[int] = field(default_factory=list)
-    ended: bool = False  # none comes behind a token that ends the sequence, or where the draft gives no number
+    ended: bool = False  # none comes after a token that ends the sequence, or where nothing can be sampled yet
 
     def take(self, token: SampledToken) -> Guess | None:
         """One guess more."""
@@ -54,6 +54,9 @@ class Row:
             return None
         self.guesses.append(token.token)
         self.own.token_ids.append(token.token)
+        request = self.sequence.request
+        if request is not None and request.grammar is not None:
+            request.grammar.look(self.guesses)  # while the draft computes what comes after them
         assert token.logprob is not None, "its row asks for it"
         return Guess(token.token, 1 + bisect(LEVELS, math.exp(token.logprob)))
 
@@ -209,15 +212,14 @@ class DraftModel(Proposer):
         began = time.perf_counter()
         parts = [Part(row.own, row.own.num_computed_tokens, _behind(row.own), 1) for row in rows]
         logits = self._run(parts, begun)
-        requests = [
-            RowBehindGuesses(row.sequence.request, row.guesses, with_logprob=True)
-            for row in rows
-            if row.sequence.request
-        ]
+        requests = [DraftRow(row.sequence.request, row.guesses) for row in rows if row.sequence.request]
         sampled = self._sampler.sample(logits, requests)
         if all(part.num_tokens == 1 for part in parts):
             self._cost.learn(len(parts), time.perf_counter() - began)
-        return sampled
+        return [
+            token if request.mask_known else SampledToken(0, is_nan=True)
+            for token, request in zip(sampled, requests, strict=True)
+        ]
 
     def _run(self, parts: Sequence[Part], begun: Mapping[TokenSequence, int]) -> Logits:
         new: tuple[list[int], ...] = tuple([] for _ in range(self._num_groups))

@@ -17,11 +17,19 @@ class Ladder:
     def _steps(self) -> list[int]:
         return [(self._last + step) % self._vocab_size for step in range(1, self._highest + 1)]
 
-    def wait(self, seconds: float) -> bool:
+    def begin(self) -> None:
+        """Nothing has to be found out."""
+
+    end = begin
+
+    def look(self, tokens: Sequence[int]) -> None:
+        """It is known."""
+
+    def wait(self, seconds: float, after: Sequence[int] = ()) -> bool:
         return True
 
-    def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
-        assert not mask.any() and not behind
+    def allow(self, mask: Mask, after: Sequence[int] = ()) -> None:
+        assert not mask.any() and not after
         for token in self._steps():
             mask[token // WORD_BITS] |= 1 << token % WORD_BITS
 

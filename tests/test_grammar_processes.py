@@ -1,0 +1,310 @@
+"""Grammars have processes of their own: none can hold up a step or another grammar, or take memory without end."""
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+import enginewright
+from enginewright import LLM, SamplingParams, StructuredOutputsParams
+from enginewright.errors import EngineError, UsageError
+from enginewright.runtime import core
+from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.grammar_processes import FIRST, SECOND, GrammarProcesses
+from enginewright.runtime.grammar_protocol import LIMITS as PARSER_LIMITS
+from enginewright.runtime.grammar_worker import answer
+from enginewright.runtime.grammars import Grammars, GrammarWalk
+from enginewright.runtime.memory_plan import runtime_config
+from enginewright.runtime.token_mask import Mask, num_words
+from tests.helpers.late_executor import LateExecutor
+from tests.helpers.serving import LIMITS, tiny_engine
+
+FOREVER = 60.0  # seconds; nothing takes so long
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "kind": {"enum": ["cat", "caterpillar"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+WANTED: list[dict[str, Any]] = [
+    {"json": PERSON},
+    {"choice": ["the first of two texts", "the first of three"]},
+    {"regex": "a{3}(b|cd)*"},
+    {"grammar": 'start: "x" /[a-c]{2}/ start?'},
+]
+
+
+@cache
+def engine() -> Engine:
+    return Engine.open(tiny_engine())
+
+
+def opened(capacity_bytes: int = 256 << 20) -> Grammars:
+    vocab_size, ends = engine().plan.vocab_size, engine().eos_token_ids
+    return Grammars(lambda: engine().file.read_section("tokenizer.json"), vocab_size, ends, capacity_bytes)
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    found = opened()
+    yield found
+    found.close()
+
+
+def walk(grammars: Grammars, **wanted: Any) -> GrammarWalk:
+    """One that has begun."""
+    structured = StructuredOutputsParams(**wanted)
+    grammars.compile(structured).result(FOREVER)
+    (found,) = grammars.walks(structured, 1)
+    found.begin()
+    return found
+
+
+def mask(found: GrammarWalk, after: Sequence[int] = ()) -> Mask:
+    """Waits for it."""
+    bits = np.zeros(num_words(engine().plan.vocab_size), np.uint32)
+    assert found.wait(FOREVER, after)
+    found.allow(bits, after)
+    return bits
+
+
+def tokens_of(bits: Mask) -> list[int]:
+    return np.unpackbits(bits.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+
+
+def processes_of(grammars: Grammars) -> GrammarProcesses:
+    return grammars._processes
+
+
+def pid_of(grammars: Grammars, found: GrammarWalk) -> int:
+    process = processes_of(grammars)._grammars[found._key].process
+    assert process is not None and process.pid is not None
+    return process.pid
+
+
+def own_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_Dirty"))
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: next(iter(wanted)))
+def test_masks_are_those_of_llguidance(grammars: Grammars, wanted: dict[str, Any]) -> None:
+    """Those of the tokens that come next, and before that of the same tokens as guesses."""
+    vocab_size, ends = engine().plan.vocab_size, list(engine().eos_token_ids)
+    trie = LLTokenizer(engine().tokenizer.to_json(), vocab_size, ends)
+    matcher = LLMatcher(trie, answer(wanted)["source"], log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+    found, random, taken, masks = walk(grammars, **wanted), np.random.default_rng(1), [], []
+    for _ in range(25):
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+        assert mask(found).tolist() == bits.tolist()
+        masks.append(bits.tolist())
+        if matcher.is_stopped():
+            break
+        taken.append(int(random.choice(tokens_of(bits))))
+        matcher.consume_token(taken[-1])
+        found.take(taken[-1])
+    other = walk(grammars, **wanted)
+    for begin in range(0, len(taken) - 4, 4):
+        guesses = taken[begin : begin + 4]
+        other.look(guesses)
+        for place in range(1, 5):
+            assert mask(other, guesses[:place]).tolist() == masks[begin + place]
+        other.look([guesses[0], 0, 0])  # what is not allowed
+        assert not mask(other, [guesses[0], 0]).any()
+        for token in guesses:
+            other.take(token)
+    found.end()
+    other.end()
+
+
+def test_allow_never_waits(grammars: Grammars) -> None:
+    """While a grammar's process is stopped, nothing is known, and nobody waits; other grammars go on."""
+    held, other = walk(grammars, regex="[ab]{30}"), walk(grammars, regex="[cd]{30}")
+    (first, *_), (second, *_) = tokens_of(mask(held)), tokens_of(mask(other))
+    os.kill(pid_of(grammars, held), signal.SIGSTOP)
+    try:
+        held.take(first)
+        assert not held.wait(0)
+        with pytest.raises(AssertionError, match="has not said"):
+            held.allow(np.zeros(num_words(engine().plan.vocab_size), np.uint32))
+        for _ in range(10):
+            other.take(second)
+            assert mask(other).any() and not held.wait(0)
+        assert tokens_of(mask(walk(grammars, regex="e")))
+    finally:
+        os.kill(pid_of(grammars, held), signal.SIGCONT)
+    assert mask(held).any()
+
+
+@pytest.mark.parametrize("steps_ahead", [False, True])
+def test_a_step_ends_while_a_grammar_is_held(steps_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other answers get a token in each step; the one that is held gets those that it would have got."""
+    monkeypatch.setattr(core, "open_executor", LateExecutor if steps_ahead else CpuExecutor)
+    running = core.EngineCore(engine(), runtime_config(**LIMITS))
+    wanted = StructuredOutputsParams(regex="[ab]{20}")
+    structured = SamplingParams(max_tokens=20, seed=1, temperature=1, structured_outputs=wanted)
+    free = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
+
+    def tokens(hold: Callable[[int], None] = lambda step: None) -> list[list[int]]:
+        requests = [running.request([5, 6, 7], params, lambda _: None) for params in (structured, free)]
+        for request in requests:
+            running.add(request)
+        found: list[list[int]] = [[], []]
+        step = 0
+        while running.has_work:
+            hold(step)
+            step += 1
+            for request, delta in running.step():
+                found[requests.index(request)] += [token.token for token in delta.tokens]
+        return found
+
+    alone, held = tokens(), []
+
+    def hold(step: int) -> None:
+        (grammar,) = running._grammars._processes._grammars.values()
+        process = grammar.process
+        if step == 3 and process is not None and process.pid is not None:
+            os.kill(process.pid, signal.SIGSTOP)
+            held.append((process.pid, running.stats().generated_tokens))
+        if step == 30:
+            held.append((0, running.stats().generated_tokens))
+            os.kill(held[0][0], signal.SIGCONT)
+
+    assert tokens(hold) == alone
+    assert held[1][1] - held[0][1] in range(26, 30), "a token of the free answer in each step, and few of the other"
+    running.close()
+
+
+def test_what_kills_a_process_takes_no_other_with_it(grammars: Grammars) -> None:
+    found, other = walk(grammars, regex="[ab]{30}"), walk(grammars, regex="[ab]{31}")
+    expected = []
+    for _ in range(5):
+        (token, *_) = tokens_of(mask(found))
+        found.take(token)
+        other.take(token)
+        expected.append(token)
+    before = mask(found)
+    pids = pid_of(grammars, found), pid_of(grammars, other)
+    os.kill(pids[0], signal.SIGKILL)
+    (token, *_) = tokens_of(before)
+    found.take(token)
+    other.take(token)
+    assert mask(found).tolist() == mask(other).tolist() and pid_of(grammars, other) == pids[1]
+    assert pid_of(grammars, found) != pids[0], "it goes on in another process"
+    os.kill(pid_of(grammars, found), signal.SIGKILL)  # once more is once too often
+    found.take(token)
+    assert not mask(found).any() and found.failed
+    other.take(token)
+    assert mask(other).any() and not other.failed
+
+
+def test_the_end_of_the_process_that_forks(grammars: Grammars) -> None:
+    found = walk(grammars, regex="[ab]{32}")
+    (token, *_) = tokens_of(mask(found))
+    server = processes_of(grammars)._fork_server
+    assert server is not None
+    server.kill()
+    assert mask(walk(grammars, regex="[cd]{32}")).any(), "another one is started"
+    found.take(token)
+    assert mask(found).any(), "what it had forked goes on"
+
+
+HOSTILE = [
+    {"regex": "((a{1000}){1000}){1000}"},
+    {"json": {"allOf": [{"type": "string", "pattern": f".*{number}.*"} for number in range(200)]}},
+]
+
+
+def test_limits_are_named_and_hold_up_nobody(grammars: Grammars) -> None:
+    refused = [grammars.compile(StructuredOutputsParams(**wanted)) for wanted in HOSTILE]  # type: ignore[arg-type]
+    assert mask(walk(grammars, regex="[gh]")).any()
+    for future in refused:
+        with pytest.raises(UsageError, match=r"it takes more than (1 s of CPU time|64\.0 MiB of memory)"):
+            future.result(FOREVER)
+
+
+def test_grammars_are_kept_within_their_memory() -> None:
+    """Bytes as they are measured, which is about what the kernel says."""
+    capacity_bytes = 64 << 20
+    grammars = opened(capacity_bytes)
+    first = walk(grammars, choice=["x" * 14_000])
+    for number in range(12):
+        found = walk(grammars, choice=[chr(97 + number) * 14_000])
+        mask(found)
+        num_bytes, real_bytes = grammars.stats().num_bytes, own_bytes(pid_of(grammars, found))
+        assert num_bytes <= capacity_bytes
+        key = processes_of(grammars)._grammars[found._key]
+        assert 0.6 * real_bytes < key.num_bytes < 1.7 * real_bytes and real_bytes > 4 << 20
+        found.end()
+    assert grammars.stats().num_evictions > 0
+    assert tokens_of(mask(first)), "one that is in use stays"
+    grammars.close()
+
+
+def test_small_grammars_go_for_a_large_one() -> None:
+    grammars, large = opened(64 << 20), StructuredOutputsParams(choice=["ab" * 7_000])
+    for number in range(40):
+        grammars.compile(StructuredOutputsParams(regex=f"[ab]{{{number + 1}}}")).result(FOREVER)
+    before = grammars.stats()
+    assert before.num_evictions > 0 and before.num_bytes > 48 << 20, "there is no room for the largest one"
+    grammars.compile(large).result(FOREVER)
+    with pytest.raises(UsageError, match="it takes more than"):
+        grammars.compile(StructuredOutputsParams(**HOSTILE[0])).result(FOREVER)  # type: ignore[arg-type]
+    assert grammars.stats().num_evictions > before.num_evictions
+    grammars.close()
+
+
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(grammars: Grammars) -> None:
+    wanted = [StructuredOutputsParams(regex=f"({'a' * 5000}|b){{{number}}}") for number in range(20)]
+    futures = [grammars.compile(one) for one in wanted]
+    assert all(future.cancel() or future.done() for future in futures)
+    assert mask(walk(grammars, regex="[jk]")).any()
+
+
+def test_a_closed_engine_says_so() -> None:
+    grammars = opened()
+    found = walk(grammars, regex="ab")
+    pid = pid_of(grammars, found)
+    waiting = grammars.compile(StructuredOutputsParams(**HOSTILE[0]))  # type: ignore[arg-type]
+    grammars.close()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        waiting.result(0)
+    with pytest.raises(EngineError, match="the engine is closed"):
+        grammars.compile(StructuredOutputsParams(regex="cd")).result(0)
+    found.end()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_engines_process_has_no_llguidance() -> None:
+    """It holds Python's lock in some calls, for as long as these take."""
+    for path in (Path(enginewright.__file__).parent / "runtime").rglob("*.py"):
+        if path.name != "grammar_worker.py":
+            imports = re.findall(r"^\s*(?:from|import) .*", path.read_text(), re.MULTILINE)
+            assert not any("llguidance" in line or "grammar_worker" in line for line in imports), path
+
+
+def test_lanes() -> None:
+    """The second has more of everything, and leaves room for the first."""
+    assert FIRST.compile_s < SECOND.compile_s and FIRST.step_s < SECOND.step_s and FIRST.share < SECOND.share
+
+
+def test_answers_after_a_grammar_was_evicted() -> None:
+    """Between a request and its start, or between its tokens, a grammar may be compiled again."""
+    with LLM(tiny_engine(), **LIMITS, grammar_memory="64m") as llm:
+        params = SamplingParams(max_tokens=30, structured_outputs={"regex": "abc|abd"})  # type: ignore[arg-type]
+        for number in range(3):
+            texts = [f"{chr(97 + number)}{chr(97 + other)}" * 7_000 for other in range(4)]
+            wanted = [SamplingParams(max_tokens=5, structured_outputs={"choice": [text]}) for text in texts]  # type: ignore[arg-type]
+            outputs = llm.generate(["x"] * 5, [params, *wanted])
+            assert outputs[0].outputs[0].text in ("abc", "abd")
+            assert all(text.startswith(one.outputs[0].text) for text, one in zip(texts, outputs[1:], strict=True))
+        assert llm.stats().grammars.num_bytes <= 64 << 20
