@@ -207,6 +207,7 @@ def assemble(
         files=files,
         results=results,
         notes=[
+            *json.loads(model.metadata_props["enginewright.warnings"]),
             *(f"{count} {'weight' if count == 1 else 'weights'}: {text}" for text, count in notes.items()),
             *_template_notes(checkpoint.tokenizer),
         ],

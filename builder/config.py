@@ -45,6 +45,7 @@ class ConfigReader:
         self._where = where
         self.max_seq_len, self.pooling = max_seq_len, pooling
         self._read: set[str] = set()
+        self.warnings: list[str] = []  # sentences on keys that are read and do not count
 
     @overload
     def read(self, kind: type[T], *keys: str) -> T: ...
@@ -122,6 +123,10 @@ class ConfigReader:
 
     def unsupported(self, why: str, fix: str = "") -> UnsupportedModelError:
         return UnsupportedModelError(f"{self._where} asks for what is not implemented", why, fix)
+
+    def warn(self, warning: str) -> None:
+        """Tell people what does not become of a key, where transformers leaves it undone as well."""
+        self.warnings.append(warning)
 
     def refuse_unread(self, harmless: Mapping[str, Harmless] | None = None) -> None:
         """Refuse, by name, every key that was not read, unless it is known that it cannot change a result.

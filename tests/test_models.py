@@ -105,6 +105,15 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"rope_scaling": None, "partial_rotary_factor": 1.0, "sliding_window": None, "tie_word_embeddings": True}),
     ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 5, "tie_word_embeddings": False}),
+    ("smollm3", {"use_sliding_window": False, "sliding_window": 5}),
+    (
+        "smollm3",
+        {
+            "use_sliding_window": False,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
     ("olmo2", {"attention_bias": True, "num_key_value_heads": None}),
     ("olmo3", {"rope_scaling": None, "layer_types": None, "num_hidden_layers": 5}),
     ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -115,6 +124,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         {"attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": ["full_attention"] * 3},
     ),
     ("gemma4_text", {"attention_k_eq_v": False, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}),
+    ("gemma4_text", {"layer_types": ["sliding_attention"] * 5, "num_kv_shared_layers": 0}),
+    ("gemma4_text", {"layer_types": None, "num_kv_shared_layers": 0}),
     ("gemma4_text", {"layer_types": ["full_attention"] * 5, "attention_bias": True, "tie_word_embeddings": False}),
     (
         "gemma4_text",
@@ -135,16 +146,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 def reference_logits(model: PreTrainedModel, tokens: npt.NDArray[np.int64]) -> Logits:
     """All logits of one sequence, in one pass without a cache."""
-    settings: dict[str, Any] = {}
-    if model.config.model_type == "gemma3_text":
-        # transformers' own Gemma 3 reads the key and then leaves it out of its attention.
-        settings["softcap"] = model.config.attn_logit_softcapping
     if model.config.model_type.startswith("gemma"):
         for name, scale in model.named_buffers():
             if name.endswith("embed_scale"):
                 scale.copy_(scale.to(torch.bfloat16))  # as it is beside bfloat16 weights
     with torch.no_grad():
-        return model(torch.from_numpy(tokens), use_cache=False, **settings).logits.numpy()  # type: ignore[no-any-return]
+        return model(torch.from_numpy(tokens), use_cache=False).logits.numpy()  # type: ignore[no-any-return]
 
 
 def graph_logits(graph: ir.Model, tokens: npt.NDArray[np.int64]) -> Logits:
@@ -341,6 +348,27 @@ def test_tensors_that_may_be_left_over() -> None:
     build_graph(tied)
 
 
+@pytest.mark.parametrize(
+    ("family", "overrides", "warning"),
+    [
+        ("gemma3_text", {"attn_logit_softcapping": 1.5}, "attn_logit_softcapping = 1.5 is not applied"),
+        (
+            "gemma4_text",
+            {"layer_types": ["sliding_attention"] * 5, "num_kv_shared_layers": 0},
+            "layer_types gives the last layer a window",
+        ),
+    ],
+)
+def test_a_key_that_transformers_does_not_follow_is_warned_of(
+    family: str, overrides: dict[str, Any], warning: str
+) -> None:
+    config = tiny_config(family, **overrides)
+    for values, expected in ((config, [warning]), (tiny_config(family), [])):
+        graph = build_graph(MemoryCheckpoint.of(tiny_model(values), values))
+        warnings = json.loads(graph.metadata_props["enginewright.warnings"])
+        assert all(map(str.startswith, warnings, expected)) and len(warnings) == len(expected), warnings
+
+
 REFUSED: list[tuple[str, Mapping[str, Any], str, int]] = [
     ("llama", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type = 'ntk'.*longrope, proportional, yarn", 3),
     ("llama", {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0]}}, "short_factor is not a list of 4", 1),
@@ -348,6 +376,7 @@ REFUSED: list[tuple[str, Mapping[str, Any], str, int]] = [
     ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, which rotates 18 of 12", 1),
     ("phi3", {"partial_rotary_factor": 0.25}, "which rotates 3 of 12 columns", 1),
     ("phi3", {"attention_bias": True}, "attention_bias = True .only False", 3),
+    ("ernie4_5_moe", {"moe_norm_min": 1e-3}, "moe_norm_min = 0.001 .only 1e-12 or 0.0", 3),
     ("mistral", {"sliding_window": -1}, "sliding_window is -1, not above 0", 1),
     ("mistral", {"sliding_window": 1 << 40}, "sliding_window = 1099511627776", 3),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries, but num_hidden_layers is 3", 1),

@@ -100,6 +100,7 @@ def _build(
     weights.refuse_left_over()
     weights.note_none_quantized()
     model.metadata_props["enginewright.notes"] = json.dumps({**notes, **weights.notes})
+    model.metadata_props["enginewright.warnings"] = json.dumps(config.warnings)
     return model
 
 

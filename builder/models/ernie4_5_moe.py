@@ -26,7 +26,7 @@ HARMLESS = {
     "router_aux_loss_coef": Harmless("It is about training, which is over."),
     "moe_capacity": Harmless("It is about training: an expert takes all rows that it is given."),
     "moe_gate": Harmless("Experts are chosen by their scores.", ("topk",)),
-    "moe_norm_min": Harmless("A sum of the largest scores of a softmax is never as small."),
+    "moe_norm_min": Harmless("It is the least sum that shares are divided by, and no sum is as small.", (1e-12, 0.0)),
     "moe_use_aux_free": Harmless("Scores are corrected when experts are chosen.", (True,)),
     "multi_token_pred_lambda": Harmless("It is about training, which is over."),
     "num_nextn_predict_layers": Harmless("What predicts further tokens is left out."),

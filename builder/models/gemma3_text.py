@@ -28,8 +28,9 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
         bias=bias,
         output_bias=bias,
         head_norm=norm,
-        softcap=config.read(float, "attn_logit_softcapping", default=0.0),
     )
+    if (cap := config.read(float, "attn_logit_softcapping", default=None)) is not None:
+        config.warn(f"attn_logit_softcapping = {cap} is not applied: transformers reads it, and caps no scores with it")
     windows = _windows(config)
     max_positions = config.read_size("max_position_embeddings")
     local_theta = config.read_positive("rope_local_base_freq", default=10_000.0)

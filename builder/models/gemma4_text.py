@@ -41,8 +41,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     embedding = _scaled(Embedding.read(config))
     head = Head.read(config, tied=True, softcap=config.read(float, "final_logit_softcapping", default=0.0))
     mlp = GatedMlp.read(config, "hidden_activation", activation="gelu_pytorch_tanh")
-    every = [bool((layer + 1) % 6) for layer in range(count)]
-    windows = read_windows(config, every, config.read(int, "sliding_window", default=512))
+    windows = _read_windows(config, count)
     attention = _read_attention(config, windows, norm)
     sources = _read_sources(config, windows)
     wide = config.read(bool, "use_double_wide_mlp", default=False)
@@ -126,6 +125,15 @@ class LayerVectors:
 def _scaled(embedding: Embedding, width: int = 0) -> Embedding:
     """Rows times the root of their width, which in the reference has the precision of the table."""
     return replace(embedding, scale=torch.tensor((width or embedding.hidden) ** 0.5, dtype=torch.bfloat16).item())
+
+
+def _read_windows(config: ConfigReader, count: int) -> list[int]:
+    """In tokens, 0 for a layer without. The last layer has none, whatever the config says, as in transformers."""
+    every = [bool((layer + 1) % 6) for layer in range(count)]
+    windows = read_windows(config, every, config.read(int, "sliding_window", default=512))
+    if windows[-1] and config.has("layer_types"):
+        config.warn("layer_types gives the last layer a window: it has none, as in transformers")
+    return [*windows[:-1], 0]
 
 
 def _read_attention(config: ConfigReader, windows: Sequence[int], norm: RmsNorm) -> list[Attention]:

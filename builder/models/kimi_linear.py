@@ -22,7 +22,7 @@ from enginewright.builder.models.blocks import (
     Routing,
     write_decoder,
 )
-from enginewright.builder.models.blocks.layers import read_kinds, read_layer_count, read_taps
+from enginewright.builder.models.blocks.layers import check_conv_activation, read_kinds, read_layer_count, read_taps
 from enginewright.builder.models.blocks.rope import Rope
 from enginewright.builder.weights import Weights
 
@@ -68,6 +68,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
 
 def _read_delta(config: ConfigReader, norm: RmsNorm) -> tuple[KimiDelta, Sequence[bool]]:
     """And which layers attend in its place. Published configs have it in a section, and count layers from 1."""
+    check_conv_activation(config)
     count = read_layer_count(config)
     attends: Sequence[bool] = [layer > 0 and layer % 4 == 0 for layer in range(count)]
     attends = read_kinds(config, {"full_attention": True, "linear_attention": False}, attends)

@@ -21,7 +21,7 @@ from enginewright.builder.models.blocks import (
     Routing,
     write_decoder,
 )
-from enginewright.builder.models.blocks.layers import read_taps
+from enginewright.builder.models.blocks.layers import check_conv_activation, read_taps
 from enginewright.builder.weights import Weights
 
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # in hybrid_override_pattern
@@ -123,8 +123,7 @@ def _read_mamba(config: ConfigReader) -> Mamba2:
     groups = config.read_size("n_groups", "mamba_n_groups", default=8, most=MOST_HEADS)
     if heads % groups:
         raise config.error(f"mamba_num_heads is {heads}, no multiple of n_groups, which is {groups}")
-    if (activation := config.read(str, "mamba_hidden_act", default="silu")) != "silu":
-        raise config.unsupported(f"mamba_hidden_act = {activation!r}", "Implemented is silu.")
+    check_conv_activation(config, "mamba_hidden_act")
     bias = config.read(bool, "use_bias", default=False)
     config.read(bool, "mamba_proj_bias", default=bias)  # transformers reads use_bias alone
     return Mamba2(

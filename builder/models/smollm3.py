@@ -24,9 +24,6 @@ HARMLESS = {
     "max_window_layers": Harmless("It is left over from Qwen's configs: layer_types says where windows are."),
     "pretraining_tp": Harmless("It says in how many parts products were summed in training; the sums are the same."),
 }
-WITHOUT_WINDOWS = {
-    key: Harmless("It matters beside use_sliding_window alone.") for key in ("layer_types", "sliding_window")
-}
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
@@ -36,20 +33,21 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     mlp = GatedMlp.read(config, bias=config.read(bool, "mlp_bias", default=False))
     rope, max_positions = read_rope(config, attention.heads.dim, 2e6), config.read_size("max_position_embeddings")
     rotates = _rotates(config)
-    used = config.read(bool, "use_sliding_window", default=False)
-    windows = _windows(config, rotates) if used else [0] * len(rotates)
     layers = [
         Layer(replace(attention, window=window), mlp, norm, rope=rope if own else None)
-        for own, window in zip(rotates, windows, strict=True)
+        for own, window in zip(rotates, _windows(config, rotates), strict=True)
     ]
-    config.refuse_unread(HARMLESS if used else {**HARMLESS, **WITHOUT_WINDOWS})
+    config.refuse_unread(HARMLESS)
     return write_decoder(weights, max_positions, embedding, layers, norm, head)
 
 
 def _windows(config: ConfigReader, rotates: list[bool]) -> list[int]:
-    """Where layer_types does not say it, layers without a rope have the window."""
-    window = read_window(config)
-    return read_windows(config, [window > 0 and not own for own in rotates], window)
+    """Where `layer_types` does not say it, layers without a rope have the window, if `use_sliding_window` is true.
+
+    `layer_types` counts without `use_sliding_window`, too: transformers masks attention by it alone.
+    """
+    window, used = read_window(config), config.read(bool, "use_sliding_window", default=False)
+    return read_windows(config, [used and window > 0 and not own for own in rotates], window)
 
 
 def _rotates(config: ConfigReader) -> list[bool]:

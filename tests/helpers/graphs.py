@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     # All experts: a rounding that changes who is chosen is no small error.
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1], "num_experts_per_tok": 7}),
     "gemma3_text": ("gemma3_text", {}),
-    "gemma3_text, capped": ("gemma3_text", {"attn_logit_softcapping": 1.5, "tie_word_embeddings": False}),
+    "gemma2, capped": ("gemma2", {"attn_logit_softcapping": 1.5, "head_dim": 10, "tie_word_embeddings": False}),
 }
 
 # The same for layers that carry a state, in a graph with others that attend.

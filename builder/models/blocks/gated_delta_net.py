@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from enginewright.builder.config import MOST_HEAD_DIM, MOST_HEADS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerState
-from enginewright.builder.models.blocks.layers import read_taps
+from enginewright.builder.models.blocks.layers import check_conv_activation, read_taps
 from enginewright.builder.models.blocks.rope import RopeTable
 from enginewright.builder.weights import Weights
 from enginewright.plugins.causal_conv import CAUSAL_CONV
@@ -32,6 +32,7 @@ class GatedDeltaNet:
 
     @staticmethod
     def read(config: ConfigReader, epsilon: float, fused: bool = False) -> "GatedDeltaNet":
+        check_conv_activation(config)
         heads = config.read_size("linear_num_value_heads", default=32, most=MOST_HEADS)
         key_heads = config.read_size("linear_num_key_heads", default=16, most=MOST_HEADS)
         if heads % key_heads:

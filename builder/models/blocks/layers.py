@@ -20,6 +20,16 @@ def read_taps(config: ConfigReader, key: str, default: int) -> int:
     return taps
 
 
+def check_conv_activation(config: ConfigReader, key: str = "hidden_act") -> None:
+    """Refuse a convolution with an activation other than silu, the only one that its kernel has.
+
+    Raises:
+        UnsupportedModelError: `key`, which transformers gives to the convolution as well, names another one.
+    """
+    if (activation := config.read(str, key, default="silu")) != "silu":
+        raise config.unsupported(f"{key} = {activation!r}", "Convolutions have it, too, and only silu is implemented.")
+
+
 def read_kinds(
     config: ConfigReader, kinds: Mapping[str, Kind], default: Sequence[Kind], key: str = "layer_types"
 ) -> Sequence[Kind]:

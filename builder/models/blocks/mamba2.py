@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from enginewright.builder.config import MOST_HEAD_DIM, MOST_HEADS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerState
-from enginewright.builder.models.blocks.layers import read_taps
+from enginewright.builder.models.blocks.layers import check_conv_activation, read_taps
 from enginewright.builder.models.blocks.rope import RopeTable
 from enginewright.plugins.causal_conv import CAUSAL_CONV
 from enginewright.plugins.gated_rms_norm import GATED_RMS_NORM
@@ -32,6 +32,7 @@ class Mamba2:
     @staticmethod
     def read(config: ConfigReader, values: int, epsilon: float) -> "Mamba2":
         """Of a config whose keys begin with `mamba_`. values: columns of all heads."""
+        check_conv_activation(config)
         heads = config.read_size("mamba_n_heads", default=128, most=MOST_HEADS)
         groups = config.read_size("mamba_n_groups", default=1, most=MOST_HEADS)
         if config.holds("mamba_d_head", "auto") or config.holds("mamba_d_head", None):
