@@ -7,6 +7,7 @@ import onnx_ir as ir
 import torch
 
 from enginewright.builder.checkpoint.quantized import Format
+from enginewright.builder.harmless_tensors import HARMLESS_TENSORS
 from enginewright.builder.tensors import Read, Tensors
 from enginewright.errors import UnsupportedModelError
 from enginewright.passes.quant.act_order import ActOrdered
@@ -15,6 +16,7 @@ from enginewright.passes.weights import RowReader, RowsTensor, open_rows, shape_
 
 STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 NAMES_SHOWN = 5
+ELEMENTS_COMPARED = 1 << 20  # of two weights, in memory at once
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Weights:
         self._format = format
         self._values: dict[str, ir.Value] = {}
         self._stored: dict[str, _Stored] = {}
-        self._ignored: set[str] = set()
+        self.harmless: dict[str, str] = dict(HARMLESS_TENSORS)  # end of a name → why such tensors need not be read
+        self._left_out: set[str] = set()
         self._any_quantized = False
         self._inside = "model."
         self._renamed: dict[str, str] = {}
@@ -102,14 +105,36 @@ class Weights:
 
     def leave_out(self, prefix: str, note: str) -> None:
         """Tensors whose name begins with `prefix` are left over, and people are told: note, of the weights."""
-        names = {name for name in self.tensors.names if name.startswith(prefix)}
-        self._ignored |= names
+        names = set(self._names(prefix))
+        self._left_out |= names
         if names:
             self._notes[note] = self._notes.get(note, 0) + len(names)
 
+    def is_tied(self, head: str, table: str, shape: tuple[int, int]) -> bool:
+        """Whether a head whose weight should be an embedding's table is that table.
+
+        It is not where the checkpoint has another weight for it, which is then used, with a note: transformers unties
+        the two as well. Where the checkpoint has both, both are read here, some rows at a time.
+
+        Args:
+            head, table: names of the tensors.
+
+        Raises:
+            EngineError: they are of another shape.
+            UnsupportedModelError: they are stored in a form that is not implemented.
+        """
+        own = f"{head.removesuffix('.weight')}."
+        if not any(name.removeprefix(own).startswith(("weight", "qweight")) for name in self._names(own)):
+            return True
+        if _same(self.tensor(head, shape), self.table(table, shape), shape):
+            del self._values[head]
+            return True
+        self._notes[f"{head} is not the embedding's table, though tie_word_embeddings is true: it is used"] = 1
+        return False
+
     def has_any(self, prefix: str) -> bool:
         """Whether the checkpoint has a tensor whose name begins so."""
-        return any(name.startswith(prefix) for name in self.tensors.names)
+        return bool(self._names(prefix))
 
     @property
     def notes(self) -> dict[str, int]:
@@ -233,9 +258,9 @@ class Weights:
             self._values[name] = value
         return self._values[name]
 
-    def ignore(self, suffix: str) -> None:
-        """Tensors whose name ends in `suffix` may be left over."""
-        self._ignored.update(name for name in self.tensors.names if name.endswith(suffix))
+    def ignore(self, suffix: str, reason: str) -> None:
+        """Tensors whose name ends in `suffix` may be left over. reason: as HARMLESS_TENSORS has it."""
+        self.harmless[suffix] = reason
 
     def __iter__(self) -> Iterator[ir.Value]:
         """The initializers handed out, in the order of their first use."""
@@ -243,8 +268,9 @@ class Weights:
 
     def refuse_left_over(self, prefix: str = "") -> None:
         """Raise an error that names the tensors that the model did not ask for, of those whose name begins so."""
-        left_over = sorted(self.tensors.names - self.tensors.taken - self._ignored)
-        left_over = [name for name in left_over if name.startswith(prefix)]
+        left_over = sorted(self.tensors.names - self.tensors.taken - self._left_out)
+        harmless = tuple(self.harmless)
+        left_over = [name for name in left_over if name.startswith(prefix) and not name.endswith(harmless)]
         if self._format:
             left_over = [name for name in left_over if not self._format.means_nothing(name)]
         if left_over:
@@ -262,6 +288,9 @@ class Weights:
         for value in self._values.values():
             if len(shape_of(value)) == 2:
                 self._format.note("not quantized, though the checkpoint's quantization_config names a format")
+
+    def _names(self, prefix: str) -> list[str]:
+        return [name for name in self.tensors.names if name.startswith(prefix)]
 
     def _placed(self, name: str, shape: tuple[int, ...], offset: float = 0.0, scale: float = 1.0) -> ir.Value:
         """From where `cut` and `reorder` say that it is."""
@@ -319,6 +348,14 @@ class Weights:
             return lambda begin, end: reader(begin, end) * factors[begin:end]
 
         return RowsTensor(name, torch.float32, shape_of(value), open).initializer()
+
+
+def _same(one: ir.Value, other: ir.Value, shape: tuple[int, int]) -> bool:
+    """Whether two weights [N, K] have the same numbers."""
+    (count, columns), readers = shape, (open_rows(one), open_rows(other))
+    step = max(ELEMENTS_COMPARED // columns, 1)
+    pieces = ((begin, min(begin + step, count)) for begin in range(0, count, step))
+    return all(torch.equal(readers[0](*piece), readers[1](*piece)) for piece in pieces)
 
 
 def _rounded(read: Read, offset: float = 0.0, scale: float = 1.0) -> RowReader:

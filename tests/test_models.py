@@ -1,5 +1,6 @@
 """Every family's dense graph in onnxruntime against transformers, both in fp32 on weights rounded to bfloat16."""
 
+import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.config import ConfigReader
+from enginewright.builder.harmless_tensors import HARMLESS_TENSORS
 from enginewright.builder.models import build_graph, model_types
 from enginewright.builder.models.blocks import Attention, Embedding, GraphWriter, Head, Heads
 from enginewright.builder.models.blocks.rope import Rope, read_rope
+from enginewright.builder.pooling import Pooling
 from enginewright.builder.tensors import AssumedTensors, Tensors
 from enginewright.builder.weights import Weights
 from enginewright.errors import EngineError
@@ -342,10 +345,65 @@ def test_tensors_that_do_not_fit(changes: dict[str, torch.Tensor | None], messag
 
 def test_tensors_that_may_be_left_over() -> None:
     frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.zeros(4) for layer in range(3)}
-    build_graph(broken(**frequencies))
-    tied = broken()
-    tied.config = {**tied.config, "tie_word_embeddings": True}
-    build_graph(tied)
+    checkpoint = broken(**frequencies)
+    build_graph(checkpoint)
+    assert checkpoint.reads == []
+
+
+UNTIED = {"tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "lfm2", "nemotron_h"])  # all call tables otherwise
+def test_a_head_of_its_own_is_used_though_the_config_ties_it(family: str) -> None:
+    config = tiny_config(family, **UNTIED, **({"tie_embedding": False} if family == "lfm2" else {}))
+    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    expected, tied = build_graph(checkpoint), {**config, "tie_word_embeddings": True}
+    tied.pop("tie_embedding", None)
+    contradicted = MemoryCheckpoint(tied, checkpoint.stored)
+    graph = build_graph(contradicted)
+    head, table = contradicted.reads  # nothing else is read
+    assert head == "lm_head.weight" and ("embed" in table or table.endswith("wte.weight"))
+    (note,) = json.loads(graph.metadata_props["enginewright.notes"])
+    assert note.startswith("lm_head.weight is not the embedding's table")
+    assert _graph_bytes(graph) == _graph_bytes(expected)
+
+    repeated = MemoryCheckpoint(tied, {**checkpoint.stored, "lm_head.weight": checkpoint.stored[table].clone()})
+    without = {name: value for name, value in checkpoint.stored.items() if name != "lm_head.weight"}
+    same = build_graph(repeated)
+    assert json.loads(same.metadata_props["enginewright.notes"]) == {}
+    assert _graph_bytes(same) == _graph_bytes(build_graph(MemoryCheckpoint(tied, without)))
+
+
+def _graph_bytes(model: ir.Model) -> bytes:
+    return ir.to_proto(model).graph.SerializeToString(deterministic=True)
+
+
+def test_a_contradicted_tie_is_what_transformers_loads(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "llama", **UNTIED)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": True}))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = np.random.default_rng(0).integers(0, values["vocab_size"], (1, sum(STEPS)))
+    actual = graph_logits(build_graph(open_checkpoint(str(folder))), tokens)
+    assert np.abs(actual - reference_logits(model, tokens)).max() < tolerances.DENSE_LOGITS
+
+
+def test_a_tied_head_of_another_shape_is_refused() -> None:
+    checkpoint = broken(**{"lm_head.weight": torch.zeros(307, 47)})
+    checkpoint.config = {**checkpoint.config, "tie_word_embeddings": True}
+    with pytest.raises(EngineError, match=r"lm_head.*\[307, 47\].*\[307, 48\]"):
+        build_graph(checkpoint)
+
+
+def test_every_harmless_tensor_has_a_reason() -> None:
+    for family in [*FAMILIES, *HYBRIDS, *ENCODERS]:
+        weights = Weights(AssumedTensors())
+        config = ConfigReader(tiny_config(family), pooling=Pooling("mean"))
+        config.read(str, "model_type")
+        importlib.import_module(f"enginewright.builder.models.{family}").build(config, weights)
+        assert HARMLESS_TENSORS.items() <= weights.harmless.items()
+        for end, reason in weights.harmless.items():
+            assert reason.startswith("It is ") and reason.endswith("."), end
 
 
 @pytest.mark.parametrize(

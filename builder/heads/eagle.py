@@ -113,7 +113,7 @@ def build_eagle(folder: HeadFolder, model: GuessedModel) -> HeadGraph:
         logits = graph.plugin(
             GATHER_COLUMNS, [logits, columns], "by_token", to=int(ir.DataType.FLOAT), group=0
         ).outputs[0]
-    weights.ignore("t2d")  # the same, from the other side
+    weights.ignore("t2d", "It says what d2t does, from the other side.")
     weights.refuse_left_over()
     return HeadGraph(graph.finish(logits), ShowHidden(layers), ShowHidden() if gives_normed else ShowHidden((1,)))
 

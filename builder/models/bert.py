@@ -24,6 +24,7 @@ HARMLESS = {
     "directionality": Harmless("Tokens see the whole text.", ("bidi",)),
     "is_decoder": Harmless("Tokens see the whole text.", (False,)),
     "position_embedding_type": Harmless("Positions have a table.", ("absolute",)),
+    "tie_word_embeddings": Harmless("It is about the head for masked words, which is left out."),
 }
 
 
@@ -41,7 +42,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     top = "bert." if any(name.startswith("bert.") for name in weights.tensors.names) else ""
     pooling = read_classifier(config, weights, f"{top}pooler.dense", hidden) or refuse_without(config)
     config.refuse_unread(HARMLESS)
-    weights.ignore("embeddings.position_ids")  # a buffer that old checkpoints have saved
+    weights.ignore("embeddings.position_ids", "It is a buffer of old checkpoints: positions are counted from 0.")
     weights.leave_out("cls.", "the head for masked words is left out")
     if pooling.embedding.result == "embedding":
         weights.leave_out(f"{top}pooler.", "the pooler of another head is left out")

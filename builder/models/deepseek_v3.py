@@ -38,7 +38,6 @@ HARMLESS = {
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
     parts, _ = _read(config)
-    weights.ignore("rotary_emb.inv_freq")  # a buffer that some checkpoints have saved
     weights.leave_out(f"model.layers.{len(parts.layers)}.", LEFT_OUT)
     return write_decoder(weights, *parts)
 

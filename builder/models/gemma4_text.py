@@ -60,8 +60,9 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
         name, source = f"model.layers.{layer}", sources[layer]
         own = replace(attention[layer], reads=source)
         if source is not None:
-            for part in ("k_proj", "v_proj", "k_norm"):  # which some checkpoints have, and which nobody reads
-                weights.ignore(f"layers.{layer}.self_attn.{part}.weight")
+            for part in ("k_proj", "v_proj", "k_norm"):
+                unused = f"layers.{layer}.self_attn.{part}.weight"
+                weights.ignore(unused, "It is of a layer that reads the keys and values of another one.")
         h = norm.write(graph, x, f"{name}.input_layernorm")
         h = own.write(graph, h, f"{name}.self_attn", layer, tables[bool(window)])
         x = graph.add(x, norm.write(graph, h, f"{name}.post_attention_layernorm"))

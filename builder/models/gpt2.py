@@ -40,8 +40,8 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     layers = config.read_size("n_layer", "num_hidden_layers", most=MOST_LAYERS)
     config.refuse_unread(HARMLESS)
     top = "transformer." if any(name.startswith("transformer.") for name in weights.tensors.names) else ""
-    for buffer in (".attn.bias", ".attn.masked_bias"):  # masks that old checkpoints have saved
-        weights.ignore(buffer)
+    for mask in (".attn.bias", ".attn.masked_bias"):
+        weights.ignore(mask, "It is a mask of old checkpoints: every token attends to those before it.")
 
     graph = GraphWriter(weights, positions)
     x = embedding.write(graph, f"{top}wte", f"{top}wpe")

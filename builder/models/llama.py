@@ -33,5 +33,4 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     layer = Layer(attention, mlp, norm, rope=read_rope(config, attention.heads.dim))
     layers, max_positions = [layer] * read_layer_count(config), config.read_size("max_position_embeddings")
     config.refuse_unread(HARMLESS)
-    weights.ignore("rotary_emb.inv_freq")  # a buffer that old checkpoints have saved
     return write_decoder(weights, max_positions, embedding, layers, norm, head)

@@ -30,5 +30,4 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
         Layer(Attention(heads, bias=True, window=window), mlp, norm, rope=rope) for window in read_upper_windows(config)
     ]
     config.refuse_unread(HARMLESS)
-    weights.ignore("rotary_emb.inv_freq")
     return write_decoder(weights, max_positions, embedding, layers, norm, head)

@@ -8,6 +8,7 @@ from enginewright.builder.config import MOST_TOKENS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter
 from enginewright.builder.models.blocks.pooling import write_pooling
 from enginewright.builder.pooling import Pooling
+from enginewright.plugins.plugin import width_of
 from enginewright.plugins.softcap import SOFTCAP
 
 
@@ -16,7 +17,7 @@ class Head:
     """Logits, [1, T, vocab]; of an embedding model, which needs no head, [1, S, width]."""
 
     vocab: int
-    tied: bool  # the embedding's table is the weight; a `lm_head` that is stored beside it is left over
+    tied: bool  # the embedding's table is the weight, unless the checkpoint has another one for the head
     softcap: float = 0.0  # logits stay within ±softcap; 0 is no limit
     pooling: Pooling | None = None  # of an embedding model
 
@@ -32,11 +33,12 @@ class Head:
 
     def write(self, graph: GraphWriter, x: ir.Value, embedding: str) -> ir.Value:
         """embedding: the tensor that is the weight of a tied head."""
-        if self.tied or self.pooling is not None:
-            graph.weights.ignore("lm_head.weight")
         if self.pooling is not None:
+            graph.weights.ignore("lm_head.weight", "It is a head: vectors are made of what is before it.")
             return write_pooling(graph, x, self.pooling)
-        logits = graph.linear(x, embedding if self.tied else "lm_head", self.vocab)
+        shape = (self.vocab, width_of(x))
+        tied = self.tied and graph.weights.is_tied("lm_head.weight", f"{embedding}.weight", shape)
+        logits = graph.linear(x, embedding if tied else "lm_head", self.vocab)
         node = logits.producer()
         assert node is not None
         node.name = logits.name = "lm_head"

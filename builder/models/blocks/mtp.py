@@ -61,7 +61,7 @@ def write_mtp_behind(weights: Weights, parts: DecoderParts, layer: Layer) -> ir.
     own = f"model.layers.{len(parts.layers)}"
     if not weights.has_any(f"{own}."):
         return None
-    for shared in ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq"):
-        weights.ignore(f"{own}.{shared}")
+    for shared in ("embed_tokens.weight", "shared_head.head.weight"):
+        weights.ignore(f"{own}.{shared}", "The model's own is used: draft tokens need not be the layer's best.")
     names = MtpNames(f"{own}.", f"{own}.enorm", f"{own}.hnorm", f"{own}.eh_proj", own, f"{own}.shared_head.norm")
     return write_mtp(weights, parts, layer, names)
