@@ -192,7 +192,7 @@ def test_every_family_has_published_models() -> None:
     assert {ALIASES.get(one, one) for one in types} - set(HYBRIDS) == {*FAMILIES, *ENCODERS} - UNPUBLISHED
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *ENCODERS])
 def test_what_transformers_saves_can_be_built(family: str) -> None:
     # Without a head_dim, GLM's own default would be one of 42 columns, of which 21 are rotated.
     head_dim = {"head_dim": 128} if family == "glm4_moe" else {}

@@ -1,17 +1,20 @@
 """Models with pictures: their text model is built, and what else they hold is named."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.models import build_graph, check_config
 from enginewright.errors import UnsupportedModelError
 from tests import tolerances
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config
+from tests.helpers.graphs import content
+from tests.helpers.tiny import MemoryCheckpoint, saved, tiny_config
 from tests.test_models import STEPS, graph_logits
 
 VISION: dict[str, Any] = {
@@ -32,26 +35,35 @@ VISION_OF_GEMMA_4: dict[str, Any] = {
     "patch_size": 4,
     "position_embedding_size": 16,
 }
+VISION_OF_QWEN: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 40,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
 PARTS = {"gemma4": ("vision_tower", "embed_vision")}  # that are left out
 OF_TEXTS: dict[str, dict[str, Any]] = {"gemma3": {"final_logit_softcapping": None}, "gemma4": {"pad_token_id": 0}}
 OTHERS: dict[str, dict[str, Any]] = {
     "gemma3": {"mm_tokens_per_image": 4, "image_token_index": 5},
-    "mistral3": {},
-    "gemma4": {},
 }
 CASES = [("gemma4", "gemma4_text"), ("gemma3", "gemma3_text"), ("mistral3", "mistral"), ("mistral3", "ministral3")]
 
 
 def whole_config(wrapper: str, text_type: str) -> dict[str, Any]:
     text = tiny_config(text_type, **OF_TEXTS.get(wrapper, {}))
-    picture, vision = ("id", VISION_OF_GEMMA_4) if wrapper == "gemma4" else ("index", VISION)
-    return {"model_type": wrapper, "text_config": text, "vision_config": vision, f"image_token_{picture}": 5}
+    vision = {"gemma4": VISION_OF_GEMMA_4, "qwen3_5": VISION_OF_QWEN, "qwen3_5_moe": VISION_OF_QWEN}
+    picture = "id" if wrapper in vision else "index"
+    whole = {"model_type": wrapper, "text_config": text, "vision_config": vision.get(wrapper, VISION)}
+    return {**whole, f"image_token_{picture}": 5}
 
 
-def whole_checkpoint(wrapper: str, text_type: str) -> tuple[MemoryCheckpoint, np.ndarray, np.ndarray]:
-    """As transformers has it; and of some tokens, its logits."""
+def whole_model(wrapper: str, text_type: str) -> PreTrainedModel:
+    """As transformers has it, with random weights."""
     values = whole_config(wrapper, text_type)
-    settings = json.loads(json.dumps({**values, **OTHERS[wrapper]}))
+    settings = json.loads(json.dumps({**values, **OTHERS.get(wrapper, {})}))
     model = AutoModelForImageTextToText.from_config(
         AutoConfig.for_model(settings.pop("model_type"), **settings), attn_implementation="eager"
     ).eval()
@@ -63,7 +75,13 @@ def whole_checkpoint(wrapper: str, text_type: str) -> tuple[MemoryCheckpoint, np
     for name, buffer in model.named_buffers():
         if name.endswith("embed_scale"):
             buffer.copy_(buffer.to(torch.bfloat16))
-    tokens = np.random.default_rng(0).integers(6, values["text_config"]["vocab_size"], (1, sum(STEPS)))
+    return model  # type: ignore[no-any-return]
+
+
+def whole_checkpoint(wrapper: str, text_type: str) -> tuple[MemoryCheckpoint, np.ndarray, np.ndarray]:
+    """The checkpoint of `whole_model`; and of some tokens, its logits."""
+    model, vocab_size = whole_model(wrapper, text_type), whole_config(wrapper, text_type)["text_config"]["vocab_size"]
+    tokens = np.random.default_rng(0).integers(6, vocab_size, (1, sum(STEPS)))
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens), use_cache=False).logits.numpy()
     tied = model.config.tie_word_embeddings
@@ -73,6 +91,18 @@ def whole_checkpoint(wrapper: str, text_type: str) -> tuple[MemoryCheckpoint, np
         if not (tied and name == "lm_head.weight")
     }
     return MemoryCheckpoint(json.loads(model.config.to_json_string()), stored), tokens, logits
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "text_type"), [*CASES, ("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")]
+)
+def test_what_transformers_saves_of_the_whole_is_the_same_model(wrapper: str, text_type: str, tmp_path: Path) -> None:
+    model = whole_model(wrapper, text_type).to(torch.bfloat16)
+    in_memory = MemoryCheckpoint.of(model, json.loads(model.config.to_json_string()))
+    again = AutoModelForImageTextToText.from_pretrained(saved(model, tmp_path / "first"))
+    for folder in (tmp_path / "first", saved(again, tmp_path / "again")):
+        graph = build_graph(open_checkpoint(str(folder)))
+        assert content(graph) == content(build_graph(in_memory))
 
 
 def as_published(name: str) -> str:

@@ -56,6 +56,8 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     is_sparse = read_kinds(config, {"dense": False, "sparse": True}, default, "mlp_layer_types")
     max_positions = config.read_size("max_position_embeddings", "model_max_length")
     config.refuse_unread(HARMLESS)
+    for part in ("gate", "up", "down"):  # transformers saves dense layers under the name of sparse ones
+        weights.renamed(f".mlp.{part}_proj.weight", f".{NAMES.block}.{part}_proj.weight")
 
     # A rope that stands still: every angle is 0.
     still = Rope(np.zeros(attention.heads.rope_dim // 2, np.float32))

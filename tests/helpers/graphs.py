@@ -1,6 +1,6 @@
 """Dense graphs of tiny models, and what runs them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -98,6 +98,23 @@ class DenseRun:
         logits = outputs.pop("logits")[0]
         self.past = {name.replace("present", "past"): value for name, value in outputs.items()}
         return logits
+
+
+Content = tuple[list[tuple[object, ...]], dict[int, bytes]]
+
+
+def content(model: ir.Model) -> Content:
+    """Nodes and weights of a graph, with the names of values replaced by numbers in the order of their first use."""
+    graph, numbers = ir.to_proto(model).graph, dict[str, int]()
+
+    def numbered(names: Iterable[str]) -> list[int]:
+        return [numbers.setdefault(name, len(numbers)) for name in names]
+
+    nodes: list[tuple[object, ...]] = [
+        (node.op_type, numbered(node.input), numbered(node.output), [one.SerializeToString() for one in node.attribute])
+        for node in graph.node
+    ]
+    return nodes, {numbers[one.name]: one.raw_data for one in graph.initializer}
 
 
 def random_tokens(count: int, seed: int, vocab_size: int = 307) -> npt.NDArray[np.int64]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 
@@ -678,9 +678,18 @@ def wide_checkpoint() -> MemoryCheckpoint:
 
 def tiny_checkpoint(tmp_path: Path, family: str, max_shard_size: str = "5GB", **overrides: Any) -> Path:
     """A checkpoint folder, as a hub would have it. Further arguments replace entries of `tiny_config`."""
-    folder = tmp_path / f"tiny-{family}"
-    model = tiny_model(tiny_config(family, **overrides))
-    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=max_shard_size)
+    model = tiny_model(tiny_config(family, **overrides), kind=kind_of(family))
+    return saved(model.to(torch.bfloat16), tmp_path / f"tiny-{family}", max_shard_size)
+
+
+def kind_of(family: str) -> Any:
+    """transformers' class of a family's models."""
+    return AutoModel if family in ENCODERS else AutoModelForCausalLM
+
+
+def saved(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:
+    """The folder of a model as transformers saves it, with a tokenizer."""
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     (folder / "tokenizer.json").write_text(_tokenizer_json())
     _write_json(folder / "tokenizer_config.json", _tokenizer_config())
     generation = {"bos_token_id": 0, "eos_token_id": [1, 2], "do_sample": True, "temperature": 0.8, "top_k": 20}

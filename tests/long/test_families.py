@@ -9,7 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from enginewright.passes.quant import W8A8, Bf16, Int4Rtn, QuantConfig
+from tests.helpers.tiny import ENCODERS, FAMILIES, HYBRIDS, kind_of, saved, tiny_checkpoint
 from tests.test_families import ALONE, INTEGERS, check_family
+from tests.test_models import content_of_folder
 
 OTHERS = [(family, INTEGERS[(index + 1) % 2]) for index, family in enumerate(ALONE)]
 
@@ -17,6 +19,13 @@ OTHERS = [(family, INTEGERS[(index + 1) % 2]) for index, family in enumerate(ALO
 @pytest.mark.parametrize(("family", "quant"), OTHERS, ids=[f"{family}-{quant.name}" for family, quant in OTHERS])
 def test_an_engine_computes_what_transformers_does(family: str, quant: QuantConfig, tmp_path: Path) -> None:
     check_family(family, quant, tmp_path / "tiny.engine")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, *ENCODERS])
+def test_what_transformers_loads_and_saves_again_is_the_same_model(family: str, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, family)
+    again = saved(kind_of(family).from_pretrained(folder), tmp_path / "again")
+    assert content_of_folder(again, family) == content_of_folder(folder, family)
 
 
 WIDE_HEADS: Mapping[str, Mapping[str, Any]] = {
