@@ -32,7 +32,7 @@ from enginewright.cli_options import (
     say,
     show,
 )
-from enginewright.cli_recipes import recipe_option
+from enginewright.cli_recipes import from_recipe, recipe_option
 from enginewright.dtypes import KV_CACHES, kv_share
 from enginewright.errors import UsageError
 from enginewright.input_lines import split_lines
@@ -268,10 +268,10 @@ def build(
     MODEL is the folder of a Hugging Face checkpoint, a GGUF file, or the name of a model on the Hugging Face hub:
     owner/name or owner/name@revision.
     """
-    from enginewright.builder.build import BuildConfig, build_engine, chosen_quant, default_output
+    from enginewright.builder.build import BuildConfig, build_engine, chosen_quant, default_output, with_possible_kv
     from enginewright.builder.checkpoint import open_checkpoint
     from enginewright.builder.console import ConsoleProgress, describe
-    from enginewright.builder.draft import open_draft
+    from enginewright.builder.draft import open_draft, source_of
     from enginewright.builder.forecast import forecast
     from enginewright.builder.gate import parse_gate
     from enginewright.builder.models import check_config
@@ -296,6 +296,9 @@ def build(
         progress.phase("open the checkpoint")
         checkpoint = open_checkpoint(model, only_cached=dry_run, check_config=check_config)
         beside = open_draft(draft, only_cached=dry_run, check_config=check_config) if draft else None
+        if from_recipe("kv_cache_dtype"):
+            other = source_of(beside)
+            config = with_possible_kv(config, checkpoint.config, *([other[1].config] if other else []))
         path = output or default_output(checkpoint, config)
         made = (forecast if dry_run else build_engine)(checkpoint, config, path, progress, beside)
     if as_json:

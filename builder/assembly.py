@@ -19,7 +19,7 @@ from enginewright.builder.embedding_limits import check_embedding
 from enginewright.builder.gate import GateConfig
 from enginewright.builder.generation_config import check_generation_config
 from enginewright.builder.lower import Lowered, Weight, lower, pack_rows
-from enginewright.builder.models import build_graph
+from enginewright.builder.models import build_graph, keeps_latent_vectors
 from enginewright.builder.progress import Progress
 from enginewright.dtypes import KV_CACHES
 from enginewright.embedding import EMBEDDING
@@ -52,7 +52,7 @@ class BuildConfig:
     same bits in any batch, on GPUs, too. calib_data, calib_size: as `builder.calibration` has them; both None where
     the method needs no calibration. dump_graphs: folder for one ONNX file a pass. gate: None measures nothing. report:
     an .html or .json file for what the gate has measured. provenance: the file for it, if it is wanted.
-    builder_id: as `write_provenance` has it.
+    builder_id: as `write_provenance` has it. notes: sentences for people on how these choices were made.
     """
 
     quant: QuantConfig | None = None
@@ -69,6 +69,7 @@ class BuildConfig:
     report: Path | None = None
     provenance: Path | None = None
     builder_id: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def method(self) -> QuantConfig:
@@ -78,7 +79,7 @@ class BuildConfig:
     @property
     def for_draft(self) -> "BuildConfig":
         """The same for what guesses."""
-        return replace(self, quant=self.draft_quant or self.quant, draft_quant=None)
+        return replace(self, quant=self.draft_quant or self.quant, draft_quant=None, notes=())
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,7 @@ def assemble(
         files=files,
         results=results,
         notes=[
+            *config.notes,
             *json.loads(model.metadata_props["enginewright.warnings"]),
             *(f"{count} {'weight' if count == 1 else 'weights'}: {text}" for text, count in notes.items()),
             *_template_notes(checkpoint.tokenizer),
@@ -227,6 +229,19 @@ def check_quant(checkpoint: Checkpoint, config: BuildConfig) -> None:
             f"the checkpoint is quantized already, as {stored_as}",
             "Leave --quant out to build it as it is, or build from the original checkpoint.",
         )
+
+
+def with_possible_kv(config: BuildConfig, *models: Mapping[str, Any]) -> BuildConfig:
+    """The same with a KV cache of bf16, and a note, where a model can have no other and the config asks for one.
+
+    Args:
+        models: what config.json holds, of each model that the engine will have.
+    """
+    if config.kv_cache_dtype == BuildConfig.kv_cache_dtype or not any(map(keeps_latent_vectors, models)):
+        return config
+    asked = f"the KV cache is bf16, not {config.kv_cache_dtype} as the recipe has it"
+    note = f"{asked}: latent vectors are stored as bf16 alone"
+    return replace(config, kv_cache_dtype=BuildConfig.kv_cache_dtype, notes=(*config.notes, note))
 
 
 def chosen_quant(name: str | None, **settings: object) -> QuantConfig | None:

@@ -18,6 +18,7 @@ from enginewright.builder.assembly import (
     check_quant,
     chosen_quant,
     default_output,
+    with_possible_kv,
 )
 from enginewright.builder.calibration import calibrate
 from enginewright.builder.checkpoint import Checkpoint
@@ -237,4 +238,12 @@ def _gate(assembly: Assembly, path: Path, about: About, progress: Progress) -> Q
     return report
 
 
-__all__ = ["BuildConfig", "BuildReport", "build_engine", "chosen_quant", "default_output", "quant_config"]
+__all__ = [
+    "BuildConfig",
+    "BuildReport",
+    "build_engine",
+    "chosen_quant",
+    "default_output",
+    "quant_config",
+    "with_possible_kv",
+]

@@ -47,6 +47,24 @@ def test_a_shipped_recipe_builds_what_it_says(name: str, folder: Path, tmp_path:
     assert f"`{name}`" in (ROOT / "docs/build.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["cpu-int4", "cpu-int4-quick", "cpu-w8a8"])
+def test_a_recipes_kv_cache_gives_way_to_latent_vectors(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A typed option does not."""
+    folder = tiny_checkpoint(tmp_path, "deepseek_v3")
+    monkeypatch.chdir(tmp_path)
+    taken = (folder, "--recipe", name, "--dry-run", "--json")
+    result = run(*taken)
+    assert result.exit_code == 0, result.output
+    made = json.loads(result.stdout)
+    assert made["recipe"]["kv_cache_dtype"] == "bf16" and "kv-int8" not in made["output"]
+    assert made["notes"][0].startswith("the KV cache is bf16, not int8 as the recipe has it: latent vectors")
+    assert "as the recipe has it" not in run(*taken, "--kv-cache-dtype", "bf16").stdout
+    refused = run(*taken, "--kv-cache-dtype", "int8")
+    assert refused.exit_code == 2 and "Leave --kv-cache-dtype out." in refused.stderr
+
+
 def recipe(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "mine.toml"
     path.write_text(text)

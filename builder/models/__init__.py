@@ -84,6 +84,14 @@ def check_config(config: Mapping[str, Any]) -> None:
     _build(text_config(config), AssumedTensors(), pooling=Pooling("mean"))  # whatever it is: it refuses nothing
 
 
+def keeps_latent_vectors(config: Mapping[str, Any]) -> bool:
+    """Whether a model has one latent vector for each token and layer in its KV cache; config: what config.json holds.
+
+    Families without latent attention refuse the key.
+    """
+    return text_config(config).get("kv_lora_rank") is not None
+
+
 def _build(
     values: Mapping[str, Any],
     tensors: Tensors,

@@ -50,6 +50,11 @@ def recipe_option(command: Any) -> Any:
     )(run)
 
 
+def from_recipe(name: str) -> bool:
+    """Whether the value of an option of the running command is a recipe's, and was not typed."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.DEFAULT_MAP
+
+
 def purpose_of(path: Path) -> str:
     """What a shipped recipe is for: the comment in its first line."""
     with path.open(encoding="utf-8") as file:
@@ -63,11 +68,7 @@ def _listed() -> str:
 def _with_origin(error: UsageError) -> UsageError:
     """The same error; where it names options that were not typed, it says that they come from the recipe."""
     context = click.get_current_context()
-    given = [
-        max(option.opts, key=len)
-        for option in context.command.params
-        if context.get_parameter_source(str(option.name)) is ParameterSource.DEFAULT_MAP
-    ]
+    given = [max(option.opts, key=len) for option in context.command.params if from_recipe(str(option.name))]
     named = " and ".join(word for word in error.what.split() if word in given)
     origin = f"{named} {'come' if ' and ' in named else 'comes'} from the recipe: change that in a copy of it."
     return UsageError(error.what, error.why, "\n".join(filter(None, (error.fix, origin)))) if named else error
