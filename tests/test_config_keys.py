@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
@@ -15,9 +16,13 @@ from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.harmless_keys import HARMLESS, Harmless
 from enginewright.builder.models import ALIASES, build_graph, check_config
+from enginewright.builder.pooling import Pooling
 from enginewright.builder.tensors import AssumedTensors
 from enginewright.builder.weights import Weights
 from enginewright.errors import UnsupportedModelError
+from tests import tolerances
+from tests.helpers.graphs import Content, content
+from tests.helpers.harmless_keys import Reference, excused
 from tests.helpers.tiny import ENCODERS, FAMILIES, HYBRIDS, MemoryCheckpoint, tiny_config, tiny_model
 from tests.helpers.tiny_gguf import ARCHITECTURES, write_model
 from tests.helpers.tiny_gguf import tiny_model as tiny_gguf_model
@@ -160,6 +165,27 @@ def test_harmless_keys_change_nothing(family: str) -> None:
         if entry.values is not None:
             with pytest.raises(UnsupportedModelError, match=rf"{key} = 'else' \(only .* can be built\)"):
                 check_config({**config, key: "else"})
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, *ENCODERS])
+def test_odd_values_of_harmless_keys_change_nothing_in_transformers(family: str) -> None:
+    """All of them at once; tests/long has each by itself."""
+    reference, entries = Reference(family, {}), excused(family)
+    odd = reference.with_odd(entries, which=0)
+    assert entries.keys() - odd.taken.keys() <= NOT_TAKEN
+    assert np.abs(odd.numbers - reference.numbers()).max() < tolerances.DENSE_LOGITS
+    assert content_with(reference, odd.config) == content_with(reference, reference.config)
+
+
+# Of some families, keys of which transformers takes no odd value: it cannot be one that changes something.
+NOT_TAKEN = {"use_return_dict"}
+
+
+def content_with(reference: Reference, config: Mapping[str, Any]) -> Content:
+    """Of the graph of its weights with another config."""
+    pooling = Pooling("mean") if reference.family in ENCODERS else None
+    stored = MemoryCheckpoint.of(reference.model, reference.config).stored
+    return content(build_graph(MemoryCheckpoint(config, stored, pooling=pooling)))
 
 
 def serialized(config: Mapping[str, Any]) -> bytes:

@@ -612,11 +612,11 @@ def tiny_model(config: Mapping[str, Any], seed: int = 0, kind: Any = AutoModelFo
                 buffer.copy_((0.2 * torch.randn(buffer.shape, generator=generator)).to(torch.bfloat16))
             elif name.endswith("layer_scalar"):
                 buffer.copy_((0.4 + torch.rand(buffer.shape, generator=generator)).to(torch.bfloat16))
-        _use_long_factors(model)
+        use_long_factors(model)
     return model  # type: ignore[no-any-return]
 
 
-def _use_long_factors(model: PreTrainedModel) -> None:
+def use_long_factors(model: PreTrainedModel) -> None:
     """LongRoPE's frequencies are those of long sequences for all of them, as an engine has it."""
     rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
     if getattr(rotary, "rope_type", None) == "longrope":
