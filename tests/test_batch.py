@@ -201,7 +201,6 @@ def test_how_long_answers_of_openais_form_are(llm: LLM, tmp_path: Path) -> None:
         ({"prompt": "word " * 300}, "/v1/completions", "prompt"),
         ({"messages": []}, "/v1/chat/completions", "messages"),
         ({}, "/v1/chat/completions", "messages"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "/v1/chat/completions", "messages"),
         ({"messages": [{"role": "king", "content": "a"}]}, "/v1/chat/completions", "messages[0].role"),
     ],
 )

@@ -113,4 +113,4 @@ def test_what_is_not_implemented_of_messages_and_tools(server: Running) -> None:
         answer = server.post(MESSAGES, {"messages": HELLO, "max_tokens": 1, "tools": [tool]})
         why = "the model's chat template shows no tools"
         said = f"tools: {why}" if one.harmless is None else f"tools[0].{key} is not implemented: {one.why}"
-        assert answer.json["error"]["message"] == said
+        assert answer.json["error"]["message"].startswith(said)

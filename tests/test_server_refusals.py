@@ -104,7 +104,6 @@ WRONG_CHATS: list[tuple[Any, str]] = [
     ({"messages": [None]}, "messages[0]"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [*HELLO, {"role": "king", "content": "x"}]}, "messages[1].role"),
-    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "y"}]}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
