@@ -25,6 +25,7 @@ from enginewright.runtime.prompts import Prompt, encode_prompt, salt_of, text_of
 from enginewright.runtime.sampling import RequestOutputKind, SamplingParams
 from enginewright.runtime.stats import Stats
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
+from enginewright.runtime.token_mask import Grammar
 from enginewright.runtime.vllm_options import check_call_options
 from enginewright.runtime.work_class import DEFAULT_WORK, WorkClass
 
@@ -184,10 +185,12 @@ class AsyncLLM:
             EngineDeadError: the engine has failed or is closed.
         """
         token_ids, params = await self.in_tokenizer(partial(self._encode_for, prompt, params, structure))
+        grammars: Sequence[Grammar] = ()
         if params.structured_outputs is not None:  # which may take long: nobody else waits for it
             assert isinstance(self._core, EngineCore), "others have been refused"
             await asyncio.wrap_future(self._core.compile(params.structured_outputs))
-        return await self.in_tokenizer(partial(self._prepare, token_ids, params, cache_salt, work))
+            grammars = self._core.walks(params)
+        return await self.in_tokenizer(partial(self._prepare, token_ids, params, cache_salt, work, grammars))
 
     def _encode_for(
         self, prompt: Prompt, params: SamplingParams, structure: Structure | None
@@ -200,10 +203,15 @@ class AsyncLLM:
         return token_ids, params
 
     def _prepare(
-        self, token_ids: list[int], params: SamplingParams, cache_salt: str, work: WorkClass
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        cache_salt: str,
+        work: WorkClass,
+        grammars: Sequence[Grammar] = (),
     ) -> "AsyncRequest":
         buffer = _DeltaBuffer()
-        request = self._core.request(token_ids, params, buffer.put, cache_salt, work=work)
+        request = self._core.request(token_ids, params, buffer.put, cache_salt, grammars, work)
         return AsyncRequest(token_ids, request, buffer, self._thread.abort)
 
     def start(self, prepared: "AsyncRequest") -> None:

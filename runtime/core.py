@@ -251,6 +251,11 @@ class EngineCore:
         """Compile a grammar before `request` does, which waits for it; ends with the error that it would raise."""
         return self._grammars.compile(wanted)
 
+    def walks(self, params: SamplingParams) -> Sequence[Grammar]:
+        """For `request`, once its grammar was compiled. One that has been evicted since is compiled again, later."""
+        wanted = params.structured_outputs
+        return () if wanted is None else self._grammars.walks(wanted, params.num_candidates)
+
     def request(
         self,
         prompt: Sequence[int],
@@ -286,9 +291,9 @@ class EngineCore:
         if params.num_candidates > params.n:
             request.best_of = BestOf(params.n, params.num_candidates)
             logprobs = params.logprobs or 0
-        if params.structured_outputs is not None:
+        if params.structured_outputs is not None and not grammars:
             self._grammars.compile(params.structured_outputs).result()
-            grammars = self._grammars.walks(params.structured_outputs, params.num_candidates)
+            grammars = self.walks(params)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prompt)
         for index, grammar in enumerate(grammars or [None] * params.num_candidates):
