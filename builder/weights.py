@@ -111,7 +111,7 @@ class Weights:
             self._notes[note] = self._notes.get(note, 0) + len(names)
 
     def is_tied(self, head: str, table: str, shape: tuple[int, int]) -> bool:
-        """Whether a head whose weight should be an embedding's table is that table.
+        """True if a head whose weight should be an embedding's table is that table.
 
         It is not where the checkpoint has another weight for it, which is then used, with a note: transformers unties
         the two as well. Where the checkpoint has both, both are read here, some rows at a time.
@@ -351,7 +351,7 @@ class Weights:
 
 
 def _same(one: ir.Value, other: ir.Value, shape: tuple[int, int]) -> bool:
-    """Whether two weights [N, K] have the same numbers."""
+    """True if two weights [N, K] have the same numbers."""
     (count, columns), readers = shape, (open_rows(one), open_rows(other))
     step = max(ELEMENTS_COMPARED // columns, 1)
     pieces = ((begin, min(begin + step, count)) for begin in range(0, count, step))

@@ -145,7 +145,7 @@ class AsyncLLM:
         core, ends = self._core, [self._loop.create_future() for _ in texts]
         assert isinstance(core, EmbeddingCore)
         requests = [core.text(text, partial(_settle, end), work) for text, end in zip(texts, ends, strict=True)]
-        del core  # whoever waits must not keep it
+        del core  # a request that waits must not keep it
         try:
             for request in requests:
                 self._thread.submit(request)

@@ -98,7 +98,7 @@ class AnswerWriter:
             self._cut_half_line()
 
     def _cut_half_line(self) -> bool:
-        """Whether the output ends with a whole line now."""
+        """True if the output ends with a whole line now."""
         if not self._is_whole and self._can_cut:
             with self._writing():
                 self._stream.truncate(self._ends[-1])

@@ -739,7 +739,7 @@ def _grammar_of(sequence: TokenSequence) -> Grammar | None:
 
 
 def _mask_ready(sequence: TokenSequence, seconds: float) -> bool:
-    """Whether it is known what may come next in a sequence, and after its guesses; wait for it so long at most."""
+    """Wait for the masks of a sequence, and of its draft tokens, so long at most; True if they are there."""
     grammar = _grammar_of(sequence)
     return grammar is None or grammar.wait(seconds, sequence.guesses)
 

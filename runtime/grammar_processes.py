@@ -63,7 +63,7 @@ def _closed() -> EngineError:
 
 @dataclass(frozen=True)
 class Lane:
-    """What the process of a grammar may take."""
+    """Limits of the process of a grammar."""
 
     compile_s: float  # of CPU time
     step_s: float  # of CPU time, for a mask
@@ -131,7 +131,7 @@ class GrammarProcesses:
 
     Args:
         read_tokenizer: the engine's tokenizer.json. Called by the thread, once for each process that forks.
-        setup: what the process that forks is told beside it.
+        setup: further settings of the process that forks.
         capacity_bytes: of the memory of all processes that no other shares.
     """
 
@@ -338,7 +338,7 @@ class GrammarProcesses:
                 self._start(grammar)
 
     def _has_room(self, lane: Lane) -> bool:
-        """Whether one more grammar can be compiled now; unused ones are evicted for it."""
+        """True if one more grammar can be compiled now; unused ones are evicted for it."""
         compiling = [one for one in self._grammars.values() if one.process is not None and not one.is_ready]
         if sum(one.lane is lane for one in compiling) >= lane.num_compiled:
             return False
@@ -357,7 +357,7 @@ class GrammarProcesses:
         return sum(one.process is not None for one in self._grammars.values())
 
     def _num_bytes(self, lane: Lane | None = None) -> int:
-        """Of the grammars of a lane, or of all."""
+        """Bytes of the grammars of a lane, or of all."""
         return sum(one.num_bytes for one in self._grammars.values() if lane in (None, one.lane))
 
     def _evict_one(self, lane: Lane | None = None) -> bool:
@@ -659,6 +659,6 @@ class GrammarProcesses:
 
 
 def _process_of(grammar: CompiledGrammar) -> Process:
-    """That of one that is ready, or is being compiled."""
+    """The process of a grammar that is ready, or is being compiled."""
     assert grammar.process is not None
     return grammar.process

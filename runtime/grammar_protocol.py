@@ -1,4 +1,4 @@
-"""What an engine and the processes of its grammars say to each other, and the limits of these processes.
+"""Messages between an engine and the processes of its grammars, and the limits of these processes.
 
 All frames are those of worker_protocol.py. The first one to a grammar's process is a GrammarOrder, answered by a
 GrammarReply. Those after it are whole numbers of 32 bits: a command is its kind, the number of a walk, and tokens.

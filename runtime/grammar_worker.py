@@ -384,7 +384,7 @@ def main() -> None:
 
 
 def _be_grammar(control: socket.socket, descriptor: int, trie: LLTokenizer, limits: Mapping[str, Any]) -> None:
-    """What a forked process does; it never returns."""
+    """Serve one grammar in a forked process; never returns."""
     status, errors = 0, os.fdopen(os.dup(2), "w")
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust says that there is no more memory

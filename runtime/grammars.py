@@ -66,7 +66,7 @@ class GrammarWalk:
         self._num_taken = 0  # tokens of the answer
         self._replies: SimpleQueue[WalkReply] = SimpleQueue()
         self._next: WalkReply | None = None  # what may come next; None: it is not known yet
-        self._ahead: WalkReply | None = None  # what may come after tokens that may come next; None likewise
+        self._ahead: WalkReply | None = None  # masks after draft tokens; None: not known yet
         self.forced: Sequence[int] = ()
         self.failed = False
 

@@ -27,7 +27,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_cut(self) -> bool:
-        """Whether a limit or a stop string has ended the choice, not the model."""
+        """True if a limit or a stop string has ended the choice, not the model."""
         return self.finish_reason not in (None, "stop") or isinstance(self.stop_reason, str)
 
 

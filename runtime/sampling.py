@@ -386,7 +386,7 @@ class SamplingRequest:
         return PromptToken(token, self.params.prompt_logprobs or 0, self.vocab_size)
 
     def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
-        """Write which tokens may come next, or behind guesses. A grammar has to know it (Grammar.wait)."""
+        """Write which tokens may come next, or after draft tokens. A grammar has to know it (Grammar.wait)."""
         if self.grammar is None:
             mask[:] = ALL if self._rules.allowed is None else self._rules.allowed
             return

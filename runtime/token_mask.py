@@ -39,7 +39,7 @@ class Grammar(Protocol):
         """Find out what may come after the first of these tokens, the first two, …, if they come next."""
 
     def wait(self, seconds: float, after: Sequence[int] = ()) -> bool:
-        """Whether it is known what may come next, and after these tokens; wait for it so long at most.
+        """Wait until it is known what may come next, and after these tokens, so long at most; True if it is.
 
         Args:
             after: the first of those that were looked at last, or none.

@@ -85,7 +85,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def keeps_latent_vectors(config: Mapping[str, Any]) -> bool:
-    """Whether a model has one latent vector for each token and layer in its KV cache; config: what config.json holds.
+    """True if a model has one latent vector for each token and layer in its KV cache; config: of config.json.
 
     Families without latent attention refuse the key.
     """

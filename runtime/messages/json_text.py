@@ -64,7 +64,7 @@ def read_text(source: Source, give: Give, *marks: str) -> Reading[bool]:
 
 
 def _read_escape(source: Source) -> Reading[str]:
-    """What a backslash begins, as an escape of JSON."""
+    """Read what follows a backslash; returns it as an escape of JSON."""
     char = yield from source.take(1)
     if char != "u":
         return f"\\{char}" if char in '"\\/bfnrt' else escaped(f"\\{char}")

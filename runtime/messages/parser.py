@@ -97,7 +97,7 @@ class PieceParser(ABC):
     @property
     @abstractmethod
     def in_reasoning(self) -> bool:
-        """Whether what comes next may go on with the reasoning."""
+        """True if the next text may go on with the reasoning."""
 
     @abstractmethod
     def _read(self) -> Reading[None]:
@@ -113,7 +113,7 @@ class PieceParser(ABC):
         return self._go_on()
 
     def end(self, *, is_cut: bool = False) -> list[Piece]:
-        """What was held back. Nothing comes after it.
+        """The pieces that were held back. Nothing comes after them.
 
         Args:
             is_cut: the model would have gone on. Then the beginning of a call is no text, and arguments are given as

@@ -45,7 +45,7 @@ def _read_function(source: Source, found: FoundCalls) -> Reading[None]:
 
 
 def _ignore(_: str) -> None:
-    """What stands between parameters says nothing."""
+    """Skip the text between parameters, which means nothing."""
 
 
 QWEN3_XML = CallFormat(

@@ -83,7 +83,7 @@ class Source:
         self._kept, self._num_kept = [], 0
 
     def take_back(self) -> str:
-        """What was read and not dropped; it is not kept any longer."""
+        """Return the text that was read and not dropped, and keep it no longer."""
         text = "".join(self._kept)
         self.drop()
         return text

@@ -322,7 +322,7 @@ class ResponsesRoute(CompletionRoute):
 
 
 def _unused(engines: Engines, scope: Scope) -> UnusedKeys:
-    """What a request has that nothing uses, which its response and its line in the log name."""
+    """The unused keys of a request, which its response and its line in the log name."""
     unused = scope["log"].unused = UnusedKeys(is_strict=engines.config.strict_keys)
     return unused
 

@@ -55,7 +55,7 @@ class TextPart(msgspec.Struct):
 
 
 class RefusalPart(msgspec.Struct):
-    """What an assistant has said that declined to answer."""
+    """The words of an assistant that declined to answer."""
 
     refusal: str
 
@@ -95,7 +95,7 @@ class Message(msgspec.Struct):
         return message
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """What the model's chat template sees. Raises ApiError for a content that cannot be shown."""
+        """The message as the model's chat template sees it. Raises ApiError for a content that cannot be shown."""
         message: dict[str, Any] = {"role": ROLES[self.role], "content": self._text(f"{where}.content")}
         if self.refusal:
             message["content"] = "\n".join(filter(None, (message["content"], self.refusal)))

@@ -467,13 +467,13 @@ class Engines:
             await service.llm.close()
 
     def cards(self) -> dict[str, Any]:
-        """What /v1/models says of all engines, on the one page that there is in Anthropic's API."""
+        """The answer of /v1/models: all engines, on the one page that there is in Anthropic's API."""
         names = self.names
         data = [self.card(name) for name in names]
         return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
     def card(self, name: str) -> dict[str, Any]:
-        """What /v1/models says of an engine: the keys of OpenAI's API, ours, and those of Anthropic's."""
+        """An engine in /v1/models: the keys of OpenAI's API, ours, and those of Anthropic's."""
         engine = self._by_name[name]
         max_model_len = None if engine.facts is None else engine.facts.max_model_len
         return {
@@ -509,7 +509,7 @@ def files_of(given: Sequence[str | Path]) -> list[str | Path]:
 
 
 def _is_mistyped(path: str | Path) -> bool:
-    """Whether a path that cannot be opened names no engine at all, not even a broken one."""
+    """True if a path that cannot be opened names no engine at all, not even a broken one."""
     return Path(path).suffix != SUFFIX or not os.path.lexists(path)
 
 

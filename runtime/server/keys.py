@@ -41,7 +41,7 @@ class Unread:
     off_by: tuple[str, Any] | None = None
 
     def is_harmless(self, value: Any, siblings: Mapping[str, Any]) -> bool:
-        """Whether a value of the key changes nothing, in an object that has these keys."""
+        """True if a value of the key changes nothing, in an object that has these keys."""
         if value is None or self.harmless is None or is_one_of(value, self.harmless):
             return True
         return self.off_by is not None and siblings.get(self.off_by[0]) == self.off_by[1]
@@ -85,13 +85,13 @@ class Kinds:
         return self.by_type.get(name) if isinstance(name, str) else None
 
     def skips(self, value: Any) -> bool:
-        """Whether an entry of a list is left out."""
+        """True if an entry of a list is left out."""
         name = value.get("type") if self._may_skip and isinstance(value, dict) else None
         return isinstance(name, str) and name not in self.by_type
 
 
 class UnusedKeys:
-    """What one request has that nothing uses.
+    """The keys and entries of one request that nothing uses.
 
     Args:
         is_strict: it is refused instead.
@@ -245,7 +245,7 @@ def not_implemented(key: str, why: str = "") -> ApiError:
 
 
 def is_one_of(value: Any, values: Sequence[Any]) -> bool:
-    """Whether a value is among others; True is no 1."""
+    """True if a value is among others; true is not 1."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 

@@ -304,7 +304,7 @@ def as_text(line: Line) -> str:
 
 
 def _message(record: logging.LogRecord) -> Fields:
-    """Of a record that is no event. What it was given to name is escaped, and has no line of its own."""
+    """Fields of a record that is no event. Names in it are escaped, and have no line of their own."""
     args = record.args
     if isinstance(args, tuple):
         args = tuple(printable(str(one)) if isinstance(one, str | Path) else one for one in args)

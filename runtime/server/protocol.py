@@ -276,7 +276,7 @@ class Body(msgspec.Struct, kw_only=True):
         return self.params()
 
     def unused(self, tokenizer: Tokenizer) -> Sequence[ApiError]:
-        """What this model has no use for, each as the error that it is where keys are strict."""
+        """Keys that this model has no use for, each as the error that it is where keys are strict."""
         return ()
 
     def structure(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> StructuredOutputsParams | None:

@@ -82,7 +82,7 @@ class _CompressedBody(_PlainBody):
 
 
 def _new_body(scope: Scope, max_bytes: int) -> _PlainBody:
-    """What takes a body in the encoding that its head names. Raises ApiError, 415, for one that is not read."""
+    """Decoder of a body in the encoding that its head names. Raises ApiError, 415, for an unknown one."""
     named = b",".join(header(scope, b"content-encoding")).strip().lower()
     if named in (b"", b"identity"):
         return _PlainBody(max_bytes)

@@ -1,4 +1,4 @@
-"""How a command meets the shell that started it: closed standard streams, Ctrl-C and SIGTERM."""
+"""The process of a command and the shell that started it: closed standard streams, Ctrl-C and SIGTERM."""
 
 import os
 import signal

@@ -51,7 +51,7 @@ def recipe_option(command: Any) -> Any:
 
 
 def from_recipe(name: str) -> bool:
-    """Whether the value of an option of the running command is a recipe's, and was not typed."""
+    """True if the value of an option of the running command is a recipe's, and was not typed."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.DEFAULT_MAP
 
 

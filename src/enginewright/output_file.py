@@ -54,7 +54,7 @@ def require_writable(path: Path, *, in_place: bool = False, regular: bool = Fals
 
 
 def same_file(path: Path, other: Path) -> bool:
-    """Whether two paths lead to the same file, that may not be there yet."""
+    """True if two paths lead to the same file, which may not be there yet."""
     return os.path.realpath(path) == os.path.realpath(other) or (
         path.exists() and other.exists() and path.samefile(other)
     )
@@ -98,7 +98,7 @@ def open_in_place(path: Path, *, keep: bool = False) -> BinaryIO:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether there is a regular file, or nothing yet. Raises OSError where the system does not say."""
+    """True if there is a regular file, or nothing yet. Raises OSError where the system does not say."""
     return _is_replaceable(path, _status(path))
 
 
