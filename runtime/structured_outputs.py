@@ -154,7 +154,7 @@ def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _num_properties(schema: Any) -> Iterator[int]:
-    """The properties of each object that a schema describes."""
+    """The number of properties of each object that a schema describes."""
     for part in _parts(schema):
         properties = part.get("properties")
         yield len(properties) if isinstance(properties, Mapping) else 0
