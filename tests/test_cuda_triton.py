@@ -7,21 +7,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from enginewright.builder.cuda import Compiled, compile_each
-from enginewright.builder.cuda.triton_gemm import TILES, gemm_bf16
 from enginewright.errors import EngineError
-from enginewright.triton_instance import TritonInstance
-from tests.helpers.triton_gemm_run import PROBLEMS
-from tests.tolerances import RECURRENCE_F32, TRITON_GEMM_BF16, TRITON_GEMM_F32
+from enginewright.targets import PTX
+from tests.helpers.chunks import chunk_kernels
+from tests.helpers.compiled import compile_kernels
+from tests.tolerances import RECURRENCE_F32
 
 SHARED_BYTES = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_120": 99}  # KiB of a block
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def gemm(sm: str, out: str = "f32") -> TritonInstance:
-    return gemm_bf16(sm, 1536, 576, (576, 576, 1600), bias=True, out=out)
+SMS = ("sm_80", "sm_90a", "sm_120")  # tests/long compiles both kernels, for all
+_, SCAN = chunk_kernels(True, 3, 3, 10, 50)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +30,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(cache: Path) -> dict[str, Compiled]:
-    made = compile_each([(sm, gemm(sm)) for sm in TILES], cache=cache)
-    return {sm: compiled for (sm, _), compiled in made.items()}
+    return {sm: kernels[SCAN] for sm, kernels in compile_kernels([SCAN], (*SMS, PTX), cache=cache).items()}
 
 
 def interpreted(module: str, *arguments: str) -> list[Any]:
@@ -61,34 +59,20 @@ def test_recurrences_in_chunks_in_the_interpreter() -> None:
     check_recurrences("few", 2)
 
 
-def test_values_in_the_interpreter() -> None:
-    results = interpreted("triton_gemm_run")
-    for problem, result in zip(PROBLEMS, results, strict=True):
-        limit = TRITON_GEMM_F32 if problem[-1].is_floating_point and problem[-1].itemsize == 4 else TRITON_GEMM_BF16
-        assert result["error"] < limit, problem
-        assert result["outside"] == 0, problem
-
-
-@pytest.mark.parametrize("sm", SHARED_BYTES)
+@pytest.mark.parametrize("sm", SMS)
 def test_it_fits_the_architecture(sm: str, made: dict[str, Compiled]) -> None:
     compiled = made[sm]
     assert compiled.cubin.startswith(b"\x7fELF")
     assert compiled.local_bytes == 0
     assert 0 < compiled.static_shared_bytes + compiled.shared_bytes <= SHARED_BYTES[sm] * 1024
     assert 0 < compiled.registers * compiled.num_warps * 32 <= 65536
-    assert compiled.num_warps == TILES[sm].num_warps
-    assert compiled.scratch_bytes == (384 if sm in ("sm_90a", "sm_100a") else 0)  # three descriptors
+    assert compiled.num_warps == SCAN.num_warps and compiled.scratch_bytes == 0
 
 
-def test_instructions(made: dict[str, Compiled]) -> None:
-    text = disassembled(made["sm_90a"].cubin)
-    assert text.count("HGMMA") > 0 and text.count("UTMALDG") > 0 and text.count("UTMASTG") > 0
-    text = disassembled(made["sm_100a"].cubin)
-    assert text.count("UTCHMMA") > 0 and text.count("UTMALDG") > 0
-    for sm in ("sm_80", "sm_120"):
-        text = disassembled(made[sm].cubin)
-        assert text.count("HMMA.16816.F32.BF16") > 0 and text.count("LDGSTS") > 0
-    assert b".target sm_80" in made["ptx"].cubin and b"mma.sync" in made["ptx"].cubin
+def test_products_are_those_of_tensor_cores(made: dict[str, Compiled]) -> None:
+    for sm in ("sm_80", "sm_90a"):
+        assert "TF32" in disassembled(made[sm].cubin)
+    assert b".target sm_80" in made[PTX].cubin and b"mma.sync" in made[PTX].cubin
 
 
 def disassembled(cubin: bytes) -> str:
@@ -102,17 +86,15 @@ def test_the_same_bytes_again(made: dict[str, Compiled], tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     for name, value in {"TRITON_DEFAULT_FP_FUSION": "1", "DISABLE_PTXAS_OPT": "1", "NVRTC_APPEND_FLAGS": "-G"}.items():
         monkeypatch.setenv(name, value)
-    wanted = [(sm, gemm(sm)) for sm in ("sm_90a", "sm_120")]
-    again = compile_each(wanted, cache=tmp_path / "cache")
-    assert again == {(sm, kernel): made[sm] for sm, kernel in wanted}
-    assert made["sm_120"].cubin != made["sm_89"].cubin
+    again = compile_kernels([SCAN], ["sm_90a", "sm_120"], cache=tmp_path / "cache")
+    assert again == {sm: {SCAN: made[sm]} for sm in ("sm_90a", "sm_120")}
+    assert made["sm_120"].cubin != made["sm_80"].cubin
     for compiled in made.values():
         assert str(ROOT).encode() not in compiled.cubin and b"/tmp" not in compiled.cubin
 
 
 def test_a_kernel_that_does_not_compile_is_shown(cache: Path) -> None:
-    wrong = gemm("sm_80")
-    constants = tuple((name, 24 if name == "BLOCK_K" else value) for name, value in wrong.constants)
-    instance = TritonInstance(wrong.module, wrong.function, wrong.signature, constants, 8, 3)
-    with pytest.raises(EngineError, match=r"gemm_bf16<N=1536, .* of triton/gemm.py does not compile for sm_80"):
-        compile_each([("sm_80", instance)], cache=cache)
+    constants = dict(SCAN.constants) | {"BLOCK_V": 24}  # not a power of two
+    wrong = msgspec.structs.replace(SCAN, constants=tuple(constants.items()))
+    with pytest.raises(EngineError, match=r"scan_chunks<DELTA=True, .* of triton/recurrence.py does not compile for"):
+        compile_each([("sm_80", wrong)], cache=cache)

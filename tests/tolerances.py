@@ -179,11 +179,6 @@ HYBRID_GPU_CPU = 4e-3  # of models with states, which keep such differences: mea
 # the largest, on VNNI and AVX2 alike.
 ENGINE_GRAPH_SMOLLM2 = {"bf16": 1.2e-4, "int8": 5e-4, "mxfp4": 1.2e-3}
 
-# Of max(1, |y|), the Triton GEMM in its interpreter: up to 200 products of BF16, exact in fp32, summed in it; measured
-# 1.0e-6. The interpreter turns fp32 into BF16 by cutting bits off: one step of 2^-7.
-TRITON_GEMM_F32 = 1e-5
-TRITON_GEMM_BF16 = 2.0**-7
-
 # Difference of log-probabilities a token, of an engine with activations and KV in bf16 to transformers in fp32 on the
 # same weights, over 12 tokens of a tiny model whose logits are about ±9; measured 3.2e-3.
 BEAM_SCORE = 1e-2

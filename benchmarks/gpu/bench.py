@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from enginewright.builder.cuda import Compiled, Instance, TritonInstance, compile_each
+from enginewright.builder.cuda import Compiled, Instance, compile_each
 from enginewright.code import CompiledKernel
 from enginewright.runtime.cuda.device import CudaDevice, Device
 from enginewright.targets import SMS, choose_code
@@ -55,19 +55,15 @@ class GpuBench:
         self._stream = torch.cuda.ExternalStream(self.device.stream)
         torch.cuda.set_stream(self._stream)
         self._compiled: dict[str, Compiled] = {}
-        # By the symbol alone: who launches a kernel in Triton gives it what it takes, the memory of its blocks too.
         self.device.code = lambda name: (self._compiled[name].cubin, CompiledKernel(self._compiled[name].symbol))
 
     @cached_property
     def sm(self) -> str:
         return choose_code(self.device.capability, SMS)
 
-    def compile(self, kernels: Iterable[Instance | TritonInstance]) -> None:
+    def compile(self, kernels: Iterable[Instance]) -> None:
         made = compile_each([(self.sm, kernel) for kernel in dict.fromkeys(kernels)])
         self._compiled |= {kernel.expression: compiled for (_, kernel), compiled in made.items()}
-
-    def compiled(self, kernel: TritonInstance) -> Compiled:
-        return self._compiled[kernel.expression]
 
     def ours(self, works: list[Work]) -> Replay:
         all_of(works)()

@@ -11,8 +11,7 @@ from benchmarks.gpu.bench import Bench, GpuBench, Replay, Work, copies, interlea
 from benchmarks.gpu.calls import OpCall, Tensors, buffer, call_of, empty, kernel_of, random_bytes, random_rows
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.roofline import Roofline, reported
-from enginewright.builder.cuda import Instance, TritonInstance
-from enginewright.builder.cuda.triton_gemm import TILES, gemm_bf16
+from enginewright.builder.cuda import Instance
 from enginewright.builder.lower.pack import PackedForm
 from enginewright.errors import EngineError
 from enginewright.plan import Linear, StepSizes, step_sizes
@@ -23,7 +22,7 @@ from enginewright.plugins.quantize_rows import groups_of
 
 TOKENS = (1, 8, 16, 64, 512, 4096)
 SAME = 2e-2  # error of bf16 results beside torch's, over the largest: both are rounded to bf16
-CUBLAS, SCALED_MM, TRITON = "cublas bf16", "cublas fp8", "triton bf16"
+CUBLAS, SCALED_MM = "cublas bf16", "cublas fp8"
 
 
 @dataclass(frozen=True)
@@ -193,25 +192,6 @@ def of_torch(bench: Bench, shape: Shape, plain: list[torch.Tensor], x: torch.Ten
     return found
 
 
-def triton_kernel(sm: str, shape: Shape) -> TritonInstance:
-    return gemm_bf16(sm, shape.features, shape.columns, (shape.columns, shape.columns, shape.features), bias=False)
-
-
-def of_triton(bench: GpuBench, shape: Shape, plain: list[torch.Tensor], x: torch.Tensor) -> Replay:
-    kernel, tiles = triton_kernel(bench.sm, shape), TILES[bench.sm]
-    code, (tokens, _) = bench.compiled(kernel), x.shape
-    programs = min(-(-tokens // tiles.m) * -(-shape.features // tiles.n), bench.device.multiprocessors)
-    rows = torch.tensor([tokens], dtype=torch.int32, device=bench.at)
-    y = torch.empty(tokens, shape.features, dtype=torch.bfloat16, device=bench.at)
-    scratch = torch.empty(max(code.scratch_bytes * programs, 1), dtype=torch.uint8, device=bench.at)
-    works: list[Work] = []
-    for weight in plain:
-        addresses = [x.data_ptr(), weight.data_ptr(), 0, y.data_ptr(), rows.data_ptr(), scratch.data_ptr(), 0]
-        run = bench.device.launcher(kernel.expression, 32 * code.num_warps, code.shared_bytes, addresses)
-        works.append(lambda run=run, _=(y, rows, scratch): run((programs, 1, 1)))
-    return bench.ours(works)
-
-
 def measure(bench: Bench, report: Report, roofline: Roofline, shape: Shape, calls: dict[WeightFormat, OpCall]) -> None:
     weights = Weights(bench, shape)
     packed = {name: weights.packed(format) for name, format in {format.weights: format for format in calls}.items()}
@@ -245,11 +225,6 @@ def measure(bench: Bench, report: Report, roofline: Roofline, shape: Shape, call
             if format.name == "bf16":
                 errors["bf16"] = error(call, shape, operands["x"][:tokens], weights.plain[0], shared["out"])
             contestants[format.name] = bench.ours(mine)
-        if isinstance(bench, GpuBench) and shape.name != "head":
-            try:
-                contestants[TRITON] = of_triton(bench, shape, weights.plain, x)
-            except (EngineError, KeyError) as problem:
-                report.add(f"gemm/{shape.name}/{tokens}/{TRITON}", error=str(problem).splitlines()[0])
         seconds = interleaved(bench, contestants)
         for name, found in seconds.items():
             form = next((format for format in calls if format.name == name), None)
@@ -271,7 +246,7 @@ def measure(bench: Bench, report: Report, roofline: Roofline, shape: Shape, call
 
 
 def bytes_of(shape: Shape, format: WeightFormat | None, tokens: int) -> int:
-    """That a product has to read and write. format: None is torch's, or Triton's."""
+    """That a product has to read and write. format: None is torch's."""
     weight = 2 * shape.features * shape.columns
     if format is not None:
         weight = sum(form.nbytes for form in format.forms(shape).values())
@@ -305,10 +280,6 @@ def kernels_of(shape: Shape, call: OpCall) -> list[Instance]:
 def run(report: Report) -> None:
     bench = GpuBench()
     roofline = reported(bench, report)
-    try:
-        bench.compile(triton_kernel(bench.sm, shape) for shape in SHAPES)
-    except EngineError as problem:
-        report.add(f"gemm/{TRITON}", error=str(problem)[:300])
     formats = (*FORMATS, *HOPPER) if bench.sm == "sm_90a" else FORMATS
     for shape, calls in prepared(bench, report, formats):
         with report.case(f"gemm/{shape.name}"):
