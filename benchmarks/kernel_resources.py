@@ -20,7 +20,8 @@ from protocol.models import SMOLLM2
 
 from enginewright.builder.assembly import BuildConfig, assemble
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.builder.cuda import Compiled, Instance, compile_each
+from enginewright.builder.cuda import Compiled, Instance, TritonInstance, compile_each
+from enginewright.builder.cuda.sections import to_compile
 from enginewright.builder.progress import Silent
 from enginewright.passes.quant import quant_config
 from enginewright.plan import MOST_SHARED_BYTES
@@ -39,7 +40,7 @@ HOPPER = ("sm_90a",)  # kernels for it alone may take all that it has
 class Kernel:
     """One specialization of a kernel, and the most that its launches take."""
 
-    instance: Instance
+    instance: Instance | TritonInstance
     threads: int  # of a block
     shared_bytes: int  # dynamic shared memory
     architectures: tuple[str, ...] = ()  # that it is for; () is all
@@ -49,7 +50,7 @@ class Kernel:
         return self.instance.expression.partition("<")[0]
 
 
-Made = Mapping[str, Mapping[Instance, Compiled]]  # architecture → kernel → its code
+Made = Mapping[str, Mapping[Instance | TritonInstance, Compiled]]  # architecture → kernel → its code
 
 
 def kernels(model: str, quants: Sequence[str], targets: tuple[str, ...], batch_invariant: bool = False) -> list[Kernel]:
@@ -61,7 +62,7 @@ def kernels(model: str, quants: Sequence[str], targets: tuple[str, ...], batch_i
         for launch in assembly.plans[CUDA].launches():
             code, before = assembly.kernels[launch.kernel], found.get(launch.kernel)
             found[launch.kernel] = Kernel(
-                Instance(code.source, code.expression),
+                to_compile(code),
                 max(launch.threads, before.threads if before else 0),
                 max(launch.shared_bytes, before.shared_bytes if before else 0),
                 code.architectures,
@@ -115,7 +116,7 @@ def excesses(found: Sequence[Kernel], made: Made, local: Mapping[str, str] = LOC
             code = compiled[kernel.instance]
             if code.local_bytes and kernel.function not in local:
                 wrong.append(f"{sm}: {code.local_bytes} bytes of local memory a thread: {kernel.instance.expression}")
-            shared_bytes = kernel.shared_bytes + code.static_shared_bytes
+            shared_bytes = kernel.shared_bytes + code.shared_bytes + code.static_shared_bytes
             if shared_bytes > (MOST_SHARED_BYTES if (kernel.architectures or tuple(made)) == HOPPER else SHARED_BYTES):
                 wrong.append(f"{sm}: {shared_bytes} bytes of shared memory: {kernel.instance.expression}")
     return wrong

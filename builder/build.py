@@ -23,8 +23,8 @@ from enginewright.builder.assembly import (
 from enginewright.builder.calibration import calibrate
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.head import HeadFolder
-from enginewright.builder.cuda.compile import check_compiler
-from enginewright.builder.cuda.sections import code_sections
+from enginewright.builder.cuda.compile import check_compilers
+from enginewright.builder.cuda.sections import code_sections, to_compile
 from enginewright.builder.draft import Draft, FirstLayers, add_draft, check_draft, source_of
 from enginewright.builder.gate import (
     Subject,
@@ -50,7 +50,6 @@ from enginewright.runtime.goldens import GOLDENS, last_logits_of, record, replay
 from enginewright.runtime.machine import num_cores
 from enginewright.runtime.provenance import write_provenance
 from enginewright.runtime.quality import QUALITY, QualityReport
-from enginewright.targets import architectures
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,6 @@ def _build(
     env.source_date()  # what is wrong with it is said now
     check_quant(checkpoint, config)
     check_draft(checkpoint, draft, config)
-    if architectures(config.targets):
-        check_compiler()
     if config.method.calibrated:
         progress.phase("check the plan")
         _check_plan(checkpoint, draft, config, output)
@@ -132,6 +129,7 @@ def _build(
     assembly = assemble(checkpoint, config, progress, calibration)
     if draft is not None:
         assembly = add_draft(assembly, draft, progress, calibration)
+    check_compilers(map(to_compile, assembly.kernels.values()))
     if assembly.kernels:
         progress.phase("compile GPU kernels")
         code = code_sections(assembly.kernels, config.targets)
@@ -189,11 +187,12 @@ def _check_outputs(config: BuildConfig, output: Path) -> None:
 
 def _check_plan(checkpoint: Checkpoint, draft: Draft | None, config: BuildConfig, output: Path) -> None:
     """Refuse before calibration, which takes minutes, what does not depend on it: a plan of the same sizes is not
-    possible, or has no space on the disk.
+    possible, has kernels that no compiler here takes, or has no space on the disk.
     """
     planned = assemble(checkpoint, replace(config, dump_graphs=None), Silent())
     if isinstance(draft, FirstLayers | HeadFolder):
         planned = add_draft(planned, draft, Silent())
+    check_compilers(map(to_compile, planned.kernels.values()))
     with planned.writer(output, evidence_sections=2):
         pass
 

@@ -16,6 +16,8 @@ from enginewright.builder.assembly import (
 from enginewright.builder.calibration import foresee_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
+from enginewright.builder.cuda.compile import check_compilers
+from enginewright.builder.cuda.sections import to_compile
 from enginewright.builder.draft import Draft, add_draft, check_draft
 from enginewright.builder.gate.gate import STEP_ELEMENTS, TOKENS
 from enginewright.builder.lower.pack import TORCH_DTYPES
@@ -82,6 +84,7 @@ def forecast(
     check_draft(checkpoint, draft, config)
     if draft is not None:
         assembly = add_draft(assembly, draft, Silent())
+    check_compilers(map(to_compile, assembly.kernels.values()))
     writer = assemble(checkpoint, BuildConfig(quant=W8A8()), Silent()) if samples and not config.calib_data else None
     file_bytes = _file_bytes(assembly)
     weight_bytes: Counter[str] = Counter()

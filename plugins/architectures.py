@@ -19,8 +19,7 @@ class ArchSpec:
 
     Kernels with Hopper's own tensor core instructions (csrc/cuda/wgmma.cuh) are switched on here as soon as a GPU has
     shown that they are right, and faster: `python -m benchmarks.gpu` compares (`over mma.sync`). They add in another
-    order than kernels for few tokens do, so engines that are built batch-invariant never have them. The same holds of
-    recurrences in chunks (csrc/cuda/triton/recurrence.py), for which the build wants Triton, too.
+    order than kernels for few tokens do, so engines that are built batch-invariant never have them.
     """
 
     name: str  # one of targets.SMS, or PTX
@@ -28,7 +27,6 @@ class ArchSpec:
     shared_bytes: int = 99 << 10  # of a block, at most; code for sm_80 runs on 8.6, too, which has no more
     wgmma_gemm: bool = False  # gemm_wgmma in place of gemm_large
     wgmma_prefill: bool = False  # paged_prefill_wgmma in place of paged_prefill
-    chunked_recurrence: bool = False  # prompts of recurrences in chunks of 64 tokens, in place of token by token
 
     @property
     def shared_bytes_of_two(self) -> int:

@@ -1,12 +1,10 @@
-"""What GPUs launch for recurrences: csrc/cuda/recurrence.cuh, and for prompts, where that is switched on, what
-recurrence_triton.py has."""
+"""Launches of recurrences on GPUs: csrc/cuda/recurrence.cuh takes one token after the other, and for sequences with
+several tokens in a step there are kernels that take them in chunks (recurrence_triton.py)."""
 
 from dataclasses import replace
-from functools import partial
 
 from enginewright.dtypes import DTYPES
 from enginewright.plan import Launch, linear
-from enginewright.plugins.architectures import ARCHITECTURES, ArchSpec, by_architecture
 from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, cuda_type, expression
 from enginewright.plugins.recurrence_triton import chunk_instances, chunk_launches, chunk_scratch
 
@@ -47,8 +45,8 @@ def conv_on_cuda(binding: KernelBinding) -> CudaKernel:
 def recurrence_on_cuda(binding: KernelBinding, *, delta: bool) -> CudaKernel:
     """delta: the gated delta rule, and not Mamba-2."""
 
-    def launches_on(call: Call, arch: ArchSpec) -> tuple[Launch, ...]:
-        chunked = _chunked(call, arch)
+    def launches(call: Call) -> tuple[Launch, ...]:
+        chunked = _chunked(call)
         operands, attributes = call.operands, call.attributes
         heads, key_heads = int(attributes["heads"]), int(attributes["key_heads"])
         rows, columns = operands["key"].columns // key_heads, operands["value"].columns // heads
@@ -82,20 +80,19 @@ def recurrence_on_cuda(binding: KernelBinding, *, delta: bool) -> CudaKernel:
         step = Launch(kernel, (*arguments, "state", "query_start", "slots", "out"), grid, THREADS, shared_bytes)
         return (step, *(chunk_launches(call, delta) if chunked else ()))
 
-    def chunked_anywhere(call: Call) -> bool:
-        return any(_chunked(call, ARCHITECTURES[name]) for name in call.architectures)
-
     return replace(
-        binding.on_cuda(lambda call: by_architecture(call, partial(launches_on, call)), linear_recurrence="recurrence"),
+        binding.on_cuda(launches, linear_recurrence="recurrence"),
         inputs=(*binding.inputs[:-1], "kv_len"),
-        scratch=lambda call: chunk_scratch(call, delta) if chunked_anywhere(call) else None,
-        triton=lambda call: chunk_instances(call, delta) if chunked_anywhere(call) else (),
+        scratch=lambda call: chunk_scratch(call, delta) if _chunked(call) else None,
+        triton=lambda call: chunk_instances(call, delta) if _chunked(call) else (),
     )
 
 
-def _chunked(call: Call, arch: ArchSpec) -> bool:
-    """Whether sequences with several tokens in a step go through chunks."""
-    return arch.chunked_recurrence and not call.batch_invariant and not _by_row(call)
+def _chunked(call: Call) -> bool:
+    """Sequences with several tokens in a step go through chunks. These add in another order than single tokens do, so
+    batch-invariant engines do not have them.
+    """
+    return not call.batch_invariant and not _by_row(call)
 
 
 def _by_row(call: Call) -> bool:

@@ -127,36 +127,32 @@ def test_wgmma_where_it_is_switched_on_is_for_hopper_alone(monkeypatch: pytest.M
     assert not any("prefill_wgmma" in name for name in assembled(kv_cache_dtype="int8").kernels)
 
 
-def test_recurrences_go_in_chunks_where_these_are_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrences_go_in_chunks_unless_they_shall_be_batch_invariant() -> None:
     targets = ("cuda:sm_80", "cuda:sm_90a")
-    model = tiny_config("nemotron_h")
-    checkpoint = MemoryCheckpoint.of(tiny_model(model), model)
 
-    def assembled(**options: Any) -> Assembly:
-        return assemble(checkpoint, BuildConfig(targets=targets, **options), Silent())
+    def assembled(family: str, **options: Any) -> Assembly:
+        model = tiny_config(family)
+        return assemble(
+            MemoryCheckpoint.of(tiny_model(model), model), BuildConfig(targets=targets, **options), Silent()
+        )
 
-    def functions(plan: Plan, sizes: StepSizes) -> set[tuple[str, ...]]:
-        calls = [call for call in plan.calls if call.kernel.startswith("selective_state")]
+    def functions(assembly: Assembly, sizes: StepSizes) -> set[tuple[str, ...]]:
+        plan = Plan.from_json(assembly.plans["cuda"].to_json())
+        calls = [call for call in plan.calls if call.kernel.startswith(("selective_state", "gated_delta"))]
         return {tuple(one.kernel.partition("-")[0] for one in call.launches if one.runs(sizes)) for call in calls}
 
     prompts, decodes = (step_sizes(tokens=tokens, sequences=2, logit_rows=2) for tokens in (3, 2))
     alone, in_chunks = {("linear_recurrence",)}, {("linear_recurrence", "prepare_chunks", "scan_chunks")}
-    before = assembled().plans["cuda"]
-    assert functions(before, prompts) == alone  # no engine has them until then
-    switched_on = replace(ARCHITECTURES["sm_90a"], chunked_recurrence=True)
-    monkeypatch.setitem(ARCHITECTURES, "sm_90a", switched_on)
-    assembly = assembled()
-    plan = Plan.from_json(assembly.plans["cuda"].to_json())
-    assert functions(plan.for_code("sm_80"), prompts) == alone
-    assert functions(plan.for_code("sm_90a"), prompts) == in_chunks
-    assert functions(plan.for_code("sm_90a"), decodes) == alone
-    assert functions(assembled(batch_invariant=True).plans["cuda"], prompts) == alone
-    chunked = {name: kernel for name, kernel in assembly.kernels.items() if "linear_rec" in name or kernel.triton}
-    sections = code_sections(chunked, targets)
-    archives = {name: read_code(memoryview(data), name).launches for name, data in sections.items()}
+    assembly = assembled("nemotron_h")
+    for chunked in (assembly, assembled("qwen3_next")):
+        assert functions(chunked, prompts) == in_chunks and functions(chunked, decodes) == alone
+    assert functions(assembled("nemotron_h", batch_invariant=True), prompts) == alone
+    assert functions(assembled("kimi_linear"), prompts) == alone  # each row of a state has a decay of its own
+    some = {name: kernel for name, kernel in assembly.kernels.items() if "linear_rec" in name or kernel.triton}
+    archives = {name: read_code(memoryview(data), name).launches for name, data in code_sections(some, targets).items()}
     warps = {name: sorted(one.num_warps for one in launches.values()) for name, launches in archives.items()}
-    assert warps == {"code/sm_80": [0], "code/sm_90a": [0, SCAN_WARPS, PREPARE_WARPS]}
-    assert not any(one.scratch_bytes for one in archives["code/sm_90a"].values())
+    assert warps == {f"code/{sm}": [0, SCAN_WARPS, PREPARE_WARPS] for sm in ("sm_80", "sm_90a")}
+    assert not any(one.scratch_bytes for launches in archives.values() for one in launches.values())
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

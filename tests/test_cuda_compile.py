@@ -6,14 +6,18 @@ import subprocess
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from enginewright.builder import build
-from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.builder.cuda import Compiled, Instance, compile
+from enginewright.builder.build import BuildConfig, quant_config
+from enginewright.builder.checkpoint import Checkpoint
+from enginewright.builder.cuda import Compiled, Instance, compile, nvrtc, triton_kernel
 from enginewright.builder.cuda.cubin import resources
 from enginewright.builder.cuda.kernel import Failed, Job
+from enginewright.builder.forecast import forecast
+from enginewright.builder.progress import Silent
 from enginewright.errors import EngineError, UsageError
 from enginewright.plan import COMMON_DIMS, Linear, linear
 from enginewright.plugins import PLUGINS
@@ -25,7 +29,7 @@ from tests.helpers.compiled import compile_kernels
 from tests.helpers.cuda_attention import Attention
 from tests.helpers.cuda_gemm import Gemm
 from tests.helpers.paged_kv import Heads
-from tests.helpers.tiny import tiny_checkpoint
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 # What makes compilers write differently: names local to a file, and a header.
 KERNEL = r"""
@@ -225,14 +229,34 @@ def test_a_compiler_that_is_not_installed(
         compile_kernels([ADD], ["sm_80"], sources=sources)
 
 
-def test_a_build_without_the_compiler_ends_before_anything_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("compiler", "family", "hint"),
+    [(nvrtc, "llama", "cuda-build]'"), (triton_kernel, "nemotron_h", "cuda-triton]', or build with --batch-invariant")],
+)
+def test_a_build_without_a_compiler_that_it_needs_ends_before_anything_is_done(
+    compiler: ModuleType, family: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile.nvrtc, "WHEELS", {"enginewright-none": ""})
-    monkeypatch.setattr(build, "calibrate", None)
-    checkpoint = open_checkpoint(str(tiny_checkpoint(tmp_path / "checkpoint", "llama")))
-    with pytest.raises(UsageError, match="cuda-build"):
-        build.build_engine(checkpoint, build.BuildConfig(targets=("cpu", "cuda:sm_80")), tmp_path / "x.engine")
+    def calibrate(checkpoint: Checkpoint, config: BuildConfig, *_: object) -> None:
+        assert not config.method.calibrated, "it calibrates, which takes minutes"
+
+    monkeypatch.setattr(compiler, "WHEELS", {"enginewright-none": ""})
+    monkeypatch.setattr(build, "calibrate", calibrate)
+    config = tiny_config(family)
+    checkpoint, path = MemoryCheckpoint.of(tiny_model(config), config), tmp_path / "x.engine"
+    for begin in forecast, build.build_engine:
+        for quant in "bf16", "int8-sq":
+            wanted = BuildConfig(quant=quant_config(quant), targets=("cpu", "cuda:sm_80"))
+            with pytest.raises(UsageError, match=f"(?s)enginewright-none is not installed.*{re.escape(hint)}"):
+                begin(checkpoint, wanted, path, Silent())
+    assert checkpoint.reads == [] and list(tmp_path.iterdir()) == []
+
+
+def test_batch_invariant_engines_need_no_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "WHEELS", {"enginewright-none": ""})
+    config = tiny_config("nemotron_h")
+    wanted = BuildConfig(targets=("cuda:sm_80",), batch_invariant=True)
+    foreseen = forecast(MemoryCheckpoint.of(tiny_model(config), config), wanted, tmp_path / "x.engine", Silent())
+    assert any(kernel.startswith("selective_state") for kernel in foreseen.kernels["cuda"])
 
 
 def test_processes_that_compile_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,8 +51,8 @@ def check_recurrences(which: str, count: int) -> None:
     results = interpreted("triton_recurrence_run", which)
     assert len(results) == count
     for index, result in enumerate(results):
-        assert result["error"] < RECURRENCE_F32 and result["state"] < RECURRENCE_F32, (index, result)
-        assert result["same"], f"problem {index} has other bits when its prompt is cut, or alone"
+        assert result.pop("same"), f"problem {index} has other bits when its prompt is cut, or alone"
+        assert max(result.values()) < RECURRENCE_F32, (index, result)
 
 
 def test_recurrences_in_chunks_in_the_interpreter() -> None:

@@ -128,7 +128,8 @@ RAGGED_INT8_LOGITS = 1e-4
 REFERENCE_F32 = 1e-6
 
 # Largest error of a recurrence and its state over the largest result, in fp32 after some ten tokens: sums of up to 128
-# products, and what tokens before have left of such errors; measured 8e-7.
+# products, and what tokens before have left of such errors; measured 8e-7. In chunks, of the token-by-token kernel's
+# result: measured 1.2e-6.
 RECURRENCE_F32 = 3e-6
 
 # Mean KL (nats) between a tiny model and its rescaled copy, in float64: each weight is rounded to bf16 once more, which

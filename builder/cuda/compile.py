@@ -2,11 +2,12 @@
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 
@@ -22,6 +23,7 @@ from enginewright.targets import CUDA, parse_targets
 from enginewright.triton_instance import TritonInstance
 
 Kernel = Instance | TritonInstance
+_COMPILERS: Mapping[type[Kernel], ModuleType] = {Instance: nvrtc, TritonInstance: triton_kernel}
 SOURCES = Path(enginewright.__file__).parent / "csrc" / CUDA
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
@@ -75,29 +77,31 @@ def _texts(source: str, sources: Path) -> dict[str, str]:
     return texts
 
 
-def check_compiler() -> None:
-    """Said before what takes minutes. Raises UsageError: the compiler is not installed, or another one."""
-    _versions(nvrtc.WHEELS)
+def check_compilers(kernels: Iterable[Kernel]) -> None:
+    """Check, before what takes minutes, that these kernels can be compiled here.
+
+    Raises:
+        UsageError: a compiler is not installed, or is another version.
+    """
+    for kind in dict.fromkeys(type(kernel) for kernel in kernels):
+        _versions(_COMPILERS[kind])
 
 
 def _key(job: Job) -> str:
     """Of all that goes into a kernel; the compiler itself need not be loaded for what is in the cache."""
-    how = triton_kernel if isinstance(job.instance, TritonInstance) else nvrtc
-    inputs = [job, how.OPTIONS, _versions(how.WHEELS)]
+    compiler = _COMPILERS[type(job.instance)]
+    inputs = [job, compiler.OPTIONS, _versions(compiler)]
     return hashlib.sha256(msgspec.json.encode(inputs, order="sorted")).hexdigest()
 
 
-def _versions(wheels: Mapping[str, str]) -> dict[str, str]:
-    """Of what compiles. wheels: each, and how its version has to begin."""
-    found = {wheel: _version(wheel) for wheel in wheels}
-    for wheel, start in wheels.items():
+def _versions(compiler: ModuleType) -> dict[str, str]:
+    """Versions of the wheels that a compiler consists of: its WHEELS says how each has to begin."""
+    found = {wheel: _version(wheel) for wheel in compiler.WHEELS}
+    for wheel, start in compiler.WHEELS.items():
         given = found[wheel]
         if given is None or not given.startswith(start):
             why = f"{wheel} is not installed" if given is None else f"{wheel} is {given}, and should be {start}*"
-            extra = "cuda-triton" if wheel == "triton" else "cuda-build"
-            raise UsageError(
-                "GPU kernels cannot be compiled", why, f"Install it with: pip install 'enginewright[{extra}]'"
-            )
+            raise UsageError("GPU kernels cannot be compiled", why, compiler.REMEDY)
     return {wheel: str(given) for wheel, given in found.items()}
 
 

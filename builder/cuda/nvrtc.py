@@ -13,6 +13,7 @@ from enginewright.targets import PTX
 
 # Wheel → how its version begins. PTX of a newer NVRTC does not run with the drivers of this one.
 WHEELS = {"nvidia-cuda-nvrtc": "13.0.", "cuda-bindings": ""}
+REMEDY = "Install it with: pip install 'enginewright[cuda-build]'"
 OPTIONS = (
     "--std=c++20",
     "--device-as-default-execution-space",

@@ -2,11 +2,16 @@
 
 from collections.abc import Iterable, Mapping
 
-from enginewright.builder.cuda.compile import compile_each
+from enginewright.builder.cuda.compile import Kernel, compile_each
 from enginewright.builder.cuda.kernel import Instance
 from enginewright.code import CODE, write_code
 from enginewright.plugins.kernel import Specialization
 from enginewright.targets import architectures
+
+
+def to_compile(kernel: Specialization) -> Kernel:
+    """The kernel as its compiler takes it."""
+    return kernel.triton or Instance(kernel.source, kernel.expression)
 
 
 def code_sections(kernels: Mapping[str, Specialization], targets: Iterable[str]) -> dict[str, bytes]:
@@ -17,11 +22,7 @@ def code_sections(kernels: Mapping[str, Specialization], targets: Iterable[str])
         EngineError: a kernel does not compile.
     """
     wanted = {
-        sm: {
-            name: kernel.triton or Instance(kernel.source, kernel.expression)
-            for name, kernel in kernels.items()
-            if sm in (kernel.architectures or (sm,))
-        }
+        sm: {name: to_compile(kernel) for name, kernel in kernels.items() if sm in (kernel.architectures or (sm,))}
         for sm in architectures(targets)
     }
     made = compile_each([(sm, instance) for sm, instances in wanted.items() for instance in instances.values()])

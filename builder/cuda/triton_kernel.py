@@ -11,6 +11,10 @@ from enginewright.targets import PTX
 from enginewright.triton_instance import TritonInstance
 
 WHEELS = {"triton": ""}  # wheel → how its version begins
+REMEDY = (
+    "This model's prompts go through kernels in Triton. Install it with: pip install 'enginewright[cuda-triton]', or "
+    "build with --batch-invariant, which needs none and reads prompts token by token."
+)
 OPTIONS = {"enable_fp_fusion": False}  # results do not depend on what the compiler fuses
 # Architecture → the capability whose instructions Triton takes.
 _CAPABILITIES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90a": 90, "sm_100a": 100, "sm_120": 89, PTX: 80}

@@ -9,7 +9,8 @@ from threading import Lock
 
 import numpy as np
 
-from enginewright.builder.cuda import Instance, compile_each
+from enginewright.builder.cuda import compile_each
+from enginewright.builder.cuda.sections import to_compile
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime.cuda.device import Bytes, CudaDevice, Grid
 from enginewright.targets import SMS, choose_code
@@ -141,7 +142,7 @@ def device_for(kernels: Mapping[str, Specialization]) -> "EmulatedDevice | CudaD
         return EmulatedDevice(kernels)
     device = CudaDevice()
     architecture = choose_code(device.capability, SMS)
-    instances = {name: kernel.triton or Instance(kernel.source, kernel.expression) for name, kernel in kernels.items()}
+    instances = {name: to_compile(kernel) for name, kernel in kernels.items()}
     made = compile_each([(architecture, instance) for instance in instances.values()])
     code = {name: made[architecture, instance] for name, instance in instances.items()}
     device.code = lambda name: (code[name].cubin, code[name].launch)

@@ -64,8 +64,15 @@ def instances(binding: CudaKernel, launches: Sequence[Launch]) -> list[Instance]
 class CudaCall:
     """A call of a kernel with some operands, compiled once."""
 
-    def __init__(self, binding: CudaKernel, operands: Mapping[str, Matrix], **attributes: int | float | str) -> None:
-        call = Call(operands, attributes, ("sm_90a",))
+    def __init__(
+        self,
+        binding: CudaKernel,
+        operands: Mapping[str, Matrix],
+        *,
+        batch_invariant: bool = False,
+        **attributes: int | float | str,
+    ) -> None:
+        call = Call(operands, attributes, ("sm_90a",), batch_invariant)
         self.launches = binding.launches(call)
         self.kernels = Kernels(instances(binding, self.launches))
         self.triton = {one.expression: one for one in binding.triton(call)}

@@ -20,6 +20,7 @@ from enginewright.runtime.outputs import RequestOutput
 from tests.emulator.device import device_for
 from tests.helpers.mixed_requests import answers, check_same
 from tests.helpers.odd_files import make_sparse
+from tests.helpers.tiny import HYBRIDS
 from tests.test_cuda_engine import built
 
 LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "threads": 1}
@@ -27,13 +28,14 @@ PARAMS = SamplingParams(seed=7, max_tokens=40, logprobs=2, ignore_eos=True)
 FEW = replace(PARAMS, max_tokens=3)  # a step of the emulated GPU takes some 0.2 s
 # One that keeps everything, one with windows, one with a recurrent state.
 FAMILIES = ("llama", "gemma3_text", "qwen3_5_text")
-# The same on GPUs: formats of weights and of the KV cache, in which steps of up to 64 tokens give the same bits.
+# The same on GPUs: formats of weights and of the KV cache, in which steps of up to 64 tokens give the same bits; with a
+# recurrence, those of batch-invariant engines do.
 ON_GPU = {"llama": ("bf16", "bf16"), "gemma3_text": ("w8a8", "int8"), "qwen3_5_text": ("w8a8", "bf16")}
 
 
 def gpu_engine(family: str, patch: pytest.MonkeyPatch) -> Engine:
     """It runs on the emulated GPU from now on, and what is for CPUs as ever."""
-    path, _, kernels = built(family, *ON_GPU[family])
+    path, _, kernels = built(family, *ON_GPU[family], batch_invariant=family in HYBRIDS)
 
     def opened(engine: Engine, config: Any) -> Any:
         on_gpu = engine.target == "cuda"

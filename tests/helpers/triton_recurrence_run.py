@@ -1,6 +1,7 @@
 """Runs recurrences in chunks, in Triton's interpreter beside the emulator, in a process of its own:
 `python -m tests.helpers.triton_recurrence_run few` in the environment TRITON_INTERPRET=1 prints, as JSON lines, how
-far each problem's results and states are from float64, and whether the first sequence has the same bits alone and cut.
+far each problem's results and states are from float64, and from those of the kernel that takes token by token, which
+batch-invariant engines have; and whether the first sequence has the same bits alone and cut.
 """
 
 import json
@@ -12,7 +13,6 @@ import numpy as np
 
 from enginewright.plan import Linear, linear, step_sizes
 from enginewright.plugins import PLUGINS
-from enginewright.plugins.architectures import ARCHITECTURES
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
 from tests.emulator.interpreted import round_products
 from tests.helpers.cuda_call import CudaCall, Operand, empty, strided, vector
@@ -82,7 +82,12 @@ class Run:
         self.attributes |= {"scale": k**-0.5, "epsilon": 1e-6} if problem.delta else {"dt_min": 0.01}
 
     def step(
-        self, counts: Sequence[int], firsts: Sequence[int], slots: Sequence[int], rows: Mapping[str, np.ndarray]
+        self,
+        counts: Sequence[int],
+        firsts: Sequence[int],
+        slots: Sequence[int],
+        rows: Mapping[str, np.ndarray],
+        batch_invariant: bool = False,
     ) -> np.ndarray:
         """What the tokens give; states change in self.memory."""
         problem, tokens = self.problem, sum(counts)
@@ -100,13 +105,14 @@ class Run:
         binding = PLUGINS["GatedDelta" if problem.delta else "SelectiveState"].kernels["cuda"]
         assert isinstance(binding, CudaKernel) and binding.scratch is not None
         matrices = {role: replace(one.matrix, column=1) for role, one in operands.items()}  # so nothing is aligned
-        scratch = binding.scratch(Call(matrices, self.attributes, (SM,)))
-        assert scratch is not None
-        role, _, columns = scratch
-        operands[role] = empty("f32", TOKENS, tokens, columns, columns + 5)
-        matrices[role] = replace(operands[role].matrix, column=1)
+        scratch = binding.scratch(Call(matrices, self.attributes, (SM,), batch_invariant))
+        assert (scratch is None) == batch_invariant
+        if scratch is not None:
+            role, _, columns = scratch
+            operands[role] = empty("f32", TOKENS, tokens, columns, columns + 5)
+            matrices[role] = replace(operands[role].matrix, column=1)
         sizes = step_sizes(tokens=tokens, sequences=len(counts), logit_rows=1)
-        CudaCall(binding, matrices, **self.attributes).run(operands, sizes)
+        CudaCall(binding, matrices, batch_invariant=batch_invariant, **self.attributes).run(operands, sizes)
         out = operands["out"].values
         assert np.isnan(out[tokens:]).all() and np.isnan(out[:, width:]).all(), "it writes where it should not"
         return out[:tokens, :width]
@@ -124,6 +130,9 @@ class Run:
         assert all(np.isnan(other).all() for other in others), "it writes other states"
         first_state = found[0].copy()
         self.begin()
+        by_token = self.step(problem.counts, problem.firsts, self.slots, self.rows, batch_invariant=True)
+        states = self.memory[self.slots, :-GAP].reshape(found.shape)
+        self.begin()
         alone, begin, first = [], 0, problem.firsts[0]
         for end in (*(cut - first for cut in problem.cuts), problem.counts[0]):
             piece = {name: array[begin:end] for name, array in self.rows.items()}
@@ -133,6 +142,8 @@ class Run:
         return {
             "error": float(np.abs(out - expected).max() / np.abs(expected).max()),
             "state": float(np.abs(found - new[self.slots]).max() / np.abs(new[self.slots]).max()),
+            "by token": float(np.abs(out - by_token).max() / np.abs(expected).max()),
+            "state by token": float(np.abs(found - states).max() / np.abs(new[self.slots]).max()),
             "same": same_state and np.array_equal(np.concatenate(alone), out[: problem.counts[0]]),
         }
 
@@ -143,7 +154,6 @@ class Run:
 
 
 if __name__ == "__main__":
-    ARCHITECTURES[SM] = replace(ARCHITECTURES[SM], chunked_recurrence=True)
     round_products()
     for problem in {"few": FEW, "many": MANY}[sys.argv[1]]:
         print(json.dumps(Run(problem).result()))
