@@ -51,16 +51,21 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @asynccontextmanager
-async def opened(engine: Engine, step_s: float = 0.0, **limits: Any) -> AsyncIterator[AsyncLLM]:
-    """step_s: what a step takes at least. A tiny engine may be done before the event loop has its turn."""
-    llm = AsyncLLM(engine, **LIMITS | limits)
+async def opened(engine: Engine, *, paced: bool = False, **limits: Any) -> AsyncIterator[AsyncLLM]:
+    """paced: readers have their turn between two steps. Else, a tiny engine may be done before they look."""
+    llm, loop = AsyncLLM(engine, **LIMITS | limits), asyncio.get_running_loop()
     step = llm._core.executor.run
 
-    def slower(plan: StepPlan) -> Any:
-        time.sleep(step_s)
+    async def turns() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    def after_readers(plan: StepPlan) -> Any:
+        asyncio.run_coroutine_threadsafe(turns(), loop).result(WAIT_S)
         return step(plan)
 
-    llm._core.executor.run = slower  # type: ignore[method-assign]
+    if paced:
+        llm._core.executor.run = after_readers  # type: ignore[method-assign]
     try:
         yield llm
     finally:
@@ -129,7 +134,7 @@ def test_a_slow_reader_gets_what_came_meanwhile(engine: Engine) -> None:
     (expected,) = lone(engine, [[5, 6, 7]], [params])
 
     async def test() -> None:
-        async with opened(engine, 0.001) as llm:
+        async with opened(engine, paced=True) as llm:
             quick, slow = llm.submit([5, 6, 7], params), llm.submit([5, 6, 7], params)
             looks = await read(quick)
             assert len(looks) > 3
@@ -169,7 +174,7 @@ def test_abort_at_any_moment(engine: Engine, choices: int) -> None:
 
     async def test() -> None:
         aborted = 0
-        async with opened(engine, 0.0003, max_num_seqs=4) as llm:
+        async with opened(engine, paced=True, max_num_seqs=4) as llm:
             for after in (0, 1, 2, 5, 19, 20):
                 bystander = llm.submit([9, 8, 7], LONG)
                 asked = [llm.submit(*one) for one in zip(prompts, params, strict=True)]
@@ -201,7 +206,7 @@ def test_abort_at_any_moment(engine: Engine, choices: int) -> None:
 
 def test_abort_reaches_those_that_wait(engine: Engine) -> None:
     async def test() -> None:
-        async with opened(engine, 0.001, max_num_seqs=1) as llm:
+        async with opened(engine, paced=True, max_num_seqs=1) as llm:
             first, second = llm.submit([5], LONG), llm.submit([6], replace(LONG, n=2))
             await anext(first)
             second.abort()
@@ -221,7 +226,7 @@ def test_generate_gives_the_answer_so_far(engine: Engine) -> None:
     whole = lone_output(engine, logprobs=1)
 
     async def test() -> None:
-        async with opened(engine, 0.001) as llm:
+        async with opened(engine, paced=True) as llm:
             outputs: list[RequestOutput] = []
             async for output in llm.generate("Größe 🙂", replace(GREEDY, logprobs=1), "my name"):
                 outputs.append(output)
@@ -248,7 +253,7 @@ def test_generate_gives_what_is_new_or_the_end_alone(engine: Engine) -> None:
         (whole,) = lone.generate("Größe 🙂", params)
 
     async def test() -> None:
-        async with opened(engine, 0.001) as llm:
+        async with opened(engine, paced=True) as llm:
 
             async def outputs(kind: RequestOutputKind) -> list[RequestOutput]:
                 own = replace(params, output_kind=kind)
@@ -347,7 +352,7 @@ def test_whoever_leaves_generate_ends_it(engine: Engine, way: str) -> None:
                     raise ConnectionResetError
 
     async def test() -> None:
-        async with opened(engine, 0.001) as llm:
+        async with opened(engine, paced=True) as llm:
             events = [asyncio.Event() for _ in range(5)]
             tasks = [asyncio.create_task(consume(llm, some)) for some in events]
             for some in events:
@@ -367,12 +372,15 @@ def test_a_reader_that_is_cancelled_loses_nothing(engine: Engine) -> None:
     ((expected,),) = lone(engine, [[5, 6]], [LONG])
 
     async def test() -> None:
-        async with opened(engine, 0.001) as llm:
+        async with opened(engine, paced=True) as llm:
             asked, looks, given_up = llm.submit([5, 6], LONG), [], 0
             while True:
+                look = asyncio.ensure_future(anext(asked))
+                await asyncio.sleep(0)
+                look.cancel()  # unless it has found something at once
                 try:
-                    looks.append(await asyncio.wait_for(anext(asked), 0.0005))
-                except TimeoutError:
+                    looks.append(await look)
+                except asyncio.CancelledError:
                     given_up += 1
                 except StopAsyncIteration:
                     break
@@ -401,7 +409,15 @@ def test_what_is_wrong_with_a_request_is_said_at_once(engine: Engine) -> None:
 
 def test_close_ends_everything(engine: Engine) -> None:
     async def test() -> None:
-        async with opened(engine, 0.001, max_num_seqs=2) as llm:
+        async with opened(engine, max_num_seqs=2) as llm:
+            step = llm._core.executor.run
+
+            def until_closed(plan: StepPlan) -> Any:
+                while llm.is_alive:
+                    time.sleep(0.001)
+                return step(plan)
+
+            llm._core.executor.run = until_closed  # type: ignore[method-assign]
             await closes(llm)
 
     async def closes(llm: AsyncLLM) -> None:
@@ -424,7 +440,7 @@ def test_everybody_hears_of_an_engine_that_dies(engine: Engine, caplog: pytest.L
     """Readers that wait, readers that come later with deltas still to be read, and those who ask later."""
 
     async def test() -> None:
-        async with opened(engine, 0.001, max_num_seqs=2) as llm:
+        async with opened(engine, paced=True, max_num_seqs=2) as llm:
             step, left = llm._core.executor.run, 5
 
             def breaks(plan: StepPlan) -> Any:

@@ -375,8 +375,7 @@ def test_a_killed_server_leaves_what_it_had_written(llama: Path, tmp_path: Path)
         "import os, sys, time, enginewright as e\n"
         f"llm = e.LLM(sys.argv[1], kv_cache_disk='64m', kv_cache_dir=sys.argv[2], **{LIMITS})\n"
         f"llm.generate([{prompt(1)}], e.SamplingParams(seed=7, max_tokens=40, ignore_eos=True))\n"
-        "while llm.stats().disk.num_bytes == 0: time.sleep(0.01)\n"
-        "time.sleep(0.5)\n"
+        "llm._core._disk._writer.submit(lambda: None).result()\n"
         "os.kill(os.getpid(), 9)\n"
     )
     assert subprocess.run([sys.executable, "-c", code, llama, tmp_path], check=False).returncode == -9

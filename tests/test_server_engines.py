@@ -6,9 +6,11 @@ import logging
 import os
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.draft import FirstLayers
 from enginewright.errors import CorruptEngineError, EngineError, NotEnoughMemoryError, UsageError
+from enginewright.runtime.async_llm import AsyncLLM
 from enginewright.runtime.core import EngineCore
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.llm import LLM
@@ -31,7 +34,7 @@ from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.methods import plan_engine_memory
 from tests.helpers.engine_swaps import swap_engines
 from tests.helpers.odd_files import ODD_FILES, make_sparse
-from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine, wait_until
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Answer, Running, running, tiny_engine, wait_until
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 NAMES = ("llama", "mistral", "qwen3")
@@ -185,11 +188,25 @@ def test_requests_for_a_closed_engine_open_it_once(server: Running, caplog: pyte
     assert len(set(answers)) == 1 and openings(caplog) == ["llama"]
 
 
+@contextmanager
+def two_held_streams(server: Running) -> Iterator[list[Callable[[], Answer]]]:
+    """Streams of two engines that have begun, and do not go on before this is left; functions read their rest."""
+    names, steps = NAMES[:2], Counter[AsyncLLM]()
+
+    def has_begun(llm: AsyncLLM) -> bool:
+        steps[llm] += 1
+        return steps[llm] > 5
+
+    for name in names:
+        server.complete("a", model=name, max_tokens=1)
+    with server.held_steps(once=has_begun):
+        yield [server.begin(COMPLETIONS, {"prompt": "a", "model": name, **LONG}) for name in names]
+
+
 def test_an_engine_in_use_is_not_closed(server: Running) -> None:
     """The one that is to be closed takes no new requests: they wait, and it is opened again for them."""
     with ThreadPoolExecutor(8) as pool:
-        streams = [server.begin(COMPLETIONS, {"prompt": "a", "model": name, **LONG}) for name in ("llama", "mistral")]
-        with server.held_steps():
+        with two_held_streams(server) as streams:
             other = pool.submit(server.complete, "a", model="qwen3")
             wait_until(lambda: "closing" in states(server).values())
             (name,) = [name for name, state in states(server).items() if state == "closing"]
@@ -202,8 +219,7 @@ def test_an_engine_in_use_is_not_closed(server: Running) -> None:
 
 def test_a_client_that_leaves_while_an_engine_is_opened(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     """It waits for memory: nothing is closed for it then."""
-    streams = [server.begin(COMPLETIONS, {"prompt": "a", "model": name, **LONG}) for name in ("llama", "mistral")]
-    with server.held_steps():
+    with two_held_streams(server) as streams:
         with server.connect() as connection:
             server.send(connection, COMPLETIONS, {"prompt": "a", "model": "qwen3"})
             wait_until(lambda: "closing" in states(server).values())
@@ -367,12 +383,13 @@ def test_a_file_that_is_replaced_is_served_anew(folder: Path, tmp_path: Path) ->
 
 
 def test_an_idle_engine_is_closed_and_its_memory_is_free(folder: Path) -> None:
-    with of_folder(folder, idle_seconds=0.2) as server:
+    with of_folder(folder, idle_seconds=600) as server:
         server.complete("a", model="llama")
         server.post(CHAT, {"messages": HELLO, "model": "llama"})
         (service,) = server.engines.services
         executor = weakref.ref(service.llm._core.executor)
         del service
+        server.call(setattr, server.engines, "config", replace(server.engines.config, idle_seconds=0.1))
         wait_until(lambda: states(server)["llama"] == "closed")
         wait_until(lambda: gc.collect() >= 0 and executor() is None)
         server.complete("a", model="llama")
@@ -389,8 +406,7 @@ def test_a_closed_engine_is_freed_at_once(folder: Path, tmp_path: Path, keeps: b
 def test_draining(folder: Path) -> None:
     """Requests that wait for an engine may go on; new ones are refused."""
     with of_folder(folder, drain_seconds=60) as server, ThreadPoolExecutor(8) as pool:
-        streams = [server.begin(COMPLETIONS, {"prompt": "a", "model": name, **LONG}) for name in NAMES[:2]]
-        with server.held_steps():
+        with two_held_streams(server) as streams:
             waits = pool.submit(server.complete, "a", model=NAMES[2], stream=True)
             wait_until(lambda: "closing" in [one.state for one in server.engines.all])
             server.end()
@@ -403,8 +419,7 @@ def test_draining(folder: Path) -> None:
 
 def test_what_waits_is_told_of_the_end(folder: Path) -> None:
     with of_folder(folder, drain_seconds=0) as server, ThreadPoolExecutor(8) as pool:
-        streams = [server.begin(COMPLETIONS, {"prompt": "a", "model": name, **LONG}) for name in NAMES[:2]]
-        with server.held_steps():
+        with two_held_streams(server) as streams:
             waits = pool.submit(server.post, COMPLETIONS, {"prompt": "a", "model": "qwen3"})
             wait_until(lambda: "closing" in [one.state for one in server.engines.all])
             server.end()
@@ -414,8 +429,7 @@ def test_what_waits_is_told_of_the_end(folder: Path) -> None:
 
 def test_too_many_that_wait_are_turned_away(folder: Path) -> None:
     with of_folder(folder, max_num_waiting=1) as server, ThreadPoolExecutor(8) as pool:
-        streams = [server.begin(COMPLETIONS, {"prompt": "a", "model": name, **LONG}) for name in NAMES[:2]]
-        with server.held_steps():
+        with two_held_streams(server) as streams:
             waits = pool.submit(server.complete, "a", model="qwen3")
             wait_until(lambda: len(server.engines.all[2].waiting) == 1)
             refused = server.post(COMPLETIONS, {"prompt": "a", "model": "qwen3"})

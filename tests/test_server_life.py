@@ -7,16 +7,18 @@ import signal
 import socket
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from enginewright.errors import CorruptEngineError, EngineError
+from enginewright.runtime.async_llm import AsyncLLM
 from enginewright.runtime.server import wire
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.serve import Shutdown, bind, host, serve
@@ -50,20 +52,31 @@ def generated(server: Running) -> int:
     return int(server.llm.stats().generated_tokens)
 
 
+def has_begun(llm: AsyncLLM) -> bool:
+    """The first two completions of an engine are being written."""
+    return llm.stats().num_running == 2 and llm.stats().generated_tokens > 10
+
+
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("reset", [True, False], ids=["reset", "closed"])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_client_that_leaves_is_aborted(server: Running, stream: bool, reset: bool, n: int) -> None:
     before, aborted = generated(server), server.service.metrics.finished["abort"]
-    with server.connect() as connection:
-        server.send(connection, COMPLETIONS, {"prompt": ["a", "b"], "stream": stream, "n": n, **LONG})
-        wait_until(lambda: generated(server) > before + 10)
-        if stream:
-            assert connection.recv(100).startswith(b"HTTP/1.1 200")
-        if reset:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+    def all_have_begun(llm: AsyncLLM) -> bool:
+        return llm.stats().num_running == 2 * n and llm.stats().generated_tokens > before + 10
+
+    with server.held_steps(once=all_have_begun):
+        with server.connect() as connection:
+            server.send(connection, COMPLETIONS, {"prompt": ["a", "b"], "stream": stream, "n": n, **LONG})
+            wait_until(lambda: all_have_begun(server.llm))
+            if stream:
+                assert connection.recv(100).startswith(b"HTTP/1.1 200")
+            if reset:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        wait_until(lambda: server.llm.stats().num_waiting > 0)  # for the step under way to end, to be aborted
     wait_until(server.is_idle)
-    assert generated(server) - before < 2 * n * 3000
+    assert generated(server) - before < 2 * n * 100
     assert server.service.metrics.finished["abort"] == aborted + 2 * n
 
 
@@ -74,8 +87,7 @@ def test_clients_that_leave_the_queue() -> None:
         server.send(second, CHAT, {"messages": HELLO, **LONG})
         wait_until(lambda: server.llm.stats().num_waiting == 1)
         second.close()
-        wait_until(lambda: server.llm.stats().num_waiting == 0)
-        assert server.llm.stats().num_running == 2
+        wait_until(lambda: (server.llm.stats().num_waiting, server.llm.stats().num_running) == (0, 2))
         wait_until(lambda: len(server.service.live) == 1)
         first.close()
 
@@ -115,9 +127,9 @@ def test_a_slow_reader_gets_all_of_it(server: Running) -> None:
 
 def test_a_crowd_is_turned_away() -> None:
     with running(max_num_waiting=3, limits=SLOW) as server, ThreadPoolExecutor(20) as pool:
-        with server.connect() as first:
+        with server.held_steps(once=has_begun), server.connect() as first:
             server.send(first, COMPLETIONS, {"prompt": ["a", "b"], **LONG})
-            wait_until(lambda: server.service.admission.num_answers == 0 and server.llm.stats().num_running == 2)
+            wait_until(lambda: server.service.admission.num_answers == 0 and has_begun(server.llm))
             asked = [pool.submit(server.post, COMPLETIONS, {"prompt": "c", "max_tokens": 1}) for _ in range(12)]
             wait_until(lambda: sum(one.done() for one in asked) == 12 - 5)
             for one in asked:
@@ -136,9 +148,9 @@ def test_a_crowd_is_turned_away() -> None:
 
 def test_long_prompts_are_turned_away() -> None:
     with running(max_waiting_tokens=1000, limits=SLOW) as server, ThreadPoolExecutor(20) as pool:
-        with server.connect() as first:
+        with server.held_steps(once=has_begun), server.connect() as first:
             server.send(first, COMPLETIONS, {"prompt": ["a", "b"], **LONG})
-            wait_until(lambda: server.service.admission.num_tokens == 0 and server.llm.stats().num_running == 2)
+            wait_until(lambda: server.service.admission.num_tokens == 0 and has_begun(server.llm))
             alone = pool.submit(server.post, COMPLETIONS, {"prompt": [5] * 2000, "max_tokens": 1})
             wait_until(lambda: server.service.admission.num_tokens == 2000)
             for prompt in ("c", [5], "word " * 500):
@@ -152,10 +164,11 @@ def test_a_text_that_waits_counts_by_its_tokens() -> None:
     with running(limits=SLOW) as server, server.connect() as first, server.connect() as second:
         count = len(server.llm.engine.tokenizer.encode(text))
         assert count > len(text)
-        server.send(first, COMPLETIONS, {"prompt": ["a", "b"], **LONG})
-        wait_until(lambda: server.service.admission.num_tokens == 0 and server.llm.stats().num_running == 2)
-        server.send(second, COMPLETIONS, {"prompt": text})
-        wait_until(lambda: server.service.admission.num_tokens == count)
+        with server.held_steps(once=has_begun):
+            server.send(first, COMPLETIONS, {"prompt": ["a", "b"], **LONG})
+            wait_until(lambda: server.service.admission.num_tokens == 0 and has_begun(server.llm))
+            server.send(second, COMPLETIONS, {"prompt": text})
+            wait_until(lambda: server.service.admission.num_tokens == count)
         first.close()
 
 
@@ -177,12 +190,13 @@ def test_nan_ends_one_request_and_no_other() -> None:
 
 def test_a_dead_engine_fails_what_runs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with running() as server, ThreadPoolExecutor(4) as pool:
-        whole = pool.submit(server.post, COMPLETIONS, {"prompt": "a", **LONG})
-        stream = pool.submit(server.post, CHAT, {"messages": HELLO, "stream": True, **LONG})
-        wait_until(lambda: server.service.admission.num_answers == 0 and server.llm.stats().num_running == 2)
-        server.llm._core.executor.run = None  # type: ignore[method-assign, assignment]
+        with server.held_steps(once=lambda llm: llm.stats().num_running == 2):
+            stream = server.begin(CHAT, {"messages": HELLO, **LONG})
+            whole = pool.submit(server.post, COMPLETIONS, {"prompt": "a", **LONG})
+            wait_until(lambda: server.llm.stats().num_running == 2)
+            server.llm._core.executor.run = None  # type: ignore[method-assign, assignment]
         assert whole.result().status == 500 and whole.result().error["code"] == "engine_dead"
-        assert stream.result().events[-1]["error"]["code"] == "engine_dead"
+        assert stream().events[-1]["error"]["code"] == "engine_dead"
         health = server.ask("GET", "/health")
         assert health.status == 503 and health.json["status"] == "engine_dead"
         new = server.post(CHAT, {"messages": HELLO})
@@ -193,19 +207,20 @@ def test_a_dead_engine_fails_what_runs_and_says_so(caplog: pytest.LogCaptureFixt
 
 
 def test_draining() -> None:
-    with running(drain_seconds=20) as server, ThreadPoolExecutor(4) as pool:
+    with running(drain_seconds=60) as server, ThreadPoolExecutor(4) as pool:
         options = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True}
-        whole = pool.submit(server.post, COMPLETIONS, options)
-        stream = pool.submit(server.post, COMPLETIONS, {**options, "stream": True})
-        wait_until(lambda: server.llm.stats().num_running == 2)
-        server.end()
-        wait_until(lambda: server.service.draining)
-        health, new = server.ask("GET", "/health"), server.post(CHAT, {"messages": HELLO})
+        with server.held_steps(once=lambda llm: llm.stats().num_running == 2):
+            whole = pool.submit(server.post, COMPLETIONS, options)
+            stream = pool.submit(server.post, COMPLETIONS, {**options, "stream": True})
+            wait_until(lambda: server.llm.stats().num_running == 2)
+            server.end()
+            wait_until(lambda: server.service.draining)
+            health, new = server.ask("GET", "/health"), server.post(CHAT, {"messages": HELLO})
         assert (health.status, health.json["status"]) == (503, "server_shutdown")
-        assert new.status == 503 and new.error["code"] == "server_shutdown" and new.headers["retry-after"] == "20"
+        assert new.status == 503 and new.error["code"] == "server_shutdown" and new.headers["retry-after"] == "60"
         assert whole.result().json["usage"]["completion_tokens"] == 1500
         assert stream.result().events[-1] == "[DONE]"
-        server._thread.join(5)
+        server._thread.join(30)
         assert not server._thread.is_alive()
 
 
@@ -213,20 +228,22 @@ def test_draining() -> None:
 def test_what_is_not_drained_is_told(twice: bool) -> None:
     with running(drain_seconds=60 if twice else 0.2, limits=SLOW) as server, ThreadPoolExecutor(4) as pool:
         options = {"prompt": ["a", "b"], **LONG}
-        stream = pool.submit(server.post, COMPLETIONS, {**options, "stream": True})
-        wait_until(lambda: server.llm.stats().num_running == 2)
-        waits = pool.submit(server.post, COMPLETIONS, {**options, "stream": True})
-        whole = pool.submit(server.post, COMPLETIONS, options)
-        wait_until(lambda: len(server.service.live) == 3)
-        server.end()
-        if twice:
-            wait_until(lambda: server.service.draining)
+        with server.held_steps(once=has_begun):
+            stream = server.begin(COMPLETIONS, options)
+            wait_until(lambda: has_begun(server.llm))
+            waits = pool.submit(server.post, COMPLETIONS, {**options, "stream": True})
+            whole = pool.submit(server.post, COMPLETIONS, options)
+            wait_until(lambda: server.llm.stats().num_waiting == 4)
             server.end()
-        *pieces, error = stream.result().events
+            if twice:
+                wait_until(lambda: server.service.draining)
+                server.end()
+            wait_until(lambda: server.llm.stats().num_waiting == 4 + 6)  # all are to be aborted
+        *pieces, error = stream().events
         assert pieces and error["error"]["code"] == "server_shutdown"
         for answer in (whole.result(), waits.result()):
             assert answer.status == 503 and answer.error["code"] == "server_shutdown"
-        server._thread.join(5)
+        server._thread.join(30)
         assert not server._thread.is_alive()
 
 
@@ -240,6 +257,19 @@ def answer_of(port: int, options: dict[str, Any], into: list[bytes]) -> None:
             into.append(data)
 
 
+def asked_of(port: int, path: str) -> Answer:
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    with closing(connection):
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return Answer(response.status, {}, response.read())
+
+
+def num_generated(port: int) -> float:
+    found = re.search(rb"^enginewright_generation_tokens_total{.*} (.*)$", asked_of(port, "/metrics").body, re.M)
+    return 0 if found is None else float(found[1])
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains(number: int) -> None:
     with process() as opened:
@@ -250,18 +280,26 @@ def test_a_signal_drains(number: int) -> None:
         opened.send_signal(number)
         reader.join()
         assert b"".join(got).endswith(b"data: [DONE]\n\n")
-        out, rest = opened.communicate(timeout=10)
+        out, rest = opened.communicate(timeout=60)
         assert (opened.returncode, out, rest) == (0, "", "")
 
 
+SLOW_STEPS = """
+import time
+from enginewright.runtime.cpu.executor import CpuExecutor
+run = CpuExecutor.run
+CpuExecutor.run = lambda self, plan: time.sleep(0.02) or run(self, plan)
+"""
+
+
 def test_a_second_signal_ends_at_once() -> None:
-    with process() as opened:
+    with process(SLOW_STEPS) as opened:
         port, got = port_of(opened), list[bytes]()
         reader = threading.Thread(target=answer_of, args=(port, {"max_tokens": 4000, "n": 2}, got))
         reader.start()
         wait_until(lambda: bool(got))
         opened.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        wait_until(lambda: asked_of(port, "/health").status == 503)
         opened.send_signal(signal.SIGTERM)
         _, rest = opened.communicate(timeout=60)
         assert (opened.returncode, rest) == (0, "")
@@ -282,9 +320,9 @@ def test_a_client_that_stands_still_does_not_hold_the_end_up() -> None:
             client.connect(("127.0.0.1", port))
             client.sendall(data)
         assert reader.recv(100).startswith(b"HTTP/1.1 200")
-        time.sleep(0.3)
+        wait_until(lambda: num_generated(port) > 1000)  # many of them in buffers, which hold nobody up either
         opened.send_signal(signal.SIGTERM)
-        _, rest = opened.communicate(timeout=15)
+        _, rest = opened.communicate(timeout=60)
         assert (opened.returncode, rest) == (0, "")
 
 

@@ -3,32 +3,35 @@
 import logging
 import signal
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from enginewright.runtime.engine_thread import EngineThread
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, head_of, port_of, process, running, wait_until
 
 PROMPT = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
 
 
-def test_a_step_that_does_not_end_is_known(caplog: pytest.LogCaptureFixture) -> None:
-    with running(step_timeout=0.3) as server, ThreadPoolExecutor(2) as pool, server.held_steps() as free:
+def test_a_step_that_does_not_end_is_known(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with running(step_timeout=300) as server, ThreadPoolExecutor(2) as pool, server.held_steps() as free:
         first = pool.submit(server.post, COMPLETIONS, PROMPT)
         wait_until(lambda: server.llm.step_s > 0)
         assert server.ask("GET", "/health").status == 200, "it has only begun"
-        wait_until(lambda: server.ask("GET", "/health").status == 503, 5)
+        began = server.llm._thread._step_began
+        monkeypatch.setattr(EngineThread, "step_s", property(lambda thread: 301.0 * (thread._step_began == began)))
+        wait_until(lambda: server.ask("GET", "/health").status == 503)
         health = server.ask("GET", "/health")
-        assert health.json["status"] == "engine_stalled" and "0.3 s" in health.json["reason"]
+        assert health.json["status"] == "engine_stalled" and "300 s" in health.json["reason"]
         for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, PROMPT)):
             refused = server.post(path, body)
             assert (refused.status, refused.error["code"]) == (503, "engine_stalled")
             assert refused.headers["retry-after"] == "1"
         assert server.ask("GET", "/metrics").status == 200 and not first.done()
-        time.sleep(0.3)  # of watching; it must not say so each time
+        for _ in range(3):
+            server.call(server.service.watch)  # it must not say so each time
         free.set()
-        wait_until(lambda: server.ask("GET", "/health").status == 200, 5)
+        wait_until(lambda: server.ask("GET", "/health").status == 200)
         assert first.result().json["usage"]["completion_tokens"] == 3, "who waited is answered"
         assert server.complete("b", max_tokens=2)
     levels = [record.levelno for record in caplog.records if record.name.endswith("server.service")]

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def order(server: Running, requests: Requests, key: str = "") -> list[str]:
         for length, request in enumerate(requests.values(), start=1)
     ]
     metrics.request_done = note  # type: ignore[method-assign]
-    with server.connect() as connection:
+    with server.held_steps(once=lambda llm: llm.stats().num_running == 1), server.connect() as connection:
         data = json.dumps(LONG | {"priority": -1}).encode()
         head = ("Content-Type: application/json", f"X-Api-Key: {key}", f"Content-Length: {len(data)}")
         connection.sendall(head_of(f"POST {COMPLETIONS}", *head) + data)
@@ -109,10 +110,14 @@ def test_a_timeout_ends_a_request(server: Running, path: str) -> None:
 
 
 def test_a_timeout_ends_a_request_that_waits(server: Running) -> None:
-    with server.connect() as connection:
-        server.send(connection, COMPLETIONS, LONG)
-        wait_until(lambda: server.llm.stats().num_running == 1)
-        assert server.post(COMPLETIONS, {"prompt": "y", "timeout": 0.05}).error["code"] == "timeout"
+    with server.connect() as connection, ThreadPoolExecutor(1) as pool:
+        with server.held_steps(once=lambda llm: llm.stats().num_running == 1):
+            server.send(connection, COMPLETIONS, LONG)
+            wait_until(lambda: server.llm.stats().num_running == 1)
+            num_waiting = server.llm.stats().num_waiting
+            late = pool.submit(server.post, COMPLETIONS, {"prompt": "y", "timeout": 0.5})
+            wait_until(lambda: server.llm.stats().num_waiting == num_waiting + 2 or late.done())  # and its end
+        assert late.result().error["code"] == "timeout"
         assert server.llm.stats().num_running == 1
 
 
