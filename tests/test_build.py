@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -208,19 +207,22 @@ def test_a_killed_build_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     code = (
-        "import time, sys\n"
+        "import threading\n"
+        "from itertools import count\n"
         "from pathlib import Path\n"
         "from enginewright.builder import assembly, build\n"
         "from enginewright.builder.checkpoint import open_checkpoint\n"
-        "def slow(weight, progress, pack=assembly.packed):\n"
-        "    print('packing', flush=True); time.sleep(0.05); yield from pack(weight, progress)\n"
-        "assembly.packed = slow\n"
+        "def third_hangs(weight, progress, pack=assembly.packed, number=count(1)):\n"
+        "    if next(number) == 3:\n"
+        "        print('packing', flush=True)\n"
+        "        threading.Event().wait()\n"
+        "    yield from pack(weight, progress)\n"
+        "assembly.packed = third_hangs\n"
         f"path = Path({str(folder)!r}) / 'x.engine'\n"
         f"build.build_engine(open_checkpoint({str(checkpoint)!r}), build.BuildConfig(), path)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "packing\n"
-    time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()

@@ -338,22 +338,26 @@ def slow_runner(threads: int) -> KernelRunner:
 
 
 def test_python_runs_while_a_step_computes() -> None:
+    """In one of some steps, at least: a busy machine may not run this thread during a short one."""
     runner = slow_runner(1)
-    started, ended = threading.Event(), threading.Event()
+    for _ in range(20):
+        started, ended = threading.Event(), threading.Event()
 
-    def step() -> None:
-        started.set()
-        runner.run()
-        ended.set()
+        def step(started: threading.Event = started, ended: threading.Event = ended) -> None:
+            started.set()
+            runner.run()
+            ended.set()
 
-    thread = threading.Thread(target=step)
-    thread.start()
-    started.wait()
-    ticks = 0
-    while not ended.is_set():
-        ticks += 1
-        time.sleep(0.001)
-    thread.join()
+        thread = threading.Thread(target=step)
+        thread.start()
+        started.wait()
+        ticks = 0
+        while not ended.is_set():
+            ticks += 1
+            time.sleep(0.001)
+        thread.join()
+        if ticks > 3:
+            break
     assert ticks > 3
 
 
@@ -395,12 +399,18 @@ def test_every_kernel_sees_what_the_one_before_wrote(threads: int) -> None:
 
 
 def test_an_idle_pool_sleeps() -> None:
+    tasks = Path("/proc/self/task")
+    if not tasks.exists():
+        pytest.skip("looks at threads in /proc")
+    others = set(os.listdir(tasks))
     runner = slow_runner(4)
     runner.run()
-    time.sleep(0.01)
-    before = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - before < 0.1
+    own = set(os.listdir(tasks)) - others
+    assert len(own) == 3
+    stats = [tasks / one / "stat" for one in own]
+    limit = time.monotonic() + 60
+    while {stat.read_text().rpartition(")")[2].split()[0] for stat in stats} != {"S"}:
+        assert time.monotonic() < limit, "a thread never sleeps"
 
 
 def test_threads_end_with_their_executor() -> None:
