@@ -194,16 +194,21 @@ def test_with_nothing_else_to_do_it_sleeps(llama: Path, tmp_path: Path, monkeypa
     limits = {"kv_cache_disk": 64 << 20, "kv_cache_dir": str(tmp_path)}
     with Engine.open(llama) as engine:
         answered(engine, limits)
-        content = DiskStore._content
-        monkeypatch.setattr(DiskStore, "_content", lambda self, entry: (time.sleep(0.05), content(self, entry))[1])
+        may_read, content, wait = threading.Event(), DiskStore._content, stored.futures.wait
+        waits = list[float]()
+        monkeypatch.setattr(DiskStore, "_content", lambda self, entry: may_read.wait(60) and content(self, entry))
+        monkeypatch.setattr(stored.futures, "wait", lambda read, seconds: waits.append(seconds) or wait(read, seconds))
         core = EngineCore(engine, runtime_config(**{**LIMITS, **limits}))
         core.add(core.request(prompt(1), PARAMS, Collected()))
-        turns = 0
+        while not waits:  # until it is known what the disk has
+            core.step()
+        for _ in range(5):
+            core.step()
+        assert len(waits) == 1 + 5 and min(waits) > 0, "each turn has waited"
+        may_read.set()
         while not core.stats().restored_tokens:
             core.step()
-            turns += 1
         core.close()
-    assert turns < 200, "4 files take 0.2 s, in which a turn that does not wait comes back some 10,000 times"
 
 
 def test_an_aborted_request_leaves_nothing_of_what_it_read(llama: Path, tmp_path: Path) -> None:
