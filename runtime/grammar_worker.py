@@ -41,6 +41,7 @@ from enginewright.runtime.grammar_protocol import (
     WalkReply,
     read_command,
 )
+from enginewright.runtime.json_schema import held_whole
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.worker_protocol import HEAD, framed
 
@@ -68,7 +69,7 @@ def _source(wanted: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in wanted.choice))
     if wanted.grammar is not None:
         return LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
-    schema = dict(wanted.json) if isinstance(wanted.json, Mapping) else {"type": "object"}
+    schema = held_whole(wanted.json) if isinstance(wanted.json, Mapping) else {"type": "object"}
     options: Any = wanted.json_options  # llguidance names no type that a mapping of options could have
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)
 

@@ -12,7 +12,7 @@ from enginewright.runtime.checks import require, require_known
 
 # Between the parts of JSON: nothing, a space, or a new line and its indentation. With any number of them, a model may
 # write nothing else until its tokens end.
-WHITESPACE = r" |\n[ \t]{0,40}"
+WHITESPACE = r" |\n[ \t]{0,16}"
 MAX_CHARS = 128 << 10  # of a schema as JSON, an expression, a grammar, or all texts of a choice
 MAX_CHOICES = 10_000
 MAX_CHOICE_CHARS = 16 << 10  # of one text of a choice: to hold an answer to it takes 400 bytes for each

@@ -114,7 +114,7 @@ def test_answers_follow_bounded_schemas(llm: LLM) -> None:
 def test_whitespace_has_an_end(llm: LLM) -> None:
     schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
     found = {*texts(llm, 8, json=schema)}
-    assert len(found) > 1 and all(re.fullmatch(r"(\S( |\n[ \t]{0,40})?)+", text) for text in found)
+    assert len(found) > 1 and all(re.fullmatch(r"(\S( |\n[ \t]{0,16})?)+", text) for text in found)
     assert {*texts(llm, json=schema, disable_any_whitespace=True)} == {"[1,1,1]"}
     assert all(text.replace("_", "") == "[1,1,1]" for text in texts(llm, json=schema, whitespace_pattern="_"))
 
@@ -279,15 +279,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 CHAIN = "\n".join(f"r{n}: r{n + 1}" for n in range(5000))
 UNCOMPILABLE: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "foo"}}, "Invalid type: foo"),
-    ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
-    ({"json": {"type": "string", "format": "wombat"}}, "Unknown format: wombat"),
+    ({"json": {"not": {"type": "string"}}}, "not cannot be held"),
+    ({"json": {"type": "string", "format": "wombat"}}, "the format 'wombat' is not known"),
     ({"json": {"enum": []}}, "Unsatisfiable"),
     ({"json": {"$ref": "#/$defs/none"}}, "Pointer '/$defs/none' does not exist"),
     ({"json": {"$ref": "#"}}, "no text follows it"),
     ({"json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "no text"),
     ({"json": {"$ref": "http://example.com/x.json"}}, "Resource 'http://example.com/x.json' is not present"),
     ({"json": {"type": "number", "multipleOf": 1e-300}}, "'multipleOf' has too many digits"),
-    ({"json": {"type": "integer", "minimum": -(10**300)}}, "Value is not JSON serializable"),
+    ({"json": {"type": "integer", "maximum": -(10**300)}}, "maximum: this range of integers cannot be held"),
     ({"grammar": "start: start"}, "no text follows it"),
     ({"json": {"allOf": [{"anyOf": [{"required": [f"{n}{m}"]} for n in range(9)]} for m in range(20)]}}, ""),
     ({"regex": "(a"}, "unclosed group"),
@@ -392,6 +392,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
         "response_format.json_schema",
         "goes with the type json_schema",
     ),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "goes with the type json_object"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "cannot be combined"),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "makes no sense with structured"),
     ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens", "makes no sense with structured"),

@@ -18,9 +18,10 @@ from enginewright.runtime.tokenizer import Tokenizer
 SAME = ("max_tokens", "model", "stream", *EXTRAS)  # keys that mean the same in a chat
 RENAMES = {
     r"stop\b": "stop_sequences",
+    r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     "reasoning_effort": "output_config.effort",
-    "response_format": "output_config.format",
+    r"response_format(\.json_schema)?": "output_config.format",
 }
 BILLING = "x-anthropic-billing-header:"  # begins a line that Claude Code writes for Anthropic, other in each turn
 

@@ -165,9 +165,10 @@ class ChatBody(Body, kw_only=True):
         return params
 
     def unused(self, tokenizer: Tokenizer) -> Sequence[ApiError]:
-        if self.reasoning_effort in (None, "none") or tokenizer.template_names("reasoning_effort"):
-            return ()
-        return [not_implemented("reasoning_effort", "the model's chat template knows none")]
+        unused = [*super().unused(tokenizer), *self._tools().unheld]
+        if self.reasoning_effort not in (None, "none") and not tokenizer.template_names("reasoning_effort"):
+            unused.append(not_implemented("reasoning_effort", "the model's chat template knows none"))
+        return unused
 
     @property
     def structure_key(self) -> str:

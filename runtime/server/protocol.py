@@ -6,11 +6,13 @@ has those that are known in all APIs, and that nothing reads.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from enginewright.errors import UsageError
+from enginewright.runtime.json_schema import held
 from enginewright.runtime.messages.formats import Parser
 from enginewright.runtime.prompts import Prompt
 from enginewright.runtime.sampling import MAX_BIASED_TOKENS, MAX_STOPS
@@ -115,6 +117,9 @@ TOOL_UNREAD: Mapping[str, Unread] = {
     **taken("chat templates show a tool's name, description and parameters alone", "input_examples", "output_schema"),
     **refused("the model is the only caller", "allowed_callers", harmless=([], ["direct"])),
 }
+
+# Where a key has its schema, besides response_format.json_schema.
+_SCHEMA_PATHS = {"response_format": "response_format.schema", "structured_outputs": "structured_outputs.json"}
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -252,16 +257,28 @@ class Body(msgspec.Struct, kw_only=True):
 
     def _structure(self) -> StructuredOutputsParams | None:
         """What the answer has to be. Raises ApiError where several keys say it, or one says what cannot be."""
+        return self._held_structure()[0]
+
+    def _held_structure(self) -> tuple[StructuredOutputsParams | None, list[ApiError]]:
+        """The same, and what is left out of its schema. Raises ApiError, also where a strict schema cannot be held."""
         given = self._structures()
         if len(given) > 1:
             first, second, *_ = given
             raise ApiError(400, f"{first} and {second} cannot be combined", param=second)
         for key, arguments in given.items():
             try:
-                return StructuredOutputsParams(**arguments)
+                structure = StructuredOutputsParams(**arguments)
             except UsageError as error:
                 raise ApiError(400, f"{key}: {error}", param=key, code="invalid_value") from None
-        return None
+            if structure.json is None:
+                return structure, []
+            form, where = self.response_format, _SCHEMA_PATHS.get(key, key)
+            if form is not None and form.json_schema is not None:
+                where = f"{key}.json_schema.schema"
+            is_strict = form is not None and form.json_schema is not None and bool(form.json_schema.strict)
+            schema, left_out = held_schema(structure.json, where, is_strict=is_strict)
+            return replace(structure, json=schema), left_out
+        return None, []
 
     def prompts(self) -> list[Prompt]:
         """What is to be answered. Raises ApiError for what cannot be."""
@@ -276,8 +293,10 @@ class Body(msgspec.Struct, kw_only=True):
         return self.params()
 
     def unused(self, tokenizer: Tokenizer) -> Sequence[ApiError]:
-        """Keys that this model has no use for, each as the error that it is where keys are strict."""
-        return ()
+        """Keys that this model has no use for, and parts of a schema that no grammar holds, each as the error that it is
+        where keys are strict.
+        """
+        return self._held_structure()[1]
 
     def structure(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> StructuredOutputsParams | None:
         """What an answer to a prompt has to be; None: anything. Raises ApiError for what it cannot."""
@@ -312,6 +331,25 @@ class Body(msgspec.Struct, kw_only=True):
             usage=bool(options.include_usage),
             usage_so_far=bool(options.continuous_usage_stats),
         )
+
+
+def held_schema(schema: Any, where: str, *, is_strict: bool) -> tuple[dict[str, Any], list[ApiError]]:
+    """A schema without the keywords that no answer can be held to, and errors that name those.
+
+    Args:
+        where: the schema's path in the body.
+
+    Raises:
+        ApiError: it is strict and has such keywords, or it is about integers that cannot be held exactly.
+    """
+    try:
+        copy, left_out = held(schema)
+    except UsageError as error:
+        raise ApiError(400, f"{where}: {error}", param=where, code="invalid_value") from None
+    errors = [ApiError(400, f"{where}: {one}", param=where, code="unsupported_parameter") for one in left_out]
+    if errors and is_strict:
+        raise errors[0]
+    return copy, errors
 
 
 def prompts_of(value: str | list[int | str | list[int]], key: str) -> list[Prompt]:

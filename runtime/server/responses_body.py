@@ -26,7 +26,7 @@ RENAMES = {
     r"messages\b": "input",
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     "reasoning_effort": "reasoning.effort",
-    "response_format": "text.format",
+    r"response_format(\.json_schema)?": "text.format",
     r"tool_choice\.allowed_tools\.": "tool_choice.",
 }
 # What clients send back of items that they got, which are kept with it.
@@ -200,7 +200,7 @@ class ResponsesBody(msgspec.Struct):
             return {"type": form.type}
         if form.schema is None:
             raise ApiError(400, "text.format has no schema", param="text.format.schema")
-        return {"type": form.type, "json_schema": {"schema": form.schema}}
+        return {"type": form.type, "json_schema": {"schema": form.schema, "strict": form.strict}}
 
     def _tools(self) -> dict[str, Any]:
         kinds = {"function": FunctionTool}

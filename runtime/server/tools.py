@@ -14,7 +14,7 @@ from enginewright.runtime.messages.history import parse_object
 from enginewright.runtime.messages.parser import MessageFormat, ReasoningPlace
 from enginewright.runtime.messages.plain import PLAIN
 from enginewright.runtime.server.errors import ApiError
-from enginewright.runtime.server.protocol import convert
+from enginewright.runtime.server.protocol import convert, held_schema
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.tokenizer import Tokenizer
 
@@ -90,6 +90,7 @@ class Tools:
         if len(given) > MAX_TOOLS:
             raise ApiError(400, f"tools must not hold more than {MAX_TOOLS} entries", param="tools")
         self.schemas: dict[str, Mapping[str, Any]] = {}
+        self._places: dict[str, str] = {}  # the paths of their schemas in the body
         self._strict: set[str] = set()  # those whose arguments follow their schema whenever they are called
         for place, value in enumerate(given):
             where = f"tools[{place}].function"
@@ -100,6 +101,7 @@ class Tools:
             if function.name in self.schemas:
                 raise ApiError(400, f"{where}.name: there are two tools of this name", param=f"{where}.name")
             self.schemas[function.name] = NO_PARAMETERS if function.parameters is None else function.parameters
+            self._places[function.name] = f"{where}.parameters"
             if function.strict:
                 self._strict.add(function.name)
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -130,6 +132,24 @@ class Tools:
         names = ", ".join(self.schemas) or "none"
         why = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}} of one of tools'
         raise ApiError(400, f"tool_choice {why}: {names}", param="tool_choice", code="invalid_value")
+
+    @property
+    def unheld(self) -> list[ApiError]:
+        """Keywords of schemas that no call is held to. Raises ApiError where a tool cannot be held to its schema."""
+        return self._held()[1]
+
+    def _held(self) -> tuple[Schemas, list[ApiError]]:
+        """The schemas that calls are held to, and what is left out of them. Raises ApiError.
+
+        Only tools that are strict are held to their schemas where the model chooses whether to call.
+        """
+        schemas, errors = dict[str, Mapping[str, Any]](), list[ApiError]()
+        for name, schema in (self.forced or self.may_be_called or {}).items():
+            schemas[name], is_strict = {}, name in self._strict
+            if self.forced or is_strict:
+                schemas[name], left_out = held_schema(schema, self._places[name], is_strict=is_strict)
+                errors += left_out
+        return schemas, errors
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Raises ApiError where the model knows no tools, and none has to be called."""
@@ -162,12 +182,11 @@ class Tools:
         """
         form, ids = self.form(tokenizer), tokenizer.mark_ids
         assert form.calls is not None
-        # Only tools that are strict are held to their schemas where the model chooses whether to call.
-        schemas = {name: schema if name in self._strict else {} for name, schema in self.schemas.items()}
+        schemas = self._held()[0]
         before = before_answer(form, ids, place, is_text=False)
         try:
             if self.forced:
-                grammar = only_calls(form.calls, self.forced, ids, several=several and not self._is_named)
+                grammar = only_calls(form.calls, schemas, ids, several=several and not self._is_named)
                 return StructuredOutputsParams(grammar=grammar, before=before)
             if answer is not None and answer.is_whole:
                 return answer
