@@ -28,6 +28,7 @@ from enginewright.runtime.grammar_protocol import (
     END,
     FORK,
     FORK_MESSAGE,
+    LIMITS,
     LOOK,
     MAX_FORCED,
     MAX_SECONDS,
@@ -41,9 +42,12 @@ from enginewright.runtime.grammar_protocol import (
     WalkReply,
     read_command,
 )
-from enginewright.runtime.json_schema import held_whole
+from enginewright.runtime.json_schema import fault, held_whole
+from enginewright.runtime.messages.lark import TOOL
 from enginewright.runtime.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.worker_protocol import HEAD, framed
+
+_OF_SCHEMA = re.compile(r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<why>.*)", re.DOTALL)
 
 
 def reason(text: str) -> str:
@@ -60,6 +64,34 @@ def answer(frame: dict[str, Any]) -> dict[str, str]:
     except Exception as error:  # what reads GBNF raises no narrower class
         return {"failed": reason(str(error))}
     return {"source": source}
+
+
+def _why(wanted: StructuredOutputsParams, text: str) -> str:
+    """An error of llguidance's with the tool and the place in its schema, or in the schema of the answer."""
+    if isinstance(wanted.json, Mapping) and wanted.within is None:
+        path = fault(held_whole(wanted.json), text, _why_no_schema)
+        return f"{path}: {text}" if path else text
+    found = _OF_SCHEMA.match(text)
+    lines = (wanted.within or wanted.grammar or "").split("\n")
+    if found is None or int(found["line"]) > len(lines):
+        return text
+    line = lines[int(found["line"]) - 1]
+    tool = line.rpartition(TOOL)[2] if TOOL in line else ""
+    _, _, written = line.partition("%json ")
+    if not tool or not written:
+        return text
+    path = fault(json.JSONDecoder().raw_decode(written)[0], found["why"], _why_no_schema)
+    return ": ".join(filter(None, (f"the tool {tool}", path, found["why"])))
+
+
+def _why_no_schema(schema: dict[str, Any]) -> str:
+    return _why_not(json.dumps({"grammars": [{"json_schema": schema}]}))
+
+
+def _why_not(source: str) -> str:
+    """The error that a source has by itself; empty: none, as far as can be said without a vocabulary."""
+    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(source, None, limits=LLParserLimits(**LIMITS))
+    return reason(messages[0]) if is_wrong else ""
 
 
 def _source(wanted: StructuredOutputsParams) -> str:
@@ -256,13 +288,14 @@ def _serve(connection: socket.socket, trie: LLTokenizer, limits: Mapping[str, An
 
 def _compiled(key: str, trie: LLTokenizer, limits: Mapping[str, Any]) -> Grammar | str:
     """A grammar, or why it is none."""
-    found = answer(json.loads(key))
+    frame = json.loads(key)
+    found = answer(frame)
     if "source" not in found:
         return found["failed"] or "it cannot be read"
     try:
         return Grammar(found["source"], trie, limits)
     except ValueError as error:
-        return str(error)
+        return _why(StructuredOutputsParams(**frame), _why_not(found["source"]) or str(error))
 
 
 def _warm_up(trie: LLTokenizer, limits: Mapping[str, Any]) -> None:

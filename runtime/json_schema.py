@@ -6,7 +6,7 @@ digits until its tokens end.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, floor, inf, nextafter
 from typing import Any
@@ -17,6 +17,7 @@ from enginewright.errors import UsageError, shorten
 MAX_INTEGER = 2**63 - 1
 MIN_INTEGER = -(2**63 - 1024)  # the least one that float64 and the negation of it in 64 bits have
 MIN_ROUNDED_RANGE = 2**53  # integers in a range whose ends may be moved inward by rounding
+MAX_COMPILED = 200  # parts of a schema that are compiled to find the one that is wrong
 
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
@@ -83,6 +84,39 @@ def held_whole(schema: Mapping[str, Any]) -> dict[str, Any]:
     if left_out:
         raise UsageError(str(left_out[0]))
     return copy
+
+
+def fault(schema: Mapping[str, Any], reason: str, compile: Callable[[dict[str, Any]], str]) -> str:
+    """The path of the innermost part of a schema that cannot be compiled.
+
+    Args:
+        reason: the reason why the schema cannot be compiled.
+        compile: takes a schema; the reason why it cannot be compiled, or an empty text.
+    """
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    path, inner, num_left = "", schema, MAX_COMPILED
+    while True:
+        for where, part in list(_parts(inner, path))[:num_left]:
+            num_left -= 1
+            if compile({**shared, **part}) == reason:
+                path, inner = where, part
+                break
+        else:
+            return path
+
+
+def _parts(schema: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The schemas in a schema, and their paths."""
+    for key, value in schema.items():
+        path = _path(where, key)
+        found: Iterable[tuple[str, Any]] = ()
+        if key in _MAPS and isinstance(value, Mapping):
+            found = ((_path(path, name), one) for name, one in value.items())
+        elif key in _LISTS and isinstance(value, list | tuple):
+            found = ((f"{path}[{place}]", one) for place, one in enumerate(value))
+        elif key in _ONE:
+            found = [(path, value)]
+        yield from ((path, one) for path, one in found if isinstance(one, Mapping))
 
 
 def _held(schema: Any, where: str, left_out: list[Unheld]) -> Any:

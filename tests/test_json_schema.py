@@ -17,6 +17,10 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from enginewright.errors import UsageError
 from enginewright.runtime.grammar_worker import answer, limits
 from enginewright.runtime.json_schema import MAX_INTEGER, MIN_INTEGER, held
+from enginewright.runtime.messages.calls import CallFormat
+from enginewright.runtime.messages.grammar import only_calls
+from enginewright.runtime.messages.hermes import HERMES
+from enginewright.runtime.messages.qwen3_xml import QWEN3_XML
 from tests.helpers.schemas import BOUNDED
 from tests.helpers.serving import CHAT, HELLO, Running, running, tiny_engine
 
@@ -196,6 +200,33 @@ def test_texts_of_a_schema_are_valid(data: st.DataObject, name: str) -> None:
         jsonschema.Draft202012Validator(BOUNDED[name]).validate(json.loads(text))
 
 
+WRONG = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "foo"}}}}
+
+
+@pytest.mark.parametrize(
+    ("frame", "why"),
+    [
+        ({"json": {"type": "foo"}}, "Invalid type: foo"),
+        ({"json": WRONG}, "properties.a.items: Invalid type: foo"),
+        ({"json": {"$defs": {"x": WRONG}, "$ref": "#/$defs/x"}}, "$defs.x.properties.a.items: Invalid type: foo"),
+        ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf constraints are not supported"),
+        ({"grammar": 'start: "a" %json {"type": "foo"}'}, "at 1(8): failed to compile"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_property(frame: dict[str, Any], why: str) -> None:
+    assert answer(frame)["failed"].startswith(why)
+
+
+@pytest.mark.parametrize("before", [None, "start: /[ab]/"])
+@pytest.mark.parametrize("calls", [HERMES, QWEN3_XML], ids=lambda calls: calls.name)
+def test_errors_name_the_tool(calls: CallFormat, before: str | None) -> None:
+    grammar = only_calls(calls, {"good": {"type": "object"}, "bad": WRONG}, {}, several=True)
+    why = "the tool bad: " if calls is QWEN3_XML else "the tool bad: properties.a."
+    failed = answer({"grammar": grammar, "before": before})["failed"]
+    assert failed.startswith(why) and failed.endswith("items: Invalid type: foo")
+
+
 # Over HTTP
 
 FUNCTION = {"name": "buy", "parameters": PRICE}
@@ -264,3 +295,10 @@ def test_unheld_keywords_are_a_warning_or_where_strict_an_error(
 def test_tools_that_no_grammar_holds_warn_of_nothing(server: Running) -> None:
     found = server.post(CHAT, {"model": "tiny", **CALLED, "tools": [{"type": "function", "function": FUNCTION}]})
     assert found.status == 200 and "x-enginewright-warning" not in found.headers
+
+
+def test_a_wrong_schema_of_a_tool_names_both(server: Running) -> None:
+    tools = [{"type": "function", "function": {"name": "bad", "parameters": WRONG}}]
+    found = server.post(CHAT, {"model": "tiny", **CALLED, "tools": tools, "tool_choice": "required"})
+    assert (found.status, found.error["param"]) == (400, "tools")
+    assert found.error["message"].endswith("the tool bad: properties.a.items: Invalid type: foo")

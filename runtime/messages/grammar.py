@@ -100,6 +100,7 @@ def _block(
         before_name = before_name.removeprefix(begun)
     rules = []
     for name, schema in schemas.items():
+        lark.tool = name if name.isprintable() else ""
         if not re.fullmatch(written.name, name):
             raise UsageError(f"the tool {name!r} cannot be called", "its name cannot be written in the model's form")
         if written.json_keys is not None and json_options is not None:
@@ -108,6 +109,7 @@ def _block(
         arguments = written.arguments.rule(lark, schema)
         before = lark.text(before_name + name + written.before_arguments)
         rules.append(lark.rule(f"{before} {arguments} {lark.text(written.after_arguments)}"))
+    lark.tool = ""
     call = lark.rule(" | ".join(rules))
     more = ""
     if several and written.between is not None:

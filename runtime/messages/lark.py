@@ -9,6 +9,7 @@ from enginewright.errors import UsageError
 from enginewright.runtime.messages.schemas import branches
 
 ANY = "/(?s:.*)/"  # any text
+TOOL = " // tool "  # before the name of a rule's tool, in a comment
 MAX_RULES = 10_000
 MAX_LISTED = 16  # arguments that no schema names
 # Between the parts of JSON: a space, as in what models are shown, or nothing.
@@ -24,6 +25,7 @@ class Lark:
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self._special_tokens = special_tokens
+        self.tool = ""  # the one that rules are added for; errors name it
         self._rules: list[str] = []
 
     def rule(self, body: str, options: str = "") -> str:
@@ -31,7 +33,7 @@ class Lark:
         if len(self._rules) == MAX_RULES:
             raise UsageError("the schemas of the tools are too large, or refer to themselves")
         name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
+        self._rules.append(f"{name}{options}: {body}{f'{TOOL}{self.tool}' if self.tool else ''}")
         return name
 
     def terminal(self, body: str) -> str:

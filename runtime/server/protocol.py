@@ -293,7 +293,7 @@ class Body(msgspec.Struct, kw_only=True):
         return self.params()
 
     def unused(self, tokenizer: Tokenizer) -> Sequence[ApiError]:
-        """Keys that this model has no use for, and parts of a schema that no grammar holds, each as the error that it is
+        """Keys that this model has no use for, and parts of a schema that no grammar holds, each as the error it is
         where keys are strict.
         """
         return self._held_structure()[1]
