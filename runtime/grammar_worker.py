@@ -66,6 +66,16 @@ def answer(frame: dict[str, Any]) -> dict[str, str]:
     return {"source": source}
 
 
+def failure(frame: dict[str, Any], source: str, error: str = "") -> str:
+    """The reason why a source cannot be compiled, for clients.
+
+    Args:
+        error: the reason where the source by itself has no fault.
+    """
+    text = _why_not(source)
+    return _why(StructuredOutputsParams(**frame), text) if text else error
+
+
 def _why(wanted: StructuredOutputsParams, text: str) -> str:
     """An error of llguidance's with the tool and the place in its schema, or in the schema of the answer."""
     if isinstance(wanted.json, Mapping) and wanted.within is None:
@@ -295,7 +305,7 @@ def _compiled(key: str, trie: LLTokenizer, limits: Mapping[str, Any]) -> Grammar
     try:
         return Grammar(found["source"], trie, limits)
     except ValueError as error:
-        return _why(StructuredOutputsParams(**frame), _why_not(found["source"]) or str(error))
+        return failure(frame, found["source"], str(error))
 
 
 def _warm_up(trie: LLTokenizer, limits: Mapping[str, Any]) -> None:

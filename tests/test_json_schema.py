@@ -11,11 +11,12 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from enginewright.errors import UsageError
-from enginewright.runtime.grammar_worker import answer, limits
+from enginewright.runtime.grammar_protocol import LIMITS
+from enginewright.runtime.grammar_worker import answer, failure
 from enginewright.runtime.json_schema import MAX_INTEGER, MIN_INTEGER, held
 from enginewright.runtime.messages.calls import CallFormat
 from enginewright.runtime.messages.grammar import only_calls
@@ -54,12 +55,18 @@ def server() -> Iterator[Running]:
         yield opened
 
 
+def failed(frame: dict[str, Any]) -> str:
+    """The reason why a grammar cannot be compiled; empty: it can."""
+    made = answer(frame)
+    return made["failed"] if "failed" in made else failure(frame, made["source"])
+
+
 def matcher(schema: dict[str, Any]) -> LLMatcher:
     """Raises UsageError for a schema that cannot be held."""
     made = answer({"json": schema})
-    if "failed" in made:
-        raise UsageError(made["failed"])
-    return LLMatcher(BYTES, made["source"], limits=limits())
+    if why := failed({"json": schema}):
+        raise UsageError(why)
+    return LLMatcher(BYTES, made["source"], limits=LLParserLimits(**LIMITS))
 
 
 def accepts(schema: dict[str, Any], text: str) -> bool:
@@ -215,7 +222,7 @@ WRONG = {"type": "object", "properties": {"a": {"type": "array", "items": {"type
     ids=str,
 )
 def test_errors_name_the_property(frame: dict[str, Any], why: str) -> None:
-    assert answer(frame)["failed"].startswith(why)
+    assert failed(frame).startswith(why)
 
 
 @pytest.mark.parametrize("before", [None, "start: /[ab]/"])
@@ -223,8 +230,8 @@ def test_errors_name_the_property(frame: dict[str, Any], why: str) -> None:
 def test_errors_name_the_tool(calls: CallFormat, before: str | None) -> None:
     grammar = only_calls(calls, {"good": {"type": "object"}, "bad": WRONG}, {}, several=True)
     why = "the tool bad: " if calls is QWEN3_XML else "the tool bad: properties.a."
-    failed = answer({"grammar": grammar, "before": before})["failed"]
-    assert failed.startswith(why) and failed.endswith("items: Invalid type: foo")
+    found = failed({"grammar": grammar, "before": before})
+    assert found.startswith(why) and found.endswith("items: Invalid type: foo")
 
 
 # Over HTTP
