@@ -184,14 +184,18 @@ def test_a_body_that_stops_before_its_end_is_given_up(server: Running, monkeypat
 )
 @pytest.mark.parametrize("apart", [False, True], ids=["in one piece", "apart"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_comes_before_the_answer_is_dropped(server: Running, more: bytes, apart: bool, stream: bool) -> None:
+def test_what_comes_before_the_answer_is_dropped(
+    server: Running, protocols: list[LimitedHttp], more: bytes, apart: bool, stream: bool
+) -> None:
     first = post_of({"prompt": "a", "stream": stream, "max_tokens": 200, "ignore_eos": True})
     before = server.llm.stats().prompt_tokens
     with server.connect() as connection:
         if apart:
-            connection.sendall(first)
-            wait_until(lambda: server.llm.stats().num_running == 1)
-            connection.sendall(more)
+            with server.held_steps():
+                connection.sendall(first)
+                wait_until(lambda: server.llm.step_s > 0)
+                connection.sendall(more)
+                wait_until(lambda: protocols[0]._deaf)
         else:
             connection.sendall(first + more)
         said = read_to_end(connection)
