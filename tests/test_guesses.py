@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from enginewright.builder.build import BuildConfig, build_engine
-from enginewright.runtime.core import Completion, EngineCore
+from enginewright.runtime.core import Completion, EngineCore, Request
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.memory_plan import runtime_config
 from enginewright.runtime.outputs import Delta, merge
@@ -48,17 +48,18 @@ def answers(engine: Engine, guess: Any = None, **limits: Any) -> tuple[list[tupl
     core = EngineCore(engine, runtime_config(**{**LIMITS, **limits}))
     prompts = torch.randint(3, 300, (len(ASKED), 21), generator=torch.Generator().manual_seed(5)).tolist()
     deltas: dict[tuple[int, int], list[Delta]] = {}
+    requests: list[Request] = []
     going: list[tuple[int, Completion]] = []
     for number, (prompt, params) in enumerate(zip(prompts, ASKED, strict=True)):
         request = core.request(prompt, params, lambda _: None)
         going += [(number, completion) for completion in request.completions]
         core.add(request)
-    numbers = {id(completion.request): number for number, completion in going}
+        requests.append(request)
     steps = 0
     while core.has_work:
         steps += 1
         for request, delta in core.step():
-            deltas.setdefault((numbers[id(request)], delta.index), []).append(delta)
+            deltas.setdefault((requests.index(request), delta.index), []).append(delta)
         for number, completion in going:
             sequence = completion.sequence
             if guess is not None and not completion.finished and len(sequence.token_ids) > sequence.num_prompt_tokens:
