@@ -86,19 +86,19 @@ def held_whole(schema: Mapping[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def fault(schema: Mapping[str, Any], reason: str, compile: Callable[[dict[str, Any]], str]) -> str:
+def fault(schema: Mapping[str, Any], reason: str, find_error: Callable[[dict[str, Any]], str]) -> str:
     """The path of the innermost part of a schema that cannot be compiled.
 
     Args:
         reason: the reason why the schema cannot be compiled.
-        compile: takes a schema; the reason why it cannot be compiled, or an empty text.
+        find_error: takes a schema; the reason why it cannot be compiled, or an empty text.
     """
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     path, inner, num_left = "", schema, MAX_COMPILED
     while True:
         for where, part in list(_parts(inner, path))[:num_left]:
             num_left -= 1
-            if compile({**shared, **part}) == reason:
+            if find_error({**shared, **part}) == reason:
                 path, inner = where, part
                 break
         else:

@@ -128,7 +128,7 @@ def read(form: MessageFormat, text: str, *, size: int = 0, is_cut: bool = False,
     parser = new_parser(form, SCHEMAS, **options)
     assert parser is not None
     given, pieces = list[Piece](), list[Piece]()
-    for place in range(0, len(text), size or len(text)):
+    for place in range(0, len(text), size or max(len(text), 1)):
         given += parser.push(text[place : place + size] if size else text)
     for piece in joined(given + parser.end(is_cut=is_cut)):
         if isinstance(piece, Arguments):

@@ -283,8 +283,12 @@ def test_whatever_a_folder_has_does_not_end_the_start(folder: Path, tmp_path: Pa
         assert server.complete("a", model="llama")["model"] == "llama"
 
 
-def test_names_of_files_are_escaped_wherever_they_are_read(folder: Path, tmp_path: Path, capfd: Any) -> None:
+def test_names_of_files_are_escaped_wherever_they_are_read(
+    folder: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As names of models, in the ready line, the log, errors and /metrics, which they can add no line to."""
+    # pytest's own handlers would keep the name as it is, which the workers of pytest-xdist cannot send.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     shutil.copy(folder / "llama.engine", tmp_path / "evil\n# HELP x\x1b[31m.engine")
     (tmp_path / os.fsdecode(b"bad\n2026-01-01T00:00:00.000Z info request \x9b\xff.engine")).write_bytes(b"nothing")
     good = r"evil\n# HELP x\x1b[31m"
