@@ -69,7 +69,7 @@ def test_a_client_that_leaves_is_aborted(server: Running, stream: bool, reset: b
     with server.held_steps(once=all_have_begun):
         with server.connect() as connection:
             server.send(connection, COMPLETIONS, {"prompt": ["a", "b"], "stream": stream, "n": n, **LONG})
-            wait_until(lambda: all_have_begun(server.llm))
+            server.until_held()
             if stream:
                 assert connection.recv(100).startswith(b"HTTP/1.1 200")
             if reset:

@@ -197,7 +197,7 @@ def test_clients_that_leave() -> None:
         with server.held_steps(once=lambda llm: llm.stats().generated_tokens > 10):
             with server.connect() as connection:
                 server.send(connection, COMPLETIONS, {"prompt": "a", "n": 2, **LONG})
-                wait_until(lambda: server.llm.stats().generated_tokens > 10)
+                server.until_held()
             wait_until(lambda: server.llm.stats().num_waiting > 0)  # for the step under way to end, to be aborted
         with server.connect() as connection:
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{{"
@@ -212,7 +212,7 @@ def test_the_end_is_no_warning() -> None:
     with logged() as lines, running(drain_seconds=0) as server, server.connect() as connection:
         with server.held_steps(once=lambda llm: llm.stats().generated_tokens > 2):
             server.send(connection, COMPLETIONS, {"prompt": "a", **LONG})
-            wait_until(lambda: server.llm.stats().generated_tokens > 2)
+            server.until_held()
             server.end()
             wait_until(lambda: server.llm.stats().num_waiting > 0)  # for the step under way to end, to be aborted
         assert b"server_shutdown" in read_all(connection)

@@ -143,7 +143,7 @@ def test_what_leaves_has_no_phases(server: Running) -> None:
     with server.held_steps(once=lambda llm: llm.stats().generated_tokens > 2):
         with server.connect() as connection:
             server.send(connection, COMPLETIONS, {"prompt": "a", "max_tokens": 4000, "ignore_eos": True})
-            wait_until(lambda: server.llm.stats().generated_tokens > 2)
+            server.until_held()
         wait_until(lambda: server.llm.stats().num_waiting > 0)  # for the step under way to end, to be aborted
     wait_until(server.is_idle)
     values = scrape(server)
@@ -212,7 +212,8 @@ def test_what_runs_and_what_leaves(server: Running) -> None:
     with server.held_steps(once=lambda llm: llm.stats().num_running == 3):
         with server.connect() as connection:
             server.send(connection, COMPLETIONS, {"prompt": "a", "n": 3, "max_tokens": 4000, "ignore_eos": True})
-            wait_until(lambda: scrape(server)[P + "num_requests_running", ""] == 3)
+            server.until_held()
+            assert scrape(server)[P + "num_requests_running", ""] == 3
             assert 0 < scrape(server)[P + "kv_cache_usage_perc", ""] <= 1
         wait_until(lambda: server.llm.stats().num_waiting > 0)  # for the step under way to end, to be aborted
     wait_until(lambda: scrape(server)[P + "request_success_total", "abort"] == 3)

@@ -284,7 +284,7 @@ def test_options_that_do_not_fit(folder: Path) -> None:
     assert "Name that with --certificate" in refused(2, "sign", engine, *key, "--chain", folder / "mine.crt")
     assert "there is no such file" in refused(2, "sign", folder / "y", "--key", folder / "mine.pem")
     nowhere = ("--signature", folder / "a/b")
-    assert "cannot be written" in refused(1, "sign", engine, "--key", folder / "mine.pem", *nowhere)
+    assert "cannot be written" in refused(2, "sign", engine, "--key", folder / "mine.pem", *nowhere)
     assert "--key and --identity name several" in refused(2, "verify", engine, *key, *GITHUB)
     assert "belong together" in refused(2, "verify", engine, *GITHUB[:2])
     run("sign", engine, "--key", folder / "mine.pem")

@@ -130,7 +130,7 @@ class Running:
 
     def __init__(self, engine: Path | Sequence[Path], config: ServerConfig, limits: Mapping[str, Any]) -> None:
         self._engine, self._config, self._limits = engine, config, {**LIMITS, **limits}
-        self._ready = threading.Event()
+        self._ready, self._is_holding = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="server")
 
     async def _main(self) -> None:
@@ -243,9 +243,12 @@ class Running:
         runs, free = [executor.run for executor in executors], threading.Event()
 
         def held(llm: AsyncLLM, run: Callable[[Any], Any], plan: Any) -> Any:
-            assert not once(llm) or free.wait(60)
+            if once(llm):
+                self._is_holding.set()
+                assert free.wait(60)
             return run(plan)
 
+        self._is_holding.clear()
         holding = [partial(held, llm, run) for llm, run in zip(llms, runs, strict=True)]
         for executor, one in zip(executors, holding, strict=True):
             executor.run = one  # type: ignore[method-assign]
@@ -256,6 +259,10 @@ class Running:
             for executor, one, run in zip(executors, holding, runs, strict=True):
                 if executor.run is one:  # the test has not broken it meanwhile
                     executor.run = run  # type: ignore[method-assign]
+
+    def until_held(self) -> None:
+        """Wait for a step that `held_steps` holds: before, a client that leaves may be gone without one."""
+        assert self._is_holding.wait(60)
 
     def is_idle(self) -> bool:
         """Nothing runs, nothing waits, and every block is free."""
