@@ -1,4 +1,4 @@
-"""How commands end by signals, and what they do where the shell has closed a standard stream."""
+"""Commands end cleanly by signals, and where the shell has closed a standard stream."""
 
 import json
 import shlex

@@ -182,7 +182,7 @@ NOT_TAKEN = {"use_return_dict"}
 
 
 def content_with(reference: Reference, config: Mapping[str, Any]) -> Content:
-    """Of the graph of its weights with another config."""
+    """Content of the graph of the same weights with another config."""
     pooling = Pooling("mean") if reference.family in ENCODERS else None
     stored = MemoryCheckpoint.of(reference.model, reference.config).stored
     return content(build_graph(MemoryCheckpoint(config, stored, pooling=pooling)))

@@ -118,7 +118,7 @@ class Reader:
 
 
 def made_of(weight: ir.Value, quant: QuantConfig, dtype: str) -> torch.Tensor:
-    """What the builder restores of the codes that it makes of a weight, or has chosen for it."""
+    """The weight that the builder restores from the codes that it makes or has chosen."""
     if stored(weight) or dtype in ("f32", "bf16"):
         values = open_rows(weight)(0, shape_of(weight)[0])
         return values.bfloat16().float() if dtype == "bf16" else values
@@ -129,7 +129,7 @@ def made_of(weight: ir.Value, quant: QuantConfig, dtype: str) -> torch.Tensor:
 
 
 def has_groups(reader: Reader) -> bool:
-    """Whether gates and ups have a scale for each group."""
+    """True if gates and ups have a scale for each group."""
     return any(len(form.shape or ()) > 1 for name, form in reader.forms.items() if name.endswith("gate_up_proj.scale"))
 
 

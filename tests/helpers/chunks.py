@@ -9,7 +9,7 @@ from enginewright.triton_instance import TritonInstance
 def chunk_kernels(
     delta: bool, heads: int, key_heads: int, k: int, v: int, unaligned: int = 0
 ) -> tuple[TritonInstance, TritonInstance]:
-    """What prepares chunks, and what goes through them.
+    """The kernels that prepare chunks and go through them.
 
     Args:
         delta: the gated delta rule, and not Mamba-2.

@@ -1,4 +1,4 @@
-"""What may stand under a name where a file is expected, and must never hang who opens it."""
+"""Odd things under the name of a file, none of which may hang the process that opens it."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ def _socket(path: Path) -> None:
 
 
 def make_sparse(path: Path, nbytes: int = 3 << 30) -> None:
-    """A file of so many zero bytes that takes no space."""
+    """A file of zero bytes that takes no space on the disk."""
     with path.open("wb") as file:
         file.truncate(nbytes)
 
