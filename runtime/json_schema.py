@@ -179,12 +179,14 @@ def _numbers(value: Any) -> Iterator[int | float]:
     rest = [value]
     while rest:
         one = rest.pop()
-        if isinstance(one, Mapping):
+        if isinstance(one, str):  # most often, and to ask about Mapping takes long
+            continue
+        if isinstance(one, int | float) and not isinstance(one, bool):
+            yield one
+        elif isinstance(one, Mapping):
             rest += one.values()
         elif isinstance(one, list | tuple):
             rest += one
-        elif isinstance(one, int | float) and not isinstance(one, bool):
-            yield one
 
 
 def _is_exact(number: int | float) -> bool:

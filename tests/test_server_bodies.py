@@ -1,5 +1,6 @@
 """Hostile values in every key of a body, at every depth: each is a 400, told before anything is computed with it."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +10,11 @@ import pytest
 from enginewright.runtime import sampling
 from enginewright.runtime.llm import LLM
 from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.server import protocol
 from enginewright.runtime.server.protocol import MAX_CONTAINERS, SAMPLING, UNREAD
-from tests.helpers.serving import CHAT, COMPLETIONS, LIMITS, Answer, Running, running, tiny_engine
+from enginewright.runtime.server.wire import SHORT_BODY_BYTES, BodyReader
+from enginewright.runtime.structured_outputs import StructuredOutputsParams
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Answer, Running, running, tiny_engine
 
 # What no key may hold: numbers out of range, halves of surrogate pairs, bytes that are no UTF-8, what is no JSON.
 NO_VALUES = [b"1e999", b"-1e999", b"9" * 5000, b'"\\ud800"', b'"\\udc00x"', b'"\xff"', b'"\xc3"', b"[" * 3000, b"nul"]
@@ -102,3 +106,54 @@ def test_allowed_tokens_are_looked_at_once_a_request(monkeypatch: pytest.MonkeyP
         params = SamplingParams(n=8, max_tokens=2, allowed_token_ids=[7, 9], seed=1)
         (output,) = llm.generate("x", params)
     assert calls == 1 and {token for one in output.outputs for token in one.token_ids} <= {7, 9}
+
+
+def test_long_bodies_are_given_out_one_in_a_turn() -> None:
+    """What is done with a long body keeps streams waiting, so streams go on between two of them."""
+    log, num_bodies = list[str](), 5
+    scope = {"headers": [(b"content-type", b"application/json")]}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"x" * (SHORT_BODY_BYTES + 1), "more_body": False}
+
+    async def read(bodies: BodyReader) -> None:
+        await bodies.read(scope, receive)
+        log.append("body")
+
+    async def stream() -> None:
+        while log.count("body") < num_bodies:
+            log.append("stream")
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        bodies = BodyReader(1 << 20)
+        await asyncio.gather(stream(), *(read(bodies) for _ in range(num_bodies)))
+
+    asyncio.run(main())
+    assert "body,body" not in ",".join(log) and log.count("body") == num_bodies
+
+
+def test_a_structure_is_checked_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To check a long schema takes milliseconds in which no stream goes on."""
+    checked, held = list[StructuredOutputsParams](), list[Any]()
+    check, hold = StructuredOutputsParams._check_schema, protocol.held
+
+    def note_check(self: StructuredOutputsParams) -> None:
+        checked.append(self)
+        check(self)
+
+    def note_hold(schema: Any) -> Any:
+        held.append(schema)
+        return hold(schema)
+
+    monkeypatch.setattr(StructuredOutputsParams, "_check_schema", note_check)
+    monkeypatch.setattr(protocol, "held", note_hold)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    asked = {"response_format": {"type": "json_object", "schema": {"enum": ["a"]}}, "max_tokens": 9}
+    for body in (asked, {"tools": [tool], "tool_choice": "required", "max_tokens": 9}):
+        answer = server.post(CHAT, {"messages": HELLO, **body})
+        assert answer.status in (200, 400), answer.body
+        # As it was sent, and once more without what cannot be held.
+        assert len(checked) <= 2 and len(held) <= 1, body
+        checked.clear()
+        held.clear()

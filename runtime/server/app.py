@@ -44,7 +44,7 @@ from enginewright.runtime.server.responses_form import ResponsesForm
 from enginewright.runtime.server.responses_store import StoredRoutes
 from enginewright.runtime.server.tokenization import DETOKENIZE_KEYS, TOKENIZE_KEYS
 from enginewright.runtime.server.traces import Traces
-from enginewright.runtime.server.wire import ClientGone, header, read_body, send_error
+from enginewright.runtime.server.wire import ClientGone, header, send_error
 from enginewright.runtime.server.work import check_timeout, work_of
 from enginewright.runtime.tokenizer import Tokenizer
 
@@ -165,7 +165,7 @@ class App:
 
     async def _count_tokens(self, request: Request) -> Response:
         """Of what POST /v1/messages would show to the model."""
-        data = await read_body(request.scope, request.receive, self._engines.config.max_body_bytes)
+        data = await self._engines.bodies.read(request.scope, request.receive)
         unused = _unused(self._engines, request.scope)
         with unused.places_as_sent():
             messages = read_messages(data, self._engines.max_vocab_size, unused, counted=True)
@@ -180,7 +180,7 @@ class App:
 
     async def _read(self, request: Request, known: Known) -> Any:
         """The body of a request that no answer is generated for."""
-        data = await read_body(request.scope, request.receive, self._engines.config.max_body_bytes)
+        data = await self._engines.bodies.read(request.scope, request.receive)
         return decode(data, known, self._engines.max_vocab_size, _unused(self._engines, request.scope))
 
     @asynccontextmanager
@@ -257,7 +257,7 @@ class CompletionRoute(ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived, log = time.perf_counter(), scope["log"]
         try:
-            data = await read_body(scope, receive, self._engines.config.max_body_bytes)
+            data = await self._engines.bodies.read(scope, receive)
             unused, prompt_key, renames = _unused(self._engines, scope), self._form.prompt_key, self._form.renames
             with unused.places_as_sent():
                 request = self._read(data, scope["tenant"], unused)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -137,9 +138,10 @@ class ChatBody(Body, kw_only=True):
         for place, value in enumerate(self.messages):
             where = f"messages[{place}]"
             messages.append(Message.read(value, where).for_template(where))
-        tools, turn = self._tools(), self.add_generation_prompt is not False
+        tools, turn = self._tools, self.add_generation_prompt is not False
         return [Conversation(messages, turn, self._template_kwargs(), tools.shown, bool(tools.forced))]
 
+    @cached_property
     def _tools(self) -> Tools:
         return Tools(self.tools, self.tool_choice)
 
@@ -155,7 +157,7 @@ class ChatBody(Body, kw_only=True):
         return kwargs | given
 
     def params_for(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        tools, params = self._tools(), self.params()
+        tools, params = self._tools, self.params()
         tools.check(tokenizer)
         can_stop_thinking = any(map(tokenizer.template_names, THINKING))
         if self.reasoning_effort == "none" and reasons(tokenizer.message_format) and not can_stop_thinking:
@@ -165,18 +167,18 @@ class ChatBody(Body, kw_only=True):
         return params
 
     def unused(self, tokenizer: Tokenizer) -> Sequence[ApiError]:
-        unused = [*super().unused(tokenizer), *self._tools().unheld]
+        unused = [*super().unused(tokenizer), *self._tools.unheld]
         if self.reasoning_effort not in (None, "none") and not tokenizer.template_names("reasoning_effort"):
             unused.append(not_implemented("reasoning_effort", "the model's chat template knows none"))
         return unused
 
     @property
     def structure_key(self) -> str:
-        return super().structure_key if self._structures() and not self._tools().forced else "tools"
+        return super().structure_key if self._structures() and not self._tools.forced else "tools"
 
     def structure(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> StructuredOutputsParams | None:
         """The structure of a message: the answer's from where the reasoning ends, or that of calls."""
-        tools, answer, place = self._tools(), self._structure(), tokenizer.reasoning_place(prompt)
+        tools, answer, place = self._tools, self._structure(), tokenizer.reasoning_place(prompt)
         if tools.may_be_called is not None:
             return tools.structure(tokenizer, place, answer, several=self.parallel_tool_calls is not False)
         if answer is None or answer.is_whole:
@@ -188,7 +190,7 @@ class ChatBody(Body, kw_only=True):
         return replace(super().include(), reasoning=self.include_reasoning is not False)
 
     def parsers(self, tokenizer: Tokenizer, prompt: Sequence[int], count: int) -> Sequence[Parser | None]:
-        tools = self._tools()
+        tools = self._tools
         answer = None if tools.forced else self._structure()
         is_json = answer is not None and answer.is_json
         is_whole = answer is not None and answer.is_whole  # all of the message is of the answer, its reasoning, too

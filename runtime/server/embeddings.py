@@ -33,7 +33,7 @@ from enginewright.runtime.server.keys import UnusedKeys, known_of
 from enginewright.runtime.server.log import RequestLog
 from enginewright.runtime.server.protocol import UNREAD, decode, prompts_of
 from enginewright.runtime.server.service import Service
-from enginewright.runtime.server.wire import ClientGone, read_body, send_json, until_gone
+from enginewright.runtime.server.wire import ClientGone, send_json, until_gone
 from enginewright.runtime.server.work import work_of
 from enginewright.runtime.work_class import WorkClass
 
@@ -172,7 +172,7 @@ class TextsRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived, log = time.perf_counter(), scope["log"]
         try:
-            data = await read_body(scope, receive, self._engines.config.max_body_bytes)
+            data = await self._engines.bodies.read(scope, receive)
             unused = log.unused = UnusedKeys(is_strict=self._engines.config.strict_keys)
             body: TextsBody = decode(data, self._known, self._engines.max_vocab_size, unused)
             work = work_of(scope, body.priority)

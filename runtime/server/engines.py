@@ -40,7 +40,7 @@ from enginewright.runtime.server.log import log_refused_bytes
 from enginewright.runtime.server.metrics import Metrics, MetricsPage
 from enginewright.runtime.server.responses_store import ResponseStore
 from enginewright.runtime.server.service import Service
-from enginewright.runtime.server.wire import ClientGone, until_gone
+from enginewright.runtime.server.wire import BodyReader, ClientGone, until_gone
 from enginewright.runtime.server.work import timed_out
 from enginewright.runtime.speculation.methods import plan_engine_memory
 from enginewright.runtime.stats import Stats
@@ -147,6 +147,7 @@ class Engines:
         self._turn = asyncio.Lock()  # of the one that is opened or closed
         self._idle_closing: asyncio.Task[None] | None = None
         self._ended = asyncio.get_running_loop().create_future()  # done: nobody waits for an engine any more
+        self.bodies = BodyReader(config.max_body_bytes)
         self.responses = ResponseStore(config.responses_store, config.responses_memory)
         self.draining = False  # whether the server ends, and takes no new requests
         self.started = int(time.time())

@@ -7,6 +7,7 @@ has those that are known in all APIs, and that nothing reads.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -198,7 +199,7 @@ class ResponseFormat(msgspec.Struct):
                 return {}
 
 
-class Body(msgspec.Struct, kw_only=True):
+class Body(msgspec.Struct, kw_only=True, dict=True):
     """What both kinds of request have; SAMPLING are SamplingParams' own names."""
 
     model: str | None = None
@@ -257,8 +258,9 @@ class Body(msgspec.Struct, kw_only=True):
 
     def _structure(self) -> StructuredOutputsParams | None:
         """What the answer has to be. Raises ApiError where several keys say it, or one says what cannot be."""
-        return self._held_structure()[0]
+        return self._held_structure[0]
 
+    @cached_property
     def _held_structure(self) -> tuple[StructuredOutputsParams | None, list[ApiError]]:
         """The same, and what is left out of its schema. Raises ApiError, also where a strict schema cannot be held."""
         given = self._structures()
@@ -296,7 +298,7 @@ class Body(msgspec.Struct, kw_only=True):
         """Keys that this model has no use for, and parts of a schema that no grammar holds, each as the error it is
         where keys are strict.
         """
-        return self._held_structure()[1]
+        return self._held_structure[1]
 
     def structure(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> StructuredOutputsParams | None:
         """What an answer to a prompt has to be; None: anything. Raises ApiError for what it cannot."""

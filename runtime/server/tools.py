@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -136,8 +137,9 @@ class Tools:
     @property
     def unheld(self) -> list[ApiError]:
         """Keywords of schemas that no call is held to. Raises ApiError where a tool cannot be held to its schema."""
-        return self._held()[1]
+        return self._held[1]
 
+    @cached_property
     def _held(self) -> tuple[Schemas, list[ApiError]]:
         """The schemas that calls are held to, and what is left out of them. Raises ApiError.
 
@@ -182,7 +184,7 @@ class Tools:
         """
         form, ids = self.form(tokenizer), tokenizer.mark_ids
         assert form.calls is not None
-        schemas = self._held()[0]
+        schemas = self._held[0]
         before = before_answer(form, ids, place, is_text=False)
         try:
             if self.forced:

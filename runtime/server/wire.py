@@ -18,6 +18,7 @@ from enginewright.runtime.server.errors import ApiError, Headers
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEAD_S = 30.0  # from its first byte to its last
 MAX_BODY_S = 120.0
+SHORT_BODY_BYTES = 4096  # up to which a body is parsed and checked in less than a millisecond
 KEEP_ALIVE_S = 75.0  # longer than clients', so that none sends a request into a connection that is just being closed
 STALL_S = 60.0  # in which a client must read something of its answer
 LINGER_S = 2.0  # for a client to read an error before the connection is closed under what it still sends
@@ -96,33 +97,51 @@ def _too_long(max_bytes: int) -> ApiError:
     return ApiError(413, f"the body is longer than {max_bytes} bytes", code="body_too_large", headers=[CLOSE])
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The body of a request.
+class BodyReader:
+    """Reads the bodies of requests.
 
-    Raises:
-        ApiError: 413 as soon as it is known to be too long (compressed, too), 415 if it is not JSON or in an encoding
-            that is not read, 408 if it does not come, 400 if it is not in its encoding.
-        ClientGone: the client has left before its end.
+    To parse a long body, and to check what it asks for, takes milliseconds in which no stream goes on. However many
+    come at the same time, only one is given out in each turn of the event loop, so that streams are sent in between.
     """
-    headers = dict(scope["headers"])
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":  # a web page can send anything else to this machine without being asked
-        raise ApiError(415, "the body must be JSON: send Content-Type: application/json", headers=[CLOSE])
-    body = _new_body(scope, max_bytes)
-    declared = headers.get(b"content-length", b"")
-    if declared.isdigit() and int(declared[:20]) > max_bytes:
-        raise _too_long(max_bytes)
-    try:
-        async with asyncio.timeout(MAX_BODY_S):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                body.push(message["body"])
-                if not message["more_body"]:
-                    return body.end()
-    except TimeoutError:
-        raise ApiError(408, f"the body has not come within {MAX_BODY_S:.0f} s", headers=[CLOSE]) from None
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._turn = max_bytes, asyncio.Lock()
+
+    async def read(self, scope: Scope, receive: Receive) -> bytes:
+        """The body of a request.
+
+        Raises:
+            ApiError: 413 as soon as it is known to be too long (compressed, too), 415 if it is not JSON or in an
+                encoding that is not read, 408 if it does not come, 400 if it is not in its encoding.
+            ClientGone: the client has left before its end.
+        """
+        headers = dict(scope["headers"])
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json":  # a web page can send anything else to this machine without being asked
+            raise ApiError(415, "the body must be JSON: send Content-Type: application/json", headers=[CLOSE])
+        body = _new_body(scope, self._max_bytes)
+        declared = headers.get(b"content-length", b"")
+        if declared.isdigit() and int(declared[:20]) > self._max_bytes:
+            raise _too_long(self._max_bytes)
+        try:
+            async with asyncio.timeout(MAX_BODY_S):
+                data = await _all_of(body, receive)
+        except TimeoutError:
+            raise ApiError(408, f"the body has not come within {MAX_BODY_S:.0f} s", headers=[CLOSE]) from None
+        if len(data) > SHORT_BODY_BYTES:
+            async with self._turn:
+                await asyncio.sleep(0)
+        return data
+
+
+async def _all_of(body: _PlainBody, receive: Receive) -> bytes:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body.push(message["body"])
+        if not message["more_body"]:
+            return body.end()
 
 
 async def until_gone(receive: Receive) -> None:
